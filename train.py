@@ -1,0 +1,453 @@
+"""argmin: one loop for every stage (section 3.1, section 4.1).
+
+    python train.py --stage adapter --task rte                                       # Φ_rte <- argmin L(D_rte; Θ, Φ)
+    python train.py --stage fusion --task rte --adapters runs/mnli runs/qqp runs/rte # Ψ <- argmin L(D_rte; Θ, Φ_1..N, Ψ)
+    python train.py --stage head | full --task rte                                   # the paper's baselines (section 5.1)
+
+What a stage trains is what requires a gradient; Θ and Φ are otherwise never written to. A run directory holds the best
+epoch in AdapterHub's files, and is all that `load_run` needs besides the encoder.
+"""
+
+import argparse
+import json
+import math
+import platform
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from adapter import (
+    CONFIG_FILE,
+    WEIGHTS_FILES,
+    AdapterConfig,
+    Head,
+    activate,
+    add_adapter,
+    fetch_adapter,
+    load_adapter,
+    load_head,
+    read_adapter_config,
+    save_adapter,
+    save_head,
+)
+from bert import Bert, fetch_encoder, read_json, write_json
+from data import batches, get_task, load_split, load_tokenizer
+from fusion import add_fusion, fusion_regularization, load_fusion, save_fusion
+
+# Section 4.1 and appendix A.2: ST-A 1e-4 and at most 30 epochs, fusion 5e-5 and at most 10. The paper does not give those
+# of its head and full baselines; these are ours.
+DEFAULTS = {  # stage: (learning rate, epochs)
+    "adapter": (1e-4, 30),
+    "fusion": (5e-5, 10),
+    "head": (1e-3, 30),
+    "full": (2e-5, 10),
+}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "merges.txt")
+
+
+def arguments(argv=None):
+    parser = argparse.ArgumentParser(description="Trains one stage of AdapterFusion on one task.")
+    add = parser.add_argument
+    add("--stage", required=True, choices=list(DEFAULTS))
+    add("--task", required=True, help="one of the paper's 16 tasks, or your own in --data-dir")
+    add("--adapters", nargs="+", default=[], help="fusion: run directories, AdapterHub directories or hub ids")
+    add("--model", default="google-bert/bert-base-uncased", help="encoder: a directory or a hub id")
+    add("--data-dir", help="directory with TASK/train.jsonl and TASK/validation.jsonl; without it: the hub")
+    add("--out", help="run directory; default runs/TASK, runs/fusion-TASK, runs/head-TASK, runs/full-TASK")
+    add("--adapter", default="pfeiffer", choices=["pfeiffer", "houlsby", "bapna"], help="architecture of a new adapter")
+    add("--reduction-factor", type=float, default=16.0, help="hidden size / bottleneck size of a new adapter")
+    add("--epochs", type=int, help="at most; default adapter 30, fusion 10, head 30, full 10")
+    add("--lr", type=float, help="decays linearly to 0; default adapter 1e-4, fusion 5e-5, head 1e-3, full 2e-5")
+    add("--batch-size", type=int, default=32)
+    add("--max-length", type=int, help="tokens per candidate; default by task")
+    add("--patience", type=int, default=5, help="stop after so many epochs without a better dev accuracy")
+    add("--weight-decay", type=float, default=0.0, help="AdamW's; never on biases, LayerNorms and fusion's V")
+    add("--seed", type=int, default=0)
+    add("--limit-train", type=int, help="train on so many examples, drawn with the seed")
+    add("--strict-data", action="store_true", help="refuse data with other row counts than the paper's")
+    add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
+    add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: bf16 on a GPU that has it")
+    add("--resume", action="store_true", help="continue an interrupted run")
+    add("--overwrite", action="store_true", help="replace a run that is already in --out")
+    args = parser.parse_args(argv)
+
+    lr, epochs = DEFAULTS[args.stage]
+    args.lr = lr if args.lr is None else args.lr
+    args.epochs = epochs if args.epochs is None else args.epochs
+    prefix = "" if args.stage == "adapter" else f"{args.stage}-"
+    args.out = Path(args.out or f"runs/{prefix}{args.task}")
+    return args
+
+
+def check(args):
+    """Raises ValueError for arguments that make no sense, before anything is loaded."""
+    for name in ("epochs", "batch_size", "patience", "limit_train"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    if not 0 < args.lr < math.inf:
+        raise ValueError(f"--lr must be a positive number, not {args.lr}")
+    if not 0 <= args.weight_decay < math.inf:
+        raise ValueError(f"--weight-decay must be 0 or more, not {args.weight_decay}")
+    if not 0 <= args.seed < 2**32:
+        raise ValueError(f"--seed must be in 0 .. 2^32 - 1, not {args.seed}")
+    if args.stage == "fusion" and not args.adapters:
+        raise ValueError("--stage fusion needs --adapters: the run directories of stage 1")
+    if args.stage != "fusion" and args.adapters:
+        raise ValueError(f"--adapters belongs to --stage fusion, not to --stage {args.stage}")
+    if args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"--out {args.out} is a file")
+    if (args.out / "metrics.json").exists() and not (args.overwrite or args.resume):
+        raise ValueError(f"{args.out} already holds a finished run: choose another --out, or --overwrite it")
+    if (args.out / "resume.pt").exists() and not (args.overwrite or args.resume):
+        raise ValueError(f"{args.out} holds an interrupted run: continue it with --resume, or --overwrite it")
+
+
+def choose_device(device, dtype):
+    """("auto", "auto") -> (torch.device, torch.dtype). Raises ValueError for a device that is not there."""
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    if device == "auto":
+        device = next(name for name in available if available[name])
+    if not available[device]:
+        raise ValueError(f"--device {device}: there is no such device on this machine")
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    return torch.device(device), getattr(torch, dtype)
+
+
+def build(args, task, device, dtype):
+    """The encoder with what the stage trains plugged in, and a new head. Frozen weights are held in `dtype`, trained ones
+    in fp32. Returns (bert, head, [(name, directory) of fused adapters])."""
+    bert = Bert.from_pretrained(args.model)
+    if args.max_length is None:
+        args.max_length = min(task.max_length, bert.config.max_length)
+    if not 8 <= args.max_length <= bert.config.max_length:
+        raise ValueError(f"--max-length must be in 8 .. {bert.config.max_length} for this encoder, not {args.max_length}")
+    bert.to(device, torch.float32 if args.stage == "full" else dtype)
+    torch.manual_seed(args.seed)
+    fused = []
+    if args.stage == "full":
+        bert.requires_grad_(True)
+    elif args.stage == "adapter":
+        if not 0 < args.reduction_factor <= bert.config.hidden_size:
+            raise ValueError(
+                f"--reduction-factor {args.reduction_factor:g} leaves no bottleneck in hidden size {bert.config.hidden_size}"
+            )
+        factor = int(args.reduction_factor) if args.reduction_factor.is_integer() else args.reduction_factor
+        add_adapter(bert, task.name, getattr(AdapterConfig, args.adapter)(reduction_factor=factor))
+    elif args.stage == "fusion":
+        for source in args.adapters:
+            directory = fetch_adapter(source)
+            name, _, values = read_adapter_config(directory)
+            if name in dict(fused):
+                raise ValueError(f"two adapters are called {name!r}: {dict(fused)[name]} and {directory}")
+            trained_on = Path(values.get("model_name") or args.model).name
+            if trained_on != Path(args.model).name:
+                print(f"note: {source} was trained on {trained_on}, not on {args.model}", file=sys.stderr)
+            fused.append((load_adapter(bert, directory), directory))
+        add_fusion(bert, [name for name, _ in fused])
+    config = {"head_type": "multiple_choice", "num_choices": len(task.labels), "layers": 2}
+    if not task.choices:
+        config = {"head_type": "classification", "num_labels": len(task.labels), "layers": 2}
+    config["label2id"] = {label: i for i, label in enumerate(task.labels)}
+    return bert, Head(config, bert.config).to(device), fused
+
+
+def predict(bert, head, batch, dtype):
+    """Logits [B, K] of a batch from data.py."""
+    device = bert.device
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        h = bert(*(batch[name].to(device) for name in ("input_ids", "token_type_ids", "attention_mask")))  # [B·C, T, d]
+        return head(h).float()
+
+
+@torch.inference_mode()
+def evaluate(bert, head, split, batch_size, dtype):
+    """Accuracy on a split, 0..1, with everything in eval mode. Raises FloatingPointError for logits that are not finite."""
+    bert.eval(), head.eval()
+    right = 0
+    for batch in batches(split, batch_size, bert.config.pad_token_id):
+        logits = predict(bert, head, batch, dtype)
+        if not logits.isfinite().all():
+            raise FloatingPointError("the model's outputs are not finite")
+        right += (logits.argmax(-1).cpu() == batch["labels"]).sum().item()
+    bert.train(), head.train()
+    return right / len(split)
+
+
+def prepare(args):
+    """Everything that can be wrong with a command is found here, before anything is written."""
+    check(args)
+    device, dtype = choose_device(args.device, args.dtype)
+    task = get_task(args.task, args.data_dir)
+    bert, head, fused = build(args, task, device, dtype)
+    encoder_directory = fetch_encoder(args.model)
+    tokenizer = load_tokenizer(encoder_directory, args.max_length)
+    if tokenizer.get_vocab_size() > bert.config.vocab_size:
+        raise ValueError(
+            f"the tokenizer of {args.model} knows {tokenizer.get_vocab_size()} tokens, the encoder {bert.config.vocab_size}"
+        )
+    options = {"data_dir": args.data_dir, "strict": args.strict_data}
+    train_split = load_split(task, "train", tokenizer, limit=args.limit_train, seed=args.seed, **options)
+    dev_split = load_split(task, "validation", tokenizer, **options)
+    return task, bert, head, fused, encoder_directory, train_split, dev_split, device, dtype
+
+
+def run(args):
+    """Trains, and returns the closing line's dictionary. Raises ValueError and OSError for wrong input, FloatingPointError
+    for a loss that is not finite (the best epoch before it is saved)."""
+    task, bert, head, fused, encoder_directory, train_split, dev_split, device, dtype = prepare(args)
+    named = {f"bert.{name}": p for name, p in bert.named_parameters() if p.requires_grad}
+    named |= {f"head.{name}": p for name, p in head.named_parameters()}
+    parameters = list(named.values())
+    decay = [p for name, p in named.items() if p.ndim > 1 and not name.endswith("fusion.value.weight")]
+    rest = [p for p in parameters if not any(p is other for other in decay)]
+    optimizer = torch.optim.AdamW(
+        [{"params": decay, "weight_decay": args.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+        lr=args.lr,
+        fused=device.type != "mps",
+    )
+    steps_per_epoch = math.ceil(len(train_split) / args.batch_size)
+    total_steps = steps_per_epoch * args.epochs
+    config = {
+        "stage": args.stage,
+        "task": args.task,
+        "labels": list(task.labels),
+        "model": str(Path(args.model).resolve() if Path(args.model).is_dir() else args.model),
+        "adapters": [name for name, _ in fused],
+        "adapter": args.adapter if args.stage == "adapter" else None,
+        "reduction_factor": args.reduction_factor if args.stage == "adapter" else None,
+        **{name: getattr(args, name) for name in ("seed", "lr", "epochs", "batch_size", "max_length", "patience")},
+        **{name: getattr(args, name) for name in ("weight_decay", "limit_train", "data_dir")},
+        "data_revision": train_split.info.description or None,
+        "train_examples": len(train_split),
+        "dev_examples": len(dev_split),
+        "trained_parameters": sum(p.numel() for p in parameters),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+    }
+
+    position = {"epoch": 1, "step": 0, "loss": 0.0, "best_epoch": 0, "accuracy": -1.0, "seconds": 0.0}
+    best, history = {}, []
+    if args.resume and (args.out / "resume.pt").exists():
+        position, best, history = load_state(args.out / "resume.pt", config, named, optimizer)
+    elif args.out.exists():
+        clear(args.out)
+    created = not args.out.exists()
+    for name, directory in fused:  # copied first: the sources may be gone by the end
+        target = args.out / "adapters" / name
+        target.mkdir(parents=True, exist_ok=True)
+        for file in (CONFIG_FILE, *WEIGHTS_FILES):
+            if (directory / file).is_file():
+                shutil.copyfile(directory / file, target / file)
+    args.out.mkdir(parents=True, exist_ok=True)
+    log = args.out / "log.jsonl"
+    log.write_text("".join(json.dumps(line) + "\n" for line in history))
+
+    started = time.monotonic() - position["seconds"]
+    saved = time.monotonic()
+    failure = None
+    bert.train(), head.train()  # dropout in the frozen encoder stays on, as in the reference
+    try:
+        while position["epoch"] <= args.epochs and position["epoch"] - position["best_epoch"] <= args.patience:
+            epoch, epoch_started, first = position["epoch"], time.monotonic(), position["step"]
+            epoch_loss = torch.tensor(position["loss"], device=device)
+            order = batches(train_split, args.batch_size, bert.config.pad_token_id, (args.seed, epoch), skip=first)
+            bar = tqdm(order, f"epoch {epoch}", steps_per_epoch, initial=first, leave=False, disable=None)
+            for batch in bar:
+                step = (epoch - 1) * steps_per_epoch + position["step"]
+                for group in optimizer.param_groups:
+                    group["lr"] = args.lr * (1 - step / total_steps)  # linear decay
+                loss = F.cross_entropy(predict(bert, head, batch, dtype), batch["labels"].to(device))
+                epoch_loss += loss.detach()
+                if args.stage == "fusion":
+                    loss = loss + fusion_regularization(bert)
+                optimizer.zero_grad()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+                optimizer.step()
+                position["step"] += 1
+                if position["step"] % 10 == 0 or position["step"] == steps_per_epoch:
+                    position["loss"] = epoch_loss.item()  # the sum over the epoch: once not finite, it stays so
+                    if not math.isfinite(position["loss"]):
+                        raise FloatingPointError(f"the loss is {position['loss']} in epoch {epoch}")
+                    speed = args.batch_size * (position["step"] - first) / (time.monotonic() - epoch_started)
+                    bar.set_postfix_str(
+                        f"loss {position['loss'] / position['step']:.4f}, {speed:.0f} examples/s, "
+                        f"dev {max(position['accuracy'], 0):.4f}"
+                    )
+                    if time.monotonic() - saved > 300:
+                        position["seconds"] = time.monotonic() - started
+                        save_state(args.out / "resume.pt", config, named, optimizer, position, best, history)
+                        saved = time.monotonic()
+
+            trained = time.monotonic()
+            accuracy = evaluate(bert, head, dev_split, 4 * args.batch_size, dtype)
+            if accuracy > position["accuracy"]:
+                position["accuracy"], position["best_epoch"] = accuracy, epoch
+                best = {name: p.detach().cpu().clone() for name, p in named.items()}
+            history.append({"epoch": epoch, "loss": position["loss"] / steps_per_epoch, "dev_accuracy": accuracy,
+                            "examples_per_second": round(len(train_split) / (trained - epoch_started), 1),
+                            "seconds": round(time.monotonic() - started, 2)})  # fmt: skip
+            with open(log, "a") as file:
+                file.write(json.dumps(history[-1]) + "\n")
+            print(f"epoch {epoch}: loss {history[-1]['loss']:.4f}, dev accuracy {accuracy:.4f}, "
+                  f"{history[-1]['examples_per_second']} examples/s", flush=True)  # fmt: skip
+            position |= {"epoch": epoch + 1, "step": 0, "loss": 0.0, "seconds": time.monotonic() - started}
+            save_state(args.out / "resume.pt", config, named, optimizer, position, best, history)
+            saved = time.monotonic()
+    except FloatingPointError as e:
+        kept = f"epoch {position['best_epoch']} is kept in {args.out}" if best else "no epoch was finished, nothing is kept"
+        failure = FloatingPointError(f"{e}: stopped, {kept}; a lower --lr may help")
+        if not best:
+            shutil.rmtree(args.out) if created else clear(args.out)
+            raise failure from e
+    except KeyboardInterrupt:
+        position["seconds"] = time.monotonic() - started
+        save_state(args.out / "resume.pt", config, named, optimizer, position, best, history)
+        raise
+
+    with torch.no_grad():
+        for name, p in named.items():
+            p.copy_(best[name])
+    save_run(args, bert, head, fused, encoder_directory, config)
+    result = {
+        "stage": args.stage,
+        "task": args.task,
+        "seed": args.seed,
+        "model": args.model,
+        "best_epoch": position["best_epoch"],
+        "accuracy": position["accuracy"],
+        "train_examples": len(train_split),
+        "dev_examples": len(dev_split),
+        "trained_parameters": config["trained_parameters"],
+        "seconds": round(position["seconds"], 2),
+        "out": str(args.out),
+    }
+    write_json(args.out / "metrics.json", result)  # last: a directory with metrics.json is a finished run
+    (args.out / "resume.pt").unlink(missing_ok=True)
+    if failure:
+        raise failure
+    return result
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Run directories
+
+
+def save_run(args, bert, head, fused, encoder_directory, config):
+    """The files of a run, metrics.json excepted."""
+    write_json(args.out / "config.json", config)
+    if args.stage == "full":  # also a checkpoint directory, which --model accepts
+        bert.save_pretrained(args.out)
+        for name in TOKENIZER_FILES:
+            if (encoder_directory / name).is_file() and encoder_directory.resolve() != args.out.resolve():
+                shutil.copyfile(encoder_directory / name, args.out / name)
+    if args.stage == "adapter":
+        save_adapter(bert, args.task, args.out)
+    if args.stage == "fusion":
+        save_fusion(bert, args.out)
+    save_head(head, bert, args.task, args.out)
+
+
+def load_run(directory, device="cpu", dtype=torch.float32, model=None):
+    """
+    (bert, head, config) of a finished run, frozen, in eval mode, everything active that was active in training.
+
+    Needs the directory, and the encoder that config.json names unless the run is a fully fine-tuned one; `model` says
+    where that encoder is now. `predict(bert, head, batch, dtype)` gives its logits.
+    Raises FileNotFoundError or ValueError for a directory that is not a finished run.
+    """
+    directory = Path(directory)
+    if not (directory / "metrics.json").is_file():
+        raise FileNotFoundError(f"no finished run in {directory}: it has no metrics.json")
+    config = read_json(directory / "config.json")
+    stage = config.get("stage")
+    if stage not in DEFAULTS or not isinstance(config.get("adapters"), list):
+        raise ValueError(f"{directory / 'config.json'}: not the configuration of a run")
+    bert = Bert.from_pretrained(directory if stage == "full" else model or config["model"]).to(device, dtype)
+    if stage == "adapter":
+        activate(bert, load_adapter(bert, directory))
+    if stage == "fusion":
+        for name in config["adapters"]:
+            load_adapter(bert, directory / "adapters" / name)
+        load_fusion(bert, directory)
+    return bert, load_head(bert, directory), config
+
+
+def clear(out):
+    """Removes a run's files from its directory, and nothing else."""
+    names = ["metrics.json", "config.json", "log.jsonl", "resume.pt", "adapter_config.json", "adapter.safetensors",
+             "head_config.json", "model_head.safetensors", "adapter_fusion_config.json", "model.safetensors",
+             "model_adapter_fusion.safetensors", *TOKENIZER_FILES]  # fmt: skip
+    for name in names:
+        (out / name).unlink(missing_ok=True)
+    shutil.rmtree(out / "adapters", ignore_errors=True)
+
+
+def save_state(path, config, named, optimizer, position, best, history):
+    """Everything that the rest of a run depends on, under a temporary name first."""
+    state = {
+        "config": {name: value for name, value in config.items() if name in RESUME_NEEDS},
+        "trained": {name: p.detach() for name, p in named.items()},
+        "optimizer": optimizer.state_dict(),
+        "random": torch.get_rng_state(),
+        "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "position": position,
+        "best": best,
+        "history": history,
+    }
+    temporary = Path(f"{path}.tmp")
+    torch.save(state, temporary)
+    temporary.replace(path)
+
+
+RESUME_NEEDS = ("stage", "task", "labels", "model", "adapters", "adapter", "reduction_factor", "seed", "lr", "epochs",
+                "batch_size", "max_length", "weight_decay", "limit_train", "train_examples", "dtype")  # fmt: skip
+
+
+def load_state(path, config, named, optimizer):
+    """(position, best, history) of an interrupted run; weights, optimizer and random state are put in place.
+    Raises ValueError for a damaged state, or one of another command."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as e:  # torch raises many kinds here
+        raise ValueError(f"{path} is damaged and cannot be continued: start again with --overwrite") from e
+    for name, value in state["config"].items():
+        if config[name] != value:
+            raise ValueError(f"{path} belongs to a run with {name} = {value}, not {config[name]}: cannot --resume it")
+    with torch.no_grad():
+        for name, p in named.items():
+            p.copy_(state["trained"][name])
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["random"])
+    if state["random_cuda"]:
+        torch.cuda.set_rng_state_all(state["random_cuda"])
+    return state["position"], state["best"], state["history"]
+
+
+def main(argv=None):
+    args = arguments(argv)
+    try:
+        if args.resume and (args.out / "metrics.json").exists():  # nothing is left to do
+            result = read_json(args.out / "metrics.json")
+        else:
+            result = run(args)
+    except (ValueError, OSError, FloatingPointError) as e:
+        print(f"train.py: {' '.join(str(e).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print(f"train.py: interrupted, continue with --resume --out {args.out}", file=sys.stderr)
+        sys.exit(130)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
