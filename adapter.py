@@ -273,6 +273,7 @@ def meta(bert, name):
         "model_name": bert.source or "",
         "model_type": bert.config.model_type,
         "name": name,
+        "version": "adapters.1.3.0",  # of the format; without it the library takes "gelu" for its tanh approximation
     }
 
 
@@ -327,6 +328,8 @@ def read_adapter_config(directory):
     for field in REFUSED:  # older files lack the newer fields; an invertible adapter counts only if it has weights
         if field != "inv_adapter" and config.get(field, NOT_IN_THE_PAPER[field]) != NOT_IN_THE_PAPER[field]:
             raise ValueError(f"{path}: {field} = {config[field]!r} is not supported")
+    if config.get("non_linearity") == "gelu" and "version" not in values:
+        raise ValueError(f"{path}: non_linearity gelu_new is not supported (which is what old files call 'gelu')")
     known = {field.name for field in fields(AdapterConfig)}
     try:
         config = AdapterConfig(**{key: value for key, value in config.items() if key in known})

@@ -388,7 +388,7 @@ def wordpiece(directory):
     lacking = [token for token in special[:4] if token not in vocab]
     if lacking:
         raise ValueError(f"vocab.txt has no {lacking[0]}")
-    cased = any(any(char.isupper() for char in word) for word in vocab if not word.startswith("["))
+    cased = any(word != word.lower() for word in vocab if not word.startswith("["))  # not isupper(): uncased ones have "ℝ"
     config = directory / "tokenizer_config.json"
     if config.is_file():
         cased = not json.loads(config.read_text(encoding="utf-8")).get("do_lower_case", not cased)

@@ -13,6 +13,7 @@ import json
 import math
 import platform
 import shutil
+import signal
 import sys
 import time
 from pathlib import Path
@@ -254,6 +255,9 @@ def run(args):
     started = time.monotonic() - position["seconds"]
     saved = time.monotonic()
     failure = None
+    signals = []  # Ctrl-C and SIGTERM are heard between steps, where the state is whole
+    handlers = {number: signal.signal(number, lambda number, _: signals.append(number))
+                for number in (signal.SIGINT, signal.SIGTERM)}  # fmt: skip
     bert.train(), head.train()  # dropout in the frozen encoder stays on, as in the reference
     try:
         while position["epoch"] <= args.epochs and position["epoch"] - position["best_epoch"] <= args.patience:
@@ -283,10 +287,12 @@ def run(args):
                         f"loss {position['loss'] / position['step']:.4f}, {speed:.0f} examples/s, "
                         f"dev {max(position['accuracy'], 0):.4f}"
                     )
-                    if time.monotonic() - saved > 300:
-                        position["seconds"] = time.monotonic() - started
-                        save_state(args.out / "resume.pt", config, named, optimizer, position, best, history)
-                        saved = time.monotonic()
+                if signals or time.monotonic() - saved > 300:
+                    position |= {"loss": epoch_loss.item(), "seconds": time.monotonic() - started}
+                    save_state(args.out / "resume.pt", config, named, optimizer, position, best, history)
+                    saved = time.monotonic()
+                    if signals:
+                        raise KeyboardInterrupt
 
             trained = time.monotonic()
             accuracy = evaluate(bert, head, dev_split, 4 * args.batch_size, dtype)
@@ -309,10 +315,9 @@ def run(args):
         if not best:
             shutil.rmtree(args.out) if created else clear(args.out)
             raise failure from e
-    except KeyboardInterrupt:
-        position["seconds"] = time.monotonic() - started
-        save_state(args.out / "resume.pt", config, named, optimizer, position, best, history)
-        raise
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
     with torch.no_grad():
         for name, p in named.items():

@@ -1,0 +1,92 @@
+"""A tiny encoder and tiny tasks, written once for the whole suite. Nothing here needs a network."""
+
+import json
+import os
+import random
+import tempfile
+
+os.environ["HF_HOME"] = tempfile.mkdtemp()  # before `datasets` is imported: its cache starts empty
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+import train  # noqa: E402
+from bert import Bert, BertConfig  # noqa: E402
+
+WORDS = ["red", "green", "blue", "cat", "dog", "bird", "runs", "sleeps", "sings", "the", "a", "one", "two", "not", "and",
+         ".", "?", "yes", "no", "question", "answer", "topic", "because", "or"]  # fmt: skip
+VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+
+
+@pytest.fixture(scope="session")
+def encoder(tmp_path_factory):
+    """Directory of a BERT with 2 layers and hidden size 32, random weights large enough to tell inputs apart."""
+    directory = tmp_path_factory.mktemp("encoder")
+    torch.manual_seed(0)
+    bert = Bert(BertConfig(len(VOCABULARY), 32, 2, 2, 64, max_position_embeddings=48))
+    for p in bert.parameters():
+        torch.nn.init.normal_(p, std=0.15) if p.ndim > 1 else p.data.add_(0.1 * torch.randn_like(p))
+    bert.save_pretrained(directory)
+    (directory / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n")
+    return directory
+
+
+def write_rows(path, rows):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def sentence(rng, length=None):
+    return " ".join(rng.choice(WORDS) for _ in range(length or rng.randint(2, 12)))
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    """rte (does the second text repeat the first?), sst2 (is a colour in it?), and an own multiple-choice task `pick`."""
+    directory, rng = tmp_path_factory.mktemp("data"), random.Random(0)
+    for split, n in (("train", 96), ("validation", 40)):
+        rows = []
+        for i in range(n):
+            a = sentence(rng)
+            rows.append({"sentence1": a, "sentence2": a if i % 2 else sentence(rng), "label": 1 - i % 2, "idx": i})
+        write_rows(directory / "rte" / f"{split}.jsonl", rows)
+        texts = [sentence(rng) for _ in range(n)]
+        colours = {"red", "green", "blue"}
+        rows = [{"sentence": text, "label": int(bool(colours & set(text.split()))), "idx": 0} for text in texts]
+        write_rows(directory / "sst2" / f"{split}.jsonl", rows)
+        rows = []
+        for i in range(n):
+            choices = [sentence(rng, 4) for _ in range(3)]
+            choices[i % 3] += " yes"
+            rows.append({"text_a": sentence(rng, 5), "choices": choices, "label": i % 3})
+        write_rows(directory / "pick" / f"{split}.jsonl", rows)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def launch(encoder, data_dir):
+    """launch("--stage", ...): train.py in this process, on the tiny encoder and data -> the closing line's dictionary."""
+
+    def launch(*arguments):
+        common = ["--model", encoder, "--data-dir", data_dir, "--device", "cpu"]
+        options = [str(argument) for argument in arguments]
+        given = [str(argument) for argument in common]
+        pairs = zip(given[::2], given[1::2], strict=True)
+        given = [text for option, value in pairs if option not in options for text in (option, value)]
+        args = train.arguments([*given, *options])
+        return train.run(args)
+
+    return launch
+
+
+@pytest.fixture(scope="session")
+def runs(launch, tmp_path_factory):
+    """Finished runs: adapters on three tasks (three architectures), and their fusion."""
+    out = tmp_path_factory.mktemp("runs")
+    for task, *options in (("rte",), ("sst2", "--reduction-factor", 4), ("pick", "--reduction-factor", 8)):
+        launch("--stage", "adapter", "--task", task, "--epochs", 2, "--lr", "5e-3", "--out", out / task, *options)
+    adapters = [out / task for task in ("rte", "sst2", "pick")]
+    launch("--stage", "fusion", "--task", "rte", "--adapters", *adapters, "--epochs", 2, "--lr", "5e-3",
+           "--out", out / "fusion-rte")  # fmt: skip
+    return out
