@@ -21,6 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 import datasets
@@ -458,6 +459,21 @@ def collate(rows, pad_token_id):
     }
 
 
+def groups(batch):
+    """
+    What the encoder sees of a batch: (rows, [input_ids, token_type_ids, attention_mask]) with C groups of B candidates.
+
+    The candidates of one multiple-choice example differ in length, so they are grouped by length and each group is cut to
+    its longest. `rows` [B] are the places of its candidates in the batch. Classification has one group, the batch itself.
+    """
+    C = len(batch["input_ids"]) // len(batch["labels"])
+    lengths = batch["attention_mask"].sum(1)
+    order = lengths.argsort(stable=True) if C > 1 else torch.arange(len(lengths))
+    for rows in order.chunk(C):
+        T = lengths[rows].max()
+        yield rows, [batch[name][rows, :T] for name in ("input_ids", "token_type_ids", "attention_mask")]
+
+
 def batches(split, batch_size, pad_token_id=0, seed=None, skip=0):
     """The batches of one epoch over a split from `load_split`, as `collate` makes them; the first `skip` are left out."""
     lengths = split.with_format("numpy")["length"][:]
@@ -486,10 +502,11 @@ def main():
         counts = Counter(split["label"][:])
         balance = ", ".join(f"{label} {counts[i] / len(split):.1%}" for i, label in enumerate(task.labels))
         tokens = " / ".join(f"{np.percentile(lengths, p):.0f}" for p in (5, 50, 95, 100))
-        padded = sum(lengths[order].max() * len(order) for order in batch_order(lengths, 32, 0))
+        masks = [mask for batch in islice(batches(split, 32, seed=0), 100) for _, (_, _, mask) in groups(batch)]
+        padding = 1 - sum(mask.sum().item() for mask in masks) / sum(mask.numel() for mask in masks)
         print(f"{name}: {len(split):,} examples; {balance}")
         print(f"    {tokens} tokens (5th, 50th, 95th, 100th percentile), {np.mean(lengths >= task.max_length):.1%} at the "
-              f"limit of {task.max_length}, {1 - lengths.sum() / padded:.1%} padding in batches of 32")  # fmt: skip
+              f"limit of {task.max_length}, {padding:.1%} padding in batches of 32")  # fmt: skip
     for row in splits["train"].select(range(min(3, len(splits["train"])))):
         print(f"\n{task.labels[row['label']]}")
         for i, (ids, types) in enumerate(zip(row["input_ids"], row["token_type_ids"], strict=True)):

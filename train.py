@@ -38,7 +38,7 @@ from adapter import (
     save_head,
 )
 from bert import Bert, fetch_encoder, read_json, write_json
-from data import batches, get_task, load_split, load_tokenizer
+from data import batches, get_task, groups, load_split, load_tokenizer
 from fusion import add_fusion, fusion_regularization, load_fusion, save_fusion
 
 # Section 4.1 and appendix A.2: ST-A 1e-4 and at most 30 epochs, fusion 5e-5 and at most 10. The paper does not give those
@@ -161,9 +161,12 @@ def build(args, task, device, dtype):
 
 def predict(bert, head, batch, dtype):
     """Logits [B, K] of a batch from data.py."""
-    device = bert.device
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
-        h = bert(*(batch[name].to(device) for name in ("input_ids", "token_type_ids", "attention_mask")))  # [B·C, T, d]
+    cls, order = [], []
+    with torch.autocast(bert.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+        for rows, inputs in groups(batch):
+            cls.append(bert(*(tensor.to(bert.device) for tensor in inputs))[:, :1])  # [B, T, d] -> [B, 1, d]
+            order.append(rows)
+        h = torch.cat(cls)[torch.cat(order).argsort().to(bert.device)]  # [B·C, 1, d], an example's candidates in a row
         return head(h).float()
 
 

@@ -193,12 +193,21 @@ def test_logits_do_not_depend_on_the_batch(encoder, data_dir, runs):
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
     shuffled = {name: tensor[order] for name, tensor in whole.items()}
     assert torch.allclose(train.predict(bert, head, shuffled, torch.float32), logits[order], atol=1e-5)
-    wider = {name: torch.nn.functional.pad(tensor, (0, 7)) for name, tensor in whole.items() if name != "labels"}
-    assert torch.allclose(train.predict(bert, head, wider, torch.float32), logits, atol=1e-5)
+    inputs = [whole[name] for name in ("input_ids", "token_type_ids", "attention_mask")]
+    wider = [torch.nn.functional.pad(tensor, (0, 7)) for tensor in inputs]
+    assert torch.allclose(head(bert(*wider)), logits, atol=1e-5)
     for i in (0, 17, 39):
         T = whole["attention_mask"][i].sum()
-        alone = {name: tensor[i : i + 1, :T] for name, tensor in whole.items() if name != "labels"}
-        assert torch.allclose(train.predict(bert, head, alone, torch.float32), logits[i : i + 1], atol=1e-5)
+        alone = [tensor[i : i + 1, :T] for tensor in inputs]
+        assert torch.allclose(head(bert(*alone)), logits[i : i + 1], atol=1e-5)
+
+
+def test_grouping_choices_by_length_changes_nothing(encoder, data_dir, launch, runs):
+    batch = dev_batches(encoder, data_dir, "pick", batch_size=40)[0]
+    bert, head, _ = train.load_run(runs / "pick")
+    whole = head(bert(batch["input_ids"], batch["token_type_ids"], batch["attention_mask"]))
+    assert whole.shape == (40, 3)
+    assert torch.allclose(train.predict(bert, head, batch, torch.float32), whole, atol=1e-5)
 
 
 def test_bfloat16_holds_frozen_weights_in_bf16_and_trained_ones_in_fp32(launch, data_dir, encoder, runs, tmp_path, monkeypatch):
