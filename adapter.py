@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bert import download, listed, read_bin, read_json, read_safetensors, write_json, write_safetensors
+from bert import ACTIVATIONS, download, listed, read_bin, read_json, read_safetensors, write_json, write_safetensors
 
-NON_LINEARITIES = {"relu": F.relu, "leakyrelu": F.leaky_relu, "swish": F.silu, "gelu": F.gelu}
+NON_LINEARITIES = {"leakyrelu": F.leaky_relu, **{name: ACTIVATIONS[name] for name in ("relu", "swish", "gelu", "gelu_new")}}
 
-# What AdapterHub's bottleneck configuration has beyond the paper: written with these values, refused with any other
+# What AdapterHub's bottleneck configuration has beyond the paper, and the values without effect that are written
 NOT_IN_THE_PAPER = {
     "cross_adapter": False, "dropout": 0.0, "factorized_phm_W": True, "factorized_phm_rule": False,
     "hypercomplex_nonlinearity": "glorot-uniform", "init_weights": "bert", "init_weights_seed": None,
@@ -30,8 +30,6 @@ NOT_IN_THE_PAPER = {
     "phm_bias": True, "phm_c_init": "normal", "phm_dim": 4, "phm_init_range": 0.0001, "phm_layer": False, "phm_rank": 1,
     "scaling": 1.0, "shared_W_phm": False, "shared_phm_rule": True, "stochastic_depth": 0.0, "use_gating": False,
 }  # fmt: skip
-# of these, the ones that change what a saved adapter computes at evaluation
-REFUSED = ("inv_adapter", "is_parallel", "phm_layer", "scaling", "use_gating", "cross_adapter")
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class AdapterConfig:
     mh_adapter, output_adapter   where: after the attention ("bottom"), after the feed-forward ("top") sub-layer
     reduction_factor             bottleneck r = hidden_size // reduction_factor, at least 1; a mapping
                                  {"0": 2, "default": 16} gives it by layer
-    non_linearity                relu | leakyrelu | swish | gelu
+    non_linearity                relu | leakyrelu | swish | gelu | gelu_new, its tanh approximation
     original_ln_before           the adapter reads LN(f + x), with BERT's own LayerNorm, instead of f
     original_ln_after            LN(· + x), with BERT's own LayerNorm, after the adapter
     ln_before, ln_after          a new LayerNorm on the adapter's input, output
@@ -68,26 +66,26 @@ class AdapterConfig:
     def __post_init__(self):
         for field in fields(self):
             if field.type is bool and type(getattr(self, field.name)) is not bool:
-                raise ValueError(f"{field.name} must be true or false, not {getattr(self, field.name)!r}")
+                raise ValueError(f"{field.name} must be true or false, not {getattr(self, field.name)!r:.50}")
         if not (self.mh_adapter or self.output_adapter):
             raise ValueError("an adapter without mh_adapter and output_adapter has no place in the encoder")
         if self.non_linearity not in NON_LINEARITIES:
-            raise ValueError(f"non_linearity {self.non_linearity!r} is not one of {', '.join(NON_LINEARITIES)}")
+            raise ValueError(f"non_linearity {self.non_linearity!r:.50} is not one of {', '.join(NON_LINEARITIES)}")
         if self.residual_before_ln not in (True, False, "post_add"):
-            raise ValueError(f"residual_before_ln {self.residual_before_ln!r} is not true, false or 'post_add'")
+            raise ValueError(f"residual_before_ln {self.residual_before_ln!r:.50} is not true, false or 'post_add'")
         if self.residual_before_ln == "post_add" and not self.original_ln_before:
             raise ValueError("residual_before_ln 'post_add' is the input of original_ln_before, which is off")
         by_layer = isinstance(self.reduction_factor, Mapping)
         for factor in self.reduction_factor.values() if by_layer else [self.reduction_factor]:
-            if type(factor) not in (int, float) or not 0 < factor < math.inf:
-                raise ValueError(f"reduction_factor must be a positive number, not {factor!r}")
+            if type(factor) not in (int, float) or not 0.1 <= factor < math.inf:  # a file may ask for any size
+                raise ValueError(f"reduction_factor must be a number of at least 0.1, not {factor!r:.50}")
         if not isinstance(self.leave_out, (list, tuple)) or any(type(layer) is not int for layer in self.leave_out):
-            raise ValueError(f"leave_out must be a list of layers, not {self.leave_out!r}")
+            raise ValueError(f"leave_out must be a list of layers, not {self.leave_out!r:.50}")
         object.__setattr__(self, "leave_out", tuple(self.leave_out))
 
     @classmethod
     def pfeiffer(cls, **changes):
-        """The paper's own adapter: one per layer, on top, between BERT's own LayerNorm applied twice (Figure 5, right)."""
+        """The paper's own adapter: one per layer, on top, between BERT's LayerNorm applied twice (Figure 5, right)."""
         return cls(**changes)
 
     @classmethod
@@ -181,10 +179,17 @@ def plug_in(bert, name, config, dtype):
 
 def check_name(name):
     """Raises ValueError for a name that cannot be a directory, a part of a tensor's name, or a member of a fusion."""
-    if not isinstance(name, str) or not re.fullmatch(r"[\w@+=-][\w@+= -]{0,99}", name) or hasattr(nn.ModuleDict, name):
+    right = isinstance(name, str) and re.fullmatch(r"[\w@+=-][\w@+= -]{0,99}", name) and len(name.encode()) <= 200
+    if not right or hasattr(nn.ModuleDict, name):
         raise ValueError(
-            f"{name!r:.120} cannot be an adapter's name: letters, digits, '_' and '-', at most 100, no method of ModuleDict"
+            f"{name!r:.120} cannot be an adapter's name: letters, digits, '_', '-', at most 100, no method of ModuleDict"
         )
+
+
+def check_dropout(p):
+    """Raises ValueError for what a file calls a dropout rate and is none."""
+    if type(p) not in (int, float) or not 0 <= p < 1:
+        raise ValueError(f"dropout_prob must be a number in [0, 1), not {p!r:.50}")
 
 
 def activate(bert, name):
@@ -214,18 +219,23 @@ class Head(nn.Module):
 
     def __init__(self, config, bert_config):
         super().__init__()
-        self.config = {"activation_function": "tanh", "bias": True, "dropout_prob": None, "use_pooler": False, **config}
+        self.config = {"activation_function": "tanh", "dropout_prob": None, "use_pooler": False, **config}
         if self.config.get("head_type") not in ("classification", "multiple_choice"):
-            raise ValueError(f"head_type {self.config.get('head_type')!r} is not supported")
-        for field, supported in {"layers": (1, 2), "activation_function": ("tanh",), "use_pooler": (False,),
-                                 "bias": (True,)}.items():  # fmt: skip
-            if self.config.get(field) not in supported:
-                raise ValueError(f"a head with {field} = {self.config.get(field)!r} is not supported, only {supported[0]}")
+            kind = self.config.get("head_type")
+            raise ValueError(f"head_type {kind!r:.50} is not supported, only classification and multiple_choice")
+        if self.config["head_type"] == "classification":  # the other kind has no such field
+            self.config.setdefault("bias", True)
+        for field, supported in {"layers": (1, 2), "use_pooler": (False,), "bias": (True, None),
+                                 "activation_function": ("tanh",)}.items():  # fmt: skip
+            value = self.config.get(field)
+            if value not in supported and not (field == "activation_function" and self.config["layers"] == 1):
+                raise ValueError(f"a head with {field} = {value!r:.50} is not supported, only {supported[0]}")
         self.num_outputs = self.config.get("num_labels") or self.config.get("num_choices")
         if type(self.num_outputs) is not int or not 0 < self.num_outputs < 100_000:
             raise ValueError("a head needs num_labels or num_choices")
         choices = [self.config["dropout_prob"], bert_config.classifier_dropout, bert_config.hidden_dropout_prob]
         dropout = next(p for p in choices if p is not None)
+        check_dropout(dropout)
         d, last = bert_config.hidden_size, self.num_outputs if config["head_type"] == "classification" else 1
         modules = [nn.Dropout(dropout), nn.Linear(d, last)]
         if self.config["layers"] == 2:
@@ -247,9 +257,38 @@ class Head(nn.Module):
 CONFIG_FILE, WEIGHTS_FILES = "adapter_config.json", ("adapter.safetensors", "pytorch_adapter.bin")
 HEAD_CONFIG_FILE, HEAD_FILES = "head_config.json", ("model_head.safetensors", "pytorch_model_head.bin")
 
+# A tensor's name in those files: [bert.]encoder.layer.0[.attention].output.adapters.NAME.adapter_up.weight, where old
+# files have layer_text_task_adapters or attention_text_task_adapters; heads.NAME.4.weight
+SLOT = r"(?:\w+\.)?(?P<slot>encoder\.layer\.\d+\.(?:attention\.)?output)\."
+LISTS = r"(?:adapters|layer_text_task_adapters|attention_text_task_adapters)\."
+ADAPTER_TENSOR = re.compile(SLOT + LISTS + r"(?P<name>.+)\.(?P<part>adapter_\w+(?:\.\d)?\.\w+)")
+HEAD_TENSOR = re.compile(r"(?P<slot>heads)\.(?P<name>.+)\.(?P<part>\d\.\w+)")
+
+# The single-task adapters that the paper's authors published (version "AdapterFusion", reduction factor 16), for
+# BERT-base-uncased and RoBERTa-base. Five of GLUE are missing for BERT; in their place, those of the AdapterHub paper, of
+# the same architecture. Inside the files they have other names (glue_mnli), so they are loaded under their tasks'.
+PAPER_ADAPTERS = {
+    "mnli": ("AdapterHub/bert-base-uncased_nli_multinli_pfeiffer", "AdapterHub/roberta-base-multinli_pfeiffer"),
+    "qqp": ("AdapterHub/bert-base-uncased_sts_qqp_pfeiffer", "AdapterHub/roberta-base-qqp_pfeiffer"),
+    "sst2": ("AdapterHub/bert-base-uncased_sentiment_sst-2_pfeiffer", "AdapterHub/roberta-base-sst_pfeiffer"),
+    "winogrande": ("AdapterHub/bert-base-uncased-winogrande_pfeiffer", "AdapterHub/roberta-base-winogrande_pfeiffer"),
+    "imdb": ("AdapterHub/bert-base-uncased-imdb_pfeiffer", "AdapterHub/roberta-base-imdb_pfeiffer"),
+    "hellaswag": ("AdapterHub/bert-base-uncased-hellaswag_pfeiffer", "AdapterHub/roberta-base-hellaswag_pfeiffer"),
+    "social_i_qa": ("AdapterHub/bert-base-uncased-siqa_pfeiffer", "AdapterHub/roberta-base-siqa_pfeiffer"),
+    "cosmos_qa": ("AdapterHub/bert-base-uncased-cosmosqa_pfeiffer", "AdapterHub/roberta-base-cosmosqa_pfeiffer"),
+    "scitail": ("AdapterHub/bert-base-uncased-scitail_pfeiffer", "AdapterHub/roberta-base-scitail_pfeiffer"),
+    "argument": ("AdapterHub/bert-base-uncased-ukpsent1_pfeiffer", "AdapterHub/roberta-base-ukpsent1_pfeiffer"),
+    "commonsense_qa": ("AdapterHub/bert-base-uncased-csqa_pfeiffer", "AdapterHub/roberta-base-csqa_pfeiffer"),
+    "boolq": ("AdapterHub/bert-base-uncased-boolq_pfeiffer", "AdapterHub/roberta-base-boolq_pfeiffer"),
+    "mrpc": ("AdapterHub/bert-base-uncased_sts_mrpc_pfeiffer", "AdapterHub/roberta-base-mrpc_pfeiffer"),
+    "sick": ("AdapterHub/bert-base-uncased-sick_pfeiffer", "AdapterHub/roberta-base-sick_pfeiffer"),
+    "rte": ("AdapterHub/bert-base-uncased_nli_rte_pfeiffer", "AdapterHub/roberta-base-rte_pfeiffer"),
+    "cb": ("AdapterHub/bert-base-uncased-cb_pfeiffer", "AdapterHub/roberta-base-cb_pfeiffer"),
+}
+
 
 def tensor_names(config):
-    """Ours -> AdapterHub's. With ln_before, `adapter_down` is (norm, linear, activation), otherwise (linear, activation)."""
+    """Ours -> AdapterHub's. With ln_before, `adapter_down` is (norm, linear, activation), else (linear, activation)."""
     names = {"down": f"adapter_down.{int(config.ln_before)}", "up": "adapter_up"}
     if config.ln_before:
         names["norm_before"] = "adapter_norm_before"  # the reference stores it a second time, as adapter_down.0
@@ -278,74 +317,115 @@ def meta(bert, name):
 
 
 def save_adapter(bert, name, directory):
-    """Writes adapter_config.json and adapter.safetensors (fp32) into `directory`. Raises ValueError for an unknown name."""
-    directory = Path(directory)
+    """Writes adapter_config.json and adapter.safetensors (fp32). Raises ValueError for an unknown name."""
     tensors, config = {}, None
     for key, slot in bert.slots():
         if name in slot.adapters:
-            config = slot.adapters[name].config
-            weights = slot.adapters[name].state_dict()
-            prefix = f"{bert.config.model_type}.{slot_name(key)}.adapters.{name}."
+            config, weights = slot.adapters[name].config, slot.adapters[name].state_dict()
             for ours, theirs in tensor_names(config).items():
-                tensors[prefix + theirs] = weights[ours].detach().float().cpu().contiguous()
+                tensors[slot_name(key), theirs] = weights[ours]
                 if ours.startswith("norm_before"):
-                    copy = theirs.replace("adapter_norm_before", "adapter_down.0")
-                    tensors[prefix + copy] = tensors[prefix + theirs].clone()
+                    second = theirs.replace("adapter_norm_before", "adapter_down.0")
+                    tensors[slot_name(key), second] = weights[ours].clone()
     if config is None:
         raise ValueError(f"there is no adapter called {name!r}")
+    write_adapter(directory, config, tensors, meta(bert, name))
+
+
+def write_adapter(directory, config, tensors, values):
+    """tensors: {(slot, part): tensor}, values: what `meta` returns."""
+    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    values = {**NOT_IN_THE_PAPER, **values, "leave_out": list(config.leave_out)}
+    tensors = {f"{values['model_type']}.{slot}.adapters.{values['name']}.{part}": tensor.float().cpu().contiguous()
+               for (slot, part), tensor in tensors.items()}  # fmt: skip
+    options = {field.name: getattr(config, field.name) for field in fields(config)}
+    options = {**NOT_IN_THE_PAPER, **options, "leave_out": list(config.leave_out)}
     write_safetensors(directory / WEIGHTS_FILES[0], tensors)
-    write_json(directory / CONFIG_FILE, {"config": dict(sorted(values.items())), **meta(bert, name)})
+    write_json(directory / CONFIG_FILE, {"config": dict(sorted(options.items())), **values})
 
 
-def fetch_adapter(source):
-    """Directory of an adapter: `source` itself, or the files of a hub id. Raises FileNotFoundError if it is neither."""
+def copy_adapter(bert, source, name, directory):
+    """Writes a saved adapter that fits `bert` into `directory` under the name `name`, bit by bit, in today's format."""
+    _, config, values = read_adapter_config(source, name)
+    _, tensors = read_tensors(source, WEIGHTS_FILES, ADAPTER_TENSOR, values.get("name"))
+    write_adapter(directory, config, tensors, {**meta(bert, name), "model_name": str(values.get("model_name", ""))})
+
+
+def paper_adapters(bert):
+    """[(task, hub id)] of the paper's 16 adapters for this kind of encoder."""
+    return [(task, ids[bert.config.model_type == "roberta"]) for task, ids in PAPER_ADAPTERS.items()]
+
+
+def fetch(source, config_file=CONFIG_FILE, weights_files=WEIGHTS_FILES):
+    """Directory of an adapter (a head, a fusion): `source` itself, or the files of a hub id. Raises FileNotFoundError."""
     if Path(source).is_dir():
-        if not (Path(source) / CONFIG_FILE).is_file():
-            raise FileNotFoundError(f"no adapter in {source}: it has no {CONFIG_FILE}")
+        if not (Path(source) / config_file).is_file():
+            raise FileNotFoundError(f"{source} has no {config_file}")
         return Path(source)
-    config = download(str(source), CONFIG_FILE)
-    if config is None or not any(download(str(source), name) for name in WEIGHTS_FILES):
-        raise FileNotFoundError(f"no adapter in hub repository {source!r}")
+    config = download(source, config_file)
+    if config is None:
+        raise FileNotFoundError(f"hub repository {source} has no {config_file}")
+    commit = config.parent.name if config.parent.parent.name == "snapshots" else None  # both files from the same one
+    if not any(download(source, name, revision=commit) for name in weights_files):
+        raise FileNotFoundError(f"hub repository {source} has neither {' nor '.join(weights_files)}")
     return config.parent
 
 
-def read_adapter_config(directory):
-    """(name, AdapterConfig, the whole JSON object) of an adapter directory.
+def read_adapter_config(directory, name=None):
+    """(name, AdapterConfig, the whole JSON object) of an adapter directory; name: what to call it, else the file's own.
 
     Raises ValueError for what this project does not implement, by name.
     """
     path = Path(directory) / CONFIG_FILE
     values = read_json(path)
-    config = values.get("config")
-    if not isinstance(config, dict):
+    options = values.get("config")
+    if not isinstance(options, dict):
         raise ValueError(f"{path}: no 'config' object: not a bottleneck adapter of AdapterHub")
-    if "reduction_factor" not in config or config.get("architecture"):
-        kind = config.get("architecture") or "one without a reduction_factor"
-        raise ValueError(f"{path}: only bottleneck adapters are supported, this is {kind}")
-    for field in REFUSED:  # older files lack the newer fields; an invertible adapter counts only if it has weights
-        if field != "inv_adapter" and config.get(field, NOT_IN_THE_PAPER[field]) != NOT_IN_THE_PAPER[field]:
-            raise ValueError(f"{path}: {field} = {config[field]!r} is not supported")
-    if config.get("non_linearity") == "gelu" and "version" not in values:
-        raise ValueError(f"{path}: non_linearity gelu_new is not supported (which is what old files call 'gelu')")
+    required = ("mh_adapter", "output_adapter", "reduction_factor", "non_linearity")
+    lacks = [field for field in required if field not in options]
+    if options.get("architecture") or lacks:
+        kind = f"{options['architecture']!r:.50}" if options.get("architecture") else f"without {listed(lacks)}"
+        raise ValueError(f"{path}: only bottleneck adapters are supported, this is one {kind}")
+    # what changes a saved adapter's output; inv_adapter does only if the file has its weights, see read_tensors
+    for field in ("is_parallel", "phm_layer", "scaling", "use_gating", "cross_adapter"):
+        if options.get(field, NOT_IN_THE_PAPER[field]) != NOT_IN_THE_PAPER[field]:
+            raise ValueError(f"{path}: {field} = {options[field]!r:.50} is not supported")
+    # what the reference assumes of a file that does not say; and its old names: without a version, "gelu" is gelu_new
+    options = {"original_ln_before": False, **options, "leave_out": options.get("leave_out") or ()}
+    options["non_linearity"] = str(options["non_linearity"]).lower()
+    if "version" not in values:
+        old = {"gelu": "gelu_new", "gelu_orig": "gelu"}
+        options["non_linearity"] = old.get(options["non_linearity"], options["non_linearity"])
     known = {field.name for field in fields(AdapterConfig)}
     try:
-        config = AdapterConfig(**{key: value for key, value in config.items() if key in known})
-        check_name(values.get("name"))
+        config = AdapterConfig(**{key: value for key, value in options.items() if key in known})
+        name = values.get("name") if name is None else name
+        check_name(name)
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from e
-    return values["name"], config, values
+    return name, config, values
 
 
-def read_weights(directory, names):
-    """(path, tensors) of the first of the files `names` that is in `directory`."""
-    for name in names:
-        path = Path(directory) / name
-        if path.is_file():
-            return path, (read_safetensors if path.suffix == ".safetensors" else read_bin)(path)
-    raise FileNotFoundError(f"no weights in {directory}: it has neither {' nor '.join(names)}")
+def read_tensors(directory, files, pattern, name):
+    """
+    (path, {(slot, part): tensor}) of what is called `name` in the first of `files` that is in `directory`.
+
+    If it is alone there, it may be called anything. It need not be: the reference writes a head (fusion) "rte2" also into
+    the file of one called "rte". Raises FileNotFoundError without a file, ValueError for a tensor that does not belong.
+    """
+    path = next((Path(directory) / file for file in files if (Path(directory) / file).is_file()), None)
+    if path is None:
+        raise FileNotFoundError(f"no weights in {directory}: it has neither {' nor '.join(files)}")
+    found = {}
+    for key, tensor in (read_safetensors if path.suffix == ".safetensors" else read_bin)(path).items():
+        match = pattern.fullmatch(key)
+        if match is None:  # for instance an invertible adapter's
+            raise ValueError(f"{path}: {listed([key])} has no place here, not supported")
+        if found.setdefault(match["name"], {}).setdefault((match["slot"], match["part"]), tensor) is not tensor:
+            raise ValueError(f"{path}: {listed([key])} is there twice, under an old and a new name")
+    if str(name) not in found and len(found) != 1:
+        raise ValueError(f"{path}: it holds {listed(list(found)) or 'nothing'}, not {name!r:.50}")
+    return path, found[str(name)] if str(name) in found else found.popitem()[1]
 
 
 def load_adapter(bert, directory, name=None):
@@ -354,43 +434,30 @@ def load_adapter(bert, directory, name=None):
 
     directory: a run, an AdapterHub directory (modern or legacy tensor names, safetensors or .bin), or a hub id;
     name: what to call it here, otherwise what its config says. Returns the name.
-    Raises FileNotFoundError without an adapter there, ValueError if it does not fit this encoder; nothing is changed then.
+    Raises FileNotFoundError without an adapter there, ValueError if it does not fit this encoder; then nothing is changed.
     """
-    directory = fetch_adapter(directory)
-    own_name, config, values = read_adapter_config(directory)
-    name = own_name if name is None else name
-    if values.get("hidden_size", bert.config.hidden_size) != bert.config.hidden_size:
-        raise ValueError(
-            f"{directory}: an adapter for hidden_size {values['hidden_size']}, the encoder has {bert.config.hidden_size}"
-        )
-    if values.get("model_type", bert.config.model_type) != bert.config.model_type:
-        raise ValueError(f"{directory}: an adapter for {values['model_type']}, the encoder is {bert.config.model_type}")
-    path, tensors = read_weights(directory, WEIGHTS_FILES)
-
-    # [bert.]encoder.layer.0[.attention].output.adapters.NAME.adapter_up.weight; before 2021 the list was called
-    # layer_text_task_adapters and attention_text_task_adapters
-    pattern = re.compile(
-        r"(?:\w+\.)?(encoder\.layer\.\d+\.(?:attention\.)?output)\."
-        r"(?:adapters|layer_text_task_adapters|attention_text_task_adapters)\.(.+)\.(adapter_\w+(?:\.\d)?\.\w+)"
-    )
-    found = {}
-    for tensor_name, tensor in tensors.items():
-        match = pattern.fullmatch(tensor_name)
-        if match is None:
-            raise ValueError(f"{path}: {tensor_name} is not part of a bottleneck adapter, refused")
-        found[f"{match[1]}.{match[3]}"] = tensor
-
-    plug_in(bert, name, config, bert.dtype)
+    directory = fetch(directory)
+    name, config, values = read_adapter_config(directory, name)
+    for field in ("hidden_size", "model_type"):
+        ours = getattr(bert.config, field)
+        if values.get(field, ours) != ours:
+            raise ValueError(f"{directory}: an adapter for {field} {values[field]!r:.50}, the encoder has {ours!r}")
+    path, tensors = read_tensors(directory, WEIGHTS_FILES, ADAPTER_TENSOR, values.get("name"))
+    try:
+        plug_in(bert, name, config, bert.dtype)
+    except ValueError as e:
+        raise ValueError(f"{directory}: {e}") from e
     try:
         for key, slot in bert.slots():
             if name in slot.adapters:
                 for ours, theirs in tensor_names(config).items():
-                    fill(slot.adapters[name].get_parameter(ours), found, f"{slot_name(key)}.{theirs}", path)
+                    fill(slot.adapters[name].get_parameter(ours), tensors, (slot_name(key), theirs), path)
                 if config.ln_before:
                     for kind in ("weight", "bias"):
-                        found.pop(f"{slot_name(key)}.adapter_down.0.{kind}", None)
-        if found:
-            raise ValueError(f"{path}: tensors without a place in this encoder: {listed(list(found))}")
+                        tensors.pop((slot_name(key), f"adapter_down.0.{kind}"), None)
+        if tensors:
+            rest = [".".join(key) for key in tensors]
+            raise ValueError(f"{path}: tensors without a place in this encoder: {listed(rest)}")
     except ValueError:
         for _, slot in bert.slots():
             slot.adapters.pop(name) if name in slot.adapters else None
@@ -398,9 +465,9 @@ def load_adapter(bert, directory, name=None):
     return name
 
 
-def fill(parameter, tensors, name, path):
-    """Moves one tensor of a file into a parameter. Raises ValueError if it is missing, misshapen or not finite."""
-    tensor = tensors.pop(name, None)
+def fill(parameter, tensors, key, path):
+    """Moves tensors[slot, part] into a parameter. Raises ValueError if it is missing, misshapen or not finite."""
+    tensor, name = tensors.pop(key, None), ".".join(key)
     if tensor is None:
         raise ValueError(f"{path}: {name} is missing")
     if tensor.shape != parameter.shape or not tensor.is_floating_point():
@@ -415,26 +482,24 @@ def fill(parameter, tensors, name, path):
 
 def save_head(head, bert, name, directory):
     """Writes head_config.json and model_head.safetensors into `directory`."""
-    tensors = {f"heads.{name}.{key}": value.float().cpu().contiguous() for key, value in head.layers.state_dict().items()}
+    weights = head.layers.state_dict()
+    tensors = {f"heads.{name}.{key}": tensor.float().cpu().contiguous() for key, tensor in weights.items()}
     write_safetensors(Path(directory) / HEAD_FILES[0], tensors)
     write_json(Path(directory) / HEAD_CONFIG_FILE, {"config": head.config, **meta(bert, name)})
 
 
 def load_head(bert, directory):
-    """The Head saved in `directory`, frozen, in eval mode. Raises as load_adapter does."""
-    path = Path(directory) / HEAD_CONFIG_FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"no head in {directory}: it has no {HEAD_CONFIG_FILE}")
-    config = read_json(path).get("config")
+    """The Head saved in `directory` (or a hub id), frozen, in eval mode. Raises as load_adapter does."""
+    directory = fetch(directory, HEAD_CONFIG_FILE, HEAD_FILES)
+    values = read_json(directory / HEAD_CONFIG_FILE)
+    config = values.get("config")
     try:
         head = Head(config if isinstance(config, dict) else {}, bert.config)
     except ValueError as e:
-        raise ValueError(f"{path}: {e}") from e
-    weights_path, tensors = read_weights(directory, HEAD_FILES)
-    # any prefix and name: heads.NAME.4.weight -> 4.weight
-    tensors = {".".join(key.rsplit(".", 2)[-2:]): tensor for key, tensor in tensors.items()}
-    for key, parameter in head.layers.named_parameters():
-        fill(parameter, tensors, key, weights_path)
+        raise ValueError(f"{directory / HEAD_CONFIG_FILE}: {e}") from e
+    path, tensors = read_tensors(directory, HEAD_FILES, HEAD_TENSOR, values.get("name"))
+    for part, parameter in head.layers.named_parameters():
+        fill(parameter, tensors, ("heads", part), path)
     if tensors:
-        raise ValueError(f"{weights_path}: unexpected tensors {listed(list(tensors))}")
+        raise ValueError(f"{path}: tensors without a place in this head: {listed(['.'.join(key) for key in tensors])}")
     return head.to(bert.device).requires_grad_(False).eval()

@@ -10,17 +10,20 @@ Devlin et al., BERT (NAACL 2019).
 """
 
 import json
+import math
 import re
 import sys
+from collections import Counter
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import google_crc32c
 import numpy as np
 import torch
 import torch.nn.functional as F
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -60,19 +63,21 @@ class BertConfig:
         sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size",
                  "max_position_embeddings", "type_vocab_size")  # fmt: skip
         for name in sizes:
-            if type(getattr(self, name)) is not int or not 0 < getattr(self, name) < 2**31:
-                raise ValueError(f"{name} must be a positive integer, not {getattr(self, name)!r}")
-        for name in ("hidden_dropout_prob", "attention_probs_dropout_prob", "layer_norm_eps", "initializer_range"):
+            if type(getattr(self, name)) is not int or not 0 < getattr(self, name) < 10**7:
+                raise ValueError(f"{name} must be a positive integer, not {getattr(self, name)!r:.50}")
+        rates = ("hidden_dropout_prob", "attention_probs_dropout_prob", "layer_norm_eps", "initializer_range")
+        for name in rates if self.classifier_dropout is None else (*rates, "classifier_dropout"):
             if type(getattr(self, name)) not in (int, float) or not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name} must be a number in [0, 1), not {getattr(self, name)!r}")
-        if self.model_type not in ("bert", "roberta"):
-            raise ValueError(f"model_type {self.model_type!r} is not supported, only 'bert' and 'roberta'")
-        if self.hidden_act not in ACTIVATIONS:
-            raise ValueError(f"hidden_act {self.hidden_act!r} is not one of {', '.join(ACTIVATIONS)}")
-        if self.position_embedding_type != "absolute":
-            raise ValueError(f"position_embedding_type {self.position_embedding_type!r}: only 'absolute' is supported")
+                raise ValueError(f"{name} must be a number in [0, 1), not {getattr(self, name)!r:.50}")
+        choices = {"model_type": ("bert", "roberta"), "hidden_act": tuple(ACTIVATIONS),
+                   "position_embedding_type": ("absolute",)}  # fmt: skip
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} {getattr(self, name)!r:.50} is not supported, only {', '.join(known)}")
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError(f"hidden_size {self.hidden_size} is not a multiple of {self.num_attention_heads} heads")
+            raise ValueError(f"num_attention_heads {self.num_attention_heads} does not divide hidden_size {self.hidden_size}")
+        if type(self.pad_token_id) is not int or not 0 <= self.pad_token_id < self.vocab_size or self.max_length < 1:
+            raise ValueError(f"pad_token_id {self.pad_token_id!r:.50} is not in the vocabulary, or leaves no positions")
 
     @property
     def max_length(self):
@@ -136,6 +141,11 @@ class Layer(nn.Module):
         return self.output_add_norm(self.dropout(f), x)
 
 
+def embedding(rows, d):
+    """nn.Embedding, but uniform: normal numbers on the meta device cost `from_pretrained` a second (torch imports sympy)."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, d).uniform_(-0.035, 0.035), freeze=False)
+
+
 class Bert(nn.Module):
     """BERT or RoBERTa without pooler and pretraining heads."""
 
@@ -143,10 +153,11 @@ class Bert(nn.Module):
         super().__init__()
         self.config = config
         self.source = None  # what from_pretrained was given, written into the files of adapters
+        self.origin = {}  # parameter -> its name in the file it was loaded from
         d = config.hidden_size
-        self.word_embeddings = nn.Embedding(config.vocab_size, d)
-        self.position_embeddings = nn.Embedding(config.max_position_embeddings, d)
-        self.token_type_embeddings = nn.Embedding(config.type_vocab_size, d)
+        self.word_embeddings = embedding(config.vocab_size, d)
+        self.position_embeddings = embedding(config.max_position_embeddings, d)
+        self.token_type_embeddings = embedding(config.type_vocab_size, d)
         self.embeddings_norm = nn.LayerNorm(d, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
@@ -157,7 +168,7 @@ class Bert(nn.Module):
         token types all are 0, without a mask all tokens are real.
         Returns the last layer's hidden states [B, T, d]. Raises ValueError if T exceeds the position embeddings.
         """
-        B, T = input_ids.shape
+        T = input_ids.shape[1]
         if T > self.config.max_length:
             raise ValueError(f"an input of {T} tokens is longer than this encoder's {self.config.max_length}")
         positions = torch.arange(T, device=input_ids.device)  # [T]
@@ -198,34 +209,42 @@ class Bert(nn.Module):
         Raises FileNotFoundError if there is no such checkpoint, ValueError if its content does not fit; the message
         names the file, and the tensor with both shapes.
         """
-        directory = fetch_encoder(source)
-        config_path, weights_path = checkpoint_files(directory)
+        config_path, weights_path = checkpoint_files(fetch_encoder(source))
         config = read_config(config_path)
-        read = {"index": read_tensorflow, "safetensors": read_safetensors, "bin": read_bin}
-        tensors = read[weights_path.name.rsplit(".", 1)[1]](weights_path)
-
-        # BERT-base takes no memory twice: an empty model, whose parameters become the loaded tensors themselves
-        with torch.device("meta"):
-            bert = cls(config)
-        state, missing, wrong = {}, [], []
-        for name, parameter in bert.named_parameters():
-            hub_name = to_hub_name(name)
-            tensor = tensors.pop(hub_name, None)
-            if tensor is None:
-                missing.append(hub_name)
-            elif tensor.shape != parameter.shape:
-                wrong.append(f"{hub_name} has shape {list(tensor.shape)}, the config says {list(parameter.shape)}")
-            elif not tensor.is_floating_point():
-                wrong.append(f"{hub_name} holds {tensor.dtype}, not floating-point numbers")
-            else:
-                state[name] = tensor.float()
-        # a fine-tuned Hugging Face model may have any head beside the encoder, Google's release has the known ones
-        ours = ("embeddings.", "encoder.") if weights_path.suffix != ".index" else ""
-        unknown = [name for name in tensors if name.startswith(ours) and not IGNORED.search(name)]
-        problems = wrong[:3] + [f"lacks {listed(missing)}"] * bool(missing)
-        problems += [f"has unknown tensors {listed(unknown)}"] * bool(unknown)
-        if problems:
-            raise ValueError(f"{weights_path} does not fit {config_path.name}: {'; '.join(problems)}")
+        google = weights_path.suffix == ".index"
+        read = read_tensorflow if google else read_safetensors if weights_path.suffix == ".safetensors" else read_bin
+        tensors = read(weights_path)
+        try:
+            names = hub_names(tensors)
+            layers = {match[1] for name in names if (match := re.match(r"encoder\.layer\.(\d+)\.", name))}
+            if len(layers) != config.num_hidden_layers:  # before as many are made as a damaged config may ask for
+                raise ValueError(f"it has {len(layers)} layers, {config_path.name} says {config.num_hidden_layers}")
+            # an empty model, whose parameters become the loaded tensors themselves: nothing is held twice
+            with torch.device("meta"):
+                bert = cls(config)
+            state, missing, wrong = {}, [], []
+            for ours, parameter in bert.named_parameters():
+                name = names.pop(hub_name(ours), None)
+                if name is None:
+                    missing.append(hub_name(ours))
+                    continue
+                tensor = tensors[name]() if google else tensors[name]
+                if tensor.shape != parameter.shape:
+                    shapes = f"{list(tensor.shape)}, {config_path.name} says {list(parameter.shape)}"
+                    wrong.append(f"{listed([name])} has shape {shapes}")
+                elif not tensor.is_floating_point():
+                    wrong.append(f"{listed([name])} holds {tensor.dtype}, not floating-point numbers")
+                else:
+                    state[ours], bert.origin[ours] = tensor.float(), name
+            # a fine-tuned Hugging Face model may have any head; of Google's, read_tensorflow left nothing but the encoder
+            encoder = "" if google else r"(embeddings|encoder)\.(?!position_ids$)"
+            unknown = [name for hub, name in names.items() if re.match(encoder, hub)]
+            problems = wrong[:3] + [f"it lacks {listed(missing)}"] * bool(missing)
+            problems += [f"it has unknown tensors {listed(unknown)}"] * bool(unknown)
+            if problems:
+                raise ValueError("; ".join(problems))
+        except ValueError as e:
+            raise ValueError(f"{weights_path}: {e}") from e
         bert.load_state_dict(state, assign=True)
         bert.source = str(source)
         return bert.requires_grad_(False).eval()
@@ -242,7 +261,7 @@ class Bert(nn.Module):
         tensors = {}
         for name, parameter in self.named_parameters():
             if ".adapters." not in name and ".fusion." not in name:
-                tensors[f"{self.config.model_type}.{to_hub_name(name)}"] = parameter.detach().float().cpu().contiguous()
+                tensors[f"{self.config.model_type}.{hub_name(name)}"] = parameter.detach().float().cpu().contiguous()
         write_safetensors(directory / "model.safetensors", tensors)
 
 
@@ -264,44 +283,46 @@ NAMES = {  # ours -> Hugging Face
     "output_add_norm.norm": "output.LayerNorm",
 }
 
-# What checkpoints hold beside the encoder: pooler, pretraining and task heads, buffers, optimizer state
-IGNORED = re.compile(
-    r"^(pooler|cls|lm_head|classifier|qa_outputs|prompt_tuning)\.|position_ids$|"
-    r"(^|\.)(adam_[mv]|global_step|AdamWeightDecayOptimizer.*)$"
-)
+# What a TensorFlow checkpoint may hold beside the encoder: pooler, pretraining heads, optimizer state, and the unused
+# prompt_tuning variable of one that was converted from AdapterHub's models
+IGNORED = re.compile(r"(bert/pooler|cls|bert/prompt_tuning)/.*|(.*/)?(adam_[mv]|global_step)")
 
 
-def to_hub_name(name):
-    """layers.0.query.weight -> encoder.layer.0.attention.self.query.weight"""
-    layer, name = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)", name).groups()
-    module, kind = name.rsplit(".", 1)
+def hub_name(name):
+    """Of our parameter: layers.0.query.weight -> encoder.layer.0.attention.self.query.weight"""
+    layer, module, kind = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)\.(\w+)", name).groups()
     return (f"encoder.layer.{layer}." if layer else "") + f"{NAMES[module]}.{kind}"
 
 
-def from_tensorflow_name(name):
-    """bert/encoder/layer_0/attention/self/query/kernel -> encoder.layer.0.attention.self.query.weight"""
-    name = re.sub(r"^bert/", "", name)
-    name = re.sub(r"/layer_(\d+)/", r"/layer/\1/", name)
-    name = re.sub(r"/(kernel|gamma)$", "/weight", name)
-    name = re.sub(r"/beta$", "/bias", name)
-    name = re.sub(r"^(embeddings/\w+_embeddings)$", r"\1/weight", name)
-    return name.replace("/", ".")
+def hub_names(names):
+    """
+    {Hugging Face's name today, without prefix: name in the file}, from the names in a file. They differ in
 
+        the prefix                          bert., roberta., model.bert.; Google: bert/
+        LayerNorm's weight and bias         old and Google: gamma, beta
+        the weight of a linear layer        Google: kernel, and transposed
+        the weight of an embedding          Google: no name of its own, bert/embeddings/word_embeddings
+        layer 3                             Google: layer_3
 
-def normalised(tensors):
-    """Strips a prefix ("bert.", "roberta.", "model.bert.") and renames the old gamma and beta."""
+    Raises ValueError if two of them are the same.
+    """
+    hub = {name: re.sub(r"/layer_(\d+)/", r"/layer/\1/", name).replace("/", ".") for name in names}
+    hub = {name: re.sub(r"\.beta$", ".bias", re.sub(r"\.(gamma|kernel)$", ".weight", hub[name])) for name in names}
+    hub = {name: re.sub(r"(embeddings\.\w+_embeddings)$", r"\1.weight", hub[name]) for name in names}
     anchor = "embeddings.word_embeddings.weight"
-    prefix = next((name[: -len(anchor)] for name in tensors if name == anchor or name.endswith("." + anchor)), "")
+    prefix = next((name.removesuffix(anchor) for name in hub.values() if re.fullmatch(rf"(.*\.)?{anchor}", name)), "")
     result = {}
-    for name, tensor in tensors.items():
-        name = re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name.removeprefix(prefix)))
-        result[name] = tensor
+    for name in names:
+        other = result.setdefault(hub[name].removeprefix(prefix), name)
+        if other != name:
+            raise ValueError(f"{listed(sorted([other, name]))} are the same tensor")
     return result
 
 
 def listed(names, most=4):
-    """The first few of a list, for a message."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    """The first few names of a list, for a message of one line."""
+    shown = [name if name.isprintable() and len(name) < 200 else repr(name[:200]) for name in names[:most]]
+    return ", ".join(shown) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -313,15 +334,20 @@ def download(repo_id, filename, revision=None):
 
     Raises FileNotFoundError if the hub cannot be reached and the cache does not have it, or the id is not one.
     """
+    repo_id = str(repo_id)
+    if re.match(r"[./~]", repo_id) or repo_id.count("/") > 1 or "\\" in repo_id:  # do not wait for the network
+        raise FileNotFoundError(f"there is no directory {repo_id!r}")
     try:
+        if try_to_load_from_cache(repo_id, filename, revision=revision) is _CACHED_NO_EXIST:
+            return None
         return Path(hf_hub_download(repo_id, filename, revision=revision))
     except LocalEntryNotFoundError as e:  # a kind of EntryNotFoundError: must come first
         raise FileNotFoundError(f"{repo_id!r} is no local directory, and the Hugging Face hub cannot be reached") from e
     except EntryNotFoundError:
         return None
-    except (HfHubHTTPError, HFValidationError) as e:
-        reason = str(e).strip().splitlines()[0]
-        raise FileNotFoundError(f"{repo_id!r} is neither a local directory nor on the hub: {reason}") from e
+    except Exception as e:  # not found, no access, no id, a broken proxy, a full disk: of many kinds
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        raise FileNotFoundError(f"{repo_id!r} is no local directory, and does not come from the hub: {reason}") from e
 
 
 def fetch_encoder(source):
@@ -332,28 +358,19 @@ def fetch_encoder(source):
         config = download(source, "config.json")
         if config is None:
             raise FileNotFoundError(f"{source!r} has no config.json on the hub")
-        weights = download(source, "model.safetensors") or download(source, "pytorch_model.bin")
-        if weights is None:
+        # the other files from the same commit; where the cache has them, without asking the network again
+        fetch = partial(download, source, revision=config.parent.name if config.parent.parent.name == "snapshots" else None)
+        if not (fetch("model.safetensors") or fetch("pytorch_model.bin")):
             raise FileNotFoundError(f"{source!r} has neither model.safetensors nor pytorch_model.bin on the hub")
-        for name in ("tokenizer_config.json", "vocab.txt"):
-            optional(download, source, name)
-        if not optional(download, source, "tokenizer.json"):
-            for name in ("vocab.json", "merges.txt"):
-                optional(download, source, name)
+        if not fetch("tokenizer.json"):
+            for name in ("tokenizer_config.json",) if fetch("vocab.txt") else ("vocab.json", "merges.txt"):
+                fetch(name)
     except FileNotFoundError as e:
         raise FileNotFoundError(
             f"{e}; --model takes a directory with bert_config.json and bert_model.ckpt.*, a directory with config.json "
             "and model.safetensors (or pytorch_model.bin), or a hub id"
         ) from e
     return config.parent
-
-
-def optional(fetch, *args):
-    """fetch(*args), or None where the cache of a machine without a network does not have the file."""
-    try:
-        return fetch(*args)
-    except FileNotFoundError:
-        return None
 
 
 def checkpoint_files(directory):
@@ -378,7 +395,7 @@ def read_json(path):
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except json.JSONDecodeError as e:
         raise ValueError(f"{path}, line {e.lineno}: not JSON: {e.msg}") from e
-    except (UnicodeDecodeError, RecursionError) as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"{path}: not JSON: {e}") from e
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}")
@@ -410,9 +427,9 @@ def read_config(path):
 
 
 def read_safetensors(path):
-    """All tensors of a safetensors file, under normalised names. They are views of the mapped file: nothing is copied."""
+    """All tensors of a safetensors file. They are views of the mapped file: nothing is copied, or read before it is used."""
     try:
-        return normalised(load_file(path))
+        return load_file(path)
     except (SafetensorError, ValueError, KeyError) as e:
         raise ValueError(f"{path}: not a readable safetensors file: {e}") from e
 
@@ -422,11 +439,15 @@ def read_bin(path):
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:  # torch raises many kinds here
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise ValueError(f"{path}: not a file of tensors alone, refused: {reason}") from e
-    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-        raise ValueError(f"{path}: not a dictionary of tensors, refused")
-    return normalised(tensors)
+    size = Path(path).stat().st_size
+    if not isinstance(tensors, dict) or not all(
+        isinstance(t, torch.Tensor) and t.layout == torch.strided and t.device.type == "cpu" and t.nbytes <= size
+        and isinstance(name, str) for name, t in tensors.items()
+    ):  # fmt: skip
+        raise ValueError(f"{path}: not a dictionary of plain tensors, refused")
+    return tensors
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -434,162 +455,197 @@ def read_bin(path):
 # The index file is a LevelDB table: name -> where the tensor is. The data files hold the raw numbers.
 
 TABLE_MAGIC = 0xDB4775248B80FB57
+UNSUPPORTED = "which is not supported: save it again with tf.compat.v1.train.Saver"
 FLOAT_TYPES = {1: np.dtype("<f4"), 2: np.dtype("<f8"), 19: np.dtype("<f2")}  # DT_FLOAT, DT_DOUBLE, DT_HALF
+
+# the protocol-buffer messages of the index: (field number, wire type) -> name
+HEADER = {(1, 0): "shards", (2, 0): "big_endian"}
+ENTRY = {(1, 0): "dtype", (2, 2): "shape", (3, 0): "shard", (4, 0): "offset", (5, 0): "size", (6, 5): "crc", (7, 2): "slices"}
+SHAPE, DIMENSION = {(2, 2): "dimensions"}, {(1, 0): "size"}
 
 
 def read_tensorflow(path):
-    """All encoder variables of a TensorFlow checkpoint, under Hugging Face's names, kernels transposed.
-
-    path: the `.index` file. Raises ValueError for a damaged file (every block and tensor that is read is checked against
-    its CRC-32C) and for what Google's releases do not contain: compressed, big-endian or sliced bundles.
     """
-    index = Path(path).read_bytes()
+    {name: function that reads the tensor} for the encoder's variables in a TensorFlow checkpoint.
+
+    path: the `.index` file. Raises ValueError, here or when a tensor is read, for a damaged file (every block and tensor
+    that is read is checked against its CRC-32C), for variables that are not BERT's, and for what Google's releases do
+    not contain: compressed, big-endian or sliced bundles.
+    """
     try:
-        entries = dict(table_entries(index))
-        header = protobuf(entries.pop(b"", b""))
-        if header.get(2, 0) != 0:
-            raise ValueError("big-endian checkpoints are not supported: save it again on a little-endian machine")
-        shards = header.get(1, 1)
-        tensors = {}
-        for key, value in entries.items():
-            tf_name = key.decode()
-            name = from_tensorflow_name(tf_name)
-            if not IGNORED.search(name):
-                tensor = bundle_tensor(path, tf_name, protobuf(value), shards)
-                tensors[name] = torch.from_numpy(tensor.T.copy() if tf_name.endswith("/kernel") else tensor)
-    except (IndexError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path}: damaged: {e}") from e
+        entries = table_entries(path.read_bytes())
+        header = entries.pop("", None)
+        if header is None:
+            raise ValueError("damaged: it has no header")
+        header = protobuf(header, HEADER)
+        if header.get("big_endian"):
+            raise ValueError(f"a big-endian checkpoint, {UNSUPPORTED}, on a little-endian machine")
+        entries = {name: protobuf(entry, ENTRY) for name, entry in entries.items()}
+        for name, entry in entries.items():
+            if "slices" in entry:
+                raise ValueError(f"{listed([name])} is a partitioned variable in slices, {UNSUPPORTED}, without a partitioner")
+        entries = {name: entry for name, entry in entries.items() if not IGNORED.fullmatch(name)}
+        modules = "|".join(map(re.escape, NAMES.values()))
+        known = re.compile(rf"(encoder\.layer\.\d+\.)?({modules})\.(weight|bias)")
+        unknown = [name for hub, name in hub_names(entries).items() if not known.fullmatch(hub)]
+        if unknown:
+            raise ValueError(f"unknown variables {listed(unknown)}")
+        used = Counter()
+        for name, entry in entries.items():
+            data = path.with_name(f"{path.stem}.data-{entry.get('shard', 0):05d}-of-{header.get('shards', 1):05d}")
+            if not data.is_file():
+                raise FileNotFoundError(f"{data} is not there, {name} is in it")
+            entry["data"] = data
+            used[data] += entry.get("size", 0)
+            if used[data] > data.stat().st_size:  # cannot be: no two tensors share their bytes
+                raise ValueError(f"{data.name} is cut off: {name} and those before it do not fit in its bytes")
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from e
-    return tensors
+    return {name: partial(bundle_tensor, name, entry) for name, entry in entries.items()}
 
 
-def bundle_tensor(path, name, entry, shards):
-    """One tensor of a bundle as a numpy array that maps its data file."""
-    if 7 in entry:
-        raise ValueError(f"{name} is stored in slices (a partitioned variable), which is not supported: save it whole")
-    dtype = FLOAT_TYPES.get(entry.get(1))
+def bundle_tensor(name, entry):
+    """One tensor of a bundle: a kernel is copied, transposed, anything else a view of its mapped data file."""
+    dtype = FLOAT_TYPES.get(entry.get("dtype"))
     if dtype is None:
-        raise ValueError(f"{name} has TensorFlow type {entry.get(1)}, expected a float type")
-    shape = [protobuf(dim).get(1, 0) for dim in protobuf(entry.get(2, b""), repeated=(2,)).get(2, [])]
-    offset, size = entry.get(4, 0), entry.get(5, 0)
-    data = Path(str(path).removesuffix(".index") + f".data-{entry.get(3, 0):05d}-of-{shards:05d}")
-    if not data.is_file():
-        raise ValueError(f"{name} is in {data.name}, which is not there")
-    count = 1
-    for length in shape:  # Python's integers: a hostile shape does not overflow
-        count *= length
-    if count * dtype.itemsize != size or offset + size > data.stat().st_size:
-        raise ValueError(f"{name} of shape {shape} does not fit its {size} bytes at {offset} of {data.name}")
-    if size == 0:
-        return np.zeros(shape, dtype)
-    array = np.memmap(data, dtype=dtype, mode="c", offset=offset, shape=tuple(shape))  # copy on write
+        raise ValueError(f"{name} has TensorFlow type {entry.get('dtype')}, expected a float type")
+    dimensions = protobuf(entry.get("shape", [b""])[-1][:100], SHAPE).get("dimensions", [])  # two need no more
+    shape = tuple(protobuf(dimension, DIMENSION).get("size", 0) for dimension in dimensions)
+    data, offset, size = entry["data"], entry.get("offset", 0), entry.get("size", 0)
+    if len(shape) > 2 or not 0 < math.prod(shape) * dtype.itemsize == size <= data.stat().st_size - offset:
+        raise ValueError(f"{name}: shape {list(shape)[:9]} in {dtype} is not {size} bytes at {offset} of {data.name}")
+    array = np.memmap(data, dtype=dtype, mode="c", offset=offset, shape=shape)  # writable, but never into the file
     view = array.view()
     view.flags.writeable = False  # google_crc32c takes no buffer that could change
-    if unmasked(entry.get(6, 0)) != google_crc32c.value(view):
+    if not intact(view, entry.get("crc", 0)):
         raise ValueError(f"{name} in {data.name} does not match its checksum: the file is damaged")
-    return array
+    tensor = torch.from_numpy(np.require(array, requirements="A"))
+    if not name.endswith("/kernel"):
+        return tensor
+    # a view .T would do, but not add up in the same order. Memory of numpy's: it asks for huge pages, which halves the time
+    return torch.from_numpy(np.empty(shape[::-1], np.float32)).copy_(tensor.T)
 
 
 def table_entries(table):
-    """(key, value) pairs of a LevelDB table (leveldb/doc/table_format.md)."""
+    """{key: value} of a LevelDB table (leveldb/doc/table_format.md): blocks of entries, and a block of their places."""
     if len(table) < 48 or int.from_bytes(table[-8:], "little") != TABLE_MAGIC:
-        raise ValueError("not the index of a TensorFlow checkpoint")
-    footer = table[-48:]
-    _, position = varint(footer, 0)  # the metaindex block is not needed
-    _, position = varint(footer, position)
-    offset, position = varint(footer, position)
-    size, position = varint(footer, position)
-    for _, handle in block_entries(table, offset, size):
-        offset, position = varint(handle, 0)
-        size, position = varint(handle, position)
-        yield from block_entries(table, offset, size)
+        raise ValueError("not the index of a TensorFlow checkpoint, or cut off")
+    _, position = varint(table, len(table) - 48)  # where the metaindex block is, which is not needed
+    _, position = varint(table, position)
+    offset, position = varint(table, position)
+    size, _ = varint(table, position)
+    entries, end = {}, 0
+    for _, place in block_entries(table, offset, size):
+        offset, position = varint(place, 0)
+        size, _ = varint(place, position)
+        if offset < end:  # one behind the other, so the work is linear in the size of the file
+            raise ValueError("damaged: its blocks overlap")
+        end = offset + size + 5
+        for key, value in block_entries(table, offset, size):
+            if entries.setdefault(key.decode("latin-1"), value) is not value:
+                raise ValueError(f"damaged: it has {key[:200]} twice")
+    return entries
 
 
 def block_entries(table, offset, size):
-    """(key, value) pairs of one block; keys share prefixes with the one before."""
+    """(key, value) pairs of one block; a key shares its beginning with the one before."""
     block, trailer = table[offset : offset + size], table[offset + size : offset + size + 5]
     if len(block) < max(size, 4) or len(trailer) < 5:
-        raise ValueError(f"the index is cut off: no block of {size} bytes at {offset}")
-    if trailer[0] != 0:
-        raise ValueError("compressed index blocks (snappy) are not supported: save it again with tf.train.Saver")
-    if unmasked(int.from_bytes(trailer[1:], "little")) != google_crc32c.value(block + trailer[:1]):
-        raise ValueError(f"the index block at {offset} does not match its checksum: the file is damaged")
+        raise ValueError(f"cut off, or damaged: no block of {size} bytes at {offset}")
+    if trailer[0] == 1:
+        raise ValueError(f"its blocks are compressed with snappy, {UNSUPPORTED}")
+    if not intact(block + trailer[:1], int.from_bytes(trailer[1:], "little")):
+        raise ValueError(f"the block at {offset} does not match its checksum: the file is damaged")
     end = size - 4 - 4 * int.from_bytes(block[-4:], "little")  # the restart points are not needed
-    position, key = 0, b""
+    position, key, names = 0, b"", 0
+    damaged = ValueError(f"damaged: the block at {offset} does not hold what it says")
     while position < end:
         shared, position = varint(block, position)
         unshared, position = varint(block, position)
         length, position = varint(block, position)
-        if shared > len(key) or position + unshared + length > end:
-            raise ValueError(f"the index block at {offset} is damaged")
         key = key[:shared] + block[position : position + unshared]
-        position += unshared
-        yield key, block[position : position + length]
-        position += length
+        position += unshared + length
+        names += len(key)  # bounded: a few bytes can ask for a long name again and again
+        if len(key) < shared + unshared or position > end or names > 20 * size:
+            raise damaged
+        yield key, block[position - length : position]
+    if end < 0:
+        raise damaged
 
 
-def protobuf(message, repeated=()):
-    """{field number: value} of a protocol-buffer message; fields in `repeated` become lists."""
+def protobuf(message, names):
+    """{name: value} of a protocol-buffer message: numbers, the last one counts, and lists of byte strings.
+
+    names: {(field number, wire type): name}; other fields are skipped.
+    """
     result, position = {}, 0
     while position < len(message):
         tag, position = varint(message, position)
-        number, wire_type = tag >> 3, tag & 7
+        name, wire_type = names.get((tag >> 3, tag & 7)), tag & 7
+        length = {0: 0, 1: 8, 5: 4}.get(wire_type)
         if wire_type == 0:
             value, position = varint(message, position)
-        elif wire_type in (1, 5):  # fixed64, fixed32
-            length = 8 if wire_type == 1 else 4
-            value = int.from_bytes(message[position : position + length], "little")
-            position += length
         elif wire_type == 2:
             length, position = varint(message, position)
-            value = message[position : position + length]
-            position += length
-        else:
-            raise ValueError(f"damaged entry: wire type {wire_type}")
-        if position > len(message):
-            raise ValueError("damaged entry: it ends in the middle of a field")
-        if number in repeated:
-            result.setdefault(number, []).append(value)
-        else:
-            result[number] = value
+        if length is None or position + length > len(message):
+            raise ValueError("damaged: an entry ends in the middle of a field")
+        field = message[position : position + length]
+        position += length
+        if name and wire_type == 2:
+            result.setdefault(name, []).append(field)
+        elif name:
+            result[name] = value if wire_type == 0 else int.from_bytes(field, "little")
     return result
 
 
 def varint(data, position):
     """A base-128 integer of at most 64 bits -> (value, next position)"""
     value = 0
-    for shift in range(0, 70, 7):
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
+    for i, byte in enumerate(data[position : position + 10]):
+        value |= (byte & 0x7F) << 7 * i
         if byte < 0x80:
-            return value, position
-    raise ValueError("damaged: an integer of more than ten bytes")
+            return value, position + i + 1
+    raise ValueError("damaged: a number without an end")
 
 
-def unmasked(crc):
-    """LevelDB stores checksums rotated by 15 bits plus a constant."""
+def intact(data, crc):
+    """Whether data has this CRC-32C, which LevelDB stores rotated by 15 bits plus a constant. google_crc32c, Google's small
+    library around the processor's own instruction, takes 0.04 s for BERT-base; numpy alone would take seconds."""
     crc = (crc - 0xA282EAD8) & 0xFFFFFFFF
-    return ((crc >> 17) | (crc << 15)) & 0xFFFFFFFF
+    return google_crc32c.value(data) == ((crc >> 17) | (crc << 15)) & 0xFFFFFFFF
 
 
-if __name__ == "__main__":
+def main():
+    """`python bert.py SOURCE ["Some text"]`: what is in a checkpoint, where each group of weights came from, and [CLS]."""
     from data import load_tokenizer
 
-    if len(sys.argv) not in (2, 3):
-        sys.exit('usage: python bert.py SOURCE ["Some text"]')
+    if len(sys.argv) not in (2, 3) or sys.argv[1].startswith("-"):
+        print('usage: python bert.py SOURCE ["Some text"]', file=sys.stderr)
+        sys.exit(2)
     try:
         bert = Bert.from_pretrained(sys.argv[1])
         directory = fetch_encoder(sys.argv[1])
-        encoding = load_tokenizer(directory, bert.config.max_length).encode(*sys.argv[2:] or ["Hello."])
+        tokenizer = load_tokenizer(directory, bert.config.max_length)
+        if tokenizer.get_vocab_size() > bert.config.vocab_size:
+            raise ValueError(f"{directory}: its tokenizer knows more tokens than the encoder, {bert.config.vocab_size}")
+        encoding = tokenizer.encode(*sys.argv[2:] or ["Hello."])
     except (OSError, ValueError) as e:
         print(f"bert.py: {e}", file=sys.stderr)
         sys.exit(2)
     print(bert.config)
-    for group in (bert.word_embeddings, bert.position_embeddings, bert.token_type_embeddings, bert.layers):
-        print(f"{sum(p.numel() for p in group.parameters()):>12,} parameters", group)
-    print(f"{sum(p.numel() for p in bert.parameters()):>12,} parameters from {checkpoint_files(directory)[1]}")
+    print(f"{sum(p.numel() for p in bert.parameters()):>12,} parameters from {checkpoint_files(directory)[1]}:")
+    groups = {}  # all layers together
+    for name, parameter in bert.named_parameters():
+        module, kind = re.sub(r"layers\.\d+", "layers.*", name).rsplit(".", 1)
+        stored = re.sub(r"layer([._])\d+", r"layer\1*", bert.origin[name])
+        size, names = groups.get(module, (0, {}))
+        groups[module] = size + parameter.numel(), {**names, kind: stored}
+    for module, (size, names) in groups.items():
+        print(f"{size:>12,} {module:<35} from {', '.join(names.values())}")
     h = bert(torch.tensor([encoding.ids]), torch.tensor([encoding.type_ids]))  # [1, T, d]
     print(" ".join(encoding.tokens))
     print("[CLS]", " ".join(f"{value:.5f}" for value in h[0, 0, :8].tolist()))
+
+
+if __name__ == "__main__":
+    main()

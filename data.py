@@ -47,7 +47,9 @@ class Task:
     labels: tuple  # label values as the hub writes them; an integer is an index into them
     sizes: tuple  # rows of train and development set
     candidates: Callable = lambda *texts: [(texts[0], texts[1] if len(texts) > 1 else None)]
-    max_length: int = 128  # the reference's; more where over a tenth of the examples would be cut
+    # 128 tokens as in the reference; more for texts of paragraphs, of which 128 would cut most: 90 % of imdb's training
+    # examples, 47 % of boolq's, 19 % of cosmos_qa's
+    max_length: int = 128
     dev: str = "validation"  # the split that serves as development set
     aliases: dict = field(default_factory=dict)  # other names of columns and labels in other copies of the data
     revision: str | None = None
@@ -307,7 +309,7 @@ def load_split(task, split, tokenizer, data_dir=None, limit=None, seed=0, strict
         message = f"{where} has {len(rows)} rows, the {task.name} of the paper has {expected}"
         if strict:
             raise ValueError(message)
-        print(f"note: {message}", file=sys.stderr)
+        print(f"note: {message}")
     rows = rows.select_columns([*task.columns, task.label])
     order = np.arange(len(rows))
     if limit is not None and limit < len(rows):

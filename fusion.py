@@ -6,13 +6,14 @@
     save_fusion(bert, "runs/fusion-rte"); load_fusion(bert, "runs/fusion-rte")
 """
 
+import re
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from adapter import activate, fill, meta, read_weights, slot_name
+from adapter import SLOT, activate, check_dropout, fetch, fill, meta, read_tensors, slot_name
 from bert import listed, read_json, write_json, write_safetensors
 
 
@@ -166,6 +167,7 @@ def fusion_weights(bert):
 
 FUSION_CONFIG_FILE = "adapter_fusion_config.json"
 FUSION_FILES = ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin")
+FUSION_TENSOR = re.compile(SLOT + r"adapter_fusion_layer\.(?P<name>.+)\.(?P<part>(?:query|key|value)\.\w+)")
 
 # The paper's fusion in the reference's terms. value_before_softmax: V z_n or V Σ s_n z_n, which are equal
 FUSION_CONFIG = {
@@ -198,28 +200,31 @@ def load_fusion(bert, directory):
 
     Raises FileNotFoundError without a fusion there, ValueError if it does not fit or is not the paper's kind of fusion.
     """
-    path = Path(directory) / FUSION_CONFIG_FILE
-    if not path.is_file():
-        raise FileNotFoundError(f"no fusion in {directory}: it has no {FUSION_CONFIG_FILE}")
+    directory = fetch(directory, FUSION_CONFIG_FILE, FUSION_FILES)
+    path = directory / FUSION_CONFIG_FILE
     values = read_json(path)
-    config = values.get("config")
-    names = values.get("adapter_names") or str(values.get("name", "")).split(",")
-    if not isinstance(config, dict) or not all(isinstance(name, str) for name in names):
+    config, names = values.get("config"), values.get("adapter_names") or values.get("name")
+    names = names.split(",") if isinstance(names, str) else names  # old files have only the name
+    if not isinstance(config, dict) or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{path}: not the configuration of a fusion")
     for field in ("query", "key", "value", "query_before_ln", "residual_before", "temperature"):
-        if config.get(field, FUSION_CONFIG[field]) != FUSION_CONFIG[field]:
-            raise ValueError(f"{path}: {field} = {config[field]!r} is not supported")
-    weights_path, tensors = read_weights(directory, FUSION_FILES)
-    tensors = {name[name.find("encoder.layer.") :]: tensor for name, tensor in tensors.items()}
+        if config.get(field, FUSION_CONFIG[field]) != FUSION_CONFIG[field]:  # static fusion has no value
+            raise ValueError(f"{path}: a fusion with {field} = {config[field]!r:.50} is not supported")
+    if config.get("dropout_prob") is not None:
+        check_dropout(config["dropout_prob"])
+    path, tensors = read_tensors(directory, FUSION_FILES, FUSION_TENSOR, values.get("name"))
 
     before = [(slot, slot.fusion, slot.active) for _, slot in bert.slots()]
     plug_in_fusion(bert, names, config.get("dropout_prob"), bert.dtype)
     try:
         for key, fusion in fusions(bert):
-            for name, parameter in fusion.named_parameters():
-                fill(parameter, tensors, f"{slot_name(key)}.adapter_fusion_layer.{fusion.name}.{name}", weights_path)
-        if tensors:
-            raise ValueError(f"{weights_path}: tensors without a place in this encoder: {listed(list(tensors))}")
+            for part, parameter in fusion.named_parameters():
+                fill(parameter, tensors, (slot_name(key), part), path)
+        # the reference has weights, which it does not use, also where all adapters are left out
+        idle = [slot_name(key) for key, slot in bert.slots() if slot.fusion is None]
+        rest = [".".join(key) for key in tensors if key[0] not in idle]
+        if rest:
+            raise ValueError(f"{path}: tensors without a place in this encoder: {listed(rest)}")
     except ValueError:
         for slot, fusion, active in before:
             slot.fusion, slot.active = fusion, active

@@ -24,15 +24,15 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from adapter import (
-    CONFIG_FILE,
-    WEIGHTS_FILES,
     AdapterConfig,
     Head,
     activate,
     add_adapter,
-    fetch_adapter,
+    copy_adapter,
+    fetch,
     load_adapter,
     load_head,
+    paper_adapters,
     read_adapter_config,
     save_adapter,
     save_head,
@@ -57,7 +57,7 @@ def arguments(argv=None):
     add = parser.add_argument
     add("--stage", required=True, choices=list(DEFAULTS))
     add("--task", required=True, help="one of the paper's 16 tasks, or your own in --data-dir")
-    add("--adapters", nargs="+", default=[], help="fusion: run directories, AdapterHub directories or hub ids")
+    add("--adapters", nargs="+", default=[], help="fusion: run directories, AdapterHub directories, hub ids; `paper`: its 16")
     add("--model", default="google-bert/bert-base-uncased", help="encoder: a directory or a hub id")
     add("--data-dir", help="directory with TASK/train.jsonl and TASK/validation.jsonl; without it: the hub")
     add("--out", help="run directory; default runs/TASK, runs/fusion-TASK, runs/head-TASK, runs/full-TASK")
@@ -103,6 +103,11 @@ def check(args):
         raise ValueError(f"--adapters belongs to --stage fusion, not to --stage {args.stage}")
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is a file")
+    if args.out.is_dir() and any(args.out.iterdir()) and not (args.out / "log.jsonl").exists():
+        raise ValueError(f"--out {args.out} holds other files than a run's: choose an empty or a new directory")
+    for source in (args.model, *args.adapters):
+        if args.out.resolve() in (Path(source).resolve(), *Path(source).resolve().parents) and Path(source).is_dir():
+            raise ValueError(f"--out {args.out} would replace {source}, which this run needs")
     if (args.out / "metrics.json").exists() and not (args.overwrite or args.resume):
         raise ValueError(f"{args.out} already holds a finished run: choose another --out, or --overwrite it")
     if (args.out / "resume.pt").exists() and not (args.overwrite or args.resume):
@@ -142,15 +147,16 @@ def build(args, task, device, dtype):
         factor = int(args.reduction_factor) if args.reduction_factor.is_integer() else args.reduction_factor
         add_adapter(bert, task.name, getattr(AdapterConfig, args.adapter)(reduction_factor=factor))
     elif args.stage == "fusion":
-        for source in args.adapters:
-            directory = fetch_adapter(source)
-            name, _, values = read_adapter_config(directory)
+        paper = paper_adapters(bert)
+        for name, source in [pair for s in args.adapters for pair in (paper if s == "paper" else [(None, s)])]:
+            directory = fetch(source)
+            name, _, values = read_adapter_config(directory, name)
             if name in dict(fused):
                 raise ValueError(f"two adapters are called {name!r}: {dict(fused)[name]} and {directory}")
-            trained_on = Path(values.get("model_name") or args.model).name
+            trained_on = Path(str(values.get("model_name") or args.model)).name
             if trained_on != Path(args.model).name:
-                print(f"note: {source} was trained on {trained_on}, not on {args.model}", file=sys.stderr)
-            fused.append((load_adapter(bert, directory), directory))
+                print(f"note: {source} was trained on {trained_on!r:.100}, not on {args.model}")
+            fused.append((load_adapter(bert, directory, name), directory))
         add_fusion(bert, [name for name, _ in fused])
     config = {"head_type": "multiple_choice", "num_choices": len(task.labels), "layers": 2}
     if not task.choices:
@@ -245,15 +251,11 @@ def run(args):
     elif args.out.exists():
         clear(args.out)
     created = not args.out.exists()
-    for name, directory in fused:  # copied first: the sources may be gone by the end
-        target = args.out / "adapters" / name
-        target.mkdir(parents=True, exist_ok=True)
-        for file in (CONFIG_FILE, *WEIGHTS_FILES):
-            if (directory / file).is_file():
-                shutil.copyfile(directory / file, target / file)
     args.out.mkdir(parents=True, exist_ok=True)
     log = args.out / "log.jsonl"
     log.write_text("".join(json.dumps(line) + "\n" for line in history))
+    for name, directory in fused:  # copied first: the sources may be gone by the end
+        copy_adapter(bert, directory, name, args.out / "adapters" / name)
 
     started = time.monotonic() - position["seconds"]
     saved = time.monotonic()
@@ -356,7 +358,7 @@ def save_run(args, bert, head, fused, encoder_directory, config):
     if args.stage == "full":  # also a checkpoint directory, which --model accepts
         bert.save_pretrained(args.out)
         for name in TOKENIZER_FILES:
-            if (encoder_directory / name).is_file() and encoder_directory.resolve() != args.out.resolve():
+            if (encoder_directory / name).is_file():
                 shutil.copyfile(encoder_directory / name, args.out / name)
     if args.stage == "adapter":
         save_adapter(bert, args.task, args.out)
@@ -452,7 +454,8 @@ def main(argv=None):
         print(f"train.py: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        print(f"train.py: interrupted, continue with --resume --out {args.out}", file=sys.stderr)
+        saved = (args.out / "resume.pt").exists()
+        print(f"train.py: interrupted{f', continue with --resume --out {args.out}' if saved else ''}", file=sys.stderr)
         sys.exit(130)
     print(json.dumps(result))
 

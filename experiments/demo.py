@@ -15,6 +15,7 @@ import importlib.util
 import json
 import random
 import re
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -138,7 +139,7 @@ def write(out, task, rows, rng, train, dev):
 def train(*arguments):
     """Runs train.py, showing the command, and returns its closing line."""
     command = [sys.executable, "train.py", *map(str, arguments)]
-    print("\n$ python " + " ".join(command[1:]), flush=True)
+    print(f"\n$ python {shlex.join(command[1:])}", flush=True)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     for line in process.stdout:
         print(line, end="", flush=True)

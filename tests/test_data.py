@@ -130,7 +130,7 @@ def test_argument_as_distributed(tokenizer, tmp_path):
 def test_row_counts(tokenizer, tmp_path, capsys):
     write_rows(tmp_path / "cb" / "train.jsonl", [ROWS["cb"][0]] * 4)
     load_split(get_task("cb", tmp_path), "train", tokenizer, tmp_path)
-    assert "has 4 rows" in (error := capsys.readouterr().err) and "250" in error
+    assert "has 4 rows" in (shown := capsys.readouterr().out) and "250" in shown
     with pytest.raises(ValueError, match="has 4 rows.*250"):
         load_split(get_task("cb", tmp_path), "train", tokenizer, tmp_path, strict=True)
 

@@ -291,7 +291,8 @@ def test_command_line(encoder, data_dir, tmp_path):
 
     process = subprocess.Popen([*command, "--epochs", "500", "--patience", "500", "--overwrite"], cwd=REPOSITORY,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # fmt: skip
-    process.stdout.readline()  # the first epoch is over
+    while not process.stdout.readline().startswith("epoch 1:"):
+        pass
     os.kill(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130

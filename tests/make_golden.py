@@ -1,0 +1,169 @@
+"""Writes tests/golden: small random encoders, adapters, fusions and heads, saved by the reference library, and what it
+computes with them. Run with a Python that has adapters==1.3.0, transformers==4.57.6, torch==2.13.0 and tokenizers:
+
+    python tests/make_golden.py
+
+tests/golden/bert, tests/golden/roberta:
+    encoder/               config.json, model.safetensors, tokenizer files
+    NAME/                  an adapter, and its head if it has one
+    fusion-NAME/           a fusion
+    expected.safetensors   inputs, and per adapter or fusion the hidden states, logits, fusion weights, regularisation
+
+The TensorFlow checkpoints there, bert/encoder-tf*, are made from bert/encoder by write_tensorflow.py.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from adapters import BertAdapterModel, BnConfig, RobertaAdapterModel
+from adapters.composition import Fuse
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from transformers import BertConfig, RobertaConfig
+
+GOLDEN = Path(__file__).parent / "golden"
+WORDS = "the a cat dog man woman sat ran saw on in to mat park film was good bad very not and ##s ##ed un ##like ##ly"
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+
+
+def bottleneck(reduction_factor=8, **changes):
+    """The paper's adapter, with changes."""
+    values = {
+        "mh_adapter": False, "output_adapter": True, "reduction_factor": reduction_factor, "non_linearity": "relu",
+        "original_ln_before": True, "original_ln_after": True, "residual_before_ln": True,
+    }  # fmt: skip
+    return BnConfig(**{**values, **changes})
+
+
+HOULSBY = {"mh_adapter": True, "original_ln_before": False, "non_linearity": "swish"}
+ADAPTERS = {
+    "pfeiffer": bottleneck(),
+    "p4": bottleneck(4),
+    "p16": bottleneck(16),
+    "houlsby": bottleneck(**HOULSBY),
+    "h4": bottleneck(4, **HOULSBY),
+    "bapna": bottleneck(ln_before=True),
+    "ln_after": bottleneck(ln_after=True, original_ln_before=False, residual_before_ln=False, non_linearity="leakyrelu"),
+    "bottom": bottleneck(mh_adapter=True, output_adapter=False, original_ln_before=False, non_linearity="gelu"),
+    "both_ln": bottleneck(4, mh_adapter=True, ln_before=True, ln_after=True, adapter_residual_before_ln=True),
+    "leave_out": bottleneck(leave_out=[0]),
+    "post_add": bottleneck(residual_before_ln="post_add"),
+    "by_layer": bottleneck({"0": 2, "default": 16}),
+}
+FUSIONS = {"fusion-pfeiffer": ["pfeiffer", "p4", "p16"], "fusion-houlsby": ["houlsby", "h4"]}
+CHOICES = 2  # of the multiple-choice head: the batch is two questions with two choices each
+
+
+def randomise(parameters, generator):
+    """Random numbers with a spread at which an error shows: nothing stays at its default."""
+    for name, parameter in parameters:
+        noise = torch.randn(parameter.shape, generator=generator)
+        if parameter.dim() == 1 and name.endswith("weight"):  # of a LayerNorm
+            parameter.data = 1 + 0.3 * noise
+        elif ".value." in name and "adapter_fusion_layer" in name:
+            parameter.data = torch.eye(len(noise)) + 0.05 * noise
+        elif name.endswith("bias"):
+            parameter.data = 0.2 * noise
+        else:
+            scale = 0.4 if "adapter_fusion_layer" in name else 1.0  # so that no softmax over the adapters is 0 or 1
+            parameter.data = (0.5 if "embeddings" in name else scale / parameter.shape[-1] ** 0.5) * noise
+
+
+def write(directory, model, adapters, fusions, tokenizer, pad):
+    generator = torch.Generator().manual_seed(2021)
+    shutil.rmtree(directory, ignore_errors=True)
+    (directory / "encoder").mkdir(parents=True)
+    for name in adapters:
+        model.add_adapter(name, config=ADAPTERS[name])
+    model.add_classification_head("pfeiffer", num_labels=3, layers=2)
+    if "p4" in adapters:
+        model.add_classification_head("p4", num_labels=4, layers=1)
+        model.add_multiple_choice_head("p16", num_choices=CHOICES, layers=2)
+    for names in fusions.values():
+        model.add_adapter_fusion(names)
+    model.eval()
+    tokenizer(directory / "encoder")
+
+    def own(name):  # of the plain encoder
+        return "prompt_tuning" not in name and "adapter" not in name and "heads." not in name
+
+    randomise(model.named_parameters(), generator)
+    encoder = {name: p.detach().clone() for name, p in model.named_parameters() if own(name)}
+    save_file(encoder, directory / "encoder" / "model.safetensors", metadata={"format": "pt"})
+    config = {key: value for key, value in model.config.to_diff_dict().items() if key not in ("adapters", "prediction_heads")}
+    (directory / "encoder" / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True, default=str) + "\n")
+
+    # two pairs and two single texts, of different lengths, one with a run of padding
+    lengths, T = [(5, 4), (7, 0), (3, 2), (2, 0)], 12
+    input_ids = torch.full((len(lengths), T), pad)
+    token_type_ids = torch.zeros(len(lengths), T, dtype=torch.long)
+    attention_mask = torch.zeros(len(lengths), T, dtype=torch.long)
+    for row, (a, b) in enumerate(lengths):
+        text = torch.randint(5, model.config.vocab_size, (a + b,), generator=generator)
+        input_ids[row, : a + b], attention_mask[row, : a + b] = text, 1
+        token_type_ids[row, a : a + b] = model.config.type_vocab_size - 1
+    inputs = {"input_ids": input_ids, "token_type_ids": token_type_ids, "attention_mask": attention_mask}
+    expected = dict(inputs)
+
+    def run(name, head):
+        with torch.no_grad():
+            output = model.base_model(**inputs, output_adapter_fusion_attentions=name in fusions)
+            expected[f"{name}.last_hidden_state"] = output.last_hidden_state
+            if name in fusions:
+                fused = ",".join(fusions[name])
+                for layer, locations in output.adapter_fusion_attentions[fused].items():
+                    for location, weights in locations.items():
+                        expected[f"{name}.attention.{layer}.{location}"] = torch.as_tensor(weights)
+                for key, parameter in model.named_parameters():  # the library sums over every fusion that is trainable
+                    parameter.requires_grad_(f"adapter_fusion_layer.{fused}." in key)
+                expected[f"{name}.regularization"] = model.get_fusion_regularization_loss().detach()
+            if head:
+                shape = (2, CHOICES, T) if model.heads[head].config["head_type"] == "multiple_choice" else (len(lengths), T)
+                grouped = {key: value.view(shape) for key, value in inputs.items()}
+                expected[f"{name}.logits"] = model(**grouped, head=head).logits
+
+    model.set_active_adapters(None)
+    run("encoder", None)
+    for name in adapters:
+        model.set_active_adapters(name)
+        head = name if name in model.heads else None
+        run(name, head)
+        ln_before = ADAPTERS[name].ln_before  # its tensors have two names, which the library cannot write as safetensors
+        model.save_adapter(str(directory / name), name, with_head=head is not None, use_safetensors=not ln_before)
+    for name, names in fusions.items():
+        model.set_active_adapters(Fuse(*names))
+        run(name, None)
+        model.save_adapter_fusion(str(directory / name), Fuse(*names), use_safetensors=True)
+    save_file({name: tensor.contiguous() for name, tensor in expected.items()}, directory / "expected.safetensors")
+
+
+def wordpiece(directory):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS.split()]
+    words += [f"w{i}" for i in range(60 - len(words))]
+    (directory / "vocab.txt").write_text("\n".join(words) + "\n")
+
+
+def byte_level_bpe(directory):
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    alphabet = sorted("abcdefghijklmnopqrstuvwxyzTĠ.,")
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["the cat sat on the mat. The dog ran to the park, and the man saw the cat."] * 3, trainer)
+    tokenizer.model.save(str(directory))
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+if __name__ == "__main__":
+    bert = BertConfig(vocab_size=60, max_position_embeddings=24, **SIZES)
+    write(GOLDEN / "bert", BertAdapterModel(bert), list(ADAPTERS), FUSIONS, wordpiece, pad=0)
+    roberta = RobertaConfig(
+        vocab_size=60, max_position_embeddings=24, type_vocab_size=1, layer_norm_eps=1e-5, pad_token_id=1,
+        bos_token_id=0, eos_token_id=2, **SIZES,
+    )  # fmt: skip
+    adapters = ["pfeiffer", "p4", "houlsby"]
+    write(GOLDEN / "roberta", RobertaAdapterModel(roberta), adapters, {"fusion-pfeiffer": ["pfeiffer", "p4"]},
+          byte_level_bpe, pad=1)  # fmt: skip

@@ -1,0 +1,265 @@
+"""Θ, Φ and Ψ compute what the reference library computes, and read and write its files (tests/make_golden.py)."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from adapter import Adapter, AdapterConfig, activate, add_adapter, load_adapter, load_head, save_adapter, save_head
+from bert import Bert, BertConfig
+from fusion import Fusion, add_fusion, fusion_regularization, fusion_weights, load_fusion, save_fusion
+
+GOLDEN = Path(__file__).parent / "golden"
+TOLERANCE = 2e-5
+ENCODERS = ["bert", "roberta"]
+
+
+def directories(file):
+    """Every golden directory that holds such a file, as bert/pfeiffer."""
+    return [str(path.parent.relative_to(GOLDEN)) for path in sorted(GOLDEN.glob(f"*/*/{file}"))]
+
+
+ADAPTERS, HEADS = directories("adapter_config.json"), directories("head_config.json")
+FUSIONS = directories("adapter_fusion_config.json")
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {name: load_file(GOLDEN / name / "expected.safetensors") for name in ENCODERS}
+
+
+def encoder(name):
+    return Bert.from_pretrained(GOLDEN / name / "encoder")
+
+
+def run(bert, inputs):
+    with torch.no_grad():
+        return bert(inputs["input_ids"], inputs["token_type_ids"], inputs["attention_mask"])
+
+
+def with_fusion(directory):
+    """An encoder with a golden fusion and the adapters that it names."""
+    model, _ = directory.split("/")
+    bert = encoder(model)
+    for name in json.loads((GOLDEN / directory / "adapter_fusion_config.json").read_text())["adapter_names"]:
+        load_adapter(bert, GOLDEN / model / name)
+    load_fusion(bert, GOLDEN / directory)
+    return bert
+
+
+def difference(a, b):
+    assert a.shape == b.shape
+    return (a - b).abs().max().item()
+
+
+def test_golden_set_is_complete():
+    assert len(ADAPTERS) == 15 and len(FUSIONS) == 3 and len(HEADS) == 5
+    assert sum(path.stat().st_size for path in GOLDEN.rglob("*") if path.is_file()) < 1_000_000
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_encoder(name, expected):
+    assert difference(run(encoder(name), expected[name]), expected[name]["encoder.last_hidden_state"]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("directory", ADAPTERS)
+def test_adapter(directory, expected):
+    model, name = directory.split("/")
+    bert = encoder(model)
+    assert load_adapter(bert, GOLDEN / directory) == name
+    plain = run(bert, expected[model])  # loaded is not yet active
+    assert difference(plain, expected[model]["encoder.last_hidden_state"]) <= TOLERANCE
+    activate(bert, name)
+    h = run(bert, expected[model])
+    assert difference(h, expected[model][f"{name}.last_hidden_state"]) <= TOLERANCE
+    assert difference(h, plain) > 0.5  # the adapter is not a small correction that a tolerance could hide
+
+
+@pytest.mark.parametrize("directory", HEADS)
+def test_head(directory, expected):
+    model, name = directory.split("/")
+    bert = encoder(model)
+    activate(bert, load_adapter(bert, GOLDEN / directory))
+    logits = load_head(bert, GOLDEN / directory)(run(bert, expected[model]))
+    assert difference(logits, expected[model][f"{name}.logits"]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("directory", FUSIONS)
+def test_fusion(directory, expected):
+    model, name = directory.split("/")
+    bert, expected = with_fusion(directory), expected[model]
+    assert difference(run(bert, expected), expected[f"{name}.last_hidden_state"]) <= TOLERANCE
+    weights = fusion_weights(bert)
+    assert len(weights) == sum(key.startswith(f"{name}.attention.") for key in expected)
+    for (layer, location), s in weights.items():
+        location = {"attention": "mh_adapter", "output": "output_adapter"}[location]
+        assert difference(s, expected[f"{name}.attention.{layer}.{location}"]) <= TOLERANCE
+    assert difference(fusion_regularization(bert), expected[f"{name}.regularization"]) <= TOLERANCE
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The fast fusion is the textbook one
+
+
+def adapters(configs, d, dtype):
+    """Adapters with weights at which an error would show."""
+    result = nn.ModuleList(Adapter(config, d, config.bottleneck_size(d, 0)) for config in configs).to(dtype)
+    for parameter in result.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return result
+
+
+MIXTURES = {
+    "different bottlenecks": [AdapterConfig.pfeiffer(reduction_factor=f) for f in (2, 4, 16)],
+    "one adapter": [AdapterConfig.pfeiffer()],
+    "different non-linearities": [AdapterConfig(non_linearity=n) for n in ("relu", "leakyrelu", "swish", "gelu")],
+    "with ln_before": [AdapterConfig.bapna(reduction_factor=4), AdapterConfig.bapna(reduction_factor=8)],
+    "some with ln_before": [AdapterConfig.bapna(reduction_factor=4), AdapterConfig.pfeiffer(reduction_factor=2)],
+    "houlsby": [AdapterConfig.houlsby(reduction_factor=8), AdapterConfig.houlsby(reduction_factor=2)],
+}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "dropout on the scores"])
+@pytest.mark.parametrize("configs", MIXTURES.values(), ids=MIXTURES)
+def test_mix_is_textbook(configs, training):
+    torch.manual_seed(0)
+    d = 32
+    fused = adapters(configs, d, torch.float64)
+    fusion = Fusion("fusion", [str(i) for i in range(len(configs))], d, dropout=0.3).double().train(training)
+    for parameter in fusion.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    h, direction = torch.randn(4, 6, d, dtype=torch.float64), torch.randn(4, 6, d, dtype=torch.float64)
+    results = []
+    for form in (fusion.mix, fusion.textbook):
+        h_in = h.clone().requires_grad_()
+        torch.manual_seed(1)  # the same scores are dropped
+        o = form(h_in, fused)
+        gradients = torch.autograd.grad((o * direction).sum(), [h_in, *fusion.parameters(), *fused.parameters()],
+                                        allow_unused=True)  # fmt: skip
+        results.append([o, *gradients])
+    names = ["o", "h", *(name for name, _ in fusion.named_parameters())]
+    assert names == ["o", "h", "query.weight", "query.bias", "key.weight", "key.bias", "value.weight"]
+    for i, (fast, slow) in enumerate(zip(*results, strict=True)):
+        name = names[i] if i < len(names) else f"adapter parameter {i - len(names)}"
+        assert (fast is None) == (slow is None), name
+        if fast is not None:
+            assert difference(fast, slow) <= 1e-10, name
+    # without dropout the softmax does not see b_K, with dropout it does
+    assert (results[0][5].abs().max() > 1e-6) == (training and len(configs) > 1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def same_tensors(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def read_tensors(directory, stem):
+    if (directory / f"{stem}.safetensors").exists():
+        return load_file(directory / f"{stem}.safetensors")
+    return torch.load(directory / f"pytorch_{stem}.bin", weights_only=True)
+
+
+def same_json(ours, theirs):
+    """The same fields and values; model_name is where the encoder came from, which the golden sets left empty."""
+    ours, theirs = json.loads(ours.read_text()), json.loads(theirs.read_text())
+    return {**ours, "model_name": ""} == theirs
+
+
+@pytest.mark.parametrize("directory", ADAPTERS)
+def test_saved_adapter_is_the_reference_s(directory, tmp_path):
+    bert = encoder(directory.split("/")[0])
+    name = load_adapter(bert, GOLDEN / directory)
+    save_adapter(bert, name, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter.safetensors", "adapter_config.json"]
+    assert same_tensors(load_file(tmp_path / "adapter.safetensors"), read_tensors(GOLDEN / directory, "adapter"))
+    assert same_json(tmp_path / "adapter_config.json", GOLDEN / directory / "adapter_config.json")
+
+
+@pytest.mark.parametrize("directory", HEADS)
+def test_saved_head_is_the_reference_s(directory, tmp_path):
+    bert = encoder(directory.split("/")[0])
+    save_head(load_head(bert, GOLDEN / directory), bert, directory.split("/")[1], tmp_path)
+    assert same_tensors(load_file(tmp_path / "model_head.safetensors"), read_tensors(GOLDEN / directory, "model_head"))
+    assert same_json(tmp_path / "head_config.json", GOLDEN / directory / "head_config.json")
+
+
+@pytest.mark.parametrize("directory", FUSIONS)
+def test_saved_fusion_is_the_reference_s(directory, tmp_path):
+    save_fusion(with_fusion(directory), tmp_path)
+    stem = "model_adapter_fusion"
+    assert same_tensors(load_file(tmp_path / f"{stem}.safetensors"), read_tensors(GOLDEN / directory, stem))
+    assert same_json(tmp_path / "adapter_fusion_config.json", GOLDEN / directory / "adapter_fusion_config.json")
+
+
+def test_saved_reads_back_bit_identical(tmp_path, expected):
+    """Also what the reference has no golden file for: by random configurations, through save and load."""
+    torch.manual_seed(3)
+    bert = encoder("bert")
+    for name, config in {"a": AdapterConfig.pfeiffer(reduction_factor=3), "b": AdapterConfig.bapna()}.items():
+        add_adapter(bert, name, config)
+    add_fusion(bert, ["b", "a"])
+    for parameter in (p for key, p in bert.named_parameters() if ".adapters." in key or ".fusion." in key):
+        parameter.data.normal_(std=0.3)
+    save_fusion(bert, tmp_path / "fusion")
+    for name in "ab":
+        save_adapter(bert, name, tmp_path / name)
+    again = encoder("bert")
+    for name in "ab":
+        load_adapter(again, tmp_path / name)
+    load_fusion(again, tmp_path / "fusion")
+    assert same_tensors(bert.state_dict(), again.state_dict())
+    assert torch.equal(run(bert, expected["bert"]), run(again, expected["bert"]))
+
+
+def test_saved_encoder_reads_back_bit_identical(tmp_path, expected):
+    for name in ENCODERS:
+        bert = encoder(name)
+        load_adapter(bert, GOLDEN / name / "pfeiffer")  # what is plugged in is not part of it
+        bert.save_pretrained(tmp_path / name)
+        golden = load_file(GOLDEN / name / "encoder" / "model.safetensors")
+        golden = {key: tensor for key, tensor in golden.items() if ".pooler." not in key}
+        assert same_tensors(load_file(tmp_path / name / "model.safetensors"), golden)
+        assert Bert.from_pretrained(tmp_path / name).config == bert.config
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# An example's hidden states are its own
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_padding_and_order_do_not_matter(name, expected):
+    bert, inputs = encoder(name), expected[name]
+    activate(bert, load_adapter(bert, GOLDEN / name / "pfeiffer"))
+    together = run(bert, inputs)
+    order = torch.tensor([2, 0, 3, 1])
+    fields = ("input_ids", "token_type_ids", "attention_mask")
+    shuffled = run(bert, {field: inputs[field][order] for field in fields})
+    for i, length in enumerate(inputs["attention_mask"].sum(1).tolist()):
+        alone = run(bert, {field: inputs[field][i : i + 1, :length] for field in fields})[0]
+        assert difference(together[i, :length], alone) <= 1e-5
+        assert difference(shuffled[order.tolist().index(i), :length], alone) <= 1e-5
+
+
+def test_defaults_of_the_inputs(expected):
+    """Without token types all are 0, without a mask all tokens are real."""
+    bert, ids = encoder("bert"), torch.tensor([[2, 7, 8, 3]])
+    with torch.no_grad():
+        assert torch.equal(bert(ids), bert(ids, torch.zeros_like(ids), torch.ones_like(ids)))
+        bert(torch.ones(1, 24, dtype=torch.long))
+        with pytest.raises(ValueError, match="25 tokens"):
+            bert(torch.ones(1, 25, dtype=torch.long))
+        with pytest.raises(ValueError, match="23 tokens"):  # positions 2 to 23
+            encoder("roberta")(torch.ones(1, 23, dtype=torch.long))
+
+
+def test_base_sizes():
+    """BERT-base without pooler."""
+    with torch.device("meta"):
+        bert = Bert(BertConfig())
+    assert sum(parameter.numel() for parameter in bert.parameters()) == 108_891_648
