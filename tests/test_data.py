@@ -93,7 +93,8 @@ def test_the_hub_is_asked_for_what_the_table_says(monkeypatch, tokenizer, tmp_pa
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "tsv", "parquet"])
 def test_file_formats(ending, tokenizer, tmp_path):
-    rows = [{"sentence1": 'the "red cat', "sentence2": "NA, or None", "label": 0}, {"sentence1": "a", "sentence2": "b", "label": 1}]
+    rows = [{"sentence1": 'the "red cat', "sentence2": "NA, or None", "label": 0},
+            {"sentence1": "a", "sentence2": "b", "label": 1}]  # fmt: skip
     path = tmp_path / "rte" / f"train.{ending}"
     path.parent.mkdir()
     if ending == "jsonl":

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import train
-from conftest import VOCABULARY, write_rows
 from bert import Bert, BertConfig
+from conftest import VOCABULARY, write_rows
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_missing_data(fails, tmp_path, data_dir):
         ("train", '{"sentence1": "a", "sentence2": "b", "label": 1}\n{"sentence1": "a", \n', ["line 2", "JSON"]),
         ("train", '{"sentence1": "a", "label": 1}\n', ["line 1", "'sentence2'"]),
         ("validation", '{"sentence1": "a", "sentence2": "b"}\n', ["line 1", "'label'"]),
-        ("train", '{"sentence1": "a", "sentence2": "b", "label": 1}\n{"sentence1": "a", "label": 1}\n', ["line 2", "'sentence2'"]),
+        ("train", '{"sentence1": "a", "sentence2": "b", "label": 1}\n{"sentence2": "b"}\n', ["line 2", "'sentence1'"]),
         ("train", '{"sentence1": "a", "sentence2": "b", "label": 2}\n', ["line 1", "label 2", "not_entailment"]),
         ("train", '{"sentence1": "a", "sentence2": "b", "label": "maybe"}\n', ["line 1", "'maybe'"]),
         ("train", '{"sentence1": "a", "sentence2": "b", "label": [1]}\n', ["line 1", "label [1]"]),
