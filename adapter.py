@@ -20,7 +20,7 @@ from torch import nn
 
 from bert import ACTIVATIONS, download, listed, read_bin, read_json, read_safetensors, write_json, write_safetensors
 
-NON_LINEARITIES = {"leakyrelu": F.leaky_relu, **{name: ACTIVATIONS[name] for name in ("relu", "swish", "gelu", "gelu_new")}}
+NON_LINEARITIES = {"leakyrelu": F.leaky_relu, **{n: ACTIVATIONS[n] for n in ("relu", "swish", "gelu", "gelu_new")}}
 
 # What AdapterHub's bottleneck configuration has beyond the paper, and the values without effect that are written
 NOT_IN_THE_PAPER = {
@@ -182,7 +182,7 @@ def check_name(name):
     right = isinstance(name, str) and re.fullmatch(r"[\w@+=-][\w@+= -]{0,99}", name) and len(name.encode()) <= 200
     if not right or hasattr(nn.ModuleDict, name):
         raise ValueError(
-            f"{name!r:.120} cannot be an adapter's name: letters, digits, '_', '-', at most 100, no method of ModuleDict"
+            f"{name!r:.120} cannot be an adapter's name: letters, digits, _ and -, at most 100, no method of ModuleDict"
         )
 
 
@@ -265,8 +265,8 @@ ADAPTER_TENSOR = re.compile(SLOT + LISTS + r"(?P<name>.+)\.(?P<part>adapter_\w+(
 HEAD_TENSOR = re.compile(r"(?P<slot>heads)\.(?P<name>.+)\.(?P<part>\d\.\w+)")
 
 # The single-task adapters that the paper's authors published (version "AdapterFusion", reduction factor 16), for
-# BERT-base-uncased and RoBERTa-base. Five of GLUE are missing for BERT; in their place, those of the AdapterHub paper, of
-# the same architecture. Inside the files they have other names (glue_mnli), so they are loaded under their tasks'.
+# BERT-base-uncased and RoBERTa-base. Five of GLUE are missing for BERT; in their place, those of the AdapterHub paper,
+# of the same architecture. Inside the files they have other names (glue_mnli): they are loaded under their tasks'.
 PAPER_ADAPTERS = {
     "mnli": ("AdapterHub/bert-base-uncased_nli_multinli_pfeiffer", "AdapterHub/roberta-base-multinli_pfeiffer"),
     "qqp": ("AdapterHub/bert-base-uncased_sts_qqp_pfeiffer", "AdapterHub/roberta-base-qqp_pfeiffer"),
@@ -357,7 +357,7 @@ def paper_adapters(bert):
 
 
 def fetch(source, config_file=CONFIG_FILE, weights_files=WEIGHTS_FILES):
-    """Directory of an adapter (a head, a fusion): `source` itself, or the files of a hub id. Raises FileNotFoundError."""
+    """Directory of an adapter (head, fusion): `source` itself, or the files of a hub id. Raises FileNotFoundError."""
     if Path(source).is_dir():
         if not (Path(source) / config_file).is_file():
             raise FileNotFoundError(f"{source} has no {config_file}")
@@ -410,7 +410,7 @@ def read_tensors(directory, files, pattern, name):
     """
     (path, {(slot, part): tensor}) of what is called `name` in the first of `files` that is in `directory`.
 
-    If it is alone there, it may be called anything. It need not be: the reference writes a head (fusion) "rte2" also into
+    Alone there, it may be called anything. It need not be alone: the reference writes a head (fusion) "rte2" also into
     the file of one called "rte". Raises FileNotFoundError without a file, ValueError for a tensor that does not belong.
     """
     path = next((Path(directory) / file for file in files if (Path(directory) / file).is_file()), None)
@@ -434,7 +434,7 @@ def load_adapter(bert, directory, name=None):
 
     directory: a run, an AdapterHub directory (modern or legacy tensor names, safetensors or .bin), or a hub id;
     name: what to call it here, otherwise what its config says. Returns the name.
-    Raises FileNotFoundError without an adapter there, ValueError if it does not fit this encoder; then nothing is changed.
+    Raises FileNotFoundError without an adapter there, ValueError if it does not fit; then the encoder is unchanged.
     """
     directory = fetch(directory)
     name, config, values = read_adapter_config(directory, name)

@@ -178,7 +178,7 @@ FUSION_CONFIG = {
 
 
 def save_fusion(bert, directory):
-    """Writes adapter_fusion_config.json and model_adapter_fusion.safetensors (fp32). Raises ValueError without a fusion."""
+    """Writes adapter_fusion_config.json and model_adapter_fusion.safetensors. Raises ValueError without a fusion."""
     tensors = {}
     for key, fusion in fusions(bert):
         prefix = f"{bert.config.model_type}.{slot_name(key)}.adapter_fusion_layer.{fusion.name}."

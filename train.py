@@ -57,7 +57,7 @@ def arguments(argv=None):
     add = parser.add_argument
     add("--stage", required=True, choices=list(DEFAULTS))
     add("--task", required=True, help="one of the paper's 16 tasks, or your own in --data-dir")
-    add("--adapters", nargs="+", default=[], help="fusion: run directories, AdapterHub directories, hub ids; `paper`: its 16")
+    add("--adapters", nargs="+", default=[], help="fusion: runs, AdapterHub directories, hub ids; paper: its authors' 16")
     add("--model", default="google-bert/bert-base-uncased", help="encoder: a directory or a hub id")
     add("--data-dir", help="directory with TASK/train.jsonl and TASK/validation.jsonl; without it: the hub")
     add("--out", help="run directory; default runs/TASK, runs/fusion-TASK, runs/head-TASK, runs/full-TASK")
@@ -380,13 +380,14 @@ def load_run(directory, device="cpu", dtype=torch.float32, model=None):
         raise FileNotFoundError(f"no finished run in {directory}: it has no metrics.json")
     config = read_json(directory / "config.json")
     stage = config.get("stage")
-    if stage not in DEFAULTS or not isinstance(config.get("adapters"), list):
+    adapters = config.get("adapters")
+    if stage not in DEFAULTS or not isinstance(adapters, list) or not all(isinstance(name, str) for name in adapters):
         raise ValueError(f"{directory / 'config.json'}: not the configuration of a run")
     bert = Bert.from_pretrained(directory if stage == "full" else model or config["model"]).to(device, dtype)
     if stage == "adapter":
         activate(bert, load_adapter(bert, directory))
     if stage == "fusion":
-        for name in config["adapters"]:
+        for name in adapters:
             load_adapter(bert, directory / "adapters" / name)
         load_fusion(bert, directory)
     return bert, load_head(bert, directory), config

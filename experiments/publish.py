@@ -110,7 +110,7 @@ def card(config, metrics, bert, head, encoder, repo):
            **{key: metrics[key] for key in ("accuracy", "dev_examples", "train_examples", "best_epoch")}},
         model_type=bert.config.model_type, encoder=encoder, repo=repo, task=f"`{task}`",
         tag=json.dumps(f"adapterhub:{TAGS.get(task, task)}"),
-        base_model=f"base_model: {json.dumps(encoder)}\n" if "/" in encoder else "",
+        base_model=f"base_model: {json.dumps(encoder)}\n" if encoder.count("/") == 1 else "",
         title=f"{'AdapterFusion' if fusion else 'Adapter'} `{task}` for {encoder}", what=what,
         labels=f"{len(config['labels'])} choices" if choices else ", ".join(map(json.dumps, config["labels"])),
         shape="[examples, choices, tokens]" if choices else "[examples, tokens]",
@@ -123,26 +123,27 @@ def card(config, metrics, bert, head, encoder, repo):
 
 
 def publish(run, out, repo, encoder=None, model=None, overwrite=False):
-    """Writes the folder `out`. Raises ValueError or FileNotFoundError for a run that is not finished, has no adapter, or
-    does not load; then nothing is written."""
+    """Writes the folder `out`. Raises ValueError or FileNotFoundError for a run that is not finished, has no adapter,
+    or does not load; then nothing is written."""
     if out.resolve() == run.resolve() or out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is {'the run itself' if out.is_dir() else 'a file'}")
     if out.exists() and any(out.iterdir()):
         if not overwrite:
             raise ValueError(f"{out} is not empty: choose another --out, or --overwrite it")
-        if not all((out / name).is_file() for name in ("README.md", "head_config.json")) or (out / "log.jsonl").exists():
+        card_and_head = all((out / name).is_file() for name in ("README.md", "head_config.json"))
+        if not card_and_head or (out / "log.jsonl").exists():
             raise ValueError(f"{out} is not a folder that this command wrote: choose another --out")
-    bert, head, config = load_run(run, model=model)  # so it is whole, and what is written will load
-    if config["stage"] not in ("adapter", "fusion"):
-        raise ValueError(f"{run} is of --stage {config['stage']}: only adapter and fusion runs can be published")
     try:
+        bert, head, config = load_run(run, model=model)  # so it is whole, and what is written will load
+        if config["stage"] not in ("adapter", "fusion"):
+            raise ValueError(f"{run} is of --stage {config['stage']}: only adapter and fusion runs can be published")
         check_name(config["task"])
         source = config["model"]
         encoder = encoder or (Path(source).name if Path(source).is_absolute() else source)
         if not (encoder + repo).isprintable():
             raise ValueError(f"a name with unprintable characters, {encoder!r:.100} or {repo!r:.100}")
         text = card(config, read_json(run / "metrics.json"), bert, head, encoder, repo)
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
+    except (KeyError, TypeError, AttributeError) as e:
         raise ValueError(f"{run}: config.json and metrics.json are not those of a run: {type(e).__name__} {e}") from e
 
     bert.source = encoder  # into the files

@@ -7,6 +7,7 @@ import tempfile
 
 os.environ["HF_HOME"] = tempfile.mkdtemp()  # before `datasets` is imported: its cache starts empty
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tensors as small as these, and beside other work, one is faster
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -1,6 +1,6 @@
 """Exchange with AdapterHub: old and new files, refusals, the paper's adapters, publishing; and, where the environment
-variable PEER_PYTHON names a Python with experiments/requirements-peer.txt, round trips and training beside the reference
-library itself (tests/peer.py). There each test says what the reference cannot do."""
+variable PEER_PYTHON names a Python with experiments/requirements-peer.txt, round trips and training beside the
+reference library itself (tests/peer.py). There each test says what the reference cannot do."""
 
 import json
 import os
@@ -57,7 +57,8 @@ ADAPTERS = {
                  "non_linearity": "leakyrelu"},
     "bottom": {**HOULSBY, "output_adapter": False, "reduction_factor": 4},
     "bottom2": {**HOULSBY, "output_adapter": False, "reduction_factor": 2},
-    "both_ln": {**PFEIFFER, "mh_adapter": True, "ln_before": True, "ln_after": True, "adapter_residual_before_ln": True},
+    "both_ln": {**PFEIFFER, "mh_adapter": True, "ln_before": True, "ln_after": True,
+                "adapter_residual_before_ln": True},
     "late": {**PFEIFFER, "leave_out": [0]},
     "later": {**PFEIFFER, "leave_out": [0], "reduction_factor": 4},
     "gelu": {**PFEIFFER, "non_linearity": "gelu"},
@@ -154,7 +155,7 @@ def ours(tmp_path_factory, runs, encoder, data_dir):
         bert = Bert(config).requires_grad_(False).eval()
         spread(bert.named_parameters(), generator)
         bert.save_pretrained(root / kind)
-        lengths = torch.tensor([9, 7, 12, 4, 3, 10])  # six texts; or three questions with two, or two with three choices
+        lengths = torch.tensor([9, 7, 12, 4, 3, 10])  # six texts, or questions with two or three choices
         mask = (torch.arange(12) < lengths[:, None]).long()
         ids = torch.randint(5, 60, mask.shape, generator=generator)
         types = torch.randint(0, config.type_vocab_size, mask.shape, generator=generator).sort(1)[0]
@@ -183,7 +184,8 @@ def ours(tmp_path_factory, runs, encoder, data_dir):
         for name in ("pfeiffer", "houlsby", "both_ln", "gelu", "gelu_new"):
             old = old_format(target / name, root / "old" / kind / name, name, name)
             if name != "both_ln":  # the one option that old files did not have is not in its old configuration
-                plan["read"].append({"key": f"{kind}.{name}.old", "encoder": kind, "adapters": [str(old)], "safe": False})
+                plan["read"].append({"key": f"{kind}.{name}.old", "encoder": kind, "adapters": [str(old)],
+                                     "safe": False})  # fmt: skip
 
     # cards of the small runs, whose code the peer executes
     ids = torch.randint(5, 29, (6, 10), generator=generator)
@@ -199,11 +201,13 @@ def ours(tmp_path_factory, runs, encoder, data_dir):
 
 
 def train_ours(root, plan, outputs, encoder, data_dir, runs):
-    """30 steps of three kinds with train.py's own functions, dropout 0; initial weights and batches go into the plan."""
+    """30 steps of three kinds with train.py's own functions, dropout 0; their beginnings go into the plan."""
     still = shutil.copytree(encoder, root / "still")
     config = json.loads((still / "config.json").read_text())
-    (still / "config.json").write_text(json.dumps(config | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}))
-    for key, task_name, adapter in (("stage1", "rte", "pfeiffer"), ("choice", "pick", "houlsby"), ("stage2", "rte", None)):
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (still / "config.json").write_text(json.dumps(config))
+    kinds = {"stage1": ("rte", "pfeiffer"), "choice": ("pick", "houlsby"), "stage2": ("rte", None)}
+    for key, (task_name, adapter) in kinds.items():
         generator = torch.Generator().manual_seed(5)
         start, lr, steps = root / "start" / key, 1e-3, 30
         bert, task = Bert.from_pretrained(still), get_task(task_name, data_dir)
@@ -264,7 +268,8 @@ def peer(ours):
     for process in both:
         output, _ = process.communicate(timeout=300)
         assert process.returncode == 0, output[-3000:]
-    return SimpleNamespace(theirs=load_file(ours.root / "theirs.safetensors"), read=load_file(ours.root / "read.safetensors"),
+    return SimpleNamespace(theirs=load_file(ours.root / "theirs.safetensors"),
+                           read=load_file(ours.root / "read.safetensors"),
                            refused=json.loads((ours.root / "refused-write.json").read_text()))  # fmt: skip
 
 
@@ -328,7 +333,7 @@ def test_both_refuse_different_locations(ours, peer):
     bert = Bert.from_pretrained(ours.root / "bert")
     for name in CANNOT:
         load_adapter(bert, ours.root / "ours" / "bert" / name)
-    with pytest.raises(ValueError, match="different locations cannot be fused: mh_adapter is False in pfeiffer, True in houlsby"):
+    with pytest.raises(ValueError, match="different locations .*: mh_adapter is False in pfeiffer, True in houlsby"):
         add_fusion(bert, CANNOT)
 
 
@@ -351,9 +356,9 @@ def test_training_follows_the_reference(ours, peer, key):
     for file in (ours.root / "start" / key).glob("model*.safetensors" if key == "stage2" else "*[rd].safetensors"):
         start |= {f"{key}.{name}": tensor for name, tensor in load_file(file).items()}
     for name in trained:
-        assert "key.bias" in name or (ours.outputs[name] - start[name]).abs().max() > 1e-3, f"{name} has not been trained"
-        # two biases are added to all that a softmax compares, K's to the scores (where no dropout is), a multiple-choice
-        # head's to the choices: their gradient is rounding error, which Adam turns into steps, and they change nothing
+        assert "key.bias" in name or (ours.outputs[name] - start[name]).abs().max() > 1e-3, f"{name} is as before"
+        # two biases are added to all that a softmax compares, K's to the scores (where no dropout is), a multiple-
+        # choice head's to the choices: their gradient is rounding error, which Adam turns into steps without effect
         if not name.endswith("key.bias") and name != "choice.heads.pick.4.bias":
             assert (ours.outputs[name] - peer.read[name]).abs().max() <= 1e-4, name
 
@@ -361,7 +366,8 @@ def test_training_follows_the_reference(ours, peer, key):
 @needs_peer
 def test_cards_run_with_the_reference(ours, peer, monkeypatch):
     for case in ours.plan["cards"]:
-        close({"logits": logits_of_card(case, monkeypatch, ours.root)}, {"logits": peer.read[case["key"]]}, ["logits"], 0.01)
+        logits = logits_of_card(case, monkeypatch, ours.root)
+        close({"logits": logits}, {"logits": peer.read[case["key"]]}, ["logits"], 0.01)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -439,8 +445,11 @@ def test_what_is_not_implemented_is_refused_by_name(ours, tmp_path, changes, say
     refuses(ours, tmp_path, say, config=changes)
 
 
-@pytest.mark.parametrize("name", ["..", "../../x", "/etc/x", "a/b", "a\\b", "a\nb", "a.b", "a,b", "", " ", None, 5, ["a"],
-                                  "keys", "x" * 101, "\U00020000" * 60])  # fmt: skip
+NAMES = ["..", "../../x", "/etc/x", "a/b", "a\\b", "a\nb", "a.b", "a,b", "", " ", None, 5, ["a"], "keys", "x" * 101,
+         "\U00020000" * 60]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name)[:12])
 def test_names_in_files_are_not_trusted(ours, tmp_path, name):
     refuses(ours, tmp_path, "cannot be an adapter's name", values={"name": name})
 
@@ -448,7 +457,8 @@ def test_names_in_files_are_not_trusted(ours, tmp_path, name):
 @pytest.mark.parametrize("values, say", [({"hidden_size": 64}, "hidden_size 64, the encoder has 48"),
                                          ({"hidden_size": "\n"}, "hidden_size"),
                                          ({"model_type": "roberta"}, "model_type 'roberta', the encoder has 'bert'"),
-                                         ({"model_type": "xlm-roberta\nx"}, "xlm-roberta"), ({"config": None}, "no 'config'"),
+                                         ({"model_type": "xlm-roberta\nx"}, "xlm-roberta"),
+                                         ({"config": None}, "no 'config'"),
                                          ({"config": "pfeiffer"}, "no 'config'")])  # fmt: skip
 def test_other_configs_are_refused(ours, tmp_path, values, say):
     refuses(ours, tmp_path, say, values=values)
@@ -494,7 +504,7 @@ def test_several_names_in_a_file(ours, tmp_path):
     bert, _ = encoder_of(ours)
     shutil.copy(ours.root / "ours/bert/pfeiffer/adapter_config.json", tmp_path)
     tensors = load_file(ours.root / "ours/bert/pfeiffer/adapter.safetensors")
-    more = {name.replace(".pfeiffer.", ".other."): 2 * tensor for name, tensor in tensors.items()}
+    more = {name.replace(".pfeiffer.", f".{other}."): 2 * t for name, t in tensors.items() for other in ("other", "x")}
     save_file({**more, **tensors}, tmp_path / "adapter.safetensors")
     load_adapter(bert, tmp_path)  # the one that the configuration names
     first = next(slot.adapters["pfeiffer"] for _, slot in bert.slots() if slot.adapters)
@@ -527,13 +537,12 @@ def test_a_bin_with_anything_but_tensors_is_refused(ours, tmp_path, file):
             load_adapter(bert, ours.root / "ours/bert" / member)
     load = {"adapter": load_adapter, "model_head": load_head, "model_adapter_fusion": load_fusion}[file]
     written = tmp_path / "written"
-    for content in (Evil(written), {**tensors, "x": Evil(written)}, {**tensors, "x": [1]}, [1], {**tensors, 5: torch.ones(1)},
-                    {**tensors, "x": torch.ones(1).to_sparse()}):  # fmt: skip
+    for content in (Evil(written), {**tensors, "x": Evil(written)}, {**tensors, "x": [1]}, [1],
+                    {**tensors, 5: torch.ones(1)}, {**tensors, "x": torch.ones(1).to_sparse()}):  # fmt: skip
         torch.save(content, source / f"pytorch_{file}.bin")
         with pytest.raises(ValueError, match=f"pytorch_{file}.bin.*refused") as error:
             load(bert, source)
         assert "\n" not in str(error.value) and not written.exists()
-    torch.load(source.parent / "source" / f"pytorch_{file}.bin", weights_only=False)
     torch.save(Evil(written), source / f"pytorch_{file}.bin")
     torch.load(source / f"pytorch_{file}.bin", weights_only=False)
     assert written.exists()  # so it was a threat
@@ -541,11 +550,14 @@ def test_a_bin_with_anything_but_tensors_is_refused(ours, tmp_path, file):
     load(bert, source)
 
 
-@pytest.mark.parametrize("changes, say", [({"head_type": "tagging"}, "head_type 'tagging'"), ({"layers": 3}, "layers = 3"),
+@pytest.mark.parametrize("changes, say", [({"head_type": "tagging"}, "head_type 'tagging'"),
+                                          ({"layers": 3}, "layers = 3"),
                                           ({"use_pooler": True}, "use_pooler"), ({"bias": False}, "bias"),
                                           ({"activation_function": "relu"}, "activation_function = 'relu'"),
-                                          ({"dropout_prob": "x"}, "dropout_prob"), ({"dropout_prob": 7}, "dropout_prob"),
-                                          ({"num_labels": 2}, "float [2, 48]"), ({"num_labels": -1}, "num_labels")])  # fmt: skip
+                                          ({"dropout_prob": "x"}, "dropout_prob"),
+                                          ({"dropout_prob": 7}, "dropout_prob"),
+                                          ({"num_labels": 2}, "float [2, 48]"),
+                                          ({"num_labels": -1}, "num_labels")])  # fmt: skip
 def test_other_heads_are_refused(ours, tmp_path, changes, say):
     bert, _ = encoder_of(ours)
     source = shutil.copytree(ours.root / "ours/bert/pfeiffer", tmp_path / "head")
@@ -554,7 +566,8 @@ def test_other_heads_are_refused(ours, tmp_path, changes, say):
     with pytest.raises(ValueError) as error:
         load_head(bert, source)
     assert say in str(error.value)
-    (source / "head_config.json").write_text(json.dumps({**values, "config": None}))  # of a BertForSequenceClassification
+    # a BertForSequenceClassification's
+    (source / "head_config.json").write_text(json.dumps({**values, "config": None}))
     with pytest.raises(ValueError, match="head_type None"):
         load_head(bert, source)
 
@@ -636,7 +649,7 @@ def test_the_paper_s_adapters_are_those_of_its_tasks():
 
 
 def test_the_paper_s_adapters_are_fused(hub, runs, launch, encoder, tmp_path, capsys):
-    """Published adapters have old files, and names that are not their tasks': here all the same one, and no right one."""
+    """Published adapters have old files, and names that are not their tasks': here two for all, one unusable."""
     source = {}
     for i, (task, (id, _)) in enumerate(PAPER_ADAPTERS.items()):
         bert = Bert.from_pretrained(encoder)
@@ -649,7 +662,8 @@ def test_the_paper_s_adapters_are_fused(hub, runs, launch, encoder, tmp_path, ca
                         for name, p in bert.named_parameters() if ".adapters." in name}  # fmt: skip
     options = ["--stage", "fusion", "--task", "rte", "--epochs", 1]
     launch(*options, "--adapters", "paper", "--out", tmp_path / "run")
-    assert "note: AdapterHub/bert-base-uncased_nli_rte_pfeiffer was trained on 'bert-base-uncased'" in capsys.readouterr().out
+    notes = capsys.readouterr().out
+    assert "note: AdapterHub/bert-base-uncased_nli_rte_pfeiffer was trained on 'bert-base-uncased'" in notes
     shutil.rmtree(hub)
     bert, _, config = train.load_run(tmp_path / "run")
     assert config["adapters"] == list(TASKS)
@@ -658,10 +672,11 @@ def test_the_paper_s_adapters_are_fused(hub, runs, launch, encoder, tmp_path, ca
         copy = tmp_path / "run/adapters" / task  # in today's format, under the name that it has here
         assert {path.name for path in copy.iterdir()} == {"adapter_config.json", "adapter.safetensors"}
         values = json.loads((copy / "adapter_config.json").read_text())
-        assert values["name"] == task and values["model_name"] == "bert-base-uncased" and values["version"] == "adapters.1.3.0"
+        assert values["name"] == task and values["model_name"] == "bert-base-uncased" and "version" in values
         loaded = {name.split(f".adapters.{task}.")[1] + name.split(".adapters.")[0]: p
                   for name, p in bert.named_parameters() if f".adapters.{task}." in name}  # fmt: skip
-        assert loaded.keys() == source[task].keys() and all(torch.equal(loaded[key], source[task][key]) for key in loaded)
+        assert loaded.keys() == source[task].keys()
+        assert all(torch.equal(loaded[key], source[task][key]) for key in loaded)
 
 
 def test_sources_can_be_mixed(hub, runs, launch, tmp_path):
@@ -690,8 +705,8 @@ def test_head_and_fusion_come_from_the_hub_too(hub, ours):
         load_adapter(bert, f"USER/{name}")
     load_fusion(bert, "USER/two")
     assert load_head(bert, "USER/pfeiffer").num_outputs == 3
-    for load, message in ((load_head, "USER/p2 has no head_config.json"), (load_fusion, "USER/p2 has no adapter_fusion_config")):
-        with pytest.raises(FileNotFoundError, match=message):
+    for load, file in ((load_head, "head_config.json"), (load_fusion, "adapter_fusion_config.json")):
+        with pytest.raises(FileNotFoundError, match=f"USER/p2 has no {file}"):
             load(bert, "USER/p2")
 
 
