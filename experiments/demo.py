@@ -20,7 +20,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import matplotlib
@@ -97,10 +97,10 @@ def build_tasks(out, rng):
             kind[what].update(found[:1])  # the summary line
     singles = {"library": library, "kind": kind}
     for task, classes in singles.items():
-        common = set.intersection(*classes.values())  # a sentence with two answers is no question
+        count = Counter(text for texts in classes.values() for text in texts)
         rows = []
         for label, texts in sorted(classes.items()):
-            texts = sorted(texts - common)
+            texts = sorted(text for text in texts if count[text] == 1)  # one with two answers is no question
             rows += [{"text_a": text, "label": label} for text in rng.sample(texts, min(300, len(texts)))]
         write(out, task, rows, rng, train=700, dev=200)
 
