@@ -483,15 +483,20 @@ def batches(split, batch_size, pad_token_id=0, seed=None, skip=0):
         yield collate(split[indices.tolist()], pad_token_id)
 
 
+def refuse(message):
+    raise ValueError(message)
+
+
 def main():
     parser = argparse.ArgumentParser(description="Shows what the model will see of a task.")
     parser.add_argument("task")
     parser.add_argument("--data-dir", help="directory with TASK/train.jsonl and TASK/validation.jsonl; without it: the hub")
     parser.add_argument("--model", default="google-bert/bert-base-uncased", help="an encoder, for its tokenizer")
-    args = parser.parse_args()
+    parser.error = refuse  # one line like all errors, without the usage
     from bert import fetch_encoder
 
     try:
+        args = parser.parse_args()
         task = get_task(args.task, args.data_dir)
         tokenizer = load_tokenizer(fetch_encoder(args.model), task.max_length)
         splits = {name: load_split(task, name, tokenizer, args.data_dir) for name in ("train", "validation")}

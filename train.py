@@ -38,7 +38,7 @@ from adapter import (
     save_head,
 )
 from bert import Bert, fetch_encoder, read_json, write_json
-from data import batches, get_task, groups, load_split, load_tokenizer
+from data import batches, get_task, groups, load_split, load_tokenizer, refuse
 from fusion import add_fusion, fusion_regularization, load_fusion, save_fusion
 
 # Section 4.1 and appendix A.2: ST-A 1e-4 and at most 30 epochs, fusion 5e-5 and at most 10. The paper does not give those
@@ -54,6 +54,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "voca
 
 def arguments(argv=None):
     parser = argparse.ArgumentParser(description="Trains one stage of AdapterFusion on one task.")
+    parser.error = refuse  # one line like all errors, without the usage
     add = parser.add_argument
     add("--stage", required=True, choices=list(DEFAULTS))
     add("--task", required=True, help="one of the paper's 16 tasks, or your own in --data-dir")
@@ -445,8 +446,8 @@ def load_state(path, config, named, optimizer):
 
 
 def main(argv=None):
-    args = arguments(argv)
     try:
+        args = arguments(argv)
         if args.resume and (args.out / "metrics.json").exists():  # nothing is left to do
             result = read_json(args.out / "metrics.json")
         else:

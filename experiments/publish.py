@@ -16,6 +16,7 @@ from pathlib import Path
 
 from adapter import check_name, save_adapter, save_head
 from bert import read_json
+from data import refuse
 from fusion import save_fusion
 from train import load_run
 
@@ -177,10 +178,11 @@ def main(argv=None):
     parser.add_argument("--encoder", help="the encoder's hub id, if the run was trained from a local directory")
     parser.add_argument("--model", help="where the encoder is now, if not where the run found it")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier folder")
-    args = parser.parse_args(argv)
-    out = args.out or Path("published") / args.run.resolve().name
-    repo = args.repo or f"USER/{args.run.resolve().name}"
+    parser.error = refuse
     try:
+        args = parser.parse_args(argv)
+        out = args.out or Path("published") / args.run.resolve().name
+        repo = args.repo or f"USER/{args.run.resolve().name}"
         publish(args.run, out, repo, args.encoder, args.model, args.overwrite)
     except (ValueError, OSError) as e:
         print(f"publish.py: {' '.join(str(e).split())}", file=sys.stderr)

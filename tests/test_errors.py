@@ -195,11 +195,20 @@ def test_missing_device(fails):
     fails("--device", "cuda", say=["cuda", "no such device"])
 
 
-@pytest.mark.parametrize("option", ["--stage", "--adapter", "--dtype", "--device"])
-def test_choices_are_listed(option, capsys):
-    with pytest.raises(SystemExit) as exit:
-        train.main(["--stage", "adapter", "--task", "rte", option, "sideways"])
-    assert exit.value.code == 2 and "sideways" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "option, value",
+    [("--stage", "sideways"), ("--adapter", "sideways"), ("--dtype", "sideways"), ("--device", "sideways"), ("--epochs", "few"),
+     ("--lr", "slow"), ("--speed", "9")],
+)  # fmt: skip
+def test_arguments(fails, option, value):
+    fails(option, value, say=[option, value])
+
+
+def test_missing_arguments(capsys):
+    for argv in ([], ["--stage", "adapter"], ["--stage", "adapter", "--task"]):
+        with pytest.raises(SystemExit) as exit:
+            train.main(argv)
+        assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
 def test_non_finite_loss_without_a_finished_epoch(fails):
