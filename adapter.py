@@ -193,8 +193,8 @@ def check_dropout(p):
 
 
 def activate(bert, name):
-    """Lets one adapter, a fusion (its name is that of its adapters joined by commas) or, with None, only the encoder
-    speak. Everything is frozen afterwards. Raises ValueError if nothing has that name."""
+    """Lets one adapter, a fusion (its name is that of its adapters joined by commas; a fusion of one goes before that one)
+    or, with None, only the encoder speak. Everything is frozen afterwards. Raises ValueError if nothing has that name."""
     known = {name for _, slot in bert.slots() for name in slot.adapters}
     known |= {slot.fusion.name for _, slot in bert.slots() if slot.fusion is not None}
     if name is not None and name not in known:
