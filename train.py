@@ -216,10 +216,12 @@ def run(args):
     named = {f"bert.{name}": p for name, p in bert.named_parameters() if p.requires_grad}
     named |= {f"head.{name}": p for name, p in head.named_parameters()}
     parameters = list(named.values())
-    decay = [p for name, p in named.items() if p.ndim > 1 and not name.endswith("fusion.value.weight")]
-    rest = [p for p in parameters if not any(p is other for other in decay)]
+    decayed = [name for name, p in named.items() if p.ndim > 1 and not name.endswith("fusion.value.weight")]
     optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": args.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+        [
+            {"params": [named[name] for name in decayed], "weight_decay": args.weight_decay},
+            {"params": [p for name, p in named.items() if name not in decayed], "weight_decay": 0.0},
+        ],
         lr=args.lr,
         fused=device.type != "mps",
     )

@@ -298,3 +298,15 @@ def test_command_line(encoder, data_dir, tmp_path):
     assert process.returncode == 130
     assert stderr.splitlines()[-1] == f"train.py: interrupted, continue with --resume --out {tmp_path / 'run'}"
     assert (tmp_path / "run" / "resume.pt").exists() and not (tmp_path / "run" / "metrics.json").exists()
+
+
+def test_weight_decay_spares_biases_norms_and_v(launch, runs, tmp_path, monkeypatch):
+    groups = []
+    adamw = torch.optim.AdamW
+    monkeypatch.setattr(train.torch.optim, "AdamW", lambda given, **options: groups.extend(given) or adamw(given, **options))
+    launch("--stage", "fusion", "--task", "rte", "--adapters", runs / "rte", runs / "sst2", "--epochs", 1,
+           "--weight-decay", 0.1, "--out", tmp_path / "run")  # fmt: skip
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    shapes = [[tuple(p.shape) for p in group["params"]] for group in groups]
+    assert sorted(shapes[0]) == [(2, 32)] + [(32, 32)] * 5  # head, and two layers of Q and K
+    assert sorted(shapes[1]) == [(2,)] + [(32,)] * 5 + [(32, 32)] * 2  # all biases, and V
