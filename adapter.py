@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bert import ACTIVATIONS, download, listed, read_bin, read_json, read_safetensors, write_json, write_safetensors
+from bert import ACTIVATIONS, commit_of, download, listed, read_bin, read_json, read_safetensors, write_json, write_safetensors
 
 NON_LINEARITIES = {"leakyrelu": F.leaky_relu, **{n: ACTIVATIONS[n] for n in ("relu", "swish", "gelu", "gelu_new")}}
 
@@ -365,8 +365,7 @@ def fetch(source, config_file=CONFIG_FILE, weights_files=WEIGHTS_FILES):
     config = download(source, config_file)
     if config is None:
         raise FileNotFoundError(f"hub repository {source} has no {config_file}")
-    commit = config.parent.name if config.parent.parent.name == "snapshots" else None  # both files from the same one
-    if not any(download(source, name, revision=commit) for name in weights_files):
+    if not any(download(source, name, revision=commit_of(config)) for name in weights_files):
         raise FileNotFoundError(f"hub repository {source} has neither {' nor '.join(weights_files)}")
     return config.parent
 
@@ -455,9 +454,7 @@ def load_adapter(bert, directory, name=None):
                 if config.ln_before:
                     for kind in ("weight", "bias"):
                         tensors.pop((slot_name(key), f"adapter_down.0.{kind}"), None)
-        if tensors:
-            rest = [".".join(key) for key in tensors]
-            raise ValueError(f"{path}: tensors without a place in this encoder: {listed(rest)}")
+        refuse_rest(tensors, path)
     except ValueError:
         for _, slot in bert.slots():
             slot.adapters.pop(name) if name in slot.adapters else None
@@ -480,6 +477,12 @@ def fill(parameter, tensors, key, path):
         parameter.copy_(tensor)
 
 
+def refuse_rest(tensors, path):
+    """Raises ValueError if `fill` has left tensors of a file."""
+    if tensors:
+        raise ValueError(f"{path}: tensors without a place here: {listed(['.'.join(key) for key in tensors])}")
+
+
 def save_head(head, bert, name, directory):
     """Writes head_config.json and model_head.safetensors into `directory`."""
     weights = head.layers.state_dict()
@@ -500,6 +503,5 @@ def load_head(bert, directory):
     path, tensors = read_tensors(directory, HEAD_FILES, HEAD_TENSOR, values.get("name"))
     for part, parameter in head.layers.named_parameters():
         fill(parameter, tensors, ("heads", part), path)
-    if tensors:
-        raise ValueError(f"{path}: tensors without a place in this head: {listed(['.'.join(key) for key in tensors])}")
+    refuse_rest(tensors, path)
     return head.to(bert.device).requires_grad_(False).eval()

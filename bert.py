@@ -153,6 +153,7 @@ class Bert(nn.Module):
         super().__init__()
         self.config = config
         self.source = None  # what from_pretrained was given, written into the files of adapters
+        self.directory = None  # where its files are, the tokenizer's among them
         self.origin = {}  # parameter -> its name in the file it was loaded from
         d = config.hidden_size
         self.word_embeddings = embedding(config.vocab_size, d)
@@ -209,7 +210,8 @@ class Bert(nn.Module):
         Raises FileNotFoundError if there is no such checkpoint, ValueError if its content does not fit; the message
         names the file, and the tensor with both shapes.
         """
-        config_path, weights_path = checkpoint_files(fetch_encoder(source))
+        directory = fetch_encoder(source)
+        config_path, weights_path = checkpoint_files(directory)
         config = read_config(config_path)
         google = weights_path.suffix == ".index"
         read = read_tensorflow if google else read_safetensors if weights_path.suffix == ".safetensors" else read_bin
@@ -246,7 +248,7 @@ class Bert(nn.Module):
         except ValueError as e:
             raise ValueError(f"{weights_path}: {e}") from e
         bert.load_state_dict(state, assign=True)
-        bert.source = str(source)
+        bert.source, bert.directory = str(source), directory
         return bert.requires_grad_(False).eval()
 
     def save_pretrained(self, directory):
@@ -350,6 +352,11 @@ def download(repo_id, filename, revision=None):
         raise FileNotFoundError(f"{repo_id!r} is no local directory, and does not come from the hub: {reason}") from e
 
 
+def commit_of(path):
+    """The commit that a file of `download` is from: with it, other files fit, and cached ones need no network."""
+    return path.parent.name if path.parent.parent.name == "snapshots" else None
+
+
 def fetch_encoder(source):
     """Directory of an encoder and its tokenizer: `source` itself, or the files of a hub id that are needed."""
     if Path(source).is_dir():
@@ -358,8 +365,7 @@ def fetch_encoder(source):
         config = download(source, "config.json")
         if config is None:
             raise FileNotFoundError(f"{source!r} has no config.json on the hub")
-        # the other files from the same commit; where the cache has them, without asking the network again
-        fetch = partial(download, source, revision=config.parent.name if config.parent.parent.name == "snapshots" else None)
+        fetch = partial(download, source, revision=commit_of(config))
         if not (fetch("model.safetensors") or fetch("pytorch_model.bin")):
             raise FileNotFoundError(f"{source!r} has neither model.safetensors nor pytorch_model.bin on the hub")
         if not fetch("tokenizer.json"):
@@ -624,16 +630,13 @@ def main():
         sys.exit(2)
     try:
         bert = Bert.from_pretrained(sys.argv[1])
-        directory = fetch_encoder(sys.argv[1])
-        tokenizer = load_tokenizer(directory, bert.config.max_length)
-        if tokenizer.get_vocab_size() > bert.config.vocab_size:
-            raise ValueError(f"{directory}: its tokenizer knows more tokens than the encoder, {bert.config.vocab_size}")
+        tokenizer = load_tokenizer(bert.directory, bert.config.max_length, bert.config.vocab_size)
         encoding = tokenizer.encode(*sys.argv[2:] or ["Hello."])
     except (OSError, ValueError) as e:
         print(f"bert.py: {e}", file=sys.stderr)
         sys.exit(2)
     print(bert.config)
-    print(f"{sum(p.numel() for p in bert.parameters()):>12,} parameters from {checkpoint_files(directory)[1]}:")
+    print(f"{sum(p.numel() for p in bert.parameters()):>12,} parameters from {checkpoint_files(bert.directory)[1]}:")
     groups = {}  # all layers together
     for name, parameter in bert.named_parameters():
         module, kind = re.sub(r"layers\.\d+", "layers.*", name).rsplit(".", 1)

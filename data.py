@@ -134,12 +134,12 @@ def own_task(name, data_dir, labels=None):
     """
     path, rows = read_file(Path(data_dir) / name, name, "train")
     if "choices" in rows.column_names:
-        given = rows[0]["choices"] if len(rows) else None
+        given = rows[0]["choices"]
         if not isinstance(given, list) or len(given) < 2:
             raise ValueError(f"{path}, line 1: 'choices' must be a list of at least two texts")
         columns = ("text_a", "choices") if "text_a" in rows.column_names else ("choices",)
         labels = tuple(str(i) for i in range(len(given)))
-        return Task(None, None, columns, "label", labels, (), lambda *texts: own_choices(*texts), choices=True, name=name)
+        return Task(None, None, columns, "label", labels, (), own_choices, choices=True, name=name)
     columns = ("text_a", "text_b") if "text_b" in rows.column_names else ("text_a",)
     if labels is None:
         values = set()
@@ -292,8 +292,8 @@ def example(task, row):
 def load_split(task, split, tokenizer, data_dir=None, limit=None, seed=0, strict=False):
     """
     One split, tokenised: a datasets.Dataset with `input_ids` and `token_type_ids` (for every candidate a list of ids),
-    `label`, and `length` (tokens of the longest candidate). Its `info.version` is unused; the loaded revision is in
-    `info.description`. Tokenising runs on all cores and is cached by `datasets`, keyed by data, tokenizer and this file.
+    `label`, and `length` (tokens of the longest candidate). The revision that was loaded is in `info.description`.
+    Tokenising runs on all cores and is cached by `datasets`, keyed by data, tokenizer and this file.
 
     limit: keep that many examples, drawn with `seed`. strict: a row count unlike the task's is an error, not a warning.
     Raises FileNotFoundError without the data, ValueError naming file and line for a row that does not fit.
@@ -356,13 +356,14 @@ def load_split(task, split, tokenizer, data_dir=None, limit=None, seed=0, strict
 # Tokens
 
 
-def load_tokenizer(directory, max_length):
+def load_tokenizer(directory, max_length, vocab_size=None):
     """
     The tokenizer of an encoder's directory: tokenizer.json, vocab.txt (WordPiece, BERT), or vocab.json and merges.txt
     (byte-level BPE, RoBERTa). Adds [CLS] a [SEP] b [SEP], or <s> a </s></s> b </s>, and cuts the longer of two texts first.
 
     A vocabulary with upper-case entries is a cased one, unless tokenizer_config.json says otherwise.
-    Raises FileNotFoundError if none is there, ValueError for one that cannot be read.
+    Raises FileNotFoundError if none is there, ValueError for one that cannot be read, or that knows more than the
+    `vocab_size` tokens of the encoder.
     """
     directory = Path(directory)
     try:
@@ -378,6 +379,8 @@ def load_tokenizer(directory, max_length):
         raise
     except Exception as e:  # the Rust side raises bare Exceptions
         raise ValueError(f"{directory}: its tokenizer cannot be read: {str(e).splitlines()[0]}") from e
+    if vocab_size is not None and tokenizer.get_vocab_size() > vocab_size:
+        raise ValueError(f"the tokenizer in {directory} knows {tokenizer.get_vocab_size()} tokens, the encoder {vocab_size}")
     tokenizer.no_padding()
     tokenizer.enable_truncation(max_length, strategy="longest_first")
     return tokenizer

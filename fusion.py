@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from adapter import SLOT, activate, check_dropout, fetch, fill, meta, read_tensors, slot_name
-from bert import listed, read_json, write_json, write_safetensors
+from adapter import SLOT, activate, check_dropout, fetch, fill, meta, read_tensors, refuse_rest, slot_name
+from bert import read_json, write_json, write_safetensors
 
 
 class Fusion(nn.Module):
@@ -68,8 +68,7 @@ class Fusion(nn.Module):
         U = torch.cat([adapter.up.weight for adapter in adapters], 1)  # [d, R]
         b = torch.stack([adapter.up.bias for adapter in adapters])  # [N, d]
         # member[i, n] = 1 where dimension i of a belongs to adapter n: sums within, and spreads over, an adapter
-        member = torch.eye(len(sizes), device=a.device, dtype=a.dtype)
-        member = member.repeat_interleave(torch.tensor(sizes, device=a.device), 0, output_size=sum(sizes))  # [R, N]
+        member = torch.block_diag(*(a.new_ones(size, 1) for size in sizes))  # [R, N]
 
         q = self.query(h)  # [B, T, d]
         t = F.linear(q, self.key.weight.T)  # Kᵀ q [B, T, d]
@@ -222,9 +221,7 @@ def load_fusion(bert, directory):
                 fill(parameter, tensors, (slot_name(key), part), path)
         # the reference has weights, which it does not use, also where all adapters are left out
         idle = [slot_name(key) for key, slot in bert.slots() if slot.fusion is None]
-        rest = [".".join(key) for key in tensors if key[0] not in idle]
-        if rest:
-            raise ValueError(f"{path}: tensors without a place in this encoder: {listed(rest)}")
+        refuse_rest([key for key in tensors if key[0] not in idle], path)
     except ValueError:
         for slot, fusion, active in before:
             slot.fusion, slot.active = fusion, active

@@ -37,7 +37,7 @@ from adapter import (
     save_adapter,
     save_head,
 )
-from bert import Bert, fetch_encoder, read_json, write_json
+from bert import Bert, read_json, write_json
 from data import batches, get_task, groups, load_split, load_tokenizer, refuse
 from fusion import add_fusion, fusion_regularization, load_fusion, save_fusion
 
@@ -197,22 +197,17 @@ def prepare(args):
     device, dtype = choose_device(args.device, args.dtype)
     task = get_task(args.task, args.data_dir)
     bert, head, fused = build(args, task, device, dtype)
-    encoder_directory = fetch_encoder(args.model)
-    tokenizer = load_tokenizer(encoder_directory, args.max_length)
-    if tokenizer.get_vocab_size() > bert.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer of {args.model} knows {tokenizer.get_vocab_size()} tokens, the encoder {bert.config.vocab_size}"
-        )
+    tokenizer = load_tokenizer(bert.directory, args.max_length, bert.config.vocab_size)
     options = {"data_dir": args.data_dir, "strict": args.strict_data}
     train_split = load_split(task, "train", tokenizer, limit=args.limit_train, seed=args.seed, **options)
     dev_split = load_split(task, "validation", tokenizer, **options)
-    return task, bert, head, fused, encoder_directory, train_split, dev_split, device, dtype
+    return task, bert, head, fused, train_split, dev_split, device, dtype
 
 
 def run(args):
     """Trains, and returns the closing line's dictionary. Raises ValueError and OSError for wrong input, FloatingPointError
     for a loss that is not finite (the best epoch before it is saved)."""
-    task, bert, head, fused, encoder_directory, train_split, dev_split, device, dtype = prepare(args)
+    task, bert, head, fused, train_split, dev_split, device, dtype = prepare(args)
     named = {f"bert.{name}": p for name, p in bert.named_parameters() if p.requires_grad}
     named |= {f"head.{name}": p for name, p in head.named_parameters()}
     parameters = list(named.values())
@@ -330,7 +325,7 @@ def run(args):
     with torch.no_grad():
         for name, p in named.items():
             p.copy_(best[name])
-    save_run(args, bert, head, fused, encoder_directory, config)
+    save_run(args, bert, head, config)
     result = {
         "stage": args.stage,
         "task": args.task,
@@ -355,14 +350,14 @@ def run(args):
 # Run directories
 
 
-def save_run(args, bert, head, fused, encoder_directory, config):
+def save_run(args, bert, head, config):
     """The files of a run, metrics.json excepted."""
     write_json(args.out / "config.json", config)
     if args.stage == "full":  # also a checkpoint directory, which --model accepts
         bert.save_pretrained(args.out)
         for name in TOKENIZER_FILES:
-            if (encoder_directory / name).is_file():
-                shutil.copyfile(encoder_directory / name, args.out / name)
+            if (bert.directory / name).is_file():
+                shutil.copyfile(bert.directory / name, args.out / name)
     if args.stage == "adapter":
         save_adapter(bert, args.task, args.out)
     if args.stage == "fusion":

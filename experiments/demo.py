@@ -153,7 +153,7 @@ def mean_weights(run, data_dir):
     """[layers, N]: the fusion weights of a run, averaged over the real tokens of its development set."""
     bert, head, config = load_run(run)
     task = get_task(config["task"], data_dir, config["labels"])
-    tokenizer = load_tokenizer(config["model"], config["max_length"])
+    tokenizer = load_tokenizer(bert.directory, config["max_length"])
     total, tokens = 0, 0
     for batch in batches(load_split(task, "validation", tokenizer, data_dir), 64, bert.config.pad_token_id):
         predict(bert, head, batch, torch.float32)
