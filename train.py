@@ -171,7 +171,7 @@ def predict(bert, head, batch, dtype):
     cls, order = [], []
     with torch.autocast(bert.device.type, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
         for rows, inputs in groups(batch):
-            cls.append(bert(*(tensor.to(bert.device) for tensor in inputs))[:, :1])  # [B, T, d] -> [B, 1, d]
+            cls.append(bert(*(tensor.to(bert.device) for tensor in inputs), cls_only=True))  # [B, T] -> [B, 1, d]
             order.append(rows)
         h = torch.cat(cls)[torch.cat(order).argsort().to(bert.device)]  # [B·C, 1, d], an example's candidates in a row
         return head(h).float()
