@@ -471,6 +471,7 @@ def fill(parameter, tensors, key, path):
         raise ValueError(
             f"{path}: {name} is {tensor.dtype} {list(tensor.shape)}, here it must be a float {list(parameter.shape)}"
         )
+    tensor = tensor.to(parameter.dtype)  # float8 knows no isfinite
     if not tensor.isfinite().all():
         raise ValueError(f"{path}: {name} holds values that are not finite")
     with torch.no_grad():

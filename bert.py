@@ -125,7 +125,7 @@ class Layer(nn.Module):
         self.output_dense = nn.Linear(config.intermediate_size, d)
         self.output_add_norm = AddNorm(config)  # "top": where the paper's own adapter sits
         self.attention_dropout = config.attention_probs_dropout_prob
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
+        self.hidden_dropout = config.hidden_dropout_prob
 
     def forward(self, x, mask, cls_only=False):
         """x: [B, T, d], mask: [B, 1, 1, T], True = real token -> [B, T, d], or with cls_only the first token's [B, 1, d]"""
@@ -135,12 +135,29 @@ class Layer(nn.Module):
         if cls_only:
             x, T = x[:, :1].contiguous(), 1  # else B small products in place of one
         q = self.query(x).view(B, T, self.num_heads, -1).transpose(1, 2)
-        dropout = self.attention_dropout if self.training else 0.0
-        a = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)  # [B, H, T, d/H]
-        a = self.attention_dense(a.transpose(1, 2).reshape(B, T, d))  # [B, T, d]
-        x = self.attention_add_norm(self.dropout(a), x)
+        a = self.attention(q, k, v, mask).transpose(1, 2).reshape(B, T, d)  # [B, H, T, d/H] -> [B, T, d]
+        x = self.attention_add_norm(dropout(self.attention_dense(a), self.hidden_dropout, self.training), x)
         f = self.output_dense(self.activation(self.intermediate(x)))  # [B, T, d] -> [B, T, 4d] -> [B, T, d]
-        return self.output_add_norm(self.dropout(f), x)
+        return self.output_add_norm(dropout(f, self.hidden_dropout, self.training), x)
+
+    def attention(self, q, k, v, mask):
+        """softmax(q kᵀ / √(d/H)) v over the real tokens, for each head: [B, H, T, d/H]"""
+        p = self.attention_dropout if self.training else 0.0
+        if p == 0 or q.device.type != "cpu":
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
+        scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)  # the same with our dropout: [B, H, T, T]
+        if mask is not None:
+            scores = scores + scores.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(scores.dtype).min)
+        return dropout(scores.softmax(-1), p, self.training) @ v
+
+
+def dropout(x, p, training):
+    """F.dropout, on a CPU in a third of its time: with 16 random bits an element, which hold p to 1/65,536."""
+    if not training or p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
+        return F.dropout(x, p, training)
+    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
+    keep = bits[: x.numel()].view(x.shape) >= round(2**16 * p) - 2**15
+    return x * (keep.to(x.dtype) / (1 - p))
 
 
 def embedding(rows, d):
@@ -162,7 +179,6 @@ class Bert(nn.Module):
         self.position_embeddings = embedding(config.max_position_embeddings, d)
         self.token_type_embeddings = embedding(config.type_vocab_size, d)
         self.embeddings_norm = nn.LayerNorm(d, eps=config.layer_norm_eps)
-        self.dropout = nn.Dropout(config.hidden_dropout_prob)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
 
     def forward(self, input_ids, token_type_ids=None, attention_mask=None, cls_only=False):
@@ -185,7 +201,8 @@ class Bert(nn.Module):
         mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]  # [B, 1, 1, T]
 
         x = self.word_embeddings(input_ids) + self.token_type_embeddings(token_type_ids)  # [B, T, d]
-        x = self.dropout(self.embeddings_norm(x + self.position_embeddings(positions)))
+        x = self.embeddings_norm(x + self.position_embeddings(positions))
+        x = dropout(x, self.config.hidden_dropout_prob, self.training)
         for layer in self.layers:
             # one row alone is left whole: a matrix-vector product's rounding depends on where in memory the weights are
             x = layer(x, mask, cls_only and len(x) > 1 and layer is self.layers[-1])
@@ -402,6 +419,8 @@ def checkpoint_files(directory):
 
 def read_json(path):
     """The object in a JSON file. Raises ValueError that names file and line."""
+    if Path(path).exists() and not Path(path).is_file():  # nothing to wait for, like a pipe
+        raise ValueError(f"{path} is not a file")
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except json.JSONDecodeError as e:
@@ -631,14 +650,20 @@ def main():
     from data import load_tokenizer
 
     if len(sys.argv) not in (2, 3) or sys.argv[1].startswith("-"):
-        print('usage: python bert.py SOURCE ["Some text"]', file=sys.stderr)
+        print('bert.py: usage: python bert.py SOURCE ["Some text"]', file=sys.stderr)
         sys.exit(2)
     try:
         bert = Bert.from_pretrained(sys.argv[1])
-        tokenizer = load_tokenizer(bert.directory, bert.config.max_length, bert.config.vocab_size)
-        encoding = tokenizer.encode(*sys.argv[2:] or ["Hello."])
+        sizes = bert.config.max_length, bert.config.vocab_size, bert.config.type_vocab_size
+        tokenizer = load_tokenizer(bert.directory, *sizes)
+        text = "".join(sys.argv[2:]).encode().decode() or "Hello."  # refuses bytes that are not UTF-8
+        encoding = tokenizer.encode(text)
+        h = bert(torch.tensor([encoding.ids]), torch.tensor([encoding.type_ids]))  # [1, T, d]
+        if not h.isfinite().all():
+            broken = listed([name for name, p in bert.named_parameters() if not p.isfinite().all()])
+            raise ValueError(f"{bert.directory}: the output is not finite, nor are these weights: {broken or 'none'}")
     except (OSError, ValueError) as e:
-        print(f"bert.py: {e}", file=sys.stderr)
+        print(f"bert.py: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
     print(bert.config)
     print(f"{sum(p.numel() for p in bert.parameters()):>12,} parameters from {checkpoint_files(bert.directory)[1]}:")
@@ -650,7 +675,6 @@ def main():
         groups[module] = size + parameter.numel(), {**names, kind: stored}
     for module, (size, names) in groups.items():
         print(f"{size:>12,} {module:<35} from {', '.join(names.values())}")
-    h = bert(torch.tensor([encoding.ids]), torch.tensor([encoding.type_ids]))  # [1, T, d]
     print(" ".join(encoding.tokens))
     print("[CLS]", " ".join(f"{value:.5f}" for value in h[0, 0, :8].tolist()))
 

@@ -14,6 +14,7 @@ a K-way head; multiple choice has one candidate per choice, and a softmax over t
 import argparse
 import csv
 import difflib
+import glob
 import hashlib
 import json
 import logging
@@ -118,7 +119,7 @@ def get_task(name, data_dir=None, labels=None):
         raise FileNotFoundError(f"--data-dir {data_dir} is not a directory")
     if name in TASKS:
         return replace(TASKS[name], name=name)
-    if data_dir is None or not (Path(data_dir) / name).is_dir() or name in ("", ".", ".."):
+    if data_dir is None or not (Path(data_dir) / name).is_dir() or Path(name).name != name or name in ("", ".."):
         near = difflib.get_close_matches(name, TASKS, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"the paper's are {', '.join(TASKS)};"
         own = f"{data_dir}/{name}" if data_dir else "--data-dir DIR with DIR/TASK/train.jsonl"
@@ -145,12 +146,12 @@ def own_task(name, data_dir, labels=None):
         values = set()
         for i, value in enumerate(rows["label"] if "label" in rows.column_names else []):
             if type(value) not in (str, int, bool):
-                raise ValueError(f"{path}, line {i + 1}: label {value!r} is neither a string nor an integer")
+                raise ValueError(f"{path}, line {i + 1}: label {value!r:.100} is neither a string nor an integer")
             values.add(value)
         numbers = all(type(value) is int for value in values)
         labels = [str(value) for value in (sorted(values) if numbers else sorted(values, key=str))]
         if len(labels) == 1:
-            raise ValueError(f"{path}: all labels are {labels[0]!r}, there is nothing to learn")
+            raise ValueError(f"{path}: all labels are {labels[0]!r:.100}, there is nothing to learn")
     return Task(None, None, columns, "label", tuple(labels), (), name=name)
 
 
@@ -187,31 +188,48 @@ def read_file(directory, task_name, split, other_name=None):
 def read_rows(paths):
     """The rows of files of one kind. Raises ValueError naming file and line if they cannot be read or are empty."""
     path, (reader, options) = paths[0], READERS[paths[0].suffix]
+    if reader == "json":
+        check_json(path)
     try:
-        rows = datasets.load_dataset(reader, data_files=[str(path) for path in paths], split="train", **options)
+        files = [glob.escape(str(path)) for path in paths]
+        rows = datasets.load_dataset(reader, data_files=files, split="train", **options)
     except Exception as e:  # each format raises its own kinds
-        if path.suffix == ".jsonl":
-            check_lines(path)
-        if path.stat().st_size == 0:
+        if reader == "json":
+            check_json(path, thorough=True)
+        if path.stat().st_size == 0 or "corresponds to no data" in str(e):
             raise ValueError(f"{path} is empty") from e
         reason = str(e.__cause__ or e).strip().splitlines()
-        raise ValueError(f"{path}: not a readable {path.suffix[1:]} file: {reason[0] if reason else e!r}") from e
+        reason = reason[0] if reason else repr(e)
+        raise ValueError(f"{path}: not a readable {path.suffix[1:]} file: {reason:.200}") from e
     if len(rows) == 0:
         raise ValueError(f"{path} is empty")
     return rows
 
 
-def check_lines(path):
-    """Raises ValueError that names the first line which is not a JSON object."""
-    with open(path, encoding="utf-8") as file:
-        try:
-            for i, line in enumerate(file):
-                if line.strip() and not isinstance(json.loads(line), dict):
-                    raise ValueError(f"{path}, line {i + 1}: not a JSON object")
-        except json.JSONDecodeError as e:
-            raise ValueError(f"{path}, line {i + 1}: broken JSON: {e.msg} at column {e.colno}") from e
-        except UnicodeDecodeError as e:
-            raise ValueError(f"{path}: not UTF-8 text") from e
+def check_json(path, thorough=False):
+    """
+    Raises ValueError that names the first line which is not a JSON object in UTF-8; a .json file may also be a list of them.
+
+    pyarrow ends in a segmentation fault where the first line is `null`, or a value is nested deeply: before it reads a file,
+    the lines that could be such are parsed, after an error (thorough) all.
+    """
+    number = 0
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            is_list = path.suffix == ".json" and file.read(1) == "["
+            file.seek(0)
+            for line in [file.read()] if is_list else file:
+                number += 1
+                if thorough or not line.startswith("{") or line.count("[") + line.count("{") > 500:
+                    value = json.loads(line.rstrip()) if line.strip() else {}
+                    if not all(isinstance(row, dict) for row in (value if is_list else [value])):
+                        raise ValueError("not a JSON object")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not UTF-8 text") from e
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{path}, line {number + e.lineno - 1}: broken JSON: {e.msg} at column {e.colno}") from e
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path}, line {number}: {e}") from e
 
 
 def read_split(task, split, data_dir=None):
@@ -244,7 +262,7 @@ def read_argument(directory, split):
         raise FileNotFoundError(f"no train.jsonl and no topic .tsv files of UKP's corpus in {directory}")
     rows = read_rows(paths)
     if "set" not in rows.column_names:
-        raise ValueError(f"{paths[0]}: no column 'set'; it has {', '.join(rows.column_names)}")
+        raise ValueError(f"{paths[0]}: no column 'set'; it has {', '.join(rows.column_names):.200}")
     wanted = {"train": "train", "validation": "val"}[split]
     rows = rows.filter(lambda values: [value == wanted for value in values], batched=True, input_columns="set")
     if len(rows) == 0:
@@ -257,11 +275,13 @@ def label_index(task, value):
     labels = [label.lower() for label in task.labels]
     text = str(value).strip()
     text = task.aliases.get(text, text).lower()
+    if type(value) in (str, int, bool) and str(value) in task.labels:  # own labels may differ in case alone
+        return task.labels.index(str(value))
     if type(value) in (str, int, bool) and text in labels:  # "1".."3" and own integer labels come as their own names
         return labels.index(text)
     if type(value) in (int, bool) and task.source is not None and 0 <= value < len(labels):
         return int(value)
-    raise ValueError(f"label {value!r} is not one of {', '.join(task.labels)}")
+    raise ValueError(f"label {value!r:.100} is not one of {', '.join(task.labels):.200}")
 
 
 def example(task, row):
@@ -269,9 +289,13 @@ def example(task, row):
     texts = []
     for column in task.columns:
         value = row.get(column)
-        if value is None:
+        if value is None or value != value:  # NaN: what pandas makes of a missing text
             raise ValueError(f"column {column!r} is missing")
-        if column not in ("endings", "choices"):  # these are lists or structs
+        if column in ("endings", "choices"):
+            options = value.get("text") if isinstance(value, dict) else value
+            if not isinstance(options, list) or not all(type(option) is str for option in options):
+                raise ValueError(f"column {column!r} does not hold a list of texts")
+        else:
             if type(value) not in (str, int, float):
                 raise ValueError(f"column {column!r} holds {type(value).__name__}, expected a text")
             value = str(value)
@@ -282,8 +306,8 @@ def example(task, row):
         candidates = [(a, b) for a, b in task.candidates(*texts)]
     except (TypeError, KeyError, AttributeError) as e:
         raise ValueError(f"columns {', '.join(task.columns)} do not hold what the task expects ({e})") from e
-    if any(type(text) is not str for pair in candidates for text in pair if text is not None):
-        raise ValueError(f"columns {', '.join(task.columns)} hold something else than texts")
+    if (longest := max((len(text) for pair in candidates for text in pair if text), default=0)) > 1_000_000:
+        raise ValueError(f"a text of {longest:,} characters, at most 1,000,000 are read")
     if task.choices and len(candidates) != len(task.labels):
         raise ValueError(f"{len(candidates)} choices, expected {len(task.labels)}")
     return candidates, label_index(task, row[task.label])
@@ -304,7 +328,7 @@ def load_split(task, split, tokenizer, data_dir=None, limit=None, seed=0, strict
             rows = rows.rename_column(other, column)
     missing = [column for column in (*task.columns, task.label) if column not in rows.column_names]
     if missing:
-        raise ValueError(f"{where}, line 1: no column {missing[0]!r}; it has {', '.join(rows.column_names)}")
+        raise ValueError(f"{where}, line 1: no column {missing[0]!r}; it has {', '.join(rows.column_names):.200}")
     if task.sizes and len(rows) != (expected := task.sizes[split != "train"]):
         message = f"{where} has {len(rows)} rows, the {task.name} of the paper has {expected}"
         if strict:
@@ -356,14 +380,14 @@ def load_split(task, split, tokenizer, data_dir=None, limit=None, seed=0, strict
 # Tokens
 
 
-def load_tokenizer(directory, max_length, vocab_size=None):
+def load_tokenizer(directory, max_length, vocab_size=None, type_vocab_size=None):
     """
     The tokenizer of an encoder's directory: tokenizer.json, vocab.txt (WordPiece, BERT), or vocab.json and merges.txt
     (byte-level BPE, RoBERTa). Adds [CLS] a [SEP] b [SEP], or <s> a </s></s> b </s>, and cuts the longer of two texts first.
 
     A vocabulary with upper-case entries is a cased one, unless tokenizer_config.json says otherwise.
     Raises FileNotFoundError if none is there, ValueError for one that cannot be read, or that knows more than the
-    `vocab_size` tokens of the encoder.
+    `vocab_size` tokens and `type_vocab_size` kinds of segments of the encoder.
     """
     directory = Path(directory)
     try:
@@ -375,13 +399,22 @@ def load_tokenizer(directory, max_length, vocab_size=None):
             tokenizer = byte_level_bpe(directory)
         else:
             raise FileNotFoundError(f"no tokenizer in {directory}: it needs tokenizer.json or vocab.txt")
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode("\u2603")  # fails without a token for what is unknown
+        frame = tokenizer.encode("", "")  # [CLS] [SEP] [SEP]
     except FileNotFoundError:
         raise
     except Exception as e:  # the Rust side raises bare Exceptions
         raise ValueError(f"{directory}: its tokenizer cannot be read: {str(e).splitlines()[0]}") from e
-    if vocab_size is not None and tokenizer.get_vocab_size() > vocab_size:
-        raise ValueError(f"the tokenizer in {directory} knows {tokenizer.get_vocab_size()} tokens, the encoder {vocab_size}")
-    tokenizer.no_padding()
+    known = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if vocab_size is not None and known > vocab_size:
+        raise ValueError(f"the tokenizer in {directory} knows {known} tokens, the encoder {vocab_size}")
+    if not 1 <= len(frame) <= max_length - 2:
+        raise ValueError(f"{directory}: its tokenizer adds {len(frame)} tokens to a pair, of at most {max_length}")
+    if type_vocab_size is not None and max(frame.type_ids) >= type_vocab_size:
+        raise ValueError(f"the tokenizer in {directory} knows {max(frame.type_ids) + 1} kinds of segments, "
+                         f"the encoder {type_vocab_size}")  # fmt: skip
     tokenizer.enable_truncation(max_length, strategy="longest_first")
     return tokenizer
 
@@ -409,7 +442,12 @@ def wordpiece(directory):
 
 def byte_level_bpe(directory):
     """RoBERTa's tokenizer from vocab.json and merges.txt."""
-    tokenizer = Tokenizer(models.BPE.from_file(str(directory / "vocab.json"), str(directory / "merges.txt")))
+    vocab = json.loads((directory / "vocab.json").read_text(encoding="utf-8"))
+    lines = (directory / "merges.txt").read_text(encoding="utf-8").split("\n")
+    merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    if not all("".join(pair) in vocab for pair in merges):  # else the library panics
+        raise ValueError("merges.txt joins what vocab.json does not have")
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True) for token in ("<s>", "<pad>", "</s>", "<unk>")]
         + [AddedToken("<mask>", lstrip=True, special=True)]
@@ -504,7 +542,7 @@ def main():
         tokenizer = load_tokenizer(fetch_encoder(args.model), task.max_length)
         splits = {name: load_split(task, name, tokenizer, args.data_dir) for name in ("train", "validation")}
     except (OSError, ValueError) as e:
-        print(f"data.py: {e}", file=sys.stderr)
+        print(f"data.py: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
     print(f"{args.task}: {'one of ' + str(len(task.labels)) + ' choices' if task.choices else ', '.join(task.labels)}")
     for name, split in splits.items():

@@ -5,22 +5,34 @@
     python train.py --stage head | full --task rte                                   # the paper's baselines (section 5.1)
 
 What a stage trains is what requires a gradient; Θ and Φ are otherwise never written to. A run directory holds the best
-epoch in AdapterHub's files, and is all that `load_run` needs besides the encoder.
+epoch in AdapterHub's files, and is all that `load_run` needs besides the encoder. `torchrun --nproc_per_node=G train.py ...`
+computes the same on G devices: every process takes its share of each batch, the first one writes.
 """
 
 import argparse
+import fcntl
+import hashlib
 import json
 import math
+import os
 import platform
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
+import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from adapter import (
@@ -28,6 +40,7 @@ from adapter import (
     Head,
     activate,
     add_adapter,
+    check_name,
     copy_adapter,
     fetch,
     load_adapter,
@@ -38,7 +51,7 @@ from adapter import (
     save_head,
 )
 from bert import Bert, read_json, write_json
-from data import batches, get_task, groups, load_split, load_tokenizer, refuse
+from data import batch_order, batches, collate, get_task, groups, load_split, load_tokenizer, refuse
 from fusion import add_fusion, fusion_regularization, load_fusion, save_fusion
 
 # Section 4.1 and appendix A.2: ST-A 1e-4 and at most 30 epochs, fusion 5e-5 and at most 10. The paper does not give those
@@ -66,7 +79,8 @@ def arguments(argv=None):
     add("--reduction-factor", type=float, default=16.0, help="hidden size / bottleneck size of a new adapter")
     add("--epochs", type=int, help="at most; default adapter 30, fusion 10, head 30, full 10")
     add("--lr", type=float, help="decays linearly to 0; default adapter 1e-4, fusion 5e-5, head 1e-3, full 2e-5")
-    add("--batch-size", type=int, default=32)
+    add("--batch-size", type=int, default=32, help="examples per step, over all devices together")
+    add("--grad-accumulation", type=int, default=1, help="run a batch in so many parts: less memory, the same gradients")
     add("--max-length", type=int, help="tokens per candidate; default by task")
     add("--patience", type=int, default=5, help="stop after so many epochs without a better dev accuracy")
     add("--weight-decay", type=float, default=0.0, help="AdamW's; never on biases, LayerNorms and fusion's V")
@@ -75,7 +89,9 @@ def arguments(argv=None):
     add("--strict-data", action="store_true", help="refuse data with other row counts than the paper's")
     add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: bf16 on a GPU that has it")
-    add("--resume", action="store_true", help="continue an interrupted run")
+    add("--compile", action="store_true", help="torch.compile the encoder; on a CPU it needs a C++ compiler")
+    add("--save-minutes", type=float, default=5.0, help="how much work an interrupted run may have to repeat")
+    add("--resume", action="store_true", help="continue an interrupted run: the same command, and this")
     add("--overwrite", action="store_true", help="replace a run that is already in --out")
     args = parser.parse_args(argv)
 
@@ -84,35 +100,40 @@ def arguments(argv=None):
     args.epochs = epochs if args.epochs is None else args.epochs
     prefix = "" if args.stage == "adapter" else f"{args.stage}-"
     args.out = Path(args.out or f"runs/{prefix}{args.task}")
+    args.command = shlex.join(["train.py", *(sys.argv[1:] if argv is None else argv)])
     return args
 
 
 def check(args):
     """Raises ValueError for arguments that make no sense, before anything is loaded."""
-    for name in ("epochs", "batch_size", "patience", "limit_train"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    for name in ("epochs", "batch_size", "grad_accumulation", "patience", "limit_train"):
+        if getattr(args, name) is not None and not 1 <= getattr(args, name) < 10**9:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, and under 10^9, not {getattr(args, name)}")
     if not 0 < args.lr < math.inf:
         raise ValueError(f"--lr must be a positive number, not {args.lr}")
     if not 0 <= args.weight_decay < math.inf:
         raise ValueError(f"--weight-decay must be 0 or more, not {args.weight_decay}")
+    if not 0 <= args.save_minutes < math.inf:
+        raise ValueError(f"--save-minutes must be 0 (after every step) or more, not {args.save_minutes}")
     if not 0 <= args.seed < 2**32:
         raise ValueError(f"--seed must be in 0 .. 2^32 - 1, not {args.seed}")
     if args.stage == "fusion" and not args.adapters:
         raise ValueError("--stage fusion needs --adapters: the run directories of stage 1")
     if args.stage != "fusion" and args.adapters:
         raise ValueError(f"--adapters belongs to --stage fusion, not to --stage {args.stage}")
-    if args.out.exists() and not args.out.is_dir():
-        raise ValueError(f"--out {args.out} is a file")
+    if (args.out.exists() or args.out.is_symlink()) and not args.out.is_dir():
+        raise ValueError(f"--out {args.out} is a file, or a link that leads nowhere")
     if args.out.is_dir() and any(args.out.iterdir()) and not (args.out / "log.jsonl").exists():
         raise ValueError(f"--out {args.out} holds other files than a run's: choose an empty or a new directory")
     for source in (args.model, *args.adapters):
-        if args.out.resolve() in (Path(source).resolve(), *Path(source).resolve().parents) and Path(source).is_dir():
+        if Path(source).is_dir() and args.out.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
             raise ValueError(f"--out {args.out} would replace {source}, which this run needs")
-    if (args.out / "metrics.json").exists() and not (args.overwrite or args.resume):
+    if (args.out / "metrics.json").exists() and not args.overwrite:
         raise ValueError(f"{args.out} already holds a finished run: choose another --out, or --overwrite it")
     if (args.out / "resume.pt").exists() and not (args.overwrite or args.resume):
         raise ValueError(f"{args.out} holds an interrupted run: continue it with --resume, or --overwrite it")
+    if args.compile and not shutil.which(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")):
+        raise ValueError("--compile needs a C++ compiler: install g++, or name one in the environment variable CXX")
 
 
 def choose_device(device, dtype):
@@ -122,6 +143,11 @@ def choose_device(device, dtype):
         device = next(name for name in available if available[name])
     if not available[device]:
         raise ValueError(f"--device {device}: there is no such device on this machine")
+    if device == "cuda" and dist.is_torchelastic_launched():
+        here = int(os.environ["LOCAL_WORLD_SIZE"])
+        if here > torch.cuda.device_count():
+            raise ValueError(f"torchrun started {here} processes on a machine with {torch.cuda.device_count()} GPUs")
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported() else "float32"
     return torch.device(device), getattr(torch, dtype)
@@ -148,8 +174,10 @@ def build(args, task, device, dtype):
         factor = int(args.reduction_factor) if args.reduction_factor.is_integer() else args.reduction_factor
         add_adapter(bert, task.name, getattr(AdapterConfig, args.adapter)(reduction_factor=factor))
     elif args.stage == "fusion":
-        paper = paper_adapters(bert)
-        for name, source in [pair for s in args.adapters for pair in (paper if s == "paper" else [(None, s)])]:
+        sources = [pair for s in args.adapters for pair in (paper_adapters(bert) if s == "paper" else [(None, s)])]
+        if resumes(args) and (args.out / "config.json").exists():  # the run's own copies: a source may be gone, or newer
+            sources = [(name, args.out / "adapters" / name) for name in read_json(args.out / "config.json")["adapters"]]
+        for name, source in sources:
             directory = fetch(source)
             name, _, values = read_adapter_config(directory, name)
             if name in dict(fused):
@@ -180,24 +208,29 @@ def predict(bert, head, batch, dtype):
 @torch.inference_mode()
 def evaluate(bert, head, split, batch_size, dtype):
     """Accuracy on a split, 0..1, with everything in eval mode. Raises FloatingPointError for logits that are not finite."""
+    rank, world = processes()
     bert.eval(), head.eval()
-    right = 0
-    for batch in batches(split, batch_size, bert.config.pad_token_id):
+    right = broken = 0
+    for batch in batches(split.shard(world, rank) if world > 1 else split, batch_size, bert.config.pad_token_id):
         logits = predict(bert, head, batch, dtype)
-        if not logits.isfinite().all():
-            raise FloatingPointError("the model's outputs are not finite")
+        broken += (~logits.isfinite()).sum().item()
         right += (logits.argmax(-1).cpu() == batch["labels"]).sum().item()
     bert.train(), head.train()
+    right, broken = total(torch.tensor([right, broken])).tolist()
+    if broken:
+        raise FloatingPointError("the model's outputs are not finite")
     return right / len(split)
 
 
 def prepare(args):
     """Everything that can be wrong with a command is found here, before anything is written."""
     check(args)
+    if (args.out / "log.jsonl").exists():
+        lock(args.out, fcntl.LOCK_SH).close()  # says so now if another process is at work there
     device, dtype = choose_device(args.device, args.dtype)
     task = get_task(args.task, args.data_dir)
     bert, head, fused = build(args, task, device, dtype)
-    tokenizer = load_tokenizer(bert.directory, args.max_length, bert.config.vocab_size)
+    tokenizer = load_tokenizer(bert.directory, args.max_length, bert.config.vocab_size, bert.config.type_vocab_size)
     options = {"data_dir": args.data_dir, "strict": args.strict_data}
     train_split = load_split(task, "train", tokenizer, limit=args.limit_train, seed=args.seed, **options)
     dev_split = load_split(task, "validation", tokenizer, **options)
@@ -205,9 +238,45 @@ def prepare(args):
 
 
 def run(args):
-    """Trains, and returns the closing line's dictionary. Raises ValueError and OSError for wrong input, FloatingPointError
-    for a loss that is not finite (the best epoch before it is saved)."""
-    task, bert, head, fused, train_split, dev_split, device, dtype = prepare(args)
+    """Trains, and returns the closing line's dictionary. Raises ValueError and OSError for wrong input and what cannot be
+    written, FloatingPointError for a loss that is not finite (the best epoch before it is saved), MemoryError, and
+    KeyboardInterrupt after Ctrl-C or SIGTERM."""
+    *prepared, device, dtype = prepare(args)
+    try:
+        if dist.is_torchelastic_launched():  # nothing is written before all processes have come this far
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        rank, _ = processes()
+        with lock(args.out) if rank == 0 else open(os.devnull, "w") as log:  # the first process writes
+            if rank == 0:
+                check(args)  # again: another run may have ended there in the meantime
+            return train(args, log, *prepared, device, dtype)
+    except (OSError, SafetensorError) as e:
+        clear(args.out, TEMPORARY)
+        kept = "; its last state is intact, continue with --resume" if (args.out / "resume.pt").exists() else ""
+        raise OSError(f"stopped, {args.out} cannot be written: {e}{kept}") from e
+    except RuntimeError as e:
+        if not isinstance(e, dist.DistError) and "gloo" not in str(e):
+            raise
+        raise ConnectionError("another process of this run has ended: see there for the reason, continue with --resume") from e
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class Model(nn.Module):
+    """`predict` as the one module that DistributedDataParallel asks for."""
+
+    def __init__(self, bert, head):
+        super().__init__()
+        self.bert, self.head = bert, head
+
+    def forward(self, batch, dtype):
+        return predict(self.bert, self.head, batch, dtype)
+
+
+def train(args, log, task, bert, head, fused, train_split, dev_split, device, dtype):
+    """The loop, from the start or from where resume.pt left it, and the files of the best epoch. log: log.jsonl, locked."""
+    rank, world = processes()
     named = {f"bert.{name}": p for name, p in bert.named_parameters() if p.requires_grad}
     named |= {f"head.{name}": p for name, p in head.named_parameters()}
     parameters = list(named.values())
@@ -220,40 +289,55 @@ def run(args):
         lr=args.lr,
         fused=device.type != "mps",
     )
+    lengths = np.asarray(train_split.with_format("numpy")["length"][:])
     steps_per_epoch = math.ceil(len(train_split) / args.batch_size)
     total_steps = steps_per_epoch * args.epochs
     config = {
-        "stage": args.stage,
-        "task": args.task,
+        **{name: getattr(args, name) for name in ("stage", "task", "seed", "lr", "epochs", "batch_size", "grad_accumulation")},
+        **{name: getattr(args, name) for name in ("max_length", "patience", "weight_decay", "limit_train", "data_dir")},
         "labels": list(task.labels),
         "model": str(Path(args.model).resolve() if Path(args.model).is_dir() else args.model),
         "adapters": [name for name, _ in fused],
+        "sources": args.adapters,
         "adapter": args.adapter if args.stage == "adapter" else None,
         "reduction_factor": args.reduction_factor if args.stage == "adapter" else None,
-        **{name: getattr(args, name) for name in ("seed", "lr", "epochs", "batch_size", "max_length", "patience")},
-        **{name: getattr(args, name) for name in ("weight_decay", "limit_train", "data_dir")},
         "data_revision": train_split.info.description or None,
         "train_examples": len(train_split),
         "dev_examples": len(dev_split),
         "trained_parameters": sum(p.numel() for p in parameters),
         "dtype": str(dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
+        "compile": args.compile,
         "threads": torch.get_num_threads(),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
+        "processes": world,
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "commit": commit(),
+        "command": args.command,
     }
 
     position = {"epoch": 1, "step": 0, "loss": 0.0, "best_epoch": 0, "accuracy": -1.0, "seconds": 0.0}
     best, history = {}, []
-    if args.resume and (args.out / "resume.pt").exists():
-        position, best, history = load_state(args.out / "resume.pt", config, named, optimizer)
-    elif args.out.exists():
-        clear(args.out)
-    created = not args.out.exists()
-    args.out.mkdir(parents=True, exist_ok=True)
-    log = args.out / "log.jsonl"
-    log.write_text("".join(json.dumps(line) + "\n" for line in history))
-    for name, directory in fused:  # copied first: the sources may be gone by the end
-        copy_adapter(bert, directory, name, args.out / "adapters" / name)
+    if rank > 0:
+        torch.manual_seed(args.seed + rank)  # dropout of its own
+    if resumes(args):
+        position, best, history = load_state(args.out / "resume.pt", config, named, optimizer, device)
+    if rank == 0:
+        clear(args.out, TEMPORARY if resumes(args) else RUN_FILES + TEMPORARY)
+        if not resumes(args):
+            for name, directory in fused:  # copied first: the sources may be gone by the end
+                copy_adapter(bert, directory, name, args.out / "adapters" / name)
+        config["adapter_sha256"] = {name: sha256(args.out / "adapters" / name / "adapter.safetensors") for name, _ in fused}
+        write_json(args.out / "config.json", config)
+        log.truncate(0)
+        log.write("".join(json.dumps(line) + "\n" for line in history))
+
+    if args.compile:
+        bert.compile(dynamic=True)
+    model = Model(bert, head)
+    if world > 1:  # only what is trained is synchronised: the mean of the gradients, in the backward pass
+        model = DistributedDataParallel(model, init_sync=False)
+        for p in parameters:
+            dist.broadcast(p.detach(), 0)
 
     started = time.monotonic() - position["seconds"]
     saved = time.monotonic()
@@ -266,18 +350,24 @@ def run(args):
         while position["epoch"] <= args.epochs and position["epoch"] - position["best_epoch"] <= args.patience:
             epoch, epoch_started, first = position["epoch"], time.monotonic(), position["step"]
             epoch_loss = torch.tensor(position["loss"], device=device)
-            order = batches(train_split, args.batch_size, bert.config.pad_token_id, (args.seed, epoch), skip=first)
-            bar = tqdm(order, f"epoch {epoch}", steps_per_epoch, initial=first, leave=False, disable=None)
-            for batch in bar:
+            order = batch_order(lengths, args.batch_size, (args.seed, epoch))[first:]
+            bar = tqdm(order, f"epoch {epoch}", steps_per_epoch, initial=first, leave=False, disable=rank > 0 or None)
+            for indices in bar:
                 step = (epoch - 1) * steps_per_epoch + position["step"]
                 for group in optimizer.param_groups:
                     group["lr"] = args.lr * (1 - step / total_steps)  # linear decay
-                loss = F.cross_entropy(predict(bert, head, batch, dtype), batch["labels"].to(device))
-                epoch_loss += loss.detach()
-                if args.stage == "fusion":
-                    loss = loss + fusion_regularization(bert)
                 optimizer.zero_grad()
-                loss.backward()
+                step_loss = torch.zeros((), device=device)
+                portions = parts(indices, args.grad_accumulation)
+                for i, (share, examples) in enumerate(portions):
+                    batch = collate(train_split[examples.tolist()], bert.config.pad_token_id)
+                    model.require_backward_grad_sync = i == len(portions) - 1  # DistributedDataParallel: once per step
+                    loss = F.cross_entropy(model(batch, dtype), batch["labels"].to(device))
+                    step_loss += share * loss.detach()
+                    if args.stage == "fusion":
+                        loss = loss + fusion_regularization(bert)
+                    (world * share * loss).backward()  # world: the gradients' mean over the processes is taken
+                epoch_loss += total(step_loss)
                 torch.nn.utils.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()
                 position["step"] += 1
@@ -290,33 +380,50 @@ def run(args):
                         f"loss {position['loss'] / position['step']:.4f}, {speed:.0f} examples/s, "
                         f"dev {max(position['accuracy'], 0):.4f}"
                     )
-                if signals or time.monotonic() - saved > 300:
+                due = time.monotonic() - saved >= 60 * args.save_minutes
+                stop, due = total(torch.tensor([len(signals), due])).tolist()  # what one process knows, all must
+                if stop or due:
                     position |= {"loss": epoch_loss.item(), "seconds": time.monotonic() - started}
-                    save_state(args.out / "resume.pt", config, named, optimizer, position, best, history)
+                    save_state(args.out / "resume.pt", config, named, optimizer, device, position, best, history)
                     saved = time.monotonic()
-                    if signals:
+                    if stop:
                         raise KeyboardInterrupt
 
             trained = time.monotonic()
-            accuracy = evaluate(bert, head, dev_split, 4 * args.batch_size, dtype)
+            accuracy = evaluate(bert, head, dev_split, max(4 * args.batch_size // args.grad_accumulation, 1), dtype)
             if accuracy > position["accuracy"]:
                 position["accuracy"], position["best_epoch"] = accuracy, epoch
                 best = {name: p.detach().cpu().clone() for name, p in named.items()}
             history.append({"epoch": epoch, "loss": position["loss"] / steps_per_epoch, "dev_accuracy": accuracy,
                             "examples_per_second": round(len(train_split) / (trained - epoch_started), 1),
                             "seconds": round(time.monotonic() - started, 2)})  # fmt: skip
-            with open(log, "a") as file:
-                file.write(json.dumps(history[-1]) + "\n")
+            log.write(json.dumps(history[-1]) + "\n")
             print(f"epoch {epoch}: loss {history[-1]['loss']:.4f}, dev accuracy {accuracy:.4f}, "
                   f"{history[-1]['examples_per_second']} examples/s", flush=True)  # fmt: skip
             position |= {"epoch": epoch + 1, "step": 0, "loss": 0.0, "seconds": time.monotonic() - started}
-            save_state(args.out / "resume.pt", config, named, optimizer, position, best, history)
+            save_state(args.out / "resume.pt", config, named, optimizer, device, position, best, history)
             saved = time.monotonic()
+    except RuntimeError as e:
+        if not isinstance(e, torch.OutOfMemoryError) and "can't allocate memory" not in str(e):  # the latter on a CPU
+            raise
+        where = "in evaluation"
+        if bert.training:
+            where = "on a batch of {} examples, {} x {} tokens".format(len(batch["labels"]), *batch["input_ids"].shape)
+        resume = "--resume and " if (args.out / "resume.pt").exists() else ""
+        raise MemoryError(
+            f"{device} ran out of memory {where}: continue with {resume}--grad-accumulation {2 * args.grad_accumulation}, "
+            "which gives the same gradients, or start again with a smaller --batch-size"
+        ) from e
     except FloatingPointError as e:
+        broken = [name for name, p in bert.named_parameters() if not (p.requires_grad or p.isfinite().all())]
+        advice = f"the encoder's {broken[0]} holds values that are not finite" if broken else "a lower --lr may help"
         kept = f"epoch {position['best_epoch']} is kept in {args.out}" if best else "no epoch was finished, nothing is kept"
-        failure = FloatingPointError(f"{e}: stopped, {kept}; a lower --lr may help")
+        failure = FloatingPointError(f"{e}: stopped, {kept}; {advice}")
         if not best:
-            shutil.rmtree(args.out) if created else clear(args.out)
+            if rank == 0:
+                clear(args.out, [*RUN_FILES, *TEMPORARY, "log.jsonl"])
+                if not any(args.out.iterdir()):
+                    args.out.rmdir()
             raise failure from e
     finally:
         for number, handler in handlers.items():
@@ -325,22 +432,20 @@ def run(args):
     with torch.no_grad():
         for name, p in named.items():
             p.copy_(best[name])
-    save_run(args, bert, head, config)
     result = {
-        "stage": args.stage,
-        "task": args.task,
-        "seed": args.seed,
+        **{name: config[name] for name in ("stage", "task", "seed", "train_examples", "dev_examples", "trained_parameters")},
         "model": args.model,
         "best_epoch": position["best_epoch"],
         "accuracy": position["accuracy"],
-        "train_examples": len(train_split),
-        "dev_examples": len(dev_split),
-        "trained_parameters": config["trained_parameters"],
         "seconds": round(position["seconds"], 2),
         "out": str(args.out),
     }
-    write_json(args.out / "metrics.json", result)  # last: a directory with metrics.json is a finished run
-    (args.out / "resume.pt").unlink(missing_ok=True)
+    if rank == 0:
+        save_run(args, bert, head, config)
+        flush(*args.out.rglob("*"), args.out)
+        write_json(args.out / "metrics.json", result)  # last: a directory with metrics.json is a finished run
+        flush(args.out / "metrics.json", args.out)
+        (args.out / "resume.pt").unlink(missing_ok=True)
     if failure:
         raise failure
     return result
@@ -386,49 +491,100 @@ def load_run(directory, device="cpu", dtype=torch.float32, model=None):
         activate(bert, load_adapter(bert, directory))
     if stage == "fusion":
         for name in adapters:
+            check_name(name)  # it is a directory's
             load_adapter(bert, directory / "adapters" / name)
         load_fusion(bert, directory)
     return bert, load_head(bert, directory), config
 
 
-def clear(out):
-    """Removes a run's files from its directory, and nothing else."""
-    names = ["metrics.json", "config.json", "log.jsonl", "resume.pt", "adapter_config.json", "adapter.safetensors",
-             "head_config.json", "model_head.safetensors", "adapter_fusion_config.json", "model.safetensors",
-             "model_adapter_fusion.safetensors", *TOKENIZER_FILES]  # fmt: skip
-    for name in names:
-        (out / name).unlink(missing_ok=True)
-    shutil.rmtree(out / "adapters", ignore_errors=True)
+RUN_FILES = ["resume.pt", "metrics.json", "config.json", "adapter_config.json", "adapter.safetensors", "head_config.json",
+             "model_head.safetensors", "adapter_fusion_config.json", "model_adapter_fusion.safetensors",
+             "model.safetensors", *TOKENIZER_FILES, "adapters"]  # fmt: skip
+TEMPORARY = [f"{name}.tmp" for name in RUN_FILES] + [".tmp??????"]  # of a killed or failed write; the last is safetensors' own
 
 
-def save_state(path, config, named, optimizer, position, best, history):
-    """Everything that the rest of a run depends on, under a temporary name first."""
+def clear(out, patterns):
+    """Removes a run's files from its directory, and nothing else. log.jsonl stays until the last: it marks a directory as a
+    run's, and is locked."""
+    for path in [path for pattern in patterns for path in out.glob(pattern)]:
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def lock(out, kind=fcntl.LOCK_EX):
+    """log.jsonl, open for appending, and locked until it is closed or the process ends, however it ends."""
+    out.mkdir(parents=True, exist_ok=True)
+    log = open(out / "log.jsonl", "a", buffering=1)  # line by line
+    try:
+        fcntl.flock(log, kind | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        log.close()
+        raise ValueError(f"another process is at work in {out}: wait for it, or choose another --out") from e
+    except OSError:
+        pass  # a file system without locks
+    return log
+
+
+def flush(*paths):
+    """Returns when files, and the names in directories, are on the disk."""
+    for path in paths:
+        if path.is_file() or path.is_dir():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+
+def resumes(args):
+    return args.resume and (args.out / "resume.pt").exists()
+
+
+STATE_FORMAT = 2
+RESUME_NEEDS = ("stage", "task", "labels", "model", "adapters", "sources", "adapter", "reduction_factor", "seed", "lr", "epochs",
+                "batch_size", "max_length", "weight_decay", "limit_train", "train_examples", "dtype")  # fmt: skip
+
+
+def save_state(path, config, named, optimizer, device, position, best, history):
+    """Everything that the rest of a run depends on. It is on the disk under another name before it takes the old one's place."""
+    rank, world = processes()
+    random = torch.get_rng_state()
+    if device.type == "cuda":
+        random = torch.cat([random, torch.cuda.get_rng_state(device)])
+    randoms = [torch.empty_like(random) for _ in range(world)]
+    dist.all_gather(randoms, random) if world > 1 else randoms[0].copy_(random)
+    if rank > 0:
+        return
     state = {
-        "config": {name: value for name, value in config.items() if name in RESUME_NEEDS},
+        "format": STATE_FORMAT,
+        "config": {name: config[name] for name in RESUME_NEEDS},
         "trained": {name: p.detach() for name, p in named.items()},
         "optimizer": optimizer.state_dict(),
-        "random": torch.get_rng_state(),
-        "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "random": randoms,
         "position": position,
         "best": best,
         "history": history,
     }
     temporary = Path(f"{path}.tmp")
-    torch.save(state, temporary)
+    with open(temporary, "wb") as file:
+        torch.save(state, file)
+    flush(temporary)
     temporary.replace(path)
+    flush(path.parent)
 
 
-RESUME_NEEDS = ("stage", "task", "labels", "model", "adapters", "adapter", "reduction_factor", "seed", "lr", "epochs",
-                "batch_size", "max_length", "weight_decay", "limit_train", "train_examples", "dtype")  # fmt: skip
-
-
-def load_state(path, config, named, optimizer):
+def load_state(path, config, named, optimizer, device):
     """(position, best, history) of an interrupted run; weights, optimizer and random state are put in place.
-    Raises ValueError for a damaged state, or one of another command."""
+    Raises ValueError for a damaged state, one of another version of this file, or one of another command."""
+    rank, world = processes()
     try:
+        if not path.is_file():
+            raise ValueError("a directory or a pipe")
+        with zipfile.ZipFile(path) as file:  # torch does not look at the checksums
+            if file.testzip() is not None:
+                raise ValueError("wrong checksum")
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as e:  # torch raises many kinds here
+    except Exception as e:  # zipfile and torch raise many kinds here
         raise ValueError(f"{path} is damaged and cannot be continued: start again with --overwrite") from e
+    if not isinstance(state, dict) or state.get("format") != STATE_FORMAT:
+        raise ValueError(f"{path} was written by another version of train.py: continue with that, or --overwrite it")
     for name, value in state["config"].items():
         if config[name] != value:
             raise ValueError(f"{path} belongs to a run with {name} = {value}, not {config[name]}: cannot --resume it")
@@ -436,25 +592,82 @@ def load_state(path, config, named, optimizer):
         for name, p in named.items():
             p.copy_(state["trained"][name])
     optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["random"])
-    if state["random_cuda"]:
-        torch.cuda.set_rng_state_all(state["random_cuda"])
+    if len(state["random"]) == world:  # otherwise dropout goes on with other numbers
+        random, n = state["random"][rank], len(torch.get_rng_state())
+        torch.set_rng_state(random[:n])
+        if device.type == "cuda" and len(random) > n:
+            torch.cuda.set_rng_state(random[n:], device)
     return state["position"], state["best"], state["history"]
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# What a run was made with
+
+
+PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "datasets")
+
+
+def commit():
+    """The commit of this file's repository, "-dirty" behind it with changes that are not committed; None without one."""
+    here = Path(__file__).resolve().parent
+    command = ["git", "--no-optional-locks", "-C", here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(here.parent)}  # not the repository of a directory above
+    try:
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=10).stdout.strip() or None
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+
+
+def sha256(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Several processes, as torchrun starts them. Each takes every G-th example of a batch.
+
+
+def processes():
+    """(number of this process, how many there are)"""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def total(tensor):
+    """The sum over all processes, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def parts(indices, count):
+    """What this process does of a batch: (share of the batch, examples), at most `count` of them. Without an example of its
+    own it takes one with share 0, because the others wait for its gradients."""
+    rank, world = processes()
+    mine = indices[rank::world]
+    if len(mine) == 0:
+        return [(0.0, indices[:1])]
+    return [(len(part) / len(indices), part) for part in np.array_split(mine, min(count, len(mine)))]
+
+
 def main(argv=None):
+    rank = int(os.environ.get("RANK", 0)) if dist.is_torchelastic_launched() else 0
+    if rank > 0:
+        sys.stdout = open(os.devnull, "w")  # the first process speaks for all
     try:
         args = arguments(argv)
         if args.resume and (args.out / "metrics.json").exists():  # nothing is left to do
             result = read_json(args.out / "metrics.json")
+            (args.out / "resume.pt").unlink(missing_ok=True)
         else:
             result = run(args)
-    except (ValueError, OSError, FloatingPointError) as e:
-        print(f"train.py: {' '.join(str(e).split())}", file=sys.stderr)
+    except (ValueError, OSError, FloatingPointError, MemoryError) as e:
+        if rank == 0 or isinstance(e, MemoryError):  # which may be one process's alone
+            print(f"train.py: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        saved = (args.out / "resume.pt").exists()
-        print(f"train.py: interrupted{f', continue with --resume --out {args.out}' if saved else ''}", file=sys.stderr)
+        if rank == 0:
+            saved = (args.out / "resume.pt").exists()
+            print(f"train.py: interrupted{f', continue with --resume --out {args.out}' if saved else ''}", file=sys.stderr)
         sys.exit(130)
     print(json.dumps(result))
 

@@ -29,9 +29,8 @@ import torch
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-from data import batches, get_task, load_split, load_tokenizer  # noqa: E402
-from fusion import fusion_weights  # noqa: E402
-from train import load_run, predict  # noqa: E402
+from data import refuse  # noqa: E402
+from experiments.figure4 import mean_weights  # noqa: E402
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
@@ -148,23 +147,9 @@ def train(*arguments):
     return json.loads(line)
 
 
-@torch.inference_mode()
-def mean_weights(run, data_dir):
-    """[layers, N]: the fusion weights of a run, averaged over the real tokens of its development set."""
-    bert, head, config = load_run(run)
-    task = get_task(config["task"], data_dir, config["labels"])
-    tokenizer = load_tokenizer(bert.directory, config["max_length"])
-    total, tokens = 0, 0
-    for batch in batches(load_split(task, "validation", tokenizer, data_dir), 64, bert.config.pad_token_id):
-        predict(bert, head, batch, torch.float32)
-        real = batch["attention_mask"].bool()  # [B, T]
-        total = total + torch.stack([s[real].sum(0) for s in fusion_weights(bert).values()])  # [layers, N]
-        tokens += real.sum()
-    return config["adapters"], total / tokens
-
-
 def heatmap(run, data_dir, path):
-    names, weights = mean_weights(run, data_dir)
+    names, weights, _ = mean_weights(run, data_dir)
+    weights = torch.stack(list(weights.values()))  # [layers, N]
     figure, axes = plt.subplots(figsize=(5.5, 3.2), layout="constrained")
     image = axes.imshow(weights.T, cmap="Greys_r", vmin=0, vmax=1, aspect="auto")
     for layer, row in enumerate(weights.tolist()):
@@ -181,7 +166,13 @@ def main():
     parser = argparse.ArgumentParser(description="Adapters and their fusion on docstrings, with MiniLM, on two cores.")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    parser.error = refuse
+    try:
+        args = parser.parse_args()
+        args.out.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as e:
+        print(f"demo.py: {' '.join(str(e).split())}", file=sys.stderr)
+        sys.exit(2)
     started = time.monotonic()
 
     model, data_dir = find_minilm(), args.out / "data"

@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -30,6 +31,7 @@ import torch
 from safetensors.torch import save_file
 
 from bert import Bert, BertConfig, hub_name, write_json
+from data import refuse
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A TensorFlow checkpoint, the inverse of bert.read_tensorflow. The tests use it too, for damaged ones.
@@ -185,7 +187,16 @@ def main():
     parser.add_argument("--peer-python", help="a Python that has transformers")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1, help="more of them only help the forward pass")
-    args = parser.parse_args()
+    parser.error = refuse
+    try:
+        args = parser.parse_args()
+        if args.runs < 1 or args.threads < 1:
+            raise ValueError("--runs and --threads must be at least 1")
+        if args.peer_python and not shutil.which(args.peer_python):
+            raise ValueError(f"--peer-python {args.peer_python} is no program")
+    except ValueError as e:
+        print(f"loading.py: {' '.join(str(e).split())}", file=sys.stderr)
+        sys.exit(2)
     kinds = {name: kind for name, kind in KINDS.items() if args.peer_python or not name.startswith("transformers")}
     results = {name: [] for name in kinds}
     with tempfile.TemporaryDirectory() as directory:

@@ -95,6 +95,8 @@ def card(config, metrics, bert, head, encoder, repo):
     fusion, task, adapters = config["stage"] == "fusion", config["task"], config["adapters"]
     flatten = ", ".join(f"{name}.flatten(0, 1)" for name in ("input_ids", "token_type_ids", "attention_mask"))
     choices = head.config["head_type"] == "multiple_choice"
+    if type(metrics["accuracy"]) is not float:
+        raise TypeError(f"accuracy {metrics['accuracy']!r:.50}")
     members = ", ".join(f"`{name}`" for name in adapters)
     what = (f"AdapterFusion over {len(adapters)} adapters, {members}, trained on `{task}`." if fusion
             else f"A bottleneck adapter ({config['adapter']}, reduction factor {config['reduction_factor']:g}) "
@@ -126,8 +128,12 @@ def card(config, metrics, bert, head, encoder, repo):
 def publish(run, out, repo, encoder=None, model=None, overwrite=False):
     """Writes the folder `out`. Raises ValueError or FileNotFoundError for a run that is not finished, has no adapter,
     or does not load; then nothing is written."""
-    if out.resolve() == run.resolve() or out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is {'the run itself' if out.is_dir() else 'a file'}")
+    if not run.is_dir():
+        raise ValueError(f"no finished run in {run}: it is no directory")
+    if (out.exists() or out.is_symlink()) and not out.is_dir():
+        raise ValueError(f"--out {out} is a file, or a link that leads nowhere")
+    if out.resolve() == run.resolve():
+        raise ValueError(f"--out {out} is the run itself")
     if out.exists() and any(out.iterdir()):
         if not overwrite:
             raise ValueError(f"{out} is not empty: choose another --out, or --overwrite it")
@@ -181,8 +187,8 @@ def main(argv=None):
     parser.error = refuse
     try:
         args = parser.parse_args(argv)
-        out = args.out or Path("published") / args.run.resolve().name
-        repo = args.repo or f"USER/{args.run.resolve().name}"
+        name = Path(os.path.realpath(args.run)).name  # Path.resolve fails on a loop of links
+        out, repo = args.out or Path("published") / name, args.repo or f"USER/{name}"
         publish(args.run, out, repo, args.encoder, args.model, args.overwrite)
     except (ValueError, OSError) as e:
         print(f"publish.py: {' '.join(str(e).split())}", file=sys.stderr)

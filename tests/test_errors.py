@@ -66,7 +66,7 @@ def test_missing_data(fails, tmp_path, data_dir):
         ("train", '{"sentence1": "a", "sentence2": "b", "label": "maybe"}\n', ["line 1", "'maybe'"]),
         ("train", '{"sentence1": "a", "sentence2": "b", "label": [1]}\n', ["line 1", "label [1]"]),
         ("train", '{"sentence1": ["a"], "sentence2": "b", "label": 1}\n', ["line 1", "'sentence1'", "list"]),
-        ("train", "[1, 2]\n", ["line 1", "'sentence1'"]),
+        ("train", "[1, 2]\n", ["line 1", "not a JSON object"]),
     ],
 )  # fmt: skip
 def test_broken_rows(fails, tmp_path, data_dir, split, text, say):

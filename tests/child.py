@@ -1,0 +1,57 @@
+"""train.py in processes of its own that can be killed, limited and put side by side. They are forked from one that has imported
+torch already, which takes seconds."""
+
+import multiprocessing
+import os
+import signal
+import sys
+
+context = multiprocessing.get_context("forkserver")
+context.set_forkserver_preload(["train", "torch._dynamo", "pytest"])
+
+
+def start(arguments, output, before=(), **environment):
+    """Process: python train.py ARGUMENTS, stdout and stderr go to the file `output`. before: calls (function, *arguments)
+    ahead of it."""
+    arguments = [str(argument) for argument in arguments]
+    process = context.Process(target=main, args=(arguments, str(output), list(before), environment))
+    process.start()
+    return process
+
+
+def main(arguments, output, before, environment):
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.environ.update(environment)
+    import train
+
+    for function, *values in before:
+        function(*values)
+    train.main(arguments)
+    print(f"{operations} file operations", flush=True)
+
+
+def finish(process, output, timeout=120):
+    """(exit status, what it wrote), once it has ended."""
+    process.join(timeout)
+    assert process.exitcode is not None, f"still running after {timeout} s"
+    with open(output) as file:
+        return process.exitcode, file.read()
+
+
+operations = 0
+
+
+def die_at(count, directory):
+    """Ends this process as a power cut would, just before its count-th file operation in `directory`; 0: only counts."""
+
+    def hook(event, values):
+        global operations
+        if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"):
+            if str(values[0]).startswith(str(directory)):
+                operations += 1
+                if operations == count:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)

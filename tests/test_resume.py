@@ -1,0 +1,444 @@
+"""A run is never lost: killed at any moment, on a full or vanished disk, out of memory, twice at once."""
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import time
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+
+import child
+import pytest
+import torch
+
+import train
+
+KILLS = int(os.environ.get("KILLS", 12))  # of either kind, for each stage
+SEED = int(os.environ.get("SEED", time.time()))
+CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000  # of Linux
+MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 1, 32, 16384, 1 << 18
+
+
+@pytest.fixture(scope="module")
+def command(encoder, data_dir, runs):
+    """command("fusion", out, ...): arguments of three epochs of twelve steps, saved after every one of them."""
+
+    def command(stage, out, *options):
+        adapters = ["--adapters", runs / "rte", runs / "pick"] if stage == "fusion" else []
+        return ["--stage", stage, "--model", encoder, "--data-dir", data_dir, "--device", "cpu", "--task", "sst2", "--epochs", 3,
+                "--batch-size", 8, "--lr", "5e-3", "--save-minutes", 0, *adapters, *options, "--out", out]  # fmt: skip
+
+    return command
+
+
+@pytest.fixture(scope="module")
+def whole(command, tmp_path_factory):
+    """For each stage a run that nobody has disturbed, how long it took, and how many file operations."""
+    out, result = tmp_path_factory.mktemp("whole"), {}
+    for stage in ("adapter", "fusion", "adapter", "fusion"):  # the second is not the first to import anything
+        shutil.rmtree(out / stage, ignore_errors=True)
+        started = time.monotonic()
+        process = child.start(command(stage, out / stage), out / "output", [(child.die_at, 0, out / stage)])
+        status, output = child.finish(process, out / "output")
+        assert status == 0, output
+        result[stage] = out / stage, time.monotonic() - started, int(output.split()[-3])
+    return result
+
+
+def content(run):
+    """What a run has produced, without times and places."""
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    files = {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file()}
+    config, metrics = (json.loads(files.pop(name).read_text()) for name in ("config.json", "metrics.json"))
+    del files["log.jsonl"], config["command"], metrics["seconds"], metrics["out"]
+    log = [{key: value for key, value in line.items() if key in ("epoch", "loss", "dev_accuracy")} for line in log]
+    return log, config, metrics, {name: path.read_bytes() for name, path in files.items()}
+
+
+def assert_equal(run, other):
+    for ours, theirs in zip(content(run), content(other), strict=True):
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("stage", ["adapter", "fusion"])
+def test_killed_at_random_moments(stage, command, whole, tmp_path):
+    """kill -9 after a random time, anywhere from the start-up to the last file; then --resume, and again."""
+    reference, seconds, _ = whole[stage]
+    print(f"SEED={SEED}")
+
+    def life(worker):
+        rng, kills, directory = random.Random(f"{SEED} {stage} {worker}"), 0, 0
+        while True:
+            out, output = tmp_path / f"{worker}.{directory}", tmp_path / f"{worker}.output"
+            process = child.start(command(stage, out, "--resume"), output)
+            if kills < KILLS / 2:
+                process.join(rng.uniform(0, seconds))
+                if process.exitcode is None:
+                    process.kill()
+                    process.join()
+                    kills += 1
+                    continue
+            status, text = child.finish(process, output)
+            assert status == 0, text
+            assert_equal(out, reference)
+            if kills >= KILLS / 2:
+                return kills
+            directory += 1
+
+    with ThreadPoolExecutor(2) as pool:
+        assert sum(pool.map(life, range(2))) >= KILLS
+
+
+@pytest.mark.parametrize("stage", ["adapter", "fusion"])
+def test_killed_before_any_file_operation(stage, command, whole, tmp_path):
+    """The process dies ahead of its n-th opening, renaming or removing of a file in --out; the last ones in any case."""
+    reference, _, operations = whole[stage]
+    print(f"SEED={SEED}")
+    last = set(range(operations - 3, operations + 1))
+    moments = last | set(random.Random(f"{SEED} {stage}").sample(range(1, operations + 1), min(KILLS - len(last), operations)))
+
+    def die(moment):
+        out, output = tmp_path / str(moment), tmp_path / f"{moment}.output"
+        process = child.start(command(stage, out), output, [(child.die_at, moment, out)])
+        assert child.finish(process, output)[0] == -9
+        status, text = child.finish(child.start(command(stage, out, "--resume"), output), output)
+        assert status == 0, (moment, text)
+        assert_equal(out, reference)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(die, sorted(moments)))
+
+
+def test_two_runs_of_one_command_are_equal(command, whole, tmp_path):
+    out = tmp_path / "again"
+    status, text = child.finish(child.start(command("fusion", out), tmp_path / "output"), tmp_path / "output")
+    assert status == 0, text
+    assert_equal(out, whole["fusion"][0])
+
+
+@pytest.fixture
+def fails(capsys):
+    """fails(arguments, text, ...): train.main ends with one line that holds the texts, and status 2."""
+
+    def fails(arguments, *say):
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit:
+            train.main([str(argument) for argument in arguments])
+        error = capsys.readouterr().err
+        assert exit.value.code == 2 and error.count("\n") == 1, error
+        assert all(text in error for text in say), error
+
+    return fails
+
+
+@pytest.fixture
+def at_step(monkeypatch):
+    """at_step(n, function): the run calls the function in its n-th step from now on."""
+
+    def at_step(n, function):
+        steps, cross_entropy = [], torch.nn.functional.cross_entropy
+
+        def instead(*values):
+            steps.append(1)
+            if len(steps) == n:
+                function()
+            return cross_entropy(*values)
+
+        monkeypatch.setattr(train.F, "cross_entropy", instead)
+
+    return at_step
+
+
+@pytest.fixture
+def interrupted(command, at_step, tmp_path):
+    """interrupted(stage, directory, ...): a run that Ctrl-C has stopped in its second epoch."""
+
+    def interrupted(stage, out, *options):
+        at_step(15, lambda: os.kill(os.getpid(), 2))
+        with pytest.raises(SystemExit) as exit:
+            train.main([str(argument) for argument in command(stage, out, *options)])
+        assert exit.value.code == 130
+        return out
+
+    return interrupted
+
+
+def test_a_state_that_is_torn_or_old_or_of_another_command(interrupted, command, fails, whole, tmp_path):
+    out = interrupted("adapter", tmp_path / "run")
+    resume = [*command("adapter", out), "--resume"]
+    good = (out / "resume.pt").read_bytes()
+    with zipfile.ZipFile(out / "resume.pt") as file:
+        tensor = max(file.infolist(), key=lambda info: info.file_size)
+        middle = good.index(file.read(tensor)) + tensor.file_size // 2
+    flipped = good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :]
+    log = (out / "log.jsonl").read_text()
+    for bad in (b"", b"state", good[:100], good[: len(good) // 2], good[:-1], flipped):
+        (out / "resume.pt").write_bytes(bad)
+        fails(resume, "resume.pt is damaged", "--overwrite")
+        assert (out / "resume.pt").read_bytes() == bad and (out / "log.jsonl").read_text() == log
+    (out / "resume.pt").write_bytes(good)
+    state = torch.load(out / "resume.pt")
+    del state["format"]
+    torch.save(state, out / "resume.pt")
+    fails(resume, "resume.pt was written by another version")
+    (out / "resume.pt").write_bytes(good)
+    fails([*resume, "--lr", "0.1"], "lr = 0.005, not 0.1")
+    fails(command("adapter", out), "interrupted run", "--resume")
+    train.main([str(argument) for argument in resume])
+    assert_equal(out, whole["adapter"][0])
+
+
+def test_the_sources_of_a_fusion_may_go(command, interrupted, fails, runs, whole, tmp_path):
+    """The run goes on with its own copies, also where a source has changed in the meantime."""
+    sources = [shutil.copytree(runs / name, tmp_path / name) for name in ("rte", "pick")]
+    out = interrupted("fusion", tmp_path / "run", "--adapters", *sources)
+    shutil.rmtree(sources[0])
+    shutil.copy(runs / "rte" / "adapter.safetensors", sources[1])
+    resume = [*command("fusion", out), "--resume"]
+    fails(resume, "sources")
+    train.main([str(argument) for argument in [*resume, "--adapters", *sources]])
+    ours, theirs = (content(run) for run in (out, whole["fusion"][0]))
+    assert ours[1].pop("sources") != theirs[1].pop("sources") and ours == theirs
+
+
+def test_the_second_process_in_a_directory_refuses(command, fails, whole, tmp_path):
+    out, output = tmp_path / "run", tmp_path / "output"
+    long = [*command("adapter", out), "--epochs", 10_000, "--patience", 10_000]
+    process = child.start(long, output)
+    while not (out / "resume.pt").exists():
+        assert process.exitcode is None
+        time.sleep(0.01)
+    for option in ("--resume", "--overwrite"):
+        fails([*long, option], "another process is at work", str(out))
+    assert process.exitcode is None
+    process.kill()
+    process.join()
+    process = child.start([*long, "--resume"], output)  # a lock does not outlive its process
+    process.join(1.5)
+    assert process.exitcode is None
+    process.kill()
+    process.join()
+
+    out = tmp_path / "both"
+    processes = [child.start(command("adapter", out), tmp_path / f"{i}") for i in range(2)]
+    ends = sorted(child.finish(process, tmp_path / f"{i}") for i, process in enumerate(processes))
+    assert [status for status, _ in ends] == [0, 2] and ends[1][1].count("train.py: ") == 1
+    assert_equal(out, whole["adapter"][0])
+    fails(command("adapter", out), "finished run")
+
+
+def small_disk(directory):
+    """Mounts a file system of its own on a directory, for this process alone. False where that is not permitted."""
+    directory.mkdir()
+    libc = ctypes.CDLL(None, use_errno=True)
+    for flags in (CLONE_NEWNS, CLONE_NEWUSER | CLONE_NEWNS):
+        if libc.unshare(flags) == 0:
+            libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None)
+            return libc.mount(b"tmpfs", str(directory).encode(), b"tmpfs", 0, b"size=512k") == 0
+    return False
+
+
+def on_a_full_disk(directory, result, at_the_end):
+    """To be called in a child: the disk is full from the 15th step on, or when the final files are written; then no longer, and
+    the run is continued, and copied to `result`."""
+    mounted, train_main, state, calls = small_disk(directory), train.main, [], []
+    owner, name = (train, "save_run") if at_the_end else (train.F, "cross_entropy")
+    function = getattr(owner, name)
+
+    def full(*values):
+        calls.append(1)
+        if len(calls) == (1 if at_the_end else 15):
+            state.append((directory / "run" / "resume.pt").read_bytes())
+            if mounted:
+                with contextlib.suppress(OSError), open(directory / "ballast", "wb", buffering=0) as ballast:
+                    while True:
+                        ballast.write(bytes(1024))
+            else:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+        return function(*values)
+
+    def main(arguments):
+        setattr(owner, name, full)
+        with contextlib.suppress(SystemExit):
+            train_main(arguments)
+        setattr(owner, name, function)
+        assert (directory / "run" / "resume.pt").read_bytes() == state[0]
+        assert not [path for path in (directory / "run").rglob("*") if "tmp" in path.name]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        if mounted:
+            (directory / "ballast").unlink()
+        print("a file system of 512 KiB" if mounted else "no right to mount: files of at most 10 kB")
+        train_main([*arguments, "--resume"])
+        shutil.copytree(directory / "run", result)
+
+    train.main = main
+
+
+@pytest.mark.parametrize("stage, at_the_end", [("adapter", False), ("fusion", True)])
+def test_a_full_disk(stage, at_the_end, command, whole, tmp_path):
+    disk, output = tmp_path / "disk", tmp_path / "output"
+    before = [(on_a_full_disk, disk, tmp_path / "result", at_the_end)]
+    status, text = child.finish(child.start(command(stage, disk / "run"), output, before), output)
+    assert status == 0, text
+    errors = [line for line in text.splitlines() if line.startswith("train.py: ")]
+    assert len(errors) == 1 and "Traceback" not in text, text
+    assert str(disk / "run") in errors[0] and "continue with --resume" in errors[0]
+    assert "No space left" in errors[0] or ("File too large" in errors[0] and "no right to mount" in text)
+    assert_equal(tmp_path / "result", whole[stage][0])
+
+
+def read_only(directory, run):
+    """To be called in a child: `directory` holds a copy of `run`, and cannot be written to."""
+    if small_disk(directory):
+        shutil.copytree(run, directory / "run")
+        assert ctypes.CDLL(None).mount(None, str(directory).encode(), None, MS_REMOUNT | MS_RDONLY, None) == 0
+    else:
+        assert os.getuid() != 0, "root writes anywhere, and cannot mount here: run the tests as another user"
+        shutil.copytree(run, directory / "run")
+        for path in (directory / "run", directory):
+            path.chmod(0o500)
+
+
+def test_a_read_only_directory(command, whole, tmp_path):
+    for i, (name, options) in enumerate((("new", ()), ("run", ("--overwrite",)))):
+        disk, output = tmp_path / f"disk{i}", tmp_path / "output"
+        process = child.start([*command("adapter", disk / name), *options], output, [(read_only, disk, whole["adapter"][0])])
+        status, text = child.finish(process, output)
+        error = [line for line in text.splitlines() if not line.startswith("note: ")]
+        assert status == 2 and len(error) == 1 and error[0].startswith("train.py: ") and str(disk / name) in error[0], text
+        assert "Read-only" in error[0] or "Permission" in error[0]
+
+
+def test_a_directory_that_vanishes_under_the_run(command, fails, at_step, whole, tmp_path):
+    neighbour = shutil.copytree(whole["adapter"][0], tmp_path / "neighbour")
+    for step in (1, 15, 36):
+        at_step(step, lambda: shutil.rmtree(tmp_path / "run"))
+        fails(command("adapter", tmp_path / "run"), str(tmp_path / "run"), "No such file or directory")
+        assert not (tmp_path / "run").exists()
+    assert_equal(neighbour, whole["adapter"][0])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+     RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")],
+)  # fmt: skip
+def test_out_of_memory(error, command, fails, whole, tmp_path, monkeypatch):
+    calls, predict = [], train.predict
+    out = tmp_path / "run"
+
+    def exhaust(bert, head, batch, dtype):
+        calls.append(batch["input_ids"].shape)
+        if len(calls) in limit:
+            raise error
+        return predict(bert, head, batch, dtype)
+
+    monkeypatch.setattr(train, "predict", exhaust)
+    limit = {1}
+    with pytest.raises(SystemExit):  # the shape of the first batch
+        train.main([str(argument) for argument in command("adapter", out)])
+    rows, length = calls.pop()
+    shape = f"8 examples, {rows} x {length} tokens"
+    fails(command("adapter", out), shape, "continue with --grad-accumulation 2", "--batch-size")
+    calls.clear()
+    limit = {14}  # after 12 steps, in the second batch of evaluation
+    fails(command("adapter", out), "in evaluation", "with --resume and --grad-accumulation 2")
+    limit = {}
+    train.main([str(argument) for argument in [*command("adapter", out), "--resume"]])
+    assert_equal(out, whole["adapter"][0])
+
+
+def test_another_error_keeps_its_traceback(command, tmp_path, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("a mistake in the code")
+
+    monkeypatch.setattr(train, "predict", broken)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        train.main([str(argument) for argument in command("adapter", tmp_path / "run")])
+
+
+@pytest.fixture(scope="module")
+def quiet_encoder(encoder, tmp_path_factory):
+    """The tiny encoder without dropout."""
+    directory = shutil.copytree(encoder, tmp_path_factory.mktemp("quiet") / "encoder")
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("stage, task", [("adapter", "pick"), ("fusion", "sst2"), ("full", "rte")])
+def test_grad_accumulation_gives_the_same_gradients(stage, task, command, quiet_encoder, tmp_path, monkeypatch):
+    clip, gradients = torch.nn.utils.clip_grad_norm_, []
+
+    def keep(parameters, norm):
+        gradients[-1].append([p.grad.clone() for p in parameters])
+        return clip(parameters, norm)
+
+    monkeypatch.setattr(train.torch.nn.utils, "clip_grad_norm_", keep)
+    for k in (1, 3, 8, 11):  # 96 examples: batches of 11, the last of 8
+        gradients.append([])
+        train.main([str(argument) for argument in command(
+            stage, tmp_path / str(k), "--model", quiet_encoder, "--task", task, "--batch-size", 11, "--epochs", 1,
+            "--grad-accumulation", k)])  # fmt: skip
+    assert len(gradients[0]) == 9 and max(gradient.abs().max() for gradient in gradients[0][0]) > 0.01
+    for other in gradients[1:]:
+        for ours, theirs in zip(gradients[0][0], other[0], strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+    logs = [content(tmp_path / str(k))[0] for k in (1, 3, 8, 11)]
+    for log in logs:
+        assert log[0]["loss"] == pytest.approx(logs[0][0]["loss"], abs=1e-5)
+
+
+def test_the_config_says_what_a_run_was_made_with(whole, runs):
+    config = json.loads((whole["fusion"][0] / "config.json").read_text())
+    assert config["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert {"python", "torch", "numpy", "tokenizers", "safetensors", "datasets"} <= set(config["versions"])
+    assert config["command"].startswith("train.py --stage fusion --model ") and "--save-minutes 0" in config["command"]
+    assert (config["device"], config["dtype"], config["threads"], config["processes"]) == ("cpu", "float32", 1, 1)
+    for name in ("rte", "pick"):  # copied bit by bit, so the hash is also that of the source
+        assert config["adapter_sha256"][name] == hashlib.sha256((runs / name / "adapter.safetensors").read_bytes()).hexdigest()
+
+
+def test_the_commit(tmp_path, monkeypatch):
+    def git(*arguments):
+        options = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *options, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+
+    code = tmp_path / "train.py"
+    monkeypatch.setattr(train, "__file__", str(code))
+    code.write_text("one")
+    assert train.commit() is None
+    git("init", "-q")
+    assert train.commit() is None
+    git("add", "train.py")
+    git("commit", "-qm", "one")
+    head = git("rev-parse", "HEAD").strip()
+    assert len(head) == 40 and train.commit() == head
+    (tmp_path / "notes").write_text("not part of the code")
+    assert train.commit() == head
+    code.write_text("two")
+    assert train.commit() == f"{head}-dirty"
+    monkeypatch.setattr(train, "__file__", str(tmp_path / "below" / "train.py"))
+    (tmp_path / "below").mkdir()
+    assert train.commit() is None  # the repository is another's
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(train, "__file__", str(code))
+    assert train.commit() is None
+
+
+def test_a_run_that_another_process_has_finished_meanwhile(command, whole, tmp_path):
+    """--resume looked before it loaded, and found no end yet."""
+    out = shutil.copytree(whole["adapter"][0], tmp_path / "run")
+    with pytest.raises(ValueError, match="finished run"):
+        train.run(train.arguments([str(argument) for argument in [*command("adapter", out), "--resume"]]))
+    assert_equal(out, whole["adapter"][0])
+    (out / "resume.pt").write_bytes(b"killed before it was removed")
+    train.main([str(argument) for argument in [*command("adapter", out), "--resume"]])
+    assert_equal(out, whole["adapter"][0])
