@@ -18,7 +18,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bert import ACTIVATIONS, commit_of, download, listed, read_bin, read_json, read_safetensors, write_json, write_safetensors
+from bert import (
+    ACTIVATIONS,
+    attention,
+    commit_of,
+    download,
+    listed,
+    read_bin,
+    read_json,
+    read_safetensors,
+    write_json,
+    write_safetensors,
+)
 
 NON_LINEARITIES = {"leakyrelu": F.leaky_relu, **{n: ACTIVATIONS[n] for n in ("relu", "swish", "gelu", "gelu_new")}}
 
@@ -137,7 +148,7 @@ class Adapter(nn.Module):
         """Back into the residual stream."""
         return norm(output + x) if self.config.original_ln_after else output
 
-    def forward(self, f, x, norm):
+    def forward(self, f, x, norm, parallel=None):
         """f: sub-layer output, x: its input, norm: BERT's own LayerNorm; [B, T, d] -> [B, T, d]"""
         h, residual = self.enter(f, x, norm)
         z = self.up(self.act(self.down(self.norm_before(h) if self.norm_before else h)))  # d -> r -> d
@@ -148,6 +159,83 @@ class Adapter(nn.Module):
         else:
             output = self.norm_after(z) + residual
         return self.leave(output, x, norm)
+
+
+@dataclass(frozen=True)
+class PALConfig:
+    """
+    The task-specific layers of multi-task training (section 2.1.2; Stickland and Murray, 2019), parallel to a whole layer.
+
+    size        of the small space
+    num_heads   of the self-attention there, whose projections from d and back are shared by all layers; 0: no
+                self-attention, and projections of each layer's own
+    leave_out   layers (from 0) without one
+    """
+
+    size: int = 204
+    num_heads: int = 6  # as their code has it; 12 in their paper
+    leave_out: tuple = ()
+    mh_adapter, output_adapter = False, True  # where it is added, in AdapterConfig's terms
+
+    def __post_init__(self):
+        if type(self.size) is not int or not 0 < self.size < 10**5:
+            raise ValueError(f"size must be a positive integer, not {self.size!r:.50}")
+        if type(self.num_heads) is not int or self.num_heads < 0 or self.num_heads and self.size % self.num_heads:
+            raise ValueError(f"num_heads must be 0 or divide the size {self.size}, not {self.num_heads!r:.50}")
+        if not isinstance(self.leave_out, (list, tuple)) or any(type(layer) is not int for layer in self.leave_out):
+            raise ValueError(f"leave_out must be a list of layers, not {self.leave_out!r:.50}")
+        object.__setattr__(self, "leave_out", tuple(self.leave_out))
+
+    @classmethod
+    def pal(cls, **changes):
+        """Projected attention layers: 1.1 times BERT-base's parameters for eight tasks."""
+        return cls(**changes)
+
+    @classmethod
+    def low_rank(cls, **changes):
+        """Their low-rank layers, of about as many parameters."""
+        return cls(**{"size": 100, "num_heads": 0, **changes})
+
+    has = AdapterConfig.has
+
+
+class PAL(nn.Module):
+    """One projected attention layer, or low-rank layer: z = GELU(U·g(D·x + b_d) + b_u), x the input of a whole layer of BERT,
+    g self-attention without output matrix, or nothing; LN(f + z + x') at the layer's end, where f + x' are added anyway."""
+
+    def __init__(self, config, bert_config, shared=None):
+        super().__init__()
+        d, size = bert_config.hidden_size, config.size
+        self.config = config
+        self.attention_dropout = bert_config.attention_probs_dropout_prob
+        self.down = shared.down if shared else nn.Linear(d, size)
+        self.up = shared.up if shared else nn.Linear(size, d)
+        for name in ("query", "key", "value") if config.num_heads else ():
+            setattr(self, name, nn.Linear(size, size))
+        for linear in self.children():
+            if not (shared and linear in (shared.down, shared.up)):
+                nn.init.normal_(linear.weight, std=bert_config.initializer_range)
+                nn.init.zeros_(linear.bias)
+
+    def z(self, x, mask):
+        """The layer's input [B, T, d], mask [B, 1, 1, T] -> [B, T, d]"""
+        y = self.down(x)  # d -> size
+        if self.config.num_heads:
+            split = [layer(y).unflatten(2, (self.config.num_heads, -1)) for layer in (self.query, self.key, self.value)]
+            q, k, v = (part.transpose(1, 2) for part in split)  # [B, H, T, size/H]
+            y = attention(q, k, v, mask, self.attention_dropout if self.training else 0.0).transpose(1, 2).flatten(2)
+        return F.gelu(self.up(y))
+
+    def enter(self, f, x, norm):
+        """What fusion's query reads, and the residual, as in the paper's own adapter."""
+        return norm(f + x), f
+
+    def leave(self, output, x, norm):
+        return norm(output + x)
+
+    def forward(self, f, x, norm, parallel):
+        """As Adapter.forward; parallel: the layer's input and its mask. f may be that of the first token alone."""
+        return norm(f + self.z(*parallel)[:, : f.shape[1]] + x)
 
 
 def add_adapter(bert, name, config):
@@ -171,8 +259,12 @@ def plug_in(bert, name, config, dtype):
     places = [(layer, slot) for (layer, location), slot in bert.slots() if config.has(layer, location)]
     if not places:
         raise ValueError(f"adapter {name!r}: leave_out leaves no layer of {bert.config.num_hidden_layers}")
-    d = bert.config.hidden_size
-    modules = [Adapter(config, d, config.bottleneck_size(d, layer)) for layer, _ in places]
+    d, modules = bert.config.hidden_size, []
+    for layer, _ in places:
+        if isinstance(config, PALConfig):
+            modules.append(PAL(config, bert.config, shared=modules[0] if modules and config.num_heads else None))
+        else:
+            modules.append(Adapter(config, d, config.bottleneck_size(d, layer)))
     for (_, slot), module in zip(places, modules, strict=True):
         slot.adapters[name] = module.to(bert.device, dtype).requires_grad_(False).train(bert.training)
 
@@ -287,8 +379,13 @@ PAPER_ADAPTERS = {
 }
 
 
-def tensor_names(config):
-    """Ours -> AdapterHub's. With ln_before, `adapter_down` is (norm, linear, activation), else (linear, activation)."""
+def tensor_names(config, first=True):
+    """Ours -> AdapterHub's. With ln_before, `adapter_down` is (norm, linear, activation), else (linear, activation). It has no
+    PALs: theirs are named alike; the projections that all layers share are written with the first one."""
+    if isinstance(config, PALConfig):
+        own = ("query", "key", "value") if config.num_heads else ()
+        parts = (*(("down", "up") if first or not own else ()), *own)
+        return {f"{part}.{kind}": f"adapter_{part}.{kind}" for part in parts for kind in ("weight", "bias")}
     names = {"down": f"adapter_down.{int(config.ln_before)}", "up": "adapter_up"}
     if config.ln_before:
         names["norm_before"] = "adapter_norm_before"  # the reference stores it a second time, as adapter_down.0
@@ -322,7 +419,7 @@ def save_adapter(bert, name, directory):
     for key, slot in bert.slots():
         if name in slot.adapters:
             config, weights = slot.adapters[name].config, slot.adapters[name].state_dict()
-            for ours, theirs in tensor_names(config).items():
+            for ours, theirs in tensor_names(config, first=not tensors).items():
                 tensors[slot_name(key), theirs] = weights[ours]
                 if ours.startswith("norm_before"):
                     second = theirs.replace("adapter_norm_before", "adapter_down.0")
@@ -339,7 +436,8 @@ def write_adapter(directory, config, tensors, values):
     tensors = {f"{values['model_type']}.{slot}.adapters.{values['name']}.{part}": tensor.float().cpu().contiguous()
                for (slot, part), tensor in tensors.items()}  # fmt: skip
     options = {field.name: getattr(config, field.name) for field in fields(config)}
-    options = {**NOT_IN_THE_PAPER, **options, "leave_out": list(config.leave_out)}
+    other = {"architecture": "pal"} if isinstance(config, PALConfig) else NOT_IN_THE_PAPER
+    options = {**other, **options, "leave_out": list(config.leave_out)}
     write_safetensors(directory / WEIGHTS_FILES[0], tensors)
     write_json(directory / CONFIG_FILE, {"config": dict(sorted(options.items())), **values})
 
@@ -382,7 +480,8 @@ def read_adapter_config(directory, name=None):
         raise ValueError(f"{path}: no 'config' object: not a bottleneck adapter of AdapterHub")
     required = ("mh_adapter", "output_adapter", "reduction_factor", "non_linearity")
     lacks = [field for field in required if field not in options]
-    if options.get("architecture") or lacks:
+    kind = PALConfig if options.get("architecture") == "pal" else AdapterConfig
+    if kind is AdapterConfig and (options.get("architecture") or lacks):
         kind = f"{options['architecture']!r:.50}" if options.get("architecture") else f"without {listed(lacks)}"
         raise ValueError(f"{path}: only bottleneck adapters are supported, this is one {kind}")
     # what changes a saved adapter's output; inv_adapter does only if the file has its weights, see read_tensors
@@ -391,13 +490,13 @@ def read_adapter_config(directory, name=None):
             raise ValueError(f"{path}: {field} = {options[field]!r:.50} is not supported")
     # what the reference assumes of a file that does not say; and its old names: without a version, "gelu" is gelu_new
     options = {"original_ln_before": False, **options, "leave_out": options.get("leave_out") or ()}
-    options["non_linearity"] = str(options["non_linearity"]).lower()
+    options["non_linearity"] = str(options.get("non_linearity")).lower()
     if "version" not in values:
         old = {"gelu": "gelu_new", "gelu_orig": "gelu"}
         options["non_linearity"] = old.get(options["non_linearity"], options["non_linearity"])
-    known = {field.name for field in fields(AdapterConfig)}
+    known = {field.name for field in fields(kind)}
     try:
-        config = AdapterConfig(**{key: value for key, value in options.items() if key in known})
+        config = kind(**{key: value for key, value in options.items() if key in known})
         name = values.get("name") if name is None else name
         check_name(name)
     except ValueError as e:
@@ -447,11 +546,13 @@ def load_adapter(bert, directory, name=None):
     except ValueError as e:
         raise ValueError(f"{directory}: {e}") from e
     try:
+        first = True
         for key, slot in bert.slots():
             if name in slot.adapters:
-                for ours, theirs in tensor_names(config).items():
+                for ours, theirs in tensor_names(config, first).items():
                     fill(slot.adapters[name].get_parameter(ours), tensors, (slot_name(key), theirs), path)
-                if config.ln_before:
+                first = False
+                if getattr(config, "ln_before", False):
                     for kind in ("weight", "bias"):
                         tensors.pop((slot_name(key), f"adapter_down.0.{kind}"), None)
         refuse_rest(tensors, path)

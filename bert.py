@@ -99,12 +99,13 @@ class AddNorm(nn.Module):
         self.fusion = None
         self.active = None
 
-    def forward(self, f, x):
-        """f: the sub-layer's output, x: its input (the residual stream), both [B, T, d] -> [B, T, d]"""
+    def forward(self, f, x, parallel=None):
+        """f: the sub-layer's output, x: its input (the residual stream), both [B, T, d] -> [B, T, d]. parallel: the input of
+        the whole layer and the mask, for an adapter that is parallel to it (MT-A)."""
         if self.fusion is not None and self.active == self.fusion.name:
-            return self.fusion(f, x, self.norm, [self.adapters[name] for name in self.fusion.adapter_names])
+            return self.fusion(f, x, self.norm, [self.adapters[name] for name in self.fusion.adapter_names], parallel)
         if self.active in self.adapters:
-            return self.adapters[self.active](f, x, self.norm)
+            return self.adapters[self.active](f, x, self.norm, parallel)
         return self.norm(f + x)
 
 
@@ -130,25 +131,27 @@ class Layer(nn.Module):
     def forward(self, x, mask, cls_only=False):
         """x: [B, T, d], mask: [B, 1, 1, T], True = real token -> [B, T, d], or with cls_only the first token's [B, 1, d]"""
         B, T, d = x.shape
+        parallel = (x, mask)
         k = self.key(x).view(B, T, self.num_heads, -1).transpose(1, 2)  # [B, H, T, d/H]
         v = self.value(x).view(B, T, self.num_heads, -1).transpose(1, 2)
         if cls_only:
             x, T = x[:, :1].contiguous(), 1  # else B small products in place of one
         q = self.query(x).view(B, T, self.num_heads, -1).transpose(1, 2)
-        a = self.attention(q, k, v, mask).transpose(1, 2).reshape(B, T, d)  # [B, H, T, d/H] -> [B, T, d]
+        p = self.attention_dropout if self.training else 0.0
+        a = attention(q, k, v, mask, p).transpose(1, 2).reshape(B, T, d)  # [B, H, T, d/H] -> [B, T, d]
         x = self.attention_add_norm(dropout(self.attention_dense(a), self.hidden_dropout, self.training), x)
         f = self.output_dense(self.activation(self.intermediate(x)))  # [B, T, d] -> [B, T, 4d] -> [B, T, d]
-        return self.output_add_norm(dropout(f, self.hidden_dropout, self.training), x)
+        return self.output_add_norm(dropout(f, self.hidden_dropout, self.training), x, parallel)
 
-    def attention(self, q, k, v, mask):
-        """softmax(q kᵀ / √(d/H)) v over the real tokens, for each head: [B, H, T, d/H]"""
-        p = self.attention_dropout if self.training else 0.0
-        if p == 0 or q.device.type != "cpu":
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
-        scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)  # the same with our dropout: [B, H, T, T]
-        if mask is not None:
-            scores = scores + scores.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(scores.dtype).min)
-        return dropout(scores.softmax(-1), p, self.training) @ v
+
+def attention(q, k, v, mask, p):
+    """softmax(q kᵀ / √(d/H)) v over the real tokens, each weight dropped with probability p: 3 x [B, H, T, d/H] -> the same"""
+    if p == 0 or q.device.type != "cpu":
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
+    scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)  # the same with our dropout: [B, H, T, T]
+    if mask is not None:
+        scores = scores + scores.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return dropout(scores.softmax(-1), p, training=True) @ v
 
 
 def dropout(x, p, training):
@@ -157,7 +160,7 @@ def dropout(x, p, training):
         return F.dropout(x, p, training)
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
     keep = bits[: x.numel()].view(x.shape) >= round(2**16 * p) - 2**15
-    return x * (keep.to(x.dtype) / (1 - p))
+    return x * keep * (1 / (1 - p))
 
 
 def embedding(rows, d):

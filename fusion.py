@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from adapter import SLOT, activate, check_dropout, fetch, fill, meta, read_tensors, refuse_rest, slot_name
+from adapter import PAL, SLOT, PALConfig, activate, check_dropout, fetch, fill, meta, read_tensors, refuse_rest, slot_name
 from bert import read_json, write_json, write_safetensors
 
 
@@ -54,11 +54,13 @@ class Fusion(nn.Module):
         with torch.no_grad():
             self.value.weight.fill_(1e-6).fill_diagonal_(1.0)
 
-    def forward(self, f, x, norm, adapters):
-        """f: sub-layer output, x: its input [B, T, d], norm: BERT's own LayerNorm, adapters: N modules -> [B, T, d]"""
+    def forward(self, f, x, norm, adapters, parallel=None):
+        """f: sub-layer output, x: its input [B, T, d], norm: BERT's own LayerNorm, adapters: N modules, parallel: what PALs
+        read -> [B, T, d]"""
         last = adapters[-1]  # the reference: the last adapter's config says what all of them read, and the residual
         h, residual = last.enter(f, x, norm)
-        return last.leave(self.mix(h, adapters) + residual, x, norm)
+        o = self.mix_pals(h, adapters, parallel) if isinstance(last, PAL) else self.mix(h, adapters)
+        return last.leave(o + residual, x, norm)
 
     def mix(self, h, adapters):
         """o of the class docstring: h [B, T, d] -> [B, T, d]"""
@@ -73,6 +75,15 @@ class Fusion(nn.Module):
         s = self.dropout(scores).softmax(-1)  # [B·T, N]
         self.weights = s.detach().view(B, T, -1)
         return chain((s.to(a.dtype) @ member.T) * a, Z.T, V.T, weights_first=weights_first).view(B, T, d)  # Σ s_n V z_n
+
+    def mix_pals(self, h, adapters, parallel):
+        """The same over PALs, whose z_n is no linear function of something smaller: K and V are still applied only once."""
+        z = torch.stack([adapter.z(*parallel)[:, : h.shape[1]] for adapter in adapters], 2)  # [B, T, N, d]
+        q = self.query(h)  # [B, T, d]
+        scores = (z @ (q @ self.key.weight)[..., None])[..., 0] + (q @ self.key.bias)[..., None]  # [B, T, N]
+        s = self.dropout(scores).softmax(-1)
+        self.weights = s.detach()
+        return self.value((s.to(z.dtype)[:, :, None] @ z)[:, :, 0])  # [B, T, d]
 
     def textbook(self, h, adapters):
         """The same function as `mix`, with the paper's equations taken literally."""
@@ -141,6 +152,8 @@ def plug_in_fusion(bert, adapter_names, dropout, dtype):
                 f"adapters at different locations cannot be fused: {field} is "
                 + ", ".join(f"{getattr(config, field)} in {name}" for name, config in zip(names, configs, strict=True))
             )
+    if len({isinstance(config, PALConfig) for config in configs}) > 1:
+        raise ValueError(f"PALs cannot be fused with other adapters: {', '.join(names)}")
     dropout = dropout or bert.config.attention_probs_dropout_prob  # so the reference: 0.0 counts as not given
     for _, slot in bert.slots():
         here = [name for name in names if name in slot.adapters]
@@ -169,6 +182,8 @@ def fold(bert):
     for _, slot in folded.slots():
         if slot.fusion is not None and slot.active == slot.fusion.name:
             adapters = [slot.adapters[name] for name in slot.fusion.adapter_names]
+            if isinstance(adapters[-1], PAL):  # there is nothing to fold
+                continue
             slot.fusion = FoldedFusion(slot.fusion, adapters).to(bert.dtype)
     return folded
 
@@ -215,7 +230,7 @@ class FoldedFusion(nn.Module):
         self.register_buffer("to_output", V @ Z)  # [d, R]
         self.register_buffer("member", member)
 
-    def forward(self, f, x, norm, adapters):
+    def forward(self, f, x, norm, adapters, parallel=None):
         """As Fusion.forward."""
         last = adapters[-1]
         h, residual = last.enter(f, x, norm)

@@ -1,0 +1,157 @@
+"""The task layers of multi-task training (Stickland and Murray, 2019): what they compute, their files, fusion over them."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from adapter import AdapterConfig, PALConfig, activate, add_adapter, copy_adapter, load_adapter, save_adapter
+from bert import Bert
+from fusion import add_fusion, fold, fusion_weights, fusions, load_fusion, save_fusion
+
+IDS = torch.tensor([[2, 7, 8, 9, 10, 3], [2, 11, 3, 0, 0, 0], [2, 12, 13, 14, 3, 0]])
+MASK = (IDS != 0).long()
+KINDS = {"pal": PALConfig.pal(size=12, num_heads=3), "low_rank": PALConfig.low_rank(size=10)}
+
+
+def with_adapters(encoder, *configs, names="abc"):
+    torch.manual_seed(0)
+    bert = Bert.from_pretrained(encoder).double()
+    for name, config in zip(names, configs, strict=False):
+        add_adapter(bert, name, config)
+    for name, p in bert.named_parameters():
+        if ".adapters." in name:
+            nn.init.normal_(p, std=0.3)
+    return bert
+
+
+def gelu(x):
+    return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def transcribed(adapter, x, mask):
+    """z of one PAL, example by example, head by head, position by position, without padding."""
+    W = dict(adapter.named_parameters())
+    z = torch.zeros_like(x)
+    for b in range(len(x)):
+        real = int(mask[b].sum())
+        y = x[b, :real] @ W["down.weight"].T + W["down.bias"]
+        if adapter.config.num_heads:
+            q, k, v = (y @ W[f"{name}.weight"].T + W[f"{name}.bias"] for name in ("query", "key", "value"))
+            size, heads = adapter.config.size // adapter.config.num_heads, []
+            for head in range(adapter.config.num_heads):
+                part = slice(head * size, (head + 1) * size)
+                scores = torch.stack([torch.stack([q[i, part] @ k[j, part] for j in range(real)]) for i in range(real)])
+                heads.append(torch.softmax(scores / math.sqrt(size), 1) @ v[:, part])
+            y = torch.cat(heads, 1)
+        z[b, :real] = gelu(y @ W["up.weight"].T + W["up.bias"])
+    return z
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pal_is_its_definition(kind, encoder):
+    bert = with_adapters(encoder, KINDS[kind])
+    x, f, residual = torch.randn(3, *IDS.shape, 32, dtype=torch.float64)
+    slot = bert.layers[1].output_add_norm
+    with torch.no_grad():
+        expected = slot.norm(f + transcribed(slot.adapters["a"], x, MASK) + residual)
+        out = slot(f, residual, (x, MASK.bool()[:, None, None]))
+    assert (out - expected)[MASK.bool()].abs().max() <= 1e-10
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_parallel_to_the_whole_layer(kind, encoder):
+    """LN(FFN(x') + x' + PAL(x)), with x the layer's input and x' what its attention sub-layer made of it."""
+    bert = with_adapters(encoder, KINDS[kind])
+    layer = bert.layers[0]
+    x = torch.randn(*IDS.shape, 32, dtype=torch.float64)
+    with torch.no_grad():
+        out = layer(x, MASK.bool()[:, None, None])
+        plain = layer.output_add_norm
+        del layer.output_add_norm
+        vars(layer)["output_add_norm"] = lambda f, inner, parallel: (f, inner)
+        f, inner = layer(x, MASK.bool()[:, None, None])
+        expected = plain.norm(f + inner + transcribed(plain.adapters["a"], x, MASK))
+    assert (out - expected)[MASK.bool()].abs().max() <= 1e-10
+
+
+def test_what_layers_share(encoder):
+    pal, low_rank = with_adapters(encoder, KINDS["pal"]), with_adapters(encoder, KINDS["low_rank"])
+    d, size = 32, 12
+    count = sum(p.numel() for p in pal.parameters() if p.requires_grad)
+    assert count == (d * size + size) + (size * d + d) + 2 * 3 * (size * size + size)
+    first, second = (layer.output_add_norm.adapters["a"] for layer in pal.layers)
+    assert first.down is second.down and first.up is second.up and first.query is not second.query
+    assert sum(p.numel() for p in low_rank.parameters() if p.requires_grad) == 2 * ((d * 10 + 10) + (10 * d + d))
+    with torch.device("meta"):  # at the size of BERT-base, in the paper: 1.13 times the parameters for eight tasks
+        bert = Bert(Bert.from_pretrained(encoder).config.__class__())
+        add_adapter(bert, "a", PALConfig.pal())
+    total = sum(p.numel() for p in bert.parameters())
+    assert 1.12 < (total + 7 * sum(p.numel() for p in bert.parameters() if p.requires_grad)) / 110e6 < 1.14
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files(kind, encoder, tmp_path):
+    bert = with_adapters(encoder, KINDS[kind]).float()
+    save_adapter(bert, "a", tmp_path / "a")
+    again = Bert.from_pretrained(encoder)
+    copy_adapter(again, tmp_path / "a", "b", tmp_path / "b")
+    activate(again, load_adapter(again, tmp_path / "b"))
+    with torch.no_grad():
+        assert torch.equal(again(IDS, None, MASK), bert(IDS, None, MASK))
+        bert_b = bert(IDS, None, MASK, cls_only=True)
+        assert (bert_b - bert(IDS, None, MASK)[:, :1]).abs().max() <= 1e-5
+        activate(bert, None)
+        assert (bert(IDS, None, MASK) - again(IDS, None, MASK)).abs().max() > 0.1
+    if kind == "pal":
+        first, second = (layer.output_add_norm.adapters["b"] for layer in again.layers)
+        assert first.down is second.down
+
+
+@pytest.mark.parametrize("change", [{"size": 0}, {"size": "204"}, {"num_heads": 5}, {"num_heads": -1}, {"leave_out": 3}])
+def test_wrong_configurations(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        PALConfig(**change)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fusion_over_them(kind, encoder, tmp_path):
+    """o = V Σ s_n z_n, s = softmax((Q h + b_Q)·(K z_n + b_K)), h = LN(f + x'), then LN(f + o + x')."""
+    config = KINDS[kind]
+    bert = with_adapters(encoder, config, config)
+    add_fusion(bert, ["a", "b"])
+    for _, fusion in fusions(bert):
+        for p in fusion.parameters():
+            nn.init.normal_(p, std=0.3)
+    slot = bert.layers[0].output_add_norm
+    x, f, inner = torch.randn(3, *IDS.shape, 32, dtype=torch.float64)
+    with torch.no_grad():
+        out = slot(f, inner, (x, MASK.bool()[:, None, None]))
+        h = slot.norm(f + inner)
+        z = torch.stack([transcribed(slot.adapters[name], x, MASK) for name in "ab"], 2)
+        s = torch.einsum("btd,btnd->btn", slot.fusion.query(h), slot.fusion.key(z)).softmax(-1)
+        o = torch.einsum("btn,btnd->btd", s, slot.fusion.value(z))
+    assert (out - slot.norm(f + o + inner))[MASK.bool()].abs().max() <= 1e-10
+    assert (slot.fusion.weights - s)[MASK.bool()].abs().max() <= 1e-10
+    with torch.no_grad():
+        assert torch.equal(fold(bert)(IDS, None, MASK), bert(IDS, None, MASK))
+
+    bert = bert.float()
+    for name in "ab":
+        save_adapter(bert, name, tmp_path / name)
+    save_fusion(bert, tmp_path / "fusion")
+    again = Bert.from_pretrained(encoder)
+    for name in "ab":
+        load_adapter(again, tmp_path / name)
+    load_fusion(again, tmp_path / "fusion")
+    with torch.no_grad():
+        assert torch.equal(again(IDS, None, MASK), bert(IDS, None, MASK))
+    assert fusion_weights(again)[1, "output"].shape == (*IDS.shape, 2)
+
+
+
+def test_they_are_not_fused_with_other_adapters(encoder):
+    bert = with_adapters(encoder, KINDS["pal"], AdapterConfig.pfeiffer())
+    with pytest.raises(ValueError, match="cannot be fused with other adapters"):
+        add_fusion(bert, ["a", "b"])
