@@ -517,11 +517,13 @@ def groups(batch):
         yield rows, [batch[name][rows, :T] for name in ("input_ids", "token_type_ids", "attention_mask")]
 
 
-def batches(split, batch_size, pad_token_id=0, seed=None, skip=0):
-    """The batches of one epoch over a split from `load_split`, as `collate` makes them; the first `skip` are left out."""
+def batches(split, batch_size, pad_token_id=0, seed=None, rank=0, world=1):
+    """The batches of one epoch over a split from `load_split`, as `collate` makes them; of each, the share of one of `world`
+    processes."""
     lengths = split.with_format("numpy")["length"][:]
-    for indices in batch_order(lengths, batch_size, seed)[skip:]:
-        yield collate(split[indices.tolist()], pad_token_id)
+    for indices in batch_order(lengths, batch_size, seed):
+        if len(mine := indices[rank::world]) > 0:
+            yield collate(split[mine.tolist()], pad_token_id)
 
 
 def refuse(message):

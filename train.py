@@ -211,7 +211,7 @@ def evaluate(bert, head, split, batch_size, dtype):
     rank, world = processes()
     bert.eval(), head.eval()
     right = broken = 0
-    for batch in batches(split.shard(world, rank) if world > 1 else split, batch_size, bert.config.pad_token_id):
+    for batch in batches(split, batch_size * world, bert.config.pad_token_id, rank=rank, world=world):
         logits = predict(bert, head, batch, dtype)
         broken += (~logits.isfinite()).sum().item()
         right += (logits.argmax(-1).cpu() == batch["labels"]).sum().item()
@@ -249,18 +249,19 @@ def run(args):
         with lock(args.out) if rank == 0 else open(os.devnull, "w") as log:  # the first process writes
             if rank == 0:
                 check(args)  # again: another run may have ended there in the meantime
-            return train(args, log, *prepared, device, dtype)
+            result = train(args, log, *prepared, device, dtype)
     except (OSError, SafetensorError) as e:
-        clear(args.out, TEMPORARY)
+        if processes()[0] == 0:
+            clear(args.out, TEMPORARY)
         kept = "; its last state is intact, continue with --resume" if (args.out / "resume.pt").exists() else ""
         raise OSError(f"stopped, {args.out} cannot be written: {e}{kept}") from e
     except RuntimeError as e:
         if not isinstance(e, dist.DistError) and "gloo" not in str(e):
             raise
         raise ConnectionError("another process of this run has ended: see there for the reason, continue with --resume") from e
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return result
 
 
 class Model(nn.Module):
@@ -310,7 +311,8 @@ def train(args, log, task, bert, head, fused, train_split, dev_split, device, dt
         "compile": args.compile,
         "threads": torch.get_num_threads(),
         "processes": world,
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}},
+        "versions": {name: version(name) for name in ("torch", "numpy", "tokenizers", "safetensors", "datasets")},
+        "python": platform.python_version(),
         "commit": commit(),
         "command": args.command,
     }
@@ -321,12 +323,16 @@ def train(args, log, task, bert, head, fused, train_split, dev_split, device, dt
         torch.manual_seed(args.seed + rank)  # dropout of its own
     if resumes(args):
         position, best, history = load_state(args.out / "resume.pt", config, named, optimizer, device)
+    step = (position["epoch"] - 1) * steps_per_epoch + position["step"]
+    if total(torch.tensor([step, step**2])).tolist() != [world * step, world * step**2]:
+        raise ValueError(f"--out {args.out} must be one directory for all processes: they found different states there")
     if rank == 0:
         clear(args.out, TEMPORARY if resumes(args) else RUN_FILES + TEMPORARY)
         if not resumes(args):
             for name, directory in fused:  # copied first: the sources may be gone by the end
                 copy_adapter(bert, directory, name, args.out / "adapters" / name)
-        config["adapter_sha256"] = {name: sha256(args.out / "adapters" / name / "adapter.safetensors") for name, _ in fused}
+        files = {name: args.out / "adapters" / name / "adapter.safetensors" for name, _ in fused}
+        config["adapter_sha256"] = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
         write_json(args.out / "config.json", config)
         log.truncate(0)
         log.write("".join(json.dumps(line) + "\n" for line in history))
@@ -389,13 +395,13 @@ def train(args, log, task, bert, head, fused, train_split, dev_split, device, dt
                     if stop:
                         raise KeyboardInterrupt
 
-            trained = time.monotonic()
+            trained, seen = time.monotonic(), max(len(train_split) - first * args.batch_size, 0)
             accuracy = evaluate(bert, head, dev_split, max(4 * args.batch_size // args.grad_accumulation, 1), dtype)
             if accuracy > position["accuracy"]:
                 position["accuracy"], position["best_epoch"] = accuracy, epoch
                 best = {name: p.detach().cpu().clone() for name, p in named.items()}
             history.append({"epoch": epoch, "loss": position["loss"] / steps_per_epoch, "dev_accuracy": accuracy,
-                            "examples_per_second": round(len(train_split) / (trained - epoch_started), 1),
+                            "examples_per_second": round(seen / (trained - epoch_started), 1),
                             "seconds": round(time.monotonic() - started, 2)})  # fmt: skip
             log.write(json.dumps(history[-1]) + "\n")
             print(f"epoch {epoch}: loss {history[-1]['loss']:.4f}, dev accuracy {accuracy:.4f}, "
@@ -600,13 +606,6 @@ def load_state(path, config, named, optimizer, device):
     return state["position"], state["best"], state["history"]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What a run was made with
-
-
-PACKAGES = ("torch", "numpy", "tokenizers", "safetensors", "datasets")
-
-
 def commit():
     """The commit of this file's repository, "-dirty" behind it with changes that are not committed; None without one."""
     here = Path(__file__).resolve().parent
@@ -616,11 +615,6 @@ def commit():
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=10).stdout.strip() or None
     except (OSError, subprocess.TimeoutExpired):
         return None
-
-
-def sha256(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -660,16 +654,19 @@ def main(argv=None):
             (args.out / "resume.pt").unlink(missing_ok=True)
         else:
             result = run(args)
+        print(json.dumps(result))
+        return
     except (ValueError, OSError, FloatingPointError, MemoryError) as e:
-        if rank == 0 or isinstance(e, MemoryError):  # which may be one process's alone
-            print(f"train.py: {' '.join(str(e).split())}", file=sys.stderr)
-        sys.exit(2)
+        status, message, speaks = 2, e, rank == 0 or isinstance(e, MemoryError)  # which may be one process's alone
     except KeyboardInterrupt:
-        if rank == 0:
-            saved = (args.out / "resume.pt").exists()
-            print(f"train.py: interrupted{f', continue with --resume --out {args.out}' if saved else ''}", file=sys.stderr)
-        sys.exit(130)
-    print(json.dumps(result))
+        saved = f", continue with --resume --out {args.out}" if (args.out / "resume.pt").exists() else ""
+        status, message, speaks = 130, f"interrupted{saved}", rank == 0
+    if speaks:
+        print(f"train.py: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    if dist.is_initialized():  # at once: gloo's threads and the interpreter may wait for each other at its end
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
 """train.py in processes of its own that can be killed, limited and put side by side. They are forked from one that has imported
 torch already, which takes seconds."""
 
-import multiprocessing
+import multiprocessing.connection
 import os
 import signal
 import sys
+import threading
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["train", "torch._dynamo", "pytest"])
+one_at_a_time = threading.Lock()  # to start a process is also to look for the ends of others, each of which is told once
 
 
 def start(arguments, output, before=(), **environment):
@@ -15,8 +17,16 @@ def start(arguments, output, before=(), **environment):
     ahead of it."""
     arguments = [str(argument) for argument in arguments]
     process = context.Process(target=main, args=(arguments, str(output), list(before), environment))
-    process.start()
+    with one_at_a_time:
+        process.start()
     return process
+
+
+def wait(process, timeout=None):
+    """Its exit status, None if it is still running after so many seconds."""
+    multiprocessing.connection.wait([process.sentinel], timeout)
+    with one_at_a_time:
+        return process.exitcode
 
 
 def main(arguments, output, before, environment):
@@ -26,6 +36,7 @@ def main(arguments, output, before, environment):
     os.environ.update(environment)
     import train
 
+    train.tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a killed process leaves behind
     for function, *values in before:
         function(*values)
     train.main(arguments)
@@ -34,10 +45,10 @@ def main(arguments, output, before, environment):
 
 def finish(process, output, timeout=120):
     """(exit status, what it wrote), once it has ended."""
-    process.join(timeout)
-    assert process.exitcode is not None, f"still running after {timeout} s"
+    status = wait(process, timeout)
+    assert status is not None, f"still running after {timeout} s"
     with open(output) as file:
-        return process.exitcode, file.read()
+        return status, file.read()
 
 
 operations = 0

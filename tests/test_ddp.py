@@ -82,6 +82,19 @@ def test_the_same_numbers_as_one_process(stage, count, command, tmp_path):
     assert not [path for path in (tmp_path / "many").iterdir() if "tmp" in path.name or path.name == "resume.pt"]
 
 
+def test_fewer_examples_than_processes(command, data_dir, tmp_path):
+    for split, count in (("train", 2), ("validation", 1)):
+        (tmp_path / "sst2").mkdir(exist_ok=True)
+        lines = (data_dir / "sst2" / f"{split}.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / "sst2" / f"{split}.jsonl").write_text("".join(lines[:count]))
+    options, output = ["--data-dir", tmp_path], tmp_path / "output"
+    train.main([str(argument) for argument in command("adapter", tmp_path / "one", *options)])
+    statuses, texts = finish(start(3, command("adapter", tmp_path / "many", *options), output), output)
+    assert statuses == [0, 0, 0], texts
+    assert log_of(tmp_path / "many")[0] == pytest.approx(log_of(tmp_path / "one")[0], abs=1e-5)
+    assert log_of(tmp_path / "many")[1] == log_of(tmp_path / "one")[1]
+
+
 def test_every_example_once(monkeypatch):
     for world in range(1, 6):
         for size in (1, 2, 3, 7, 16, 33):
@@ -156,6 +169,11 @@ def explode(step):
     train.F.cross_entropy = instead
 
 
+def find_nothing():
+    """To be called in a child, whose machine does not see the others' directory."""
+    train.resumes = lambda _: False
+
+
 def test_errors_end_all_processes(command, tmp_path):
     output = tmp_path / "output"
     statuses, texts = finish(start(2, command("adapter", tmp_path / "a", "--lr", -1), output), output)
@@ -169,6 +187,12 @@ def test_errors_end_all_processes(command, tmp_path):
     statuses, texts = finish(start(2, command("adapter", tmp_path / "c"), output, {1: [(explode, 5)]}), output)
     assert statuses == [2, 2] and "epoch 1 is kept" in texts[0] and texts[1] == ""
     assert train.load_run(tmp_path / "c")[2]["task"] == "sst2"
+
+    before = {1: [(find_nothing,)]}
+    statuses, texts = finish(start(2, command("adapter", tmp_path / "e"), output, {1: [(stop_at, 5, signal.SIGTERM)]}), output)
+    assert statuses == [130, 130]
+    statuses, texts = finish(start(2, command("adapter", tmp_path / "e", "--resume"), output, before), output)
+    assert statuses == [2, 2] and "one directory for all processes" in texts[0] and texts[1] == ""
 
     (tmp_path / "d").mkdir()
     with train.lock(tmp_path / "d"):
