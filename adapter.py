@@ -164,7 +164,7 @@ class Adapter(nn.Module):
 @dataclass(frozen=True)
 class PALConfig:
     """
-    The task-specific layers of multi-task training (section 2.1.2; Stickland and Murray, 2019), parallel to a whole layer.
+    The task-specific layers of multi-task training (section 2.2.2; Stickland and Murray, 2019), parallel to a whole layer.
 
     size        of the small space
     num_heads   of the self-attention there, whose projections from d and back are shared by all layers; 0: no
@@ -291,9 +291,14 @@ def activate(bert, name):
     known |= {slot.fusion.name for _, slot in bert.slots() if slot.fusion is not None}
     if name is not None and name not in known:
         raise ValueError(f"there is no adapter called {name!r}; there are: {', '.join(sorted(known)) or 'none'}")
+    speak(bert, name)
+    bert.requires_grad_(False)
+
+
+def speak(bert, name):
+    """`activate` without freezing: multi-task training turns from one adapter to the next."""
     for _, slot in bert.slots():
         slot.active = name
-    bert.requires_grad_(False)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

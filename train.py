@@ -3,6 +3,7 @@
     python train.py --stage adapter --task rte                                       # Φ_rte <- argmin L(D_rte; Θ, Φ)
     python train.py --stage fusion --task rte --adapters runs/mnli runs/qqp runs/rte # Ψ <- argmin L(D_rte; Θ, Φ_1..N, Ψ)
     python train.py --stage head | full --task rte                                   # the paper's baselines (section 5.1)
+    python train.py --stage multitask --tasks mnli qqp rte                           # Θ, Φ_1..N <- argmin Σ_n L(D_n; Θ, Φ_n)
 
 What a stage trains is what requires a gradient; Θ and Φ are otherwise never written to. A run directory holds the best
 epoch in AdapterHub's files, and is all that `load_run` needs besides the encoder. `torchrun --nproc_per_node=G train.py ...`
@@ -38,6 +39,7 @@ from tqdm import tqdm
 from adapter import (
     AdapterConfig,
     Head,
+    PALConfig,
     activate,
     add_adapter,
     check_name,
@@ -49,18 +51,24 @@ from adapter import (
     read_adapter_config,
     save_adapter,
     save_head,
+    speak,
 )
 from bert import Bert, read_json, write_json
 from data import batch_order, batches, collate, get_task, groups, load_split, load_tokenizer, refuse
 from fusion import add_fusion, fusion_regularization, load_fusion, save_fusion
 
 # Section 4.1 and appendix A.2: ST-A 1e-4 and at most 30 epochs, fusion 5e-5 and at most 10. The paper does not give those
-# of its head and full baselines; these are ours.
+# of its head and full baselines; these are ours. Multi-task training as in Stickland and Murray (2019): 25 epochs of 2400 steps.
 DEFAULTS = {  # stage: (learning rate, epochs)
     "adapter": (1e-4, 30),
     "fusion": (5e-5, 10),
     "head": (1e-3, 30),
     "full": (2e-5, 10),
+    "multitask": (2e-5, 25),
+}
+ADAPTERS = {  # --adapter
+    **{name: getattr(AdapterConfig, name) for name in ("pfeiffer", "houlsby", "bapna")},
+    **{name: getattr(PALConfig, name) for name in ("pal", "low_rank")},
 }
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "merges.txt")
 
@@ -70,19 +78,23 @@ def arguments(argv=None):
     parser.error = refuse  # one line like all errors, without the usage
     add = parser.add_argument
     add("--stage", required=True, choices=list(DEFAULTS))
-    add("--task", required=True, help="one of the paper's 16 tasks, or your own in --data-dir")
+    add("--task", help="one of the paper's 16 tasks, or your own in --data-dir")
+    add("--tasks", nargs="+", default=[], help="multitask: all of them")
     add("--adapters", nargs="+", default=[], help="fusion: runs, AdapterHub directories, hub ids; paper: its authors' 16")
     add("--model", default="google-bert/bert-base-uncased", help="encoder: a directory or a hub id")
     add("--data-dir", help="directory with TASK/train.jsonl and TASK/validation.jsonl; without it: the hub")
-    add("--out", help="run directory; default runs/TASK, runs/fusion-TASK, runs/head-TASK, runs/full-TASK")
-    add("--adapter", default="pfeiffer", choices=["pfeiffer", "houlsby", "bapna"], help="architecture of a new adapter")
+    add("--out", help="run directory; default runs/TASK, runs/fusion-TASK (likewise head, full), runs/multitask")
+    add("--adapter", choices=[*ADAPTERS, "none"], help="architecture of a new adapter; default pfeiffer, multitask pal")
     add("--reduction-factor", type=float, default=16.0, help="hidden size / bottleneck size of a new adapter")
-    add("--epochs", type=int, help="at most; default adapter 30, fusion 10, head 30, full 10")
-    add("--lr", type=float, help="decays linearly to 0; default adapter 1e-4, fusion 5e-5, head 1e-3, full 2e-5")
+    add("--epochs", type=int, help="at most; default adapter 30, fusion 10, head 30, full 10, multitask 25")
+    add("--lr", type=float, help="then linearly to 0; default adapter 1e-4, fusion 5e-5, head 1e-3, full and multitask 2e-5")
+    add("--warmup", type=float, help="share of the steps before that, in which it rises from 0; default multitask 0.1, else 0")
+    add("--steps-per-epoch", type=int, default=2400, help="multitask")
+    add("--sampling", default="annealed", choices=["annealed", "proportional", "sqrt", "round_robin"], help="multitask")
     add("--batch-size", type=int, default=32, help="examples per step, over all devices together")
     add("--grad-accumulation", type=int, default=1, help="run a batch in so many parts: less memory, the same gradients")
     add("--max-length", type=int, help="tokens per candidate; default by task")
-    add("--patience", type=int, default=5, help="stop after so many epochs without a better dev accuracy")
+    add("--patience", type=int, help="stop after so many epochs without a better dev accuracy; default 5, multitask: never")
     add("--weight-decay", type=float, default=0.0, help="AdamW's; never on biases, LayerNorms and fusion's V")
     add("--seed", type=int, default=0)
     add("--limit-train", type=int, help="train on so many examples, drawn with the seed")
@@ -98,19 +110,32 @@ def arguments(argv=None):
     lr, epochs = DEFAULTS[args.stage]
     args.lr = lr if args.lr is None else args.lr
     args.epochs = epochs if args.epochs is None else args.epochs
+    multitask = args.stage == "multitask"
+    if multitask and (args.task or not args.tasks or len(set(args.tasks)) < len(args.tasks)):
+        raise ValueError("--stage multitask takes --tasks, each of them once, and no --task")
+    if not multitask and (args.tasks or not args.task):
+        raise ValueError(f"--stage {args.stage} takes --task, and no --tasks")
+    args.adapter = args.adapter or ("pal" if multitask else "pfeiffer")
+    args.warmup = (0.1 if multitask else 0.0) if args.warmup is None else args.warmup
+    args.patience = (args.epochs if multitask else 5) if args.patience is None else args.patience
     prefix = "" if args.stage == "adapter" else f"{args.stage}-"
-    args.out = Path(args.out or f"runs/{prefix}{args.task}")
+    args.out = Path(args.out or ("runs/multitask" if multitask else f"runs/{prefix}{args.task}"))
+    args.task, args.tasks = args.task or ",".join(args.tasks), args.tasks or [args.task]
     args.command = shlex.join(["train.py", *(sys.argv[1:] if argv is None else argv)])
     return args
 
 
 def check(args):
     """Raises ValueError for arguments that make no sense, before anything is loaded."""
-    for name in ("epochs", "batch_size", "grad_accumulation", "patience", "limit_train"):
+    for name in ("epochs", "batch_size", "grad_accumulation", "patience", "limit_train", "steps_per_epoch"):
         if getattr(args, name) is not None and not 1 <= getattr(args, name) < 10**9:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, and under 10^9, not {getattr(args, name)}")
     if not 0 < args.lr < math.inf:
         raise ValueError(f"--lr must be a positive number, not {args.lr}")
+    if not 0 <= args.warmup < 1:
+        raise ValueError(f"--warmup must be in [0, 1), not {args.warmup}")
+    if args.adapter == "none" and args.stage == "adapter":
+        raise ValueError("--adapter none leaves --stage adapter nothing to train: see --stage head and --stage full")
     if not 0 <= args.weight_decay < math.inf:
         raise ValueError(f"--weight-decay must be 0 or more, not {args.weight_decay}")
     if not 0 <= args.save_minutes < math.inf:
@@ -153,27 +178,29 @@ def choose_device(device, dtype):
     return torch.device(device), getattr(torch, dtype)
 
 
-def build(args, task, device, dtype):
-    """The encoder with what the stage trains plugged in, and a new head. Frozen weights are held in `dtype`, trained ones
-    in fp32. Returns (bert, head, [(name, directory) of fused adapters])."""
+def build(args, tasks, device, dtype):
+    """The encoder with what the stage trains plugged in, and a new head for each task. Frozen weights are held in `dtype`,
+    trained ones in fp32. Returns (bert, heads, [(name, directory) of fused adapters])."""
     bert = Bert.from_pretrained(args.model)
     if args.max_length is None:
-        args.max_length = min(task.max_length, bert.config.max_length)
+        args.max_length = min(max(task.max_length for task in tasks), bert.config.max_length)
     if not 8 <= args.max_length <= bert.config.max_length:
         raise ValueError(f"--max-length must be in 8 .. {bert.config.max_length} for this encoder, not {args.max_length}")
-    bert.to(device, torch.float32 if args.stage == "full" else dtype)
+    bert.to(device, torch.float32 if args.stage in ("full", "multitask") else dtype)
     torch.manual_seed(args.seed)
     fused = []
-    if args.stage == "full":
-        bert.requires_grad_(True)
-    elif args.stage == "adapter":
+    if args.stage in ("adapter", "multitask") and args.adapter != "none":
         if not 0 < args.reduction_factor <= bert.config.hidden_size:
             raise ValueError(
                 f"--reduction-factor {args.reduction_factor:g} leaves no bottleneck in hidden size {bert.config.hidden_size}"
             )
         factor = int(args.reduction_factor) if args.reduction_factor.is_integer() else args.reduction_factor
-        add_adapter(bert, task.name, getattr(AdapterConfig, args.adapter)(reduction_factor=factor))
-    elif args.stage == "fusion":
+        options = {} if args.adapter in ("pal", "low_rank") else {"reduction_factor": factor}
+        for task in tasks:
+            add_adapter(bert, task.name, ADAPTERS[args.adapter](**options))
+    if args.stage in ("full", "multitask"):
+        bert.requires_grad_(True)
+    if args.stage == "fusion":
         sources = [pair for s in args.adapters for pair in (paper_adapters(bert) if s == "paper" else [(None, s)])]
         if resumes(args) and (args.out / "config.json").exists():  # the run's own copies: a source may be gone, or newer
             sources = [(name, args.out / "adapters" / name) for name in read_json(args.out / "config.json")["adapters"]]
@@ -187,11 +214,14 @@ def build(args, task, device, dtype):
                 print(f"note: {source} was trained on {trained_on!r:.100}, not on {args.model}")
             fused.append((load_adapter(bert, directory, name), directory))
         add_fusion(bert, [name for name, _ in fused])
-    config = {"head_type": "multiple_choice", "num_choices": len(task.labels), "layers": 2}
-    if not task.choices:
-        config = {"head_type": "classification", "num_labels": len(task.labels), "layers": 2}
-    config["label2id"] = {label: i for i, label in enumerate(task.labels)}
-    return bert, Head(config, bert.config).to(device), fused
+    heads = nn.ModuleList()
+    for task in tasks:
+        config = {"head_type": "multiple_choice", "num_choices": len(task.labels), "layers": 2}
+        if not task.choices:
+            config = {"head_type": "classification", "num_labels": len(task.labels), "layers": 2}
+        config["label2id"] = {label: i for i, label in enumerate(task.labels)}
+        heads.append(Head(config, bert.config).to(device))
+    return bert, heads, fused
 
 
 def predict(bert, head, batch, dtype):
@@ -228,13 +258,42 @@ def prepare(args):
     if (args.out / "log.jsonl").exists():
         lock(args.out, fcntl.LOCK_SH).close()  # says so now if another process is at work there
     device, dtype = choose_device(args.device, args.dtype)
-    task = get_task(args.task, args.data_dir)
-    bert, head, fused = build(args, task, device, dtype)
+    tasks = [get_task(name, args.data_dir) for name in args.tasks]
+    bert, heads, fused = build(args, tasks, device, dtype)
     tokenizer = load_tokenizer(bert.directory, args.max_length, bert.config.vocab_size, bert.config.type_vocab_size)
     options = {"data_dir": args.data_dir, "strict": args.strict_data}
-    train_split = load_split(task, "train", tokenizer, limit=args.limit_train, seed=args.seed, **options)
-    dev_split = load_split(task, "validation", tokenizer, **options)
-    return task, bert, head, fused, train_split, dev_split, device, dtype
+    train_splits = [load_split(task, "train", tokenizer, limit=args.limit_train, seed=args.seed, **options) for task in tasks]
+    dev_splits = [load_split(task, "validation", tokenizer, **options) for task in tasks]
+    return tasks, bert, heads, fused, train_splits, dev_splits, device, dtype
+
+
+def task_probabilities(sizes, sampling, epoch, epochs):
+    """Of each task to be the next, by the sizes of their training sets. Stickland and Murray (2019), section 3.3: size^α, with
+    an α that falls from 1 to 0.2 over the epochs ("annealed"), of 1 ("proportional") or 0.5 ("sqrt")."""
+    alpha = {"annealed": 1 - 0.8 * (epoch - 1) / max(epochs - 1, 1), "proportional": 1.0, "sqrt": 0.5}[sampling]
+    return np.asarray(sizes) ** alpha / (np.asarray(sizes) ** alpha).sum()
+
+
+def schedule(args, lengths, epoch):
+    """[(number of the task, its examples)] for every step of an epoch. lengths: in tokens, of each task's examples."""
+    if args.stage != "multitask":
+        return [(0, indices) for indices in batch_order(lengths[0], args.batch_size, (args.seed, epoch))]
+    drawn = []  # by epoch, also of those before: each task goes on in its own data where it stopped
+    for e in range(1, epoch + 1):
+        if args.sampling == "round_robin":
+            drawn.append(np.arange((e - 1) * args.steps_per_epoch, e * args.steps_per_epoch) % len(lengths))
+        else:
+            p = task_probabilities([len(task) for task in lengths], args.sampling, e, args.epochs)
+            drawn.append(np.random.default_rng((args.seed, e)).choice(len(lengths), args.steps_per_epoch, p=p))
+    taken = np.bincount(np.concatenate([*drawn[:-1], []]).astype(int), minlength=len(lengths))
+    result, orders = [], {}
+    for number in drawn[-1].tolist():
+        turn, step = divmod(taken[number], math.ceil(len(lengths[number]) / args.batch_size))
+        if (number, turn) not in orders:
+            orders[number, turn] = batch_order(lengths[number], args.batch_size, (args.seed, turn, number))
+        result.append((number, orders[number, turn][step]))
+        taken[number] += 1
+    return result
 
 
 def run(args):
@@ -267,19 +326,19 @@ def run(args):
 class Model(nn.Module):
     """`predict` as the one module that DistributedDataParallel asks for."""
 
-    def __init__(self, bert, head):
+    def __init__(self, bert, heads):
         super().__init__()
-        self.bert, self.head = bert, head
+        self.bert, self.heads = bert, heads
 
-    def forward(self, batch, dtype):
-        return predict(self.bert, self.head, batch, dtype)
+    def forward(self, number, batch, dtype):
+        return predict(self.bert, self.heads[number], batch, dtype)
 
 
-def train(args, log, task, bert, head, fused, train_split, dev_split, device, dtype):
+def train(args, log, tasks, bert, heads, fused, train_splits, dev_splits, device, dtype):
     """The loop, from the start or from where resume.pt left it, and the files of the best epoch. log: log.jsonl, locked."""
     rank, world = processes()
     named = {f"bert.{name}": p for name, p in bert.named_parameters() if p.requires_grad}
-    named |= {f"head.{name}": p for name, p in head.named_parameters()}
+    named |= {f"heads.{name}": p for name, p in heads.named_parameters()}
     parameters = list(named.values())
     decayed = [name for name, p in named.items() if p.ndim > 1 and not name.endswith("fusion.value.weight")]
     optimizer = torch.optim.AdamW(
@@ -290,21 +349,25 @@ def train(args, log, task, bert, head, fused, train_split, dev_split, device, dt
         lr=args.lr,
         fused=device.type != "mps",
     )
-    lengths = np.asarray(train_split.with_format("numpy")["length"][:])
-    steps_per_epoch = math.ceil(len(train_split) / args.batch_size)
+    multitask = args.stage == "multitask"
+    lengths = [np.asarray(split.with_format("numpy")["length"][:]) for split in train_splits]
+    steps_per_epoch = args.steps_per_epoch if multitask else math.ceil(len(lengths[0]) / args.batch_size)
     total_steps = steps_per_epoch * args.epochs
     config = {
         **{name: getattr(args, name) for name in ("stage", "task", "seed", "lr", "epochs", "batch_size", "grad_accumulation")},
         **{name: getattr(args, name) for name in ("max_length", "patience", "weight_decay", "limit_train", "data_dir")},
-        "labels": list(task.labels),
+        "labels": {task.name: list(task.labels) for task in tasks} if multitask else list(tasks[0].labels),
         "model": str(Path(args.model).resolve() if Path(args.model).is_dir() else args.model),
         "adapters": [name for name, _ in fused],
         "sources": args.adapters,
-        "adapter": args.adapter if args.stage == "adapter" else None,
-        "reduction_factor": args.reduction_factor if args.stage == "adapter" else None,
-        "data_revision": train_split.info.description or None,
-        "train_examples": len(train_split),
-        "dev_examples": len(dev_split),
+        "adapter": args.adapter if args.stage in ("adapter", "multitask") else None,
+        "reduction_factor": args.reduction_factor if args.stage in ("adapter", "multitask") else None,
+        "warmup": args.warmup,
+        "sampling": args.sampling if multitask else None,
+        "steps_per_epoch": steps_per_epoch,
+        "data_revision": ",".join(split.info.description for split in train_splits).strip(",") or None,
+        "train_examples": sum(map(len, train_splits)),
+        "dev_examples": sum(map(len, dev_splits)),
         "trained_parameters": sum(p.numel() for p in parameters),
         "dtype": str(dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
@@ -339,9 +402,9 @@ def train(args, log, task, bert, head, fused, train_split, dev_split, device, dt
 
     if args.compile:
         bert.compile(dynamic=True)
-    model = Model(bert, head)
+    model = Model(bert, heads)
     if world > 1:  # only what is trained is synchronised: the mean of the gradients, in the backward pass
-        model = DistributedDataParallel(model, init_sync=False)
+        model = DistributedDataParallel(model, init_sync=False, find_unused_parameters=multitask)
         for p in parameters:
             dist.broadcast(p.detach(), 0)
 
@@ -351,24 +414,27 @@ def train(args, log, task, bert, head, fused, train_split, dev_split, device, dt
     signals = []  # Ctrl-C and SIGTERM are heard between steps, where the state is whole
     handlers = {number: signal.signal(number, lambda number, _: signals.append(number))
                 for number in (signal.SIGINT, signal.SIGTERM)}  # fmt: skip
-    bert.train(), head.train()  # dropout in the frozen encoder stays on, as in the reference
+    bert.train(), heads.train()  # dropout in the frozen encoder stays on, as in the reference
     try:
         while position["epoch"] <= args.epochs and position["epoch"] - position["best_epoch"] <= args.patience:
-            epoch, epoch_started, first = position["epoch"], time.monotonic(), position["step"]
+            epoch, epoch_started, first, seen = position["epoch"], time.monotonic(), position["step"], 0
             epoch_loss = torch.tensor(position["loss"], device=device)
-            order = batch_order(lengths, args.batch_size, (args.seed, epoch))[first:]
+            order = schedule(args, lengths, epoch)[first:]
             bar = tqdm(order, f"epoch {epoch}", steps_per_epoch, initial=first, leave=False, disable=rank > 0 or None)
-            for indices in bar:
-                step = (epoch - 1) * steps_per_epoch + position["step"]
+            for number, indices in bar:
+                progress = ((epoch - 1) * steps_per_epoch + position["step"]) / total_steps
+                decay = (1 - progress) / (1 - args.warmup)
                 for group in optimizer.param_groups:
-                    group["lr"] = args.lr * (1 - step / total_steps)  # linear decay
+                    group["lr"] = args.lr * (decay if progress >= args.warmup else progress / args.warmup)
+                if multitask and args.adapter != "none":
+                    speak(bert, tasks[number].name)
                 optimizer.zero_grad()
                 step_loss = torch.zeros((), device=device)
                 portions = parts(indices, args.grad_accumulation)
                 for i, (share, examples) in enumerate(portions):
-                    batch = collate(train_split[examples.tolist()], bert.config.pad_token_id)
+                    batch = collate(train_splits[number][examples.tolist()], bert.config.pad_token_id)
                     model.require_backward_grad_sync = i == len(portions) - 1  # DistributedDataParallel: once per step
-                    loss = F.cross_entropy(model(batch, dtype), batch["labels"].to(device))
+                    loss = F.cross_entropy(model(number, batch, dtype), batch["labels"].to(device))
                     step_loss += share * loss.detach()
                     if args.stage == "fusion":
                         loss = loss + fusion_regularization(bert)
@@ -377,6 +443,7 @@ def train(args, log, task, bert, head, fused, train_split, dev_split, device, dt
                 torch.nn.utils.clip_grad_norm_(parameters, 1.0)
                 optimizer.step()
                 position["step"] += 1
+                seen += len(indices)
                 if position["step"] % 10 == 0 or position["step"] == steps_per_epoch:
                     position["loss"] = epoch_loss.item()  # the sum over the epoch: once not finite, it stays so
                     if not math.isfinite(position["loss"]):
@@ -395,12 +462,18 @@ def train(args, log, task, bert, head, fused, train_split, dev_split, device, dt
                     if stop:
                         raise KeyboardInterrupt
 
-            trained, seen = time.monotonic(), max(len(train_split) - first * args.batch_size, 0)
-            accuracy = evaluate(bert, head, dev_split, max(4 * args.batch_size // args.grad_accumulation, 1), dtype)
+            trained, accuracies = time.monotonic(), {}
+            for task, head, split in zip(tasks, heads, dev_splits, strict=True):
+                if multitask and args.adapter != "none":
+                    speak(bert, task.name)
+                size = max(4 * args.batch_size // args.grad_accumulation, 1)
+                accuracies[task.name] = evaluate(bert, head, split, size, dtype)
+            accuracy = sum(accuracies.values()) / len(accuracies)
             if accuracy > position["accuracy"]:
-                position["accuracy"], position["best_epoch"] = accuracy, epoch
+                position |= {"accuracy": accuracy, "best_epoch": epoch, "accuracies": accuracies}
                 best = {name: p.detach().cpu().clone() for name, p in named.items()}
             history.append({"epoch": epoch, "loss": position["loss"] / steps_per_epoch, "dev_accuracy": accuracy,
+                            **({"accuracies": accuracies} if multitask else {}),
                             "examples_per_second": round(seen / (trained - epoch_started), 1),
                             "seconds": round(time.monotonic() - started, 2)})  # fmt: skip
             log.write(json.dumps(history[-1]) + "\n")
@@ -443,11 +516,12 @@ def train(args, log, task, bert, head, fused, train_split, dev_split, device, dt
         "model": args.model,
         "best_epoch": position["best_epoch"],
         "accuracy": position["accuracy"],
+        **({"accuracies": position["accuracies"]} if multitask else {}),
         "seconds": round(position["seconds"], 2),
         "out": str(args.out),
     }
     if rank == 0:
-        save_run(args, bert, head, config)
+        save_run(args, bert, heads, config)
         flush(*args.out.rglob("*"), args.out)
         write_json(args.out / "metrics.json", result)  # last: a directory with metrics.json is a finished run
         flush(args.out / "metrics.json", args.out)
@@ -461,10 +535,10 @@ def train(args, log, task, bert, head, fused, train_split, dev_split, device, dt
 # Run directories
 
 
-def save_run(args, bert, head, config):
+def save_run(args, bert, heads, config):
     """The files of a run, metrics.json excepted."""
     write_json(args.out / "config.json", config)
-    if args.stage == "full":  # also a checkpoint directory, which --model accepts
+    if args.stage in ("full", "multitask"):  # also a checkpoint directory, which --model accepts
         bert.save_pretrained(args.out)
         for name in TOKENIZER_FILES:
             if (bert.directory / name).is_file():
@@ -473,15 +547,25 @@ def save_run(args, bert, head, config):
         save_adapter(bert, args.task, args.out)
     if args.stage == "fusion":
         save_fusion(bert, args.out)
-    save_head(head, bert, args.task, args.out)
+    if args.stage != "multitask":
+        save_head(heads[0], bert, args.task, args.out)
+        return
+    bert.source = str(args.out)  # what these adapters belong to
+    for name, head in zip(args.tasks, heads, strict=True):
+        directory = args.out / ("heads" if args.adapter == "none" else "adapters") / name
+        if args.adapter != "none":
+            save_adapter(bert, name, directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        save_head(head, bert, name, directory)
 
 
-def load_run(directory, device="cpu", dtype=torch.float32, model=None):
+def load_run(directory, device="cpu", dtype=torch.float32, model=None, task=None):
     """
     (bert, head, config) of a finished run, frozen, in eval mode, everything active that was active in training.
 
-    Needs the directory, and the encoder that config.json names unless the run is a fully fine-tuned one; `model` says
-    where that encoder is now. `predict(bert, head, batch, dtype)` gives its logits.
+    Needs the directory, and the encoder that config.json names unless the run has one of its own (full, multitask); `model`
+    says where that encoder is now. `task` is which of a multi-task run's is meant. `predict(bert, head, batch, dtype)`
+    gives its logits.
     Raises FileNotFoundError or ValueError for a directory that is not a finished run.
     """
     directory = Path(directory)
@@ -492,8 +576,16 @@ def load_run(directory, device="cpu", dtype=torch.float32, model=None):
     adapters = config.get("adapters")
     if stage not in DEFAULTS or not isinstance(adapters, list) or not all(isinstance(name, str) for name in adapters):
         raise ValueError(f"{directory / 'config.json'}: not the configuration of a run")
-    bert = Bert.from_pretrained(directory if stage == "full" else model or config["model"]).to(device, dtype)
-    if stage == "adapter":
+    own = stage in ("full", "multitask")
+    bert = Bert.from_pretrained(directory if own else model or str(config.get("model"))).to(device, dtype)
+    if stage == "multitask":
+        labels = config.get("labels")
+        if not isinstance(labels, dict) or task not in labels:
+            raise ValueError(f"{directory} holds several tasks, and {task!r:.50} is none of them: {', '.join(labels or ())}")
+        config |= {"task": task, "labels": labels[task]}
+        check_name(task)
+        directory /= f"{'heads' if config.get('adapter') == 'none' else 'adapters'}/{task}"
+    if stage == "adapter" or stage == "multitask" and config.get("adapter") != "none":
         activate(bert, load_adapter(bert, directory))
     if stage == "fusion":
         for name in adapters:
@@ -505,7 +597,7 @@ def load_run(directory, device="cpu", dtype=torch.float32, model=None):
 
 RUN_FILES = ["resume.pt", "metrics.json", "config.json", "adapter_config.json", "adapter.safetensors", "head_config.json",
              "model_head.safetensors", "adapter_fusion_config.json", "model_adapter_fusion.safetensors",
-             "model.safetensors", *TOKENIZER_FILES, "adapters"]  # fmt: skip
+             "model.safetensors", *TOKENIZER_FILES, "adapters", "heads"]  # fmt: skip
 TEMPORARY = [f"{name}.tmp" for name in RUN_FILES] + [".tmp??????"]  # of a killed or failed write; the last is safetensors' own
 
 
@@ -543,9 +635,10 @@ def resumes(args):
     return args.resume and (args.out / "resume.pt").exists()
 
 
-STATE_FORMAT = 2
+STATE_FORMAT = 3
 RESUME_NEEDS = ("stage", "task", "labels", "model", "adapters", "sources", "adapter", "reduction_factor", "seed", "lr", "epochs",
-                "batch_size", "max_length", "weight_decay", "limit_train", "train_examples", "dtype")  # fmt: skip
+                "batch_size", "max_length", "weight_decay", "limit_train", "train_examples", "dtype", "warmup", "sampling",
+                "steps_per_epoch")  # fmt: skip
 
 
 def save_state(path, config, named, optimizer, device, position, best, history):
@@ -651,6 +744,8 @@ def main(argv=None):
         args = arguments(argv)
         if args.resume and (args.out / "metrics.json").exists():  # nothing is left to do
             result = read_json(args.out / "metrics.json")
+            if (result.get("stage"), result.get("task")) != (args.stage, args.task):
+                raise ValueError(f"{args.out} holds a finished run of --stage {result.get('stage')} on {result.get('task')}")
             (args.out / "resume.pt").unlink(missing_ok=True)
         else:
             result = run(args)

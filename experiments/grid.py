@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 import train
-from adapter import AdapterConfig, Head, activate, add_adapter
+from adapter import Head, activate, add_adapter
 from bert import Bert, read_json, write_json
 from fusion import add_fusion
 
@@ -302,11 +302,12 @@ def measure(args, adapters, model):
     """
     device, dtype = train.choose_device(args.device, args.dtype)
     bert = Bert.from_pretrained(model).to(device, torch.float32 if args.stage in ("full", "multitask") else dtype)
-    names = [f"task{i}" for i in range(adapters if args.stage == "fusion" else int(args.stage in ("adapter", "multitask")))]
-    for name in names:  # of a multitask model, a bottleneck stands for the adapter, whatever it is
-        preset = args.adapter if args.adapter in ("pfeiffer", "houlsby", "bapna") else "pfeiffer"
+    one = args.stage in ("adapter", "multitask") and args.adapter != "none"
+    names = [f"task{i}" for i in range(adapters if args.stage == "fusion" else int(one))]
+    for name in names:
         factor = min(args.reduction_factor, bert.config.hidden_size)
-        add_adapter(bert, name, getattr(AdapterConfig, preset)(reduction_factor=factor))
+        options = {} if args.adapter in ("pal", "low_rank") else {"reduction_factor": factor}
+        add_adapter(bert, name, train.ADAPTERS[args.adapter](**options))
     if args.stage == "fusion":
         add_fusion(bert, names)
     elif names:

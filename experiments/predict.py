@@ -354,7 +354,7 @@ def answer(args):
     if args.explain and (args.explain.is_dir() or not args.explain.parent.is_dir()):
         raise ValueError(f"--explain {args.explain}: {'a directory' if args.explain.is_dir() else 'its directory is missing'}")
     device, _ = choose_device(args.device, "float32")
-    bert, head, config = load_run(args.run, device, model=args.model)
+    bert, head, config = load_run(args.run, device, model=args.model, task=args.task)
     if not {"task", "labels", "max_length"} <= config.keys():
         raise ValueError(f"{args.run / 'config.json'}: not the configuration of a run")
     if args.explain and config["stage"] != "fusion":
@@ -407,6 +407,7 @@ def main(argv=None):
     parser.add_argument("--file", help=".jsonl or .tsv in the task's columns, or - for stdin")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--explain", type=Path, metavar="PAGE.html", help="which adapter spoke; fusion runs only")
+    parser.add_argument("--task", help="which task of a multi-task run")
     parser.add_argument("--model", help="where the encoder is now, if not where the run found it")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     parser.error = refuse  # one line like all errors, without the usage

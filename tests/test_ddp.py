@@ -9,12 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import child
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import child
 import train
 from adapter import AdapterConfig, Head, add_adapter
 from bert import Bert, BertConfig
@@ -30,7 +30,8 @@ def command(encoder, data_dir, runs, tmp_path_factory):
 
     def command(stage, out, *options):
         adapters = ["--adapters", runs / "rte", runs / "pick"] if stage == "fusion" else []
-        return ["--stage", stage, "--model", quiet, "--data-dir", data_dir, "--device", "cpu", "--task", "sst2", "--epochs", 3,
+        tasks = ["--task", "sst2"] if stage != "multitask" else ["--tasks", "sst2", "pick", "--steps-per-epoch", 6]
+        return ["--stage", stage, "--model", quiet, "--data-dir", data_dir, "--device", "cpu", *tasks, "--epochs", 3,
                 "--batch-size", 16, "--limit-train", 33, "--lr", "5e-3", *adapters, *options, "--out", out]  # fmt: skip
 
     return command
@@ -60,10 +61,12 @@ def log_of(run):
 
 
 def tensors_of(run):
-    return {f"{path.name} {name}": tensor for path in run.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    files = {path.relative_to(run): load_file(path) for path in run.rglob("*.safetensors")}
+    return {f"{path} {name}": tensor for path, tensors in files.items() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("stage, count", [("adapter", 2), ("adapter", 3), ("fusion", 2), ("head", 2), ("full", 2)])
+@pytest.mark.parametrize("stage, count", [("adapter", 2), ("adapter", 3), ("fusion", 2), ("head", 2), ("full", 2),
+                                          ("multitask", 2)])  # fmt: skip
 def test_the_same_numbers_as_one_process(stage, count, command, tmp_path):
     accumulation = ["--grad-accumulation", 3] if stage == "fusion" else []
     train.main([str(argument) for argument in command(stage, tmp_path / "one")])
@@ -75,8 +78,9 @@ def test_the_same_numbers_as_one_process(stage, count, command, tmp_path):
     ours, theirs = tensors_of(tmp_path / "many"), tensors_of(tmp_path / "one")
     assert ours.keys() == theirs.keys() and len(ours) >= 4
     for name in ours:  # Adam divides by the gradient's size: where it is nearly 0, rounding shows
-        assert torch.allclose(ours[name], theirs[name], atol=1e-3), name
-    assert "epoch 3: " in texts[0] and json.loads(texts[0].splitlines()[-2])["train_examples"] == 33
+        if not name.endswith("heads.pick.4.bias"):  # is the same for all choices, so its gradient is nothing but rounding
+            assert torch.allclose(ours[name], theirs[name], atol=1e-3), name
+    assert "epoch 3: " in texts[0] and json.loads(texts[0].splitlines()[-2])["train_examples"] % 33 == 0
     assert all("epoch" not in text for text in texts[1:])  # one voice
     assert json.loads((tmp_path / "many" / "config.json").read_text())["processes"] == count
     assert not [path for path in (tmp_path / "many").iterdir() if "tmp" in path.name or path.name == "resume.pt"]

@@ -15,10 +15,10 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import child
 import pytest
 import torch
 
+import child
 import train
 
 KILLS = int(os.environ.get("KILLS", 8))  # of either kind, for each stage
@@ -33,7 +33,8 @@ def command(encoder, data_dir, runs):
 
     def command(stage, out, *options):
         adapters = ["--adapters", runs / "rte", runs / "pick"] if stage == "fusion" else []
-        return ["--stage", stage, "--model", encoder, "--data-dir", data_dir, "--device", "cpu", "--task", "sst2", "--epochs", 3,
+        tasks = ["--task", "sst2"] if stage != "multitask" else ["--tasks", "sst2", "pick", "--steps-per-epoch", 12]
+        return ["--stage", stage, "--model", encoder, "--data-dir", data_dir, "--device", "cpu", *tasks, "--epochs", 3,
                 "--batch-size", 8, "--lr", "5e-3", "--save-minutes", 0, *adapters, *options, "--out", out]  # fmt: skip
 
     return command
@@ -43,7 +44,7 @@ def command(encoder, data_dir, runs):
 def whole(command, tmp_path_factory):
     """For each stage a run that nobody has disturbed, how long it took, and how many file operations."""
     out, result = tmp_path_factory.mktemp("whole"), {}
-    for stage in ("adapter", "fusion", "adapter", "fusion"):  # the second is not the first to import anything
+    for stage in ("adapter", "fusion", "adapter", "fusion", "multitask"):  # the second is not the first to import anything
         shutil.rmtree(out / stage, ignore_errors=True)
         started = time.monotonic()
         process = child.start(command(stage, out / stage), out / "output", [(child.die_at, 0, out / stage)])
@@ -60,7 +61,7 @@ def content(run):
     config, metrics = (json.loads(files.pop(name).read_text()) for name in ("config.json", "metrics.json"))
     del files["log.jsonl"], config["command"], metrics["seconds"], metrics["out"]
     log = [{key: value for key, value in line.items() if key in ("epoch", "loss", "dev_accuracy")} for line in log]
-    return log, config, metrics, {name: path.read_bytes() for name, path in files.items()}
+    return log, config, metrics, {name: path.read_bytes().replace(bytes(run), b"--out") for name, path in files.items()}
 
 
 def assert_equal(run, other):
@@ -68,7 +69,7 @@ def assert_equal(run, other):
         assert ours == theirs
 
 
-@pytest.mark.parametrize("stage", ["adapter", "fusion"])
+@pytest.mark.parametrize("stage", ["adapter", "fusion", "multitask"])
 def test_killed_at_random_moments(stage, command, whole, tmp_path):
     """kill -9 after a random time, anywhere from the start-up to the last file; then --resume, and again."""
     reference, seconds, _ = whole[stage]

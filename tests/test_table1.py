@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -96,24 +95,6 @@ def command(tmp_path, encoder, tasks, out="out"):
     launch = f"{sys.executable} -S {tmp_path}/fake/train.py {tmp_path}/fake"
     return ["--model", str(encoder), "--data-dir", str(tmp_path / "data"), "--tasks", *tasks, "--out", str(tmp_path / out),
             "--launch", launch]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def multitask(monkeypatch):
-    """Until train.py has the stage: its arguments, for the plan."""
-    if "multitask" in train.DEFAULTS:
-        return
-    parse = grid.parse
-
-    def stand_in(cell, out):
-        if "multitask" not in cell.command:
-            return parse(cell, out)
-        words = grid.options(cell.command)
-        return SimpleNamespace(stage="multitask", tasks=words["--tasks"].split(), adapter=words["--adapter"], adapters=[],
-                               reduction_factor=16, batch_size=32, device="cpu", dtype="float32", epochs=25, limit_train=None,
-                               steps_per_epoch=2400)  # fmt: skip
-
-    monkeypatch.setattr(grid, "parse", stand_in)
 
 
 def rows_of(path):

@@ -110,11 +110,11 @@ def test_a_run_reloads_exactly(stage, launch, encoder, data_dir, runs, tmp_path,
     save_run = train.save_run
     some = dev_batches(encoder, data_dir, "pick")
 
-    def spy(args, bert, head, *rest):
-        bert.eval(), head.eval()
+    def spy(args, bert, heads, *rest):
+        bert.eval(), heads.eval()
         with torch.inference_mode():
-            seen["logits"] = torch.cat([train.predict(bert, head, batch, torch.float32) for batch in some])
-        save_run(args, bert, head, *rest)
+            seen["logits"] = torch.cat([train.predict(bert, heads[0], batch, torch.float32) for batch in some])
+        save_run(args, bert, heads, *rest)
 
     monkeypatch.setattr(train, "save_run", spy)
     adapters = ["--adapters", *sources] if stage == "fusion" else []
