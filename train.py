@@ -111,9 +111,9 @@ def arguments(argv=None):
     args.lr = lr if args.lr is None else args.lr
     args.epochs = epochs if args.epochs is None else args.epochs
     multitask = args.stage == "multitask"
-    if multitask and (args.task or not args.tasks or len(set(args.tasks)) < len(args.tasks)):
+    if multitask and (args.task is not None or not args.tasks or len(set(args.tasks)) < len(args.tasks)):
         raise ValueError("--stage multitask takes --tasks, each of them once, and no --task")
-    if not multitask and (args.tasks or not args.task):
+    if not multitask and (args.tasks or args.task is None):
         raise ValueError(f"--stage {args.stage} takes --task, and no --tasks")
     args.adapter = args.adapter or ("pal" if multitask else "pfeiffer")
     args.warmup = (0.1 if multitask else 0.0) if args.warmup is None else args.warmup

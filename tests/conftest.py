@@ -4,9 +4,11 @@ import json
 import os
 import random
 import tempfile
+import time
 
 os.environ["HF_HOME"] = tempfile.mkdtemp()  # before `datasets` is imported: its cache starts empty
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("SEED", str(int(time.time())))  # of the random moments at which runs are killed
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tensors as small as these, and beside other work, one is faster
 
 import pytest  # noqa: E402
@@ -14,6 +16,11 @@ import torch  # noqa: E402
 
 import train  # noqa: E402
 from bert import Bert, BertConfig  # noqa: E402
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.write_line(f"SEED={os.environ['SEED']} (tests/test_resume.py)")
+
 
 WORDS = ["red", "green", "blue", "cat", "dog", "bird", "runs", "sleeps", "sings", "the", "a", "one", "two", "not", "and",
          ".", "?", "yes", "no", "question", "answer", "topic", "because", "or"]  # fmt: skip

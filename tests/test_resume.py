@@ -22,7 +22,7 @@ import child
 import train
 
 KILLS = int(os.environ.get("KILLS", 8))  # of either kind, for each stage
-SEED = int(os.environ.get("SEED", time.time()))
+SEED = int(os.environ["SEED"])  # conftest.py sets and prints it
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000  # of Linux
 MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 1, 32, 16384, 1 << 18
 
@@ -73,7 +73,6 @@ def assert_equal(run, other):
 def test_killed_at_random_moments(stage, command, whole, tmp_path):
     """kill -9 after a random time, anywhere from the start-up to the last file; then --resume, and again."""
     reference, seconds, _ = whole[stage]
-    print(f"SEED={SEED}")
 
     def life(worker):
         rng, kills, directory = random.Random(f"{SEED} {stage} {worker}"), 0, 0
@@ -100,7 +99,6 @@ def test_killed_at_random_moments(stage, command, whole, tmp_path):
 def test_killed_before_any_file_operation(stage, command, whole, tmp_path):
     """The process dies ahead of its n-th opening, renaming or removing of a file in --out; the last ones in any case."""
     reference, _, operations = whole[stage]
-    print(f"SEED={SEED}, {operations} operations")
     last = set(range(operations - 3, operations + 1))
     moments = last | set(random.Random(f"{SEED} {stage}").sample(range(1, operations + 1), min(KILLS - len(last), operations)))
 
