@@ -356,10 +356,10 @@ def test_training_follows_the_reference(ours, peer, key):
     for file in (ours.root / "start" / key).glob("model*.safetensors" if key == "stage2" else "*[rd].safetensors"):
         start |= {f"{key}.{name}": tensor for name, tensor in load_file(file).items()}
     for name in trained:
-        assert "key.bias" in name or (ours.outputs[name] - start[name]).abs().max() > 1e-3, f"{name} is as before"
         # two biases are added to all that a softmax compares, K's to the scores (where no dropout is), a multiple-
         # choice head's to the choices: their gradient is rounding error, which Adam turns into steps without effect
         if not name.endswith("key.bias") and name != "choice.heads.pick.4.bias":
+            assert (ours.outputs[name] - start[name]).abs().max() > 1e-3, f"{name} is as before"
             assert (ours.outputs[name] - peer.read[name]).abs().max() <= 1e-4, name
 
 
