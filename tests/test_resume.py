@@ -95,7 +95,7 @@ def test_killed_at_random_moments(stage, command, whole, tmp_path):
         assert sum(pool.map(life, range(2))) >= KILLS
 
 
-@pytest.mark.parametrize("stage", ["adapter", "fusion"])
+@pytest.mark.parametrize("stage", ["adapter", "fusion", "multitask"])
 def test_killed_before_any_file_operation(stage, command, whole, tmp_path):
     """The process dies ahead of its n-th opening, renaming or removing of a file in --out; the last ones in any case."""
     reference, _, operations = whole[stage]
