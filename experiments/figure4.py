@@ -45,9 +45,9 @@ def average(bert, inputs):
     return {slot: weights / tokens for slot, weights in total.items()}
 
 
-def mean_weights(run, data_dir=None, model=None, device="cpu"):
-    """(names of the N adapters, {(layer, location): [N]}, task) of a fusion run on its development set. Raises ValueError
-    or OSError for another run, or without its data."""
+def mean_weights(run, data_dir=None, model=None, device="cpu", limit=None):
+    """(names of the N adapters, {(layer, location): [N]}, task) of a fusion run on its development set, or on `limit` examples
+    of it. Raises ValueError or OSError for another run, or without its data."""
     bert, _, config = load_run(run, device, model=model)
     if config["stage"] != "fusion":
         raise ValueError(f"{run} is of --stage {config['stage']}: only fusion runs have fusion weights")
@@ -56,7 +56,7 @@ def mean_weights(run, data_dir=None, model=None, device="cpu"):
     data_dir = data_dir or config["data_dir"]
     task = get_task(config["task"], data_dir, config["labels"])
     tokenizer = load_tokenizer(bert.directory, config["max_length"], bert.config.vocab_size)
-    split = load_split(task, "validation", tokenizer, data_dir)
+    split = load_split(task, "validation", tokenizer, data_dir, limit=limit)
     inputs = (inputs for batch in batches(split, 64, bert.config.pad_token_id) for _, inputs in groups(batch))
     return config["adapters"], average(bert, inputs), task.name
 

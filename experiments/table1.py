@@ -29,9 +29,8 @@ import torch
 import data
 import train
 from bert import Bert, read_json, write_json
-from experiments import grid
+from experiments import figure4, grid
 from experiments.grid import Cell
-from fusion import fusion_weights
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
@@ -353,7 +352,6 @@ def figure3(path, args, ours, theirs, roberta):
 # Fusion weights
 
 
-@torch.inference_mode()
 def mean_weights(run, model, data_dir, device):
     """{"adapters": names, "slots": {"0 output": [N weights], ...}} of a fusion run: s, averaged over the real tokens of its
     development set, in fp32. Kept in the run's directory."""
@@ -361,20 +359,9 @@ def mean_weights(run, model, data_dir, device):
     if path.is_file():
         return read_json(path)
     print(f"fusion weights of {run.name}", flush=True)
-    bert, _, config = train.load_run(run, device, model=model)
-    task = data.get_task(config["task"], data_dir, config["labels"])
-    tokenizer = data.load_tokenizer(bert.directory, config["max_length"])
     with contextlib.redirect_stdout(io.StringIO()):  # its notes have been made
-        split = data.load_split(task, "validation", tokenizer, data_dir, limit=WEIGHT_EXAMPLES)
-    total, tokens = {}, 0
-    for batch in data.batches(split, 32, bert.config.pad_token_id):
-        ids, types, mask = (batch[name].to(device) for name in ("input_ids", "token_type_ids", "attention_mask"))
-        bert(ids, types, mask)
-        for (layer, place), s in fusion_weights(bert).items():  # s: [B·C, T, N]
-            key = f"{layer} {place}"
-            total[key] = total.get(key, 0) + s[mask.bool()].double().sum(0)
-        tokens += mask.sum().item()
-    result = {"adapters": config["adapters"], "slots": {key: (s / tokens).tolist() for key, s in total.items()}}
+        names, weights, _ = figure4.mean_weights(run, data_dir, model, device, WEIGHT_EXAMPLES)
+    result = {"adapters": names, "slots": {f"{layer} {place}": s.tolist() for (layer, place), s in weights.items()}}
     write_json(path, result)
     return result
 
