@@ -43,6 +43,13 @@ NOT_IN_THE_PAPER = {
 }  # fmt: skip
 
 
+def as_layers(leave_out):
+    """A tuple of layers. Raises ValueError for what is no list of them."""
+    if not isinstance(leave_out, (list, tuple)) or any(type(layer) is not int for layer in leave_out):
+        raise ValueError(f"leave_out must be a list of layers, not {leave_out!r:.50}")
+    return tuple(leave_out)
+
+
 @dataclass(frozen=True)
 class AdapterConfig:
     """
@@ -90,9 +97,7 @@ class AdapterConfig:
         for factor in self.reduction_factor.values() if by_layer else [self.reduction_factor]:
             if type(factor) not in (int, float) or not 0.1 <= factor < math.inf:  # a file may ask for any size
                 raise ValueError(f"reduction_factor must be a number of at least 0.1, not {factor!r:.50}")
-        if not isinstance(self.leave_out, (list, tuple)) or any(type(layer) is not int for layer in self.leave_out):
-            raise ValueError(f"leave_out must be a list of layers, not {self.leave_out!r:.50}")
-        object.__setattr__(self, "leave_out", tuple(self.leave_out))
+        object.__setattr__(self, "leave_out", as_layers(self.leave_out))
 
     @classmethod
     def pfeiffer(cls, **changes):
@@ -182,9 +187,7 @@ class PALConfig:
             raise ValueError(f"size must be a positive integer, not {self.size!r:.50}")
         if type(self.num_heads) is not int or self.num_heads < 0 or self.num_heads and self.size % self.num_heads:
             raise ValueError(f"num_heads must be 0 or divide the size {self.size}, not {self.num_heads!r:.50}")
-        if not isinstance(self.leave_out, (list, tuple)) or any(type(layer) is not int for layer in self.leave_out):
-            raise ValueError(f"leave_out must be a list of layers, not {self.leave_out!r:.50}")
-        object.__setattr__(self, "leave_out", tuple(self.leave_out))
+        object.__setattr__(self, "leave_out", as_layers(self.leave_out))
 
     @classmethod
     def pal(cls, **changes):

@@ -178,6 +178,11 @@ def choose_device(device, dtype):
     return torch.device(device), getattr(torch, dtype)
 
 
+def new_config(adapter, reduction_factor):
+    """The configuration that --adapter stands for. PALs have a size of their own in place of a reduction factor."""
+    return ADAPTERS[adapter](**({} if adapter in ("pal", "low_rank") else {"reduction_factor": reduction_factor}))
+
+
 def build(args, tasks, device, dtype):
     """The encoder with what the stage trains plugged in, and a new head for each task. Frozen weights are held in `dtype`,
     trained ones in fp32. Returns (bert, heads, [(name, directory) of fused adapters])."""
@@ -195,9 +200,8 @@ def build(args, tasks, device, dtype):
                 f"--reduction-factor {args.reduction_factor:g} leaves no bottleneck in hidden size {bert.config.hidden_size}"
             )
         factor = int(args.reduction_factor) if args.reduction_factor.is_integer() else args.reduction_factor
-        options = {} if args.adapter in ("pal", "low_rank") else {"reduction_factor": factor}
         for task in tasks:
-            add_adapter(bert, task.name, ADAPTERS[args.adapter](**options))
+            add_adapter(bert, task.name, new_config(args.adapter, factor))
     if args.stage in ("full", "multitask"):
         bert.requires_grad_(True)
     if args.stage == "fusion":

@@ -305,9 +305,7 @@ def measure(args, adapters, model):
     one = args.stage in ("adapter", "multitask") and args.adapter != "none"
     names = [f"task{i}" for i in range(adapters if args.stage == "fusion" else int(one))]
     for name in names:
-        factor = min(args.reduction_factor, bert.config.hidden_size)
-        options = {} if args.adapter in ("pal", "low_rank") else {"reduction_factor": factor}
-        add_adapter(bert, name, train.ADAPTERS[args.adapter](**options))
+        add_adapter(bert, name, train.new_config(args.adapter, min(args.reduction_factor, bert.config.hidden_size)))
     if args.stage == "fusion":
         add_fusion(bert, names)
     elif names:
