@@ -98,6 +98,7 @@ def arguments(argv=None):
     add("--weight-decay", type=float, default=0.0, help="AdamW's; never on biases, LayerNorms and fusion's V")
     add("--seed", type=int, default=0)
     add("--limit-train", type=int, help="train on so many examples, drawn with the seed")
+    add("--limit-dev", type=int, help="evaluate on so many development examples, the same for every seed")
     add("--strict-data", action="store_true", help="refuse data with other row counts than the paper's")
     add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: bf16 on a GPU that has it")
@@ -127,7 +128,7 @@ def arguments(argv=None):
 
 def check(args):
     """Raises ValueError for arguments that make no sense, before anything is loaded."""
-    for name in ("epochs", "batch_size", "grad_accumulation", "patience", "limit_train", "steps_per_epoch"):
+    for name in ("epochs", "batch_size", "grad_accumulation", "patience", "limit_train", "limit_dev", "steps_per_epoch"):
         if getattr(args, name) is not None and not 1 <= getattr(args, name) < 10**9:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, and under 10^9, not {getattr(args, name)}")
     if not 0 < args.lr < math.inf:
@@ -267,7 +268,7 @@ def prepare(args):
     tokenizer = load_tokenizer(bert.directory, args.max_length, bert.config.vocab_size, bert.config.type_vocab_size)
     options = {"data_dir": args.data_dir, "strict": args.strict_data}
     train_splits = [load_split(task, "train", tokenizer, limit=args.limit_train, seed=args.seed, **options) for task in tasks]
-    dev_splits = [load_split(task, "validation", tokenizer, **options) for task in tasks]
+    dev_splits = [load_split(task, "validation", tokenizer, limit=args.limit_dev, **options) for task in tasks]
     return tasks, bert, heads, fused, train_splits, dev_splits, device, dtype
 
 
@@ -359,7 +360,8 @@ def train(args, log, tasks, bert, heads, fused, train_splits, dev_splits, device
     total_steps = steps_per_epoch * args.epochs
     config = {
         **{name: getattr(args, name) for name in ("stage", "task", "seed", "lr", "epochs", "batch_size", "grad_accumulation")},
-        **{name: getattr(args, name) for name in ("max_length", "patience", "weight_decay", "limit_train", "data_dir")},
+        **{name: getattr(args, name) for name in ("max_length", "patience", "weight_decay", "limit_train", "limit_dev")},
+        "data_dir": args.data_dir,
         "labels": {task.name: list(task.labels) for task in tasks} if multitask else list(tasks[0].labels),
         "model": str(Path(args.model).resolve() if Path(args.model).is_dir() else args.model),
         "adapters": [name for name, _ in fused],
@@ -641,8 +643,8 @@ def resumes(args):
 
 STATE_FORMAT = 3
 RESUME_NEEDS = ("stage", "task", "labels", "model", "adapters", "sources", "adapter", "reduction_factor", "seed", "lr", "epochs",
-                "batch_size", "max_length", "weight_decay", "limit_train", "train_examples", "dtype", "warmup", "sampling",
-                "steps_per_epoch")  # fmt: skip
+                "batch_size", "max_length", "weight_decay", "limit_train", "limit_dev", "train_examples", "dtype", "warmup",
+                "sampling", "steps_per_epoch")  # fmt: skip
 
 
 def save_state(path, config, named, optimizer, device, position, best, history):

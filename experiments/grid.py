@@ -376,7 +376,9 @@ def hours(cells, out, tasks, model, measured):
             measured[key] = measure(args, len(args.adapters), model)
         (a, b), (c, d) = measured[key]
         epoch = examples / args.batch_size * a + examples * mean * b
-        epoch += sum(n / (4 * args.batch_size) * c + n * T * d for n, T in zip(dev_rows, tokens, strict=True))
+        for n, T in zip(dev_rows, tokens, strict=True):
+            n = min(n, args.limit_dev or n)
+            epoch += n / (4 * args.batch_size) * c + n * T * d
         result[cell.name] = examples, args.epochs, args.epochs * epoch / 3600
     return result
 

@@ -183,7 +183,8 @@ def test_out_holds_something_else(fails, launch, encoder, runs, tmp_path):
     "option, value",
     [("--reduction-factor", "1000"), ("--reduction-factor", "0"), ("--reduction-factor", "-2"), ("--reduction-factor", "nan"),
      ("--reduction-factor", "33"), ("--epochs", "0"), ("--batch-size", "0"), ("--lr", "0"), ("--lr", "nan"), ("--lr", "inf"),
-     ("--patience", "0"), ("--limit-train", "0"), ("--max-length", "7"), ("--max-length", "49"), ("--seed", "-1"),
+     ("--patience", "0"), ("--limit-train", "0"), ("--limit-dev", "0"),
+     ("--max-length", "7"), ("--max-length", "49"), ("--seed", "-1"),
      ("--weight-decay", "-1")],
 )  # fmt: skip
 def test_numbers_that_do_not_fit(fails, option, value):

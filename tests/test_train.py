@@ -170,6 +170,8 @@ def test_same_seed_same_numbers(launch, tmp_path):
 def test_limit_train_is_drawn_with_the_seed(launch, tmp_path):
     result = launch("--stage", "head", "--task", "rte", "--epochs", 1, "--limit-train", 10, "--out", tmp_path / "r")
     assert result["train_examples"] == 10 and result["dev_examples"] == 40
+    result = launch("--stage", "head", "--task", "rte", "--epochs", 1, "--limit-dev", 7, "--out", tmp_path / "s")
+    assert result["dev_examples"] == 7 and round(result["accuracy"] * 7, 9) % 1 == 0
 
 
 def test_fusion_regularization_enters_the_loss_and_weights_sum_to_one(encoder, data_dir, runs):
