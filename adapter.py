@@ -8,10 +8,12 @@
 Files have the names, JSON fields and tensor names of the `adapters` library (AdapterHub), version 1.3.
 """
 
+import copy
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,12 +35,17 @@ from bert import (
 
 NON_LINEARITIES = {"leakyrelu": F.leaky_relu, **{n: ACTIVATIONS[n] for n in ("relu", "swish", "gelu", "gelu_new")}}
 
+INIT_WEIGHTS = {
+    "bert": partial(nn.init.normal_, std=0.02),
+    "houlsby": partial(nn.init.trunc_normal_, std=0.01, a=-0.02, b=0.02),  # near the identity, as in their paper
+}
+
 # What AdapterHub's bottleneck configuration has beyond the paper, and the values without effect that are written
 NOT_IN_THE_PAPER = {
     "cross_adapter": False, "dropout": 0.0, "factorized_phm_W": True, "factorized_phm_rule": False,
-    "hypercomplex_nonlinearity": "glorot-uniform", "init_weights": "bert", "init_weights_seed": None,
-    "inv_adapter": None, "inv_adapter_reduction_factor": None, "is_parallel": False, "learn_phm": True,
-    "phm_bias": True, "phm_c_init": "normal", "phm_dim": 4, "phm_init_range": 0.0001, "phm_layer": False, "phm_rank": 1,
+    "hypercomplex_nonlinearity": "glorot-uniform", "init_weights_seed": None, "inv_adapter": None,
+    "inv_adapter_reduction_factor": None, "is_parallel": False, "learn_phm": True, "phm_bias": True, "phm_c_init": "normal",
+    "phm_dim": 4, "phm_init_range": 0.0001, "phm_layer": False, "phm_rank": 1,
     "scaling": 1.0, "shared_W_phm": False, "shared_phm_rule": True, "stochastic_depth": 0.0, "use_gating": False,
 }  # fmt: skip
 
@@ -65,7 +72,11 @@ class AdapterConfig:
     residual_before_ln           the adapter's residual is f (True), LN(f + x) (False) or f + x ("post_add")
     adapter_residual_before_ln   with ln_after: the residual is added before that new LayerNorm
     leave_out                    layers (from 0) without an adapter
+    init_weights                 bert: weights from N(0, 0.02); houlsby: N(0, 0.01), cut at two standard deviations
+    layer_norms                  a copy of every LayerNorm of BERT (of the embeddings' and of layers without adapter, too) that is
+                                 trained with the adapter and takes its place. AdapterHub's library cannot read such files
 
+    The last two make Houlsby et al.'s recipe (2019) of their architecture; the paper does not have them.
     Raises ValueError, naming the field, for what has no meaning.
     """
 
@@ -80,6 +91,8 @@ class AdapterConfig:
     residual_before_ln: bool | str = True
     adapter_residual_before_ln: bool = False
     leave_out: tuple = ()
+    init_weights: str = "bert"
+    layer_norms: bool = False
 
     def __post_init__(self):
         for field in fields(self):
@@ -87,12 +100,14 @@ class AdapterConfig:
                 raise ValueError(f"{field.name} must be true or false, not {getattr(self, field.name)!r:.50}")
         if not (self.mh_adapter or self.output_adapter):
             raise ValueError("an adapter without mh_adapter and output_adapter has no place in the encoder")
-        if self.non_linearity not in NON_LINEARITIES:
+        if self.non_linearity not in list(NON_LINEARITIES):
             raise ValueError(f"non_linearity {self.non_linearity!r:.50} is not one of {', '.join(NON_LINEARITIES)}")
         if self.residual_before_ln not in (True, False, "post_add"):
             raise ValueError(f"residual_before_ln {self.residual_before_ln!r:.50} is not true, false or 'post_add'")
         if self.residual_before_ln == "post_add" and not self.original_ln_before:
             raise ValueError("residual_before_ln 'post_add' is the input of original_ln_before, which is off")
+        if self.init_weights not in list(INIT_WEIGHTS):
+            raise ValueError(f"init_weights {self.init_weights!r:.50} is not one of {', '.join(INIT_WEIGHTS)}")
         by_layer = isinstance(self.reduction_factor, Mapping)
         for factor in self.reduction_factor.values() if by_layer else [self.reduction_factor]:
             if type(factor) not in (int, float) or not 0.1 <= factor < math.inf:  # a file may ask for any size
@@ -113,6 +128,15 @@ class AdapterConfig:
     def bapna(cls, **changes):
         """Bapna and Firat (2019): one adapter per layer, on top, with a new LayerNorm on its input."""
         return cls(**{"ln_before": True, **changes})
+
+    def without_effect(self):
+        """{field: why} of those that change nothing here. They are harmless in a file; to ask for them is a mistake."""
+        reasons = {}
+        if not (self.residual_before_ln or self.original_ln_before):
+            reasons["residual_before_ln"] = "residual_before_ln=false takes LN(f + x), which original_ln_before=false leaves out"
+        if self.adapter_residual_before_ln and not self.ln_after:
+            reasons["adapter_residual_before_ln"] = "adapter_residual_before_ln=true needs the new LayerNorm of ln_after=true"
+        return reasons
 
     def bottleneck_size(self, hidden_size, layer):
         """r of one layer. The reference rounds down, and never below 1."""
@@ -140,7 +164,7 @@ class Adapter(nn.Module):
         self.up = nn.Linear(bottleneck_size, hidden_size)  # U
         self.norm_after = nn.LayerNorm(hidden_size) if config.ln_after else None
         for linear in (self.down, self.up):
-            nn.init.normal_(linear.weight, std=0.02)
+            INIT_WEIGHTS[config.init_weights](linear.weight)
             nn.init.zeros_(linear.bias)
 
     def enter(self, f, x, norm):
@@ -244,7 +268,7 @@ class PAL(nn.Module):
 def add_adapter(bert, name, config):
     """Adds a new adapter to every slot that its config names, activates it, and leaves exactly it trainable.
 
-    Initialised as the reference does: weights N(0, 0.02), biases 0. Held in fp32 even where the encoder is in bf16.
+    Initialised as the reference does: weights by init_weights, biases 0. Held in fp32 even where the encoder is in bf16.
     Raises ValueError if the name is taken or unusable, or if the config leaves no adapter in this encoder.
     """
     plug_in(bert, name, config, torch.float64 if bert.dtype == torch.float64 else torch.float32)
@@ -252,6 +276,9 @@ def add_adapter(bert, name, config):
     for _, slot in bert.slots():
         if name in slot.adapters:
             slot.adapters[name].requires_grad_(True)
+    for _, _, own in bert.layer_norms():
+        if name in own:
+            own[name].requires_grad_(True)
 
 
 def plug_in(bert, name, config, dtype):
@@ -270,6 +297,8 @@ def plug_in(bert, name, config, dtype):
             modules.append(Adapter(config, d, config.bottleneck_size(d, layer)))
     for (_, slot), module in zip(places, modules, strict=True):
         slot.adapters[name] = module.to(bert.device, dtype).requires_grad_(False).train(bert.training)
+    for _, norm, own in bert.layer_norms() if getattr(config, "layer_norms", False) else ():
+        own[name] = copy.deepcopy(norm).to(dtype).requires_grad_(False)
 
 
 def check_name(name):
@@ -359,8 +388,9 @@ HEAD_CONFIG_FILE, HEAD_FILES = "head_config.json", ("model_head.safetensors", "p
 
 # A tensor's name in those files: [bert.]encoder.layer.0[.attention].output.adapters.NAME.adapter_up.weight, where old
 # files have layer_text_task_adapters or attention_text_task_adapters; heads.NAME.4.weight
-SLOT = r"(?:\w+\.)?(?P<slot>encoder\.layer\.\d+\.(?:attention\.)?output)\."
+SLOT = r"(?:\w+\.)?(?P<slot>embeddings|encoder\.layer\.\d+\.(?:attention\.)?output)\."  # embeddings: only LAYER_NORM
 LISTS = r"(?:adapters|layer_text_task_adapters|attention_text_task_adapters)\."
+LAYER_NORM = "adapter_layer_norm"  # a task's own copy, as AdapterHub does not have it
 ADAPTER_TENSOR = re.compile(SLOT + LISTS + r"(?P<name>.+)\.(?P<part>adapter_\w+(?:\.\d)?\.\w+)")
 HEAD_TENSOR = re.compile(r"(?P<slot>heads)\.(?P<name>.+)\.(?P<part>\d\.\w+)")
 
@@ -403,7 +433,9 @@ def tensor_names(config, first=True):
 
 
 def slot_name(key):
-    """(3, "attention") -> encoder.layer.3.attention.output"""
+    """(3, "attention") -> encoder.layer.3.attention.output; None -> embeddings"""
+    if key is None:
+        return "embeddings"
     layer, location = key
     return f"encoder.layer.{layer}.{'attention.output' if location == 'attention' else 'output'}"
 
@@ -434,6 +466,10 @@ def save_adapter(bert, name, directory):
                     tensors[slot_name(key), second] = weights[ours].clone()
     if config is None:
         raise ValueError(f"there is no adapter called {name!r}")
+    for key, _, own in bert.layer_norms():
+        if name in own:
+            for kind, tensor in own[name].state_dict().items():
+                tensors[slot_name(key), f"{LAYER_NORM}.{kind}"] = tensor
     write_adapter(directory, config, tensors, meta(bert, name))
 
 
@@ -445,6 +481,8 @@ def write_adapter(directory, config, tensors, values):
                for (slot, part), tensor in tensors.items()}  # fmt: skip
     options = {field.name: getattr(config, field.name) for field in fields(config)}
     other = {"architecture": "pal"} if isinstance(config, PALConfig) else NOT_IN_THE_PAPER
+    if options.pop("layer_norms", False):  # the library, which has no such field, would read the rest: so it refuses
+        options |= {"layer_norms": True, "architecture": "layer_norms"}
     options = {**other, **options, "leave_out": list(config.leave_out)}
     write_safetensors(directory / WEIGHTS_FILES[0], tensors)
     write_json(directory / CONFIG_FILE, {"config": dict(sorted(options.items())), **values})
@@ -489,7 +527,7 @@ def read_adapter_config(directory, name=None):
     required = ("mh_adapter", "output_adapter", "reduction_factor", "non_linearity")
     lacks = [field for field in required if field not in options]
     kind = PALConfig if options.get("architecture") == "pal" else AdapterConfig
-    if kind is AdapterConfig and (options.get("architecture") or lacks):
+    if kind is AdapterConfig and ((options.get("architecture") or None) not in (None, "layer_norms") or lacks):
         kind = f"{options['architecture']!r:.50}" if options.get("architecture") else f"without {listed(lacks)}"
         raise ValueError(f"{path}: only bottleneck adapters are supported, this is one {kind}")
     # what changes a saved adapter's output; inv_adapter does only if the file has its weights, see read_tensors
@@ -502,6 +540,8 @@ def read_adapter_config(directory, name=None):
     if "version" not in values:
         old = {"gelu": "gelu_new", "gelu_orig": "gelu"}
         options["non_linearity"] = old.get(options["non_linearity"], options["non_linearity"])
+    if options.get("init_weights") not in list(INIT_WEIGHTS):  # of no effect on a saved adapter
+        options.pop("init_weights", None)
     known = {field.name for field in fields(kind)}
     try:
         config = kind(**{key: value for key, value in options.items() if key in known})
@@ -563,10 +603,14 @@ def load_adapter(bert, directory, name=None):
                 if getattr(config, "ln_before", False):
                     for kind in ("weight", "bias"):
                         tensors.pop((slot_name(key), f"adapter_down.0.{kind}"), None)
+        for key, _, own in bert.layer_norms():
+            if name in own:
+                for kind, parameter in own[name].named_parameters():
+                    fill(parameter, tensors, (slot_name(key), f"{LAYER_NORM}.{kind}"), path)
         refuse_rest(tensors, path)
     except ValueError:
-        for _, slot in bert.slots():
-            slot.adapters.pop(name) if name in slot.adapters else None
+        for modules in (*(slot.adapters for _, slot in bert.slots()), *(own for _, _, own in bert.layer_norms())):
+            modules.pop(name) if name in modules else None
         raise
     return name
 

@@ -89,12 +89,14 @@ class AddNorm(nn.Module):
     """The "Add & Norm" that closes a sub-layer, and the slot for what is plugged in there (Figures 1, 2 and 5).
 
     `adapters` holds Φ_n by name (adapter.py), `fusion` holds Ψ (fusion.py). `active` says who speaks: None (plain BERT),
-    an adapter's name, or the fusion's name, which is that of its adapters joined by commas.
+    an adapter's name, or the fusion's name, which is that of its adapters joined by commas. `norms` holds what a task has in
+    place of the LayerNorm, where its adapter comes with copies of its own.
     """
 
     def __init__(self, config):
         super().__init__()
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.norms = nn.ModuleDict()
         self.adapters = nn.ModuleDict()
         self.fusion = None
         self.active = None
@@ -102,11 +104,12 @@ class AddNorm(nn.Module):
     def forward(self, f, x, parallel=None):
         """f: the sub-layer's output, x: its input (the residual stream), both [B, T, d] -> [B, T, d]. parallel: the input of
         the whole layer and the mask, for an adapter that is parallel to it (MT-A)."""
+        norm = self.norms[self.active] if self.active in self.norms else self.norm
         if self.fusion is not None and self.active == self.fusion.name:
-            return self.fusion(f, x, self.norm, [self.adapters[name] for name in self.fusion.adapter_names], parallel)
+            return self.fusion(f, x, norm, [self.adapters[name] for name in self.fusion.adapter_names], parallel)
         if self.active in self.adapters:
-            return self.adapters[self.active](f, x, self.norm, parallel)
-        return self.norm(f + x)
+            return self.adapters[self.active](f, x, norm, parallel)
+        return norm(f + x)
 
 
 class Layer(nn.Module):
@@ -182,6 +185,7 @@ class Bert(nn.Module):
         self.position_embeddings = embedding(config.max_position_embeddings, d)
         self.token_type_embeddings = embedding(config.type_vocab_size, d)
         self.embeddings_norm = nn.LayerNorm(d, eps=config.layer_norm_eps)
+        self.embeddings_norms = nn.ModuleDict()  # AddNorm.norms of this LayerNorm
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
 
     def forward(self, input_ids, token_type_ids=None, attention_mask=None, cls_only=False):
@@ -204,7 +208,8 @@ class Bert(nn.Module):
         mask = None if attention_mask is None else attention_mask.bool()[:, None, None, :]  # [B, 1, 1, T]
 
         x = self.word_embeddings(input_ids) + self.token_type_embeddings(token_type_ids)  # [B, T, d]
-        x = self.embeddings_norm(x + self.position_embeddings(positions))
+        own, active = self.embeddings_norms, self.layers[0].attention_add_norm.active
+        x = (own[active] if active in own else self.embeddings_norm)(x + self.position_embeddings(positions))
         x = dropout(x, self.config.hidden_dropout_prob, self.training)
         for layer in self.layers:
             # one row alone is left whole: a matrix-vector product's rounding depends on where in memory the weights are
@@ -216,6 +221,12 @@ class Bert(nn.Module):
         for i, layer in enumerate(self.layers):
             yield (i, "attention"), layer.attention_add_norm
             yield (i, "output"), layer.output_add_norm
+
+    def layer_norms(self):
+        """Every LayerNorm, and what tasks have in its place by name: (key of slots() or, of the embeddings, None, norm, norms)"""
+        yield None, self.embeddings_norm, self.embeddings_norms
+        for key, slot in self.slots():
+            yield key, slot.norm, slot.norms
 
     @property
     def dtype(self):
@@ -287,7 +298,7 @@ class Bert(nn.Module):
         write_json(path, config)
         tensors = {}
         for name, parameter in self.named_parameters():
-            if ".adapters." not in name and ".fusion." not in name:
+            if not re.search(r"\.adapters\.|\.fusion\.|norms\.", name):
                 tensors[f"{self.config.model_type}.{hub_name(name)}"] = parameter.detach().float().cpu().contiguous()
         write_safetensors(directory / "model.safetensors", tensors)
 

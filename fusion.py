@@ -3,6 +3,7 @@
     add_fusion(bert, ["mnli", "qqp", "rte"])      # over adapters that are already there; new, trainable, active
     loss = loss + fusion_regularization(bert)     # keeps V close to the identity
     fusion_weights(bert)                          # who spoke: {(layer, location): [B, T, N]}
+    silence(bert, ["qqp"])                        # without it; silence(bert, []): all again
     save_fusion(bert, "runs/fusion-rte"); load_fusion(bert, "runs/fusion-rte")
 """
 
@@ -46,7 +47,8 @@ class Fusion(nn.Module):
         self.key = nn.Linear(hidden_size, hidden_size)  # K
         self.value = nn.Linear(hidden_size, hidden_size, bias=False)  # V
         self.dropout = nn.Dropout(dropout)
-        self.weights = None  # s of the last forward [B, T, N]
+        self.silent = frozenset()  # names of those that do not speak, see `silence`
+        self.weights = None  # s of the last forward [B, T, N], N those that speak
         for linear in (self.query, self.key):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
@@ -59,6 +61,7 @@ class Fusion(nn.Module):
         read -> [B, T, d]"""
         last = adapters[-1]  # the reference: the last adapter's config says what all of them read, and the residual
         h, residual = last.enter(f, x, norm)
+        adapters = speaking(self, adapters)
         o = self.mix_pals(h, adapters, parallel) if isinstance(last, PAL) else self.mix(h, adapters)
         return last.leave(o + residual, x, norm)
 
@@ -93,6 +96,11 @@ class Fusion(nn.Module):
         scores = torch.einsum("btd,btnd->btn", self.query(h), self.key(z))
         s = self.dropout(scores).softmax(-1)  # [B, T, N]
         return torch.einsum("btn,btnd->btd", s, self.value(z))
+
+
+def speaking(fusion, of_each):
+    """`of_each` adapter of a slot, in the order of fusion.adapter_names -> the same without those that are silent."""
+    return [value for name, value in zip(fusion.adapter_names, of_each, strict=True) if name not in fusion.silent]
 
 
 def bottlenecks(h, adapters):
@@ -154,6 +162,9 @@ def plug_in_fusion(bert, adapter_names, dropout, dtype):
             )
     if len({isinstance(config, PALConfig) for config in configs}) > 1:
         raise ValueError(f"PALs cannot be fused with other adapters: {', '.join(names)}")
+    own = [name for name, config in zip(names, configs, strict=True) if getattr(config, "layer_norms", False)]
+    if own:  # h, and with it z_n, comes from a stream that they have changed; no other adapter can speak in it
+        raise ValueError(f"adapters that come with LayerNorms of their own (layer_norms) cannot be fused: {', '.join(own)}")
     dropout = dropout or bert.config.attention_probs_dropout_prob  # so the reference: 0.0 counts as not given
     for _, slot in bert.slots():
         here = [name for name in names if name in slot.adapters]
@@ -193,6 +204,28 @@ def fusions(bert):
     return [(key, slot.fusion) for key, slot in bert.slots() if slot.fusion is not None]
 
 
+def silence(bert, names, layers=None):
+    """
+    Takes adapters out of the softmax, as scores of -inf would, but without the work; in all layers, or in `layers` (from 0).
+    What was silenced there before is not any more: after silence(bert, []) all speak. What the adapters of a slot read is
+    still the last one's choice, silent or not.
+
+    Raises ValueError, and changes nothing, for a name that is not in the fusion, or if a layer would be left without adapter.
+    """
+    here = [(key, fusion) for key, fusion in fusions(bert) if layers is None or key[0] in layers]
+    if not here:
+        raise ValueError("there is no fusion in this encoder" + (" at these layers" if layers is not None else ""))
+    for (layer, _), fusion in here:
+        if isinstance(fusion, FoldedFusion):
+            raise ValueError("adapters of a folded fusion cannot be silenced: silence them, then fold")
+        if unknown := sorted(set(names) - set(fusion.name.split(","))):
+            raise ValueError(f"adapter {unknown[0]!r:.120} is not in the fusion of {fusion.name.replace(',', ', ')}")
+        if set(fusion.adapter_names) <= set(names):
+            raise ValueError(f"layer {layer + 1} would be left without adapter: it has {', '.join(fusion.adapter_names)}")
+    for _, fusion in here:
+        fusion.silent, fusion.weights = frozenset(names), None
+
+
 def fusion_regularization(bert):
     """0.01 · Σ_layers ‖V − I‖²_F, a scalar tensor to add to the loss (section 4.1: "l2-norm" on V; the reference's form).
     0 without a fusion."""
@@ -205,13 +238,14 @@ def fusion_regularization(bert):
 
 def fusion_weights(bert):
     """s of the last forward: {(layer, "output" | "attention"): [B, T, N]}, padding included; N in the order of the
-    fusion's name, 0 for an adapter that is left out of that layer. Raises ValueError before the first forward."""
+    fusion's name, 0 for an adapter that is left out of that layer or silent. Raises ValueError before the first forward."""
     result = {}
     for key, fusion in fusions(bert):
         if fusion.weights is None:
             raise ValueError("there are no fusion weights yet: run a batch through the encoder first")
         result[key] = fusion.weights.new_zeros(*fusion.weights.shape[:-1], len(fusion.name.split(",")))
-        result[key][..., [fusion.name.split(",").index(name) for name in fusion.adapter_names]] = fusion.weights
+        names = speaking(fusion, fusion.adapter_names)
+        result[key][..., [fusion.name.split(",").index(name) for name in names]] = fusion.weights
     if not result:
         raise ValueError("there is no fusion in this encoder")
     return result
@@ -222,9 +256,9 @@ class FoldedFusion(nn.Module):
 
     def __init__(self, fusion, adapters):
         super().__init__()
-        self.name, self.adapter_names, self.weights = fusion.name, fusion.adapter_names, None
+        self.name, self.adapter_names, self.silent, self.weights = fusion.name, fusion.adapter_names, fusion.silent, None
         Q, K, V = fusion.query.weight, fusion.key.weight, fusion.value.weight  # K's bias does not change the softmax
-        Z, member = up_projections(adapters, Q.dtype)  # [d, R], [R, N]
+        Z, member = up_projections(speaking(fusion, adapters), Q.dtype)  # [d, R], [R, N]
         self.register_buffer("to_scores", (K @ Z).T @ Q)  # [R, d]
         self.register_buffer("to_scores_bias", fusion.query.bias @ K @ Z)  # [R]
         self.register_buffer("to_output", V @ Z)  # [d, R]
@@ -234,7 +268,7 @@ class FoldedFusion(nn.Module):
         """As Fusion.forward."""
         last = adapters[-1]
         h, residual = last.enter(f, x, norm)
-        a = bottlenecks(h, adapters)  # [B·T, R]
+        a = bottlenecks(h, speaking(self, adapters))  # [B·T, R]
         scores = (F.linear(h.flatten(0, 1), self.to_scores, self.to_scores_bias) * a) @ self.member
         s = scores.softmax(-1)  # [B·T, N]
         self.weights = s.view(*h.shape[:2], -1)

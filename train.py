@@ -4,6 +4,7 @@
     python train.py --stage fusion --task rte --adapters runs/mnli runs/qqp runs/rte # Ψ <- argmin L(D_rte; Θ, Φ_1..N, Ψ)
     python train.py --stage head | full --task rte                                   # the paper's baselines (section 5.1)
     python train.py --stage multitask --tasks mnli qqp rte                           # Θ, Φ_1..N <- argmin Σ_n L(D_n; Θ, Φ_n)
+    python train.py --stage eval --run runs/rte                                      # how good a finished run is
 
 What a stage trains is what requires a gradient; Θ and Φ are otherwise never written to. A run directory holds the best
 epoch in AdapterHub's files, and is all that `load_run` needs besides the encoder. `torchrun --nproc_per_node=G train.py ...`
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import time
 import zipfile
+from dataclasses import fields, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -55,7 +57,7 @@ from adapter import (
 )
 from bert import Bert, read_json, write_json
 from data import batch_order, batches, collate, get_task, groups, load_split, load_tokenizer, refuse
-from fusion import add_fusion, fusion_regularization, load_fusion, save_fusion
+from fusion import add_fusion, fusion_regularization, fusions, load_fusion, save_fusion, silence
 
 # Section 4.1 and appendix A.2: ST-A 1e-4 and at most 30 epochs, fusion 5e-5 and at most 10. The paper does not give those
 # of its head and full baselines; these are ours. Multi-task training as in Stickland and Murray (2019): 25 epochs of 2400 steps.
@@ -70,22 +72,30 @@ ADAPTERS = {  # --adapter
     **{name: getattr(AdapterConfig, name) for name in ("pfeiffer", "houlsby", "bapna")},
     **{name: getattr(PALConfig, name) for name in ("pal", "low_rank")},
 }
+EVAL_OPTIONS = ("stage", "run", "split", "task", "mask", "model", "data_dir", "max_length", "batch_size", "limit_dev",
+                "strict_data", "device", "dtype")  # fmt: skip
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "merges.txt")
 
 
 def arguments(argv=None):
-    parser = argparse.ArgumentParser(description="Trains one stage of AdapterFusion on one task.")
+    parser = argparse.ArgumentParser(description="Trains one stage of AdapterFusion on one task, or evaluates a finished run.")
     parser.error = refuse  # one line like all errors, without the usage
     add = parser.add_argument
-    add("--stage", required=True, choices=list(DEFAULTS))
+    add("--stage", required=True, choices=[*DEFAULTS, "eval"])
     add("--task", help="one of the paper's 16 tasks, or your own in --data-dir")
     add("--tasks", nargs="+", default=[], help="multitask: all of them")
     add("--adapters", nargs="+", default=[], help="fusion: runs, AdapterHub directories, hub ids; paper: its authors' 16")
+    add("--adapters-per-batch", type=int, metavar="K", help="fusion: train each step on K of them, drawn anew; evaluate with all")
+    add("--run", help="eval: the directory of a finished run; everything not given is as it was in its training")
+    add("--split", help="eval: DATA_DIR/TASK/SPLIT.jsonl, or the hub's split of that name; default validation")
+    add("--mask", nargs="+", metavar="ADAPTER", help="eval: without these adapters of a fusion")
     add("--model", default="google-bert/bert-base-uncased", help="encoder: a directory or a hub id")
     add("--data-dir", help="directory with TASK/train.jsonl and TASK/validation.jsonl; without it: the hub")
     add("--out", help="run directory; default runs/TASK, runs/fusion-TASK (likewise head, full), runs/multitask")
     add("--adapter", choices=[*ADAPTERS, "none"], help="architecture of a new adapter; default pfeiffer, multitask pal")
     add("--reduction-factor", type=float, default=16.0, help="hidden size / bottleneck size of a new adapter")
+    add("--adapter-config", nargs="+", default=[], metavar="FIELD=VALUE", help="changes single fields of that architecture, "
+        "those of AdapterConfig (adapter.py): ln_after=true residual_before_ln=post_add leave_out=[5]")  # fmt: skip
     add("--epochs", type=int, help="at most; default adapter 30, fusion 10, head 30, full 10, multitask 25")
     add("--lr", type=float, help="then linearly to 0; default adapter 1e-4, fusion 5e-5, head 1e-3, full and multitask 2e-5")
     add("--warmup", type=float, help="share of the steps before that, in which it rises from 0; default multitask 0.1, else 0")
@@ -107,6 +117,17 @@ def arguments(argv=None):
     add("--resume", action="store_true", help="continue an interrupted run: the same command, and this")
     add("--overwrite", action="store_true", help="replace a run that is already in --out")
     args = parser.parse_args(argv)
+    if args.stage == "eval":  # again: an attribute that is there, if only as None, gets no default
+        args = parser.parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args))))
+        for name, value in vars(args).items():
+            if value is not None and name not in EVAL_OPTIONS:
+                raise ValueError(f"--stage eval takes no --{name.replace('_', '-')}: it trains and writes nothing, see --run")
+        if args.run is None:
+            raise ValueError("--stage eval needs --run: the directory of a finished run")
+        return args
+    for name in ("run", "split", "mask"):
+        if getattr(args, name) is not None:
+            raise ValueError(f"--{name} belongs to --stage eval, not to --stage {args.stage}")
 
     lr, epochs = DEFAULTS[args.stage]
     args.lr = lr if args.lr is None else args.lr
@@ -120,23 +141,46 @@ def arguments(argv=None):
     args.warmup = (0.1 if multitask else 0.0) if args.warmup is None else args.warmup
     args.patience = (args.epochs if multitask else 5) if args.patience is None else args.patience
     prefix = "" if args.stage == "adapter" else f"{args.stage}-"
+    args.adapter_config = dict(map(as_field, args.adapter_config))
     args.out = Path(args.out or ("runs/multitask" if multitask else f"runs/{prefix}{args.task}"))
     args.task, args.tasks = args.task or ",".join(args.tasks), args.tasks or [args.task]
     args.command = shlex.join(["train.py", *(sys.argv[1:] if argv is None else argv)])
     return args
 
 
-def check(args):
-    """Raises ValueError for arguments that make no sense, before anything is loaded."""
+def as_field(word):
+    """ln_after=true -> ("ln_after", True). A value is JSON; a bare word is a string."""
+    field, equals, value = word.partition("=")
+    if not equals:
+        raise ValueError(f"--adapter-config takes FIELD=VALUE, not {word!r:.50}")
+    try:
+        return field, json.loads(value)
+    except (ValueError, RecursionError):
+        return field, value
+
+
+def check_counts(args):
     for name in ("epochs", "batch_size", "grad_accumulation", "patience", "limit_train", "limit_dev", "steps_per_epoch"):
         if getattr(args, name) is not None and not 1 <= getattr(args, name) < 10**9:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, and under 10^9, not {getattr(args, name)}")
+
+
+def check(args):
+    """Raises ValueError for arguments that make no sense, before anything is loaded."""
+    check_counts(args)
     if not 0 < args.lr < math.inf:
         raise ValueError(f"--lr must be a positive number, not {args.lr}")
     if not 0 <= args.warmup < 1:
         raise ValueError(f"--warmup must be in [0, 1), not {args.warmup}")
     if args.adapter == "none" and args.stage == "adapter":
         raise ValueError("--adapter none leaves --stage adapter nothing to train: see --stage head and --stage full")
+    if args.adapter_config:
+        if args.stage not in ("adapter", "multitask") or args.adapter == "none":
+            raise ValueError("--adapter-config belongs to a new adapter: --stage adapter or multitask, and no --adapter none")
+        try:
+            new_config(args.adapter, 1, args.adapter_config)  # whatever the bottleneck: see build
+        except ValueError as e:
+            raise ValueError(f"--adapter-config: {e}") from e
     if not 0 <= args.weight_decay < math.inf:
         raise ValueError(f"--weight-decay must be 0 or more, not {args.weight_decay}")
     if not 0 <= args.save_minutes < math.inf:
@@ -147,6 +191,10 @@ def check(args):
         raise ValueError("--stage fusion needs --adapters: the run directories of stage 1")
     if args.stage != "fusion" and args.adapters:
         raise ValueError(f"--adapters belongs to --stage fusion, not to --stage {args.stage}")
+    if args.adapters_per_batch is not None and args.stage != "fusion":
+        raise ValueError(f"--adapters-per-batch belongs to --stage fusion, not to --stage {args.stage}")
+    if args.adapters_per_batch is not None and args.compile:
+        raise ValueError("--compile and --adapters-per-batch do not go together: every subset would be compiled anew")
     if (args.out.exists() or args.out.is_symlink()) and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is a file, or a link that leads nowhere")
     if args.out.is_dir() and any(args.out.iterdir()) and not (args.out / "log.jsonl").exists():
@@ -179,9 +227,26 @@ def choose_device(device, dtype):
     return torch.device(device), getattr(torch, dtype)
 
 
-def new_config(adapter, reduction_factor):
-    """The configuration that --adapter stands for. PALs have a size of their own in place of a reduction factor."""
-    return ADAPTERS[adapter](**({} if adapter in ("pal", "low_rank") else {"reduction_factor": reduction_factor}))
+def new_config(adapter, reduction_factor, changes):
+    """The configuration that --adapter stands for, with the changes of --adapter-config. PALs have a size of their own in place
+    of a reduction factor. Raises ValueError, naming the field, for a change that is wrong or would change nothing."""
+    preset, pal = ADAPTERS[adapter], adapter in ("pal", "low_rank")
+    known = [field.name for field in fields(preset.__self__) if field.name != "reduction_factor"]
+    for field in changes:
+        if field == "reduction_factor" and not pal:
+            raise ValueError("reduction_factor is set by --reduction-factor")
+        if field not in known:
+            raise ValueError(f"{field!r:.50} is no field of --adapter {adapter}, which has {', '.join(known)}")
+    config = preset(**({} if pal else {"reduction_factor": reduction_factor}), **changes)
+    for field, reason in ({} if pal else config.without_effect()).items():
+        if field in changes:
+            raise ValueError(reason)
+    return config
+
+
+def check_length(max_length, bert):
+    if not 8 <= max_length <= bert.config.max_length:
+        raise ValueError(f"--max-length must be in 8 .. {bert.config.max_length} for this encoder, not {max_length}")
 
 
 def build(args, tasks, device, dtype):
@@ -190,8 +255,7 @@ def build(args, tasks, device, dtype):
     bert = Bert.from_pretrained(args.model)
     if args.max_length is None:
         args.max_length = min(max(task.max_length for task in tasks), bert.config.max_length)
-    if not 8 <= args.max_length <= bert.config.max_length:
-        raise ValueError(f"--max-length must be in 8 .. {bert.config.max_length} for this encoder, not {args.max_length}")
+    check_length(args.max_length, bert)
     bert.to(device, torch.float32 if args.stage in ("full", "multitask") else dtype)
     torch.manual_seed(args.seed)
     fused = []
@@ -201,8 +265,12 @@ def build(args, tasks, device, dtype):
                 f"--reduction-factor {args.reduction_factor:g} leaves no bottleneck in hidden size {bert.config.hidden_size}"
             )
         factor = int(args.reduction_factor) if args.reduction_factor.is_integer() else args.reduction_factor
+        config = new_config(args.adapter, factor, args.adapter_config)
+        if not {*config.leave_out} <= {*range(len(bert.layers))}:
+            layers = f"0 .. {len(bert.layers) - 1}"
+            raise ValueError(f"--adapter-config: leave_out {list(config.leave_out)!r:.50} has others than the layers {layers}")
         for task in tasks:
-            add_adapter(bert, task.name, new_config(args.adapter, factor))
+            add_adapter(bert, task.name, config)
     if args.stage in ("full", "multitask"):
         bert.requires_grad_(True)
     if args.stage == "fusion":
@@ -219,6 +287,13 @@ def build(args, tasks, device, dtype):
                 print(f"note: {source} was trained on {trained_on!r:.100}, not on {args.model}")
             fused.append((load_adapter(bert, directory, name), directory))
         add_fusion(bert, [name for name, _ in fused])
+        K, N = args.adapters_per_batch, len(fused)
+        if K is not None and not 1 <= K <= N:
+            raise ValueError(f"--adapters-per-batch must be in 1 .. {N}, the number of --adapters, not {K}")
+        for (layer, _), fusion in fusions(bert) if K is not None else ():
+            if (here := len(fusion.adapter_names)) <= N - K:
+                raise ValueError(f"--adapters-per-batch must be {N - here + 1} or more, not {K}: layer {layer + 1} has {here} of "
+                                 f"the {N} adapters, and one has to be among those drawn")  # fmt: skip
     heads = nn.ModuleList()
     for task in tasks:
         config = {"head_type": "multiple_choice", "num_choices": len(task.labels), "layers": 2}
@@ -242,19 +317,19 @@ def predict(bert, head, batch, dtype):
 
 @torch.inference_mode()
 def evaluate(bert, head, split, batch_size, dtype):
-    """Accuracy on a split, 0..1, with everything in eval mode. Raises FloatingPointError for logits that are not finite."""
+    """(labels, predictions) of a split, [examples] each, in the order of `batches`. Leaves bert and head in eval mode. Raises
+    FloatingPointError for logits that are not finite."""
     rank, world = processes()
     bert.eval(), head.eval()
-    right = broken = 0
-    for batch in batches(split, batch_size * world, bert.config.pad_token_id, rank=rank, world=world):
+    size, pairs = batch_size * world, torch.zeros(2, len(split), dtype=torch.long)
+    for i, batch in enumerate(batches(split, size, bert.config.pad_token_id, rank=rank, world=world)):
         logits = predict(bert, head, batch, dtype)
-        broken += (~logits.isfinite()).sum().item()
-        right += (logits.argmax(-1).cpu() == batch["labels"]).sum().item()
-    bert.train(), head.train()
-    right, broken = total(torch.tensor([right, broken])).tolist()
-    if broken:
+        predictions = logits.argmax(-1).where(logits.isfinite().all(-1), -1)
+        pairs[:, i * size + rank : (i + 1) * size : world] = torch.stack([batch["labels"], predictions.cpu()])
+    labels, predictions = total(pairs)  # elsewhere each process has zeros
+    if (predictions < 0).any():
         raise FloatingPointError("the model's outputs are not finite")
-    return right / len(split)
+    return labels, predictions
 
 
 def prepare(args):
@@ -366,8 +441,10 @@ def train(args, log, tasks, bert, heads, fused, train_splits, dev_splits, device
         "model": str(Path(args.model).resolve() if Path(args.model).is_dir() else args.model),
         "adapters": [name for name, _ in fused],
         "sources": args.adapters,
+        "adapters_per_batch": args.adapters_per_batch,
         "adapter": args.adapter if args.stage in ("adapter", "multitask") else None,
         "reduction_factor": args.reduction_factor if args.stage in ("adapter", "multitask") else None,
+        "adapter_config": args.adapter_config,
         "warmup": args.warmup,
         "sampling": args.sampling if multitask else None,
         "steps_per_epoch": steps_per_epoch,
@@ -434,6 +511,9 @@ def train(args, log, tasks, bert, heads, fused, train_splits, dev_splits, device
                     group["lr"] = args.lr * (decay if progress >= args.warmup else progress / args.warmup)
                 if multitask and args.adapter != "none":
                     speak(bert, tasks[number].name)
+                if args.adapters_per_batch is not None:  # a draw that all processes, and a resumed run, make alike
+                    drawn = np.random.default_rng((args.seed, epoch, position["step"] + 1)).permutation(config["adapters"])
+                    silence(bert, drawn[args.adapters_per_batch :].tolist())
                 optimizer.zero_grad()
                 step_loss = torch.zeros((), device=device)
                 portions = parts(indices, args.grad_accumulation)
@@ -469,11 +549,15 @@ def train(args, log, tasks, bert, heads, fused, train_splits, dev_splits, device
                         raise KeyboardInterrupt
 
             trained, accuracies = time.monotonic(), {}
+            if args.adapters_per_batch is not None:
+                silence(bert, [])
             for task, head, split in zip(tasks, heads, dev_splits, strict=True):
                 if multitask and args.adapter != "none":
                     speak(bert, task.name)
                 size = max(4 * args.batch_size // args.grad_accumulation, 1)
-                accuracies[task.name] = evaluate(bert, head, split, size, dtype)
+                labels, predictions = evaluate(bert, head, split, size, dtype)
+                accuracies[task.name] = (labels == predictions).sum().item() / len(labels)
+            bert.train(), heads.train()
             accuracy = sum(accuracies.values()) / len(accuracies)
             if accuracy > position["accuracy"]:
                 position |= {"accuracy": accuracy, "best_epoch": epoch, "accuracies": accuracies}
@@ -489,7 +573,7 @@ def train(args, log, tasks, bert, heads, fused, train_splits, dev_splits, device
             save_state(args.out / "resume.pt", config, named, optimizer, device, position, best, history)
             saved = time.monotonic()
     except RuntimeError as e:
-        if not isinstance(e, torch.OutOfMemoryError) and "can't allocate memory" not in str(e):  # the latter on a CPU
+        if not out_of_memory(e):
             raise
         where = "in evaluation"
         if bert.training:
@@ -535,6 +619,92 @@ def train(args, log, tasks, bert, heads, fused, train_splits, dev_splits, device
     if failure:
         raise failure
     return result
+
+
+def out_of_memory(error):
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)  # the latter on a CPU
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# --stage eval: how good a finished run is
+
+
+def evaluate_run(args):
+    """Prints it, and returns the closing line's dictionary; writes nothing. What is None in args is as it was in training.
+    Raises ValueError and OSError for wrong input, FloatingPointError and MemoryError."""
+    if dist.is_torchelastic_launched():
+        raise ValueError("--stage eval is a single process: start it without torchrun")
+    check_counts(args)
+    started = time.monotonic()
+    bert, head, config = load_run(args.run, model=args.model, task=args.task)
+    if args.task not in (None, config.get("task")):
+        raise ValueError(f"{args.run} is a run on {config.get('task')!r:.50}, not on {args.task!r:.50}")
+    if args.mask:
+        silence(bert, args.mask)
+    split = args.split or "validation"
+    data_dir, limit = args.data_dir or config.get("data_dir"), args.limit_dev
+    if limit is None and split == "validation":
+        limit = config.get("limit_dev")
+    task, examples = load_run_split(args.run, bert, config, split, data_dir, args.max_length, limit, bool(args.strict_data))
+    if (task.choices, len(task.labels)) != (head.config["head_type"] == "multiple_choice", head.num_outputs):
+        raise ValueError(f"{args.run}: its head is not one for {task.name}")
+    device, dtype = hold(bert, head, config, args.device or "auto", args.dtype)
+    size = args.batch_size or eval_batch_size(config)
+    try:
+        labels, predictions = evaluate(bert, head, examples, size, dtype)
+    except RuntimeError as e:
+        if not out_of_memory(e):
+            raise
+        raise MemoryError(f"{device} ran out of memory: try a --batch-size under {size}") from e
+    right = (labels == predictions).sum().item()
+    result = {"stage": "eval", "run": str(args.run), "task": task.name, "split": split, "data_dir": data_dir,
+              "masked": args.mask or [], "examples": len(labels), "accuracy": right / len(labels)}  # fmt: skip
+    print(f"{args.run}, {task.name} {split}: {right} of {len(labels)} examples right, accuracy {result['accuracy']:.4f}")
+    if limit is not None and args.limit_dev is None:
+        print(f"note: at most {limit} examples, as in training; --limit-dev takes another number")
+    if not task.choices:  # the first and the second choice are no classes
+        K = len(task.labels)
+        confusion = torch.bincount(labels * K + predictions, minlength=K * K).view(K, K)  # [label, prediction]
+        result |= {"labels": list(task.labels), "classes": per_class(task.labels, confusion), "confusion": confusion.tolist()}
+        print("\n".join(["", *table(result), ""]))
+    return {**result, "seconds": round(time.monotonic() - started, 2)}
+
+
+def per_class(labels, confusion):
+    """{label: precision, recall (None: of nothing) and count} from confusion [label, prediction]"""
+    columns = (confusion.diagonal().tolist(), confusion.sum(0).tolist(), confusion.sum(1).tolist())
+    return {label: {"precision": right / predicted if predicted else None, "recall": right / n if n else None, "count": n}
+            for label, right, predicted, n in zip(labels, *columns, strict=True)}  # fmt: skip
+
+
+def table(result, most=12):
+    """Lines: a class each, with its row of the confusion matrix where there are not more than `most` classes."""
+    K, width = len(result["labels"]), len(str(result["examples"])) + 2
+    names = [f"{i} {' '.join(label.split()):.30}" for i, label in enumerate(result["labels"], 1)]
+    left = max(map(len, names))
+    predicted = "  predicted as" + "".join(f"{i:>{width}}" for i in range(1, K + 1)) if K <= most else ""
+    yield f"{'label':{left}}  precision  recall{'count':>{max(width, 7)}}{predicted}"
+    for name, values, row in zip(names, result["classes"].values(), result["confusion"], strict=True):
+        shares = ["-" if values[key] is None else f"{values[key]:.3f}" for key in ("precision", "recall")]
+        cells = " " * len("  predicted as") + "".join(f"{n:>{width}}" for n in row) if K <= most else ""
+        yield f"{name:{left}}  {shares[0]:>9}  {shares[1]:>6}{values['count']:>{max(width, 7)}}{cells}"
+
+
+def eval_batch_size(config):
+    """Examples at once, as in the evaluations of training: padding and order of products decide about close calls."""
+    return max(4 * config["batch_size"] // config.get("grad_accumulation", 1), 1)
+
+
+def hold(bert, head, config, device, dtype=None):
+    """(device, dtype): moves a loaded run there, its weights held as `build` does, those that its stage trains in fp32. Without
+    dtype, that of its training."""
+    device, dtype = choose_device(device, dtype or config["dtype"])
+    trained = {"head": (), "adapter": (".adapters.", "norms."), "fusion": (".fusion.",)}.get(config["stage"], ("",))
+    for name, p in bert.named_parameters():
+        if not any(part in name for part in trained):
+            p.data = p.data.to(dtype)
+    bert.to(device), head.to(device)
+    return device, dtype
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -601,6 +771,26 @@ def load_run(directory, device="cpu", dtype=torch.float32, model=None, task=None
     return bert, load_head(bert, directory), config
 
 
+def load_run_split(run, bert, config, split="validation", data_dir=None, max_length=None, limit=None, strict=False):
+    """(task, split) of a run that `load_run` has loaded, from the data and at the length of its training unless others are
+    given. Raises as load_split does, and ValueError if config.json lacks what this and the evaluation need."""
+    config = {"data_dir": None, "grad_accumulation": 1, "limit_dev": None, **config}
+    numbers = [config.get("max_length"), config.get("batch_size"), config["grad_accumulation"], config["limit_dev"] or 1]
+    kinds = [type(config.get(name)) for name in ("task", "labels", "data_dir")]
+    right = kinds in ([str, list, str], [str, list, type(None)]) and config.get("dtype") in ("float32", "bfloat16")
+    if not right or not all(type(number) is int and number > 0 for number in numbers):
+        raise ValueError(f"{run}/config.json: not the configuration of a run")
+    data_dir, max_length = data_dir or config["data_dir"], max_length or config["max_length"]
+    check_length(max_length, bert)
+    task = get_task(config["task"], data_dir, config["labels"])
+    if list(task.labels) != config["labels"]:
+        raise ValueError(f"{run} and {task.name} in {data_dir} have different labels, or choices")
+    if split not in ("train", "validation"):
+        task = replace(task, sizes=())  # the paper's are of these two
+    tokenizer = load_tokenizer(bert.directory, max_length, bert.config.vocab_size, bert.config.type_vocab_size)
+    return task, load_split(task, split, tokenizer, data_dir, limit=limit, strict=strict)
+
+
 RUN_FILES = ["resume.pt", "metrics.json", "config.json", "adapter_config.json", "adapter.safetensors", "head_config.json",
              "model_head.safetensors", "adapter_fusion_config.json", "model_adapter_fusion.safetensors",
              "model.safetensors", *TOKENIZER_FILES, "adapters", "heads"]  # fmt: skip
@@ -642,9 +832,9 @@ def resumes(args):
 
 
 STATE_FORMAT = 3
-RESUME_NEEDS = ("stage", "task", "labels", "model", "adapters", "sources", "adapter", "reduction_factor", "seed", "lr", "epochs",
-                "batch_size", "max_length", "weight_decay", "limit_train", "limit_dev", "train_examples", "dtype", "warmup",
-                "sampling", "steps_per_epoch")  # fmt: skip
+RESUME_NEEDS = ("stage", "task", "labels", "model", "adapters", "sources", "adapters_per_batch", "adapter", "reduction_factor",
+                "adapter_config", "seed", "lr", "epochs", "batch_size", "max_length", "weight_decay", "limit_train", "limit_dev",
+                "train_examples", "dtype", "warmup", "sampling", "steps_per_epoch")  # fmt: skip
 
 
 def save_state(path, config, named, optimizer, device, position, best, history):
@@ -748,7 +938,9 @@ def main(argv=None):
         sys.stdout = open(os.devnull, "w")  # the first process speaks for all
     try:
         args = arguments(argv)
-        if args.resume and (args.out / "metrics.json").exists():  # nothing is left to do
+        if args.stage == "eval":
+            result = evaluate_run(args)
+        elif args.resume and (args.out / "metrics.json").exists():  # nothing is left to do
             result = read_json(args.out / "metrics.json")
             if (result.get("stage"), result.get("task")) != (args.stage, args.task):
                 raise ValueError(f"{args.out} holds a finished run of --stage {result.get('stage')} on {result.get('task')}")
@@ -760,7 +952,7 @@ def main(argv=None):
     except (ValueError, OSError, FloatingPointError, MemoryError) as e:
         status, message, speaks = 2, e, rank == 0 or isinstance(e, MemoryError)  # which may be one process's alone
     except KeyboardInterrupt:
-        saved = f", continue with --resume --out {args.out}" if (args.out / "resume.pt").exists() else ""
+        saved = f", continue with --resume --out {args.out}" if args.out and (args.out / "resume.pt").exists() else ""
         status, message, speaks = 130, f"interrupted{saved}", rank == 0
     if speaks:
         print(f"train.py: {' '.join(str(message).split())}", file=sys.stderr, flush=True)

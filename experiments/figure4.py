@@ -24,9 +24,9 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 from bert import read_json  # noqa: E402
-from data import batches, get_task, groups, load_split, load_tokenizer, refuse  # noqa: E402
+from data import batches, groups, refuse  # noqa: E402
 from fusion import fusion_weights  # noqa: E402
-from train import choose_device, load_run  # noqa: E402
+from train import choose_device, load_run, load_run_split  # noqa: E402
 
 COLOURS = "cividis"  # lightness rises with the weight, so it can be read in grey, and with any colour vision
 
@@ -45,19 +45,14 @@ def average(bert, inputs):
     return {slot: weights / tokens for slot, weights in total.items()}
 
 
-def mean_weights(run, data_dir=None, model=None, device="cpu", limit=None):
-    """(names of the N adapters, {(layer, location): [N]}, task) of a fusion run on its development set, or on `limit` examples
-    of it. Raises ValueError or OSError for another run, or without its data."""
+def mean_weights(run, data_dir=None, model=None, device="cpu", limit=None, split="validation"):
+    """(names of the N adapters, {(layer, location): [N]}, task) of a fusion run on its development set, or another split, or on
+    `limit` examples of it. Raises ValueError or OSError for another run, or without its data."""
     bert, _, config = load_run(run, device, model=model)
     if config["stage"] != "fusion":
         raise ValueError(f"{run} is of --stage {config['stage']}: only fusion runs have fusion weights")
-    if not {"task", "labels", "max_length", "data_dir"} <= config.keys():
-        raise ValueError(f"{run}/config.json: not the configuration of a run")
-    data_dir = data_dir or config["data_dir"]
-    task = get_task(config["task"], data_dir, config["labels"])
-    tokenizer = load_tokenizer(bert.directory, config["max_length"], bert.config.vocab_size)
-    split = load_split(task, "validation", tokenizer, data_dir, limit=limit)
-    inputs = (inputs for batch in batches(split, 64, bert.config.pad_token_id) for _, inputs in groups(batch))
+    task, examples = load_run_split(run, bert, config, split, data_dir, limit=limit)
+    inputs = (inputs for batch in batches(examples, 64, bert.config.pad_token_id) for _, inputs in groups(batch))
     return config["adapters"], average(bert, inputs), task.name
 
 

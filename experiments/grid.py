@@ -13,6 +13,7 @@
 
 import contextlib
 import fcntl
+import io
 import os
 import shlex
 import shutil
@@ -25,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+import data
 import train
 from adapter import Head, activate, add_adapter
 from bert import Bert, read_json, write_json
@@ -305,7 +307,8 @@ def measure(args, adapters, model):
     one = args.stage in ("adapter", "multitask") and args.adapter != "none"
     names = [f"task{i}" for i in range(adapters if args.stage == "fusion" else int(one))]
     for name in names:
-        add_adapter(bert, name, train.new_config(args.adapter, min(args.reduction_factor, bert.config.hidden_size)))
+        factor = min(args.reduction_factor, bert.config.hidden_size)
+        add_adapter(bert, name, train.new_config(args.adapter, factor, args.adapter_config))
     if args.stage == "fusion":
         add_fusion(bert, names)
     elif names:
@@ -353,6 +356,16 @@ def measure(args, adapters, model):
     return result
 
 
+def tokens(task, data_dir, words, bert):
+    """How many an example has in the mean of 500, with all of its candidates. words: the options of train.py."""
+    task = data.get_task(task, data_dir)
+    longest = options(words).get("--max-length") or min(task.max_length, bert.config.max_length)
+    tokenizer = data.load_tokenizer(bert.directory, int(longest), bert.config.vocab_size)
+    with contextlib.redirect_stdout(io.StringIO()):
+        sample = data.load_split(task, "train", tokenizer, data_dir, limit=500)
+    return sum(len(ids) for candidates in sample["input_ids"] for ids in candidates) / len(sample)
+
+
 def hours(cells, out, tasks, model, measured):
     """
     {name: (examples per epoch, epochs, hours at most)}: every epoch trained, none saved by early stopping.
@@ -369,8 +382,9 @@ def hours(cells, out, tasks, model, measured):
         steps = getattr(args, "steps_per_epoch", None) if args.stage == "multitask" else None
         examples = steps * args.batch_size if steps else sum(limited)
         mean = sum(n * T for n, T in zip(limited, tokens, strict=True)) / sum(limited)  # as if sampled by size
-        # the size of the bottleneck hardly matters
-        architecture = args.adapter if args.stage == "adapter" else len(args.adapters)
+        # the size of the bottleneck hardly matters, the number of adapters and how far down the gradient goes do
+        changes = {field: args.adapter_config.get(field) for field in ("mh_adapter", "output_adapter", "layer_norms")}
+        architecture = (args.adapter, *changes.values()) if args.stage == "adapter" else len(args.adapters)
         key = (args.stage, architecture, args.batch_size, args.device, args.dtype)
         if key not in measured:
             measured[key] = measure(args, len(args.adapters), model)

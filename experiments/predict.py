@@ -3,6 +3,7 @@
     python -m experiments.predict runs/rte "It rains." "It is wet."            # the texts in the order of the task's columns
     python -m experiments.predict runs/social_i_qa "Kai fell." "Why?" --choices "ice" "fun" "tea"
     python -m experiments.predict runs/sst2 --file rows.jsonl --json           # or .tsv, or - for stdin
+    python -m experiments.predict runs/fusion-rte "It rains." "It is wet." --mask qqp sst2      # without these adapters
     python -m experiments.predict runs/fusion-rte "It rains." "It is wet." --explain page.html
 
 A file has the columns of the task's training data (the label may be missing), a .tsv file a first line that names them. On
@@ -27,7 +28,7 @@ import numpy as np
 import torch
 
 from data import TASKS, Task, batch_order, collate, example, load_tokenizer, own_choices, refuse
-from fusion import fusion_weights
+from fusion import fusion_weights, silence
 from train import choose_device, load_run, predict
 
 BATCH_SIZE, WINDOW = 64, 64 * 50  # inputs per batch; inputs that are tokenised and sorted by length at once
@@ -360,6 +361,8 @@ def answer(args):
     if args.explain and config["stage"] != "fusion":
         why = f"one of --stage {config['stage']} has no adapters that share a token"
         raise ValueError(f"--explain needs a fusion run, {args.run} is {why}")
+    if args.mask:
+        silence(bert, args.mask)
     choices = head.config["head_type"] == "multiple_choice"
     if args.file is not None:
         rows = read_inputs(args.file, config, choices)
@@ -407,6 +410,7 @@ def main(argv=None):
     parser.add_argument("--file", help=".jsonl or .tsv in the task's columns, or - for stdin")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--explain", type=Path, metavar="PAGE.html", help="which adapter spoke; fusion runs only")
+    parser.add_argument("--mask", nargs="+", default=[], metavar="ADAPTER", help="without these adapters of a fusion")
     parser.add_argument("--task", help="which task of a multi-task run")
     parser.add_argument("--model", help="where the encoder is now, if not where the run found it")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])

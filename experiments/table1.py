@@ -49,8 +49,8 @@ SINGLE = {  # system: (stage, its options), the systems that need no other run
     "st_a_houlsby": ("adapter", ["--adapter", "houlsby", "--reduction-factor", "16"]),
 }
 STAGES = ("head", "full", "adapter", "fusion", "multitask")
-OWNED = ("--stage", "--task", "--tasks", "--adapters", "--adapter", "--reduction-factor", "--seed", "--limit-train", "--model",
-         "--data-dir", "--out", "--resume", "--overwrite")  # fmt: skip
+OWNED = ("--stage", "--task", "--tasks", "--adapters", "--adapter", "--adapter-config", "--reduction-factor", "--seed",
+         "--limit-train", "--model", "--data-dir", "--out", "--resume", "--overwrite")  # fmt: skip
 PAPER = Path(__file__).parent / "paper_results.csv"
 
 # For --plan: tokens per candidate under BERT's uncased vocabulary, cut at the task's maximum; means of 1,000 training
@@ -431,8 +431,10 @@ def write_results(args, cells, places, sizes, roberta):
 
 def caption(args, roberta):
     """What the numbers are, and everything in which this grid is smaller than the paper's."""
-    lines = [f"Encoder: {args.encoder}. Accuracy on the development set in %, mean ± standard deviation over seeds (of "
-             f"{', '.join(map(str, args.seeds))}); the best epoch is chosen on the same set, as in the paper."]  # fmt: skip
+    seeds = ", ".join(map(str, args.seeds))
+    seeds = f"mean ± standard deviation over seeds {seeds}" if len(args.seeds) > 1 else f"seed {seeds}"
+    lines = [f"Encoder: {args.encoder}. Accuracy on the development set in %, {seeds}; the best epoch is chosen on the same "
+             "set, as in the paper."]  # fmt: skip
     lines.append(f"In brackets: the paper's {'RoBERTa-base, Table 4' if roberta else 'BERT-base-uncased, Tables 1 and 3'}; the "
                  "means, too, are over the tasks listed here.")  # fmt: skip
     if args.limit_train:

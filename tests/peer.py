@@ -1,10 +1,12 @@
-"""The other side of tests/test_adapterhub.py: what AdapterHub's own library writes, reads, computes and trains.
+"""The other side of test_adapterhub.py and test_adapter_config.py: what AdapterHub's own library writes, reads, computes, trains.
 
-    python tests/peer.py write | read DIRECTORY      with experiments/requirements-peer.txt; DIRECTORY holds plan.json
+    python tests/peer.py write | read | grid DIRECTORY   with experiments/requirements-peer.txt; DIRECTORY holds plan.json
 
 write   adapters, heads and fusions with random weights: .bin in DIRECTORY/theirs/ENCODER/NAME, safetensors in
         NAME-safe, outputs in DIRECTORY/theirs.safetensors, what it refused in DIRECTORY/refused-write.json
 read    loads what this project wrote, runs the Python of its cards, and trains: outputs in DIRECTORY/read.safetensors
+grid    computes with many architectures, with the weights in DIRECTORY/weights.safetensors: outputs in grid.safetensors, and
+        what it refused in refused-grid.json
 """
 
 import json
@@ -158,5 +160,29 @@ def train(case):
     outputs.update({f"{case['key']}.{name}": p for name, p in trained.items()})
 
 
-{"write": write, "read": read}[sys.argv[1]]()
+@torch.no_grad()
+def grid():
+    """In float64: outputs[the configuration's number]; weights are named LAYER.LOCATION.PART.BOTTLENECK."""
+    inputs, weights = load_file(directory / "inputs.safetensors"), load_file(directory / "weights.safetensors")
+    model = AutoAdapterModel.from_pretrained(plan["encoder"]).double().eval()
+    for number, config in enumerate(plan["configs"]):
+        name = f"a{number}"  # the library keeps the configuration of a deleted name
+        model.add_adapter(name, config=BnConfig(**config))
+        for layer, block in enumerate(model.base_model.encoder.layer):
+            for location, slot in (("attention", block.attention.output), ("output", block.output)):
+                if name in slot.adapters:
+                    adapter = slot.adapters[name]
+                    for part, p in adapter.named_parameters():
+                        p.data = weights[f"{layer}.{location}.{part}.{adapter.down_sample}"]
+        model.set_active_adapters(name)
+        try:
+            outputs[str(number)] = model.base_model(**inputs).last_hidden_state
+        except Exception as e:
+            refused[number] = f"{type(e).__name__}: {e}"
+        model.delete_adapter(name)
+    attempt("own", model.load_adapter, plan["cannot_read"], use_safetensors=True)
+    save_file({name: t.contiguous() for name, t in outputs.items()}, directory / "grid.safetensors")
+
+
+{"write": write, "read": read, "grid": grid}[sys.argv[1]]()
 (directory / f"refused-{sys.argv[1]}.json").write_text(json.dumps(refused))

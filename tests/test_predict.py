@@ -381,6 +381,9 @@ def test_errors(runs, tmp_path, capsys, monkeypatch):
         ([fusion, "red", "one", "--explain", tmp_path], "a directory"),
         ([fusion, "red", "one", "--explain", tmp_path / "no" / "page.html"], "is missing"),
         ([fusion, "--file", "-", "--explain", page, b"red\tone\n" * 51], "at most 50 inputs, there are 51"),
+        ([rte, "red", "one", "--mask", "rte"], "no fusion"),
+        ([fusion, "red", "one", "--mask", "mnli"], "'mnli' is not in the fusion"),
+        ([fusion, "red", "one", "--mask", "rte", "sst2", "pick"], "layer 1 would be left without adapter"),
         ([rte, "red", "one", "--beams", "3"], "--beams"),
     ]
     before = sorted(tmp_path.rglob("*"))
@@ -393,6 +396,15 @@ def test_errors(runs, tmp_path, capsys, monkeypatch):
         assert exit.value.code == 2 and out == "" and error.startswith("predict.py: ") and error.count("\n") == 1, error
         assert text in error
         assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_masked_adapters_do_not_speak(say, fusion, tmp_path):
+    text = ("red cat", "one dog")
+    (whole,), (masked,) = say(fusion, *text, "--json"), say(fusion, *text, "--mask", "sst2", "--json")
+    assert json.loads(whole)["probability"] != json.loads(masked)["probability"]
+    lines = say(fusion, *text, "--mask", "rte", "sst2", "--explain", tmp_path / "page.html")  # c is left, with all the weight
+    tokens = [line.split() for line in lines if line.split()[:1] in (["red"], ["one"], ["(mean)"])]
+    assert len(tokens) == 3 and all(cells[1:] == ["c", "100"] * 2 for cells in tokens)
 
 
 def test_the_encoder_may_have_moved(say, runs, encoder, tmp_path):

@@ -1,0 +1,444 @@
+"""--adapter-config; a task's own LayerNorms and Houlsby's initialisation; and, with PEER_PYTHON (tests/test_adapterhub.py), every
+architecture of the paper's grid beside the reference library."""
+
+import copy
+import itertools
+import json
+import math
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_adapterhub import PEER, needs_peer, spread
+from test_errors import fails  # noqa: F401
+
+import train
+from adapter import AdapterConfig, activate, add_adapter, load_adapter, save_adapter, tensor_names
+from bert import Bert, BertConfig
+from conftest import WORDS
+from experiments import predict
+from fusion import add_fusion
+from test_train import dev_batches
+
+IDS = torch.tensor([[2, 7, 8, 9, 10, 3], [2, 11, 3, 0, 0, 0], [2, 12, 13, 14, 3, 0]])
+MASK = (IDS != 0).long()
+SHAPES = {
+    "houlsby": AdapterConfig.houlsby(layer_norms=True, reduction_factor=4),
+    "top, not in layer 0": AdapterConfig.pfeiffer(layer_norms=True, leave_out=[0]),
+    "bottom": AdapterConfig(mh_adapter=True, output_adapter=False, ln_before=True, ln_after=True, layer_norms=True),
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# --adapter-config
+
+
+def test_fields_of_the_preset_are_changed(launch, tmp_path):
+    words = ["ln_after=true", "residual_before_ln=post_add", "leave_out=[1]", "non_linearity=swish", "mh_adapter=true"]
+    launch("--stage", "adapter", "--task", "rte", "--epochs", 1, "--out", tmp_path / "run", "--reduction-factor", 4,
+           "--adapter", "bapna", "--adapter-config", *words)  # fmt: skip
+    bert, _, config = train.load_run(tmp_path / "run")
+    assert bert.layers[0].output_add_norm.adapters["rte"].config == AdapterConfig(
+        mh_adapter=True, ln_before=True, ln_after=True, residual_before_ln="post_add", non_linearity="swish", leave_out=(1,),
+        reduction_factor=4,
+    )  # fmt: skip
+    assert [key for key, slot in bert.slots() if slot.adapters] == [(0, "attention"), (0, "output")]
+    assert config["adapter_config"] == {"ln_after": True, "residual_before_ln": "post_add", "leave_out": [1],
+                                        "non_linearity": "swish", "mh_adapter": True}  # fmt: skip
+
+
+def test_other_architectures_have_other_fields():
+    assert train.new_config("pal", 16, {"size": 12, "num_heads": 3}).size == 12
+    with pytest.raises(ValueError, match="'ln_after' is no field of --adapter pal, which has size, num_heads, leave_out"):
+        train.new_config("pal", 16, {"ln_after": True})
+
+
+@pytest.mark.parametrize(
+    "words, say",
+    [
+        ("ln_affter=true", "'ln_affter' is no field of --adapter pfeiffer, which has mh_adapter"),
+        ("ln_after", "FIELD=VALUE, not 'ln_after'"),
+        ("ln_after=yes", "ln_after must be true or false, not 'yes'"),
+        ("ln_after=1", "ln_after must be true or false, not 1"),
+        ("reduction_factor=8", "reduction_factor is set by --reduction-factor"),
+        ("non_linearity=tanh", "non_linearity 'tanh'"),
+        ('non_linearity=["relu"]', "non_linearity ['relu']"),
+        ("init_weights=mam_adapter", "init_weights 'mam_adapter'"),
+        ("layer_norms=all", "layer_norms must be true or false"),
+        ("leave_out=5", "leave_out must be a list"),
+        ("leave_out=[2]", "leave_out [2] has others than the layers 0 .. 1"),
+        ("leave_out=[0,1]", "leaves no layer"),
+        ("leave_out=" + "[" * 100_000, "leave_out must be a list"),
+        ("mh_adapter=false output_adapter=false", "no place in the encoder"),
+        ("residual_before_ln=post_add original_ln_before=false", "residual_before_ln 'post_add' is the input"),
+        ("residual_before_ln=false original_ln_before=false", "original_ln_before=false leaves out"),
+        ("adapter_residual_before_ln=true", "needs the new LayerNorm"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_changes_that_mean_nothing(fails, words, say):  # noqa: F811
+    fails("--adapter-config", *words.split(), say=say)
+
+
+def test_it_belongs_to_new_bottleneck_adapters(fails, runs):  # noqa: F811
+    for stage in ("head", "full"):
+        fails("--adapter-config", "ln_after=true", stage=stage, say="--adapter-config belongs to a new adapter")
+    fails("--adapter-config", "ln_after=true", "--adapters", runs / "rte", stage="fusion", say="belongs to a new adapter")
+    words = ["--stage", "multitask", "--tasks", "rte", "--adapter", "none", "--adapter-config", "ln_after=true"]
+    with pytest.raises(ValueError, match="belongs to a new adapter"):
+        train.check(train.arguments(words))
+
+
+def test_files_may_have_what_changes_nothing():
+    config = AdapterConfig(original_ln_before=False, residual_before_ln=False, adapter_residual_before_ln=True)
+    assert set(config.without_effect()) == {"residual_before_ln", "adapter_residual_before_ln"}
+    assert not AdapterConfig(residual_before_ln=False, ln_after=True, adapter_residual_before_ln=True).without_effect()
+
+
+def test_a_resumed_run_has_the_same_architecture(launch, tmp_path, monkeypatch):
+    command = ["--stage", "adapter", "--task", "rte", "--epochs", 1, "--out", tmp_path / "run", "--adapter-config"]
+
+    def full_disk(*_):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
+        patch.setattr(train, "save_run", full_disk)
+        launch(*command, "ln_after=true")
+    with pytest.raises(ValueError, match="adapter_config = {'ln_after': True}, not {'ln_before': True}"):
+        launch(*command, "ln_before=true", "--resume")
+    launch(*command, "ln_after=true", "--resume")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Initialisation
+
+
+def distance(sample, cdf):
+    """Kolmogorov-Smirnov: the largest difference between the empirical distribution of a sample and a distribution."""
+    x, _ = sample.double().flatten().sort()
+    steps = torch.arange(len(x) + 1, dtype=torch.float64) / len(x)
+    return max((cdf(x) - steps[:-1]).abs().max(), (cdf(x) - steps[1:]).abs().max()).item()
+
+
+def normal(x, std):
+    return 0.5 * (1 + torch.erf(x / std / math.sqrt(2)))
+
+
+def truncated(x):
+    """N(0, 0.01), cut at two standard deviations"""
+    low, high = (normal(torch.tensor(end, dtype=torch.float64), 0.01) for end in (-0.02, 0.02))
+    return ((normal(x, 0.01) - low) / (high - low)).clamp(0, 1)
+
+
+def test_initial_weights():
+    torch.manual_seed(0)
+    bert = Bert(BertConfig(10, 256, 1, 2, 8, max_position_embeddings=4))
+    add_adapter(bert, "bert", AdapterConfig(reduction_factor=2))
+    add_adapter(bert, "houlsby", AdapterConfig(reduction_factor=2, init_weights="houlsby"))
+    laws = {"bert": lambda x: normal(x, 0.02), "houlsby": truncated}
+    for name, adapter in bert.layers[0].output_add_norm.adapters.items():
+        for linear in (adapter.down, adapter.up):
+            assert not linear.bias.any() and linear.weight.numel() == 2**15
+            critical = 1.95 / math.sqrt(linear.weight.numel())  # passed once in a thousand draws; the seed is fixed
+            for law, cdf in laws.items():
+                assert (distance(linear.weight, cdf) < critical) == (law == name)
+            assert (linear.weight.abs().max() <= 0.02) == (name == "houlsby")
+
+
+def test_how_a_saved_adapter_was_initialised_does_not_matter(encoder, runs, tmp_path):
+    source = shutil.copytree(runs / "rte", tmp_path / "rte")
+    values = json.loads((source / "adapter_config.json").read_text())
+    assert values["config"]["init_weights"] == "bert"
+    for init_weights in ("mam_adapter", None, ["x"], "houlsby"):
+        values["config"]["init_weights"] = init_weights
+        (source / "adapter_config.json").write_text(json.dumps(values))
+        bert = Bert.from_pretrained(encoder)
+        load_adapter(bert, source)
+        config = bert.layers[0].output_add_norm.adapters["rte"].config
+        assert config.init_weights == ("houlsby" if init_weights == "houlsby" else "bert")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A task's own LayerNorms
+
+
+def norms_of(bert, name):
+    return {key: norms[name] for key, _, norms in bert.layer_norms() if name in norms}
+
+
+def noise(bert, name):
+    """Random weights for an adapter and its LayerNorms."""
+    own = [p for norm in norms_of(bert, name).values() for p in norm.parameters()]
+    own += [p for _, slot in bert.slots() if name in slot.adapters for p in slot.adapters[name].parameters()]
+    with torch.no_grad():
+        for p in own:
+            p.add_(torch.randn_like(p), alpha=0.3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_own_layer_norms_stand_in_for_bert_s(encoder, shape):
+    """The same as an encoder whose LayerNorms are those, with the adapter alone; and other adapters see nothing of it."""
+    torch.manual_seed(0)
+    bert, other = Bert.from_pretrained(encoder), Bert.from_pretrained(encoder)
+    plain = bert(IDS, None, MASK)
+    add_adapter(bert, "alone", AdapterConfig(**{**vars(SHAPES[shape]), "layer_norms": False}))
+    add_adapter(bert, "a", SHAPES[shape])
+    own = norms_of(bert, "a")
+    assert len(own) == 2 * 2 + 1 and not norms_of(bert, "alone")
+    for key, norm, norms in bert.layer_norms():
+        assert torch.equal(norm.weight, norms["a"].weight) and torch.equal(norm.bias, norms["a"].bias), key
+        assert norms["a"].eps == norm.eps
+    trained = {id(p) for p in bert.parameters() if p.requires_grad}
+    modules = [*own.values(), *(slot.adapters["a"] for _, slot in bert.slots() if "a" in slot.adapters)]
+    assert trained == {id(p) for module in modules for p in module.parameters()}
+
+    with torch.no_grad():
+        for name in ("a", "alone"):
+            noise(bert, name)
+        for _, slot in other.slots():
+            slot.active = "a"
+        for (_, slot), (_, ours) in zip(other.slots(), bert.slots(), strict=True):
+            if "a" in ours.adapters:
+                slot.adapters["a"] = copy.deepcopy(ours.adapters["a"])
+        for key, norm, _ in other.layer_norms():
+            norm.load_state_dict(own[key].state_dict())
+        assert torch.equal(bert(IDS, None, MASK), other(IDS, None, MASK))
+        assert (bert(IDS, None, MASK)[:, :1] - bert(IDS, None, MASK, cls_only=True)).abs().max() < 1e-5
+        activate(bert, "alone")
+        alone = bert(IDS, None, MASK)
+        activate(bert, None)
+        assert torch.equal(bert(IDS, None, MASK), plain) and (alone - plain).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_files_with_own_layer_norms(encoder, tmp_path, shape):
+    torch.manual_seed(0)
+    bert = Bert.from_pretrained(encoder)
+    add_adapter(bert, "a", SHAPES[shape])
+    noise(bert, "a")
+    save_adapter(bert, "a", tmp_path / "a")
+    values = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+    assert values["config"]["architecture"] == "layer_norms"  # which adapters 1.3.0 refuses
+    tensors = load_file(tmp_path / "a" / "adapter.safetensors")
+    names = [name for name in tensors if "layer_norm" in name]
+    assert len(names) == 2 * (2 * 2 + 1) and "bert.embeddings.adapters.a.adapter_layer_norm.bias" in names
+    again = Bert.from_pretrained(encoder)
+    activate(again, load_adapter(again, tmp_path / "a", "b"))
+    with torch.no_grad():
+        assert torch.equal(again(IDS, None, MASK), bert(IDS, None, MASK))
+    assert not any(p.requires_grad for p in again.parameters())
+
+    def refused(change, say):
+        changed = dict(tensors)
+        change(changed)
+        save_file(changed, tmp_path / "a" / "adapter.safetensors")
+        with pytest.raises(ValueError, match=say) as error:
+            load_adapter(again, tmp_path / "a", "c")
+        assert "\n" not in str(error.value) and not norms_of(again, "c")
+        assert not any("c" in slot.adapters for _, slot in again.slots())
+
+    for name in names:
+        place = name.removeprefix("bert.").replace(".adapters.a", "")
+        refused(lambda changed, name=name: changed.pop(name), f"{place} is missing")
+    refused(lambda changed: changed.update({name: torch.zeros(31)}), r"is torch.float32 \[31\], here it must be a float \[32\]")
+    refused(lambda changed: changed.update({name: torch.full((32,), math.nan)}), "not finite")
+    refused(lambda changed: changed.update({"bert.embeddings.adapters.a.adapter_up.bias": torch.zeros(32)}), "without a place")
+    values["config"]["layer_norms"] = False
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(values))
+    refused(lambda changed: None, "tensors without a place here: embeddings.adapter_layer_norm")
+    values["config"]["layer_norms"] = "yes"
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(values))
+    refused(lambda changed: None, "layer_norms must be true or false")
+
+
+def test_other_files_say_nothing_of_them(runs):
+    values = json.loads((runs / "rte" / "adapter_config.json").read_text())
+    assert "layer_norms" not in values["config"] and "architecture" not in values["config"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_with_own_layer_norms(launch, encoder, data_dir, tmp_path, capsys, dtype):
+    result = launch("--stage", "adapter", "--task", "sst2", "--epochs", 2, "--lr", "5e-3", "--out", tmp_path / "run", "--dtype",
+                    dtype, "--adapter", "houlsby", "--adapter-config", "layer_norms=true", "init_weights=houlsby")  # fmt: skip
+    bert, head, _ = train.load_run(tmp_path / "run", dtype=getattr(torch, dtype))
+    untouched = Bert.from_pretrained(encoder).to(getattr(torch, dtype))
+    for name, p in untouched.named_parameters():
+        assert torch.equal(bert.get_parameter(name), p), name
+    for key, norm, norms in bert.layer_norms():
+        for kind in ("weight", "bias"):
+            assert not torch.equal(getattr(norm, kind), getattr(norms["sst2"], kind)), key
+    r, d = 2, 32
+    adapters = 4 * (2 * r * d + r + d)
+    assert result["trained_parameters"] == adapters + 5 * 2 * d + sum(p.numel() for p in head.parameters())
+    if dtype == "float32":
+        right = [(train.predict(bert, head, batch, torch.float32).argmax(-1) == batch["labels"]).float().mean()
+                 for batch in dev_batches(encoder, data_dir, "sst2", 40)]  # fmt: skip
+        assert sum(right) / len(right) == pytest.approx(result["accuracy"])
+        capsys.readouterr()
+        predict.main([str(tmp_path / "run"), " ".join(WORDS[:3])])
+        assert capsys.readouterr().out.split()[0] in ("negative", "positive")
+
+
+def test_multitask_with_own_layer_norms(launch, encoder, data_dir, tmp_path):
+    """Each task its own LayerNorms, all else of Θ is shared and trained; Θ's own LayerNorms are never used and stay."""
+    result = launch("--stage", "multitask", "--tasks", "sst2", "rte", "--epochs", 1, "--steps-per-epoch", 8, "--lr", "5e-3",
+                    "--adapter", "pfeiffer", "--adapter-config", "layer_norms=true", "--out", tmp_path / "mt")  # fmt: skip
+    before, found = Bert.from_pretrained(encoder), {}
+    after = Bert.from_pretrained(tmp_path / "mt")  # a checkpoint without anything of the tasks
+    assert not torch.equal(after.layers[0].query.weight, before.layers[0].query.weight)
+    for (key, norm, _), (_, old, _) in zip(after.layer_norms(), before.layer_norms(), strict=True):
+        assert torch.equal(norm.weight, old.weight), key
+    for task in ("sst2", "rte"):
+        bert, head, _ = train.load_run(tmp_path / "mt", task=task)
+        found[task] = norms_of(bert, task)
+        batch = dev_batches(encoder, data_dir, task, 40)[0]
+        right = (train.predict(bert, head, batch, torch.float32).argmax(-1) == batch["labels"]).float().mean()
+        assert right == pytest.approx(result["accuracies"][task])
+    assert all(not torch.equal(found["sst2"][key].bias, found["rte"][key].bias) for key in found["rte"])
+
+
+def test_they_cannot_be_fused(fails, launch, encoder, runs, tmp_path):  # noqa: F811
+    bert = Bert.from_pretrained(encoder)
+    add_adapter(bert, "a", AdapterConfig())
+    add_adapter(bert, "b", AdapterConfig(layer_norms=True))
+    for names in (["a", "b"], ["b"]):
+        with pytest.raises(ValueError, match=r"LayerNorms of their own \(layer_norms\) cannot be fused: b$"):
+            add_fusion(bert, names)
+    run = tmp_path / "own"
+    launch("--stage", "adapter", "--task", "pick", "--epochs", 1, "--adapter-config", "layer_norms=true", "--out", run)
+    fails("--adapters", runs / "rte", run, stage="fusion", say="cannot be fused: pick")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The whole grid, by itself and beside the reference
+
+POSITIONS = {"top": (False, True), "bottom": (True, False), "both": (True, True)}
+TWICE = list(itertools.product((True, False), repeat=2))  # before, after
+GRID = [
+    {"mh_adapter": bottom, "output_adapter": top, "original_ln_before": own_before, "original_ln_after": own_after,
+     "ln_before": before, "ln_after": after, "residual_before_ln": residual, "adapter_residual_before_ln": inside,
+     "non_linearity": act, "reduction_factor": factor}
+    for (bottom, top), (own_before, own_after), (before, after), residual, inside, act, factor in itertools.product(
+        POSITIONS.values(), TWICE, TWICE, (True, False, "post_add"), (False, True), ("relu", "leakyrelu", "swish"), (2, 8, 16, 64)
+    )
+]  # fmt: skip
+
+
+def test_every_architecture_trains_or_is_refused(encoder):
+    """All but the sizes: one example of each non-linearity's and bottleneck's is enough for the others."""
+    torch.manual_seed(0)
+    bert, refused = Bert.from_pretrained(encoder), 0
+    for options in GRID:
+        if (options["non_linearity"], options["reduction_factor"]) != ("swish", 8):
+            continue
+        try:
+            add_adapter(bert, "a", AdapterConfig(**options))
+        except ValueError as e:
+            refused += 1
+            assert "which is off" in str(e) and options["residual_before_ln"] == "post_add" and not options["original_ln_before"]
+            continue
+        (bert(IDS, None, MASK)[:, 0] @ torch.arange(32.0)).sum().backward()
+        for name, p in bert.named_parameters():
+            assert not p.requires_grad or p.grad.isfinite().all() and p.grad.any(), (name, options)
+        for _, slot in bert.slots():
+            slot.adapters.clear()
+    assert refused == 3 * 2 * 4 * 2
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """(our outputs, the reference's, what it refused), by number in GRID, in float64"""
+    root, generator = tmp_path_factory.mktemp("grid"), torch.Generator().manual_seed(1)
+    config = BertConfig(30, 64, 2, 4, 64, max_position_embeddings=8)
+    bert = Bert(config).requires_grad_(False).eval()
+    spread(bert.named_parameters(), generator)
+    bert.save_pretrained(root / "encoder")
+    inputs = {"input_ids": [[5, 6, 7, 8, 9], [10, 11, 12, 0, 0]], "token_type_ids": [[0, 0, 1, 1, 1], [0, 1, 1, 0, 0]],
+              "attention_mask": [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]}  # fmt: skip
+    inputs = {name: torch.tensor(rows) for name, rows in inputs.items()}
+    save_file(inputs, root / "inputs.safetensors")
+    weights = {}
+    for (layer, location), r in itertools.product(itertools.product(range(2), ("attention", "output")), (32, 8, 4, 1)):
+        shapes = {"adapter_up.weight": (64, r), "adapter_up.bias": (64,), "adapter_norm_before.weight": (64,),
+                  "adapter_norm_before.bias": (64,), "adapter_norm_after.weight": (64,), "adapter_norm_after.bias": (64,),
+                  **{f"adapter_down.{i}.{kind}": shape for i in (0, 1)
+                     for kind, shape in (("weight", (r, 64)), ("bias", (r,)))}}  # fmt: skip
+        made = [(part, torch.nn.Parameter(torch.empty(shape))) for part, shape in shapes.items()]
+        spread(made, generator)
+        weights |= {f"{layer}.{location}.{part}.{r}": p.data.double() for part, p in made}
+    save_file(weights, root / "weights.safetensors")
+    add_adapter(bert, "own", AdapterConfig(layer_norms=True))
+    save_adapter(bert, "own", root / "own")
+    plan = {"encoder": str(root / "encoder"), "configs": GRID, "cannot_read": str(root / "own")}
+    (root / "plan.json").write_text(json.dumps(plan))
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment.pop("PYTHONPATH", None)
+    peer = subprocess.Popen([PEER, Path(__file__).with_name("peer.py"), "grid", root], stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True, env=environment)  # fmt: skip
+    ours, bert = {}, Bert.from_pretrained(root / "encoder").double()
+    with torch.no_grad():
+        for number, options in enumerate(GRID):
+            try:
+                add_adapter(bert, "a", AdapterConfig(**options))
+            except ValueError as e:
+                ours[number] = str(e)
+                continue
+            for (layer, location), slot in bert.slots():
+                if "a" in slot.adapters:
+                    adapter = slot.adapters["a"]
+                    for name, theirs in tensor_names(adapter.config).items():
+                        adapter.get_parameter(name).copy_(weights[f"{layer}.{location}.{theirs}.{adapter.down.out_features}"])
+            ours[number] = bert(*inputs.values())
+            for _, slot in bert.slots():
+                slot.adapters.pop("a") if "a" in slot.adapters else None
+    output, _ = peer.communicate(timeout=300)
+    assert peer.returncode == 0, output[-3000:]
+    theirs, refused = load_file(root / "grid.safetensors"), json.loads((root / "refused-grid.json").read_text())
+    return ours, {int(number): h for number, h in theirs.items()}, {int(n) if n.isdigit() else n: refused[n] for n in refused}
+
+
+def fits(options, position, own, new):
+    return ((options["mh_adapter"], options["output_adapter"]) == POSITIONS[position]
+            and (options["original_ln_before"], options["original_ln_after"]) == own
+            and (options["ln_before"], options["ln_after"]) == new)  # fmt: skip
+
+
+@needs_peer
+@pytest.mark.parametrize("new", TWICE, ids=lambda new: f"new-{'-'.join(itertools.compress(('before', 'after'), new)) or 'none'}")
+@pytest.mark.parametrize("own", TWICE, ids=lambda own: f"own-{'-'.join(itertools.compress(('before', 'after'), own)) or 'none'}")
+@pytest.mark.parametrize("position", POSITIONS)
+def test_every_architecture_of_the_grid(both, position, own, new):
+    ours, theirs, refused = both
+    numbers = [number for number, options in enumerate(GRID) if fits(options, position, own, new)]
+    assert len(numbers) == 3 * 2 * 3 * 4
+    compared = 0
+    for number in numbers:
+        if GRID[number]["residual_before_ln"] == "post_add" and not own[0]:  # the one thing that cannot be expressed:
+            # f + x is the residual only where it is the input of BERT's LayerNorm. The reference finds no residual at all
+            assert "UnboundLocalError" in refused[number] and "'residual'" in refused[number]
+            assert "residual_before_ln 'post_add' is the input of original_ln_before, which is off" in ours[number]
+            continue
+        a, b = ours[number], theirs[number]
+        assert a.dtype == b.dtype == torch.float64 and a.shape == b.shape == (2, 5, 64)
+        assert (a - b).abs().max() <= 1e-10 * b.abs().max() and b.abs().max() > 0.1, GRID[number]
+        compared += 1
+    assert compared == (72 if own[0] else 48)
+
+
+@needs_peer
+def test_the_reference_does_not_read_own_layer_norms(both):
+    """It would know nothing of them: without the word for the architecture it would load the rest, and compute something else."""
+    assert both[2]["own"] == "KeyError: 'layer_norms'"
+
+
+@needs_peer
+def test_the_grid_tells_architectures_apart(both):
+    """2,880 outputs, and no two are the same but where a field has no effect, which is what `without_effect` says."""
+    ours, theirs, refused = both
+    assert len(theirs) == 2880 and len([number for number in refused if number != "own"]) == 3456 - 2880
+    meaningful = [number for number in theirs if not AdapterConfig(**GRID[number]).without_effect()]
+    assert len({theirs[number].numpy().round(6).tobytes() for number in meaningful}) == len(meaningful)
+    assert len({theirs[number].numpy().round(6).tobytes() for number in theirs}) == len(meaningful)
