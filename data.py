@@ -108,11 +108,11 @@ TASKS = {
 }  # fmt: skip
 
 
-def get_task(name, data_dir=None, labels=None):
+def get_task(name, data_dir=None, labels=None, split="train"):
     """
     The paper's task of that name, or your own: any other name, with data in `data_dir`/NAME.
 
-    labels: those of an earlier run of your own task; otherwise they are read from its training file.
+    labels: those of an earlier run of your own task; otherwise they are read from the file of `split`.
     Raises ValueError for an unknown task, FileNotFoundError for a missing directory.
     """
     if data_dir is not None and not Path(data_dir).is_dir():
@@ -124,16 +124,16 @@ def get_task(name, data_dir=None, labels=None):
         hint = f"did you mean {near[0]!r}?" if near else f"the paper's are {', '.join(TASKS)};"
         own = f"{data_dir}/{name}" if data_dir else "--data-dir DIR with DIR/TASK/train.jsonl"
         raise ValueError(f"unknown task {name!r}: {hint} your own task needs {own}")
-    return own_task(name, data_dir, labels)
+    return own_task(name, data_dir, labels, split)
 
 
-def own_task(name, data_dir, labels=None):
+def own_task(name, data_dir, labels, split):
     """
     Your own task. Columns `text_a`, `text_b` (optional) and `label` (strings or integers, their sorted values are the
     classes), or `choices` (a list of texts, the same number in every row), `label` (the index of the right one, from 0)
     and optionally `text_a`.
     """
-    path, rows = read_file(Path(data_dir) / name, name, "train")
+    path, rows = read_file(Path(data_dir) / name, name, split)
     if "choices" in rows.column_names:
         given = rows[0]["choices"]
         if not isinstance(given, list) or len(given) < 2:
@@ -233,7 +233,7 @@ def check_json(path, thorough=False):
 
 
 def read_split(task, split, data_dir=None):
-    """(where, rows, revision): the rows of "train" or "validation", from `data_dir`, or the hub without one."""
+    """(where, rows, revision): the rows of "train", "validation" or another split, from `data_dir`, or the hub without one."""
     if data_dir is not None:
         directory = Path(data_dir) / task.name
         if task.name == "argument" and directory.is_dir() and not list(directory.glob("train.*")):
@@ -263,7 +263,7 @@ def read_argument(directory, split):
     rows = read_rows(paths)
     if "set" not in rows.column_names:
         raise ValueError(f"{paths[0]}: no column 'set'; it has {', '.join(rows.column_names):.200}")
-    wanted = {"train": "train", "validation": "val"}[split]
+    wanted = "val" if split == "validation" else split
     rows = rows.filter(lambda values: [value == wanted for value in values], batched=True, input_columns="set")
     if len(rows) == 0:
         raise ValueError(f"{directory}: no row with set = {wanted}")

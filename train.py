@@ -782,7 +782,7 @@ def load_run_split(run, bert, config, split="validation", data_dir=None, max_len
         raise ValueError(f"{run}/config.json: not the configuration of a run")
     data_dir, max_length = data_dir or config["data_dir"], max_length or config["max_length"]
     check_length(max_length, bert)
-    task = get_task(config["task"], data_dir, config["labels"])
+    task = get_task(config["task"], data_dir, config["labels"], split)
     if list(task.labels) != config["labels"]:
         raise ValueError(f"{run} and {task.name} in {data_dir} have different labels, or choices")
     if split not in ("train", "validation"):

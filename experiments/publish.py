@@ -14,10 +14,10 @@ import shutil
 import sys
 from pathlib import Path
 
-from adapter import check_name, save_adapter, save_head
+from adapter import PALConfig, check_name, save_adapter, save_head
 from bert import read_json
 from data import refuse
-from fusion import save_fusion
+from fusion import find_config, save_fusion
 from train import load_run
 
 # AdapterHub's names of the paper's tasks
@@ -144,6 +144,9 @@ def publish(run, out, repo, encoder=None, model=None, overwrite=False):
         bert, head, config = load_run(run, model=model)  # so it is whole, and what is written will load
         if config["stage"] not in ("adapter", "fusion"):
             raise ValueError(f"{run} is of --stage {config['stage']}: only adapter and fusion runs can be published")
+        for name in config["adapters"] or [config["task"]]:
+            if isinstance(find_config(bert, name), PALConfig) or find_config(bert, name).layer_norms:
+                raise ValueError(f"{run}: AdapterHub's library has no adapters like {name}, and cannot read its file")
         check_name(config["task"])
         source = config["model"]
         encoder = encoder or (Path(source).name if Path(source).is_absolute() else source)

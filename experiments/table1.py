@@ -457,15 +457,7 @@ def caption(args, roberta):
 
 def plan(args, cells, sizes, dev_sizes, bert):
     """Prints the runs, and how long they and the paper's whole grid take at most on this machine."""
-    tasks = {}
-    for task in sizes:
-        one = data.get_task(task, args.data_dir)
-        longest = grid.options(args.rest).get("--max-length") or min(one.max_length, bert.config.max_length)
-        tokenizer = data.load_tokenizer(bert.directory, int(longest), bert.config.vocab_size)
-        with contextlib.redirect_stdout(io.StringIO()):
-            sample = data.load_split(one, "train", tokenizer, args.data_dir, limit=500)
-        tokens = sum(len(ids) for candidates in sample["input_ids"] for ids in candidates)
-        tasks[task] = sizes[task], dev_sizes[task], tokens / len(sample)
+    tasks = {task: (sizes[task], dev_sizes[task], grid.tokens(task, args.data_dir, args.rest, bert)) for task in sizes}
     print("measuring a few steps of each kind of run ...", flush=True)
     measured = {}
     found = grid.hours(cells, args.out, tasks, args.model, measured)

@@ -13,8 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_adapterhub import PEER, needs_peer, spread
-from test_errors import fails  # noqa: F401
 
 import train
 from adapter import AdapterConfig, activate, add_adapter, load_adapter, save_adapter, tensor_names
@@ -22,6 +20,8 @@ from bert import Bert, BertConfig
 from conftest import WORDS
 from experiments import predict
 from fusion import add_fusion
+from test_adapterhub import PEER, needs_peer, spread
+from test_errors import fails  # noqa: F401
 from test_train import dev_batches
 
 IDS = torch.tensor([[2, 7, 8, 9, 10, 3], [2, 11, 3, 0, 0, 0], [2, 12, 13, 14, 3, 0]])

@@ -773,6 +773,9 @@ def test_publishing_refuses(runs, launch, tmp_path, capsys):
     fails(runs / "none", "--out", out, say="no finished run")
     launch("--stage", "head", "--task", "rte", "--epochs", 1, "--out", tmp_path / "head")
     fails(tmp_path / "head", "--out", out, say="--stage head")
+    norms = ["--adapter-config", "layer_norms=true", "--out", tmp_path / "norms"]
+    launch("--stage", "adapter", "--task", "rte", "--epochs", 1, *norms)
+    fails(tmp_path / "norms", "--out", out, say="AdapterHub's library has no adapters like rte")
     run = shutil.copytree(runs / "rte", tmp_path / "run")
     fails(run, "--out", run, "--overwrite", say="the run itself")
     fails(run, "--out", run / "config.json", say="a file")
@@ -800,4 +803,4 @@ def test_publishing_refuses(runs, launch, tmp_path, capsys):
     publish.main([str(runs / "fusion-rte"), "--out", str(out), "--overwrite"])
     assert (out / ".git" / "config").read_text() == "mine" and not (out / "adapter_config.json").exists()
     assert (out / "adapters/sst2/adapter.safetensors").is_file()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["head", "out", "run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["head", "norms", "out", "run"]

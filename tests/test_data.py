@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -124,7 +125,7 @@ def test_argument_as_distributed(tokenizer, tmp_path):
     task = get_task("argument", tmp_path)
     assert load_split(task, "train", tokenizer, tmp_path)["label"][:] == [0, 0]
     dev = load_split(task, "validation", tokenizer, tmp_path)
-    assert dev["label"][:] == [2, 2]
+    assert dev["label"][:] == [2, 2] and load_split(replace(task, sizes=()), "test", tokenizer, tmp_path)["label"][:] == [1, 1]
     assert dev[0]["input_ids"] == [tokenizer.encode("abortion", '"val is open').ids]
 
 

@@ -117,6 +117,13 @@ def test_report(runs, data_dir, evaluate, tmp_path, monkeypatch):
     assert result["accuracy"] == result["classes"]["not_entailment"]["recall"] > 0
 
 
+def test_your_own_task_needs_no_other_split(runs, data_dir, evaluate, tmp_path):
+    (tmp_path / "pick").mkdir()
+    (tmp_path / "pick" / "test.jsonl").write_bytes((data_dir / "pick" / "validation.jsonl").read_bytes())
+    _, result = evaluate(runs / "pick", "--split", "test", "--data-dir", tmp_path)
+    assert result["accuracy"] == json.loads((runs / "pick" / "metrics.json").read_text())["accuracy"]
+
+
 def test_a_table_of_many_classes_stays_narrow():
     labels = [f"label {i}" * (1 + 9 * (i == 3)) for i in range(150)]
     confusion = torch.randint(0, 9, (150, 150))
