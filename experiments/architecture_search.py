@@ -329,8 +329,11 @@ def outcome(args, places, winners, task):
 
 
 def figure(path, task, args, panels, full):
-    """Accuracy over the reduction factor: a panel for each step, a curve for each option, full fine-tuning as a line."""
+    """Accuracy over the reduction factor: a panel for each step, a curve for each option, full fine-tuning as a line. What has
+    learned nothing is named in the legend alone, so that it doesn't press the other curves together."""
     shape, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 4.6), sharey=True, squeeze=False, layout="constrained")
+    best = max((100 * result["accuracy"] for _, _, found in panels for by_factor in found.values() for results in by_factor.values()
+                for result in results), default=0)  # fmt: skip
     for panel, (step, title, found) in zip(axes[0], panels, strict=True):
         if full is not None:
             panel.axhline(full, color="black", linewidth=2.2, alpha=0.35, label="full fine-tuning")
@@ -339,6 +342,10 @@ def figure(path, task, args, panels, full):
                       for factor, results in sorted(by_factor.items()) if results]  # fmt: skip
             if points:
                 factors, means, stds = zip(*points, strict=True)
+                if max(means) < best - 15:
+                    panel.plot([], [], marker=marker, linestyle=style, linewidth=1.4, markersize=5,
+                               label=f"{label(step, option)}: {min(means):.0f} to {max(means):.0f} %, not shown")  # fmt: skip
+                    continue
                 panel.errorbar(factors, means, None if None in stds else stds, marker=marker, linestyle=style, capsize=2,
                                linewidth=1.4, markersize=5, label=label(step, option))  # fmt: skip
         panel.set_xscale("log", base=2)
@@ -390,7 +397,7 @@ def main(argv=None):
         args = arguments(sys.argv[1:] if argv is None else argv)
         bert = Bert.from_pretrained(args.model)
         # without the path: nothing of this machine in the results
-        args.encoder = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
+        args.encoder = Path(args.model).absolute().name if Path(args.model).is_dir() else args.model
         args.encoder += f" ({bert.config.num_hidden_layers} layers, hidden size {bert.config.hidden_size})"
         for factor in args.reduction_factors:
             if not 0 < factor <= bert.config.hidden_size:

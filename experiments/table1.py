@@ -493,7 +493,7 @@ def main(argv=None):
         args = arguments(sys.argv[1:] if argv is None else argv)
         bert = Bert.from_pretrained(args.model)
         # without the path: nothing of this machine in the results
-        args.encoder = Path(args.model).resolve().name if Path(args.model).is_dir() else args.model
+        args.encoder = Path(args.model).absolute().name if Path(args.model).is_dir() else args.model
         args.encoder += f" ({bert.config.num_hidden_layers} layers, hidden size {bert.config.hidden_size})"
         sizes, dev_sizes = {}, {}
         for task in dict.fromkeys([*args.tasks, *args.sequence]):
