@@ -144,10 +144,10 @@ def publish(run, out, repo, encoder=None, model=None, overwrite=False):
         bert, head, config = load_run(run, model=model)  # so it is whole, and what is written will load
         if config["stage"] not in ("adapter", "fusion"):
             raise ValueError(f"{run} is of --stage {config['stage']}: only adapter and fusion runs can be published")
+        check_name(config["task"])
         for name in config["adapters"] or [config["task"]]:
             if isinstance(find_config(bert, name), PALConfig) or find_config(bert, name).layer_norms:
                 raise ValueError(f"{run}: AdapterHub's library has no adapters like {name}, and cannot read its file")
-        check_name(config["task"])
         source = config["model"]
         encoder = encoder or (Path(source).name if Path(source).is_absolute() else source)
         if not (encoder + repo).isprintable():
