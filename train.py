@@ -288,8 +288,9 @@ def build(args, tasks, device, dtype):
             fused.append((load_adapter(bert, directory, name), directory))
         add_fusion(bert, [name for name, _ in fused])
         K, N = args.adapters_per_batch, len(fused)
-        if K is not None and not 1 <= K <= N:
-            raise ValueError(f"--adapters-per-batch must be in 1 .. {N}, the number of --adapters, not {K}")
+        if K is not None and not 2 <= K <= N:  # the softmax over one is 1, whatever Q and K are
+            raise ValueError(f"--adapters-per-batch must be in 2 .. {N}, the number of --adapters, not {K}: Q and K learn "
+                             "nothing from one")  # fmt: skip
         for (layer, _), fusion in fusions(bert) if K is not None else ():
             if (here := len(fusion.adapter_names)) <= N - K:
                 raise ValueError(f"--adapters-per-batch must be {N - here + 1} or more, not {K}: layer {layer + 1} has {here} of "
@@ -438,6 +439,7 @@ def train(args, log, tasks, bert, heads, fused, train_splits, dev_splits, device
         **{name: getattr(args, name) for name in ("max_length", "patience", "weight_decay", "limit_train", "limit_dev")},
         "data_dir": args.data_dir,
         "labels": {task.name: list(task.labels) for task in tasks} if multitask else list(tasks[0].labels),
+        "columns": {task.name: list(task.columns) for task in tasks},
         "model": str(Path(args.model).resolve() if Path(args.model).is_dir() else args.model),
         "adapters": [name for name, _ in fused],
         "sources": args.adapters,
@@ -487,7 +489,9 @@ def train(args, log, tasks, bert, heads, fused, train_splits, dev_splits, device
         bert.compile(dynamic=True)
     model = Model(bert, heads)
     if world > 1:  # only what is trained is synchronised: the mean of the gradients, in the backward pass
-        model = DistributedDataParallel(model, init_sync=False, find_unused_parameters=multitask)
+        # other tasks' adapters; own LayerNorms where the adapter has neither original_ln_before nor original_ln_after
+        unused = multitask or args.adapter_config.get("layer_norms", False)
+        model = DistributedDataParallel(model, init_sync=False, find_unused_parameters=unused)
         for p in parameters:
             dist.broadcast(p.detach(), 0)
 
@@ -639,13 +643,14 @@ def evaluate_run(args):
     bert, head, config = load_run(args.run, model=args.model, task=args.task)
     if args.task not in (None, config.get("task")):
         raise ValueError(f"{args.run} is a run on {config.get('task')!r:.50}, not on {args.task!r:.50}")
+    if args.model is not None and config["stage"] in ("full", "multitask"):
+        raise ValueError(f"{args.run} has an encoder of its own: --model is for runs that take another's")
     if args.mask:
         silence(bert, args.mask)
     split = args.split or "validation"
-    data_dir, limit = args.data_dir or config.get("data_dir"), args.limit_dev
-    if limit is None and split == "validation":
-        limit = config.get("limit_dev")
-    task, examples = load_run_split(args.run, bert, config, split, data_dir, args.max_length, limit, bool(args.strict_data))
+    task, examples = load_run_split(
+        args.run, bert, config, split, args.data_dir, args.max_length, args.limit_dev, bool(args.strict_data)
+    )
     if (task.choices, len(task.labels)) != (head.config["head_type"] == "multiple_choice", head.num_outputs):
         raise ValueError(f"{args.run}: its head is not one for {task.name}")
     device, dtype = hold(bert, head, config, args.device or "auto", args.dtype)
@@ -657,11 +662,12 @@ def evaluate_run(args):
             raise
         raise MemoryError(f"{device} ran out of memory: try a --batch-size under {size}") from e
     right = (labels == predictions).sum().item()
-    result = {"stage": "eval", "run": str(args.run), "task": task.name, "split": split, "data_dir": data_dir,
-              "masked": args.mask or [], "examples": len(labels), "accuracy": right / len(labels)}  # fmt: skip
+    result = {"stage": "eval", "run": str(args.run), "task": task.name, "split": split,
+              "data_dir": args.data_dir or config.get("data_dir"), "masked": args.mask or [],
+              "examples": len(labels), "accuracy": right / len(labels)}  # fmt: skip
     print(f"{args.run}, {task.name} {split}: {right} of {len(labels)} examples right, accuracy {result['accuracy']:.4f}")
-    if limit is not None and args.limit_dev is None:
-        print(f"note: at most {limit} examples, as in training; --limit-dev takes another number")
+    if split == "validation" and config.get("limit_dev") and args.limit_dev is None:
+        print(f"note: at most {config['limit_dev']} examples, as in training; --limit-dev takes another number")
     if not task.choices:  # the first and the second choice are no classes
         K = len(task.labels)
         confusion = torch.bincount(labels * K + predictions, minlength=K * K).view(K, K)  # [label, prediction]
@@ -699,7 +705,7 @@ def hold(bert, head, config, device, dtype=None):
     """(device, dtype): moves a loaded run there, its weights held as `build` does, those that its stage trains in fp32. Without
     dtype, that of its training."""
     device, dtype = choose_device(device, dtype or config["dtype"])
-    trained = {"head": (), "adapter": (".adapters.", "norms."), "fusion": (".fusion.",)}.get(config["stage"], ("",))
+    trained = {"head": (), "adapter": (".adapters.", "norms."), "fusion": ("_norm.fusion.",)}.get(config["stage"], ("",))
     for name, p in bert.named_parameters():
         if not any(part in name for part in trained):
             p.data = p.data.to(dtype)
@@ -750,7 +756,7 @@ def load_run(directory, device="cpu", dtype=torch.float32, model=None, task=None
     config = read_json(directory / "config.json")
     stage = config.get("stage")
     adapters = config.get("adapters")
-    if stage not in DEFAULTS or not isinstance(adapters, list) or not all(isinstance(name, str) for name in adapters):
+    if stage not in list(DEFAULTS) or not isinstance(adapters, list) or not all(isinstance(name, str) for name in adapters):
         raise ValueError(f"{directory / 'config.json'}: not the configuration of a run")
     own = stage in ("full", "multitask")
     bert = Bert.from_pretrained(directory if own else model or str(config.get("model"))).to(device, dtype)
@@ -773,18 +779,24 @@ def load_run(directory, device="cpu", dtype=torch.float32, model=None, task=None
 
 def load_run_split(run, bert, config, split="validation", data_dir=None, max_length=None, limit=None, strict=False):
     """(task, split) of a run that `load_run` has loaded, from the data and at the length of its training unless others are
-    given. Raises as load_split does, and ValueError if config.json lacks what this and the evaluation need."""
-    config = {"data_dir": None, "grad_accumulation": 1, "limit_dev": None, **config}
+    given; `limit`: examples at most, else as many development examples as there. Raises as load_split does, and ValueError
+    if config.json lacks what this and the evaluation need."""
+    config = {"data_dir": None, "grad_accumulation": 1, "limit_dev": None, "columns": {}, **config}
     numbers = [config.get("max_length"), config.get("batch_size"), config["grad_accumulation"], config["limit_dev"] or 1]
     kinds = [type(config.get(name)) for name in ("task", "labels", "data_dir")]
     right = kinds in ([str, list, str], [str, list, type(None)]) and config.get("dtype") in ("float32", "bfloat16")
-    if not right or not all(type(number) is int and number > 0 for number in numbers):
+    right = right and all(type(number) is int and number > 0 for number in numbers)
+    if not right or type(config["columns"]) is not dict:
         raise ValueError(f"{run}/config.json: not the configuration of a run")
     data_dir, max_length = data_dir or config["data_dir"], max_length or config["max_length"]
+    limit = limit or (config["limit_dev"] if split == "validation" else None)
     check_length(max_length, bert)
     task = get_task(config["task"], data_dir, config["labels"], split)
     if list(task.labels) != config["labels"]:
         raise ValueError(f"{run} and {task.name} in {data_dir} have different labels, or choices")
+    columns = config["columns"].get(task.name, [*task.columns])  # text_b of your own task is optional, but not now
+    if columns != [*task.columns]:
+        raise ValueError(f"{run} has read the columns {columns!r:.100}, the {split} split in {data_dir} has {[*task.columns]}")
     if split not in ("train", "validation"):
         task = replace(task, sizes=())  # the paper's are of these two
     tokenizer = load_tokenizer(bert.directory, max_length, bert.config.vocab_size, bert.config.type_vocab_size)
@@ -831,7 +843,7 @@ def resumes(args):
     return args.resume and (args.out / "resume.pt").exists()
 
 
-STATE_FORMAT = 3
+STATE_FORMAT = 4
 RESUME_NEEDS = ("stage", "task", "labels", "model", "adapters", "sources", "adapters_per_batch", "adapter", "reduction_factor",
                 "adapter_config", "seed", "lr", "epochs", "batch_size", "max_length", "weight_decay", "limit_train", "limit_dev",
                 "train_examples", "dtype", "warmup", "sampling", "steps_per_epoch")  # fmt: skip

@@ -332,8 +332,8 @@ def figure(path, task, args, panels, full):
     """Accuracy over the reduction factor: a panel for each step, a curve for each option, full fine-tuning as a line. What has
     learned nothing is named in the legend alone, so that it doesn't press the other curves together."""
     shape, axes = plt.subplots(1, len(panels), figsize=(4.2 * len(panels), 4.6), sharey=True, squeeze=False, layout="constrained")
-    best = max((100 * result["accuracy"] for _, _, found in panels for by_factor in found.values() for results in by_factor.values()
-                for result in results), default=0)  # fmt: skip
+    best = max((100 * result["accuracy"] for _, _, found in panels for by_factor in found.values()
+                for results in by_factor.values() for result in results), default=0)  # fmt: skip
     for panel, (step, title, found) in zip(axes[0], panels, strict=True):
         if full is not None:
             panel.axhline(full, color="black", linewidth=2.2, alpha=0.35, label="full fine-tuning")

@@ -236,8 +236,7 @@ def prune(args):
     if len({tuple(getattr(config, field, None) for field in reading) for config in configs}) > 1:
         raise ValueError(f"the adapters of {args.run} differ in {', '.join(reading)}, where the last one decides for all: "
                          "without it the others would read something else; see --mask")  # fmt: skip
-    limit = config.get("limit_dev")
-    _, split = load_run_split(args.run, bert, config, "validation", args.data_dir, limit=limit)
+    _, split = load_run_split(args.run, bert, config, "validation", args.data_dir)
     device, _ = choose_device(args.device, "float32")
     activity = activities(args.run, args.data_dir, args.model, device, args.limit)
     device, dtype = hold(bert, head, config, args.device)

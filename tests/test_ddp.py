@@ -69,8 +69,11 @@ def tensors_of(run):
                                           ("multitask", 2)])  # fmt: skip
 def test_the_same_numbers_as_one_process(stage, count, command, tmp_path):
     accumulation = ["--grad-accumulation", 3] if stage == "fusion" else []
-    train.main([str(argument) for argument in command(stage, tmp_path / "one")])
-    processes = start(count, command(stage, tmp_path / "many", *accumulation), tmp_path / "output")
+    options = []
+    if (stage, count) == ("adapter", 2):  # nothing reads the own LayerNorms of the layer with the adapter: they get no gradient
+        options = ["--adapter-config", "layer_norms=true", "original_ln_before=false", "original_ln_after=false", "leave_out=[0]"]
+    train.main([str(argument) for argument in command(stage, tmp_path / "one", *options)])
+    processes = start(count, command(stage, tmp_path / "many", *options, *accumulation), tmp_path / "output")
     statuses, texts = finish(processes, tmp_path / "output")
     assert statuses == [0] * count, texts
     (losses, accuracies), (one_losses, one_accuracies) = log_of(tmp_path / "many"), log_of(tmp_path / "one")

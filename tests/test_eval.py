@@ -62,7 +62,7 @@ STAGES = [["--stage", "adapter", "--adapter", "bapna"], ["--stage", "adapter", "
 
 
 @pytest.mark.parametrize("options, dtype", [*((stage, "bfloat16") for stage in STAGES), (STAGES[2], "float32")])
-def test_everything_is_as_in_training(options, dtype, launch, evaluate, logits, runs, tmp_path):
+def test_everything_is_as_in_training(options, dtype, launch, evaluate, logits, runs, encoder, tmp_path, capsys):
     """Bit by bit: the small runs guess nearly one class, so the accuracy alone would prove little."""
     out, task = tmp_path / "run", ["--task", "rte"] * ("--task" not in options and "--tasks" not in options)
     adapters = ["--adapters", runs / "rte", runs / "sst2"] if "fusion" in options else []
@@ -80,6 +80,10 @@ def test_everything_is_as_in_training(options, dtype, launch, evaluate, logits, 
     assert len(logits) == len(in_training) and all(map(torch.equal, logits, in_training))
     assert torch.cat([batch for batch in logits if batch.shape[1] == logits[0].shape[1]]).std(0).min() > 0
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    if options[1] in ("full", "multitask"):
+        with pytest.raises(SystemExit) as exit:
+            evaluate(out, "--task", task, "--model", encoder)
+        assert exit.value.code == 2 and "has an encoder of its own" in capsys.readouterr().err
 
 
 def test_report(runs, data_dir, evaluate, tmp_path, monkeypatch):
@@ -96,6 +100,10 @@ def test_report(runs, data_dir, evaluate, tmp_path, monkeypatch):
 
     bert, _, config = train.load_run(runs / "rte")
     _, split = train.load_run_split(runs / "rte", bert, config, "test", tmp_path)
+    for name, examples in (("validation", 7), ("test", 50)):  # --limit-dev is about the development set
+        cut = {**config, "limit_dev": 7}
+        directory = tmp_path if name == "test" else data_dir
+        assert len(train.load_run_split(runs / "rte", bert, cut, name, directory)[1]) == examples
     pairs = np.array([(batch["labels"].item(), batch["input_ids"].sum().item() // 3 % 2) for batch in batches(split, 1)])
     assert min((pairs == (k, j)).all(1).sum() for k in range(2) for j in range(2)) > 0
     assert result["accuracy"] == (pairs[:, 0] == pairs[:, 1]).mean() and result["examples"] == 50
@@ -124,6 +132,21 @@ def test_your_own_task_needs_no_other_split(runs, data_dir, evaluate, tmp_path):
     assert result["accuracy"] == json.loads((runs / "pick" / "metrics.json").read_text())["accuracy"]
 
 
+def test_your_own_task_has_the_columns_of_its_training(launch, evaluate, data_dir, tmp_path, capsys):
+    """text_b may be missing from a task, but not from a file of a task that was trained with it."""
+    rows = [json.loads(line) for line in (data_dir / "rte" / "train.jsonl").read_text().splitlines()]
+    for name in ("text_b", "hypothesis"):
+        split = [{"text_a": row["sentence1"], name: row["sentence2"], "label": row["label"]} for row in rows]
+        write_rows(tmp_path / "mine" / f"{name}.jsonl", split)
+    for split in ("train", "validation"):
+        shutil.copyfile(tmp_path / "mine" / "text_b.jsonl", tmp_path / "mine" / f"{split}.jsonl")
+    launch("--stage", "adapter", "--task", "mine", "--data-dir", tmp_path, "--epochs", 1, "--out", tmp_path / "run")
+    assert evaluate(tmp_path / "run", "--split", "text_b")[1]["examples"] == len(rows)
+    with pytest.raises(SystemExit):
+        evaluate(tmp_path / "run", "--split", "hypothesis")
+    assert "['text_a', 'text_b'], the hypothesis split" in capsys.readouterr().err
+
+
 def test_a_table_of_many_classes_stays_narrow():
     labels = [f"label {i}" * (1 + 9 * (i == 3)) for i in range(150)]
     confusion = torch.randint(0, 9, (150, 150))
@@ -141,6 +164,8 @@ def test_options_of_training_are_refused(runs, data_dir, tmp_path, capsys, encod
     broken = shutil.copytree(runs / "rte", tmp_path / "broken")
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps({**config, "batch_size": "32"}))
+    no_stage = shutil.copytree(broken, tmp_path / "no stage")
+    (no_stage / "config.json").write_text(json.dumps({**config, "stage": ["adapter"]}))
     other = tmp_path / "other"
     other.mkdir()
     before = sorted(tmp_path.rglob("*"))
@@ -154,6 +179,7 @@ def test_options_of_training_are_refused(runs, data_dir, tmp_path, capsys, encod
         ([*run, "--task", "sst2"], "a run on 'rte', not on 'sst2'"),
         (["--run", other], "no finished run"),
         (["--run", broken], "not the configuration of a run"),
+        (["--run", no_stage], "not the configuration of a run"),
         ([*run, "--split", "test"], "no test split"),
         ([*run, "--data-dir", tmp_path / "none"], "not a directory"),
         ([*run, "--data-dir", tmp_path, "--split", "nolabel"], "no column 'label'"),
@@ -335,7 +361,7 @@ def test_a_few_adapters_per_batch(launch, runs, tmp_path, monkeypatch):
 def test_a_resumed_run_draws_the_same(launch, runs, tmp_path, monkeypatch):
     adapters = ["--adapters", *(runs / name for name in ("rte", "sst2", "pick"))]
     options = ["--stage", "fusion", "--task", "rte", *adapters, "--epochs", 2, "--lr", "5e-3", "--batch-size", 8,
-               "--adapters-per-batch", 1, "--save-minutes", 0]  # fmt: skip
+               "--adapters-per-batch", 2, "--save-minutes", 0]  # fmt: skip
     launch(*options, "--out", tmp_path / "whole")
     steps, clip = [], nn.utils.clip_grad_norm_
 
@@ -350,21 +376,23 @@ def test_a_resumed_run_draws_the_same(launch, runs, tmp_path, monkeypatch):
         launch(*options, "--out", tmp_path / "run")
     monkeypatch.setattr(nn.utils, "clip_grad_norm_", clip)
     with pytest.raises(ValueError, match="adapters_per_batch"):
-        launch(*options, "--adapters-per-batch", 2, "--resume", "--out", tmp_path / "run")
+        launch(*options, "--adapters-per-batch", 3, "--resume", "--out", tmp_path / "run")
     launch(*options, "--resume", "--out", tmp_path / "run")
     assert_equal(tmp_path / "run", tmp_path / "whole")
 
 
 def test_adapters_per_batch_errors(launch, runs, tmp_path):
-    partly = shutil.copytree(runs / "rte", tmp_path / "partly")
-    path = partly / "adapter_config.json"
-    values = json.loads(path.read_text())
-    path.write_text(json.dumps({**values, "name": "partly", "config": {**values["config"], "leave_out": [1]}}))
-    save_file({name.replace(".rte.", ".partly."): tensor for name, tensor in load_file(partly / "adapter.safetensors").items()
-               if "layer.1." not in name}, partly / "adapter.safetensors")  # fmt: skip
-    two, some = [runs / "rte", runs / "sst2"], [runs / "rte", partly]
-    for K, adapters, more, say in ((0, two, [], "must be in 1 .. 2"), (3, two, [], "must be in 1 .. 2"),
-                                   (1, some, [], "2 or more, not 1: layer 2 has 1"), (1, two, ["--compile"], "not go together")):
+    for name in ("partly", "too"):
+        copy = shutil.copytree(runs / "rte", tmp_path / name)
+        values = json.loads((copy / "adapter_config.json").read_text())
+        values |= {"name": name, "config": {**values["config"], "leave_out": [1]}}
+        (copy / "adapter_config.json").write_text(json.dumps(values))
+        tensors = load_file(copy / "adapter.safetensors")
+        save_file({key.replace(".rte.", f".{name}."): tensor for key, tensor in tensors.items() if "layer.1." not in key},
+                  copy / "adapter.safetensors")  # fmt: skip
+    two, some = [runs / "rte", runs / "sst2"], [runs / "rte", tmp_path / "partly", tmp_path / "too"]
+    for K, adapters, more, say in ((1, two, [], "must be in 2 .. 2"), (3, two, [], "must be in 2 .. 2"),
+                                   (2, some, [], "3 or more, not 2: layer 2 has 1"), (2, two, ["--compile"], "not go together")):
         with pytest.raises(ValueError, match=say):
             launch("--stage", "fusion", "--task", "rte", "--adapters", *adapters, "--adapters-per-batch", K, *more,
                    "--out", tmp_path / "out")  # fmt: skip
