@@ -305,7 +305,7 @@ def sentence(args, step, found, best):
         second = max(others, key=others.get)
         above = means[best] - others[second]
         words += f", {above:.2f} points above {label(step, second)}" if above else f", the same as {label(step, second)}"
-    words += f". No result, the loss diverged: {', '.join(diverged)}." if diverged else "."
+    words += f". The loss diverged in runs of: {', '.join(diverged)}." if diverged else "."
     paper = next(iter(STEPS[step][1]))
     known = "The paper's" if step in list(STEPS)[:3] else "The paper's (its figures do not show this step)"
     words += f" {known}: {label(step, paper)}"
@@ -400,7 +400,8 @@ def main(argv=None):
         args.encoder = Path(args.model).absolute().name if Path(args.model).is_dir() else args.model
         args.encoder += f" ({bert.config.num_hidden_layers} layers, hidden size {bert.config.hidden_size})"
         for factor in args.reduction_factors:
-            if not 0 < factor <= bert.config.hidden_size:
+            AdapterConfig(reduction_factor=factor)  # says so at once of what no adapter takes
+            if factor > bert.config.hidden_size:
                 raise ValueError(f"--reduction-factors: {factor:g} leaves no bottleneck in hidden size {bert.config.hidden_size}")
         sizes = {task: [len(data.read_split(data.get_task(task, args.data_dir), split, args.data_dir)[1])
                         for split in ("train", "validation")] for task in args.tasks}  # fmt: skip

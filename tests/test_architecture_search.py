@@ -190,7 +190,7 @@ def test_what_diverges_has_lost(run, capsys):
     assert run("--no-extras", scores={"mh_adapter=true": 0.1, "output_adapter=false": -0.2}) == 1
     assert winners(run)["position"] == "top only" and len(winners(run)) == 5
     text = (run.out / "search.md").read_text()
-    assert "No result, the loss diverged: both. The paper's: top only, too." in text
+    assert "The loss diverged in runs of: both. The paper's: top only, too." in text
     assert "| both | – | 60.00 | – |" in text
     assert "failed: one-both-before_after-none-f-relu-2-0: the loss is nan" in capsys.readouterr().out
     before = len(run.log())
@@ -261,7 +261,7 @@ def test_plan_writes_nothing(run, capsys):
     "words, say",
     [
         (["--reduction-factors", "2", "64"], "--reduction-factors: 64 leaves no bottleneck in hidden size 32"),
-        (["--reduction-factors", "0"], "0 leaves no bottleneck"),
+        (["--reduction-factors", "0.01"], "reduction_factor must be a number of at least 0.1"),
         (["--reduction-factors", "few"], "--reduction-factors"),
         (["--seeds", "-1"], "--seed"),
         (["--tasks", "three"], "three"),
