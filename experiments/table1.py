@@ -359,8 +359,9 @@ def mean_weights(run, model, data_dir, device):
     if path.is_file():
         return read_json(path)
     print(f"fusion weights of {run.name}", flush=True)
+    limit = min(WEIGHT_EXAMPLES, read_json(run / "config.json").get("limit_dev") or WEIGHT_EXAMPLES)
     with contextlib.redirect_stdout(io.StringIO()):  # its notes have been made
-        names, weights, _ = figure4.mean_weights(run, data_dir, model, device, WEIGHT_EXAMPLES)
+        names, weights, _ = figure4.mean_weights(run, data_dir, model, device, limit)
     result = {"adapters": names, "slots": {f"{layer} {place}": s.tolist() for (layer, place), s in weights.items()}}
     write_json(path, result)
     return result
