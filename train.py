@@ -558,8 +558,7 @@ def train(args, log, tasks, bert, heads, fused, train_splits, dev_splits, device
             for task, head, split in zip(tasks, heads, dev_splits, strict=True):
                 if multitask and args.adapter != "none":
                     speak(bert, task.name)
-                size = max(4 * args.batch_size // args.grad_accumulation, 1)
-                labels, predictions = evaluate(bert, head, split, size, dtype)
+                labels, predictions = evaluate(bert, head, split, eval_batch_size(config), dtype)
                 accuracies[task.name] = (labels == predictions).sum().item() / len(labels)
             bert.train(), heads.train()
             accuracy = sum(accuracies.values()) / len(accuracies)

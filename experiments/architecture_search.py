@@ -13,15 +13,12 @@ search.csv and the figures are written of what is there.
 """
 
 import argparse
-import os
 import shlex
 import statistics
 import sys
 from dataclasses import fields
-from pathlib import Path
 
 import matplotlib
-import torch
 
 import data
 from adapter import AdapterConfig
@@ -233,19 +230,12 @@ def write_results(args, places, skipped, winners):
 
 
 def caption(args):
-    seeds = ", ".join(map(str, args.seeds))
-    seeds = f"mean ± standard deviation over seeds {seeds}" if len(args.seeds) > 1 else f"seed {seeds}"
-    lines = [f"Encoder: {args.encoder}. Accuracy on the development set in %, {seeds}; the best epoch is chosen on the same "
-             "set, as in the paper."]  # fmt: skip
+    lines = [grid.about(args)]
     lines.append("Each step keeps what was best in those before it and has the paper's outcome for those after it. Best: highest "
                  "mean over the reduction factors.")  # fmt: skip
     lines.append("The pretrained LayerNorm before the adapter alone is there twice: with f as the adapter's residual, as in the "
                  "other options, where nothing carries the residual stream x on, and with LN(f + x).")  # fmt: skip
-    for stage in ("all", "adapter", "full"):
-        words = args.rest if stage == "all" else args.options[stage]
-        if words:
-            lines.append(f"Options of {'all runs' if stage == 'all' else f'{stage} runs'}: `{shlex.join(words)}`.")
-    return "\n".join(lines)
+    return "\n".join([*lines, *grid.options_in_words(args)])
 
 
 def report(args, places, skipped, winners, task):
@@ -374,37 +364,22 @@ def plan(args, sizes, bert):
                 option = next(iter(STEPS[step][1]))
                 assumed.append(f"{task} ({step})")
             best[task] |= STEPS[step][1][option][1]
-    tasks = {task: (*sizes[task], grid.tokens(task, args.data_dir, args.rest, bert)) for task in args.tasks}
-    print("measuring a few steps of each kind of run ...", flush=True)
-    found = grid.hours(list(cells.values()), args.out, tasks, args.model, {})
-    print(f"{'run':60} {'examples × epochs':>20} {'hours, at most':>15}")
-    todo = 0.0
-    for name, (examples, epochs, time) in found.items():
-        finished = grid.metrics(args.out, name) is not None
-        todo += 0.0 if finished else time
-        print(f"{name:60} {f'{examples:,} × {epochs}':>20} {'finished' if finished else f'{time:.2f}':>15}")
+    total = grid.plan(list(cells.values()), args, sizes, bert, {})
     if assumed:
         print(f"taken to end as in the paper, which decides what is run after it: {', '.join(assumed)}")
-    at_once = min(args.jobs, torch.cuda.device_count()) if args.cuda else 1
-    where = f"{at_once} GPU{'s' if at_once > 1 else ''}" if args.cuda else f"CPU, {os.cpu_count()} cores"
-    total = sum(time for _, _, time in found.values())
-    print(f"{len(found)} runs, at most {total / at_once:.1f} hours on this machine ({where}), {todo / at_once:.1f} of them to "
-          "go; early stopping ends most runs sooner", flush=True)  # fmt: skip
+    print(total, flush=True)
 
 
 def main(argv=None):
     try:
         args = arguments(sys.argv[1:] if argv is None else argv)
         bert = Bert.from_pretrained(args.model)
-        # without the path: nothing of this machine in the results
-        args.encoder = Path(args.model).absolute().name if Path(args.model).is_dir() else args.model
-        args.encoder += f" ({bert.config.num_hidden_layers} layers, hidden size {bert.config.hidden_size})"
+        args.encoder = grid.encoder_name(args.model, bert)
         for factor in args.reduction_factors:
             AdapterConfig(reduction_factor=factor)  # says so at once of what no adapter takes
             if factor > bert.config.hidden_size:
                 raise ValueError(f"--reduction-factors: {factor:g} leaves no bottleneck in hidden size {bert.config.hidden_size}")
-        sizes = {task: [len(data.read_split(data.get_task(task, args.data_dir), split, args.data_dir)[1])
-                        for split in ("train", "validation")] for task in args.tasks}  # fmt: skip
+        sizes = grid.sizes(args.tasks, args.data_dir)
         best, winners, skipped, places, failed = {task: {} for task in args.tasks}, {}, {}, {}, {}
         for one in build(args, args.tasks, next(iter(STEPS)), best)[0]:
             grid.parse(one, args.out)

@@ -397,6 +397,58 @@ def hours(cells, out, tasks, model, measured):
     return result
 
 
+def at_once(args):
+    """By how many devices the hours are to be divided."""
+    return min(args.jobs, torch.cuda.device_count()) if args.cuda else 1
+
+
+def plan(cells, args, sizes, bert, measured):
+    """Prints every run with its hours, and returns the sum in words. sizes: as `sizes` gives them; measured: as `hours`."""
+    tasks = {task: (*rows, tokens(task, args.data_dir, args.rest, bert)) for task, rows in sizes.items()}
+    print("measuring a few steps of each kind of run ...", flush=True)
+    found = hours(cells, args.out, tasks, args.model, measured)
+    todo = 0.0
+    print(f"{'run':60} {'examples × epochs':>20} {'hours, at most':>15}")
+    for name, (examples, epochs, cost) in found.items():
+        finished = metrics(args.out, name) is not None
+        todo += 0.0 if finished else cost
+        print(f"{name:60} {f'{examples:,} × {epochs}':>20} {'finished' if finished else f'{cost:.2f}':>15}")
+    devices = at_once(args)
+    where = f"{devices} GPU{'s' if devices > 1 else ''}" if args.cuda else f"CPU, {os.cpu_count()} cores"
+    total = sum(cost for _, _, cost in found.values())
+    return (f"{len(found)} runs, at most {total / devices:.1f} hours on this machine ({where}), {todo / devices:.1f} of them to "
+            "go; early stopping ends most runs sooner")  # fmt: skip
+
+
+def sizes(tasks, data_dir):
+    """{task: (training examples, development examples)}"""
+    return {task: tuple(len(data.read_split(data.get_task(task, data_dir), split, data_dir)[1])
+                        for split in ("train", "validation")) for task in tasks}  # fmt: skip
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What stands above the results
+
+
+def encoder_name(model, bert):
+    """Of a directory the last part alone: nothing of this machine in the results."""
+    name = Path(model).absolute().name if Path(model).is_dir() else model
+    return f"{name} ({bert.config.num_hidden_layers} layers, hidden size {bert.config.hidden_size})"
+
+
+def about(args):
+    seeds = ", ".join(map(str, args.seeds))
+    seeds = f"mean ± standard deviation over seeds {seeds}" if len(args.seeds) > 1 else f"seed {seeds}"
+    return (f"Encoder: {args.encoder}. Accuracy on the development set in %, {seeds}; the best epoch is chosen on the same "
+            "set, as in the paper.")  # fmt: skip
+
+
+def options_in_words(args):
+    """Lines: the options of train.py, for all runs and for those of single stages."""
+    given = {"all": args.rest, **args.options}
+    return [f"Options of {stage} runs: `{shlex.join(words)}`." for stage, words in given.items() if words]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Command line
 

@@ -17,14 +17,12 @@ import contextlib
 import copy
 import csv
 import io
-import os
 import shlex
 import statistics
 import sys
 from pathlib import Path
 
 import matplotlib
-import torch
 
 import data
 import train
@@ -432,10 +430,7 @@ def write_results(args, cells, places, sizes, roberta):
 
 def caption(args, roberta):
     """What the numbers are, and everything in which this grid is smaller than the paper's."""
-    seeds = ", ".join(map(str, args.seeds))
-    seeds = f"mean ± standard deviation over seeds {seeds}" if len(args.seeds) > 1 else f"seed {seeds}"
-    lines = [f"Encoder: {args.encoder}. Accuracy on the development set in %, {seeds}; the best epoch is chosen on the same "
-             "set, as in the paper."]  # fmt: skip
+    lines = [grid.about(args)]
     lines.append(f"In brackets: the paper's {'RoBERTa-base, Table 4' if roberta else 'BERT-base-uncased, Tables 1 and 3'}; the "
                  "means, too, are over the tasks listed here.")  # fmt: skip
     if args.limit_train:
@@ -449,30 +444,13 @@ def caption(args, roberta):
         lines.append(f"Tasks of more than {args.one_seed_above:,} training examples have one seed.")
     if args.source_seeds:
         lines.append(f"Source adapters have seeds {', '.join(map(str, args.source_seeds))}.")
-    for stage in ("all", *STAGES, "source"):
-        words = args.rest if stage == "all" else args.options[stage]
-        if words:
-            lines.append(f"Options of {'all runs' if stage == 'all' else f'{stage} runs'}: `{shlex.join(words)}`.")
-    return "\n".join(lines)
+    return "\n".join([*lines, *grid.options_in_words(args)])
 
 
-def plan(args, cells, sizes, dev_sizes, bert):
+def plan(args, cells, sizes, bert):
     """Prints the runs, and how long they and the paper's whole grid take at most on this machine."""
-    tasks = {task: (sizes[task], dev_sizes[task], grid.tokens(task, args.data_dir, args.rest, bert)) for task in sizes}
-    print("measuring a few steps of each kind of run ...", flush=True)
     measured = {}
-    found = grid.hours(cells, args.out, tasks, args.model, measured)
-    todo = 0.0
-    print(f"{'run':40} {'examples × epochs':>22} {'hours, at most':>15}")
-    for name, (examples, epochs, time) in found.items():
-        finished = grid.metrics(args.out, name) is not None
-        todo += 0.0 if finished else time
-        print(f"{name:40} {f'{examples:,} × {epochs}':>22} {'finished' if finished else f'{time:.2f}':>15}")
-    at_once = min(args.jobs, torch.cuda.device_count()) if args.cuda else 1
-    total = sum(time for _, _, time in found.values())
-    where = f"{at_once} GPU{'s' if at_once > 1 else ''}" if args.cuda else f"CPU, {os.cpu_count()} cores"
-    print(f"this grid: {len(cells)} runs, at most {total / at_once:.1f} hours on this machine ({where}), {todo / at_once:.1f} "
-          "of them to go; early stopping ends most runs sooner", flush=True)  # fmt: skip
+    print(f"this grid: {grid.plan(cells, args, sizes, bert, measured)}", flush=True)
 
     whole = copy.copy(args)
     whole.tasks, whole.systems, whole.data_dir, whole.out = list(data.TASKS), list(SYSTEMS), None, args.out / "paper"
@@ -486,25 +464,21 @@ def plan(args, cells, sizes, dev_sizes, bert):
     cells, _ = build(whole, rows)
     total = sum(time for _, _, time in grid.hours(cells, whole.out, tasks, args.model, measured).values())
     print(f"the paper's grid with this encoder: 16 tasks in full, {len(SYSTEMS)} systems, {len(args.seeds)} seeds, train.py's "
-          f"defaults: {len(cells)} runs, at most {total / at_once:,.0f} hours", flush=True)  # fmt: skip
+          f"defaults: {len(cells)} runs, at most {total / grid.at_once(args):,.0f} hours", flush=True)  # fmt: skip
 
 
 def main(argv=None):
     try:
         args = arguments(sys.argv[1:] if argv is None else argv)
         bert = Bert.from_pretrained(args.model)
-        # without the path: nothing of this machine in the results
-        args.encoder = Path(args.model).absolute().name if Path(args.model).is_dir() else args.model
-        args.encoder += f" ({bert.config.num_hidden_layers} layers, hidden size {bert.config.hidden_size})"
-        sizes, dev_sizes = {}, {}
-        for task in dict.fromkeys([*args.tasks, *args.sequence]):
-            for split, rows in (("train", sizes), ("validation", dev_sizes)):
-                rows[task] = len(data.read_split(data.get_task(task, args.data_dir), split, args.data_dir)[1])
+        args.encoder = grid.encoder_name(args.model, bert)
+        both = grid.sizes(dict.fromkeys([*args.tasks, *args.sequence]), args.data_dir)
+        sizes = {task: rows for task, (rows, _) in both.items()}
         cells, places = build(args, sizes)
         for cell in cells:
             grid.parse(cell, args.out)
         if args.plan:
-            plan(args, cells, sizes, dev_sizes, bert)
+            plan(args, cells, both, bert)
             return 0
         grid.check(cells, args.out, args.overwrite)
         failed = {}
