@@ -31,6 +31,11 @@ from train import choose_device, load_run, load_run_split  # noqa: E402
 COLOURS = "cividis"  # lightness rises with the weight, so it can be read in grey, and with any colour vision
 
 
+def inputs_of(bert, examples):
+    """What `average` takes, of a split."""
+    return (inputs for batch in batches(examples, 64, bert.config.pad_token_id) for _, inputs in groups(batch))
+
+
 @torch.inference_mode()
 def average(bert, inputs):
     """{(layer, location): [N]}: the fusion weights, averaged over the real tokens of all (input_ids, token_type_ids,
@@ -45,15 +50,14 @@ def average(bert, inputs):
     return {slot: weights / tokens for slot, weights in total.items()}
 
 
-def mean_weights(run, data_dir=None, model=None, device="cpu", limit=None, split="validation"):
-    """(names of the N adapters, {(layer, location): [N]}, task) of a fusion run on its development set, or another split, or on
-    `limit` examples of it. Raises ValueError or OSError for another run, or without its data."""
+def mean_weights(run, data_dir=None, model=None, device="cpu", limit=None):
+    """(names of the N adapters, {(layer, location): [N]}, task) of a fusion run on its development set, or on `limit` examples
+    of it. Raises ValueError or OSError for another run, or without its data."""
     bert, _, config = load_run(run, device, model=model)
     if config["stage"] != "fusion":
         raise ValueError(f"{run} is of --stage {config['stage']}: only fusion runs have fusion weights")
-    task, examples = load_run_split(run, bert, config, split, data_dir, limit=limit)
-    inputs = (inputs for batch in batches(examples, 64, bert.config.pad_token_id) for _, inputs in groups(batch))
-    return config["adapters"], average(bert, inputs), task.name
+    task, examples = load_run_split(run, bert, config, data_dir=data_dir, limit=limit)
+    return config["adapters"], average(bert, inputs_of(bert, examples)), task.name
 
 
 def spread(weights):

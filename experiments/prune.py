@@ -36,18 +36,17 @@ import matplotlib.pyplot as plt  # noqa: E402
 from adapter import save_adapter  # noqa: E402
 from bert import read_json, write_json  # noqa: E402
 from data import batches, groups, refuse  # noqa: E402
-from experiments.figure4 import mean_weights  # noqa: E402
+from experiments.figure4 import average, inputs_of  # noqa: E402
 from fusion import fold, fusions, save_fusion, silence  # noqa: E402
 from train import choose_device, eval_batch_size, evaluate, hold, load_run, load_run_split  # noqa: E402
 
 SPEED_BATCH, ROUNDS = 32, 7  # examples at once; how often the speed is measured
 
 
-def activities(run, data_dir, model, device, limit):
-    """{layer: {adapter: mean fusion weight}} on the training set, a mean over the locations of a layer with two."""
-    names, weights, _ = mean_weights(run, data_dir, model, device, limit, "train")
+def activities(bert, names, examples):
+    """{layer: {adapter: mean fusion weight}} on some examples, a mean over the locations of a layer with two."""
     result = {}
-    for (layer, _), s in weights.items():
+    for (layer, _), s in average(bert, inputs_of(bert, examples)).items():
         for name, weight in zip(names, s.tolist(), strict=True):
             values = result.setdefault(layer, {})
             values[name] = values.get(name, 0) + weight
@@ -237,8 +236,8 @@ def prune(args):
         raise ValueError(f"the adapters of {args.run} differ in {', '.join(reading)}, where the last one decides for all: "
                          "without it the others would read something else; see --mask")  # fmt: skip
     _, split = load_run_split(args.run, bert, config, "validation", args.data_dir)
-    device, _ = choose_device(args.device, "float32")
-    activity = activities(args.run, args.data_dir, args.model, device, args.limit)
+    _, seen = load_run_split(args.run, bert, config, "train", args.data_dir, limit=args.limit)
+    activity = activities(bert.to(choose_device(args.device, "float32")[0]), config["adapters"], seen)
     device, dtype = hold(bert, head, config, args.device)
 
     keep = args.keep or N

@@ -15,7 +15,7 @@ import train
 from adapter import read_adapter_config
 from experiments import figure4, predict, prune
 from fusion import fusion_weights, fusions, silence
-from train import load_run
+from train import load_run, load_run_split
 
 IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 9, 3, 11, 12]])
 
@@ -60,7 +60,9 @@ def test_a_smaller_run(name, keep, leave_out, whole, capsys, tmp_path, monkeypat
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
     # by hand: who is the most active on the training set
-    names, weights, _ = figure4.mean_weights(run, split="train")
+    bert, _, config = load_run(run)
+    names, (_, examples) = config["adapters"], load_run_split(run, bert, config, "train")
+    weights = figure4.average(bert, figure4.inputs_of(bert, examples))
     layers = {layer: sum(s for (i, _), s in weights.items() if i == layer) for layer in (0, 1)}
     expected = {}
     for layer, s in layers.items():
