@@ -72,6 +72,7 @@ def arguments(argv):
     add("--seeds", nargs="+", type=int, default=[0, 1, 2])
     add("--one-seed-above", type=int, metavar="N", help="targets and sources with more than N training examples get the "
         "first seed only")  # fmt: skip
+    add("--one-seed", nargs="+", default=[], metavar="TASK", help="so do these, whatever their size")
     add("--source-seeds", nargs="+", type=int, help="seeds of source adapters; default --seeds. A fusion of seed s takes the "
         "sources of seed s, or where there is none the first; its target's own adapter has seed s")  # fmt: skip
     add("--limit-source", type=int, metavar="N", help="cut source tasks to N training examples, too")
@@ -108,6 +109,8 @@ def arguments(argv):
     if args.tasks is None:
         here = [task for task in data.TASKS if args.data_dir is None or (Path(args.data_dir) / task).is_dir()]
         args.tasks = here or data.refuse(f"--data-dir {args.data_dir} holds none of the paper's tasks: name yours with --tasks")
+    if unknown := [task for task in args.one_seed if task not in args.tasks]:
+        raise ValueError(f"--one-seed {unknown[0]!r:.50} is none of --tasks: {', '.join(args.tasks)}")
     for name in ("tasks", "systems", "seeds", "sequence"):
         setattr(args, name, list(dict.fromkeys(getattr(args, name))))
     part = args.part.split("/")
@@ -157,7 +160,7 @@ def build(args, sizes):
 
     def seeds(given, task, limit):
         many = args.one_seed_above is not None and min(sizes[task], limit or sizes[task]) > args.one_seed_above
-        return given[:1] if many else given
+        return given[:1] if many or task in args.one_seed else given
 
     def source_seed(task, seed):
         there = seeds(args.source_seeds or args.seeds, task, args.limit_source)
@@ -442,6 +445,8 @@ def caption(args, roberta):
                      "examples.")  # fmt: skip
     if args.one_seed_above:
         lines.append(f"Tasks of more than {args.one_seed_above:,} training examples have one seed.")
+    if args.one_seed:
+        lines.append(f"One seed only: {', '.join(args.one_seed)}.")
     if args.source_seeds:
         lines.append(f"Source adapters have seeds {', '.join(map(str, args.source_seeds))}.")
     return "\n".join([*lines, *grid.options_in_words(args)])
@@ -455,7 +460,7 @@ def plan(args, cells, sizes, bert):
     whole = copy.copy(args)
     whole.tasks, whole.systems, whole.data_dir, whole.out = list(data.TASKS), list(SYSTEMS), None, args.out / "paper"
     whole.limit_train = whole.limit_source = whole.one_seed_above = whole.source_seeds = None
-    whole.sequence, whole.options = [], {stage: [] for stage in args.options}
+    whole.sequence, whole.one_seed, whole.options = [], [], {stage: [] for stage in args.options}
     whole.rest = [word for key in ("--device", "--dtype") if key in grid.options(args.rest)
                   for word in (key, grid.options(args.rest)[key])]  # fmt: skip
     rows = {name: task.sizes[0] for name, task in data.TASKS.items()}

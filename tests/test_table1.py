@@ -199,6 +199,15 @@ def test_seeds_options_and_chains():
     assert cells[places["sequential", "big", 0]].needs == ("full-tiny-0-source",)  # the target is left out of its chain
 
 
+def test_one_seed_of_named_tasks():
+    cells, places = build("--systems", "fusion_st_a", "mt_a", "--one-seed", "big", "small")
+    seeds = {task: [seed for system, other, seed in places if (system, other) == ("mt_a", task)]
+             for task in ("big", "middle", "small")}  # fmt: skip
+    assert seeds == {"big": [0], "middle": [0, 1, 2], "small": [0]}
+    assert cells[places["fusion_st_a", "middle", 2]].needs == ("st_a_16-big-0", "st_a_16-middle-2", "st_a_16-small-0")
+    assert {name for name in cells if name.startswith("mt_a")} == {"mt_a-0", "mt_a-1", "mt_a-2"}
+
+
 def test_tables_of_a_whole_grid(table, capsys):
     assert table("--seeds", 0, 1, 2, "--jobs", 8) == 0
     log = table.log()
@@ -428,6 +437,7 @@ def test_lock_is_the_childs(tmp_path):
         (["--", "--lr", "fast"], "--lr"),
         (["--", "--adapter", "bapna"], "--adapter does not belong behind --"),
         (["--", "--see", "3"], "--see does not belong behind --"),
+        (["--one-seed", "huge"], "--one-seed 'huge' is none of --tasks: big, middle, small"),
         (["--", "--limit-train", "some"], "--limit-train must be a positive number"),
         (["--", "--limit-train", "0"], "--limit-train must be at least 1"),
         (["--", "--nonsense"], "--nonsense"),
