@@ -200,7 +200,8 @@ def check(args):
     if args.out.is_dir() and any(args.out.iterdir()) and not (args.out / "log.jsonl").exists():
         raise ValueError(f"--out {args.out} holds other files than a run's: choose an empty or a new directory")
     for source in (args.model, *args.adapters):
-        if Path(source).is_dir() and args.out.resolve() in (Path(source).resolve(), *Path(source).resolve().parents):
+        inside = (Path(source).resolve(), *Path(source).resolve().parents) if Path(source).is_dir() else ()
+        if args.out.is_dir() and args.out.resolve() in inside:
             raise ValueError(f"--out {args.out} would replace {source}, which this run needs")
     if (args.out / "metrics.json").exists() and not args.overwrite:
         raise ValueError(f"{args.out} already holds a finished run: choose another --out, or --overwrite it")
@@ -640,8 +641,8 @@ def evaluate_run(args):
     check_counts(args)
     started = time.monotonic()
     bert, head, config = load_run(args.run, model=args.model, task=args.task)
-    if args.task not in (None, config.get("task")):
-        raise ValueError(f"{args.run} is a run on {config.get('task')!r:.50}, not on {args.task!r:.50}")
+    if args.task not in (None, config["task"]):
+        raise ValueError(f"{args.run} is a run on {config['task']!r:.50}, not on {args.task!r:.50}")
     if args.model is not None and config["stage"] in ("full", "multitask"):
         raise ValueError(f"{args.run} has an encoder of its own: --model is for runs that take another's")
     if args.mask:
@@ -662,10 +663,10 @@ def evaluate_run(args):
         raise MemoryError(f"{device} ran out of memory: try a --batch-size under {size}") from e
     right = (labels == predictions).sum().item()
     result = {"stage": "eval", "run": str(args.run), "task": task.name, "split": split,
-              "data_dir": args.data_dir or config.get("data_dir"), "masked": args.mask or [],
+              "data_dir": args.data_dir or config["data_dir"], "masked": args.mask or [],
               "examples": len(labels), "accuracy": right / len(labels)}  # fmt: skip
     print(f"{args.run}, {task.name} {split}: {right} of {len(labels)} examples right, accuracy {result['accuracy']:.4f}")
-    if split == "validation" and config.get("limit_dev") and args.limit_dev is None:
+    if split == "validation" and config["limit_dev"] and args.limit_dev is None:
         print(f"note: at most {config['limit_dev']} examples, as in training; --limit-dev takes another number")
     if not task.choices:  # the first and the second choice are no classes
         K = len(task.labels)
@@ -697,7 +698,7 @@ def table(result, most=12):
 
 def eval_batch_size(config):
     """Examples at once, as in the evaluations of training: padding and order of products decide about close calls."""
-    return max(4 * config["batch_size"] // config.get("grad_accumulation", 1), 1)
+    return max(4 * config["batch_size"] // config["grad_accumulation"], 1)
 
 
 def hold(bert, head, config, device, dtype=None):
@@ -752,17 +753,26 @@ def load_run(directory, device="cpu", dtype=torch.float32, model=None, task=None
     directory = Path(directory)
     if not (directory / "metrics.json").is_file():
         raise FileNotFoundError(f"no finished run in {directory}: it has no metrics.json")
-    config = read_json(directory / "config.json")
-    stage = config.get("stage")
-    adapters = config.get("adapters")
-    if stage not in list(DEFAULTS) or not isinstance(adapters, list) or not all(isinstance(name, str) for name in adapters):
-        raise ValueError(f"{directory / 'config.json'}: not the configuration of a run")
+    config = {"data_dir": None, "grad_accumulation": 1, "limit_dev": None, "columns": {}, **read_json(directory / "config.json")}
+    stage, adapters, labels = (config.get(name) for name in ("stage", "adapters", "labels"))
+    counts = ("max_length", "batch_size", "grad_accumulation", *(["limit_dev"] if config["limit_dev"] is not None else []))
+    right = {
+        "stage": stage in list(DEFAULTS),
+        "adapters": type(adapters) is list and all(type(name) is str for name in adapters),
+        "labels": type(labels) is (dict if stage == "multitask" else list),
+        "dtype": config.get("dtype") in ("float32", "bfloat16"),
+        "data_dir": type(config["data_dir"]) in (str, type(None)),
+        "columns": type(config["columns"]) is dict,
+        **{name: type(config.get(name)) is str for name in ("task", "model")},
+        **{name: type(config.get(name)) is int and config[name] > 0 for name in counts},
+    }
+    if wrong := [name for name in right if not right[name]]:
+        raise ValueError(f"{directory / 'config.json'}: not the configuration of a run, {wrong[0]} is missing or wrong")
     own = stage in ("full", "multitask")
-    bert = Bert.from_pretrained(directory if own else model or str(config.get("model"))).to(device, dtype)
+    bert = Bert.from_pretrained(directory if own else model or config["model"]).to(device, dtype)
     if stage == "multitask":
-        labels = config.get("labels")
-        if not isinstance(labels, dict) or task not in labels:
-            raise ValueError(f"{directory} holds several tasks, and {task!r:.50} is none of them: {', '.join(labels or ())}")
+        if type(labels.get(task)) is not list:
+            raise ValueError(f"{directory} holds several tasks, and {task!r:.50} is none of them: {', '.join(labels)}")
         config |= {"task": task, "labels": labels[task]}
         check_name(task)
         directory /= f"{'heads' if config.get('adapter') == 'none' else 'adapters'}/{task}"
@@ -773,20 +783,15 @@ def load_run(directory, device="cpu", dtype=torch.float32, model=None, task=None
             check_name(name)  # it is a directory's
             load_adapter(bert, directory / "adapters" / name)
         load_fusion(bert, directory)
-    return bert, load_head(bert, directory), config
+    head = load_head(bert, directory)
+    if head.num_outputs != len(config["labels"]):
+        raise ValueError(f"{directory}: its head is for {head.num_outputs} labels, config.json has {len(config['labels'])}")
+    return bert, head, config
 
 
 def load_run_split(run, bert, config, split="validation", data_dir=None, max_length=None, limit=None, strict=False):
     """(task, split) of a run that `load_run` has loaded, from the data and at the length of its training unless others are
-    given; `limit`: examples at most, else as many development examples as there. Raises as load_split does, and ValueError
-    if config.json lacks what this and the evaluation need."""
-    config = {"data_dir": None, "grad_accumulation": 1, "limit_dev": None, "columns": {}, **config}
-    numbers = [config.get("max_length"), config.get("batch_size"), config["grad_accumulation"], config["limit_dev"] or 1]
-    kinds = [type(config.get(name)) for name in ("task", "labels", "data_dir")]
-    right = kinds in ([str, list, str], [str, list, type(None)]) and config.get("dtype") in ("float32", "bfloat16")
-    right = right and all(type(number) is int and number > 0 for number in numbers)
-    if not right or type(config["columns"]) is not dict:
-        raise ValueError(f"{run}/config.json: not the configuration of a run")
+    given; `limit`: examples at most, else as many development examples as there. Raises as load_split does."""
     data_dir, max_length = data_dir or config["data_dir"], max_length or config["max_length"]
     limit = limit or (config["limit_dev"] if split == "validation" else None)
     check_length(max_length, bert)

@@ -69,6 +69,8 @@ def find_baselines(runs, given):
     """{task: mean dev accuracy of the single adapters}. Raises ValueError or OSError for a `given` run that is not one."""
     found = {}
     for directory in given:
+        if not (directory / "metrics.json").is_file():
+            raise FileNotFoundError(f"--baseline {directory}: no finished run in it, it has no metrics.json")
         metrics = read_json(directory / "metrics.json")
         if metrics.get("stage") != "adapter":
             raise ValueError(f"--baseline {directory} is of --stage {metrics.get('stage')}, not a single adapter")
@@ -268,6 +270,9 @@ def main(argv=None):
     except (ValueError, OSError) as e:
         print(f"figure4.py: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("figure4.py: interrupted", file=sys.stderr)
+        sys.exit(130)
     print("\n".join(lines))
     print(f"\n{args.out}: figure4.png, figure6.png, weights.csv, summary.txt")
 

@@ -109,8 +109,8 @@ def check(cells, out, overwrite=False):
     Compares what is in `out` with the commands at hand. Raises ValueError, naming the first difference, if something there
     was made by another command; with overwrite, such cells are removed instead, to be run again.
     """
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file")
+    if (out.exists() or out.is_symlink()) and not out.is_dir():
+        raise ValueError(f"--out {out} is a file, or a link that leads nowhere")
     other = {}
     for cell in cells:
         if (out / "runs" / cell.name).exists():

@@ -356,8 +356,6 @@ def answer(args):
         raise ValueError(f"--explain {args.explain}: {'a directory' if args.explain.is_dir() else 'its directory is missing'}")
     device, _ = choose_device(args.device, "float32")
     bert, head, config = load_run(args.run, device, model=args.model, task=args.task)
-    if not {"task", "labels", "max_length"} <= config.keys():
-        raise ValueError(f"{args.run / 'config.json'}: not the configuration of a run")
     if args.explain and config["stage"] != "fusion":
         why = f"one of --stage {config['stage']} has no adapters that share a token"
         raise ValueError(f"--explain needs a fusion run, {args.run} is {why}")

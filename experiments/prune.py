@@ -237,23 +237,24 @@ def prune(args):
                          "without it the others would read something else; see --mask")  # fmt: skip
     _, split = load_run_split(args.run, bert, config, "validation", args.data_dir)
     _, seen = load_run_split(args.run, bert, config, "train", args.data_dir, limit=args.limit)
-    activity = activities(bert.to(choose_device(args.device, "float32")[0]), config["adapters"], seen)
-    device, dtype = hold(bert, head, config, args.device)
-
-    keep = args.keep or N
-    rows = [{"k": N, "left_out": []}] if left_out else []
-    rows += [{"k": k, "left_out": [layer + 1 for layer in left_out]} for k in range(N, 0, -1)]
-    for row in rows:
-        row["kept"] = strongest(activity, present, row["k"], [layer - 1 for layer in row["left_out"]])
-    print(f"measuring accuracy ({len(split)} examples) and speed of {args.run} at {len(rows)} sizes", flush=True)
-    measured = measure(bert, head, config, split, [row["kept"] for row in rows], dtype)
-    rows = [{**row, **values} for row, values in zip(rows, measured, strict=True)]
-    chosen = next(row for row in rows if row["k"] == keep and len(row["left_out"]) == len(left_out))
-
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    device, _ = choose_device(args.device, "float32")
+    args.out.parent.mkdir(parents=True, exist_ok=True)  # before the long work: it may be impossible
     temporary = args.out.with_name(f".{args.out.name}.{os.getpid()}")  # OUT is there when it is whole
     temporary.mkdir()
     try:
+        activity = activities(bert.to(device), config["adapters"], seen)
+        device, dtype = hold(bert, head, config, args.device)
+
+        keep = args.keep or N
+        rows = [{"k": N, "left_out": []}] if left_out else []
+        rows += [{"k": k, "left_out": [layer + 1 for layer in left_out]} for k in range(N, 0, -1)]
+        for row in rows:
+            row["kept"] = strongest(activity, present, row["k"], [layer - 1 for layer in row["left_out"]])
+        print(f"measuring accuracy ({len(split)} examples) and speed of {args.run} at {len(rows)} sizes", flush=True)
+        measured = measure(bert, head, config, split, [row["kept"] for row in rows], dtype)
+        rows = [{**row, **values} for row, values in zip(rows, measured, strict=True)]
+        chosen = next(row for row in rows if row["k"] == keep and len(row["left_out"]) == len(left_out))
+
         kept = {layer + 1: names for layer, names in chosen["kept"].items()}
         changes = {"pruned": {"from": str(args.run.resolve()), "keep": args.keep, "leave_out": chosen["left_out"],
                               "limit": args.limit, "kept": kept, "command": args.command}}  # fmt: skip
@@ -302,6 +303,9 @@ def main(argv=None):
     except (ValueError, OSError, FloatingPointError, torch.OutOfMemoryError) as e:
         print(f"prune.py: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("prune.py: interrupted, nothing is written", file=sys.stderr)
+        sys.exit(130)
     print(json.dumps(result))
 
 

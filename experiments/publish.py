@@ -132,7 +132,7 @@ def publish(run, out, repo, encoder=None, model=None, overwrite=False):
         raise ValueError(f"no finished run in {run}: it is no directory")
     if (out.exists() or out.is_symlink()) and not out.is_dir():
         raise ValueError(f"--out {out} is a file, or a link that leads nowhere")
-    if out.resolve() == run.resolve():
+    if out.exists() and out.samefile(run):
         raise ValueError(f"--out {out} is the run itself")
     if out.exists() and any(out.iterdir()):
         if not overwrite:

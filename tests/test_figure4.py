@@ -4,6 +4,7 @@ words follow from the numbers."""
 import csv
 import json
 import shutil
+from unittest.mock import Mock
 
 import matplotlib.pyplot as plt
 import pytest
@@ -180,6 +181,14 @@ def test_baselines_are_averaged(runs, tmp_path):
     (tmp_path / "seed-1" / "metrics.json").write_text(json.dumps({**metrics, "accuracy": metrics["accuracy"] + 0.1}))
     found = figure4.find_baselines([runs / "fusion-rte"], [runs / "rte", tmp_path / "seed-1"])
     assert found == {"rte": pytest.approx(metrics["accuracy"] + 0.05)}
+
+
+def test_an_interrupt_is_one_line(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(figure4, "average", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit) as exit:
+        figure4.main([str(runs / "fusion-rte"), "--out", str(tmp_path / "out"), "--device", "cpu"])
+    assert exit.value.code == 130 and capsys.readouterr().err == "figure4.py: interrupted\n"
+    assert not (tmp_path / "out").exists()
 
 
 def test_errors(runs, tmp_path, capsys):

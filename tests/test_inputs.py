@@ -25,7 +25,7 @@ import bert
 import data
 import train
 from conftest import VOCABULARY
-from experiments import demo, loading, publish
+from experiments import architecture_search, demo, figure4, loading, predict, prune, publish, table1
 
 ROOT = Path(train.__file__).parent
 TRAIN = ["--stage", "head", "--task", "rte", "--model", "model", "--data-dir", "data", "--out", "out", "--epochs", "1",
@@ -37,7 +37,15 @@ COMMANDS = {  # command: (its main, the arguments that a case's are appended to)
     "publish.py": (publish.main, ["--out", "out"]),
     "loading.py": (loading.main, []),
     "demo.py": (demo.main, []),
-}
+    "train.py --stage eval": (train.main, ["--stage", "eval", "--device", "cpu"]),
+    "predict.py": (predict.main, ["--device", "cpu"]),
+    "figure4.py": (figure4.main, ["--out", "out", "--device", "cpu"]),
+    "prune.py": (prune.main, ["--out", "out", "--device", "cpu"]),
+    "table1": (lambda: sys.exit(table1.main()), ["--model", "model", "--data-dir", "data", "--tasks", "rte", "--out", "out"]),
+    "architecture_search": (lambda: sys.exit(architecture_search.main()),
+                            ["--model", "model", "--data-dir", "data", "--tasks", "rte", "--out", "out",
+                             "--reduction-factors", "16"]),
+}  # fmt: skip
 CASES = {}  # name: (command, what is changed beforehand, arguments, what the message says)
 
 
@@ -182,6 +190,7 @@ for value, say in [("inf", "--reduction-factor"), ("1e-300", "reduction"), ("-in
     case(f"--reduction-factor {value}", say, "--stage", "adapter", f"--reduction-factor={value}")
 case("--model is a loop", "loop", "--model", "loop", change=link("loop", "loop"))
 case("--out is a loop", "loop", "--out", "loop", change=link("loop", "loop"))
+case("--out is in a loop", "loop", "--out", "loop/x", change=link("loop", "loop"))
 case("--data-dir is a loop", "loop is not a directory", "--data-dir", "loop", change=link("loop", "loop"))
 case("a task in a task's directory", "unknown task 'rte/a'", "--task", "rte/a", change=folder("data/rte/a"))
 for name in ("keys", "a.b", "a,b", "a\nb"):
@@ -203,12 +212,44 @@ case("publish.py without a run", "run", command="publish.py")
 for value in (LONG, "loop", "/dev/zero", "runs/rte/config.json", "runs/../../x"):
     case(f"publish.py {value[:12]!r}", value[:9].split("\0")[0], value, command="publish.py", change=link("loop", "loop"))
 case("publish.py: --out is a loop", "loop", "runs/rte", "--out", "loop", command="publish.py", change=link("loop", "loop"))
+case("publish.py: --out is in a loop", "loop", "runs/rte", "--out", "loop/x", command="publish.py", change=link("loop", "loop"))
 case("publish.py: --out below a file", "config.json", "runs/rte", "--out", "runs/rte/config.json/x", command="publish.py")
 for option, value in [("--runs", "0"), ("--runs", "few"), ("--threads", "0"), ("--peer-python", "no/such/python")]:
     case(f"loading.py {option} {value}", option, option, value, command="loading.py")
 case("demo.py --seed", "--seed", "--seed", "few", command="demo.py")
 case("demo.py --out is a file", "model/config.json", "--out", "model/config.json", command="demo.py")
 case("demo.py --out is a loop", "loop", "--out", "loop", command="demo.py", change=link("loop", "loop"))
+LOOP = link("loop", "loop")
+for command in ("train.py --stage eval", "predict.py", "figure4.py", "prune.py"):
+    first = {"train.py --stage eval": ["--run"], "prune.py": ["--keep", "1"]}.get(command, [])
+    texts = ["a text", "another"] if command == "predict.py" else []
+    for value in (LONG, "loop", "/dev/zero", "runs/rte/config.json", "runs/../../x", "a\0b", ""):
+        say = "no finished run" if value != LONG else "too long"
+        case(f"{command}: a run called {value[:12]!r}", say, *first, value, *texts, command=command, change=LOOP)
+    words = [*first, "runs/fusion-rte", *texts]
+    for option, value, say in [("--device", "tpu", "--device"), ("--model", "loop", "loop"), ("--model", LONG, "too long"),
+                               ("--model", "data", "no encoder in"), ("--nonsense", "1", "--nonsense")]:  # fmt: skip
+        case(f"{command} {option} {value[:9]}", say, *words, option, value, command=command, change=LOOP)
+    for value in ("loop", "nowhere", "/dev/zero", LONG) if not texts else ():
+        say = value if value != LONG else "too long"
+        case(f"{command} --data-dir {value[:9]}", say, *words, "--data-dir", value, command=command, change=LOOP)
+for command in ("figure4.py", "prune.py", "table1", "architecture_search"):
+    words = {"figure4.py": ["runs/fusion-rte"], "prune.py": ["runs/fusion-rte", "--keep", "1"]}.get(command, [])
+    for value, say in [("loop", "loop"), ("loop/x", "loop"), ("model/config.json", "config.json"), ("/dev/zero", "/dev/zero"),
+                       ("model/config.json/x", "config.json"), (LONG, "too long"), ("/proc/x", "/proc")]:  # fmt: skip
+        case(f"{command} --out {value[:19]}", say, *words, "--out", value, command=command, change=LOOP)
+for command in ("table1", "architecture_search"):
+    for option, value, say in [("--model", "loop", "loop"), ("--model", LONG, "too long"), ("--data-dir", "loop", "loop"),
+                               ("--data-dir", LONG, "too long"), ("--tasks", "", "unknown task"), ("--tasks", LONG, "too long"),
+                               ("--tasks", "../data/rte", "unknown task"), ("--seeds", str(2**32), "--seed"),
+                               ("--jobs", "many", "--jobs"), ("--launch", "", "--launch"), ("--x", "1", "--x")]:  # fmt: skip
+        case(f"{command} {option} {value[:12]!r}", say, option, value, command=command, change=LOOP)
+    case(f"{command}: rows of null", "line 1: not a JSON object", command=command, change=put("data/rte/train.jsonl", b"null\n"))
+case("prune.py without an aim", "--keep, --leave-out", "runs/fusion-rte", command="prune.py")
+case("prune.py --out .", "already there", "runs/fusion-rte", "--keep", "1", "--out", ".", command="prune.py")
+case("prune.py of an adapter's run", "only fusion runs", "runs/rte", "--keep", "1", command="prune.py")
+case("figure4.py of an adapter's run", "only fusion runs", "runs/rte", command="figure4.py")
+case("figure4.py: an empty baseline", "no finished run", "runs/fusion-rte", "--baseline", "model", command="figure4.py")
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Data
@@ -473,14 +514,14 @@ for name, run, say, change in [
      lambda: shutil.rmtree("runs/fusion-rte/adapters/sst2")),
     ("run of no stage", "rte", "config.json", edit("runs/rte/config.json", stage=["adapter"])),
     ("run of another stage", "rte", "adapter_fusion_config.json", edit("runs/rte/config.json", stage="fusion")),
-    ("run without a model", "rte", "model", edit("runs/rte/config.json", remove=["model"])),
+    ("run without a model", "rte", "model is missing or wrong", edit("runs/rte/config.json", remove=["model"])),
     ("run with model 5", "rte", "config.json", edit("runs/rte/config.json", model=5)),
     ("run with model NUL", "rte", "no local directory", edit("runs/rte/config.json", model="a\0b")),
     ("run with model ../x", "rte", "../x", edit("runs/rte/config.json", model="../x")),
     ("run whose task is ../x", "rte", "cannot be an adapter's name", edit("runs/rte/config.json", task="../x")),
     ("run whose task is another", "rte", "sst2", edit("runs/rte/config.json", task="sst2")),
-    ("run whose task is a number", "rte", "cannot be an adapter's name", edit("runs/rte/config.json", task=5)),
-    ("run without labels", "rte", "labels", edit("runs/rte/config.json", remove=["labels"])),
+    ("run whose task is a number", "rte", "task is missing or wrong", edit("runs/rte/config.json", task=5)),
+    ("run without labels", "rte", "labels is missing or wrong", edit("runs/rte/config.json", remove=["labels"])),
     ("run with labels 5", "rte", "config.json", edit("runs/rte/config.json", labels=5)),
     ("run, config.json nested", "rte", "config.json", put("runs/rte/config.json", DEEP)),
     ("run, config.json missing", "rte", "config.json", lambda: Path("runs/rte/config.json").unlink()),
@@ -490,6 +531,12 @@ for name, run, say, change in [
     ("run, accuracy a list", "rte", "metrics.json", edit("runs/rte/metrics.json", accuracy=[1])),
 ]:  # fmt: skip
     case(f"publish.py: {name}", say, f"runs/{run}", change=change, command="publish.py")
+    if run == "fusion-rte":
+        case(f"figure4.py: {name}", say, f"runs/{run}", change=change, command="figure4.py")
+        case(f"prune.py: {name}", say, f"runs/{run}", "--keep", "1", change=change, command="prune.py")
+    elif "metrics.json" not in say and "../x" not in name:  # neither is read
+        case(f"predict.py: {name}", say, f"runs/{run}", "a text", "another", change=change, command="predict.py")
+        case(f"train.py --stage eval: {name}", say, "--run", f"runs/{run}", change=change, command="train.py --stage eval")
 for name in ("../rte", "../../rte", "/rte", "a\0b", "a\nb", LONG):
     case(f"publish.py: a fusion run of {name[:9]!r}", "cannot be an adapter's name", "runs/fusion-rte", command="publish.py",
          change=edit("runs/fusion-rte/config.json", adapters=["rte", "sst2", name]))  # fmt: skip
@@ -566,7 +613,7 @@ def time_limit(seconds):
 
 def check(command, error, say):
     assert error.count("\n") == 1 and error.endswith("\n"), error[:2000]
-    assert error.startswith(f"{command}: ") and "Traceback" not in error and len(error) < 1500, error[:2000]
+    assert error.startswith(f"{command.split()[0]}: ") and "Traceback" not in error and len(error) < 1500, error[:2000]
     for text in say:
         assert text in error, error
 
@@ -578,7 +625,7 @@ def test_wrong_input(name, box, capsys, monkeypatch):
     if change:
         change()
     before = listing(box)
-    monkeypatch.setattr(sys, "argv", [command, *common, *arguments])
+    monkeypatch.setattr(sys, "argv", [*command.split()[:1], *common, *arguments])
     capsys.readouterr()
     with time_limit(20), pytest.raises(SystemExit) as exit:
         main()

@@ -4,6 +4,7 @@ everything reads; accuracy and speed by the number of adapters."""
 import csv
 import json
 import shutil
+from unittest.mock import Mock
 
 import matplotlib.pyplot as plt
 import pytest
@@ -204,10 +205,10 @@ def test_errors(whole, runs, launch, data_dir, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(prune, "ROUNDS", 1)  # nothing half-written
 
-    def full(*_):
-        raise OSError("No space left on device")
-
-    monkeypatch.setattr(prune, "draw", full)
-    with pytest.raises(SystemExit):
-        prune.main([str(run), "--keep", "2", "--out", str(tmp_path / "out"), "--device", "cpu"])
-    assert "No space left" in capsys.readouterr().err and sorted(tmp_path.rglob("*")) == before
+    for error, status, say in ((OSError("No space left on device"), 2, "No space left"), (KeyboardInterrupt, 130, "interrupted")):
+        monkeypatch.setattr(prune, "draw", Mock(side_effect=error))
+        with pytest.raises(SystemExit) as exit:
+            prune.main([str(run), "--keep", "2", "--out", str(tmp_path / "out"), "--device", "cpu"])
+        output = capsys.readouterr().err
+        assert exit.value.code == status and say in output and output.count("\n") == 1
+        assert sorted(tmp_path.rglob("*")) == before
