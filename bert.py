@@ -153,7 +153,7 @@ def attention(q, k, v, mask, p):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
     scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)  # the same with our dropout: [B, H, T, T]
     if mask is not None:
-        scores = scores + scores.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(scores.dtype).min)
+        scores += scores.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(scores.dtype).min)
     return dropout(scores.softmax(-1), p, training=True) @ v
 
 
@@ -163,7 +163,7 @@ def dropout(x, p, training):
         return F.dropout(x, p, training)
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
     keep = bits[: x.numel()].view(x.shape) >= round(2**16 * p) - 2**15
-    return x * keep * (1 / (1 - p))
+    return (x * keep).mul_(1 / (1 - p))
 
 
 def embedding(rows, d):

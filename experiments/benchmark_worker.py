@@ -115,10 +115,10 @@ def training_step(side, spec, loss):
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0, fused=True)
 
     def work(*batch):
+        optimizer.zero_grad()
         value = loss(*batch)
         if spec["fused"]:
             value = value + side.regularization()
-        optimizer.zero_grad()
         value.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
