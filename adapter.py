@@ -304,7 +304,7 @@ def plug_in(bert, name, config, dtype):
 def check_name(name):
     """Raises ValueError for a name that cannot be a directory, a part of a tensor's name, or a member of a fusion."""
     right = isinstance(name, str) and re.fullmatch(r"[\w@+=-][\w@+= -]{0,99}", name) and len(name.encode()) <= 200
-    if not right or hasattr(nn.ModuleDict, name):
+    if not right or hasattr(nn.ModuleDict(), name):
         raise ValueError(
             f"{name!r:.120} cannot be an adapter's name: letters, digits, _ and -, at most 100, no method of ModuleDict"
         )
@@ -377,7 +377,7 @@ class Head(nn.Module):
 
     def forward(self, h):
         """h: hidden states [B·C, T, d], C candidates of an example in a row (1 for classification) -> logits [B, K]"""
-        return self.layers(h[:, 0]).view(-1, self.num_outputs)
+        return self.layers(h[:, 0].to(self.layers[-1].weight.dtype)).view(-1, self.num_outputs)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

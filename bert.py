@@ -342,7 +342,7 @@ def hub_names(names):
         the weight of an embedding          Google: no name of its own, bert/embeddings/word_embeddings
         layer 3                             Google: layer_3
 
-    Raises ValueError if two of them are the same.
+    Raises ValueError if two tensors of the encoder are the same; what else is in a file may be called anything.
     """
     hub = {name: re.sub(r"/layer_(\d+)/", r"/layer/\1/", name).replace("/", ".") for name in names}
     hub = {name: re.sub(r"\.beta$", ".bias", re.sub(r"\.(gamma|kernel)$", ".weight", hub[name])) for name in names}
@@ -352,7 +352,7 @@ def hub_names(names):
     result = {}
     for name in names:
         other = result.setdefault(hub[name].removeprefix(prefix), name)
-        if other != name:
+        if other != name and hub[name].removeprefix(prefix).startswith(("embeddings.", "encoder.")):
             raise ValueError(f"{listed(sorted([other, name]))} are the same tensor")
     return result
 
@@ -464,6 +464,8 @@ def read_config(path):
     """BertConfig from bert_config.json or config.json; fields that it does not know are left alone."""
     values = read_json(path)
     known = {field.name for field in fields(BertConfig)}
+    if values.get("is_decoder"):
+        raise ValueError(f"{path}: is_decoder is on: a decoder sees only what is to the left, this is an encoder")
     try:
         return BertConfig(**{name: value for name, value in values.items() if name in known})
     except ValueError as e:

@@ -193,7 +193,7 @@ def fold(bert):
     for _, slot in folded.slots():
         if slot.fusion is not None and slot.active == slot.fusion.name:
             adapters = [slot.adapters[name] for name in slot.fusion.adapter_names]
-            if isinstance(adapters[-1], PAL):  # there is nothing to fold
+            if isinstance(adapters[-1], PAL) or isinstance(slot.fusion, FoldedFusion):  # there is nothing to fold
                 continue
             slot.fusion = FoldedFusion(slot.fusion, adapters).to(bert.dtype)
     return folded
@@ -210,34 +210,39 @@ def silence(bert, names, layers=None):
     What was silenced there before is not any more: after silence(bert, []) all speak. What the adapters of a slot read is
     still the last one's choice, silent or not.
 
-    Raises ValueError, and changes nothing, for a name that is not in the fusion, or if a layer would be left without adapter.
+    Raises ValueError, and changes nothing, for a name that is not in the fusion, for a layer that has none, or if a layer would
+    be left without adapter.
     """
-    here = [(key, fusion) for key, fusion in fusions(bert) if layers is None or key[0] in layers]
-    if not here:
-        raise ValueError("there is no fusion in this encoder" + (" at these layers" if layers is not None else ""))
+    names, there = frozenset(names), {layer for (layer, _), _ in fusions(bert)}
+    layers = there if layers is None else set(layers)
+    if not there or layers - there:
+        raise ValueError("there is no fusion in " + (f"layer {min(layers - there)}, from 0" if there else "this encoder"))
+    here = [(key, fusion) for key, fusion in fusions(bert) if key[0] in layers]
     for (layer, _), fusion in here:
         if isinstance(fusion, FoldedFusion):
             raise ValueError("adapters of a folded fusion cannot be silenced: silence them, then fold")
-        if unknown := sorted(set(names) - set(fusion.name.split(","))):
+        if unknown := sorted(names - set(fusion.name.split(","))):
             raise ValueError(f"adapter {unknown[0]!r:.120} is not in the fusion of {fusion.name.replace(',', ', ')}")
-        if set(fusion.adapter_names) <= set(names):
+        if set(fusion.adapter_names) <= names:
             raise ValueError(f"layer {layer + 1} would be left without adapter: it has {', '.join(fusion.adapter_names)}")
     for _, fusion in here:
-        fusion.silent, fusion.weights = frozenset(names), None
+        fusion.silent, fusion.weights = names, None
 
 
 def fusion_regularization(bert):
     """0.01 · Σ_layers ‖V − I‖²_F, a scalar tensor to add to the loss (section 4.1: "l2-norm" on V; the reference's form).
-    0 without a fusion."""
+    0 without a fusion. Raises ValueError for a folded one, which has no V."""
     total = torch.zeros((), device=bert.device)
     for _, fusion in fusions(bert):
+        if isinstance(fusion, FoldedFusion):
+            raise ValueError("a folded fusion has no regularization: it is not for training")
         V = fusion.value.weight
         total = total + 0.01 * (V - torch.eye(len(V), device=V.device, dtype=V.dtype)).pow(2).sum()
     return total
 
 
 def fusion_weights(bert):
-    """s of the last forward: {(layer, "output" | "attention"): [B, T, N]}, padding included; N in the order of the
+    """s of the fusion's last forward: {(layer, "output" | "attention"): [B, T, N]}, padding included; N in the order of the
     fusion's name, 0 for an adapter that is left out of that layer or silent. Raises ValueError before the first forward."""
     result = {}
     for key, fusion in fusions(bert):

@@ -442,7 +442,8 @@ def train(args, log, tasks, bert, heads, fused, train_splits, dev_splits, device
         "labels": {task.name: list(task.labels) for task in tasks} if multitask else list(tasks[0].labels),
         "columns": {task.name: list(task.columns) for task in tasks},
         "model": str(Path(args.model).resolve() if Path(args.model).is_dir() else args.model),
-        "adapters": [name for name, _ in fused],
+        # a checkpoint's config.json has none: there AdapterHub's library takes "adapters" for its own
+        **({} if args.stage in ("full", "multitask") else {"adapters": [name for name, _ in fused]}),
         "sources": args.adapters,
         "adapters_per_batch": args.adapters_per_batch,
         "adapter": args.adapter if args.stage in ("adapter", "multitask") else None,
@@ -641,10 +642,6 @@ def evaluate_run(args):
     check_counts(args)
     started = time.monotonic()
     bert, head, config = load_run(args.run, model=args.model, task=args.task)
-    if args.task not in (None, config["task"]):
-        raise ValueError(f"{args.run} is a run on {config['task']!r:.50}, not on {args.task!r:.50}")
-    if args.model is not None and config["stage"] in ("full", "multitask"):
-        raise ValueError(f"{args.run} has an encoder of its own: --model is for runs that take another's")
     if args.mask:
         silence(bert, args.mask)
     split = args.split or "validation"
@@ -741,34 +738,43 @@ def save_run(args, bert, heads, config):
         save_head(head, bert, name, directory)
 
 
+def is_texts(value):
+    return type(value) is list and all(type(text) is str for text in value)
+
+
 def load_run(directory, device="cpu", dtype=torch.float32, model=None, task=None):
     """
     (bert, head, config) of a finished run, frozen, in eval mode, everything active that was active in training.
 
     Needs the directory, and the encoder that config.json names unless the run has one of its own (full, multitask); `model`
-    says where that encoder is now. `task` is which of a multi-task run's is meant. `predict(bert, head, batch, dtype)`
-    gives its logits.
+    says where that encoder is now. `task` is which of a multi-task run's is meant; another run has but one.
+    `predict(bert, head, batch, dtype)` gives its logits.
     Raises FileNotFoundError or ValueError for a directory that is not a finished run.
     """
     directory = Path(directory)
     if not (directory / "metrics.json").is_file():
         raise FileNotFoundError(f"no finished run in {directory}: it has no metrics.json")
-    config = {"data_dir": None, "grad_accumulation": 1, "limit_dev": None, "columns": {}, **read_json(directory / "config.json")}
+    config = {"adapters": [], "data_dir": None, "grad_accumulation": 1, "limit_dev": None, "columns": {},
+              **read_json(directory / "config.json")}  # fmt: skip
     stage, adapters, labels = (config.get(name) for name in ("stage", "adapters", "labels"))
     counts = ("max_length", "batch_size", "grad_accumulation", *(["limit_dev"] if config["limit_dev"] is not None else []))
     right = {
         "stage": stage in list(DEFAULTS),
-        "adapters": type(adapters) is list and all(type(name) is str for name in adapters),
+        "adapters": is_texts(adapters),
         "labels": type(labels) is (dict if stage == "multitask" else list),
         "dtype": config.get("dtype") in ("float32", "bfloat16"),
         "data_dir": type(config["data_dir"]) in (str, type(None)),
-        "columns": type(config["columns"]) is dict,
+        "columns": type(config["columns"]) is dict and all(map(is_texts, config["columns"].values())),
         **{name: type(config.get(name)) is str for name in ("task", "model")},
         **{name: type(config.get(name)) is int and config[name] > 0 for name in counts},
     }
     if wrong := [name for name in right if not right[name]]:
         raise ValueError(f"{directory / 'config.json'}: not the configuration of a run, {wrong[0]} is missing or wrong")
     own = stage in ("full", "multitask")
+    if own and model is not None:
+        raise ValueError(f"{directory} has an encoder of its own: --model is for runs that take another's")
+    if stage != "multitask" and task not in (None, config["task"]):
+        raise ValueError(f"{directory} is a run on {config['task']!r:.50}, not on {task!r:.50}")
     bert = Bert.from_pretrained(directory if own else model or config["model"]).to(device, dtype)
     if stage == "multitask":
         if type(labels.get(task)) is not list:
@@ -865,7 +871,7 @@ def save_state(path, config, named, optimizer, device, position, best, history):
         return
     state = {
         "format": STATE_FORMAT,
-        "config": {name: config[name] for name in RESUME_NEEDS},
+        "config": {name: config.get(name) for name in RESUME_NEEDS},
         "trained": {name: p.detach() for name, p in named.items()},
         "optimizer": optimizer.state_dict(),
         "random": randoms,
@@ -897,8 +903,8 @@ def load_state(path, config, named, optimizer, device):
     if not isinstance(state, dict) or state.get("format") != STATE_FORMAT:
         raise ValueError(f"{path} was written by another version of train.py: continue with that, or --overwrite it")
     for name, value in state["config"].items():
-        if config[name] != value:
-            raise ValueError(f"{path} belongs to a run with {name} = {value}, not {config[name]}: cannot --resume it")
+        if config.get(name) != value:
+            raise ValueError(f"{path} belongs to a run with {name} = {value}, not {config.get(name)}: cannot --resume it")
     with torch.no_grad():
         for name, p in named.items():
             p.copy_(state["trained"][name])

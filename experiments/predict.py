@@ -51,8 +51,8 @@ def as_row(config, choices, texts, options):
             options = [{"text": options} if name == "commonsense_qa" else options]
         wanted = columns[: len(columns) - len(options)]
     else:
-        wanted = ("text_a",) if choices else ("text_a", "text_b")  # all but the first of a pair may be missing
-        columns = (*wanted[: len(texts)], *["choices"] * choices)
+        columns = config["columns"].get(name, ["text_a", "choices"] if choices else ["text_a", "text_b"][: len(texts)])
+        wanted = [column for column in columns if column != "choices"]
         options = [options] * choices
     if len(texts) + len(options) != len(columns):
         given = "1 text was given" if len(texts) == 1 else f"{len(texts)} texts were given"
@@ -65,12 +65,14 @@ def as_candidates(config, choices, row):
     if config["task"] in TASKS:
         task = TASKS[config["task"]]
         row = {task.aliases.get(column, column): value for column, value in row.items()}
-    elif choices:
-        columns = ("choices",) if row.get("text_a") is None else ("text_a", "choices")
-        task = Task(None, None, columns, "label", (), (), own_choices, choices=True)
     else:
-        columns = ("text_a",) if row.get("text_b") is None else ("text_a", "text_b")
-        task = Task(None, None, columns, "label", (), ())
+        given = [column for column in ("text_a", "text_b") if row.get(column) is not None]
+        columns = config["columns"].get(config["task"], [*given, *["choices"] * choices])
+        if more := [column for column in given if column not in columns]:
+            raise ValueError(f"column {more[0]!r} is one that {config['task']} did not have in training")
+        if choices and not isinstance(row.get("choices"), (list, str, type(None))):
+            raise ValueError(f"column 'choices' holds {type(row['choices']).__name__}, expected a list")
+        task = Task(None, None, tuple(columns), "label", (), (), *[own_choices] * choices, choices=choices)
     for column in ("endings", "choices"):
         if column in task.columns and isinstance(row.get(column), str):
             raise ValueError(f"column {column!r} holds a text, expected a list")

@@ -64,8 +64,10 @@ def strongest(activity, present, k, left_out):
 
 def let_speak(bert, modules, kept):
     """Only those in `kept` speak from now on. modules: {(layer, location): Fusion}, of all layers"""
+    name = next(fusion.name for fusion in modules.values())
     for (layer, location), slot in bert.slots():
         slot.fusion = modules.get((layer, location)) if kept.get(layer) else None
+        slot.active = name if kept.get(layer) else None  # a fusion of one has its adapter's name
     for (layer, _), fusion in fusions(bert):
         silence(bert, {*fusion.adapter_names} - {*kept[layer]}, [layer])
 

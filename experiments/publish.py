@@ -17,7 +17,7 @@ from pathlib import Path
 from adapter import PALConfig, check_name, save_adapter, save_head
 from bert import read_json
 from data import refuse
-from fusion import find_config, save_fusion
+from fusion import find_config, fusions, save_fusion
 from train import load_run
 
 # AdapterHub's names of the paper's tasks
@@ -99,8 +99,9 @@ def card(config, metrics, bert, head, encoder, repo):
         raise TypeError(f"accuracy {metrics['accuracy']!r:.50}")
     members = ", ".join(f"`{name}`" for name in adapters)
     what = (f"AdapterFusion over {len(adapters)} adapters, {members}, trained on `{task}`." if fusion
-            else f"A bottleneck adapter ({config['adapter']}, reduction factor {config['reduction_factor']:g}) "
-                 f"trained on `{task}`.")  # fmt: skip
+            else f"A bottleneck adapter ({config['adapter']}, reduction factor {config['reduction_factor']:g}"
+                 + "".join(f", {field} {json.dumps(value)}" for field, value in config.get("adapter_config", {}).items())
+                 + f") trained on `{task}`.")  # fmt: skip
     here = [f'for name in {json.dumps(adapters)}:', '    load_adapter(bert, f"{directory}/adapters/{name}")',
             "load_fusion(bert, directory)"]  # fmt: skip
     there = [here[0], '    model.load_adapter(f"{directory}/adapters/{name}", use_safetensors=True)',
@@ -108,7 +109,7 @@ def card(config, metrics, bert, head, encoder, repo):
     if not fusion:
         here = ["activate(bert, load_adapter(bert, directory))"]
         there = ["model.load_adapter(directory, use_safetensors=True, set_active=True)"]
-    return CARD.format(
+    text = CARD.format(
         **{**{key: config[key] for key in ("epochs", "lr", "batch_size", "max_length", "seed")},
            **{key: metrics[key] for key in ("accuracy", "dev_examples", "train_examples", "best_epoch")}},
         model_type=bert.config.model_type, encoder=encoder, repo=repo, task=f"`{task}`",
@@ -123,6 +124,10 @@ def card(config, metrics, bert, head, encoder, repo):
         load_here="\n".join(here), load_there="\n".join(there),
         inputs=flatten if choices else "input_ids, token_type_ids, attention_mask",
     )  # fmt: skip
+    if all(adapters[-1] in module.adapter_names for _, module in fusions(bert)):
+        return text
+    why = f"The `adapters` library cannot run this fusion: `{adapters[-1]}` is not in all of its layers."
+    return f"{text[: text.index('## With `adapters`')]}{why}\n\n{text[text.index('## Paper') :]}"
 
 
 def publish(run, out, repo, encoder=None, model=None, overwrite=False):

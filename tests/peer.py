@@ -104,7 +104,7 @@ def write():
 def read():
     for case in plan["read"]:
         inputs = load_file(directory / f"{case['encoder']}.safetensors")
-        model = AutoAdapterModel.from_pretrained(plan["encoders"][case["encoder"]])
+        model = AutoAdapterModel.from_pretrained(case.get("model") or plan["encoders"][case["encoder"]])
         options = {"use_safetensors": case.get("safe", True)}
         names = [model.load_adapter(path, with_head=False, **options) for path in case["adapters"]]
         model.set_active_adapters(names[0])

@@ -143,7 +143,7 @@ def old_format(source, target, name, inside):
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory, runs, encoder, data_dir):
+def ours(tmp_path_factory, runs, launch, encoder, data_dir):
     """What this project writes, and computes with it, for the peer to read: .root, .outputs, .plan"""
     root, outputs, generator = tmp_path_factory.mktemp("exchange"), {}, torch.Generator().manual_seed(3)
     plan = {"encoders": {name: str(root / name) for name in ENCODERS}, "adapters": ADAPTERS, "heads": HEADS,
@@ -195,6 +195,13 @@ def ours(tmp_path_factory, runs, encoder, data_dir):
         publish.publish(runs / run, root / "published" / run, f"USER/{run}", encoder=str(encoder))
         plan["cards"].append({"key": f"card.{run}", "encoder": "tiny", "folder": str(root / "published" / run),
                               "shape": [2, 3, 10] if run == "pick" else [6, 10]})  # fmt: skip
+    launch("--stage", "multitask", "--adapter", "pfeiffer", "--tasks", "rte", "sst2", "--epochs", 1, "--steps-per-epoch", 10,
+           "--lr", "1e-2", "--out", root / "multitask")  # fmt: skip
+    bert, head, _ = train.load_run(root / "multitask", task="sst2")
+    outputs |= compute("multitask", bert, load_file(root / "tiny.safetensors"), head)
+    adapter = str(root / "multitask" / "adapters" / "sst2")
+    plan["read"].append({"key": "multitask", "encoder": "tiny", "model": str(root / "multitask"), "adapters": [adapter],
+                         "head": adapter})  # fmt: skip
     train_ours(root, plan, outputs, encoder, data_dir, runs)
     (root / "plan.json").write_text(json.dumps(plan))
     return SimpleNamespace(root=root, plan=plan, outputs=outputs)
@@ -325,6 +332,11 @@ def test_theirs_to_ours(ours, peer, kind, suffix):
             del results[f"{kind}.{name}.regularization"]  # theirs counts a V that nothing uses
             results.pop(f"{kind}.partly.0.output_adapter", None)
         close(results, peer.theirs, results)
+
+
+@needs_peer
+def test_a_multi_task_run_in_theirs(ours, peer):
+    close(ours.outputs, peer.read, ["multitask.h", "multitask.logits"], least=0.02)
 
 
 @needs_peer
@@ -758,6 +770,13 @@ def test_published_folder(runs, tmp_path, capsys, monkeypatch, encoder, run):
         assert '"entailment", "not_entailment"' in card
     if run == "fusion-rte":
         assert sorted(path.name for path in (folder / "adapters").iterdir()) == ["pick", "rte", "sst2"]
+
+
+def test_a_card_names_changes_of_the_architecture(launch, tmp_path, encoder):
+    changes = ["--adapter-config", "ln_after=true", "non_linearity=gelu"]
+    launch("--stage", "adapter", "--task", "rte", "--epochs", 1, *changes, "--out", tmp_path / "run")
+    publish.publish(tmp_path / "run", tmp_path / "out", "USER/it", encoder=str(encoder))
+    assert '(pfeiffer, reduction factor 16, ln_after true, non_linearity "gelu")' in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_publishing_refuses(runs, launch, tmp_path, capsys):

@@ -370,6 +370,8 @@ def test_what_does_not_fit_is_named(kind, tmp_path):
     fails(directory, kind, "unknown tensors encoder.layer.1.other.weight")
     write_hub(directory, {**tensors(), "embeddings.LayerNorm.gamma": torch.zeros(32)}, kind)
     fails(directory, kind, "embeddings.LayerNorm.gamma, embeddings.LayerNorm.weight are the same tensor")
+    heads = {name: torch.zeros(1) for name in ("pooler.weight", "bert.pooler.weight", "norm.gamma", "norm.weight")}
+    Bert.from_pretrained(write_hub(directory, {**{f"bert.{key}": t for key, t in tensors().items()}, **heads}, kind))  # any head
     write_hub(directory, {"a\nb": torch.zeros(1), "encoder.layer.1.a\nb": torch.zeros(1)}, kind)
     fails(directory, kind)
 
@@ -406,7 +408,8 @@ def test_bin_holds_tensors_alone(legacy, tmp_path):
 @pytest.mark.parametrize("values", [
     {"hidden_size": 0}, {"hidden_size": "32"}, {"hidden_size": 33}, {"hidden_size": 2**40}, {"vocab_size": True},
     {"num_attention_heads": 5}, {"num_hidden_layers": 9_999_999}, {"intermediate_size": None}, {"hidden_act": "cube"},
-    {"hidden_act": ["gelu"]}, {"hidden_act": {}}, {"model_type": "gpt2"}, {"model_type": []}, {"layer_norm_eps": "x"},
+    {"hidden_act": ["gelu"]}, {"hidden_act": {}}, {"is_decoder": True},
+    {"model_type": "gpt2"}, {"model_type": []}, {"layer_norm_eps": "x"},
     {"layer_norm_eps": float("nan")}, {"hidden_dropout_prob": 1.5}, {"classifier_dropout": "x"}, {"pad_token_id": None},
     {"pad_token_id": -1}, {"pad_token_id": 60}, {"pad_token_id": 30, "model_type": "roberta"},
     {"position_embedding_type": "relative_key"},

@@ -16,7 +16,7 @@ from adapter import AdapterConfig, activate, add_adapter
 from bert import Bert
 from conftest import write_rows
 from data import TASKS, batches
-from fusion import add_fusion, fold, fusion_weights, fusions, silence
+from fusion import add_fusion, fold, fusion_regularization, fusion_weights, fusions, silence
 
 
 @pytest.fixture
@@ -264,7 +264,9 @@ def test_a_mask_is_minus_infinity(configs, masked, encoder, monkeypatch):
         silence(bert, masked)
         o, s = bert(IDS), fusion_weights(bert)
         folded = fold(bert)
-        assert (folded(IDS) - o).abs().max() < 1e-10
+        assert (folded(IDS) - o).abs().max() < 1e-10 and torch.equal(fold(folded)(IDS), folded(IDS))
+        with pytest.raises(ValueError, match="not for training"):
+            fusion_regularization(folded)
         assert all((fusion_weights(folded)[key] - s[key]).abs().max() < 1e-10 for key in s)
         with pytest.raises(ValueError, match="then fold"):
             silence(folded, ["a1"])
@@ -302,11 +304,12 @@ def test_layers_are_silenced_one_by_one(encoder):
     assert (s[0, "output"][..., 0] > 0).all() and (s[1, "output"][..., 0] == 0).all()
     silent = {key: fusion.silent for key, fusion in fusions(bert)}
     for names, layers, say in ((["a0", "a1", "a3"], [0, 1], "layer 2 would be left"), (["a"], None, "'a' is not in the fusion"),
-                               (["a0"], [7], "no fusion")):  # fmt: skip
+                               (["a0"], [1, 7], "no fusion in layer 7, from 0")):  # fmt: skip
         with pytest.raises(ValueError, match=say):
             silence(bert, names, layers)
     assert silent == {key: fusion.silent for key, fusion in fusions(bert)}
-    silence(bert, ["a1"])
+    silence(bert, (name for name in ["a1"]))  # whatever can be gone through
+    assert {fusion.silent for _, fusion in fusions(bert)} == {frozenset(["a1"])}
     with pytest.raises(ValueError, match="run a batch"):  # those of the last forward are of others
         fusion_weights(bert)
 

@@ -193,7 +193,7 @@ case("--out is a loop", "loop", "--out", "loop", change=link("loop", "loop"))
 case("--out is in a loop", "loop", "--out", "loop/x", change=link("loop", "loop"))
 case("--data-dir is a loop", "loop is not a directory", "--data-dir", "loop", change=link("loop", "loop"))
 case("a task in a task's directory", "unknown task 'rte/a'", "--task", "rte/a", change=folder("data/rte/a"))
-for name in ("keys", "a.b", "a,b", "a\nb"):
+for name in ("keys", "training", "_modules", "a.b", "a,b", "a\nb"):
     case(f"a task that cannot be an adapter {name!r}", "cannot be an adapter's name", "--task", name, "--stage", "adapter",
          change=rows({"text_a": "a", "label": 0}, {"text_a": "b", "label": 1}, task=name))  # fmt: skip
 for value, say in [("", "adapter_config.json"), ("runs/rte/adapter_config.json", "adapter_config.json"), (LONG, "too long"),

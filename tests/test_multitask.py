@@ -83,6 +83,8 @@ def test_a_run(adapter, multitask, encoder, data_dir):
     # what no batch has touched (positions and words that do not occur) stays
     changed = [name for name, p in before.named_parameters() if not torch.equal(p, after.get_parameter(name))]
     assert len(changed) > 0.9 * len(list(before.parameters()))
+    config = json.loads((out / "config.json").read_text())
+    assert "adapters" not in config  # AdapterHub's library takes it for its own, and fails
     assert (out / "vocab.txt").exists() and (out / "adapters").exists() == (adapter != "none")
     for task in TASKS:
         bert, head, config = train.load_run(out, task=task)

@@ -207,10 +207,11 @@ def test_both_locations_and_every_choice_are_explained(say, runs, launch, tmp_pa
     options = ["--adapter", "houlsby", "--epochs", 1, "--lr", "5e-3"]
     launch("--stage", "adapter", "--task", "pick", "--out", tmp_path / "pick", *options)
     launch("--stage", "fusion", "--task", "pick", "--adapters", tmp_path / "pick", "--epochs", 1, "--out", tmp_path / "run")
-    lines = say(tmp_path / "run", "--choices", "a", "the cat", "one two three", "--explain", tmp_path / "page.html")
+    choices = ["--choices", "a", "the cat", "one two three"]
+    lines = say(tmp_path / "run", "red", *choices, "--explain", tmp_path / "page.html")
     candidates = page_data(tmp_path / "page.html")["examples"][0]["candidates"]
-    assert [candidate["text"] for candidate in candidates] == ["0: a", "1: the cat", "2: one two three"]
-    for candidate, tokens in zip(candidates, (3, 4, 5), strict=True):  # each without the others' padding
+    assert [candidate["text"] for candidate in candidates] == ["0: red | a", "1: red | the cat", "2: red | one two three"]
+    for candidate, tokens in zip(candidates, (5, 6, 7), strict=True):  # each without the others' padding
         assert list(candidate["weights"]) == ["attention", "output"]
         assert all(len(weights) == tokens for layers in candidate["weights"].values() for weights in layers)
     assert [line.split()[:2] for line in lines if "layer" in line] == [["attention,", "layer"], ["output,", "layer"]] * 3
@@ -336,7 +337,13 @@ def test_hostile_text_stays_text(say, fusion, tmp_path):
 # Errors
 
 
-def test_errors(runs, tmp_path, capsys, monkeypatch):
+def test_errors(runs, launch, encoder, tmp_path, capsys, monkeypatch):
+    for split in ("train", "validation"):
+        write_rows(tmp_path / "data" / "single" / f"{split}.jsonl", [{"text_a": text, "label": text} for text in ("red", "one")])
+    single = tmp_path / "single"
+    launch("--stage", "full", "--task", "single", "--data-dir", tmp_path / "data", "--epochs", 1, "--out", single)
+    capsys.readouterr()
+
     def write(name, content):
         (tmp_path / name).write_bytes(content)
         return tmp_path / name
@@ -358,6 +365,12 @@ def test_errors(runs, tmp_path, capsys, monkeypatch):
         ([pick, "red"], "3 choices, 0 were given"),
         ([pick, "red", "--choices", "a", "b"], "3 choices, 2 were given"),
         ([pick, "red", "one", "--choices", "a", "b", "c"], "pick takes text_a and choices: 2 texts"),
+        ([pick, "--choices", "a", "b", "c"], "pick takes text_a and choices: 0 texts"),
+        ([single, "red", "one"], "single takes text_a: 2 texts"),
+        ([single, "--file", write("h.jsonl", b'{"text_a": "a", "text_b": "b"}\n')], "line 1: column 'text_b' is one that single"),
+        ([pick, "--file", write("i.jsonl", b'{"text_a": "a", "choices": {"text": ["b", "c"]}}\n')], "'choices' holds dict"),
+        ([rte, "red", "one", "--task", "sst2"], "is a run on 'rte', not on 'sst2'"),
+        ([single, "red", "--model", encoder], "has an encoder of its own"),
         ([rte, "red", "one\udcff"], "surrogates"),
         ([rte, "red", "one", "--file", "-"], "not both"),
         ([rte, "--file", tmp_path / "missing.jsonl"], "missing.jsonl"),

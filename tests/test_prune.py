@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import train
 from adapter import read_adapter_config
-from experiments import figure4, predict, prune
+from experiments import figure4, predict, prune, publish
 from fusion import fusion_weights, fusions, silence
 from train import load_run, load_run_split
 
@@ -23,14 +23,15 @@ IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 9, 3, 11, 12]])
 
 @pytest.fixture(scope="module")
 def whole(runs, launch, tmp_path_factory):
-    """{"one": a fusion of three adapters, "two": of two that sit at both locations of a layer}, with queries so large that each
-    layer has its own favourite, and values so large that it matters who speaks."""
+    """{"one": a fusion of three adapters, "two": of two that sit at both locations of a layer, "alone": of a single one}, with
+    queries so large that each layer has its own favourite, and values so large that it matters who speaks."""
     out, result = tmp_path_factory.mktemp("whole"), {}
     shutil.copytree(runs / "fusion-rte", out / "one")
     for task in ("rte", "sst2"):
         launch("--stage", "adapter", "--task", task, "--adapter", "houlsby", "--epochs", 1, "--out", out / f"h-{task}")
     launch("--stage", "fusion", "--task", "rte", "--adapters", out / "h-rte", out / "h-sst2", "--epochs", 1, "--out", out / "two")
-    for name in ("one", "two"):
+    launch("--stage", "fusion", "--task", "rte", "--adapters", runs / "rte", "--epochs", 1, "--out", out / "alone")
+    for name in ("one", "two", "alone"):
         path, larger = out / name / "model_adapter_fusion.safetensors", {"query": 100, "key": 1, "value": 20}
         save_file({key: larger[key.split(".")[-2]] * p for key, p in load_file(path).items()}, path)
         result[name] = out / name
@@ -50,7 +51,8 @@ def read_csv(path):
         return list(csv.DictReader(file))
 
 
-@pytest.mark.parametrize("name, keep, leave_out", [("one", 2, []), ("one", 1, []), ("one", None, [2]), ("two", 1, [])])
+@pytest.mark.parametrize("name, keep, leave_out", [("one", 2, []), ("one", 1, []), ("one", None, [2]), ("two", 1, []),
+                                                    ("alone", None, [2])])  # fmt: skip
 def test_a_smaller_run(name, keep, leave_out, whole, capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(prune, "ROUNDS", 2)
     run, out = whole[name], tmp_path / "deep" / "out"
@@ -92,7 +94,7 @@ def test_a_smaller_run(name, keep, leave_out, whole, capsys, tmp_path, monkeypat
     large, _, _ = load_run(run)
     for (layer, _), slot in large.slots():
         if layer + 1 in leave_out:
-            slot.fusion = None
+            slot.fusion, slot.active = None, None
         elif slot.fusion is not None:
             silence(large, set(names) - expected[layer], [layer])
     with torch.no_grad():
@@ -109,6 +111,8 @@ def test_a_smaller_run(name, keep, leave_out, whole, capsys, tmp_path, monkeypat
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["accuracy"] == metrics["accuracy"]
     predict.main([str(out), "red", "one", "--device", "cpu"])
     assert sorted(figure4.mean_weights(out)[0]) == sorted(left)
+    publish.publish(out, tmp_path / "published", "USER/it")
+    assert ("## With `adapters`" in (tmp_path / "published" / "README.md").read_text()) == bool(everywhere)
 
     # the curve
     rows, N = read_csv(out / "prune.csv"), len(names)
@@ -123,6 +127,16 @@ def test_a_smaller_run(name, keep, leave_out, whole, capsys, tmp_path, monkeypat
         assert any(line.split()[:2] == [row["k"], f"{float(row['accuracy']):.4f}"] for line in lines)
     with Image.open(out / "prune.png") as image:
         assert min(image.size) > 200
+
+
+def test_what_is_measured_is_what_is_written(whole, capsys, tmp_path, monkeypatch):
+    """Of a fusion of one, whose name is its adapter's, too."""
+    monkeypatch.setattr(prune, "ROUNDS", 1)
+    main(capsys, whole["alone"], "--leave-out", 2, "--out", tmp_path / "out")
+    bert, _, _ = load_run(whole["alone"])
+    prune.let_speak(bert, dict(fusions(bert)), {0: ["rte"], 1: []})
+    with torch.no_grad():
+        assert (bert(IDS) - load_run(tmp_path / "out")[0](IDS)).abs().max() < 1e-5
 
 
 def test_the_speeds_take_turns(whole, monkeypatch):

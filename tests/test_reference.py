@@ -84,8 +84,10 @@ def test_head(directory, expected):
     model, name = directory.split("/")
     bert = encoder(model)
     activate(bert, load_adapter(bert, GOLDEN / directory))
-    logits = load_head(bert, GOLDEN / directory)(run(bert, expected[model]))
+    head = load_head(bert, GOLDEN / directory)
+    logits = head(run(bert, expected[model]))
     assert difference(logits, expected[model][f"{name}.logits"]) <= TOLERANCE
+    assert difference(head(run(bert.double(), expected[model])), logits) <= TOLERANCE  # the encoder's precision is its own
 
 
 @pytest.mark.parametrize("directory", FUSIONS)
