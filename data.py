@@ -145,11 +145,11 @@ def own_task(name, data_dir, labels, split):
     if labels is None:
         values = set()
         for i, value in enumerate(rows["label"] if "label" in rows.column_names else []):
-            if type(value) not in (str, int, bool):
-                raise ValueError(f"{path}, line {i + 1}: label {value!r:.100} is neither a string nor an integer")
-            values.add(value)
-        numbers = all(type(value) is int for value in values)
-        labels = [str(value) for value in (sorted(values) if numbers else sorted(values, key=str))]
+            if type(value) not in (str, int, bool) or value == "":
+                raise ValueError(f"{path}, line {line_of(path, i)}: label {value!r:.100} is neither a text nor an integer")
+            values.add(str(value))
+        numbers = all(value.removeprefix("-").isdecimal() for value in values)
+        labels = sorted(values, key=lambda value: (int(value), value) if numbers else value)
         if len(labels) == 1:
             raise ValueError(f"{path}: all labels are {labels[0]!r:.100}, there is nothing to learn")
     return Task(None, None, columns, "label", tuple(labels), (), name=name)
@@ -166,10 +166,11 @@ def own_choices(*texts):
 READERS = {
     ".jsonl": ("json", {}),
     ".json": ("json", {}),
-    ".csv": ("csv", {"keep_default_na": False}),
-    ".tsv": ("csv", {"keep_default_na": False, "delimiter": "\t", "quoting": csv.QUOTE_NONE}),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"delimiter": "\t", "quoting": csv.QUOTE_NONE}),
     ".parquet": ("parquet", {}),
 }
+csv.field_size_limit(10**9)  # longer texts than 131,072 characters are refused later, or cut
 
 
 def read_file(directory, task_name, split, other_name=None):
@@ -190,6 +191,10 @@ def read_rows(paths):
     path, (reader, options) = paths[0], READERS[paths[0].suffix]
     if reader == "json":
         check_json(path)
+    if reader == "csv":  # every cell is text: 007 and 1.10 are not 7 and 1.1
+        names = [check_table(path, options) for path in paths][0]
+        text = datasets.Features(dict.fromkeys(names, datasets.Value("string")))
+        options = {**options, "keep_default_na": False, "names": names, "header": 0, "features": text}
     try:
         files = [glob.escape(str(path)) for path in paths]
         rows = datasets.load_dataset(reader, data_files=files, split="train", **options)
@@ -204,6 +209,27 @@ def read_rows(paths):
     if len(rows) == 0:
         raise ValueError(f"{path} is empty")
     return rows
+
+
+def check_table(path, options):
+    """The header of a .csv or .tsv file. Raises ValueError that names the first line with another number of fields: pandas would
+    fill it up, or take its first column for row names."""
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            lines = csv.reader(file, **options)
+            header = next(lines, [])
+            for row in lines:
+                if row and len(row) != len(header):
+                    raise ValueError(f"{len(row)} fields, the first line has {len(header)}")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not UTF-8 text") from e
+    except (ValueError, csv.Error) as e:
+        raise ValueError(f"{path}, line {lines.line_num}: {e}") from e
+    if not header:
+        raise ValueError(f"{path} is empty")
+    if len(set(header)) < len(header):
+        raise ValueError(f"{path}, line 1: two columns are called {Counter(header).most_common(1)[0][0]!r:.100}")
+    return header
 
 
 def check_json(path, thorough=False):
@@ -230,6 +256,24 @@ def check_json(path, thorough=False):
         raise ValueError(f"{path}, line {number + e.lineno - 1}: broken JSON: {e.msg} at column {e.colno}") from e
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path}, line {number}: {e}") from e
+
+
+def line_of(where, index):
+    """The line of a .jsonl, .csv or .tsv file in which a row begins; elsewhere the row's number."""
+    path = Path(where)
+    if path.suffix not in (".jsonl", ".csv", ".tsv") or not path.is_file():
+        return index + 1
+    starts, begin = [], 1
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        if path.suffix == ".jsonl":
+            starts = [number for number, line in enumerate(file, 1) if line.strip()]
+        else:
+            lines = csv.reader(file, **READERS[path.suffix][1])
+            for row in lines:
+                starts += [begin] * bool(row)
+                begin = lines.line_num + 1
+            del starts[0]  # the header
+    return starts[index]
 
 
 def read_split(task, split, data_dir=None):
@@ -279,8 +323,8 @@ def label_index(task, value):
         return task.labels.index(str(value))
     if type(value) in (str, int, bool) and text in labels:  # "1".."3" and own integer labels come as their own names
         return labels.index(text)
-    if type(value) in (int, bool) and task.source is not None and 0 <= value < len(labels):
-        return int(value)
+    if task.source is not None and not labels[0].isdigit() and text in map(str, range(len(labels))):  # the hub's integers
+        return int(text)
     raise ValueError(f"label {value!r:.100} is not one of {', '.join(task.labels):.200}")
 
 
@@ -346,8 +390,7 @@ def load_split(task, split, tokenizer, data_dir=None, limit=None, seed=0, strict
             try:
                 candidates, label = example(task, dict(zip(columns, values, strict=True)))
             except ValueError as e:
-                offset = 2 if str(where).endswith((".csv", ".tsv")) else 1
-                raise ValueError(f"{where}, line {order[i] + offset}: {e}") from e
+                raise ValueError(f"{where}, line {line_of(where, order[i])}: {e}") from e
             pairs += [a if b is None else (a, b) for a, b in candidates]
             counts.append(len(candidates))
             labels.append(label)

@@ -111,6 +111,30 @@ def test_file_formats(ending, tokenizer, tmp_path):
     assert split[0]["input_ids"] == [tokenizer.encode(rows[0]["sentence1"], rows[0]["sentence2"]).ids]
 
 
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+def test_cells_are_texts(ending, tmp_path):
+    """What looks like a number stays as it is written, in every split; the classes 1 to 10 are sorted as numbers."""
+    comma = "," if ending == "csv" else "\t"
+    cells = [["007", "10"], ["1.10", "2"], ["1e3", "01"], ["NA", "1"]]
+    path = tmp_path / "mine" / f"train.{ending}"
+    path.parent.mkdir()
+    path.write_text("".join(comma.join(row) + "\n" for row in [["text_a", "label"], *cells]))
+    _, rows = data.read_file(path.parent, "mine", "train")
+    assert [[row["text_a"], row["label"]] for row in rows] == cells
+    assert get_task("mine", tmp_path).labels == ("01", "1", "2", "10")
+
+
+def test_lines_are_counted_as_in_the_file(tokenizer, tmp_path):
+    lines = {"jsonl": '\n{"text_a": "a", "label": "x"}\n \n{"text_a": "b", "label": ""}\n',
+             "csv": 'text_a,label\n"a\n\nb",x\n\nb,\n', "tsv": 'text_a\tlabel\n"a\tx\n\nb\t\n'}  # fmt: skip
+    for (ending, text), line in zip(lines.items(), (4, 6, 4), strict=True):
+        write_rows(tmp_path / ending / "train.jsonl", [])
+        (tmp_path / ending / "train.jsonl").unlink()
+        (tmp_path / ending / f"train.{ending}").write_text(text)
+        with pytest.raises(ValueError, match=f"train.{ending}, line {line}: label ''"):
+            get_task(ending, tmp_path)
+
+
 def test_argument_as_distributed(tokenizer, tmp_path):
     """Eight topic files, quoting off, the split in a column; without them, where to ask."""
     with pytest.raises(FileNotFoundError, match="tudatalib"):
@@ -147,7 +171,8 @@ def test_own_labels_are_sorted(tmp_path):
         data.label_index(task, "c")
 
 
-@pytest.mark.parametrize("name, value", [("rte", 2), ("rte", -1), ("rte", "1"), ("rte", 1.0), ("rte", None), ("social_i_qa", "0"),
+@pytest.mark.parametrize("name, value", [("rte", 2), ("rte", -1), ("rte", "01"), ("rte", 1.0), ("rte", None),
+                                         ("social_i_qa", "0"), ("social_i_qa", 0), ("winogrande", 0),
                                          ("winogrande", ""), ("commonsense_qa", ""), ("scitail", "contradiction")])  # fmt: skip
 def test_unknown_labels_are_errors(name, value):
     with pytest.raises(ValueError, match="label"):

@@ -307,13 +307,16 @@ for name in ("nested 100,000 deep", "null", "half a surrogate pair", "a picture"
     case(f"data.py rows: {name}", say, *arguments, change=change, command="data.py")
 
 for name, file, content, say in [
-    ("CSV, unclosed quote", "csv", 'sentence1,sentence2,label\na,b,0\n"c,d,1\n', "EOF inside string"),
+    ("CSV, unclosed quote", "csv", 'sentence1,sentence2,label\na,b,0\n"c,d,1\n', "line 3: 1 fields, the first line has 3"),
     ("CSV, one value too many", "csv", "sentence1,sentence2,label\na,b,0\nc,d,1,2\n", "line 3"),
     ("CSV, label missing", "csv", "sentence1,sentence2,label\na,b,\n", "label ''"),
     ("CSV, header alone", "csv", "sentence1,sentence2,label\n", "is empty"),
     ("CSV, no header", "csv", "a,b,0\nc,d,1\n", "no column 'sentence1'"),
-    ("CSV, a column twice", "csv", "sentence1,sentence1,label\na,b,0\n", "no column 'sentence2'"),
-    ("CSV, UTF-16", "csv", "sentence1,sentence2,label\na,b,0\n".encode("utf-16"), "utf-8"),
+    ("CSV, a column twice", "csv", "sentence1,sentence1,label\na,b,0\n", "line 1: two columns are called 'sentence1'"),
+    ("CSV, UTF-16", "csv", "sentence1,sentence2,label\na,b,0\n".encode("utf-16"), "not UTF-8"),
+    ("CSV, more values than names in line 2", "csv", "sentence1,sentence2,label\na,b,0,1\nc,d,1,2\n", "line 2: 4 fields"),
+    ("CSV, one value too few", "csv", "sentence1,sentence2,label\na,b,0\n\nc,1\n", "line 4: 2 fields, the first line has 3"),
+    ("CSV, 0.0 behind a text of two lines", "csv", 'sentence1,sentence2,label\n"a\nb",b,0\nc,d,0.0\n', "line 4: label '0.0'"),
     ("CSV, binary", "csv", bytes(range(256)) * 9, "train.csv"),
     ("CSV, empty", "csv", "", "is empty"),
     ("TSV that is CSV", "tsv", "sentence1,sentence2,label\na,b,0\n", "no column 'sentence1'"),
