@@ -579,12 +579,15 @@ def main():
     parser.add_argument("--data-dir", help="directory with TASK/train.jsonl and TASK/validation.jsonl; without it: the hub")
     parser.add_argument("--model", default="google-bert/bert-base-uncased", help="an encoder, for its tokenizer")
     parser.error = refuse  # one line like all errors, without the usage
-    from bert import fetch_encoder
+    from bert import checkpoint_files, fetch_encoder, read_config
 
     try:
         args = parser.parse_args()
         task = get_task(args.task, args.data_dir)
-        tokenizer = load_tokenizer(fetch_encoder(args.model), task.max_length)
+        directory = fetch_encoder(args.model)
+        config = read_config(checkpoint_files(directory)[0])  # as train.py has it, so that it finds the tokens in the cache
+        task = replace(task, max_length=min(task.max_length, config.max_length))
+        tokenizer = load_tokenizer(directory, task.max_length, config.vocab_size, config.type_vocab_size)
         splits = {name: load_split(task, name, tokenizer, args.data_dir) for name in ("train", "validation")}
     except (OSError, ValueError) as e:
         print(f"data.py: {' '.join(str(e).split())}", file=sys.stderr)

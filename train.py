@@ -129,6 +129,8 @@ def arguments(argv=None):
         if getattr(args, name) is not None:
             raise ValueError(f"--{name} belongs to --stage eval, not to --stage {args.stage}")
 
+    if args.resume and args.overwrite:
+        raise ValueError("--resume continues what is in --out, --overwrite replaces it: choose one")
     lr, epochs = DEFAULTS[args.stage]
     args.lr = lr if args.lr is None else args.lr
     args.epochs = epochs if args.epochs is None else args.epochs
@@ -160,7 +162,8 @@ def as_field(word):
 
 
 def check_counts(args):
-    for name in ("epochs", "batch_size", "grad_accumulation", "patience", "limit_train", "limit_dev", "steps_per_epoch"):
+    for name in ("epochs", "batch_size", "grad_accumulation", "patience", "limit_train", "limit_dev", "max_length",
+                 "steps_per_epoch"):  # fmt: skip
         if getattr(args, name) is not None and not 1 <= getattr(args, name) < 10**9:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, and under 10^9, not {getattr(args, name)}")
 
@@ -435,16 +438,21 @@ def train(args, log, tasks, bert, heads, fused, train_splits, dev_splits, device
     lengths = [np.asarray(split.with_format("numpy")["length"][:]) for split in train_splits]
     steps_per_epoch = args.steps_per_epoch if multitask else math.ceil(len(lengths[0]) / args.batch_size)
     total_steps = steps_per_epoch * args.epochs
+    digest = hashlib.sha256()  # of the data, as far as a look at every text is not needed
+    for split in (*train_splits, *dev_splits):
+        for column in ("length", "label"):
+            digest.update(split.with_format("numpy")[column][:].tobytes())
     config = {
         **{name: getattr(args, name) for name in ("stage", "task", "seed", "lr", "epochs", "batch_size", "grad_accumulation")},
         **{name: getattr(args, name) for name in ("max_length", "patience", "weight_decay", "limit_train", "limit_dev")},
-        "data_dir": args.data_dir,
+        "data_dir": args.data_dir and resolved(args.data_dir),
+        "data_sha256": digest.hexdigest(),
         "labels": {task.name: list(task.labels) for task in tasks} if multitask else list(tasks[0].labels),
         "columns": {task.name: list(task.columns) for task in tasks},
-        "model": str(Path(args.model).resolve() if Path(args.model).is_dir() else args.model),
+        "model": resolved(args.model),
         # a checkpoint's config.json has none: there AdapterHub's library takes "adapters" for its own
         **({} if args.stage in ("full", "multitask") else {"adapters": [name for name, _ in fused]}),
-        "sources": args.adapters,
+        "sources": args.adapters,  # as given: they may be gone when the run is continued
         "adapters_per_batch": args.adapters_per_batch,
         "adapter": args.adapter if args.stage in ("adapter", "multitask") else None,
         "reduction_factor": args.reduction_factor if args.stage in ("adapter", "multitask") else None,
@@ -854,9 +862,10 @@ def resumes(args):
 
 
 STATE_FORMAT = 4
-RESUME_NEEDS = ("stage", "task", "labels", "model", "adapters", "sources", "adapters_per_batch", "adapter", "reduction_factor",
-                "adapter_config", "seed", "lr", "epochs", "batch_size", "max_length", "weight_decay", "limit_train", "limit_dev",
-                "train_examples", "dtype", "warmup", "sampling", "steps_per_epoch")  # fmt: skip
+RESUME_NEEDS = ("stage", "task", "labels", "columns", "data_sha256", "model", "adapters", "sources", "adapters_per_batch",
+                "adapter", "reduction_factor", "adapter_config", "seed", "lr", "epochs", "batch_size", "max_length",
+                "weight_decay", "limit_train", "limit_dev", "train_examples", "dtype", "warmup", "sampling",
+                "steps_per_epoch")  # fmt: skip
 
 
 def save_state(path, config, named, optimizer, device, position, best, history):
@@ -954,6 +963,28 @@ def parts(indices, count):
     return [(len(part) / len(indices), part) for part in np.array_split(mine, min(count, len(mine)))]
 
 
+def resolved(source):
+    """A directory's absolute path; a hub id as it is."""
+    return str(Path(source).resolve()) if Path(source).is_dir() else source
+
+
+def finished(args):
+    """The closing line of the finished run in --out. Raises ValueError if it is not one of this command."""
+    result, config = read_json(args.out / "metrics.json"), read_json(args.out / "config.json")
+    if (result.get("stage"), result.get("task")) != (args.stage, args.task):
+        raise ValueError(f"{args.out} holds a finished run of --stage {result.get('stage')} on {result.get('task')}")
+    given = {**vars(args), "sources": args.adapters, "model": resolved(args.model),
+             "data_dir": args.data_dir and resolved(args.data_dir)}  # fmt: skip
+    names = ["seed", "lr", "epochs", "batch_size", "weight_decay", "warmup", "limit_train", "limit_dev", "adapter_config",
+             "adapters_per_batch", "model", "sources", "data_dir"]  # fmt: skip
+    names += ["adapter", "reduction_factor"] * (args.stage in ("adapter", "multitask"))
+    names += ["sampling", "steps_per_epoch"] * (args.stage == "multitask") + ["max_length"] * (args.max_length is not None)
+    for name in names:
+        if name in config and config[name] != given[name]:
+            raise ValueError(f"{args.out} holds a finished run with {name} = {config[name]}, not {given[name]}")
+    return result
+
+
 def main(argv=None):
     rank = int(os.environ.get("RANK", 0)) if dist.is_torchelastic_launched() else 0
     if rank > 0:
@@ -963,9 +994,7 @@ def main(argv=None):
         if args.stage == "eval":
             result = evaluate_run(args)
         elif args.resume and (args.out / "metrics.json").exists():  # nothing is left to do
-            result = read_json(args.out / "metrics.json")
-            if (result.get("stage"), result.get("task")) != (args.stage, args.task):
-                raise ValueError(f"{args.out} holds a finished run of --stage {result.get('stage')} on {result.get('task')}")
+            result = finished(args)
             (args.out / "resume.pt").unlink(missing_ok=True)
         else:
             result = run(args)

@@ -138,6 +138,8 @@ def lock(out, name):
     except BlockingIOError:
         file.close()
         return None
+    except OSError:
+        pass  # a file system without locks
     return file
 
 

@@ -38,7 +38,7 @@ from bert import read_json, write_json  # noqa: E402
 from data import batches, groups, refuse  # noqa: E402
 from experiments.figure4 import average, inputs_of  # noqa: E402
 from fusion import fold, fusions, save_fusion, silence  # noqa: E402
-from train import choose_device, eval_batch_size, evaluate, hold, load_run, load_run_split  # noqa: E402
+from train import choose_device, eval_batch_size, evaluate, hold, load_run, load_run_split, resolved  # noqa: E402
 
 SPEED_BATCH, ROUNDS = 32, 7  # examples at once; how often the speed is measured
 
@@ -261,9 +261,9 @@ def prune(args):
         changes = {"pruned": {"from": str(args.run.resolve()), "keep": args.keep, "leave_out": chosen["left_out"],
                               "limit": args.limit, "kept": kept, "command": args.command}}  # fmt: skip
         if args.model is not None:
-            changes["model"] = str(Path(args.model).resolve() if Path(args.model).is_dir() else args.model)
+            changes["model"] = resolved(args.model)
         if args.data_dir is not None:
-            changes["data_dir"] = args.data_dir
+            changes["data_dir"] = resolved(args.data_dir)
         write_run(args.run, args.model, chosen["kept"], changes, temporary)
         metrics = read_json(args.run / "metrics.json")
         write_json(temporary / "metrics.json", metrics)

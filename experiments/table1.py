@@ -117,6 +117,13 @@ def arguments(argv):
     if len(part) != 2 or not all(number.isdigit() for number in part) or not int(part[0]) < int(part[1]):
         raise ValueError(f"--part must be I/N with I in 0 .. N-1, not {args.part!r}")
     args.part = int(part[0]), int(part[1])
+    if args.overwrite and (args.report or args.part != (0, 1)):
+        raise ValueError("--overwrite removes runs: not with --report, which makes none, or --part, beside which others run")
+    if args.mt_adapter == "none" and "fusion_mt_a" in args.systems:
+        raise ValueError("--mt-adapter none leaves fusion_mt_a no adapters to fuse: see --systems")
+    K = grid.options([*rest, *args.options["fusion"]]).get("--adapters-per-batch")
+    if K and K.isdigit() and not 2 <= int(K) <= len(args.tasks) and {"fusion_st_a", "fusion_mt_a"} & {*args.systems}:
+        raise ValueError(f"--adapters-per-batch must be in 2 .. {len(args.tasks)}, the number of --tasks, not {K}")
     grid.complete(args, rest)
     return args
 
@@ -166,6 +173,16 @@ def build(args, sizes):
         there = seeds(args.source_seeds or args.seeds, task, args.limit_source)
         return seed if seed in there else there[0]
 
+    def chain(before, seed):
+        """Full fine-tuning on one task after the other, as sources."""
+        *earlier, last = before
+        seed = source_seed(last, seed)
+        if not earlier:
+            return single("full", last, seed, source=True)
+        previous, source = chain(earlier, seed), bool(args.options["source"])
+        return add(f"sequential-{'+'.join(earlier)}-{last}", "full", last, seed, ["--task", last], args.limit_source,
+                   f"{{out}}/runs/{previous}", [previous], source)  # fmt: skip
+
     for system in args.systems:
         for task in args.tasks:
             for seed in seeds(args.seeds, task, args.limit_train):
@@ -187,12 +204,9 @@ def build(args, sizes):
                     before = [other for other in args.sequence or largest if other != task]
                     if not before:
                         continue
-                    name = single("full", before[0], source_seed(before[0], seed), source=True)
-                    for i, last in enumerate([*before[1:], task]):
-                        end = i == len(before) - 1
-                        title = f"sequential-{'+'.join(before[: i + 1])}-{last}"
-                        name = add(title, "full", last, seed, ["--task", last], args.limit_train if end else args.limit_source,
-                                   f"{{out}}/runs/{name}", [name], not end and bool(args.options["source"]))  # fmt: skip
+                    previous = chain(before, seed)
+                    name = add(f"sequential-{'+'.join(before)}-{task}", "full", task, seed, ["--task", task], args.limit_train,
+                               f"{{out}}/runs/{previous}", [previous])  # fmt: skip
                 places[system, task, seed] = name
     return list(cells.values()), places
 
@@ -483,6 +497,8 @@ def main(argv=None):
         for cell in cells:
             grid.parse(cell, args.out)
         if args.plan:
+            if not args.overwrite:
+                grid.check(cells, args.out)
             plan(args, cells, both, bert)
             return 0
         grid.check(cells, args.out, args.overwrite)

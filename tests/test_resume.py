@@ -193,6 +193,33 @@ def test_a_state_that_is_torn_or_old_or_of_another_command(interrupted, command,
     assert_equal(out, whole["adapter"][0])
 
 
+def test_a_finished_run_of_another_command(command, fails, whole, tmp_path, encoder, monkeypatch):
+    out = shutil.copytree(whole["adapter"][0], tmp_path / "run")
+    resume, before = [*command("adapter", out), "--resume"], content(out)
+    for option, value, say in [("--seed", 9, "seed = 0, not 9"), ("--lr", "0.1", "lr = 0.005, not 0.1"),
+                               ("--epochs", 9, "epochs"),
+                               ("--adapter", "houlsby", "adapter = pfeiffer, not houlsby"), ("--limit-train", 9, "limit_train"),
+                               ("--max-length", 9, "max_length"), ("--reduction-factor", 2, "reduction_factor"),
+                               ("--data-dir", tmp_path, "data_dir"), ("--model", tmp_path, "model")]:  # fmt: skip
+        fails([*resume, option, value], "holds a finished run with", say)
+    fails([*resume, "--overwrite"], "choose one")
+    monkeypatch.chdir(encoder.parent)
+    train.main([str(argument) for argument in [*resume, "--model", encoder.name]])  # the same, spelt otherwise
+    assert content(out) == before
+
+
+def test_other_data_is_another_command(interrupted, command, fails, data_dir, tmp_path):
+    out = interrupted("adapter", tmp_path / "run")
+    other = shutil.copytree(data_dir, tmp_path / "data")
+    resume = [*command("adapter", out), "--resume", "--data-dir", other]
+    path = other / "sst2" / "validation.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[1], lines[0], *lines[2:]]) + "\n")
+    fails(resume, "data_sha256")
+    path.write_text("\n".join(lines) + "\n")
+    train.main([str(argument) for argument in resume])  # the same data elsewhere
+
+
 def test_the_sources_of_a_fusion_may_go(command, interrupted, fails, runs, whole, tmp_path):
     """The run goes on with its own copies, also where a source has changed in the meantime."""
     sources = [shutil.copytree(runs / name, tmp_path / name) for name in ("rte", "pick")]

@@ -198,6 +198,14 @@ def test_seeds_options_and_chains():
     assert cells[chain.needs[0]].needs == ("full-big-0-source",)
     assert cells[places["sequential", "big", 0]].needs == ("full-tiny-0-source",)  # the target is left out of its chain
 
+    words = ["--systems", "sequential", "--one-seed", "big", "--sequence", "middle", "big", "tiny"]
+    cells, places = build(*words)
+    assert {name for name in cells if name.startswith("full-")} == {"full-middle-0", "full-big-0"}
+    names = [name for name in cells if name.endswith(("-big-0", "-big-1", "-big-2")) and name.startswith("sequential-middle")]
+    assert "sequential-middle-big-0" in names and not {"sequential-middle-big-1", "sequential-middle-big-2"} & {*names}
+    assert cells["sequential-middle+big-tiny-1"].needs == ("sequential-middle-big-0",)
+    assert cells["sequential-middle-big-0"].needs == ("full-middle-0",)
+
 
 def test_one_seed_of_named_tasks():
     cells, places = build("--systems", "fusion_st_a", "mt_a", "--one-seed", "big", "small")
@@ -437,6 +445,10 @@ def test_lock_is_the_childs(tmp_path):
         (["--", "--lr", "fast"], "--lr"),
         (["--", "--adapter", "bapna"], "--adapter does not belong behind --"),
         (["--", "--see", "3"], "--see does not belong behind --"),
+        (["--report", "--overwrite"], "--overwrite removes runs"),
+        (["--part", "0/2", "--overwrite"], "--overwrite removes runs"),
+        (["--mt-adapter", "none"], "--mt-adapter none leaves fusion_mt_a no adapters"),
+        (["--fusion-options", "--adapters-per-batch 4"], "--adapters-per-batch must be in 2 .. 3"),
         (["--one-seed", "huge"], "--one-seed 'huge' is none of --tasks: big, middle, small"),
         (["--", "--limit-train", "some"], "--limit-train must be a positive number"),
         (["--", "--limit-train", "0"], "--limit-train must be at least 1"),
