@@ -18,6 +18,7 @@ import glob
 import hashlib
 import json
 import logging
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -614,4 +615,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `python data.py rte | head` ends quietly
     main()

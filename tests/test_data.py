@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 from dataclasses import replace
 
 import datasets
@@ -272,3 +274,12 @@ def test_command_line(encoder, data_dir, capsys, monkeypatch):
     with pytest.raises(SystemExit) as exit:
         data.main()
     assert exit.value.code == 2 and capsys.readouterr().err.startswith("data.py: unknown task 'rtee'")
+
+
+def test_a_reader_that_has_seen_enough(encoder, data_dir):
+    """python data.py rte | head"""
+    command = [sys.executable, data.__file__, "rte", "--data-dir", data_dir, "--model", encoder]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.wait()
