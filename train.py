@@ -440,25 +440,15 @@ def train(args, log, tasks, bert, heads, fused, train_splits, dev_splits, device
     total_steps = steps_per_epoch * args.epochs
     digest = hashlib.sha256()  # of the data, as far as a look at every text is not needed
     for split in (*train_splits, *dev_splits):
-        for column in ("length", "label"):
-            digest.update(split.with_format("numpy")[column][:].tobytes())
+        columns = split.with_format("numpy")
+        digest.update(columns["length"][:].tobytes() + columns["label"][:].tobytes())
     config = {
-        **{name: getattr(args, name) for name in ("stage", "task", "seed", "lr", "epochs", "batch_size", "grad_accumulation")},
-        **{name: getattr(args, name) for name in ("max_length", "patience", "weight_decay", "limit_train", "limit_dev")},
-        "data_dir": args.data_dir and resolved(args.data_dir),
+        **settings(args),
         "data_sha256": digest.hexdigest(),
         "labels": {task.name: list(task.labels) for task in tasks} if multitask else list(tasks[0].labels),
         "columns": {task.name: list(task.columns) for task in tasks},
-        "model": resolved(args.model),
         # a checkpoint's config.json has none: there AdapterHub's library takes "adapters" for its own
         **({} if args.stage in ("full", "multitask") else {"adapters": [name for name, _ in fused]}),
-        "sources": args.adapters,  # as given: they may be gone when the run is continued
-        "adapters_per_batch": args.adapters_per_batch,
-        "adapter": args.adapter if args.stage in ("adapter", "multitask") else None,
-        "reduction_factor": args.reduction_factor if args.stage in ("adapter", "multitask") else None,
-        "adapter_config": args.adapter_config,
-        "warmup": args.warmup,
-        "sampling": args.sampling if multitask else None,
         "steps_per_epoch": steps_per_epoch,
         "data_revision": ",".join(split.info.description for split in train_splits).strip(",") or None,
         "train_examples": sum(map(len, train_splits)),
@@ -861,6 +851,42 @@ def resumes(args):
     return args.resume and (args.out / "resume.pt").exists()
 
 
+def resolved(source):
+    """A directory's absolute path; a hub id as it is."""
+    return str(Path(source).resolve()) if Path(source).is_dir() else source
+
+
+def settings(args):
+    """What config.json says of a command, None where its stage has no such thing."""
+    names = ("stage", "task", "seed", "lr", "epochs", "batch_size", "grad_accumulation", "max_length", "patience", "weight_decay",
+             "limit_train", "limit_dev", "adapters_per_batch", "adapter_config", "warmup")  # fmt: skip
+    new, multitask = args.stage in ("adapter", "multitask"), args.stage == "multitask"
+    return {
+        **{name: getattr(args, name) for name in names},
+        "data_dir": args.data_dir and resolved(args.data_dir),
+        "model": resolved(args.model),
+        "sources": args.adapters,  # as given: they may be gone when the run is continued
+        "adapter": args.adapter if new else None,
+        "reduction_factor": args.reduction_factor if new else None,
+        "sampling": args.sampling if multitask else None,
+        **({"steps_per_epoch": args.steps_per_epoch} if multitask else {}),  # elsewhere the data says
+    }
+
+
+def finished(args):
+    """The closing line of the finished run in --out. Raises ValueError if it is not one of this command."""
+    result, config = read_json(args.out / "metrics.json"), read_json(args.out / "config.json")
+    if (result.get("stage"), result.get("task")) != (args.stage, args.task):
+        raise ValueError(f"{args.out} holds a finished run of --stage {result.get('stage')} on {result.get('task')}")
+    given = {name: value for name, value in settings(args).items() if name in (*RESUME_NEEDS, "data_dir")}
+    if args.max_length is None:  # by task
+        del given["max_length"]
+    for name, value in given.items():
+        if name in config and config[name] != value:
+            raise ValueError(f"{args.out} holds a finished run with {name} = {config[name]}, not {value}")
+    return result
+
+
 STATE_FORMAT = 4
 RESUME_NEEDS = ("stage", "task", "labels", "columns", "data_sha256", "model", "adapters", "sources", "adapters_per_batch",
                 "adapter", "reduction_factor", "adapter_config", "seed", "lr", "epochs", "batch_size", "max_length",
@@ -961,28 +987,6 @@ def parts(indices, count):
     if len(mine) == 0:
         return [(0.0, indices[:1])]
     return [(len(part) / len(indices), part) for part in np.array_split(mine, min(count, len(mine)))]
-
-
-def resolved(source):
-    """A directory's absolute path; a hub id as it is."""
-    return str(Path(source).resolve()) if Path(source).is_dir() else source
-
-
-def finished(args):
-    """The closing line of the finished run in --out. Raises ValueError if it is not one of this command."""
-    result, config = read_json(args.out / "metrics.json"), read_json(args.out / "config.json")
-    if (result.get("stage"), result.get("task")) != (args.stage, args.task):
-        raise ValueError(f"{args.out} holds a finished run of --stage {result.get('stage')} on {result.get('task')}")
-    given = {**vars(args), "sources": args.adapters, "model": resolved(args.model),
-             "data_dir": args.data_dir and resolved(args.data_dir)}  # fmt: skip
-    names = ["seed", "lr", "epochs", "batch_size", "weight_decay", "warmup", "limit_train", "limit_dev", "adapter_config",
-             "adapters_per_batch", "model", "sources", "data_dir"]  # fmt: skip
-    names += ["adapter", "reduction_factor"] * (args.stage in ("adapter", "multitask"))
-    names += ["sampling", "steps_per_epoch"] * (args.stage == "multitask") + ["max_length"] * (args.max_length is not None)
-    for name in names:
-        if name in config and config[name] != given[name]:
-            raise ValueError(f"{args.out} holds a finished run with {name} = {config[name]}, not {given[name]}")
-    return result
 
 
 def main(argv=None):
