@@ -2,9 +2,10 @@
 
     python -m experiments.benchmark_worker SPEC      SPEC: a JSON object, see `rows` in benchmark.py
 
-It runs in this project's environment ("side": "ours") or in the reference library's ("side": "peer"): what is measured is
-built by `ours` and `peer`, how it is measured is one piece of code for both. Once everything is built it prints a line of
-JSON about itself; then for every line on stdin ("warm" or "go") it runs the row once and prints seconds and peak memory.
+It runs in this project's environment ("side": "ours") or in the reference library's ("side":
+"peer"): what is measured is built by `ours` and `peer`, how it is measured is one piece of code for
+both. Once everything is built it prints a line of JSON about itself; then for every line on stdin
+("warm" or "go") it runs the row once and prints seconds and peak memory.
 """
 
 import json
@@ -27,14 +28,19 @@ def memory(field):
     """VmRSS or VmHWM, its peak, in bytes; None where there is no /proc."""
     if not STATUS.exists():
         return None
-    return next(int(line.split()[1]) * 1024 for line in STATUS.read_text().splitlines() if line.startswith(field))
+    return next(
+        int(line.split()[1]) * 1024
+        for line in STATUS.read_text().splitlines()
+        if line.startswith(field)
+    )
 
 
 def ours(spec, dtype):
     from adapter import activate, load_adapter, load_head
     from bert import Bert
-    from fusion import fold, fusion_regularization, load_fusion
+    from fusion import fusion_regularization, load_fusion
     from train import predict
+    from variants.folding import fold
 
     idle, root = memory("VmRSS"), Path(spec["root"])
     bert = Bert.from_pretrained(root / "encoder").to(spec["device"], dtype)
@@ -44,9 +50,17 @@ def ours(spec, dtype):
     elif names:
         activate(bert, names[0])
     head = load_head(bert, root / "head")
-    if spec["kind"] == "step":  # what train.build holds in fp32 and trains: the fusion, or the adapter, and the head
+    if (
+        spec["kind"] == "step"
+    ):  # what train.build holds in fp32 and trains: the fusion, or the adapter, and the head
         for _, slot in bert.slots():
-            for module in [slot.fusion] if slot.fusion else slot.adapters.values() if not spec["fused"] else []:
+            for module in (
+                [slot.fusion]
+                if slot.fusion
+                else slot.adapters.values()
+                if not spec["fused"]
+                else []
+            ):
                 module.float().requires_grad_(True)
         head.requires_grad_(True)
     batch = load_file(root / f"batch{spec['batch']}.safetensors")
@@ -61,7 +75,9 @@ def ours(spec, dtype):
         modules=[bert, head],
         loss=loss,
         regularization=partial(fusion_regularization, bert),
-        encode=lambda: bert(*(batch[name].to(bert.device) for name in FIELDS)),  # [B, T, d], all positions
+        encode=lambda: bert(
+            *(batch[name].to(bert.device) for name in FIELDS)
+        ),  # [B, T, d], all positions
         about={},
     )
 
@@ -73,9 +89,14 @@ def peer(spec, dtype):
 
     idle, root = memory("VmRSS"), Path(spec["root"])
     model = adapters.AutoAdapterModel.from_pretrained(root / "encoder")
-    names = [model.load_adapter(str(root / f"a{i}"), with_head=False, use_safetensors=True) for i in range(spec["adapters"])]
+    names = [
+        model.load_adapter(str(root / f"a{i}"), with_head=False, use_safetensors=True)
+        for i in range(spec["adapters"])
+    ]
     if spec["fused"]:
-        model.load_adapter_fusion(str(root / f"fusion{len(names)}"), with_head=False, use_safetensors=True)
+        model.load_adapter_fusion(
+            str(root / f"fusion{len(names)}"), with_head=False, use_safetensors=True
+        )
         model.train_adapter_fusion(Fuse(*names))  # freezes the rest, and makes it active
     elif names:
         model.train_adapter(names[0])
@@ -86,14 +107,18 @@ def peer(spec, dtype):
     def loss(batch):
         return model(**{name: tensor.to(spec["device"]) for name, tensor in batch.items()}).loss
 
-    batch = None if spec["kind"] == "epoch" else load_file(root / f"batch{spec['batch']}.safetensors")
+    batch = (
+        None if spec["kind"] == "epoch" else load_file(root / f"batch{spec['batch']}.safetensors")
+    )
     return SimpleNamespace(
         idle=idle,
         modules=[model],
         loss=partial(loss, batch),
         loss_of=loss,
         regularization=model.get_fusion_regularization_loss,
-        encode=lambda: model.base_model(**{name: batch[name].to(spec["device"]) for name in FIELDS}),
+        encode=lambda: model.base_model(
+            **{name: batch[name].to(spec["device"]) for name in FIELDS}
+        ),
         about={
             "transformers": transformers.__version__,
             "adapters": adapters.__version__,
@@ -102,13 +127,14 @@ def peer(spec, dtype):
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What a row does: functions of no arguments, to be timed
 
 
 def training_step(side, spec, loss):
-    """Both sides the same: loss, regularisation of a fusion, backward, clipping at norm 1, fused AdamW. That is the loop of
-    train.py, and the default of transformers' trainer (optim adamw_torch_fused, max_grad_norm 1, no weight decay)."""
+    """Both sides the same: loss, regularisation of a fusion, backward, clipping at norm 1, fused
+    AdamW. That is the loop of train.py, and the default of transformers' trainer (optim
+    adamw_torch_fused, max_grad_norm 1, no weight decay)."""
     for module in side.modules:
         module.train()  # dropout is on
     parameters = [p for module in side.modules for p in module.parameters() if p.requires_grad]
@@ -127,7 +153,8 @@ def training_step(side, spec, loss):
 
 
 def clock(work, device):
-    """Seconds of one run. On a GPU the mean of ten after a first one, which fills the cache of its allocator."""
+    """Seconds of one run. On a GPU the mean of ten after a first one, which fills the cache of its
+    allocator."""
     if device == "cpu":
         start = time.perf_counter()
         work()
@@ -144,7 +171,8 @@ def clock(work, device):
 
 
 def matrix_product(spec, dtype):
-    """The feed-forward product of one layer, ten times: the rate that the floor is computed with."""
+    """The feed-forward product of one layer, ten times: the rate that the floor is computed
+    with."""
     x = torch.randn(spec["tokens"], spec["d"], device=spec["device"], dtype=dtype)
     weight = torch.randn(spec["m"], spec["d"], device=spec["device"], dtype=dtype)
 
@@ -156,27 +184,43 @@ def matrix_product(spec, dtype):
 
 
 def our_epoch(spec):
-    """train.py itself, one epoch; its log has the seconds of training steps (collation included), and with the evaluation."""
+    """train.py itself, one epoch; its log has the seconds of training steps (collation included),
+    and with the evaluation."""
     import train
 
     def measure(warm):
         examples = 64 if warm else spec["examples"]
         run = Path(spec["root"]) / f"run-{spec['task']}-{spec['dtype']}"
-        options = {"stage": "adapter", "task": spec["task"], "model": spec["encoder"], "data-dir": spec["data_dir"],
-                   "limit-train": examples, "epochs": 1, "dtype": spec["dtype"], "device": spec["device"],
-                   "max-length": spec["length"], "batch-size": spec["batch"], "out": run}  # fmt: skip
+        options = {
+            "stage": "adapter",
+            "task": spec["task"],
+            "model": spec["encoder"],
+            "data-dir": spec["data_dir"],
+            "limit-train": examples,
+            "epochs": 1,
+            "dtype": spec["dtype"],
+            "device": spec["device"],
+            "max-length": spec["length"],
+            "batch-size": spec["batch"],
+            "out": run,
+        }
         argv = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-        result = train.run(train.arguments([*argv, "--overwrite"]))
+        result = train.train(train.arguments([*argv, "--overwrite"]))
         line = json.loads((run / "log.jsonl").read_text())
         seconds = result["train_examples"] / line["examples_per_second"]
-        return {"seconds": seconds, "evaluation": max(line["seconds"] - seconds, 0.0), "dev": result["dev_examples"]}
+        return {
+            "seconds": seconds,
+            "evaluation": max(line["seconds"] - seconds, 0.0),
+            "dev": result["dev_examples"],
+        }
 
     return measure
 
 
 def peer_epoch(side, spec):
-    """The reference's example script, written out: random batches, padded to the full length or to the longest in the batch.
-    Without its trainer's own overhead, on examples that are tokenised (and where it pads in advance, padded) already."""
+    """The reference's example script, written out: random batches, padded to the full length or to
+    the longest in the batch. Without its trainer's own overhead, on examples that are tokenised
+    (and where it pads in advance, padded) already."""
     from transformers import default_data_collator
 
     data = load_file(Path(spec["root"]) / f"{spec['task']}.safetensors")
@@ -184,13 +228,21 @@ def peer_epoch(side, spec):
     examples = []
     for start, end, label in zip([0, *ends[:-1]], ends, data["labels"].tolist(), strict=True):
         n, pad = end - start, [0] * (0 if spec["dynamic"] else spec["length"] - (end - start))
-        examples.append({"input_ids": data["input_ids"][start:end].tolist() + pad,
-                         "token_type_ids": data["token_type_ids"][start:end].tolist() + pad,
-                         "attention_mask": [1] * n + pad, "labels": label})  # fmt: skip
+        examples.append(
+            {
+                "input_ids": data["input_ids"][start:end].tolist() + pad,
+                "token_type_ids": data["token_type_ids"][start:end].tolist() + pad,
+                "attention_mask": [1] * n + pad,
+                "labels": label,
+            }
+        )
 
     def collate(batch):  # transformers' DataCollatorWithPadding, which would need a tokenizer
         T = max(len(example["input_ids"]) for example in batch)
-        padded = {name: torch.tensor([e[name] + [0] * (T - len(e[name])) for e in batch]) for name in FIELDS}
+        padded = {
+            name: torch.tensor([e[name] + [0] * (T - len(e[name])) for e in batch])
+            for name in FIELDS
+        }
         return {**padded, "labels": torch.tensor([example["labels"] for example in batch])}
 
     step = training_step(side, spec, side.loss_of)
@@ -199,7 +251,9 @@ def peer_epoch(side, spec):
         collator = collate if spec["dynamic"] else default_data_collator
         rows = examples[:64] if warm else examples
         start = time.perf_counter()
-        for batch in torch.utils.data.DataLoader(rows, spec["batch"], shuffle=True, collate_fn=collator):
+        for batch in torch.utils.data.DataLoader(
+            rows, spec["batch"], shuffle=True, collate_fn=collator
+        ):
             step(batch)
         if spec["device"] == "cuda":
             torch.cuda.synchronize()
@@ -217,8 +271,15 @@ def build(spec):
     if spec["kind"] == "epoch" and spec["side"] == "ours":
         return our_epoch(spec), {}
     side = {"ours": ours, "peer": peer}[spec["side"]](spec, dtype)
-    autocast = partial(torch.autocast, device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16)
-    about = {**side.about, "parameters": sum(p.numel() for m in side.modules for p in m.parameters() if p.requires_grad)}
+    autocast = partial(
+        torch.autocast, device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16
+    )
+    about = {
+        **side.about,
+        "parameters": sum(
+            p.numel() for m in side.modules for p in m.parameters() if p.requires_grad
+        ),
+    }
     if spec["kind"] == "epoch":
         side.loss_of = autocast()(side.loss_of)
         return peer_epoch(side, spec), about
@@ -227,10 +288,16 @@ def build(spec):
         module.eval()
     loss, encode = autocast()(side.loss), autocast()(side.encode)
     with torch.no_grad():
-        about["loss"] = loss().item()  # the same on both sides, or they do not compute the same function
+        about["loss"] = (
+            loss().item()
+        )  # the same on both sides, or they do not compute the same function
     if spec["compile"]:
         side.modules[0].compile(dynamic=False)
-    work = training_step(side, spec, loss) if spec["kind"] == "step" else torch.inference_mode()(encode)
+    work = (
+        training_step(side, spec, loss)
+        if spec["kind"] == "step"
+        else torch.inference_mode()(encode)
+    )
     if STATUS.exists():
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts from here
     if device == "cuda":
@@ -240,7 +307,10 @@ def build(spec):
         seconds = clock(work, device)
         if device == "cuda":
             return {"seconds": seconds, "memory": torch.cuda.max_memory_allocated()}
-        return {"seconds": seconds, "memory": STATUS.exists() and memory("VmHWM") - side.idle or None}
+        return {
+            "seconds": seconds,
+            "memory": STATUS.exists() and memory("VmHWM") - side.idle or None,
+        }
 
     return measure, about
 

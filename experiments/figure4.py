@@ -1,16 +1,19 @@
-"""What fusion learned: the paper's Figure 4 (some layers) and Figure 6 (all layers), and section 6 in words.
+"""What fusion learned: the paper's Figure 4 (some layers) and Figure 6 (all layers), and section 6
+in words.
 
-    python -m experiments.figure4 runs/fusion-rte runs/fusion-cb ... --out figures [--baseline runs/rte runs/cb ...]
+    python -m experiments.figure4 runs/fusion-rte runs/fusion-cb ... --out figures [--baseline
+    runs/rte runs/cb ...]
 
-Every RUN is a finished fusion run, a row of each panel: the weights that it gives to its adapters, averaged over every real
-token ([CLS] and [SEP] are, padding is not) of its task's development set. DIR gets figure4.png, figure6.png, weights.csv
-and summary.txt, which is also printed. Layers are counted from 1, as in the paper.
+Every RUN is a finished fusion run, a row of each panel: the weights that it gives to its adapters,
+averaged over every real token ([CLS] and [SEP] are, padding is not) of its task's development set.
+DIR gets figure4.png, figure6.png, weights.csv and summary.txt, which is also printed. Layers are
+counted from 1, as in the paper.
 
-Whether a target gains from fusion needs the accuracy of its single adapter: of the runs in --baseline, or of the finished
-run that lies beside the fusion's under the task's name, where `train.py` puts it.
+Whether a target gains from fusion needs the accuracy of its single adapter: of the runs in
+--baseline, or of the finished run that lies beside the fusion's under the task's name, where
+`train.py` puts it.
 """
 
-import argparse
 import csv
 import math
 import sys
@@ -23,23 +26,30 @@ import torch
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
-from bert import read_json  # noqa: E402
-from data import batches, groups, refuse  # noqa: E402
+from data import batches, length_groups  # noqa: E402
+from experiments.load_run import load_run, load_run_split  # noqa: E402
+from formats.files import read_json  # noqa: E402
 from fusion import fusion_weights  # noqa: E402
-from train import choose_device, load_run, load_run_split  # noqa: E402
+from runtime.options import Parser
+from runtime.processes import choose_device  # noqa: E402
 
-COLOURS = "cividis"  # lightness rises with the weight, so it can be read in grey, and with any colour vision
+# lightness rises with the weight, so it can be read in grey, and with any colour vision
+COLOURS = "cividis"
 
 
 def inputs_of(bert, examples):
     """What `average` takes, of a split."""
-    return (inputs for batch in batches(examples, 64, bert.config.pad_token_id) for _, inputs in groups(batch))
+    return (
+        inputs
+        for batch in batches(examples, 64, bert.config.pad_token_id)
+        for _, inputs in length_groups(batch)
+    )
 
 
 @torch.inference_mode()
 def average(bert, inputs):
-    """{(layer, location): [N]}: the fusion weights, averaged over the real tokens of all (input_ids, token_type_ids,
-    attention_mask), each [B, T]."""
+    """{(layer, location): [N]}: the fusion weights, averaged over the real tokens of all
+    (input_ids, token_type_ids, attention_mask), each [B, T]."""
     total, tokens = {}, 0
     for ids, types, mask in inputs:
         bert(*(tensor.to(bert.device) for tensor in (ids, types, mask)))
@@ -51,11 +61,14 @@ def average(bert, inputs):
 
 
 def mean_weights(run, data_dir=None, model=None, device="cpu", limit=None):
-    """(names of the N adapters, {(layer, location): [N]}, task) of a fusion run on its development set, or on `limit` examples
-    of it. Raises ValueError or OSError for another run, or without its data."""
+    """(names of the N adapters, {(layer, location): [N]}, task) of a fusion run on its development
+    set, or on `limit` examples of it. Raises ValueError or OSError for another run, or without its
+    data."""
     bert, _, config = load_run(run, device, model=model)
     if config["stage"] != "fusion":
-        raise ValueError(f"{run} is of --stage {config['stage']}: only fusion runs have fusion weights")
+        raise ValueError(
+            f"{run} is of --stage {config['stage']}: only fusion runs have fusion weights"
+        )
     task, examples = load_run_split(run, bert, config, data_dir=data_dir, limit=limit)
     return config["adapters"], average(bert, inputs_of(bert, examples)), task.name
 
@@ -66,24 +79,33 @@ def spread(weights):
 
 
 def find_baselines(runs, given):
-    """{task: mean dev accuracy of the single adapters}. Raises ValueError or OSError for a `given` run that is not one."""
+    """{task: mean dev accuracy of the single adapters}. Raises ValueError or OSError for a `given`
+    run that is not one."""
     found = {}
     for directory in given:
         if not (directory / "metrics.json").is_file():
-            raise FileNotFoundError(f"--baseline {directory}: no finished run in it, it has no metrics.json")
+            raise FileNotFoundError(
+                f"--baseline {directory}: no finished run in it, it has no metrics.json"
+            )
         metrics = read_json(directory / "metrics.json")
         if metrics.get("stage") != "adapter":
-            raise ValueError(f"--baseline {directory} is of --stage {metrics.get('stage')}, not a single adapter")
+            raise ValueError(
+                f"--baseline {directory} is of --stage {metrics.get('stage')}, not a single adapter"
+            )
         found.setdefault(metrics["task"], []).append(metrics["accuracy"])
     for run in runs:
         task = read_json(run / "metrics.json")["task"]
         beside = run.resolve().parent / task / "metrics.json"
-        if task not in found and beside.is_file() and (metrics := read_json(beside)).get("stage") == "adapter":
+        if (
+            task not in found
+            and beside.is_file()
+            and (metrics := read_json(beside)).get("stage") == "adapter"
+        ):
             found[task] = [metrics["accuracy"]]
     return {task: sum(accuracies) / len(accuracies) for task, accuracies in found.items()}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The figure
 
 
@@ -94,14 +116,19 @@ def slot_names(slots):
 
 
 def figure_4_layers(count):
-    """The paper's layers 1, 7, 9 and 12 of 12, and those at the same depth in other encoders, from 0."""
+    """The paper's layers 1, 7, 9 and 12 of 12, and those at the same depth in other encoders, from
+    0."""
     return {0, math.ceil(count * 7 / 12) - 1, math.ceil(count * 9 / 12) - 1, count - 1}
 
 
 def heatmaps(values, titles, rows, columns, top, path):
-    """values: a [targets, adapters] table for every title, NaN where a target has no such adapter; one scale, 0 to top."""
+    """values: a [targets, adapters] table for every title, NaN where a target has no such adapter;
+    one scale, 0 to top."""
     M, N, panels = len(rows), len(columns), len(titles)
-    rows, columns = ([name if len(name) <= 32 else f"{name[:31]}…" for name in names] for names in (rows, columns))
+    rows, columns = (
+        [name if len(name) <= 32 else f"{name[:31]}…" for name in names]
+        for names in (rows, columns)
+    )
     numbers = N <= 10  # else they would be too small to read
     cell = 0.46 if numbers else 0.22  # inches
     width, height = N * cell + 0.2, M * cell + 0.4
@@ -110,21 +137,43 @@ def heatmaps(values, titles, rows, columns, top, path):
 
     def size(across):
         rest = math.ceil(panels / across) * height
-        return max(4, left + across * width + 1), max(3, below + rest)  # room for the labels of the axes and the bar
+        return max(4, left + across * width + 1), max(
+            3, below + rest
+        )  # room for the labels of the axes and the bar
 
     def ugliness(across):  # near to landscape, few empty places
-        return abs(math.log(size(across)[0] / size(across)[1] / 1.4)) + 2 * (-panels % across) / panels
+        return (
+            abs(math.log(size(across)[0] / size(across)[1] / 1.4)) + 2 * (-panels % across) / panels
+        )
 
     across = min(range(1, panels + 1), key=ugliness)
-    figure, axes = plt.subplots(math.ceil(panels / across), across, figsize=size(across), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        math.ceil(panels / across),
+        across,
+        figsize=size(across),
+        squeeze=False,
+        layout="constrained",
+    )
     colours = matplotlib.colormaps[COLOURS]
     for i, panel in enumerate(axes.flat):
         if i >= panels:
             panel.set_visible(False)
             continue
         panel.set_facecolor("white")
-        for y, x in torch.nonzero(values[i].isnan()).tolist():  # blank, and not to be taken for a weight
-            panel.add_patch(plt.Rectangle((x - 0.5, y - 0.5), 1, 1, fill=False, hatch="////", edgecolor="0.75", linewidth=0))
+        for y, x in torch.nonzero(
+            values[i].isnan()
+        ).tolist():  # blank, and not to be taken for a weight
+            panel.add_patch(
+                plt.Rectangle(
+                    (x - 0.5, y - 0.5),
+                    1,
+                    1,
+                    fill=False,
+                    hatch="////",
+                    edgecolor="0.75",
+                    linewidth=0,
+                )
+            )
         image = panel.imshow(values[i].numpy(), cmap=colours, vmin=0, vmax=top)
         for y, x in torch.nonzero(~values[i].isnan()).tolist() if numbers else ():
             value = values[i, y, x].item()
@@ -134,16 +183,21 @@ def heatmaps(values, titles, rows, columns, top, path):
         # no text of ours is a formula, whatever an adapter is called
         text = {"fontsize": 8, "parse_math": False}
         panel.set_yticks(range(M), rows if i % across == 0 else [""] * M, **text)
-        panel.set_xticks(range(N), columns if i + across >= panels else [""] * N, rotation=90, **text)
+        panel.set_xticks(
+            range(N), columns if i + across >= panels else [""] * N, rotation=90, **text
+        )
         panel.tick_params(length=2)
     figure.supylabel("target task", fontsize=9)
-    figure.supxlabel("adapter (hatched: not among the target's)" if values.isnan().any() else "adapter", fontsize=9)
+    figure.supxlabel(
+        "adapter (hatched: not among the target's)" if values.isnan().any() else "adapter",
+        fontsize=9,
+    )
     figure.colorbar(image, ax=axes, label="mean fusion weight", fraction=0.05, shrink=0.9)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # In words
 
 
@@ -155,17 +209,29 @@ def describe(label, names, weights, task, metrics, baseline):
     lines = [f"{label}: {len(names)} adapters", f"  strongest, mean over layers: {strongest}"]
     if task in names:
         own = names.index(task)
-        where = ", ".join(titles[slot] for slot, s in weights.items() if s.argmax() == own) or "no layer"
-        lines.append(f"  its own ({task}) is the strongest in: {where}; mean weight {mean[own]:.3f}, even would be "
-                     f"{1 / len(names):.3f}")  # fmt: skip
+        where = (
+            ", ".join(titles[slot] for slot, s in weights.items() if s.argmax() == own)
+            or "no layer"
+        )
+        lines.append(
+            f"  its own ({task}) is the strongest in: {where}; mean weight {mean[own]:.3f}, "
+            "even would be "
+            f"{1 / len(names):.3f}"
+        )
     else:
         lines.append(f"  no adapter of its own task ({task}) is among them")
-    by_layer = ", ".join(f"{title.removeprefix('layer ')}: {spread(weights[slot]):.2f}" for slot, title in titles.items())
+    by_layer = ", ".join(
+        f"{title.removeprefix('layer ')}: {spread(weights[slot]):.2f}"
+        for slot, title in titles.items()
+    )
     lines.append(f"  entropy by layer (0 one adapter, 1 all alike): {by_layer}")
     if baseline is not None:
         gain = 100 * (metrics["accuracy"] - baseline)
-        lines.append(f"  dev accuracy: fusion {100 * metrics['accuracy']:.1f} %, single adapter {100 * baseline:.1f} %, "
-                     f"gain {gain:+.1f} points")  # fmt: skip
+        lines.append(
+            f"  dev accuracy: fusion {100 * metrics['accuracy']:.1f} %, single adapter "
+            f"{100 * baseline:.1f} %, "
+            f"gain {gain:+.1f} points"
+        )
     return lines
 
 
@@ -178,13 +244,19 @@ def last_layer(targets):
         yes += max(spreads, key=spreads.get)[0] == top
         last += [value for (layer, _), value in spreads.items() if layer == top]
         before += [value for (layer, _), value in spreads.items() if layer < top]
-    return (f"The last layer is the most spread: so in {yes} of {len(targets)} targets; mean entropy {mean_of(last)} there, "
-            f"{mean_of(before)} in the layers before.")  # fmt: skip
+    return (
+        f"The last layer is the most spread: so in {yes} of {len(targets)} targets; mean entropy "
+        f"{mean_of(last)} there, "
+        f"{mean_of(before)} in the layers before."
+    )
 
 
 def own_adapters(targets):
     """Do tasks that do not gain prefer their own adapter?"""
-    groups = {True: [], False: []}  # gains? -> [(share of layers where its own is the strongest, its mean weight)]
+    groups = {
+        True: [],
+        False: [],
+    }  # gains? -> [(share of layers where its own is the strongest, its mean weight)]
     for _, names, weights, task, metrics, baseline in targets:
         if baseline is not None and task in names:
             s, own = torch.stack(list(weights.values())), names.index(task)
@@ -192,13 +264,20 @@ def own_adapters(targets):
             groups[metrics["accuracy"] > baseline].append((share, s[:, own].mean().item()))
     start = "Tasks that do not gain prefer their own adapter: "
     if not groups[True] and not groups[False]:
-        return start + "cannot be told without the accuracy of a target's single adapter (--baseline) and the adapter itself."
+        return (
+            start
+            + "cannot be told without the accuracy of a target's single adapter (--baseline) and "
+            "the adapter itself."
+        )
     parts = []
     for gains, group in groups.items():
         if group:
             share, own = (mean_of(values) for values in zip(*group, strict=True))
-            parts.append(f"{len(group)} with{'' if gains else 'out'} a gain: own adapter the strongest in {share} of the "
-                         f"layers, its mean weight {own}")  # fmt: skip
+            parts.append(
+                f"{len(group)} with{'' if gains else 'out'} a gain: own adapter the strongest in "
+                f"{share} of the "
+                f"layers, its mean weight {own}"
+            )
     if len(parts) == 1:
         return start + f"there is nothing to compare with; {parts[0]}."
     weight = {gains: sum(own for _, own in group) / len(group) for gains, group in groups.items()}
@@ -209,7 +288,7 @@ def mean_of(values):
     return f"{sum(values) / len(values):.3f}" if values else "-"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def draw(args):
@@ -220,14 +299,25 @@ def draw(args):
     baselines = find_baselines(args.runs, args.baseline)
     many = Counter(task for _, _, task in targets)
     targets = [  # a target is called by its task, by its run too where another has the same
-        (task if many[task] == 1 else f"{task} ({run.resolve().name})", names, weights, task,
-         read_json(run / "metrics.json"), baselines.get(task))
+        (
+            task if many[task] == 1 else f"{task} ({run.resolve().name})",
+            names,
+            weights,
+            task,
+            read_json(run / "metrics.json"),
+            baselines.get(task),
+        )
         for run, (names, weights, task) in zip(args.runs, targets, strict=True)
-    ]  # fmt: skip
+    ]
 
-    # columns: the targets' own adapters in the order of the rows, so that they lie on the diagonal, then the others
+    # columns: the targets' own adapters in the order of the rows, so that they lie on the diagonal,
+    # then the others
     available = [name for _, names, *_ in targets for name in names]
-    columns = [name for name in dict.fromkeys([task for _, _, _, task, *_ in targets] + available) if name in available]
+    columns = [
+        name
+        for name in dict.fromkeys([task for _, _, _, task, *_ in targets] + available)
+        if name in available
+    ]
     slots = sorted({slot for _, _, weights, *_ in targets for slot in weights})
     values = torch.full((len(slots), len(targets), len(columns)), torch.nan, dtype=torch.float64)
     for y, (_, names, weights, *_) in enumerate(targets):
@@ -238,8 +328,10 @@ def draw(args):
     labels = [label for label, *_ in targets]
     top = math.ceil(10 * values.nan_to_num().max().item()) / 10
     some = figure_4_layers(1 + max(layer for layer, _ in slots))
-    for name, chosen in (("figure4.png", [i for i, slot in enumerate(slots) if slot[0] in some]),
-                         ("figure6.png", list(range(len(slots))))):  # fmt: skip
+    for name, chosen in (
+        ("figure4.png", [i for i, slot in enumerate(slots) if slot[0] in some]),
+        ("figure6.png", list(range(len(slots)))),
+    ):
         titles = slot_names(slots)
         heatmaps(values[chosen], [titles[i] for i in chosen], labels, columns, top, args.out / name)
     with open(args.out / "weights.csv", "w", newline="", encoding="utf-8") as file:
@@ -248,22 +340,42 @@ def draw(args):
         for run, (_, names, weights, task, *_) in zip(args.runs, targets, strict=True):
             for (layer, location), s in weights.items():
                 cells = dict(zip(names, s.tolist(), strict=True))
-                writer.writerow([run, task, layer + 1, location, *(cells.get(name, "") for name in columns)])
+                writer.writerow(
+                    [run, task, layer + 1, location, *(cells.get(name, "") for name in columns)]
+                )
     lines = [line for target in targets for line in describe(*target)]
-    lines += ["", "What the paper observes (section 6), here", f"  {last_layer(targets)}", f"  {own_adapters(targets)}"]
+    lines += [
+        "",
+        "What the paper observes (section 6), here",
+        f"  {last_layer(targets)}",
+        f"  {own_adapters(targets)}",
+    ]
     (args.out / "summary.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return lines
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="Heatmaps of fusion weights, target tasks by adapters, and what they say.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="finished fusion runs, one row each")
-    parser.add_argument("--out", type=Path, required=True, help="directory for the figures, the CSV and the summary")
-    parser.add_argument("--baseline", nargs="+", type=Path, default=[], help="runs of single adapters on the target tasks")
-    parser.add_argument("--data-dir", help="directory with TASK/validation.jsonl; default: where each run had it")
+    parser = Parser(
+        description="Heatmaps of fusion weights, target tasks by adapters, and what they say."
+    )
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="finished fusion runs, one row each"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="directory for the figures, the CSV and the summary"
+    )
+    parser.add_argument(
+        "--baseline",
+        nargs="+",
+        type=Path,
+        default=[],
+        help="runs of single adapters on the target tasks",
+    )
+    parser.add_argument(
+        "--data-dir", help="directory with TASK/validation.jsonl; default: where each run had it"
+    )
     parser.add_argument("--model", help="where the encoder is now, if not where the runs found it")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
-    parser.error = refuse  # one line like all errors, without the usage
     try:
         args = parser.parse_args(argv)
         lines = draw(args)

@@ -1,14 +1,15 @@
-"""Runs a grid of train.py commands, its cells, each in a directory of its own. table1 and architecture_search share it.
+"""Runs a grid of train.py commands, its cells, each in a directory of its own. table1 and
+architecture_search share it.
 
-    adapter = Cell("rte", ("--stage", "adapter", "--task", "rte"))
-    fusion = Cell("fusion", ("--stage", "fusion", "--task", "rte", "--adapters", "{out}/runs/rte"), needs=("rte",))
-    check([adapter, fusion], out)                  # that what is in `out` was made by the same commands
-    failed = run([adapter, fusion], out, jobs=2)   # {name: reason}
-    metrics(out, "fusion")["accuracy"]
+adapter = Cell("rte", ("--stage", "adapter", "--task", "rte")) fusion = Cell("fusion", ("--stage",
+"fusion", "--task", "rte", "--adapters", "{out}/runs/rte"), needs=("rte",))
+check([adapter, fusion], out)                  # that what is in `out` was made by the same commands
+failed = run([adapter, fusion], out, jobs=2)   # {name: reason}
+metrics(out, "fusion")["accuracy"]
 
-    OUT/runs/NAME        a cell's run directory; one with metrics.json is finished and not run again, any other is resumed
-    OUT/logs/NAME.json   the command that it was made with, and those of the cells that it needs
-    OUT/logs/NAME.txt    what train.py printed; locked while it runs, so that no second process runs the same cell
+OUT/runs/NAME        a cell's run directory; one with metrics.json is finished and not run again, any other is resumed
+OUT/logs/NAME.json   the command that it was made with, and those of the cells that it needs
+OUT/logs/NAME.txt    what train.py printed; locked while it runs, so that no second process runs the same cell
 """
 
 import contextlib
@@ -28,9 +29,13 @@ import torch
 
 import data
 import train
-from adapter import Head, activate, add_adapter
-from bert import Bert, read_json, write_json
+from adapter import ADAPTERS, Head, activate, add_adapter
+from bert import Bert
+from formats.files import read_json, write_json
+from formats.tokenizer import load_tokenizer
 from fusion import add_fusion
+from runtime.options import configure
+from runtime.processes import choose_device
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 
@@ -38,7 +43,8 @@ TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 @dataclass(frozen=True)
 class Cell:
     name: str
-    command: tuple  # for train.py, without --out; "{out}" stands for the grid's directory, wherever that is
+    # for train.py, without --out; "{out}" stands for the grid's directory, wherever that is
+    command: tuple
     needs: tuple = ()  # names of the cells whose directories it reads
 
 
@@ -55,22 +61,25 @@ def command(cell, out):
 
 
 def parse(cell, out):
-    """The cell's arguments as train.py understands them. Raises ValueError for those that it refuses at once; what is in
-    the cell's directory is left out of that, see `check`."""
+    """The cell's arguments as train.py understands them. Raises ValueError for those that it
+    refuses at once; what is in the cell's directory is left out of that, see `check`."""
     args = train.arguments(command(cell, out))
     args.out = args.out / "new"
     train.check(args)
     return args
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What is there already
 
 
 def record(cell, cells):
     """What is written down of a cell: its command, and those of what it was made from."""
     by_name = {other.name: other for other in cells}
-    return {"command": list(cell.command), "needs": {name: record(by_name[name], cells) for name in cell.needs}}
+    return {
+        "command": list(cell.command),
+        "needs": {name: record(by_name[name], cells) for name in cell.needs},
+    }
 
 
 def difference(old, new):
@@ -82,7 +91,10 @@ def difference(old, new):
         key = next((key for key in [*now, *before] if before.get(key) != now.get(key)), None)
         if key is None:
             return "with its options in another order"
-        old, new = (f"with {key} {values[key]}".strip() if key in values else f"without {key}" for values in (before, now))
+        old, new = (
+            f"with {key} {values[key]}".strip() if key in values else f"without {key}"
+            for values in (before, now)
+        )
         return f"{old}, and is now to be {new}"
     if list(old["needs"]) != list(new["needs"]):
         return f"from {', '.join(old['needs'])}"
@@ -93,7 +105,8 @@ def difference(old, new):
 
 
 def options(words):
-    """["--task", "rte", "--seed", "0"] -> {"--task": "rte", "--seed": "0"}; the last of a repeated one counts"""
+    """["--task", "rte", "--seed", "0"] -> {"--task": "rte", "--seed": "0"}; the last of a repeated
+    one counts"""
     result, key = {}, None
     for word in words:
         if word.startswith("--"):
@@ -106,8 +119,9 @@ def options(words):
 
 def check(cells, out, overwrite=False):
     """
-    Compares what is in `out` with the commands at hand. Raises ValueError, naming the first difference, if something there
-    was made by another command; with overwrite, such cells are removed instead, to be run again.
+    Compares what is in `out` with the commands at hand. Raises ValueError, naming the first
+    difference, if something there was made by another command; with overwrite, such cells are
+    removed instead, to be run again.
     """
     if (out.exists() or out.is_symlink()) and not out.is_dir():
         raise ValueError(f"--out {out} is a file, or a link that leads nowhere")
@@ -115,22 +129,31 @@ def check(cells, out, overwrite=False):
     for cell in cells:
         if (out / "runs" / cell.name).exists():
             path = out / "logs" / f"{cell.name}.json"
-            if found := difference(read_json(path) if path.is_file() else None, record(cell, cells)):
+            if found := difference(
+                read_json(path) if path.is_file() else None, record(cell, cells)
+            ):
                 other[cell.name] = found
     if other and not overwrite:
         name, found = next(iter(other.items()))
-        raise ValueError(f"{out / 'runs' / name} was made {found}: choose another --out, or --overwrite such runs ({len(other)})")
+        raise ValueError(
+            f"{out / 'runs' / name} was made {found}: choose another --out, or --overwrite such "
+            f"runs ({len(other)})"
+        )
     for name in other:
         if busy(out, name):
-            raise ValueError(f"{out / 'runs' / name} is being run by another process: it must end before it is overwritten")
+            raise ValueError(
+                f"{out / 'runs' / name} is being run by another process: it must end before it is "
+                "overwritten"
+            )
     for name in other:
         shutil.rmtree(out / "runs" / name)
         (out / "logs" / f"{name}.json").unlink(missing_ok=True)
 
 
 def lock(out, name):
-    """The log file of a cell, open and locked, or None if another process has it. A child that writes to it holds the lock
-    as long as it lives, also when this process is killed: the cell cannot be started twice."""
+    """The log file of a cell, open and locked, or None if another process has it. A child that
+    writes to it holds the lock as long as it lives, also when this process is killed: the cell
+    cannot be started twice."""
     (out / "logs").mkdir(parents=True, exist_ok=True)
     file = open(out / "logs" / f"{name}.txt", "ab")
     try:
@@ -153,7 +176,7 @@ def busy(out, name):
     return log is None
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Running
 
 
@@ -161,27 +184,36 @@ def environment(slot, jobs, cuda):
     """Of the job in one of `jobs` slots: its share of the GPUs and of the cores."""
     values = dict(os.environ)
     if cuda:
-        devices = values.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+        devices = values.get("CUDA_VISIBLE_DEVICES") or ",".join(
+            map(str, range(torch.cuda.device_count()))
+        )
         devices = devices.split(",")
-        values["CUDA_VISIBLE_DEVICES"] = ",".join(devices[slot::jobs] or [devices[slot % len(devices)]])
+        values["CUDA_VISIBLE_DEVICES"] = ",".join(
+            devices[slot::jobs] or [devices[slot % len(devices)]]
+        )
     if jobs > 1:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         threads = str(max(1, cores // jobs))
         # PASSIVE: a thread that waits leaves its core to the other jobs
-        for name, value in {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE", "RAYON_NUM_THREADS": threads}.items():
+        for name, value in {
+            "OMP_NUM_THREADS": threads,
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "RAYON_NUM_THREADS": threads,
+        }.items():
             values.setdefault(name, value)
     return values
 
 
 def run(cells, out, jobs=1, cuda=False, launch=(sys.executable,), part=(0, 1)):
     """
-    Runs all cells that are not finished, `jobs` at a time, in the order of the list, where a cell comes after those that it
-    needs. Returns {name: reason} of what failed; a failure only stops the cells that need it. A process that an earlier,
-    killed call has started may still be running a cell: then its end is waited for.
+    Runs all cells that are not finished, `jobs` at a time, in the order of the list, where a cell
+    comes after those that it needs. Returns {name: reason} of what failed; a failure only stops the
+    cells that need it. A process that an earlier, killed call has started may still be running a
+    cell: then its end is waited for.
 
-    launch: what comes before train.py in a command. part: (i, n), every n-th cell only, the i-th first; cells that need what
-    other parts have not finished are left to a later call. Raises KeyboardInterrupt, after Ctrl-C or SIGTERM and once the
-    children have saved their state.
+    launch: what comes before train.py in a command. part: (i, n), every n-th cell only, the i-th
+    first; cells that need what other parts have not finished are left to a later call. Raises
+    KeyboardInterrupt, after Ctrl-C or SIGTERM and once the children have saved their state.
     """
     done = {cell.name for cell in cells if metrics(out, cell.name)}
     todo = []
@@ -212,14 +244,18 @@ def run(cells, out, jobs=1, cuda=False, launch=(sys.executable,), part=(0, 1)):
             print(f"{cell.name}: {accuracy:.2f} %, {seconds:.0f} s; {left} left{note}", flush=True)
 
     signals = []
-    handlers = {number: signal.signal(number, lambda number, _: signals.append(number))
-                for number in (signal.SIGINT, signal.SIGTERM)}  # fmt: skip
+    handlers = {
+        number: signal.signal(number, lambda number, _: signals.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         while (todo or running) and not signals:
             for slot, (cell, process, started, start) in list(running.items()):
                 if process.poll() is not None:
                     del running[slot]
-                    reason = last_words(out / "logs" / f"{cell.name}.txt", start, process.returncode)
+                    reason = last_words(
+                        out / "logs" / f"{cell.name}.txt", start, process.returncode
+                    )
                     settle(cell, time.monotonic() - started, reason)
             for cell in list(todo):
                 broken = [name for name in cell.needs if name in failed]
@@ -245,8 +281,14 @@ def run(cells, out, jobs=1, cuda=False, launch=(sys.executable,), part=(0, 1)):
                         log.flush()
                         start = log.tell()
                         # a session of its own: Ctrl-C reaches it through us, once
-                        process = subprocess.Popen(words, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                                                   env=environment(slot, jobs, cuda), start_new_session=True)  # fmt: skip
+                        process = subprocess.Popen(
+                            words,
+                            stdout=log,
+                            stderr=log,
+                            stdin=subprocess.DEVNULL,
+                            env=environment(slot, jobs, cuda),
+                            start_new_session=True,
+                        )
                         running[slot] = cell, process, time.monotonic(), start
             time.sleep(0.05)
         if signals:
@@ -273,7 +315,8 @@ def stop(processes, signals):
 
 
 def last_words(log, start, status):
-    """Why a child failed: the last line that it wrote after position `start` of its log. None if it did not fail."""
+    """Why a child failed: the last line that it wrote after position `start` of its log. None if it
+    did not fail."""
     if status == 0:
         return None
     with open(log, "rb") as file:
@@ -282,7 +325,11 @@ def last_words(log, start, status):
     lines = [line.strip() for line in lines if line.strip()]
     said = [line for line in lines if line.startswith("train.py: ")] or lines or ["it said nothing"]
     ended = f"killed by signal {-status}" if status < 0 else f"status {status}"
-    return f"{said[-1].removeprefix('train.py: ')} ({ended})" if status != 2 else said[-1].removeprefix("train.py: ")
+    return (
+        f"{said[-1].removeprefix('train.py: ')} ({ended})"
+        if status != 2
+        else said[-1].removeprefix("train.py: ")
+    )
 
 
 def report(failed, out):
@@ -295,29 +342,34 @@ def report(failed, out):
     return int(bool(failed))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # How long it will take
 
 
 def measure(args, adapters, model):
     """
-    ((a, b), (c, d)): a training step on n tokens takes about a + b·n seconds on this machine, and evaluation c + d·n. From a
-    few steps on random tokens, with the encoder and what the arguments (of train.py) plug in; fusion is over `adapters`.
+    ((a, b), (c, d)): a training step on n tokens takes about a + b·n seconds on this machine, and
+    evaluation c + d·n. From a few steps on random tokens, with the encoder and what the arguments
+    (of train.py) plug in; fusion is over `adapters`.
     """
-    device, dtype = train.choose_device(args.device, args.dtype)
-    bert = Bert.from_pretrained(model).to(device, torch.float32 if args.stage in ("full", "multitask") else dtype)
+    device, dtype = choose_device(args.device, args.dtype)
+    bert = Bert.from_pretrained(model).to(
+        device, torch.float32 if args.stage in ("full", "multitask") else dtype
+    )
     one = args.stage in ("adapter", "multitask") and args.adapter != "none"
     names = [f"task{i}" for i in range(adapters if args.stage == "fusion" else int(one))]
     for name in names:
         factor = min(args.reduction_factor, bert.config.hidden_size)
-        add_adapter(bert, name, train.new_config(args.adapter, factor, args.adapter_config))
+        add_adapter(bert, name, configure(ADAPTERS[args.adapter], factor, args.adapter_config))
     if args.stage == "fusion":
         add_fusion(bert, names)
     elif names:
         activate(bert, names[0])
     if args.stage in ("full", "multitask"):
         bert.requires_grad_(True)
-    head = Head({"head_type": "classification", "num_labels": 2, "layers": 2}, bert.config).to(device)
+    head = Head({"head_type": "classification", "num_labels": 2, "layers": 2}, bert.config).to(
+        device
+    )
     trained = [p for p in [*bert.parameters(), *head.parameters()] if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=device.type != "mps")
     rows = args.batch_size if device.type == "cuda" else min(args.batch_size, 8)
@@ -328,7 +380,9 @@ def measure(args, adapters, model):
             torch.cuda.synchronize()
 
     def train_step(batch):
-        loss = torch.nn.functional.cross_entropy(train.predict(bert, head, batch, dtype), batch["labels"].to(device))
+        loss = torch.nn.functional.cross_entropy(
+            train.predict(bert, head, batch, dtype), batch["labels"].to(device)
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -343,8 +397,12 @@ def measure(args, adapters, model):
         seconds = []
         for T in lengths:
             ids = torch.randint(bert.config.vocab_size // 2, bert.config.vocab_size, (rows, T))
-            batch = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids), "attention_mask": torch.ones_like(ids),
-                     "labels": torch.zeros(rows, dtype=torch.long)}  # fmt: skip
+            batch = {
+                "input_ids": ids,
+                "token_type_ids": torch.zeros_like(ids),
+                "attention_mask": torch.ones_like(ids),
+                "labels": torch.zeros(rows, dtype=torch.long),
+            }
             times = []
             for _ in range(4):  # the first one warms up
                 wait()
@@ -359,10 +417,11 @@ def measure(args, adapters, model):
 
 
 def tokens(task, data_dir, words, bert):
-    """How many an example has in the mean of 500, with all of its candidates. words: the options of train.py."""
+    """How many an example has in the mean of 500, with all of its candidates. words: the options of
+    train.py."""
     task = data.get_task(task, data_dir)
     longest = options(words).get("--max-length") or min(task.max_length, bert.config.max_length)
-    tokenizer = data.load_tokenizer(bert.directory, int(longest), bert.config.vocab_size)
+    tokenizer = load_tokenizer(bert.directory, int(longest), bert.config.vocab_size)
     with contextlib.redirect_stdout(io.StringIO()):
         sample = data.load_split(task, "train", tokenizer, data_dir, limit=500)
     return sum(len(ids) for candidates in sample["input_ids"] for ids in candidates) / len(sample)
@@ -370,10 +429,11 @@ def tokens(task, data_dir, words, bert):
 
 def hours(cells, out, tasks, model, measured):
     """
-    {name: (examples per epoch, epochs, hours at most)}: every epoch trained, none saved by early stopping.
+    {name: (examples per epoch, epochs, hours at most)}: every epoch trained, none saved by early
+    stopping.
 
-    tasks: {name: (training examples, dev examples, tokens of an example)}; measured: a dictionary in which
-    measurements are kept from one call to the next.
+    tasks: {name: (training examples, dev examples, tokens of an example)}; measured: a dictionary
+    in which measurements are kept from one call to the next.
     """
     result = {}
     for cell in cells:
@@ -383,10 +443,18 @@ def hours(cells, out, tasks, model, measured):
         limited = [min(n, args.limit_train or n) for n in train_rows]
         steps = getattr(args, "steps_per_epoch", None) if args.stage == "multitask" else None
         examples = steps * args.batch_size if steps else sum(limited)
-        mean = sum(n * T for n, T in zip(limited, tokens, strict=True)) / sum(limited)  # as if sampled by size
-        # the size of the bottleneck hardly matters, the number of adapters and how far down the gradient goes do
-        changes = {field: args.adapter_config.get(field) for field in ("mh_adapter", "output_adapter", "layer_norms")}
-        architecture = (args.adapter, *changes.values()) if args.stage == "adapter" else len(args.adapters)
+        mean = sum(n * T for n, T in zip(limited, tokens, strict=True)) / sum(
+            limited
+        )  # as if sampled by size
+        # the size of the bottleneck hardly matters, the number of adapters and how far down the
+        # gradient goes do
+        changes = {
+            field: args.adapter_config.get(field)
+            for field in ("mh_adapter", "output_adapter", "layer_norms")
+        }
+        architecture = (
+            (args.adapter, *changes.values()) if args.stage == "adapter" else len(args.adapters)
+        )
         key = (args.stage, architecture, args.batch_size, args.device, args.dtype)
         if key not in measured:
             measured[key] = measure(args, len(args.adapters), model)
@@ -405,8 +473,11 @@ def at_once(args):
 
 
 def plan(cells, args, sizes, bert, measured):
-    """Prints every run with its hours, and returns the sum in words. sizes: as `sizes` gives them; measured: as `hours`."""
-    tasks = {task: (*rows, tokens(task, args.data_dir, args.rest, bert)) for task, rows in sizes.items()}
+    """Prints every run with its hours, and returns the sum in words. sizes: as `sizes` gives them;
+    measured: as `hours`."""
+    tasks = {
+        task: (*rows, tokens(task, args.data_dir, args.rest, bert)) for task, rows in sizes.items()
+    }
     print("measuring a few steps of each kind of run ...", flush=True)
     found = hours(cells, args.out, tasks, args.model, measured)
     todo = 0.0
@@ -414,21 +485,36 @@ def plan(cells, args, sizes, bert, measured):
     for name, (examples, epochs, cost) in found.items():
         finished = metrics(args.out, name) is not None
         todo += 0.0 if finished else cost
-        print(f"{name:60} {f'{examples:,} × {epochs}':>20} {'finished' if finished else f'{cost:.2f}':>15}")
+        print(
+            f"{name:60} {f'{examples:,} × {epochs}':>20} "
+            f"{'finished' if finished else f'{cost:.2f}':>15}"
+        )
     devices = at_once(args)
-    where = f"{devices} GPU{'s' if devices > 1 else ''}" if args.cuda else f"CPU, {os.cpu_count()} cores"
+    where = (
+        f"{devices} GPU{'s' if devices > 1 else ''}"
+        if args.cuda
+        else f"CPU, {os.cpu_count()} cores"
+    )
     total = sum(cost for _, _, cost in found.values())
-    return (f"{len(found)} runs, at most {total / devices:.1f} hours on this machine ({where}), {todo / devices:.1f} of them to "
-            "go; early stopping ends most runs sooner")  # fmt: skip
+    return (
+        f"{len(found)} runs, at most {total / devices:.1f} hours on this machine ({where}), "
+        f"{todo / devices:.1f} of them to "
+        "go; early stopping ends most runs sooner"
+    )
 
 
 def sizes(tasks, data_dir):
     """{task: (training examples, development examples)}"""
-    return {task: tuple(len(data.read_split(data.get_task(task, data_dir), split, data_dir)[1])
-                        for split in ("train", "validation")) for task in tasks}  # fmt: skip
+    return {
+        task: tuple(
+            len(data.read_split(data.get_task(task, data_dir), split, data_dir)[1])
+            for split in ("train", "validation")
+        )
+        for task in tasks
+    }
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What stands above the results
 
 
@@ -440,18 +526,27 @@ def encoder_name(model, bert):
 
 def about(args):
     seeds = ", ".join(map(str, args.seeds))
-    seeds = f"mean ± standard deviation over seeds {seeds}" if len(args.seeds) > 1 else f"seed {seeds}"
-    return (f"Encoder: {args.encoder}. Accuracy on the development set in %, {seeds}; the best epoch is chosen on the same "
-            "set, as in the paper.")  # fmt: skip
+    seeds = (
+        f"mean ± standard deviation over seeds {seeds}" if len(args.seeds) > 1 else f"seed {seeds}"
+    )
+    return (
+        f"Encoder: {args.encoder}. Accuracy on the development set in %, {seeds}; the best epoch "
+        "is chosen on the same "
+        "set, as in the paper."
+    )
 
 
 def options_in_words(args):
     """Lines: the options of train.py, for all runs and for those of single stages."""
     given = {"all": args.rest, **args.options}
-    return [f"Options of {stage} runs: `{shlex.join(words)}`." for stage, words in given.items() if words]
+    return [
+        f"Options of {stage} runs: `{shlex.join(words)}`."
+        for stage, words in given.items()
+        if words
+    ]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Command line
 
 
@@ -463,10 +558,15 @@ def split(argv):
 
 
 def refuse_owned(words, owned, where):
-    """Raises ValueError for an option of train.py that the grid sets itself; argparse also takes beginnings of names."""
+    """Raises ValueError for an option of train.py that the grid sets itself; argparse also takes
+    beginnings of names."""
     for word in words:
         name = word.split("=")[0]
-        if name.startswith("--") and len(name) > 2 and any(option.startswith(name) for option in owned):
+        if (
+            name.startswith("--")
+            and len(name) > 2
+            and any(option.startswith(name) for option in owned)
+        ):
             raise ValueError(f"{name} does not belong {where}: the grid sets it for each run")
 
 
@@ -474,18 +574,36 @@ def add_options(parser, out):
     """The options that all grids share."""
     add = parser.add_argument
     add("--model", default="google-bert/bert-base-uncased", help="encoder: a directory or a hub id")
-    add("--data-dir", help="directory with TASK/train.jsonl and TASK/validation.jsonl; without it: the hub")
-    add("--out", type=Path, default=Path(out), help=f"directory of all runs and results; default {out}")
-    add("--jobs", type=int, help="runs at a time, which share GPUs and cores; default one a GPU, without GPU one")
-    add("--launch", default=shlex.quote(sys.executable), metavar="'...'", help="what starts train.py, such as "
-        "'torchrun --standalone --nproc_per_node=8'")  # fmt: skip
+    add(
+        "--data-dir",
+        help="directory with TASK/train.jsonl and TASK/validation.jsonl; without it: the hub",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path(out),
+        help=f"directory of all runs and results; default {out}",
+    )
+    add(
+        "--jobs",
+        type=int,
+        help="runs at a time, which share GPUs and cores; default one a GPU, without GPU one",
+    )
+    add(
+        "--launch",
+        default=shlex.quote(sys.executable),
+        metavar="'...'",
+        help="what starts train.py, such as 'torchrun --standalone --nproc_per_node=8'",
+    )
     add("--overwrite", action="store_true", help="do runs again that were made by another command")
-    add("--plan", action="store_true", help="print the runs and the expected hours, and run nothing")
+    add(
+        "--plan", action="store_true", help="print the runs and the expected hours, and run nothing"
+    )
 
 
 def complete(args, words):
-    """Sets args.jobs, how many runs at a time, args.cuda, whether they are on GPUs, and args.launch as a list. words: those
-    for train.py. Raises ValueError."""
+    """Sets args.jobs, how many runs at a time, args.cuda, whether they are on GPUs, and args.launch
+    as a list. words: those for train.py. Raises ValueError."""
     cuda = torch.cuda.is_available() and options(words).get("--device") not in ("cpu", "mps")
     jobs = args.jobs if args.jobs is not None else max(1, torch.cuda.device_count() if cuda else 1)
     if jobs < 1:

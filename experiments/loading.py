@@ -2,10 +2,11 @@
 
     python -m experiments.loading [--peer-python PYTHON] [--runs 7] [--threads 1]
 
-Random weights in a temporary directory (0.9 GB): as Hugging Face publishes BERT-base (model.safetensors, with pooler and
-pretraining heads), and as Google does (a TensorFlow checkpoint, written here without TensorFlow). Every measurement is a
-process of its own, all kinds in turn, the files in the page cache. --peer-python: a Python with
-experiments/requirements-peer.txt, to measure transformers.BertModel.from_pretrained beside ours.
+Random weights in a temporary directory (0.9 GB): as Hugging Face publishes BERT-base
+(model.safetensors, with pooler and pretraining heads), and as Google does (a TensorFlow checkpoint,
+written here without TensorFlow). Every measurement is a process of its own, all kinds in turn, the
+files in the page cache. --peer-python: a Python with experiments/requirements-peer.txt, to measure
+transformers.BertModel.from_pretrained beside ours.
 
     load     from_pretrained alone, after the imports
     +pass    from_pretrained and one forward pass on 8 tokens. Both libraries map a safetensors file and read its pages when
@@ -30,11 +31,13 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from bert import Bert, BertConfig, hub_name, write_json
-from data import refuse
+from bert import Bert, BertConfig, hub_name
+from formats.files import write_json
 
-# ----------------------------------------------------------------------------------------------------------------------
-# A TensorFlow checkpoint, the inverse of bert.read_tensorflow. The tests use it too, for damaged ones.
+# --------------------------------------------------------------------------------------------------
+# A TensorFlow checkpoint, the inverse of bert.read_tensorflow. The tests use it too, for damaged
+# ones.
+from runtime.options import Parser
 
 
 def varint(n):
@@ -58,14 +61,17 @@ def masked_crc(data):
 
 
 def block(entries):
-    """The contents of one block of a LevelDB table: sorted (key, value) pairs, a restart point at every 16th."""
+    """The contents of one block of a LevelDB table: sorted (key, value) pairs, a restart point at
+    every 16th."""
     result, restarts, previous = b"", [], b""
     for i, (key, value) in enumerate(entries):
         if i % 16 == 0:
             restarts.append(len(result))
             previous = b""
         shared = len(os.path.commonprefix([previous, key]))
-        result += varint(shared) + varint(len(key) - shared) + varint(len(value)) + key[shared:] + value
+        result += (
+            varint(shared) + varint(len(key) - shared) + varint(len(value)) + key[shared:] + value
+        )
         previous = key
     return result + b"".join(n.to_bytes(4, "little") for n in [*restarts, len(restarts)])
 
@@ -76,7 +82,10 @@ def table(blocks, compression=0):
 
     def append(contents):
         nonlocal result
-        handle, contents = varint(len(result)) + varint(len(contents)), contents + bytes([compression])
+        handle, contents = (
+            varint(len(result)) + varint(len(contents)),
+            contents + bytes([compression]),
+        )
         result += contents + masked_crc(contents)
         return handle
 
@@ -93,9 +102,14 @@ def write_data(prefix, arrays, shards=1):
         shard, data = i % shards, np.ascontiguousarray(array, "<f4").tobytes()
         shape = b"".join(field(2, field(1, length)) for length in array.shape)
         entries[name.encode()] = (
-            field(1, 1) + field(2, shape) + field(3, shard) + field(4, files[shard].tell()) + field(5, len(data))
-            + varint(6 << 3 | 5) + masked_crc(data)
-        )  # fmt: skip
+            field(1, 1)
+            + field(2, shape)
+            + field(3, shard)
+            + field(4, files[shard].tell())
+            + field(5, len(data))
+            + varint(6 << 3 | 5)
+            + masked_crc(data)
+        )
         files[shard].write(data)
     for file in files:
         file.close()
@@ -105,11 +119,13 @@ def write_data(prefix, arrays, shards=1):
 def google_name(name):
     """encoder.layer.0.output.dense.weight -> bert/encoder/layer_0/output/dense/kernel"""
     name = name.replace("layer.", "layer_").replace("_embeddings.weight", "_embeddings")
-    name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+    name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+        "LayerNorm.bias", "LayerNorm.beta"
+    )
     return "bert/" + name.replace(".weight", ".kernel").replace(".", "/")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def write_checkpoints(directory):
@@ -118,34 +134,43 @@ def write_checkpoints(directory):
     bert, d = Bert(config), config.hidden_size
     tensors = {hub_name(name): p.detach() for name, p in bert.named_parameters()}
     heads = {
-        "bert.pooler.dense.weight": torch.zeros(d, d), "bert.pooler.dense.bias": torch.zeros(d),
+        "bert.pooler.dense.weight": torch.zeros(d, d),
+        "bert.pooler.dense.bias": torch.zeros(d),
         "cls.predictions.bias": torch.zeros(config.vocab_size),
         "cls.predictions.transform.dense.weight": torch.zeros(d, d),
         "cls.predictions.transform.dense.bias": torch.zeros(d),
         "cls.predictions.transform.LayerNorm.weight": torch.ones(d),
         "cls.predictions.transform.LayerNorm.bias": torch.zeros(d),
-        "cls.seq_relationship.weight": torch.zeros(2, d), "cls.seq_relationship.bias": torch.zeros(2),
-    }  # fmt: skip
+        "cls.seq_relationship.weight": torch.zeros(2, d),
+        "cls.seq_relationship.bias": torch.zeros(2),
+    }
     for name in ("safetensors", "tensorflow"):
         (directory / name).mkdir()
     values = {**vars(config), "architectures": ["BertForPreTraining"]}
     write_json(directory / "safetensors" / "config.json", values)
     write_json(directory / "tensorflow" / "bert_config.json", vars(config))
-    save_file({**{f"bert.{name}": tensor for name, tensor in tensors.items()}, **heads},
-              directory / "safetensors" / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
+    save_file(
+        {**{f"bert.{name}": tensor for name, tensor in tensors.items()}, **heads},
+        directory / "safetensors" / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     prefix = directory / "tensorflow" / "bert_model.ckpt"
     arrays = {google_name(name): tensor.numpy() for name, tensor in tensors.items()}
-    entries = write_data(prefix, {name: array.T if "kernel" in name else array for name, array in arrays.items()})
+    entries = write_data(
+        prefix, {name: array.T if "kernel" in name else array for name, array in arrays.items()}
+    )
     Path(f"{prefix}.index").write_bytes(table([(b"z", block(entries.items()))]))
 
 
-OURS = "import bert; load = lambda: bert.Bert.from_pretrained(source)"
+OURS = "import bert, formats.tensorflow; load = lambda: bert.Bert.from_pretrained(source)"
 KINDS = {  # name: (which files, code)
     "bert.py, safetensors": ("safetensors", OURS),
     "bert.py, TensorFlow": ("tensorflow", OURS),
     "bert.py, TensorFlow, no CRC": (
         "tensorflow",  # of the tensors; that of the index is a few bytes
-        OURS + "; check = bert.intact; bert.intact = lambda data, crc: not isinstance(data, bytes) or check(data, crc)",
+        OURS
+        + "; check = formats.tensorflow.intact; formats.tensorflow.intact = lambda data, crc: not "
+        "isinstance(data, bytes) or check(data, crc)",
     ),
     "transformers, safetensors": (
         "safetensors",
@@ -183,11 +208,12 @@ def measure(python, code, source, threads):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", help="a Python that has transformers")
     parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--threads", type=int, default=1, help="more of them only help the forward pass")
-    parser.error = refuse
+    parser.add_argument(
+        "--threads", type=int, default=1, help="more of them only help the forward pass"
+    )
     try:
         args = parser.parse_args()
         if args.runs < 1 or args.threads < 1:
@@ -197,7 +223,11 @@ def main():
     except ValueError as e:
         print(f"loading.py: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
-    kinds = {name: kind for name, kind in KINDS.items() if args.peer_python or not name.startswith("transformers")}
+    kinds = {
+        name: kind
+        for name, kind in KINDS.items()
+        if args.peer_python or not name.startswith("transformers")
+    }
     results = {name: [] for name in kinds}
     with tempfile.TemporaryDirectory() as directory:
         write_checkpoints(Path(directory))
@@ -209,22 +239,51 @@ def main():
                 if i:
                     results[name].append(result)
 
-    print(f"BERT-base, {size / 1e6:.0f} MB, fp32; median (fastest to slowest) of {args.runs} processes each, in turn")
+    print(
+        f"BERT-base, {size / 1e6:.0f} MB, fp32; median (fastest to slowest) of {args.runs} "
+        "processes each, in turn"
+    )
     print(f"{'':<28} {'load, s':<22} {'+pass, s':<22} {'memory':<10} {'memory +pass'}")
     for name, rows in results.items():
         cells = []
         for column in ("load", "+pass"):
             times = [row[column] for row in rows]
             cells.append(f"{statistics.median(times):.3f} ({min(times):.3f} to {max(times):.3f})")
-        peaks = [f"{statistics.median(row[column] for row in rows) / size:.2f} x" for column in ("memory", "+memory")]
+        peaks = [
+            f"{statistics.median(row[column] for row in rows) / size:.2f} x"
+            for column in ("memory", "+memory")
+        ]
         print(f"{name:<28} {cells[0]:<22} {cells[1]:<22} {peaks[0]:<10} {peaks[1]}")
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {args.threads} of them used, "
-          f"{platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}")  # fmt: skip
+    print(
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {args.threads} of "
+        "them used, "
+        f"{platform.system()} {platform.release()}, Python {platform.python_version()}, torch "
+        f"{torch.__version__}"
+    )
     if args.peer_python:
-        code = "import torch, transformers; print(f'transformers {transformers.__version__}, torch {torch.__version__}')"
-        print("peer:", subprocess.run([args.peer_python, "-c", code], capture_output=True, text=True).stdout.strip())
-    medians = {name: statistics.median(row["load"] for row in rows) for name, rows in results.items()}
-    print(json.dumps({"file_bytes": size, "runs": args.runs, "load_seconds": medians, "measurements": results}))
+        code = (
+            "import torch, transformers; print(f'transformers {transformers.__version__}, "
+            "torch {torch.__version__}')"
+        )
+        print(
+            "peer:",
+            subprocess.run(
+                [args.peer_python, "-c", code], capture_output=True, text=True
+            ).stdout.strip(),
+        )
+    medians = {
+        name: statistics.median(row["load"] for row in rows) for name, rows in results.items()
+    }
+    print(
+        json.dumps(
+            {
+                "file_bytes": size,
+                "runs": args.runs,
+                "load_seconds": medians,
+                "measurements": results,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-'''What does a finished run say about your text, and which adapter spoke?
+"""What does a finished run say about your text, and which adapter spoke?
 
     python -m experiments.predict runs/rte "It rains." "It is wet."            # the texts in the order of the task's columns
     python -m experiments.predict runs/social_i_qa "Kai fell." "Why?" --choices "ice" "fun" "tea"
@@ -6,16 +6,16 @@
     python -m experiments.predict runs/fusion-rte "It rains." "It is wet." --mask qqp sst2      # without these adapters
     python -m experiments.predict runs/fusion-rte "It rains." "It is wet." --explain page.html
 
-A file has the columns of the task's training data (the label may be missing), a .tsv file a first line that names them. On
-stdin a line is a JSON object, or texts with tabs between. --json prints one object a line: label, probability, all
-probabilities, and whether the text was longer than in training and therefore cut.
+A file has the columns of the task's training data (the label may be missing), a .tsv file a first
+line that names them. On stdin a line is a JSON object, or texts with tabs between. --json prints
+one object a line: label, probability, all probabilities, and whether the text was longer than in
+training and therefore cut.
 
---explain, for fusion runs: the weights of every adapter for every token at every layer, as a table on the terminal (the
-strongest adapter's letter and its weight in %), and as one HTML page with a slider over the layers. The page needs nothing
-but itself; page.html#layer=3 opens at layer 3.
-'''
+--explain, for fusion runs: the weights of every adapter for every token at every layer, as a table
+on the terminal (the strongest adapter's letter and its weight in %), and as one HTML page with a
+slider over the layers. The page needs nothing but itself; page.html#layer=3 opens at layer 3.
+"""
 
-import argparse
 import json
 import signal
 import sys
@@ -27,19 +27,28 @@ from string import ascii_letters
 import numpy as np
 import torch
 
-from data import TASKS, Task, batch_order, collate, example, load_tokenizer, own_choices, refuse
-from fusion import fusion_weights, silence
-from train import choose_device, load_run, predict
+from data import TASKS, Choices, Task, batch_order, collate, example, own_choices
+from experiments.load_run import load_run
+from formats.tokenizer import load_tokenizer
+from fusion import fusion_weights
+from runtime.options import Parser
+from runtime.processes import choose_device
+from train import predict
+from variants.masking import mask
 
-BATCH_SIZE, WINDOW = 64, 64 * 50  # inputs per batch; inputs that are tokenised and sorted by length at once
+BATCH_SIZE, WINDOW = (
+    64,
+    64 * 50,
+)  # inputs per batch; inputs that are tokenised and sorted by length at once
 MOST_EXPLAINED = 50  # a page with more would be megabytes
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Input: texts -> row (column -> value) -> candidate pairs, as in training
 
 
 def as_row(config, choices, texts, options):
-    """Texts and, for multiple choice, options -> a row in the task's columns. Raises ValueError for a wrong number."""
+    """Texts and, for multiple choice, options -> a row in the task's columns. Raises ValueError for
+    a wrong number."""
     name, K = config["task"], len(config["labels"])
     if not choices and options:
         raise ValueError(f"{name} is not multiple choice: it takes no choices")
@@ -51,7 +60,9 @@ def as_row(config, choices, texts, options):
             options = [{"text": options} if name == "commonsense_qa" else options]
         wanted = columns[: len(columns) - len(options)]
     else:
-        columns = config["columns"].get(name, ["text_a", "choices"] if choices else ["text_a", "text_b"][: len(texts)])
+        columns = config["columns"].get(
+            name, ["text_a", "choices"] if choices else ["text_a", "text_b"][: len(texts)]
+        )
         wanted = [column for column in columns if column != "choices"]
         options = [options] * choices
     if len(texts) + len(options) != len(columns):
@@ -61,7 +72,8 @@ def as_row(config, choices, texts, options):
 
 
 def as_candidates(config, choices, row):
-    """A row -> [(text_a, text_b or None)], checked as in training. Raises ValueError for a column that is missing or wrong."""
+    """A row -> [(text_a, text_b or None)], checked as in training. Raises ValueError for a column
+    that is missing or wrong."""
     if config["task"] in TASKS:
         task = TASKS[config["task"]]
         row = {task.aliases.get(column, column): value for column, value in row.items()}
@@ -69,29 +81,38 @@ def as_candidates(config, choices, row):
         given = [column for column in ("text_a", "text_b") if row.get(column) is not None]
         columns = config["columns"].get(config["task"], [*given, *["choices"] * choices])
         if more := [column for column in given if column not in columns]:
-            raise ValueError(f"column {more[0]!r} is one that {config['task']} did not have in training")
+            raise ValueError(
+                f"column {more[0]!r} is one that {config['task']} did not have in training"
+            )
         if choices and not isinstance(row.get("choices"), (list, str, type(None))):
-            raise ValueError(f"column 'choices' holds {type(row['choices']).__name__}, expected a list")
-        task = Task(None, None, tuple(columns), "label", (), (), *[own_choices] * choices, choices=choices)
+            raise ValueError(
+                f"column 'choices' holds {type(row['choices']).__name__}, expected a list"
+            )
+        task = Task(None, None, tuple(columns), (), ())
+        if choices:
+            task = replace(task, candidates=own_choices, kind=Choices)
     for column in ("endings", "choices"):
         if column in task.columns and isinstance(row.get(column), str):
             raise ValueError(f"column {column!r} holds a text, expected a list")
     labels = tuple(config["labels"])
     candidates, _ = example(replace(task, labels=labels), {**row, task.label: labels[0]})
     for text in (text for pair in candidates for text in pair if text is not None):
-        text.encode()  # raises ValueError for half a character, which JSON and the command line can smuggle in
+        # raises ValueError for half a character, which JSON and the command line can smuggle in
+        text.encode()
     return candidates
 
 
 def read_inputs(path, config, choices):
-    """[(line number, candidates)] of a .jsonl or .tsv file, or of stdin ("-"); empty lines are passed over. Raises OSError, or
-    ValueError that names the line."""
+    """[(line number, candidates)] of a .jsonl or .tsv file, or of stdin ("-"); empty lines are
+    passed over. Raises OSError, or ValueError that names the line."""
     name = "stdin" if path == "-" else path
     if path != "-" and Path(path).suffix not in (".jsonl", ".tsv"):
         raise ValueError(f"--file {path}: only .jsonl and .tsv are read, and - for stdin")
     content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     try:
-        lines = content.decode("utf-8-sig").split("\n")  # splitlines would also split at characters inside a text
+        lines = content.decode("utf-8-sig").split(
+            "\n"
+        )  # splitlines would also split at characters inside a text
     except UnicodeDecodeError as e:
         line = content[: e.start].count(b"\n") + 1
         raise ValueError(f"{name}, line {line}: not UTF-8 text") from e
@@ -125,22 +146,28 @@ def read_inputs(path, config, choices):
     return rows
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Output
 
 
 @torch.inference_mode()
 def predictions(bert, head, tokenizer, inputs):
-    """(probabilities, encodings of the candidates) of every input, a list of candidates, in their order. Batches hold
-    inputs of similar length."""
+    """(probabilities, encodings of the candidates) of every input, a list of candidates, in their
+    order. Batches hold inputs of similar length."""
     for start in range(0, len(inputs), WINDOW):
         window = inputs[start : start + WINDOW]
-        encoded = iter(tokenizer.encode_batch([a if b is None else (a, b) for pairs in window for a, b in pairs]))
+        encoded = iter(
+            tokenizer.encode_batch(
+                [a if b is None else (a, b) for pairs in window for a, b in pairs]
+            )
+        )
         encodings = [[next(encoded) for _ in pairs] for pairs in window]
         probabilities = [None] * len(window)
         lengths = np.array([max(len(encoding.ids) for encoding in group) for group in encodings])
         for indices in batch_order(lengths, BATCH_SIZE):
-            logits = predict(bert, head, as_batch(bert, [encodings[i] for i in indices]), torch.float32)
+            logits = predict(
+                bert, head, as_batch(bert, [encodings[i] for i in indices]), torch.float32
+            )
             for i, values in zip(indices, logits.softmax(-1).tolist(), strict=True):
                 probabilities[i] = values
         yield from zip(probabilities, encodings, strict=True)
@@ -157,16 +184,25 @@ def as_batch(bert, encodings):
 
 @torch.inference_mode()
 def weights_of(bert, tokenizer, encodings):
-    """Of one input's candidates: [{"tokens": T texts, "weights": {location: for every layer [T, N], or None without fusion}}]"""
+    """Of one input's candidates: [{"tokens": T texts, "weights": {location: for every layer [T, N],
+    or None without fusion}}]"""
     batch = as_batch(bert, [encodings])
-    bert(*(batch[name].to(bert.device) for name in ("input_ids", "token_type_ids", "attention_mask")))
+    bert(
+        *(batch[name].to(bert.device) for name in ("input_ids", "token_type_ids", "attention_mask"))
+    )
     s = {slot: weights.cpu() for slot, weights in fusion_weights(bert).items()}
-    layers, locations = range(bert.config.num_hidden_layers), sorted({location for _, location in s})
+    layers, locations = (
+        range(bert.config.num_hidden_layers),
+        sorted({location for _, location in s}),
+    )
     result = []
     for c, encoding in enumerate(encodings):
         tokens = [tokenizer.decode([id], skip_special_tokens=False) for id in encoding.ids]
         weights = {
-            location: [s[layer, location][c, : len(tokens)] if (layer, location) in s else None for layer in layers]
+            location: [
+                s[layer, location][c, : len(tokens)] if (layer, location) in s else None
+                for layer in layers
+            ]
             for location in locations
         }
         result.append({"tokens": tokens, "weights": weights})
@@ -181,7 +217,9 @@ def shown(text, width=100):
 
 def tables(candidates, names, letters):
     """Lines: for every token, the strongest adapter at every layer and its weight in %."""
-    yield "  ".join(f"{letter} = {shown(name)}" for letter, name in zip(letters, names, strict=True))
+    yield "  ".join(
+        f"{letter} = {shown(name)}" for letter, name in zip(letters, names, strict=True)
+    )
     for candidate in candidates:
         if len(candidates) > 1:
             yield shown(candidate["text"])
@@ -199,7 +237,8 @@ def tables(candidates, names, letters):
                 yield line
 
 
-# Okabe and Ito's colours, which most kinds of colour vision tell apart; more adapters get hues at the golden angle
+# Okabe and Ito's colours, which most kinds of colour vision tell apart; more adapters get hues at
+# the golden angle
 COLOURS = ["#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7", "#999999"]
 
 PAGE = """<!doctype html>
@@ -332,12 +371,21 @@ follow();
 
 
 def page(run, config, layers, examples, letters):
-    """The HTML page. Everything of ours that goes into it is one JSON value, in which no < is left to end its script tag."""
+    """The HTML page. Everything of ours that goes into it is one JSON value, in which no < is left
+    to end its script tag."""
     names = config["adapters"]
     colours = [*COLOURS, *(f"hsl({137.5 * n % 360} 70% 50%)" for n in range(len(names)))]
-    adapters = [{"name": name, "letter": letter, "colour": colour}
-                for name, letter, colour in zip(names, letters, colours, strict=False)]  # fmt: skip
-    data = {"run": run, "layers": layers, "max_length": config["max_length"], "adapters": adapters, "examples": examples}
+    adapters = [
+        {"name": name, "letter": letter, "colour": colour}
+        for name, letter, colour in zip(names, letters, colours, strict=False)
+    ]
+    data = {
+        "run": run,
+        "layers": layers,
+        "max_length": config["max_length"],
+        "adapters": adapters,
+        "examples": examples,
+    }
     text = json.dumps(data, default=lambda weights: weights.double().round(decimals=4).tolist())
     return PAGE.replace("DATA", text.replace("<", "\\u003c"))
 
@@ -347,7 +395,8 @@ def joined(pair):
 
 
 def answer(args):
-    """Prints a line for every input, and writes the page. Raises ValueError and OSError before the first line."""
+    """Prints a line for every input, and writes the page. Raises ValueError and OSError before the
+    first line."""
     if args.texts == ["-"] and args.file is None:
         args.texts, args.file = [], "-"
     if args.file is not None and (args.texts or args.choices):
@@ -355,32 +404,45 @@ def answer(args):
     if args.file is None and not args.texts and not args.choices:
         raise ValueError("there is no text: give one, or --file")
     if args.explain and (args.explain.is_dir() or not args.explain.parent.is_dir()):
-        raise ValueError(f"--explain {args.explain}: {'a directory' if args.explain.is_dir() else 'its directory is missing'}")
+        raise ValueError(
+            f"--explain {args.explain}: "
+            f"{'a directory' if args.explain.is_dir() else 'its directory is missing'}"
+        )
     device, _ = choose_device(args.device, "float32")
     bert, head, config = load_run(args.run, device, model=args.model, task=args.task)
     if args.explain and config["stage"] != "fusion":
         why = f"one of --stage {config['stage']} has no adapters that share a token"
         raise ValueError(f"--explain needs a fusion run, {args.run} is {why}")
     if args.mask:
-        silence(bert, args.mask)
+        mask(bert, args.mask)
     choices = head.config["head_type"] == "multiple_choice"
     if args.file is not None:
         rows = read_inputs(args.file, config, choices)
     else:
-        rows = [(1, as_candidates(config, choices, as_row(config, choices, args.texts, args.choices)))]
+        rows = [
+            (1, as_candidates(config, choices, as_row(config, choices, args.texts, args.choices)))
+        ]
     if args.explain and len(rows) > MOST_EXPLAINED:
         raise ValueError(f"--explain takes at most {MOST_EXPLAINED} inputs, there are {len(rows)}")
 
     tokenizer = load_tokenizer(bert.directory, config["max_length"], bert.config.vocab_size)
-    labels, letters = config["labels"], [letter for letter, _ in zip(cycle(ascii_letters), config["adapters"], strict=False)]
+    labels, letters = (
+        config["labels"],
+        [letter for letter, _ in zip(cycle(ascii_letters), config["adapters"], strict=False)],
+    )
     inputs = [candidates for _, candidates in rows]
     cut, examples, lines = 0, [], []
     say = lines.append if args.explain else print  # with a page, lines wait until it is written
-    for (number, candidates), (probabilities, encodings) in zip(rows, predictions(bert, head, tokenizer, inputs), strict=True):
+    for (number, candidates), (probabilities, encodings) in zip(
+        rows, predictions(bert, head, tokenizer, inputs), strict=True
+    ):
         best = int(np.argmax(probabilities))
-        result = {"label": labels[best], "probability": probabilities[best],
-                  "probabilities": dict(zip(labels, probabilities, strict=True)),
-                  "truncated": any(encoding.overflowing for encoding in encodings)}  # fmt: skip
+        result = {
+            "label": labels[best],
+            "probability": probabilities[best],
+            "probabilities": dict(zip(labels, probabilities, strict=True)),
+            "truncated": any(encoding.overflowing for encoding in encodings),
+        }
         cut += result["truncated"]
         text = joined(candidates[best if choices else 0])
         if args.json:
@@ -389,32 +451,59 @@ def answer(args):
             say(f"{shown(labels[best])}\t{probabilities[best]:.3f}\t{shown(text)}")
         if args.explain:
             spoken = weights_of(bert, tokenizer, encodings)
-            texts = [f"{labels[i]}: {joined(pair)}" if choices else joined(pair) for i, pair in enumerate(candidates)]
-            spoken = [{"text": text, **weights} for text, weights in zip(texts, spoken, strict=True)]
-            examples.append({**{name: result[name] for name in ("label", "probability", "truncated")}, "candidates": spoken})
+            texts = [
+                f"{labels[i]}: {joined(pair)}" if choices else joined(pair)
+                for i, pair in enumerate(candidates)
+            ]
+            spoken = [
+                {"text": text, **weights} for text, weights in zip(texts, spoken, strict=True)
+            ]
+            examples.append(
+                {
+                    **{name: result[name] for name in ("label", "probability", "truncated")},
+                    "candidates": spoken,
+                }
+            )
             if not args.json:
                 lines += tables(spoken, config["adapters"], letters)
     if args.explain:
-        text = page(args.run.resolve().name, config, bert.config.num_hidden_layers, examples, letters)
+        text = page(
+            args.run.resolve().name, config, bert.config.num_hidden_layers, examples, letters
+        )
         args.explain.write_text(text, encoding="utf-8")
         print("\n".join(lines if args.json else [*lines, f"{args.explain}: the same as a page"]))
     if cut and not args.json:
-        print(f"note: {cut} of {len(rows)} inputs were cut to {config['max_length']} tokens, as in training", file=sys.stderr)
+        print(
+            f"note: {cut} of {len(rows)} inputs were cut to {config['max_length']} tokens, as "
+            "in training",
+            file=sys.stderr,
+        )
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="Predicts with a finished run, and shows which adapter spoke.")
+    parser = Parser(description="Predicts with a finished run, and shows which adapter spoke.")
     parser.add_argument("run", type=Path, help="any finished run")
-    parser.add_argument("texts", nargs="*", help="the input's texts, in the order of the task's columns")
-    parser.add_argument("--choices", nargs="+", default=[], help="the options of a multiple-choice task")
+    parser.add_argument(
+        "texts", nargs="*", help="the input's texts, in the order of the task's columns"
+    )
+    parser.add_argument(
+        "--choices", nargs="+", default=[], help="the options of a multiple-choice task"
+    )
     parser.add_argument("--file", help=".jsonl or .tsv in the task's columns, or - for stdin")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--explain", type=Path, metavar="PAGE.html", help="which adapter spoke; fusion runs only")
-    parser.add_argument("--mask", nargs="+", default=[], metavar="ADAPTER", help="without these adapters of a fusion")
+    parser.add_argument(
+        "--explain", type=Path, metavar="PAGE.html", help="which adapter spoke; fusion runs only"
+    )
+    parser.add_argument(
+        "--mask",
+        nargs="+",
+        default=[],
+        metavar="ADAPTER",
+        help="without these adapters of a fusion",
+    )
     parser.add_argument("--task", help="which task of a multi-task run")
     parser.add_argument("--model", help="where the encoder is now, if not where the run found it")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
-    parser.error = refuse  # one line like all errors, without the usage
     try:
         args = parser.parse_intermixed_args(argv)  # texts may come after options
         answer(args)

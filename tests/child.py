@@ -1,5 +1,5 @@
-"""train.py in processes of its own that can be killed, limited and put side by side. They are forked from one that has imported
-torch already, which takes seconds."""
+"""train.py in processes of its own that can be killed, limited and put side by side. They are
+forked from one that has imported torch already, which takes seconds."""
 
 import multiprocessing.connection
 import os
@@ -9,12 +9,14 @@ import threading
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["train", "torch._dynamo", "pytest"])
-one_at_a_time = threading.Lock()  # to start a process is also to look for the ends of others, each of which is told once
+one_at_a_time = (
+    threading.Lock()
+)  # to start a process is also to look for the ends of others, each of which is told once
 
 
 def start(arguments, output, before=(), **environment):
-    """Process: python train.py ARGUMENTS, stdout and stderr go to the file `output`. before: calls (function, *arguments)
-    ahead of it."""
+    """Process: python train.py ARGUMENTS, stdout and stderr go to the file `output`. before: calls
+    (function, *arguments) ahead of it."""
     arguments = [str(argument) for argument in arguments]
     process = context.Process(target=main, args=(arguments, str(output), list(before), environment))
     with one_at_a_time:
@@ -34,9 +36,12 @@ def main(arguments, output, before, environment):
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.update(environment)
+    import runtime.run
     import train
 
-    train.tqdm.set_lock(threading.RLock())  # its own is a semaphore, which a killed process leaves behind
+    runtime.run.tqdm.set_lock(
+        threading.RLock()
+    )  # its own is a semaphore, which a killed process leaves behind
     for function, *values in before:
         function(*values)
     train.main(arguments)
@@ -55,7 +60,8 @@ operations = 0
 
 
 def die_at(count, directory):
-    """Ends this process as a power cut would, just before its count-th file operation in `directory`; 0: only counts."""
+    """Ends this process as a power cut would, just before its count-th file operation in
+    `directory`; 0: only counts."""
 
     def hook(event, values):
         global operations

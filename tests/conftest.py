@@ -8,8 +8,12 @@ import time
 
 os.environ["HF_HOME"] = tempfile.mkdtemp()  # before `datasets` is imported: its cache starts empty
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("SEED", str(int(time.time())))  # of the random moments at which runs are killed
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # for tensors as small as these, and beside other work, one is faster
+os.environ.setdefault(
+    "SEED", str(int(time.time()))
+)  # of the random moments at which runs are killed
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # for tensors as small as these, and beside other work, one is faster
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -22,14 +26,39 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(f"SEED={os.environ['SEED']} (tests/test_resume.py)")
 
 
-WORDS = ["red", "green", "blue", "cat", "dog", "bird", "runs", "sleeps", "sings", "the", "a", "one", "two", "not", "and",
-         ".", "?", "yes", "no", "question", "answer", "topic", "because", "or"]  # fmt: skip
+WORDS = [
+    "red",
+    "green",
+    "blue",
+    "cat",
+    "dog",
+    "bird",
+    "runs",
+    "sleeps",
+    "sings",
+    "the",
+    "a",
+    "one",
+    "two",
+    "not",
+    "and",
+    ".",
+    "?",
+    "yes",
+    "no",
+    "question",
+    "answer",
+    "topic",
+    "because",
+    "or",
+]
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
 
 
 @pytest.fixture(scope="session")
 def encoder(tmp_path_factory):
-    """Directory of a BERT with 2 layers and hidden size 32, random weights large enough to tell inputs apart."""
+    """Directory of a BERT with 2 layers and hidden size 32, random weights large enough to tell
+    inputs apart."""
     directory = tmp_path_factory.mktemp("encoder")
     torch.manual_seed(0)
     bert = Bert(BertConfig(len(VOCABULARY), 32, 2, 2, 64, max_position_embeddings=48))
@@ -51,17 +80,28 @@ def sentence(rng, length=None):
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
-    """rte (does the second text repeat the first?), sst2 (is a colour in it?), and an own multiple-choice task `pick`."""
+    """rte (does the second text repeat the first?), sst2 (is a colour in it?), and an own
+    multiple-choice task `pick`."""
     directory, rng = tmp_path_factory.mktemp("data"), random.Random(0)
     for split, n in (("train", 96), ("validation", 40)):
         rows = []
         for i in range(n):
             a = sentence(rng)
-            rows.append({"sentence1": a, "sentence2": a if i % 2 else sentence(rng), "label": 1 - i % 2, "idx": i})
+            rows.append(
+                {
+                    "sentence1": a,
+                    "sentence2": a if i % 2 else sentence(rng),
+                    "label": 1 - i % 2,
+                    "idx": i,
+                }
+            )
         write_rows(directory / "rte" / f"{split}.jsonl", rows)
         texts = [sentence(rng) for _ in range(n)]
         colours = {"red", "green", "blue"}
-        rows = [{"sentence": text, "label": int(bool(colours & set(text.split()))), "idx": 0} for text in texts]
+        rows = [
+            {"sentence": text, "label": int(bool(colours & set(text.split()))), "idx": 0}
+            for text in texts
+        ]
         write_rows(directory / "sst2" / f"{split}.jsonl", rows)
         rows = []
         for i in range(n):
@@ -74,16 +114,19 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def launch(encoder, data_dir):
-    """launch("--stage", ...): train.py in this process, on the tiny encoder and data -> the closing line's dictionary."""
+    """launch("--stage", ...): train.py in this process, on the tiny encoder and data -> the closing
+    line's dictionary."""
 
     def launch(*arguments):
         common = ["--model", encoder, "--data-dir", data_dir, "--device", "cpu"]
         options = [str(argument) for argument in arguments]
         given = [str(argument) for argument in common]
         pairs = zip(given[::2], given[1::2], strict=True)
-        given = [text for option, value in pairs if option not in options for text in (option, value)]
+        given = [
+            text for option, value in pairs if option not in options for text in (option, value)
+        ]
         args = train.arguments([*given, *options])
-        return train.run(args)
+        return train.train(args)
 
     return launch
 
@@ -92,9 +135,37 @@ def launch(encoder, data_dir):
 def runs(launch, tmp_path_factory):
     """Finished runs: adapters on three tasks (three architectures), and their fusion."""
     out = tmp_path_factory.mktemp("runs")
-    for task, *options in (("rte",), ("sst2", "--reduction-factor", 4), ("pick", "--reduction-factor", 8)):
-        launch("--stage", "adapter", "--task", task, "--epochs", 2, "--lr", "5e-3", "--out", out / task, *options)
+    for task, *options in (
+        ("rte",),
+        ("sst2", "--reduction-factor", 4),
+        ("pick", "--reduction-factor", 8),
+    ):
+        launch(
+            "--stage",
+            "adapter",
+            "--task",
+            task,
+            "--epochs",
+            2,
+            "--lr",
+            "5e-3",
+            "--out",
+            out / task,
+            *options,
+        )
     adapters = [out / task for task in ("rte", "sst2", "pick")]
-    launch("--stage", "fusion", "--task", "rte", "--adapters", *adapters, "--epochs", 2, "--lr", "5e-3",
-           "--out", out / "fusion-rte")  # fmt: skip
+    launch(
+        "--stage",
+        "fusion",
+        "--task",
+        "rte",
+        "--adapters",
+        *adapters,
+        "--epochs",
+        2,
+        "--lr",
+        "5e-3",
+        "--out",
+        out / "fusion-rte",
+    )
     return out

@@ -1,9 +1,11 @@
-"""The other side of test_adapterhub.py and test_adapter_config.py: what AdapterHub's own library writes, reads, computes, trains.
+"""The other side of test_adapterhub.py and test_adapter_config.py: what AdapterHub's own library
+writes, reads, computes, trains.
 
     python tests/peer.py write | read | grid DIRECTORY   with experiments/requirements-peer.txt; DIRECTORY holds plan.json
 
 write   adapters, heads and fusions with random weights: .bin in DIRECTORY/theirs/ENCODER/NAME, safetensors in
-        NAME-safe, outputs in DIRECTORY/theirs.safetensors, what it refused in DIRECTORY/refused-write.json
+        NAME-safe, outputs in DIRECTORY/theirs.safetensors, what it refused in
+        DIRECTORY/refused-write.json
 read    loads what this project wrote, runs the Python of its cards, and trains: outputs in DIRECTORY/read.safetensors
 grid    computes with many architectures, with the weights in DIRECTORY/weights.safetensors: outputs in grid.safetensors, and
         what it refused in refused-grid.json
@@ -34,7 +36,8 @@ def attempt(key, function, *args, **options):
 
 
 def spread(parameters, generator):
-    """Random weights at which an error shows: nothing stays at its default, and no softmax is 0 or 1."""
+    """Random weights at which an error shows: nothing stays at its default, and no softmax is 0 or
+    1."""
     for name, p in parameters:
         noise = torch.randn(p.shape, generator=generator)
         if name.endswith("value.weight"):
@@ -47,18 +50,28 @@ def spread(parameters, generator):
 
 @torch.no_grad()
 def compute(key, model, inputs, fusion=None, head=None, choices=1):
-    """Hidden states, the head's logits, fusion weights and regularisation, as `outputs[key.h]` and so on."""
+    """Hidden states, the head's logits, fusion weights and regularisation, as `outputs[key.h]` and
+    so on."""
     model.eval()
     result = model.base_model(**inputs, output_adapter_fusion_attentions=fusion is not None)
     outputs[f"{key}.h"] = result.last_hidden_state
     if head:
-        shape = (-1, choices, inputs["input_ids"].shape[-1]) if choices > 1 else inputs["input_ids"].shape
-        outputs[f"{key}.logits"] = model(**{name: t.view(shape) for name, t in inputs.items()}, head=head).logits
+        shape = (
+            (-1, choices, inputs["input_ids"].shape[-1])
+            if choices > 1
+            else inputs["input_ids"].shape
+        )
+        outputs[f"{key}.logits"] = model(
+            **{name: t.view(shape) for name, t in inputs.items()}, head=head
+        ).logits
     if fusion is not None:
         for layer, locations in result.adapter_fusion_attentions[fusion].items():
             for location, weights in locations.items():
                 outputs[f"{key}.{layer}.{location}"] = torch.as_tensor(weights)
-        for name, p in model.named_parameters():  # the library sums over every fusion that can be trained
+        for (
+            name,
+            p,
+        ) in model.named_parameters():  # the library sums over every fusion that can be trained
             p.requires_grad_(f"adapter_fusion_layer.{fusion}." in name)
         outputs[f"{key}.regularization"] = model.get_fusion_regularization_loss()
 
@@ -73,7 +86,10 @@ def add_head(model, name, head):
 def write():
     for encoder, source in plan["encoders"].items():
         inputs = load_file(directory / f"{encoder}.safetensors")
-        model, generator = AutoAdapterModel.from_pretrained(source), torch.Generator().manual_seed(7)
+        model, generator = (
+            AutoAdapterModel.from_pretrained(source),
+            torch.Generator().manual_seed(7),
+        )
         target = directory / "theirs" / encoder
         target.mkdir(parents=True)
         for name, config in plan["adapters"].items():
@@ -87,24 +103,43 @@ def write():
         for name in plan["adapters"]:
             model.set_active_adapters(name)
             head = plan["heads"].get(name)
-            compute(f"{encoder}.{name}", model, inputs, None, head and name, (head or {}).get("num_choices", 1))
+            compute(
+                f"{encoder}.{name}",
+                model,
+                inputs,
+                None,
+                head and name,
+                (head or {}).get("num_choices", 1),
+            )
             model.save_adapter(str(target / name), name, with_head=head is not None)
-            attempt(f"{encoder}.{name}", model.save_adapter, str(target / f"{name}-safe"), name, use_safetensors=True,
-                    with_head=head is not None)  # fmt: skip
+            attempt(
+                f"{encoder}.{name}",
+                model.save_adapter,
+                str(target / f"{name}-safe"),
+                name,
+                use_safetensors=True,
+                with_head=head is not None,
+            )
         for name, members in plan["fusions"].items():
             model.set_active_adapters(Fuse(*members))
             compute(f"{encoder}.{name}", model, inputs, ",".join(members))
             model.save_adapter_fusion(str(target / name), Fuse(*members))
-            model.save_adapter_fusion(str(target / f"{name}-safe"), Fuse(*members), use_safetensors=True)
+            model.save_adapter_fusion(
+                str(target / f"{name}-safe"), Fuse(*members), use_safetensors=True
+            )
         for members in plan["cannot"]:
             attempt(",".join(members), model.add_adapter_fusion, members)
-    save_file({name: t.contiguous() for name, t in outputs.items()}, directory / "theirs.safetensors")
+    save_file(
+        {name: t.contiguous() for name, t in outputs.items()}, directory / "theirs.safetensors"
+    )
 
 
 def read():
     for case in plan["read"]:
         inputs = load_file(directory / f"{case['encoder']}.safetensors")
-        model = AutoAdapterModel.from_pretrained(case.get("model") or plan["encoders"][case["encoder"]])
+        model = AutoAdapterModel.from_pretrained(
+            case.get("model") or plan["encoders"][case["encoder"]]
+        )
         options = {"use_safetensors": case.get("safe", True)}
         names = [model.load_adapter(path, with_head=False, **options) for path in case["adapters"]]
         model.set_active_adapters(names[0])
@@ -119,20 +154,28 @@ def read():
     for case in plan["cards"]:  # the card's second block of Python is for this library
         inputs = load_file(directory / f"{case['encoder']}.safetensors")
         huggingface_hub.snapshot_download = lambda repo, case=case: case["folder"]
-        blocks = re.findall(r"```python\n(.*?)```", (Path(case["folder"]) / "README.md").read_text(), re.DOTALL)
+        blocks = re.findall(
+            r"```python\n(.*?)```", (Path(case["folder"]) / "README.md").read_text(), re.DOTALL
+        )
         names = {name: t.view(case["shape"]) for name, t in inputs.items()}
         exec(blocks[1], names)
         outputs[case["key"]] = names["logits"]
     for case in plan["train"]:
         train(case)
-    save_file({name: t.detach().contiguous() for name, t in outputs.items()}, directory / "read.safetensors")
+    save_file(
+        {name: t.detach().contiguous() for name, t in outputs.items()},
+        directory / "read.safetensors",
+    )
 
 
 def train(case):
-    """The training of one stage from given weights on given batches, written out as the reference's trainer does it."""
+    """The training of one stage from given weights on given batches, written out as the reference's
+    trainer does it."""
     torch.manual_seed(0)
     model = AutoAdapterModel.from_pretrained(case["encoder"])
-    names = [model.load_adapter(path, with_head=False, use_safetensors=True) for path in case["adapters"]]
+    names = [
+        model.load_adapter(path, with_head=False, use_safetensors=True) for path in case["adapters"]
+    ]
     if case["fusion"]:
         model.load_adapter_fusion(case["fusion"], use_safetensors=True, with_head=False)
         model.train_adapter_fusion(Fuse(*names))
@@ -162,8 +205,12 @@ def train(case):
 
 @torch.no_grad()
 def grid():
-    """In float64: outputs[the configuration's number]; weights are named LAYER.LOCATION.PART.BOTTLENECK."""
-    inputs, weights = load_file(directory / "inputs.safetensors"), load_file(directory / "weights.safetensors")
+    """In float64: outputs[the configuration's number]; weights are named
+    LAYER.LOCATION.PART.BOTTLENECK."""
+    inputs, weights = (
+        load_file(directory / "inputs.safetensors"),
+        load_file(directory / "weights.safetensors"),
+    )
     model = AutoAdapterModel.from_pretrained(plan["encoder"]).double().eval()
     for number, config in enumerate(plan["configs"]):
         name = f"a{number}"  # the library keeps the configuration of a deleted name

@@ -1,5 +1,5 @@
-"""--adapter-config; a task's own LayerNorms and Houlsby's initialisation; and, with PEER_PYTHON (tests/test_adapterhub.py), every
-architecture of the paper's grid beside the reference library."""
+"""--adapter-config; a task's own LayerNorms and Houlsby's initialisation; and, with PEER_PYTHON
+(tests/test_adapterhub.py), every architecture of the paper's grid beside the reference library."""
 
 import copy
 import itertools
@@ -15,45 +15,84 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train
-from adapter import AdapterConfig, activate, add_adapter, load_adapter, save_adapter, tensor_names
+from adapter import ADAPTERS, activate, add_adapter, load_adapter, save_adapter
 from bert import Bert, BertConfig
 from conftest import WORDS
 from experiments import predict
+from experiments.load_run import load_run
+from formats.adapterhub import without_effect
 from fusion import add_fusion
+from runtime.options import configure
 from test_adapterhub import PEER, needs_peer, spread
 from test_errors import fails  # noqa: F401
 from test_train import dev_batches
+from variants.houlsby import RecipeConfig, own_layer_norms
 
 IDS = torch.tensor([[2, 7, 8, 9, 10, 3], [2, 11, 3, 0, 0, 0], [2, 12, 13, 14, 3, 0]])
 MASK = (IDS != 0).long()
 SHAPES = {
-    "houlsby": AdapterConfig.houlsby(layer_norms=True, reduction_factor=4),
-    "top, not in layer 0": AdapterConfig.pfeiffer(layer_norms=True, leave_out=[0]),
-    "bottom": AdapterConfig(mh_adapter=True, output_adapter=False, ln_before=True, ln_after=True, layer_norms=True),
+    "houlsby": RecipeConfig.houlsby(layer_norms=True, reduction_factor=4),
+    "top, not in layer 0": RecipeConfig.pfeiffer(layer_norms=True, leave_out=[0]),
+    "bottom": RecipeConfig(
+        mh_adapter=True, output_adapter=False, ln_before=True, ln_after=True, layer_norms=True
+    ),
 }
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # --adapter-config
 
 
 def test_fields_of_the_preset_are_changed(launch, tmp_path):
-    words = ["ln_after=true", "residual_before_ln=post_add", "leave_out=[1]", "non_linearity=swish", "mh_adapter=true"]
-    launch("--stage", "adapter", "--task", "rte", "--epochs", 1, "--out", tmp_path / "run", "--reduction-factor", 4,
-           "--adapter", "bapna", "--adapter-config", *words)  # fmt: skip
-    bert, _, config = train.load_run(tmp_path / "run")
-    assert bert.layers[0].output_add_norm.adapters["rte"].config == AdapterConfig(
-        mh_adapter=True, ln_before=True, ln_after=True, residual_before_ln="post_add", non_linearity="swish", leave_out=(1,),
+    words = [
+        "ln_after=true",
+        "residual_before_ln=post_add",
+        "leave_out=[1]",
+        "non_linearity=swish",
+        "mh_adapter=true",
+    ]
+    launch(
+        "--stage",
+        "adapter",
+        "--task",
+        "rte",
+        "--epochs",
+        1,
+        "--out",
+        tmp_path / "run",
+        "--reduction-factor",
+        4,
+        "--adapter",
+        "bapna",
+        "--adapter-config",
+        *words,
+    )
+    bert, _, config = load_run(tmp_path / "run")
+    assert bert.layers[0].output_add_norm.adapters["rte"].config == RecipeConfig(
+        mh_adapter=True,
+        ln_before=True,
+        ln_after=True,
+        residual_before_ln="post_add",
+        non_linearity="swish",
+        leave_out=(1,),
         reduction_factor=4,
-    )  # fmt: skip
+    )
     assert [key for key, slot in bert.slots() if slot.adapters] == [(0, "attention"), (0, "output")]
-    assert config["adapter_config"] == {"ln_after": True, "residual_before_ln": "post_add", "leave_out": [1],
-                                        "non_linearity": "swish", "mh_adapter": True}  # fmt: skip
+    assert config["adapter_config"] == {
+        "ln_after": True,
+        "residual_before_ln": "post_add",
+        "leave_out": [1],
+        "non_linearity": "swish",
+        "mh_adapter": True,
+    }
 
 
 def test_other_architectures_have_other_fields():
-    assert train.new_config("pal", 16, {"size": 12, "num_heads": 3}).size == 12
-    with pytest.raises(ValueError, match="'ln_after' is no field of --adapter pal, which has size, num_heads, leave_out"):
-        train.new_config("pal", 16, {"ln_after": True})
+    assert configure(ADAPTERS["pal"], 16, {"size": 12, "num_heads": 3}).size == 12
+    with pytest.raises(
+        ValueError,
+        match="'ln_after' is no field of --adapter pal, which has size, num_heads, leave_out",
+    ):
+        configure(ADAPTERS["pal"], 16, {"ln_after": True})
 
 
 @pytest.mark.parametrize(
@@ -73,8 +112,14 @@ def test_other_architectures_have_other_fields():
         ("leave_out=[0,1]", "leaves no layer"),
         ("leave_out=" + "[" * 100_000, "leave_out must be a list"),
         ("mh_adapter=false output_adapter=false", "no place in the encoder"),
-        ("residual_before_ln=post_add original_ln_before=false", "residual_before_ln 'post_add' is the input"),
-        ("residual_before_ln=false original_ln_before=false", "original_ln_before=false leaves out"),
+        (
+            "residual_before_ln=post_add original_ln_before=false",
+            "residual_before_ln 'post_add' is the input",
+        ),
+        (
+            "residual_before_ln=false original_ln_before=false",
+            "original_ln_before=false leaves out",
+        ),
         ("adapter_residual_before_ln=true", "needs the new LayerNorm"),
     ],
     ids=lambda text: text[:40],
@@ -85,39 +130,77 @@ def test_changes_that_mean_nothing(fails, words, say):  # noqa: F811
 
 def test_it_belongs_to_new_bottleneck_adapters(fails, runs):  # noqa: F811
     for stage in ("head", "full"):
-        fails("--adapter-config", "ln_after=true", stage=stage, say="--adapter-config belongs to a new adapter")
-    fails("--adapter-config", "ln_after=true", "--adapters", runs / "rte", stage="fusion", say="belongs to a new adapter")
-    words = ["--stage", "multitask", "--tasks", "rte", "--adapter", "none", "--adapter-config", "ln_after=true"]
+        fails(
+            "--adapter-config",
+            "ln_after=true",
+            stage=stage,
+            say="--adapter-config belongs to a new adapter",
+        )
+    fails(
+        "--adapter-config",
+        "ln_after=true",
+        "--adapters",
+        runs / "rte",
+        stage="fusion",
+        say="belongs to a new adapter",
+    )
+    words = [
+        "--stage",
+        "multitask",
+        "--tasks",
+        "rte",
+        "--adapter",
+        "none",
+        "--adapter-config",
+        "ln_after=true",
+    ]
     with pytest.raises(ValueError, match="belongs to a new adapter"):
         train.check(train.arguments(words))
 
 
 def test_files_may_have_what_changes_nothing():
-    config = AdapterConfig(original_ln_before=False, residual_before_ln=False, adapter_residual_before_ln=True)
-    assert set(config.without_effect()) == {"residual_before_ln", "adapter_residual_before_ln"}
-    assert not AdapterConfig(residual_before_ln=False, ln_after=True, adapter_residual_before_ln=True).without_effect()
+    config = RecipeConfig(
+        original_ln_before=False, residual_before_ln=False, adapter_residual_before_ln=True
+    )
+    assert set(without_effect(config)) == {"residual_before_ln", "adapter_residual_before_ln"}
+    assert not without_effect(
+        RecipeConfig(residual_before_ln=False, ln_after=True, adapter_residual_before_ln=True)
+    )
 
 
 def test_a_resumed_run_has_the_same_architecture(launch, tmp_path, monkeypatch):
-    command = ["--stage", "adapter", "--task", "rte", "--epochs", 1, "--out", tmp_path / "run", "--adapter-config"]
+    command = [
+        "--stage",
+        "adapter",
+        "--task",
+        "rte",
+        "--epochs",
+        1,
+        "--out",
+        tmp_path / "run",
+        "--adapter-config",
+    ]
 
     def full_disk(*_):
         raise OSError("no space left")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
-        patch.setattr(train, "save_run", full_disk)
+        patch.setattr(train, "save", full_disk)
         launch(*command, "ln_after=true")
-    with pytest.raises(ValueError, match="adapter_config = {'ln_after': True}, not {'ln_before': True}"):
+    with pytest.raises(
+        ValueError, match="adapter_config = {'ln_after': True}, not {'ln_before': True}"
+    ):
         launch(*command, "ln_before=true", "--resume")
     launch(*command, "ln_after=true", "--resume")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Initialisation
 
 
 def distance(sample, cdf):
-    """Kolmogorov-Smirnov: the largest difference between the empirical distribution of a sample and a distribution."""
+    """Kolmogorov-Smirnov: the largest difference between the empirical distribution of a sample and
+    a distribution."""
     x, _ = sample.double().flatten().sort()
     steps = torch.arange(len(x) + 1, dtype=torch.float64) / len(x)
     return max((cdf(x) - steps[:-1]).abs().max(), (cdf(x) - steps[1:]).abs().max()).item()
@@ -136,13 +219,15 @@ def truncated(x):
 def test_initial_weights():
     torch.manual_seed(0)
     bert = Bert(BertConfig(10, 256, 1, 2, 8, max_position_embeddings=4))
-    add_adapter(bert, "bert", AdapterConfig(reduction_factor=2))
-    add_adapter(bert, "houlsby", AdapterConfig(reduction_factor=2, init_weights="houlsby"))
+    add_adapter(bert, "bert", RecipeConfig(reduction_factor=2))
+    add_adapter(bert, "houlsby", RecipeConfig(reduction_factor=2, init_weights="houlsby"))
     laws = {"bert": lambda x: normal(x, 0.02), "houlsby": truncated}
     for name, adapter in bert.layers[0].output_add_norm.adapters.items():
         for linear in (adapter.down, adapter.up):
             assert not linear.bias.any() and linear.weight.numel() == 2**15
-            critical = 1.95 / math.sqrt(linear.weight.numel())  # passed once in a thousand draws; the seed is fixed
+            critical = 1.95 / math.sqrt(
+                linear.weight.numel()
+            )  # passed once in a thousand draws; the seed is fixed
             for law, cdf in laws.items():
                 assert (distance(linear.weight, cdf) < critical) == (law == name)
             assert (linear.weight.abs().max() <= 0.02) == (name == "houlsby")
@@ -161,18 +246,25 @@ def test_how_a_saved_adapter_was_initialised_does_not_matter(encoder, runs, tmp_
         assert config.init_weights == ("houlsby" if init_weights == "houlsby" else "bert")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A task's own LayerNorms
 
 
 def norms_of(bert, name):
-    return {key: norms[name] for key, _, norms in bert.layer_norms() if name in norms}
+    return {
+        key: norm.adapters[name] for key, norm in own_layer_norms(bert) if name in norm.adapters
+    }
 
 
 def noise(bert, name):
     """Random weights for an adapter and its LayerNorms."""
     own = [p for norm in norms_of(bert, name).values() for p in norm.parameters()]
-    own += [p for _, slot in bert.slots() if name in slot.adapters for p in slot.adapters[name].parameters()]
+    own += [
+        p
+        for _, slot in bert.slots()
+        if name in slot.adapters
+        for p in slot.adapters[name].parameters()
+    ]
     with torch.no_grad():
         for p in own:
             p.add_(torch.randn_like(p), alpha=0.3)
@@ -180,19 +272,25 @@ def noise(bert, name):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_own_layer_norms_stand_in_for_bert_s(encoder, shape):
-    """The same as an encoder whose LayerNorms are those, with the adapter alone; and other adapters see nothing of it."""
+    """The same as an encoder whose LayerNorms are those, with the adapter alone; and other adapters
+    see nothing of it."""
     torch.manual_seed(0)
     bert, other = Bert.from_pretrained(encoder), Bert.from_pretrained(encoder)
     plain = bert(IDS, None, MASK)
-    add_adapter(bert, "alone", AdapterConfig(**{**vars(SHAPES[shape]), "layer_norms": False}))
+    add_adapter(bert, "alone", RecipeConfig(**{**vars(SHAPES[shape]), "layer_norms": False}))
     add_adapter(bert, "a", SHAPES[shape])
     own = norms_of(bert, "a")
     assert len(own) == 2 * 2 + 1 and not norms_of(bert, "alone")
-    for key, norm, norms in bert.layer_norms():
-        assert torch.equal(norm.weight, norms["a"].weight) and torch.equal(norm.bias, norms["a"].bias), key
-        assert norms["a"].eps == norm.eps
+    for key, norm in own_layer_norms(bert):
+        assert torch.equal(norm.weight, norm.adapters["a"].weight) and torch.equal(
+            norm.bias, norm.adapters["a"].bias
+        ), key
+        assert norm.adapters["a"].eps == norm.eps
     trained = {id(p) for p in bert.parameters() if p.requires_grad}
-    modules = [*own.values(), *(slot.adapters["a"] for _, slot in bert.slots() if "a" in slot.adapters)]
+    modules = [
+        *own.values(),
+        *(slot.adapters["a"] for _, slot in bert.slots() if "a" in slot.adapters),
+    ]
     assert trained == {id(p) for module in modules for p in module.parameters()}
 
     with torch.no_grad():
@@ -200,13 +298,15 @@ def test_own_layer_norms_stand_in_for_bert_s(encoder, shape):
             noise(bert, name)
         for _, slot in other.slots():
             slot.active = "a"
-        for (_, slot), (_, ours) in zip(other.slots(), bert.slots(), strict=True):
+        for (_, slot), (_, ours) in zip(other.slots(), bert.slots(), strict=False):
             if "a" in ours.adapters:
                 slot.adapters["a"] = copy.deepcopy(ours.adapters["a"])
-        for key, norm, _ in other.layer_norms():
+        for key, norm in own_layer_norms(other):
             norm.load_state_dict(own[key].state_dict())
         assert torch.equal(bert(IDS, None, MASK), other(IDS, None, MASK))
-        assert (bert(IDS, None, MASK)[:, :1] - bert(IDS, None, MASK, cls_only=True)).abs().max() < 1e-5
+        assert (
+            bert(IDS, None, MASK)[:, :1] - bert(IDS, None, MASK, cls_only=True)
+        ).abs().max() < 1e-5
         activate(bert, "alone")
         alone = bert(IDS, None, MASK)
         activate(bert, None)
@@ -224,7 +324,10 @@ def test_files_with_own_layer_norms(encoder, tmp_path, shape):
     assert values["config"]["architecture"] == "layer_norms"  # which adapters 1.3.0 refuses
     tensors = load_file(tmp_path / "a" / "adapter.safetensors")
     names = [name for name in tensors if "layer_norm" in name]
-    assert len(names) == 2 * (2 * 2 + 1) and "bert.embeddings.adapters.a.adapter_layer_norm.bias" in names
+    assert (
+        len(names) == 2 * (2 * 2 + 1)
+        and "bert.embeddings.adapters.a.adapter_layer_norm.bias" in names
+    )
     again = Bert.from_pretrained(encoder)
     activate(again, load_adapter(again, tmp_path / "a", "b"))
     with torch.no_grad():
@@ -243,9 +346,17 @@ def test_files_with_own_layer_norms(encoder, tmp_path, shape):
     for name in names:
         place = name.removeprefix("bert.").replace(".adapters.a", "")
         refused(lambda changed, name=name: changed.pop(name), f"{place} is missing")
-    refused(lambda changed: changed.update({name: torch.zeros(31)}), r"is torch.float32 \[31\], here it must be a float \[32\]")
+    refused(
+        lambda changed: changed.update({name: torch.zeros(31)}),
+        r"is torch.float32 \[31\], here it must be a float \[32\]",
+    )
     refused(lambda changed: changed.update({name: torch.full((32,), math.nan)}), "not finite")
-    refused(lambda changed: changed.update({"bert.embeddings.adapters.a.adapter_up.bias": torch.zeros(32)}), "without a place")
+    refused(
+        lambda changed: changed.update(
+            {"bert.embeddings.adapters.a.adapter_up.bias": torch.zeros(32)}
+        ),
+        "without a place",
+    )
     values["config"]["layer_norms"] = False
     (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(values))
     refused(lambda changed: None, "tensors without a place here: embeddings.adapter_layer_norm")
@@ -261,21 +372,44 @@ def test_other_files_say_nothing_of_them(runs):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_with_own_layer_norms(launch, encoder, data_dir, tmp_path, capsys, dtype):
-    result = launch("--stage", "adapter", "--task", "sst2", "--epochs", 2, "--lr", "5e-3", "--out", tmp_path / "run", "--dtype",
-                    dtype, "--adapter", "houlsby", "--adapter-config", "layer_norms=true", "init_weights=houlsby")  # fmt: skip
-    bert, head, _ = train.load_run(tmp_path / "run", dtype=getattr(torch, dtype))
+    result = launch(
+        "--stage",
+        "adapter",
+        "--task",
+        "sst2",
+        "--epochs",
+        2,
+        "--lr",
+        "5e-3",
+        "--out",
+        tmp_path / "run",
+        "--dtype",
+        dtype,
+        "--adapter",
+        "houlsby",
+        "--adapter-config",
+        "layer_norms=true",
+        "init_weights=houlsby",
+    )
+    bert, head, _ = load_run(tmp_path / "run", dtype=getattr(torch, dtype))
     untouched = Bert.from_pretrained(encoder).to(getattr(torch, dtype))
     for name, p in untouched.named_parameters():
         assert torch.equal(bert.get_parameter(name), p), name
-    for key, norm, norms in bert.layer_norms():
+    for key, norm in own_layer_norms(bert):
         for kind in ("weight", "bias"):
-            assert not torch.equal(getattr(norm, kind), getattr(norms["sst2"], kind)), key
+            assert not torch.equal(getattr(norm, kind), getattr(norm.adapters["sst2"], kind)), key
     r, d = 2, 32
     adapters = 4 * (2 * r * d + r + d)
-    assert result["trained_parameters"] == adapters + 5 * 2 * d + sum(p.numel() for p in head.parameters())
+    assert result["trained_parameters"] == adapters + 5 * 2 * d + sum(
+        p.numel() for p in head.parameters()
+    )
     if dtype == "float32":
-        right = [(train.predict(bert, head, batch, torch.float32).argmax(-1) == batch["labels"]).float().mean()
-                 for batch in dev_batches(encoder, data_dir, "sst2", 40)]  # fmt: skip
+        right = [
+            (train.predict(bert, head, batch, torch.float32).argmax(-1) == batch["labels"])
+            .float()
+            .mean()
+            for batch in dev_batches(encoder, data_dir, "sst2", 40)
+        ]
         assert sum(right) / len(right) == pytest.approx(result["accuracy"])
         capsys.readouterr()
         predict.main([str(tmp_path / "run"), " ".join(WORDS[:3])])
@@ -283,62 +417,122 @@ def test_a_run_with_own_layer_norms(launch, encoder, data_dir, tmp_path, capsys,
 
 
 def test_multitask_with_own_layer_norms(launch, encoder, data_dir, tmp_path):
-    """Each task its own LayerNorms, all else of Θ is shared and trained; Θ's own LayerNorms are never used and stay."""
-    result = launch("--stage", "multitask", "--tasks", "sst2", "rte", "--epochs", 1, "--steps-per-epoch", 8, "--lr", "5e-3",
-                    "--adapter", "pfeiffer", "--adapter-config", "layer_norms=true", "--out", tmp_path / "mt")  # fmt: skip
+    """Each task its own LayerNorms, all else of Θ is shared and trained; Θ's own LayerNorms are
+    never used and stay."""
+    result = launch(
+        "--stage",
+        "multitask",
+        "--tasks",
+        "sst2",
+        "rte",
+        "--epochs",
+        1,
+        "--steps-per-epoch",
+        8,
+        "--lr",
+        "5e-3",
+        "--adapter",
+        "pfeiffer",
+        "--adapter-config",
+        "layer_norms=true",
+        "--out",
+        tmp_path / "mt",
+    )
     before, found = Bert.from_pretrained(encoder), {}
     after = Bert.from_pretrained(tmp_path / "mt")  # a checkpoint without anything of the tasks
     assert not torch.equal(after.layers[0].query.weight, before.layers[0].query.weight)
-    for (key, norm, _), (_, old, _) in zip(after.layer_norms(), before.layer_norms(), strict=True):
+    for (key, norm), (_, old) in zip(own_layer_norms(after), own_layer_norms(before), strict=True):
         assert torch.equal(norm.weight, old.weight), key
     for task in ("sst2", "rte"):
-        bert, head, _ = train.load_run(tmp_path / "mt", task=task)
+        bert, head, _ = load_run(tmp_path / "mt", task=task)
         found[task] = norms_of(bert, task)
         batch = dev_batches(encoder, data_dir, task, 40)[0]
-        right = (train.predict(bert, head, batch, torch.float32).argmax(-1) == batch["labels"]).float().mean()
+        right = (
+            (train.predict(bert, head, batch, torch.float32).argmax(-1) == batch["labels"])
+            .float()
+            .mean()
+        )
         assert right == pytest.approx(result["accuracies"][task])
-    assert all(not torch.equal(found["sst2"][key].bias, found["rte"][key].bias) for key in found["rte"])
+    assert all(
+        not torch.equal(found["sst2"][key].bias, found["rte"][key].bias) for key in found["rte"]
+    )
 
 
 def test_they_cannot_be_fused(fails, launch, encoder, runs, tmp_path):  # noqa: F811
     bert = Bert.from_pretrained(encoder)
-    add_adapter(bert, "a", AdapterConfig())
-    add_adapter(bert, "b", AdapterConfig(layer_norms=True))
+    add_adapter(bert, "a", RecipeConfig())
+    add_adapter(bert, "b", RecipeConfig(layer_norms=True))
     for names in (["a", "b"], ["b"]):
-        with pytest.raises(ValueError, match=r"LayerNorms of their own \(layer_norms\) cannot be fused: b$"):
+        with pytest.raises(
+            ValueError, match=r"LayerNorms of their own \(layer_norms\) cannot be fused: b$"
+        ):
             add_fusion(bert, names)
     run = tmp_path / "own"
-    launch("--stage", "adapter", "--task", "pick", "--epochs", 1, "--adapter-config", "layer_norms=true", "--out", run)
+    launch(
+        "--stage",
+        "adapter",
+        "--task",
+        "pick",
+        "--epochs",
+        1,
+        "--adapter-config",
+        "layer_norms=true",
+        "--out",
+        run,
+    )
     fails("--adapters", runs / "rte", run, stage="fusion", say="cannot be fused: pick")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The whole grid, by itself and beside the reference
 
 POSITIONS = {"top": (False, True), "bottom": (True, False), "both": (True, True)}
 TWICE = list(itertools.product((True, False), repeat=2))  # before, after
 GRID = [
-    {"mh_adapter": bottom, "output_adapter": top, "original_ln_before": own_before, "original_ln_after": own_after,
-     "ln_before": before, "ln_after": after, "residual_before_ln": residual, "adapter_residual_before_ln": inside,
-     "non_linearity": act, "reduction_factor": factor}
-    for (bottom, top), (own_before, own_after), (before, after), residual, inside, act, factor in itertools.product(
-        POSITIONS.values(), TWICE, TWICE, (True, False, "post_add"), (False, True), ("relu", "leakyrelu", "swish"), (2, 8, 16, 64)
+    {
+        "mh_adapter": bottom,
+        "output_adapter": top,
+        "original_ln_before": own_before,
+        "original_ln_after": own_after,
+        "ln_before": before,
+        "ln_after": after,
+        "residual_before_ln": residual,
+        "adapter_residual_before_ln": inside,
+        "non_linearity": act,
+        "reduction_factor": factor,
+    }
+    for (bottom, top), (own_before, own_after), (
+        before,
+        after,
+    ), residual, inside, act, factor in itertools.product(
+        POSITIONS.values(),
+        TWICE,
+        TWICE,
+        (True, False, "post_add"),
+        (False, True),
+        ("relu", "leakyrelu", "swish"),
+        (2, 8, 16, 64),
     )
-]  # fmt: skip
+]
 
 
 def test_every_architecture_trains_or_is_refused(encoder):
-    """All but the sizes: one example of each non-linearity's and bottleneck's is enough for the others."""
+    """All but the sizes: one example of each non-linearity's and bottleneck's is enough for the
+    others."""
     torch.manual_seed(0)
     bert, refused = Bert.from_pretrained(encoder), 0
     for options in GRID:
         if (options["non_linearity"], options["reduction_factor"]) != ("swish", 8):
             continue
         try:
-            add_adapter(bert, "a", AdapterConfig(**options))
+            add_adapter(bert, "a", RecipeConfig(**options))
         except ValueError as e:
             refused += 1
-            assert "which is off" in str(e) and options["residual_before_ln"] == "post_add" and not options["original_ln_before"]
+            assert (
+                "which is off" in str(e)
+                and options["residual_before_ln"] == "post_add"
+                and not options["original_ln_before"]
+            )
             continue
         (bert(IDS, None, MASK)[:, 0] @ torch.arange(32.0)).sum().backward()
         for name, p in bert.named_parameters():
@@ -356,59 +550,102 @@ def both(tmp_path_factory):
     bert = Bert(config).requires_grad_(False).eval()
     spread(bert.named_parameters(), generator)
     bert.save_pretrained(root / "encoder")
-    inputs = {"input_ids": [[5, 6, 7, 8, 9], [10, 11, 12, 0, 0]], "token_type_ids": [[0, 0, 1, 1, 1], [0, 1, 1, 0, 0]],
-              "attention_mask": [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]}  # fmt: skip
+    inputs = {
+        "input_ids": [[5, 6, 7, 8, 9], [10, 11, 12, 0, 0]],
+        "token_type_ids": [[0, 0, 1, 1, 1], [0, 1, 1, 0, 0]],
+        "attention_mask": [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]],
+    }
     inputs = {name: torch.tensor(rows) for name, rows in inputs.items()}
     save_file(inputs, root / "inputs.safetensors")
     weights = {}
-    for (layer, location), r in itertools.product(itertools.product(range(2), ("attention", "output")), (32, 8, 4, 1)):
-        shapes = {"adapter_up.weight": (64, r), "adapter_up.bias": (64,), "adapter_norm_before.weight": (64,),
-                  "adapter_norm_before.bias": (64,), "adapter_norm_after.weight": (64,), "adapter_norm_after.bias": (64,),
-                  **{f"adapter_down.{i}.{kind}": shape for i in (0, 1)
-                     for kind, shape in (("weight", (r, 64)), ("bias", (r,)))}}  # fmt: skip
+    for (layer, location), r in itertools.product(
+        itertools.product(range(2), ("attention", "output")), (32, 8, 4, 1)
+    ):
+        shapes = {
+            "adapter_up.weight": (64, r),
+            "adapter_up.bias": (64,),
+            "adapter_norm_before.weight": (64,),
+            "adapter_norm_before.bias": (64,),
+            "adapter_norm_after.weight": (64,),
+            "adapter_norm_after.bias": (64,),
+            **{
+                f"adapter_down.{i}.{kind}": shape
+                for i in (0, 1)
+                for kind, shape in (("weight", (r, 64)), ("bias", (r,)))
+            },
+        }
         made = [(part, torch.nn.Parameter(torch.empty(shape))) for part, shape in shapes.items()]
         spread(made, generator)
         weights |= {f"{layer}.{location}.{part}.{r}": p.data.double() for part, p in made}
     save_file(weights, root / "weights.safetensors")
-    add_adapter(bert, "own", AdapterConfig(layer_norms=True))
+    add_adapter(bert, "own", RecipeConfig(layer_norms=True))
     save_adapter(bert, "own", root / "own")
     plan = {"encoder": str(root / "encoder"), "configs": GRID, "cannot_read": str(root / "own")}
     (root / "plan.json").write_text(json.dumps(plan))
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     environment.pop("PYTHONPATH", None)
-    peer = subprocess.Popen([PEER, Path(__file__).with_name("peer.py"), "grid", root], stdout=subprocess.PIPE,
-                            stderr=subprocess.STDOUT, text=True, env=environment)  # fmt: skip
+    peer = subprocess.Popen(
+        [PEER, Path(__file__).with_name("peer.py"), "grid", root],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+    )
     ours, bert = {}, Bert.from_pretrained(root / "encoder").double()
     with torch.no_grad():
         for number, options in enumerate(GRID):
             try:
-                add_adapter(bert, "a", AdapterConfig(**options))
+                add_adapter(bert, "a", RecipeConfig(**options))
             except ValueError as e:
                 ours[number] = str(e)
                 continue
             for (layer, location), slot in bert.slots():
                 if "a" in slot.adapters:
                     adapter = slot.adapters["a"]
-                    for name, theirs in tensor_names(adapter.config).items():
-                        adapter.get_parameter(name).copy_(weights[f"{layer}.{location}.{theirs}.{adapter.down.out_features}"])
+                    for theirs, name in adapter.config.tensor_names(adapter).items():
+                        adapter.get_parameter(name).copy_(
+                            weights[f"{layer}.{location}.{theirs}.{adapter.down.out_features}"]
+                        )
             ours[number] = bert(*inputs.values())
             for _, slot in bert.slots():
                 slot.adapters.pop("a") if "a" in slot.adapters else None
     output, _ = peer.communicate(timeout=300)
     assert peer.returncode == 0, output[-3000:]
-    theirs, refused = load_file(root / "grid.safetensors"), json.loads((root / "refused-grid.json").read_text())
-    return ours, {int(number): h for number, h in theirs.items()}, {int(n) if n.isdigit() else n: refused[n] for n in refused}
+    theirs, refused = (
+        load_file(root / "grid.safetensors"),
+        json.loads((root / "refused-grid.json").read_text()),
+    )
+    return (
+        ours,
+        {int(number): h for number, h in theirs.items()},
+        {int(n) if n.isdigit() else n: refused[n] for n in refused},
+    )
 
 
 def fits(options, position, own, new):
-    return ((options["mh_adapter"], options["output_adapter"]) == POSITIONS[position]
-            and (options["original_ln_before"], options["original_ln_after"]) == own
-            and (options["ln_before"], options["ln_after"]) == new)  # fmt: skip
+    return (
+        (options["mh_adapter"], options["output_adapter"]) == POSITIONS[position]
+        and (options["original_ln_before"], options["original_ln_after"]) == own
+        and (options["ln_before"], options["ln_after"]) == new
+    )
 
 
 @needs_peer
-@pytest.mark.parametrize("new", TWICE, ids=lambda new: f"new-{'-'.join(itertools.compress(('before', 'after'), new)) or 'none'}")
-@pytest.mark.parametrize("own", TWICE, ids=lambda own: f"own-{'-'.join(itertools.compress(('before', 'after'), own)) or 'none'}")
+@pytest.mark.parametrize(
+    "new",
+    TWICE,
+    ids=lambda new: f"new-{'-'.join(itertools.compress(('before', 'after'), new)) or 'none'}",
+)
+@pytest.mark.parametrize(
+    "own",
+    TWICE,
+    ids=lambda own: f"own-{'-'.join(itertools.compress(('before', 'after'), own)) or 'none'}",
+)
 @pytest.mark.parametrize("position", POSITIONS)
 def test_every_architecture_of_the_grid(both, position, own, new):
     ours, theirs, refused = both
@@ -416,10 +653,16 @@ def test_every_architecture_of_the_grid(both, position, own, new):
     assert len(numbers) == 3 * 2 * 3 * 4
     compared = 0
     for number in numbers:
-        if GRID[number]["residual_before_ln"] == "post_add" and not own[0]:  # the one thing that cannot be expressed:
-            # f + x is the residual only where it is the input of BERT's LayerNorm. The reference finds no residual at all
+        if (
+            GRID[number]["residual_before_ln"] == "post_add" and not own[0]
+        ):  # the one thing that cannot be expressed:
+            # f + x is the residual only where it is the input of BERT's LayerNorm. The reference
+            # finds no residual at all
             assert "UnboundLocalError" in refused[number] and "'residual'" in refused[number]
-            assert "residual_before_ln 'post_add' is the input of original_ln_before, which is off" in ours[number]
+            assert (
+                "residual_before_ln 'post_add' is the input of original_ln_before, which is off"
+                in ours[number]
+            )
             continue
         a, b = ours[number], theirs[number]
         assert a.dtype == b.dtype == torch.float64 and a.shape == b.shape == (2, 5, 64)
@@ -430,15 +673,22 @@ def test_every_architecture_of_the_grid(both, position, own, new):
 
 @needs_peer
 def test_the_reference_does_not_read_own_layer_norms(both):
-    """It would know nothing of them: without the word for the architecture it would load the rest, and compute something else."""
+    """It would know nothing of them: without the word for the architecture it would load the rest,
+    and compute something else."""
     assert both[2]["own"] == "KeyError: 'layer_norms'"
 
 
 @needs_peer
 def test_the_grid_tells_architectures_apart(both):
-    """2,880 outputs, and no two are the same but where a field has no effect, which is what `without_effect` says."""
+    """2,880 outputs, and no two are the same but where a field has no effect, which is what
+    `without_effect` says."""
     ours, theirs, refused = both
-    assert len(theirs) == 2880 and len([number for number in refused if number != "own"]) == 3456 - 2880
-    meaningful = [number for number in theirs if not AdapterConfig(**GRID[number]).without_effect()]
-    assert len({theirs[number].numpy().round(6).tobytes() for number in meaningful}) == len(meaningful)
+    assert (
+        len(theirs) == 2880
+        and len([number for number in refused if number != "own"]) == 3456 - 2880
+    )
+    meaningful = [number for number in theirs if not without_effect(RecipeConfig(**GRID[number]))]
+    assert len({theirs[number].numpy().round(6).tobytes() for number in meaningful}) == len(
+        meaningful
+    )
     assert len({theirs[number].numpy().round(6).tobytes() for number in theirs}) == len(meaningful)

@@ -1,6 +1,7 @@
-"""Exchange with AdapterHub: old and new files, refusals, the paper's adapters, publishing; and, where the environment
-variable PEER_PYTHON names a Python with experiments/requirements-peer.txt, round trips and training beside the
-reference library itself (tests/peer.py). There each test says what the reference cannot do."""
+"""Exchange with AdapterHub: old and new files, refusals, the paper's adapters, publishing; and,
+where the environment variable PEER_PYTHON names a Python with experiments/requirements-peer.txt,
+round trips and training beside the reference library itself (tests/peer.py). There each test says
+what the reference cannot do."""
 
 import json
 import os
@@ -16,10 +17,8 @@ import torch
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
 
-import bert as bert_module
 import train
 from adapter import (
-    PAPER_ADAPTERS,
     AdapterConfig,
     Head,
     activate,
@@ -30,18 +29,30 @@ from adapter import (
     save_head,
 )
 from bert import Bert, BertConfig
-from data import TASKS, batches, get_task, load_split, load_tokenizer
+from data import TASKS, batches, get_task, load_split
 from experiments import publish
+from experiments.load_run import load_run
+from formats.adapterhub import PAPER_ADAPTERS
+from formats.tokenizer import load_tokenizer
 from fusion import add_fusion, fusion_regularization, fusion_weights, load_fusion, save_fusion
 
 PEER = os.environ.get("PEER_PYTHON")
-needs_peer = pytest.mark.skipif(not PEER, reason="PEER_PYTHON: no Python with the reference library")
+needs_peer = pytest.mark.skipif(
+    not PEER, reason="PEER_PYTHON: no Python with the reference library"
+)
 TOLERANCE = 2e-5
 ENCODERS = ("bert", "roberta")
 FIELDS = ("input_ids", "token_type_ids", "attention_mask")
 
-PFEIFFER = {"mh_adapter": False, "output_adapter": True, "reduction_factor": 8, "non_linearity": "relu",
-            "original_ln_before": True, "original_ln_after": True, "residual_before_ln": True}  # fmt: skip
+PFEIFFER = {
+    "mh_adapter": False,
+    "output_adapter": True,
+    "reduction_factor": 8,
+    "non_linearity": "relu",
+    "original_ln_before": True,
+    "original_ln_after": True,
+    "residual_before_ln": True,
+}
 HOULSBY = {**PFEIFFER, "mh_adapter": True, "original_ln_before": False, "non_linearity": "swish"}
 ADAPTERS = {
     "pfeiffer": PFEIFFER,
@@ -53,17 +64,27 @@ ADAPTERS = {
     "h2": {**HOULSBY, "reduction_factor": 2},
     "bapna": {**PFEIFFER, "ln_before": True},
     "b2": {**PFEIFFER, "ln_before": True, "reduction_factor": 2},
-    "ln_after": {**PFEIFFER, "ln_after": True, "original_ln_before": False, "residual_before_ln": False,
-                 "non_linearity": "leakyrelu"},
+    "ln_after": {
+        **PFEIFFER,
+        "ln_after": True,
+        "original_ln_before": False,
+        "residual_before_ln": False,
+        "non_linearity": "leakyrelu",
+    },
     "bottom": {**HOULSBY, "output_adapter": False, "reduction_factor": 4},
     "bottom2": {**HOULSBY, "output_adapter": False, "reduction_factor": 2},
-    "both_ln": {**PFEIFFER, "mh_adapter": True, "ln_before": True, "ln_after": True,
-                "adapter_residual_before_ln": True},
+    "both_ln": {
+        **PFEIFFER,
+        "mh_adapter": True,
+        "ln_before": True,
+        "ln_after": True,
+        "adapter_residual_before_ln": True,
+    },
     "late": {**PFEIFFER, "leave_out": [0]},
     "later": {**PFEIFFER, "leave_out": [0], "reduction_factor": 4},
     "gelu": {**PFEIFFER, "non_linearity": "gelu"},
     "gelu_new": {**PFEIFFER, "non_linearity": "gelu_new"},
-}  # fmt: skip
+}
 HEADS = {
     "pfeiffer": {"head_type": "classification", "num_labels": 3, "layers": 2},
     "p3": {"head_type": "classification", "num_labels": 2, "layers": 1},
@@ -73,7 +94,11 @@ HEADS = {
 }
 FUSIONS = {
     "two": ["pfeiffer", "p2"],
-    "three": ["pfeiffer", "p2", "p3"],  # the reference writes it into the file of "two" as well: the same beginning
+    "three": [
+        "pfeiffer",
+        "p2",
+        "p3",
+    ],  # the reference writes it into the file of "two" as well: the same beginning
     "four": ["p100", "p2", "p3", "p32"],
     "five": ["p32", "pfeiffer", "gelu", "p100", "p2"],
     "houlsbys": ["houlsby", "h2"],
@@ -89,27 +114,35 @@ CANNOT = ["pfeiffer", "houlsby"]  # different locations
 
 
 def spread(parameters, generator):
-    """Random weights at which an error shows: nothing stays at its default, and no softmax is 0 or 1."""
+    """Random weights at which an error shows: nothing stays at its default, and no softmax is 0 or
+    1."""
     for name, p in parameters:
         noise = torch.randn(p.shape, generator=generator)
         if name.endswith("fusion.value.weight"):
             p.data = torch.eye(len(p)) + 0.05 * noise
         elif p.ndim > 1:
-            p.data = (0.5 if "embeddings" in name else (0.4 if "fusion" in name else 1) / p.shape[-1] ** 0.5) * noise
+            p.data = (
+                0.5
+                if "embeddings" in name
+                else (0.4 if "fusion" in name else 1) / p.shape[-1] ** 0.5
+            ) * noise
         else:
             p.data = (1 if "norm" in name and name.endswith("weight") else 0) + 0.2 * noise
 
 
 @torch.no_grad()
 def compute(key, bert, inputs, head=None, fused=False):
-    """{key.h: [B, T, d], key.logits: [B, K], and of a fusion key.LAYER.LOCATION: [B, T, N], key.regularization: []}"""
+    """{key.h: [B, T, d], key.logits: [B, K], and of a fusion key.LAYER.LOCATION: [B, T, N],
+    key.regularization: []}"""
     h = bert(*(inputs[name] for name in FIELDS))
     result = {f"{key}.h": h}
     if head is not None:
         result[f"{key}.logits"] = head.eval()(h)
     if fused:
         for (layer, location), s in fusion_weights(bert).items():
-            result[f"{key}.{layer}.{'mh_adapter' if location == 'attention' else 'output_adapter'}"] = s
+            result[
+                f"{key}.{layer}.{'mh_adapter' if location == 'attention' else 'output_adapter'}"
+            ] = s
         result[f"{key}.regularization"] = fusion_regularization(bert)
     return result
 
@@ -118,97 +151,207 @@ def close(ours, theirs, keys, least=0.1):
     """Every one of ours is there, the same to 2e-5, and large enough for that to mean something."""
     for key in keys:
         a, b = ours[key], theirs[key]
-        assert a.shape == b.shape and (a - b).abs().max() <= TOLERANCE, f"{key}: {(a - b).abs().max()}"
+        assert a.shape == b.shape and (a - b).abs().max() <= TOLERANCE, (
+            f"{key}: {(a - b).abs().max()}"
+        )
         assert key.endswith("regularization") or a.abs().max() > least
 
 
 def old_format(source, target, name, inside):
-    """An adapter as AdapterHub published them in 2020: an old configuration, old names, a .bin, and junk beside it."""
+    """An adapter as AdapterHub published them in 2020: an old configuration, old names, a .bin, and
+    junk beside it."""
     target.mkdir(parents=True)
     values = json.loads((source / "adapter_config.json").read_text())
-    old = {key: value for key, value in values["config"].items() if key in PFEIFFER or key in ("ln_before", "ln_after")}
-    old["non_linearity"] = {"gelu": "gelu_orig", "gelu_new": "gelu"}.get(old["non_linearity"], old["non_linearity"])
-    old["invertible_adapter"] = {"block_type": "nice", "non_linearity": "relu", "reduction_factor": 2}
-    values = {"config": old, "config_id": "9076f36a74755ac4", "hidden_size": values["hidden_size"], "name": name,
-              "model_class": "BertModel", "model_name": "bert-base-uncased", "model_type": values["model_type"],
-              "type": "text_task"}  # fmt: skip
+    old = {
+        key: value
+        for key, value in values["config"].items()
+        if key in PFEIFFER or key in ("ln_before", "ln_after")
+    }
+    old["non_linearity"] = {"gelu": "gelu_orig", "gelu_new": "gelu"}.get(
+        old["non_linearity"], old["non_linearity"]
+    )
+    old["invertible_adapter"] = {
+        "block_type": "nice",
+        "non_linearity": "relu",
+        "reduction_factor": 2,
+    }
+    values = {
+        "config": old,
+        "config_id": "9076f36a74755ac4",
+        "hidden_size": values["hidden_size"],
+        "name": name,
+        "model_class": "BertModel",
+        "model_name": "bert-base-uncased",
+        "model_type": values["model_type"],
+        "type": "text_task",
+    }
     (target / "adapter_config.json").write_text(json.dumps(values))
     (target / "._adapter_config.json").write_bytes(b"\0\5\26\7\0\2\0\0Mac OS X        ")
     tensors = {}
     for key, tensor in load_file(source / "adapter.safetensors").items():
         location = "attention" if ".attention." in key else "layer"
-        tensors[re.sub(r"\.adapters\.[^.]+\.", f".{location}_text_task_adapters.{inside}.", key)] = tensor
+        tensors[
+            re.sub(r"\.adapters\.[^.]+\.", f".{location}_text_task_adapters.{inside}.", key)
+        ] = tensor
     torch.save(tensors, target / "pytorch_adapter.bin")
     return target
 
 
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory, runs, launch, encoder, data_dir):
-    """What this project writes, and computes with it, for the peer to read: .root, .outputs, .plan"""
-    root, outputs, generator = tmp_path_factory.mktemp("exchange"), {}, torch.Generator().manual_seed(3)
-    plan = {"encoders": {name: str(root / name) for name in ENCODERS}, "adapters": ADAPTERS, "heads": HEADS,
-            "fusions": FUSIONS, "cannot": [CANNOT], "read": [], "cards": [], "train": []}  # fmt: skip
-    configs = {"bert": BertConfig(60, 48, 3, 4, 64, max_position_embeddings=24),
-               "roberta": BertConfig(60, 48, 2, 4, 64, max_position_embeddings=24, type_vocab_size=1,
-                                     layer_norm_eps=1e-5, pad_token_id=1, model_type="roberta")}  # fmt: skip
+    """What this project writes, and computes with it, for the peer to read: .root, .outputs,
+    .plan"""
+    root, outputs, generator = (
+        tmp_path_factory.mktemp("exchange"),
+        {},
+        torch.Generator().manual_seed(3),
+    )
+    plan = {
+        "encoders": {name: str(root / name) for name in ENCODERS},
+        "adapters": ADAPTERS,
+        "heads": HEADS,
+        "fusions": FUSIONS,
+        "cannot": [CANNOT],
+        "read": [],
+        "cards": [],
+        "train": [],
+    }
+    configs = {
+        "bert": BertConfig(60, 48, 3, 4, 64, max_position_embeddings=24),
+        "roberta": BertConfig(
+            60,
+            48,
+            2,
+            4,
+            64,
+            max_position_embeddings=24,
+            type_vocab_size=1,
+            layer_norm_eps=1e-5,
+            pad_token_id=1,
+            model_type="roberta",
+        ),
+    }
     for kind, config in configs.items():
         bert = Bert(config).requires_grad_(False).eval()
         spread(bert.named_parameters(), generator)
         bert.save_pretrained(root / kind)
-        lengths = torch.tensor([9, 7, 12, 4, 3, 10])  # six texts, or questions with two or three choices
+        lengths = torch.tensor(
+            [9, 7, 12, 4, 3, 10]
+        )  # six texts, or questions with two or three choices
         mask = (torch.arange(12) < lengths[:, None]).long()
         ids = torch.randint(5, 60, mask.shape, generator=generator)
         types = torch.randint(0, config.type_vocab_size, mask.shape, generator=generator).sort(1)[0]
-        inputs = {"input_ids": torch.where(mask == 1, ids, config.pad_token_id), "token_type_ids": types * mask,
-                  "attention_mask": mask}  # fmt: skip
+        inputs = {
+            "input_ids": torch.where(mask == 1, ids, config.pad_token_id),
+            "token_type_ids": types * mask,
+            "attention_mask": mask,
+        }
         save_file(inputs, root / f"{kind}.safetensors")
         target = root / "ours" / kind
         for name, options in ADAPTERS.items():
             add_adapter(bert, name, AdapterConfig(**options))
-            spread([item for item in bert.named_parameters() if f".adapters.{name}." in item[0]], generator)
+            spread(
+                [item for item in bert.named_parameters() if f".adapters.{name}." in item[0]],
+                generator,
+            )
             save_adapter(bert, name, target / name)
             head = Head(HEADS[name], config) if name in HEADS else None
             if head:
                 spread(head.named_parameters(), generator)
                 save_head(head, bert, name, target / name)
             outputs |= compute(f"{kind}.{name}", bert, inputs, head)
-            plan["read"].append({"key": f"{kind}.{name}", "encoder": kind, "adapters": [str(target / name)],
-                                 "head": str(target / name) if head else None})  # fmt: skip
+            plan["read"].append(
+                {
+                    "key": f"{kind}.{name}",
+                    "encoder": kind,
+                    "adapters": [str(target / name)],
+                    "head": str(target / name) if head else None,
+                }
+            )
         for name, members in FUSIONS.items():
             add_fusion(bert, members)
             spread([item for item in bert.named_parameters() if ".fusion." in item[0]], generator)
             save_fusion(bert, target / name)
             outputs |= compute(f"{kind}.{name}", bert, inputs, fused=True)
-            plan["read"].append({"key": f"{kind}.{name}", "encoder": kind, "fusion": str(target / name),
-                                 "adapters": [str(target / member) for member in members]})  # fmt: skip
+            plan["read"].append(
+                {
+                    "key": f"{kind}.{name}",
+                    "encoder": kind,
+                    "fusion": str(target / name),
+                    "adapters": [str(target / member) for member in members],
+                }
+            )
         for name in ("pfeiffer", "houlsby", "both_ln", "gelu", "gelu_new"):
             old = old_format(target / name, root / "old" / kind / name, name, name)
-            if name != "both_ln":  # the one option that old files did not have is not in its old configuration
-                plan["read"].append({"key": f"{kind}.{name}.old", "encoder": kind, "adapters": [str(old)],
-                                     "safe": False})  # fmt: skip
+            if (
+                name != "both_ln"
+            ):  # the one option that old files did not have is not in its old configuration
+                plan["read"].append(
+                    {
+                        "key": f"{kind}.{name}.old",
+                        "encoder": kind,
+                        "adapters": [str(old)],
+                        "safe": False,
+                    }
+                )
 
     # cards of the small runs, whose code the peer executes
     ids = torch.randint(5, 29, (6, 10), generator=generator)
-    save_file({"input_ids": ids, "token_type_ids": (ids > 20).long(), "attention_mask": torch.ones_like(ids)},
-              root / "tiny.safetensors")  # fmt: skip
+    save_file(
+        {
+            "input_ids": ids,
+            "token_type_ids": (ids > 20).long(),
+            "attention_mask": torch.ones_like(ids),
+        },
+        root / "tiny.safetensors",
+    )
     for run in ("rte", "pick", "fusion-rte"):
         publish.publish(runs / run, root / "published" / run, f"USER/{run}", encoder=str(encoder))
-        plan["cards"].append({"key": f"card.{run}", "encoder": "tiny", "folder": str(root / "published" / run),
-                              "shape": [2, 3, 10] if run == "pick" else [6, 10]})  # fmt: skip
-    launch("--stage", "multitask", "--adapter", "pfeiffer", "--tasks", "rte", "sst2", "--epochs", 1, "--steps-per-epoch", 10,
-           "--lr", "1e-2", "--out", root / "multitask")  # fmt: skip
-    bert, head, _ = train.load_run(root / "multitask", task="sst2")
+        plan["cards"].append(
+            {
+                "key": f"card.{run}",
+                "encoder": "tiny",
+                "folder": str(root / "published" / run),
+                "shape": [2, 3, 10] if run == "pick" else [6, 10],
+            }
+        )
+    launch(
+        "--stage",
+        "multitask",
+        "--adapter",
+        "pfeiffer",
+        "--tasks",
+        "rte",
+        "sst2",
+        "--epochs",
+        1,
+        "--steps-per-epoch",
+        10,
+        "--lr",
+        "1e-2",
+        "--out",
+        root / "multitask",
+    )
+    bert, head, _ = load_run(root / "multitask", task="sst2")
     outputs |= compute("multitask", bert, load_file(root / "tiny.safetensors"), head)
     adapter = str(root / "multitask" / "adapters" / "sst2")
-    plan["read"].append({"key": "multitask", "encoder": "tiny", "model": str(root / "multitask"), "adapters": [adapter],
-                         "head": adapter})  # fmt: skip
+    plan["read"].append(
+        {
+            "key": "multitask",
+            "encoder": "tiny",
+            "model": str(root / "multitask"),
+            "adapters": [adapter],
+            "head": adapter,
+        }
+    )
     train_ours(root, plan, outputs, encoder, data_dir, runs)
     (root / "plan.json").write_text(json.dumps(plan))
     return SimpleNamespace(root=root, plan=plan, outputs=outputs)
 
 
 def train_ours(root, plan, outputs, encoder, data_dir, runs):
-    """30 steps of three kinds with train.py's own functions, dropout 0; their beginnings go into the plan."""
+    """30 steps of three kinds with train.py's own functions, dropout 0; their beginnings go into
+    the plan."""
     still = shutil.copytree(encoder, root / "still")
     config = json.loads((still / "config.json").read_text())
     config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -228,19 +371,38 @@ def train_ours(root, plan, outputs, encoder, data_dir, runs):
             spread([item for item in bert.named_parameters() if item[1].requires_grad], generator)
             save_fusion(bert, start)
         C = len(task.labels) if task.choices else 1
-        kind = {"head_type": "multiple_choice", "num_choices": C} if task.choices else {"head_type": "classification",
-                                                                                       "num_labels": 2}  # fmt: skip
+        kind = (
+            {"head_type": "multiple_choice", "num_choices": C}
+            if task.choices
+            else {"head_type": "classification", "num_labels": 2}
+        )
         head = Head({**kind, "layers": 2}, bert.config)
         spread(head.named_parameters(), generator)
         save_head(head, bert, task_name, start)
         split = load_split(task, "train", load_tokenizer(still, 48), data_dir)
-        some = [batch for epoch in range(5) for batch in batches(split, 16, seed=(0, epoch))][:steps]
-        tensors = {f"{step}.{name}": tensor.view(-1, C, tensor.shape[-1]) if C > 1 and name != "labels" else tensor
-                   for step, batch in enumerate(some) for name, tensor in batch.items()}  # fmt: skip
+        some = [batch for epoch in range(5) for batch in batches(split, 16, seed=(0, epoch))][
+            :steps
+        ]
+        tensors = {
+            f"{step}.{name}": tensor.view(-1, C, tensor.shape[-1])
+            if C > 1 and name != "labels"
+            else tensor
+            for step, batch in enumerate(some)
+            for name, tensor in batch.items()
+        }
         save_file(tensors, start / "batches.safetensors")
-        plan["train"].append({"key": key, "encoder": str(still), "lr": lr, "steps": steps, "head": str(start),
-                              "adapters": [str(start)] if adapter else [str(runs / name) for name in names],
-                              "fusion": None if adapter else str(start), "batches": str(start / "batches.safetensors")})
+        plan["train"].append(
+            {
+                "key": key,
+                "encoder": str(still),
+                "lr": lr,
+                "steps": steps,
+                "head": str(start),
+                "adapters": [str(start)] if adapter else [str(runs / name) for name in names],
+                "fusion": None if adapter else str(start),
+                "batches": str(start / "batches.safetensors"),
+            }
+        )
 
         parameters = [p for p in (*bert.parameters(), *head.parameters()) if p.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
@@ -249,7 +411,9 @@ def train_ours(root, plan, outputs, encoder, data_dir, runs):
         for step, batch in enumerate(some):
             for group in optimizer.param_groups:
                 group["lr"] = lr * (1 - step / steps)
-            loss = torch.nn.functional.cross_entropy(train.predict(bert, head, batch, torch.float32), batch["labels"])
+            loss = torch.nn.functional.cross_entropy(
+                train.predict(bert, head, batch, torch.float32), batch["labels"]
+            )
             loss = loss + (0 if adapter else fusion_regularization(bert))
             losses.append(loss.detach())
             optimizer.zero_grad()
@@ -267,24 +431,39 @@ def train_ours(root, plan, outputs, encoder, data_dir, runs):
 @pytest.fixture(scope="module")
 def peer(ours):
     """What the reference library wrote, read and computed: .theirs, .read, .refused"""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     environment.pop("PYTHONPATH", None)
     command = [PEER, Path(__file__).with_name("peer.py")]
-    both = [subprocess.Popen([*command, what, ours.root], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                             env=environment) for what in ("write", "read")]  # fmt: skip
+    both = [
+        subprocess.Popen(
+            [*command, what, ours.root],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        for what in ("write", "read")
+    ]
     for process in both:
         output, _ = process.communicate(timeout=300)
         assert process.returncode == 0, output[-3000:]
-    return SimpleNamespace(theirs=load_file(ours.root / "theirs.safetensors"),
-                           read=load_file(ours.root / "read.safetensors"),
-                           refused=json.loads((ours.root / "refused-write.json").read_text()))  # fmt: skip
+    return SimpleNamespace(
+        theirs=load_file(ours.root / "theirs.safetensors"),
+        read=load_file(ours.root / "read.safetensors"),
+        refused=json.loads((ours.root / "refused-write.json").read_text()),
+    )
 
 
 def keys_of(outputs, prefix):
     return [key for key in outputs if key.startswith(prefix + ".")]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Beside the reference
 
 
@@ -294,14 +473,20 @@ def keys_of(outputs, prefix):
 def test_ours_to_theirs(ours, peer, kind, name):
     keys = keys_of(ours.outputs, f"{kind}.{name}")
     assert len(keys) >= (1 + (name in HEADS) if name in ADAPTERS else 3)
-    if name == "partly":  # the reference leaves the absent adapter out of the attention, here its weight is 0
+    if (
+        name == "partly"
+    ):  # the reference leaves the absent adapter out of the attention, here its weight is 0
         key = f"{kind}.{name}.0.output_adapter"
         assert (ours.outputs[key][..., 0] == 0).all() and (ours.outputs[key][..., 1] == 1).all()
         keys.remove(key)
     if name in ("lates", "partly"):
         close(ours.outputs, peer.read, [key for key in keys if not key.endswith("regularization")])
-        # the reference has an unused V also where all are left out; it starts as 1e-6 off its diagonal
-        difference = peer.read[f"{kind}.{name}.regularization"] - ours.outputs[f"{kind}.{name}.regularization"]
+        # the reference has an unused V also where all are left out; it starts as 1e-6 off its
+        # diagonal
+        difference = (
+            peer.read[f"{kind}.{name}.regularization"]
+            - ours.outputs[f"{kind}.{name}.regularization"]
+        )
         assert abs(difference) < 1e-6 * max(1, ours.outputs[f"{kind}.{name}.regularization"])
     else:
         close(ours.outputs, peer.read, keys)
@@ -313,7 +498,9 @@ def test_ours_to_theirs(ours, peer, kind, name):
 def test_theirs_to_ours(ours, peer, kind, suffix):
     inputs, theirs = load_file(ours.root / f"{kind}.safetensors"), ours.root / "theirs" / kind
     for name, options in ADAPTERS.items():
-        if suffix and options.get("ln_before"):  # adapters 1.3.0 cannot write them: its two names for one LayerNorm
+        if suffix and options.get(
+            "ln_before"
+        ):  # adapters 1.3.0 cannot write them: its two names for one LayerNorm
             assert "share memory" in peer.refused[f"{kind}.{name}"]
             continue
         bert = Bert.from_pretrained(ours.root / kind)
@@ -345,7 +532,9 @@ def test_both_refuse_different_locations(ours, peer):
     bert = Bert.from_pretrained(ours.root / "bert")
     for name in CANNOT:
         load_adapter(bert, ours.root / "ours" / "bert" / name)
-    with pytest.raises(ValueError, match="different locations .*: mh_adapter is False in pfeiffer, True in houlsby"):
+    with pytest.raises(
+        ValueError, match="different locations .*: mh_adapter is False in pfeiffer, True in houlsby"
+    ):
         add_fusion(bert, CANNOT)
 
 
@@ -353,7 +542,9 @@ def test_both_refuse_different_locations(ours, peer):
 @pytest.mark.parametrize("kind", ENCODERS)
 def test_old_files_beside_the_reference(ours, peer, kind):
     for name in ("pfeiffer", "houlsby", "gelu", "gelu_new"):
-        close({"h": ours.outputs[f"{kind}.{name}.h"]}, {"h": peer.read[f"{kind}.{name}.old.h"]}, ["h"])
+        close(
+            {"h": ours.outputs[f"{kind}.{name}.h"]}, {"h": peer.read[f"{kind}.{name}.old.h"]}, ["h"]
+        )
 
 
 @needs_peer
@@ -365,11 +556,14 @@ def test_training_follows_the_reference(ours, peer, key):
     trained = [name for name in keys_of(ours.outputs, key) if not name.endswith(".losses")]
     assert set(trained) | {f"{key}.losses"} == set(keys_of(peer.read, key))
     start = {}
-    for file in (ours.root / "start" / key).glob("model*.safetensors" if key == "stage2" else "*[rd].safetensors"):
+    for file in (ours.root / "start" / key).glob(
+        "model*.safetensors" if key == "stage2" else "*[rd].safetensors"
+    ):
         start |= {f"{key}.{name}": tensor for name, tensor in load_file(file).items()}
     for name in trained:
-        # two biases are added to all that a softmax compares, K's to the scores (where no dropout is), a multiple-
-        # choice head's to the choices: their gradient is rounding error, which Adam turns into steps without effect
+        # two biases are added to all that a softmax compares, K's to the scores (where no dropout
+        # is), a multiple- choice head's to the choices: their gradient is rounding error, which
+        # Adam turns into steps without effect
         if not name.endswith("key.bias") and name != "choice.heads.pick.4.bias":
             assert (ours.outputs[name] - start[name]).abs().max() > 1e-3, f"{name} is as before"
             assert (ours.outputs[name] - peer.read[name]).abs().max() <= 1e-4, name
@@ -382,7 +576,7 @@ def test_cards_run_with_the_reference(ours, peer, monkeypatch):
         close({"logits": logits}, {"logits": peer.read[case["key"]]}, ["logits"], 0.01)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Old, odd and refused files
 
 
@@ -404,9 +598,15 @@ def test_any_prefix_and_any_name_inside(ours, tmp_path, prefix, inside):
     bert, inputs = encoder_of(ours)
     shutil.copy(ours.root / "ours/bert/pfeiffer/adapter_config.json", tmp_path)
     tensors = load_file(ours.root / "ours/bert/pfeiffer/adapter.safetensors")
-    renamed = {name.replace("bert.", prefix, 1).replace(".pfeiffer.", f".{inside}."): t for name, t in tensors.items()}
+    renamed = {
+        name.replace("bert.", prefix, 1).replace(".pfeiffer.", f".{inside}."): t
+        for name, t in tensors.items()
+    }
     save_file(renamed, tmp_path / "adapter.safetensors")
-    assert load_adapter(bert, tmp_path) == "pfeiffer" and load_adapter(bert, tmp_path, "other") == "other"
+    assert (
+        load_adapter(bert, tmp_path) == "pfeiffer"
+        and load_adapter(bert, tmp_path, "other") == "other"
+    )
     activate(bert, "other")
     assert torch.equal(compute("x", bert, inputs)["x.h"], ours.outputs["bert.pfeiffer.h"])
 
@@ -420,10 +620,17 @@ def test_fields_that_old_configs_lack_are_the_reference_s_defaults(ours, tmp_pat
     (source / "adapter_config.json").write_text(json.dumps(values))
     load_adapter(bert, source)
     assert next(bert.slots())[1].adapters["bottom"].config == AdapterConfig(
-        mh_adapter=True, output_adapter=False, reduction_factor=4, non_linearity="swish", original_ln_before=False
+        mh_adapter=True,
+        output_adapter=False,
+        reduction_factor=4,
+        non_linearity="swish",
+        original_ln_before=False,
     )
     for field in required:
-        less = {**values, "config": {key: value for key, value in values["config"].items() if key != field}}
+        less = {
+            **values,
+            "config": {key: value for key, value in values["config"].items() if key != field},
+        }
         (source / "adapter_config.json").write_text(json.dumps(less))
         with pytest.raises(ValueError, match=f"without {field}"):
             load_adapter(bert, source, "other")
@@ -457,8 +664,24 @@ def test_what_is_not_implemented_is_refused_by_name(ours, tmp_path, changes, say
     refuses(ours, tmp_path, say, config=changes)
 
 
-NAMES = ["..", "../../x", "/etc/x", "a/b", "a\\b", "a\nb", "a.b", "a,b", "", " ", None, 5, ["a"], "keys", "x" * 101,
-         "\U00020000" * 60]  # fmt: skip
+NAMES = [
+    "..",
+    "../../x",
+    "/etc/x",
+    "a/b",
+    "a\\b",
+    "a\nb",
+    "a.b",
+    "a,b",
+    "",
+    " ",
+    None,
+    5,
+    ["a"],
+    "keys",
+    "x" * 101,
+    "\U00020000" * 60,
+]
 
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name)[:12])
@@ -466,12 +689,17 @@ def test_names_in_files_are_not_trusted(ours, tmp_path, name):
     refuses(ours, tmp_path, "cannot be an adapter's name", values={"name": name})
 
 
-@pytest.mark.parametrize("values, say", [({"hidden_size": 64}, "hidden_size 64, the encoder has 48"),
-                                         ({"hidden_size": "\n"}, "hidden_size"),
-                                         ({"model_type": "roberta"}, "model_type 'roberta', the encoder has 'bert'"),
-                                         ({"model_type": "xlm-roberta\nx"}, "xlm-roberta"),
-                                         ({"config": None}, "no 'config'"),
-                                         ({"config": "pfeiffer"}, "no 'config'")])  # fmt: skip
+@pytest.mark.parametrize(
+    "values, say",
+    [
+        ({"hidden_size": 64}, "hidden_size 64, the encoder has 48"),
+        ({"hidden_size": "\n"}, "hidden_size"),
+        ({"model_type": "roberta"}, "model_type 'roberta', the encoder has 'bert'"),
+        ({"model_type": "xlm-roberta\nx"}, "xlm-roberta"),
+        ({"config": None}, "no 'config'"),
+        ({"config": "pfeiffer"}, "no 'config'"),
+    ],
+)
 def test_other_configs_are_refused(ours, tmp_path, values, say):
     refuses(ours, tmp_path, say, values=values)
 
@@ -482,10 +710,14 @@ def refuses(ours, tmp_path, say, config=(), values=()):
     source = shutil.copytree(ours.root / "ours/bert/pfeiffer", tmp_path / "changed")
     path = source / "adapter_config.json"
     old = json.loads(path.read_text())
-    path.write_text(json.dumps({**old, "config": {**old["config"], **dict(config)}, **dict(values)}))
+    path.write_text(
+        json.dumps({**old, "config": {**old["config"], **dict(config)}, **dict(values)})
+    )
     with pytest.raises(ValueError) as error:
         load_adapter(bert, source)
-    assert say in str(error.value) and "\n" not in str(error.value) and str(source) in str(error.value)
+    assert (
+        say in str(error.value) and "\n" not in str(error.value) and str(source) in str(error.value)
+    )
     assert not any(slot.adapters for _, slot in bert.slots())
 
 
@@ -497,8 +729,14 @@ def refuses(ours, tmp_path, say, config=(), values=()):
         ("bert.encoder.layer.0.attention.self.query.loras.pfeiffer.lora_A", "loras"),
         ("bert.encoder.layer.0.output.adapters.pfeiffer.gate.weight", "gate"),
         ("bert.encoder.layer.7.output.adapters.pfeiffer.adapter_up.weight", "layer.7"),
-        ("bert.encoder.layer.0.attention.output.adapters.pfeiffer.adapter_up.weight", "layer.0.attention"),
-        ("bert.encoder.layer.0.output.layer_text_task_adapters.pfeiffer.adapter_up.weight", "twice"),
+        (
+            "bert.encoder.layer.0.attention.output.adapters.pfeiffer.adapter_up.weight",
+            "layer.0.attention",
+        ),
+        (
+            "bert.encoder.layer.0.output.layer_text_task_adapters.pfeiffer.adapter_up.weight",
+            "twice",
+        ),
         ("encoder.layer.0.output.adapters.pfeiffer.adapter_up.weight", "twice"),
     ],
 )
@@ -516,11 +754,17 @@ def test_several_names_in_a_file(ours, tmp_path):
     bert, _ = encoder_of(ours)
     shutil.copy(ours.root / "ours/bert/pfeiffer/adapter_config.json", tmp_path)
     tensors = load_file(ours.root / "ours/bert/pfeiffer/adapter.safetensors")
-    more = {name.replace(".pfeiffer.", f".{other}."): 2 * t for name, t in tensors.items() for other in ("other", "x")}
+    more = {
+        name.replace(".pfeiffer.", f".{other}."): 2 * t
+        for name, t in tensors.items()
+        for other in ("other", "x")
+    }
     save_file({**more, **tensors}, tmp_path / "adapter.safetensors")
     load_adapter(bert, tmp_path)  # the one that the configuration names
     first = next(slot.adapters["pfeiffer"] for _, slot in bert.slots() if slot.adapters)
-    assert torch.equal(first.up.weight, tensors["bert.encoder.layer.0.output.adapters.pfeiffer.adapter_up.weight"])
+    assert torch.equal(
+        first.up.weight, tensors["bert.encoder.layer.0.output.adapters.pfeiffer.adapter_up.weight"]
+    )
     more |= {name.replace(".pfeiffer.", ".another."): tensor for name, tensor in tensors.items()}
     save_file(more, tmp_path / "adapter.safetensors")
     with pytest.raises(ValueError, match="it holds .*other.*, not 'pfeiffer'"):
@@ -547,10 +791,18 @@ def test_a_bin_with_anything_but_tensors_is_refused(ours, tmp_path, file):
     if name == "two":
         for member in FUSIONS["two"]:
             load_adapter(bert, ours.root / "ours/bert" / member)
-    load = {"adapter": load_adapter, "model_head": load_head, "model_adapter_fusion": load_fusion}[file]
+    load = {"adapter": load_adapter, "model_head": load_head, "model_adapter_fusion": load_fusion}[
+        file
+    ]
     written = tmp_path / "written"
-    for content in (Evil(written), {**tensors, "x": Evil(written)}, {**tensors, "x": [1]}, [1],
-                    {**tensors, 5: torch.ones(1)}, {**tensors, "x": torch.ones(1).to_sparse()}):  # fmt: skip
+    for content in (
+        Evil(written),
+        {**tensors, "x": Evil(written)},
+        {**tensors, "x": [1]},
+        [1],
+        {**tensors, 5: torch.ones(1)},
+        {**tensors, "x": torch.ones(1).to_sparse()},
+    ):
         torch.save(content, source / f"pytorch_{file}.bin")
         with pytest.raises(ValueError, match=f"pytorch_{file}.bin.*refused") as error:
             load(bert, source)
@@ -562,19 +814,27 @@ def test_a_bin_with_anything_but_tensors_is_refused(ours, tmp_path, file):
     load(bert, source)
 
 
-@pytest.mark.parametrize("changes, say", [({"head_type": "tagging"}, "head_type 'tagging'"),
-                                          ({"layers": 3}, "layers = 3"),
-                                          ({"use_pooler": True}, "use_pooler"), ({"bias": False}, "bias"),
-                                          ({"activation_function": "relu"}, "activation_function = 'relu'"),
-                                          ({"dropout_prob": "x"}, "dropout_prob"),
-                                          ({"dropout_prob": 7}, "dropout_prob"),
-                                          ({"num_labels": 2}, "float [2, 48]"),
-                                          ({"num_labels": -1}, "num_labels")])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, say",
+    [
+        ({"head_type": "tagging"}, "head_type 'tagging'"),
+        ({"layers": 3}, "layers = 3"),
+        ({"use_pooler": True}, "use_pooler"),
+        ({"bias": False}, "bias"),
+        ({"activation_function": "relu"}, "activation_function = 'relu'"),
+        ({"dropout_prob": "x"}, "dropout_prob"),
+        ({"dropout_prob": 7}, "dropout_prob"),
+        ({"num_labels": 2}, "float [2, 48]"),
+        ({"num_labels": -1}, "num_labels"),
+    ],
+)
 def test_other_heads_are_refused(ours, tmp_path, changes, say):
     bert, _ = encoder_of(ours)
     source = shutil.copytree(ours.root / "ours/bert/pfeiffer", tmp_path / "head")
     values = json.loads((source / "head_config.json").read_text())
-    (source / "head_config.json").write_text(json.dumps({**values, "config": {**values["config"], **changes}}))
+    (source / "head_config.json").write_text(
+        json.dumps({**values, "config": {**values["config"], **changes}})
+    )
     with pytest.raises(ValueError) as error:
         load_head(bert, source)
     assert say in str(error.value)
@@ -593,16 +853,21 @@ def test_head_of_one_layer_needs_no_activation(ours, tmp_path):
     assert len(list(load_head(bert, source).parameters())) == 2
 
 
-@pytest.mark.parametrize("values, say", [({"config": {"value": False}}, "value = False"),  # static fusion
-                                         ({"config": "static"}, "not the config"),
-                                         ({"config": {"query_before_ln": True}}, "query_before_ln = True"),
-                                         ({"config": {"temperature": True}}, "temperature = True"),
-                                         ({"config": {"dropout_prob": []}}, "dropout_prob"),
-                                         ({"adapter_names": ["pfeiffer", "../p2"]}, "'../p2' is to be fused"),
-                                         ({"adapter_names": ["pfeiffer", "pfeiffer"]}, "each of them once"),
-                                         ({"adapter_names": [["pfeiffer"]]}, "not the config"),
-                                         ({"adapter_names": {"a": 1}}, "not the config"),
-                                         ({"adapter_names": None, "name": 5}, "not the config")])  # fmt: skip
+@pytest.mark.parametrize(
+    "values, say",
+    [
+        ({"config": {"value": False}}, "value = False"),  # static fusion
+        ({"config": "static"}, "not the config"),
+        ({"config": {"query_before_ln": True}}, "query_before_ln = True"),
+        ({"config": {"temperature": True}}, "temperature = True"),
+        ({"config": {"dropout_prob": []}}, "dropout_prob"),
+        ({"adapter_names": ["pfeiffer", "../p2"]}, "'../p2' is to be fused"),
+        ({"adapter_names": ["pfeiffer", "pfeiffer"]}, "each of them once"),
+        ({"adapter_names": [["pfeiffer"]]}, "not the config"),
+        ({"adapter_names": {"a": 1}}, "not the config"),
+        ({"adapter_names": None, "name": 5}, "not the config"),
+    ],
+)
 def test_other_fusions_are_refused(ours, tmp_path, values, say):
     bert, inputs = encoder_of(ours)
     for member in FUSIONS["three"]:
@@ -633,7 +898,7 @@ def test_old_fusion_has_only_a_name(ours, tmp_path):
     assert all(torch.equal(results[key], ours.outputs[key]) for key in results)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # From the hub
 
 
@@ -647,7 +912,7 @@ def hub(tmp_path, monkeypatch):
             raise EntryNotFoundError(f"404 {filename}")
         return str(root / repo_id / filename)
 
-    monkeypatch.setattr(bert_module, "hf_hub_download", hf_hub_download)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
     return root
 
 
@@ -661,51 +926,88 @@ def test_the_paper_s_adapters_are_those_of_its_tasks():
 
 
 def test_the_paper_s_adapters_are_fused(hub, runs, launch, encoder, tmp_path, capsys):
-    """Published adapters have old files, and names that are not their tasks': here two for all, one unusable."""
+    """Published adapters have old files, and names that are not their tasks': here two for all, one
+    unusable."""
     source = {}
     for i, (task, (id, _)) in enumerate(PAPER_ADAPTERS.items()):
         bert = Bert.from_pretrained(encoder)
         add_adapter(bert, "x", AdapterConfig.pfeiffer(reduction_factor=4))
-        spread([item for item in bert.named_parameters() if ".adapters." in item[0]], torch.Generator().manual_seed(i))
+        spread(
+            [item for item in bert.named_parameters() if ".adapters." in item[0]],
+            torch.Generator().manual_seed(i),
+        )
         save_adapter(bert, "x", tmp_path / "new")
         old_format(tmp_path / "new", hub / id, "nli/rte@ukp" if i % 2 else "glue_mnli", "glue_mnli")
         shutil.rmtree(tmp_path / "new")
-        source[task] = {name.split(".adapters.x.")[1] + name.split(".adapters.")[0]: p.clone()
-                        for name, p in bert.named_parameters() if ".adapters." in name}  # fmt: skip
+        source[task] = {
+            name.split(".adapters.x.")[1] + name.split(".adapters.")[0]: p.clone()
+            for name, p in bert.named_parameters()
+            if ".adapters." in name
+        }
     options = ["--stage", "fusion", "--task", "rte", "--epochs", 1]
     launch(*options, "--adapters", "paper", "--out", tmp_path / "run")
     notes = capsys.readouterr().out
-    assert "note: AdapterHub/bert-base-uncased_nli_rte_pfeiffer was trained on 'bert-base-uncased'" in notes
+    assert (
+        "note: AdapterHub/bert-base-uncased_nli_rte_pfeiffer was trained on 'bert-base-uncased'"
+        in notes
+    )
     shutil.rmtree(hub)
-    bert, _, config = train.load_run(tmp_path / "run")
+    bert, _, config = load_run(tmp_path / "run")
     assert config["adapters"] == list(TASKS)
     assert [(path.name) for path in sorted((tmp_path / "run/adapters").iterdir())] == sorted(TASKS)
     for task in TASKS:
-        copy = tmp_path / "run/adapters" / task  # in today's format, under the name that it has here
-        assert {path.name for path in copy.iterdir()} == {"adapter_config.json", "adapter.safetensors"}
+        copy = (
+            tmp_path / "run/adapters" / task
+        )  # in today's format, under the name that it has here
+        assert {path.name for path in copy.iterdir()} == {
+            "adapter_config.json",
+            "adapter.safetensors",
+        }
         values = json.loads((copy / "adapter_config.json").read_text())
-        assert values["name"] == task and values["model_name"] == "bert-base-uncased" and "version" in values
-        loaded = {name.split(f".adapters.{task}.")[1] + name.split(".adapters.")[0]: p
-                  for name, p in bert.named_parameters() if f".adapters.{task}." in name}  # fmt: skip
+        assert (
+            values["name"] == task
+            and values["model_name"] == "bert-base-uncased"
+            and "version" in values
+        )
+        loaded = {
+            name.split(f".adapters.{task}.")[1] + name.split(".adapters.")[0]: p
+            for name, p in bert.named_parameters()
+            if f".adapters.{task}." in name
+        }
         assert loaded.keys() == source[task].keys()
         assert all(torch.equal(loaded[key], source[task][key]) for key in loaded)
 
 
 def test_sources_can_be_mixed(hub, runs, launch, tmp_path):
-    """A run, an old AdapterHub directory and a hub id; two of one name are told apart before anything is written."""
+    """A run, an old AdapterHub directory and a hub id; two of one name are told apart before
+    anything is written."""
     old_format(runs / "sst2", tmp_path / "old", "sentiment", "sentiment")
-    shutil.copytree(runs / "pick", hub / "USER" / "pick", ignore=shutil.ignore_patterns("[!ah]*", "*.jsonl"))
+    shutil.copytree(
+        runs / "pick", hub / "USER" / "pick", ignore=shutil.ignore_patterns("[!ah]*", "*.jsonl")
+    )
     sources = [runs / "rte", tmp_path / "old", "USER/pick"]
-    options = ["--stage", "fusion", "--task", "rte", "--epochs", 1, "--out", tmp_path / "run", "--adapters"]
+    options = [
+        "--stage",
+        "fusion",
+        "--task",
+        "rte",
+        "--epochs",
+        1,
+        "--out",
+        tmp_path / "run",
+        "--adapters",
+    ]
     launch(*options, *sources)
-    assert train.load_run(tmp_path / "run")[2]["adapters"] == ["rte", "sentiment", "pick"]
+    assert load_run(tmp_path / "run")[2]["adapters"] == ["rte", "sentiment", "pick"]
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(ValueError, match="two adapters are called 'pick': .*USER/pick"):
         launch(*options, *sources, runs / "pick")
     with pytest.raises(FileNotFoundError, match="USER/none has no adapter_config.json"):
         launch(*options, "USER/none")
     (hub / "USER/pick/adapter.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="USER/pick has neither adapter.safetensors nor pytorch_adapter.bin"):
+    with pytest.raises(
+        FileNotFoundError, match="USER/pick has neither adapter.safetensors nor pytorch_adapter.bin"
+    ):
         launch(*options, "USER/pick")
     assert not (tmp_path / "run").exists()
 
@@ -717,12 +1019,15 @@ def test_head_and_fusion_come_from_the_hub_too(hub, ours):
         load_adapter(bert, f"USER/{name}")
     load_fusion(bert, "USER/two")
     assert load_head(bert, "USER/pfeiffer").num_outputs == 3
-    for load, file in ((load_head, "head_config.json"), (load_fusion, "adapter_fusion_config.json")):
+    for load, file in (
+        (load_head, "head_config.json"),
+        (load_fusion, "adapter_fusion_config.json"),
+    ):
         with pytest.raises(FileNotFoundError, match=f"USER/p2 has no {file}"):
             load(bert, "USER/p2")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Publishing
 
 
@@ -731,7 +1036,9 @@ def logits_of_card(case, monkeypatch, root):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo: case["folder"])
     inputs = load_file(root / f"{case['encoder']}.safetensors")
     names = {name: tensor.view(case["shape"]) for name, tensor in inputs.items()}
-    block = re.findall(r"```python\n(.*?)```", (Path(case["folder"]) / "README.md").read_text(), re.DOTALL)[0]
+    block = re.findall(
+        r"```python\n(.*?)```", (Path(case["folder"]) / "README.md").read_text(), re.DOTALL
+    )[0]
     exec(block, names)
     return names["logits"].detach()
 
@@ -739,7 +1046,7 @@ def logits_of_card(case, monkeypatch, root):
 def test_cards_run_here(ours, runs, monkeypatch):
     for case in ours.plan["cards"]:
         logits = logits_of_card(case, monkeypatch, ours.root)
-        bert, head, _ = train.load_run(runs / case["key"].removeprefix("card."))
+        bert, head, _ = load_run(runs / case["key"].removeprefix("card."))
         inputs = load_file(ours.root / f"{case['encoder']}.safetensors")
         with torch.no_grad():
             assert torch.equal(logits, head(bert(*(inputs[name] for name in FIELDS))))
@@ -750,33 +1057,56 @@ def test_published_folder(runs, tmp_path, capsys, monkeypatch, encoder, run):
     monkeypatch.chdir(tmp_path)
     publish.main([str(runs / run)])
     assert "published" in capsys.readouterr().out
-    folder, repository = tmp_path / "published" / run, {"README.md", "head_config.json", "model_head.safetensors"}
+    folder, repository = (
+        tmp_path / "published" / run,
+        {"README.md", "head_config.json", "model_head.safetensors"},
+    )
     kind = "adapter_fusion_config.json" if run == "fusion-rte" else "adapter_config.json"
-    expected = repository | ({kind, "model_adapter_fusion.safetensors", "adapters"} if run == "fusion-rte"
-                             else {kind, "adapter.safetensors"})  # fmt: skip
+    expected = repository | (
+        {kind, "model_adapter_fusion.safetensors", "adapters"}
+        if run == "fusion-rte"
+        else {kind, "adapter.safetensors"}
+    )
     assert {path.name for path in folder.iterdir()} == expected
     assert [path.name for path in folder.parent.iterdir()] == [run]
     for path in folder.rglob("*.safetensors"):
         same, original = load_file(path), load_file(runs / run / path.relative_to(folder))
-        assert same.keys() == original.keys() and all(torch.equal(same[name], original[name]) for name in same)
+        assert same.keys() == original.keys() and all(
+            torch.equal(same[name], original[name]) for name in same
+        )
     for path in (path for path in folder.rglob("*") if path.suffix in (".json", ".md")):
         assert str(encoder) not in path.read_text() and str(runs) not in path.read_text()
-    metrics, card = json.loads((runs / run / "metrics.json").read_text()), (folder / "README.md").read_text()
+    metrics, card = (
+        json.loads((runs / run / "metrics.json").read_text()),
+        (folder / "README.md").read_text(),
+    )
     tag = {"pick": "adapterhub:pick"}.get(run, "adapterhub:nli/rte")
     front = card.split("---\n")[1].splitlines()
     assert card.startswith("---\n") and {f'- "{tag}"', "- adapters", "- bert"} <= set(front)
-    assert f"{metrics['accuracy']:.4f}, {metrics['dev_examples']} examples" in card and encoder.name in card
+    assert (
+        f"{metrics['accuracy']:.4f}, {metrics['dev_examples']} examples" in card
+        and encoder.name in card
+    )
     if run != "pick":
         assert '"entailment", "not_entailment"' in card
     if run == "fusion-rte":
-        assert sorted(path.name for path in (folder / "adapters").iterdir()) == ["pick", "rte", "sst2"]
+        assert sorted(path.name for path in (folder / "adapters").iterdir()) == [
+            "pick",
+            "rte",
+            "sst2",
+        ]
 
 
 def test_a_card_names_changes_of_the_architecture(launch, tmp_path, encoder):
     changes = ["--adapter-config", "ln_after=true", "non_linearity=gelu"]
-    launch("--stage", "adapter", "--task", "rte", "--epochs", 1, *changes, "--out", tmp_path / "run")
+    launch(
+        "--stage", "adapter", "--task", "rte", "--epochs", 1, *changes, "--out", tmp_path / "run"
+    )
     publish.publish(tmp_path / "run", tmp_path / "out", "USER/it", encoder=str(encoder))
-    assert '(pfeiffer, reduction factor 16, ln_after true, non_linearity "gelu")' in (tmp_path / "out" / "README.md").read_text()
+    assert (
+        '(pfeiffer, reduction factor 16, ln_after true, non_linearity "gelu")'
+        in (tmp_path / "out" / "README.md").read_text()
+    )
 
 
 def test_publishing_refuses(runs, launch, tmp_path, capsys):
@@ -785,7 +1115,12 @@ def test_publishing_refuses(runs, launch, tmp_path, capsys):
         with pytest.raises(SystemExit) as exit:
             publish.main([str(argument) for argument in arguments])
         error = capsys.readouterr().err
-        assert exit.value.code == 2 and error.count("\n") == 1 and error.startswith("publish.py: ") and say in error
+        assert (
+            exit.value.code == 2
+            and error.count("\n") == 1
+            and error.startswith("publish.py: ")
+            and say in error
+        )
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
     out = tmp_path / "out"
@@ -799,7 +1134,9 @@ def test_publishing_refuses(runs, launch, tmp_path, capsys):
     fails(run, "--out", run, "--overwrite", say="the run itself")
     fails(run, "--out", run / "config.json", say="a file")
     fails(run, "--out", tmp_path / "head", say="not empty")
-    fails(run, "--out", tmp_path / "head", "--overwrite", say="not a folder that this command wrote")
+    fails(
+        run, "--out", tmp_path / "head", "--overwrite", say="not a folder that this command wrote"
+    )
     fails(run, "--out", out, "--model", tmp_path / "nowhere", say="no directory")
     fails(run, "--out", out, "--repo", "a\nb", say="unprintable")
     metrics = (run / "metrics.json").read_text()
@@ -812,14 +1149,32 @@ def test_publishing_refuses(runs, launch, tmp_path, capsys):
     (run / "adapter.safetensors").write_bytes(weights)
     assert not out.exists()
 
-    publish.main([str(run), "--out", str(out), "--encoder", "google-bert/bert-base-uncased", "--repo", "me/it"])
+    publish.main(
+        [
+            str(run),
+            "--out",
+            str(out),
+            "--encoder",
+            "google-bert/bert-base-uncased",
+            "--repo",
+            "me/it",
+        ]
+    )
     card = (out / "README.md").read_text()
-    assert 'base_model: "google-bert/bert-base-uncased"' in card and 'snapshot_download("me/it")' in card
-    assert json.loads((out / "adapter_config.json").read_text())["model_name"] == "google-bert/bert-base-uncased"
+    assert (
+        'base_model: "google-bert/bert-base-uncased"' in card
+        and 'snapshot_download("me/it")' in card
+    )
+    assert (
+        json.loads((out / "adapter_config.json").read_text())["model_name"]
+        == "google-bert/bert-base-uncased"
+    )
     fails(run, "--out", out, say="not empty")
     (out / ".git").mkdir()
     (out / ".git" / "config").write_text("mine")
     publish.main([str(runs / "fusion-rte"), "--out", str(out), "--overwrite"])
-    assert (out / ".git" / "config").read_text() == "mine" and not (out / "adapter_config.json").exists()
+    assert (out / ".git" / "config").read_text() == "mine" and not (
+        out / "adapter_config.json"
+    ).exists()
     assert (out / "adapters/sst2/adapter.safetensors").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head", "norms", "out", "run"]

@@ -1,4 +1,5 @@
-"""Every kind of checkpoint loads, bit for bit the same, and a damaged one ends in one clear error."""
+"""Every kind of checkpoint loads, bit for bit the same, and a damaged one ends in one clear
+error."""
 
 import contextlib
 import json
@@ -11,6 +12,7 @@ import time
 import tracemalloc
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
@@ -20,9 +22,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import bert as bert_module
-from bert import Bert, read_bin
-from data import load_tokenizer
+from bert import Bert
 from experiments.loading import block, field, google_name, masked_crc, table, varint, write_data
+from formats.files import read_bin
+from formats.tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = Path(__file__).parent / "golden"
@@ -30,12 +33,17 @@ SAFETENSORS, TENSORFLOW = GOLDEN / "bert" / "encoder", GOLDEN / "bert" / "encode
 INDEX = "bert_model.ckpt.index"
 
 # a Python that has tensorflow-cpu
-TENSORFLOW_PYTHON = Path(os.environ.get("TENSORFLOW_PYTHON", ROOT / ".venv-tensorflow" / "bin" / "python"))
+TENSORFLOW_PYTHON = Path(
+    os.environ.get("TENSORFLOW_PYTHON", ROOT / ".venv-tensorflow" / "bin" / "python")
+)
 
 
 def tensors(directory=SAFETENSORS):
     """The golden encoder's tensors, without prefix and pooler."""
-    every = {name.removeprefix("bert."): tensor for name, tensor in load_file(directory / "model.safetensors").items()}
+    every = {
+        name.removeprefix("bert."): tensor
+        for name, tensor in load_file(directory / "model.safetensors").items()
+    }
     return {name: tensor for name, tensor in every.items() if not name.startswith("pooler")}
 
 
@@ -46,7 +54,9 @@ INPUT = load_file(GOLDEN / "bert" / "expected.safetensors")
 def same(bert):
     """Bit-identical parameters, and so hidden states."""
     state = bert.state_dict()
-    return state.keys() == EXPECTED.keys() and all(torch.equal(state[name], EXPECTED[name]) for name in state)
+    return state.keys() == EXPECTED.keys() and all(
+        torch.equal(state[name], EXPECTED[name]) for name in state
+    )
 
 
 def hidden(bert):
@@ -76,12 +86,13 @@ def copy(tmp_path):
     return make
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # TensorFlow
 
 
 def bundle(directory, change=lambda arrays: None, shards=1):
-    """The golden encoder as a bundle of our own writing, its variables changed; returns the index as a dictionary."""
+    """The golden encoder as a bundle of our own writing, its variables changed; returns the index
+    as a dictionary."""
     directory.mkdir(exist_ok=True)
     shutil.copy(TENSORFLOW / "bert_config.json", directory)
     arrays = {google_name(name): tensor.numpy() for name, tensor in tensors().items()}
@@ -98,19 +109,30 @@ def write_index(directory, entries, **options):
 
 @pytest.mark.parametrize("name", ["encoder-tf", "encoder-tf-shards"])
 def test_tensorflow(name):
-    """Written by TensorFlow, with pooler, heads, adam_m, adam_v and global_step beside the encoder."""
+    """Written by TensorFlow, with pooler, heads, adam_m, adam_v and global_step beside the
+    encoder."""
     bert = Bert.from_pretrained(GOLDEN / "bert" / name)
     assert same(bert) and torch.equal(hidden(bert), hidden(Bert.from_pretrained(SAFETENSORS)))
     assert not any(p.requires_grad for p in bert.parameters()) and not bert.training
-    assert bert.origin["layers.1.query.weight"] == "bert/encoder/layer_1/attention/self/query/kernel"
+    assert (
+        bert.origin["layers.1.query.weight"] == "bert/encoder/layer_1/attention/self/query/kernel"
+    )
     bert.word_embeddings.weight.data.zero_()  # may be changed, which does not reach the file
     assert same(Bert.from_pretrained(GOLDEN / "bert" / name))
 
 
-@pytest.mark.skipif(not TENSORFLOW_PYTHON.exists(), reason="TENSORFLOW_PYTHON names no Python with tensorflow-cpu")
+@pytest.mark.skipif(
+    not TENSORFLOW_PYTHON.exists(), reason="TENSORFLOW_PYTHON names no Python with tensorflow-cpu"
+)
 @pytest.mark.parametrize("shards", [1, 3])
 def test_written_by_tensorflow_now(shards, tmp_path):
-    command = [TENSORFLOW_PYTHON, ROOT / "tests" / "write_tensorflow.py", SAFETENSORS, tmp_path / "out", str(shards)]
+    command = [
+        TENSORFLOW_PYTHON,
+        ROOT / "tests" / "write_tensorflow.py",
+        SAFETENSORS,
+        tmp_path / "out",
+        str(shards),
+    ]
     subprocess.run(command, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": ""})
     assert len(list((tmp_path / "out").glob("bert_model.ckpt.data-*"))) == shards
     bert = Bert.from_pretrained(tmp_path / "out")
@@ -118,10 +140,13 @@ def test_written_by_tensorflow_now(shards, tmp_path):
 
 
 def test_own_writer_and_several_blocks(tmp_path):
-    """The writer that the other tests use makes what TensorFlow makes; tables of many blocks, too."""
+    """The writer that the other tests use makes what TensorFlow makes; tables of many blocks,
+    too."""
     entries = sorted(bundle(tmp_path).items())
     assert same(Bert.from_pretrained(tmp_path))
-    blocks = [(entries[i : i + 5][-1][0], block(entries[i : i + 5])) for i in range(0, len(entries), 5)]
+    blocks = [
+        (entries[i : i + 5][-1][0], block(entries[i : i + 5])) for i in range(0, len(entries), 5)
+    ]
     (tmp_path / INDEX).write_bytes(table(blocks))
     assert same(Bert.from_pretrained(tmp_path))
 
@@ -132,13 +157,21 @@ def test_names_are_listed(tmp_path):
             del arrays[f"bert/encoder/layer_1/output/dense/{kind}"]
 
     def add(arrays):
-        arrays["bert/encoder/layer_0/new/kernel"] = arrays["other/gamma"] = arrays["bert/embeddings/LayerNorm/beta"]
+        arrays["bert/encoder/layer_0/new/kernel"] = arrays["other/gamma"] = arrays[
+            "bert/embeddings/LayerNorm/beta"
+        ]
 
     def add_layer(arrays):
-        arrays["bert/encoder/layer_2/output/dense/bias"] = arrays["bert/encoder/layer_1/output/dense/bias"]
+        arrays["bert/encoder/layer_2/output/dense/bias"] = arrays[
+            "bert/encoder/layer_1/output/dense/bias"
+        ]
 
     bundle(tmp_path, remove)
-    fails(tmp_path, INDEX, "lacks encoder.layer.1.output.dense.weight, encoder.layer.1.output.dense.bias")
+    fails(
+        tmp_path,
+        INDEX,
+        "lacks encoder.layer.1.output.dense.weight, encoder.layer.1.output.dense.bias",
+    )
     bundle(tmp_path, add)
     fails(tmp_path, INDEX, "unknown variables bert/encoder/layer_0/new/kernel, other/gamma")
     bundle(tmp_path, add_layer)
@@ -156,11 +189,14 @@ def test_shapes_are_named(tmp_path):
 
 
 def test_every_damaged_byte_is_found(copy):
-    """In the index (but for the footer's padding) and in the data; a tensor that is not needed may be damaged."""
+    """In the index (but for the footer's padding) and in the data; a tensor that is not needed may
+    be damaged."""
     directory = copy(TENSORFLOW)
     index = (directory / INDEX).read_bytes()
     used = len(index) - 48 + len(index[-48:-8].rstrip(b"\0"))
-    metaindex = index[-48]  # the place of an empty block that nobody reads: 2 handles in the footer, it is the first
+    metaindex = index[
+        -48
+    ]  # the place of an empty block that nobody reads: 2 handles in the footer, it is the first
     assert metaindex
     for position in [*range(0, used, 7), *range(len(index) - 8, len(index))]:
         damaged = bytearray(index)
@@ -201,7 +237,10 @@ def test_not_supported_says_what_to_do(tmp_path):
     write_index(tmp_path, {**entries, b"": entries[b""] + field(2, 1)})
     fails(tmp_path, "big-endian", words)
     name = b"bert/embeddings/word_embeddings"
-    slices = {name: entries[name] + field(7, b""), b"\0" + name + b"\xff\x01": entries[name]}  # as TensorFlow keeps slices
+    slices = {
+        name: entries[name] + field(7, b""),
+        b"\0" + name + b"\xff\x01": entries[name],
+    }  # as TensorFlow keeps slices
     write_index(tmp_path, {**entries, **slices})
     fails(tmp_path, "bert/embeddings/word_embeddings", "slices", words)
     write_index(tmp_path, {**entries, name: field(1, 3) + entries[name][2:]})
@@ -224,7 +263,9 @@ HUGE = 2**63 - 1
 BLOCK = block([(b"a", b"1"), (b"b", b"2")])
 OWN = block([(b"a", handle(0, len(block([(b"a", handle(0, 0))]))))])
 NESTED = block([(b"a", handle(0, len(BLOCK))), (b"b", handle(5, len(BLOCK) - 5))])
-LONG = varint(0) + varint(20_000) + varint(0) + b"x" * 20_000  # a name, and names that begin with it
+LONG = (
+    varint(0) + varint(20_000) + varint(0) + b"x" * 20_000
+)  # a name, and names that begin with it
 TABLES = {
     "empty": b"",
     "magic alone": bytes.fromhex("57fb808b247547db"),
@@ -239,12 +280,20 @@ TABLES = {
     "index block is its own block": stored(OWN) + footer(handle(0, 0), handle(0, len(OWN))),
     "handle without a size": stored(BLOCK) + footer(handle(0, 0), handle(0, len(BLOCK))),
     "shared beyond the key": table([(b"a", varint(9) + varint(1) + varint(0) + b"a" + block([]))]),
-    "value beyond the block": table([(b"a", varint(0) + varint(1) + varint(HUGE) + b"a" + block([]))]),
-    "key beyond the block": table([(b"a", varint(0) + varint(HUGE) + varint(0) + b"a" + block([]))]),
+    "value beyond the block": table(
+        [(b"a", varint(0) + varint(1) + varint(HUGE) + b"a" + block([]))]
+    ),
+    "key beyond the block": table(
+        [(b"a", varint(0) + varint(HUGE) + varint(0) + b"a" + block([]))]
+    ),
     "cut in an entry": table([(b"a", b"\x80" + block([]))]),
-    "names from nothing": table([(b"a", LONG + (varint(20_000) + varint(1) + varint(0) + b"x") * 20_000 + block([]))]),
+    "names from nothing": table(
+        [(b"a", LONG + (varint(20_000) + varint(1) + varint(0) + b"x") * 20_000 + block([]))]
+    ),
     "the same block often": None,
-    "nested blocks": stored(stored(BLOCK)) + stored(NESTED) + footer(handle(0, 0), handle(len(BLOCK) + 10, len(NESTED))),
+    "nested blocks": stored(stored(BLOCK))
+    + stored(NESTED)
+    + footer(handle(0, 0), handle(len(BLOCK) + 10, len(NESTED))),
     "the same name twice": table([(b"a", BLOCK), (b"b", BLOCK)]),
     "no header": table([(b"a", BLOCK)]),
     "header is no message": table([(b"a", block([(b"", b"\xff" * 20)]))]),
@@ -257,7 +306,9 @@ def repeated_block():
     """An index block whose handles all lead to one large block."""
     large = block([(b"", field(1, 1)), *((b"%06d" % i, b"") for i in range(20_000))])
     places = block([(b"%06d" % i, handle(0, len(large))) for i in range(20_000)])
-    return stored(large) + stored(places) + footer(handle(0, 0), handle(len(large) + 5, len(places)))
+    return (
+        stored(large) + stored(places) + footer(handle(0, 0), handle(len(large) + 5, len(places)))
+    )
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -274,14 +325,22 @@ def entry(dtype=1, dimensions=(60, 32), shard=0, offset=0, size=60 * 32 * 4):
 
 
 ENTRIES = {
-    "size": entry(size=HUGE), "offset": entry(offset=HUGE), "shard": entry(shard=HUGE), "type": entry(dtype=HUGE),
-    "negative": entry(dimensions=(2**64 - 1, 2**64 - 1)), "zero": entry(dimensions=(2**62, 0), size=0),
-    "scalar": entry(dimensions=()), "many dimensions": entry(dimensions=(1,) * 1000),
-    "many large dimensions": entry(dimensions=(2**62,) * 100_000), "other shape": entry(dimensions=(32, 60)),
-    "no shape": field(1, 1) + field(5, 4), "shape is a number": field(1, 1) + field(2, 7), "empty": b"",
+    "size": entry(size=HUGE),
+    "offset": entry(offset=HUGE),
+    "shard": entry(shard=HUGE),
+    "type": entry(dtype=HUGE),
+    "negative": entry(dimensions=(2**64 - 1, 2**64 - 1)),
+    "zero": entry(dimensions=(2**62, 0), size=0),
+    "scalar": entry(dimensions=()),
+    "many dimensions": entry(dimensions=(1,) * 1000),
+    "many large dimensions": entry(dimensions=(2**62,) * 100_000),
+    "other shape": entry(dimensions=(32, 60)),
+    "no shape": field(1, 1) + field(5, 4),
+    "shape is a number": field(1, 1) + field(2, 7),
+    "empty": b"",
     "numbers are bytes": field(1, b"\1") + field(3, b"\1") + field(4, b"\1") + field(5, b"\1"),
     "checksum": entry(),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ENTRIES)
@@ -294,20 +353,34 @@ def test_hostile_entry(name, tmp_path):
 def test_overlapping_tensors_are_refused(tmp_path):
     """Small files could ask for as much memory as they like."""
     entries = bundle(tmp_path)
-    kernels = {name: value for name, value in entries.items() if name.endswith(b"output/dense/kernel")}
-    write_index(tmp_path, {**entries, **dict.fromkeys(kernels, entries[b"bert/encoder/layer_1/output/dense/kernel"])})
+    kernels = {
+        name: value for name, value in entries.items() if name.endswith(b"output/dense/kernel")
+    }
+    write_index(
+        tmp_path,
+        {**entries, **dict.fromkeys(kernels, entries[b"bert/encoder/layer_1/output/dense/kernel"])},
+    )
     fails(tmp_path, "bert_model.ckpt.data-00000-of-00001")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Hugging Face
 
-HEADS = {"cls.predictions.bias": torch.zeros(60), "classifier.weight": torch.zeros(3, 32), "lm_head.bias": torch.zeros(60)}
-POOLER = {"pooler.dense.weight": torch.zeros(32, 32), "embeddings.position_ids": torch.arange(24)[None]}
+HEADS = {
+    "cls.predictions.bias": torch.zeros(60),
+    "classifier.weight": torch.zeros(3, 32),
+    "lm_head.bias": torch.zeros(60),
+}
+POOLER = {
+    "pooler.dense.weight": torch.zeros(32, 32),
+    "embeddings.position_ids": torch.arange(24)[None],
+}
 
 
 def old(name):
-    return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+    return name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+        "LayerNorm.bias", "LayerNorm.beta"
+    )
 
 
 def write_hub(directory, named, kind="model.safetensors"):
@@ -315,7 +388,9 @@ def write_hub(directory, named, kind="model.safetensors"):
     directory.mkdir(parents=True)
     shutil.copy(SAFETENSORS / "config.json", directory)
     named = {name: tensor.clone() for name, tensor in named.items()}
-    save_file(named, directory / kind) if kind.endswith("safetensors") else torch.save(named, directory / kind)
+    save_file(named, directory / kind) if kind.endswith("safetensors") else torch.save(
+        named, directory / kind
+    )
     return directory
 
 
@@ -326,7 +401,9 @@ def test_prefixes_and_old_names(prefix, kind, tmp_path):
     assert same(Bert.from_pretrained(write_hub(tmp_path / "a", plain, kind)))
     more = {old(prefix + name): tensor for name, tensor in {**tensors(), **POOLER}.items()}
     bert = Bert.from_pretrained(write_hub(tmp_path / "b", {**HEADS, **more}, kind))
-    assert same(bert) and bert.origin["embeddings_norm.bias"] == f"{prefix}embeddings.LayerNorm.beta"
+    assert (
+        same(bert) and bert.origin["embeddings_norm.bias"] == f"{prefix}embeddings.LayerNorm.beta"
+    )
 
 
 def test_any_alignment(tmp_path):
@@ -336,7 +413,9 @@ def test_any_alignment(tmp_path):
     for spaces in (1, 2, 3):
         header = content[8:HEADER] + b" " * spaces
         (tmp_path / "model.safetensors").unlink(missing_ok=True)
-        (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + content[HEADER:])
+        (tmp_path / "model.safetensors").write_bytes(
+            len(header).to_bytes(8, "little") + header + content[HEADER:]
+        )
         bert = Bert.from_pretrained(tmp_path)
         assert same(bert) and torch.equal(hidden(bert), hidden(Bert.from_pretrained(SAFETENSORS)))
 
@@ -350,8 +429,12 @@ def test_safetensors_come_first(tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_precisions_become_float32(dtype, tmp_path):
-    bert = Bert.from_pretrained(write_hub(tmp_path / "x", {name: t.to(dtype) for name, t in tensors().items()}))
-    assert all(torch.equal(p, EXPECTED[name].to(dtype).float()) for name, p in bert.state_dict().items())
+    bert = Bert.from_pretrained(
+        write_hub(tmp_path / "x", {name: t.to(dtype) for name, t in tensors().items()})
+    )
+    assert all(
+        torch.equal(p, EXPECTED[name].to(dtype).float()) for name, p in bert.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
@@ -362,16 +445,32 @@ def test_what_does_not_fit_is_named(kind, tmp_path):
     fails(directory, kind, f"{name} has shape [61, 32], config.json says [60, 32]")
     write_hub(directory, {**tensors(), name: torch.zeros(60, 32, dtype=torch.int64)}, kind)
     fails(directory, kind, f"{name} holds torch.int64")
-    write_hub(directory, {key: t for key, t in tensors().items() if "layer.1.output" not in key}, kind)
-    fails(directory, kind, "lacks encoder.layer.1.output.dense.weight", "encoder.layer.1.output.LayerNorm.bias")
+    write_hub(
+        directory, {key: t for key, t in tensors().items() if "layer.1.output" not in key}, kind
+    )
+    fails(
+        directory,
+        kind,
+        "lacks encoder.layer.1.output.dense.weight",
+        "encoder.layer.1.output.LayerNorm.bias",
+    )
     write_hub(directory, {key: t for key, t in tensors().items() if "layer.1" not in key}, kind)
     fails(directory, kind, "1 layers, config.json says 2")
     write_hub(directory, {**tensors(), "encoder.layer.1.other.weight": torch.zeros(1)}, kind)
     fails(directory, kind, "unknown tensors encoder.layer.1.other.weight")
     write_hub(directory, {**tensors(), "embeddings.LayerNorm.gamma": torch.zeros(32)}, kind)
-    fails(directory, kind, "embeddings.LayerNorm.gamma, embeddings.LayerNorm.weight are the same tensor")
-    heads = {name: torch.zeros(1) for name in ("pooler.weight", "bert.pooler.weight", "norm.gamma", "norm.weight")}
-    Bert.from_pretrained(write_hub(directory, {**{f"bert.{key}": t for key, t in tensors().items()}, **heads}, kind))  # any head
+    fails(
+        directory,
+        kind,
+        "embeddings.LayerNorm.gamma, embeddings.LayerNorm.weight are the same tensor",
+    )
+    heads = {
+        name: torch.zeros(1)
+        for name in ("pooler.weight", "bert.pooler.weight", "norm.gamma", "norm.weight")
+    }
+    Bert.from_pretrained(
+        write_hub(directory, {**{f"bert.{key}": t for key, t in tensors().items()}, **heads}, kind)
+    )  # any head
     write_hub(directory, {"a\nb": torch.zeros(1), "encoder.layer.1.a\nb": torch.zeros(1)}, kind)
     fails(directory, kind)
 
@@ -395,8 +494,19 @@ def test_bin_holds_tensors_alone(legacy, tmp_path):
     assert not victim.exists()
     torch.save(tensors(), path, _use_new_zipfile_serialization=not legacy)
     assert same(Bert.from_pretrained(tmp_path))
-    sparse, large, nowhere = torch.eye(3).to_sparse(), torch.zeros(1).expand(2**24, 2**24), torch.zeros(2, device="meta")
-    for content in ([1, 2], {"a": 1}, {1: torch.eye(3)}, {"a": sparse}, {"a": large}, {"a": nowhere}):
+    sparse, large, nowhere = (
+        torch.eye(3).to_sparse(),
+        torch.zeros(1).expand(2**24, 2**24),
+        torch.zeros(2, device="meta"),
+    )
+    for content in (
+        [1, 2],
+        {"a": 1},
+        {1: torch.eye(3)},
+        {"a": sparse},
+        {"a": large},
+        {"a": nowhere},
+    ):
         torch.save(content, path, _use_new_zipfile_serialization=not legacy)
         with pytest.raises(ValueError, match="refused"):
             read_bin(path)
@@ -405,21 +515,43 @@ def test_bin_holds_tensors_alone(legacy, tmp_path):
         fails(tmp_path, str(path), "refused")
 
 
-@pytest.mark.parametrize("values", [
-    {"hidden_size": 0}, {"hidden_size": "32"}, {"hidden_size": 33}, {"hidden_size": 2**40}, {"vocab_size": True},
-    {"num_attention_heads": 5}, {"num_hidden_layers": 9_999_999}, {"intermediate_size": None}, {"hidden_act": "cube"},
-    {"hidden_act": ["gelu"]}, {"hidden_act": {}}, {"is_decoder": True},
-    {"model_type": "gpt2"}, {"model_type": []}, {"layer_norm_eps": "x"},
-    {"layer_norm_eps": float("nan")}, {"hidden_dropout_prob": 1.5}, {"classifier_dropout": "x"}, {"pad_token_id": None},
-    {"pad_token_id": -1}, {"pad_token_id": 60}, {"pad_token_id": 30, "model_type": "roberta"},
-    {"position_embedding_type": "relative_key"},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"hidden_size": 0},
+        {"hidden_size": "32"},
+        {"hidden_size": 33},
+        {"hidden_size": 2**40},
+        {"vocab_size": True},
+        {"num_attention_heads": 5},
+        {"num_hidden_layers": 9_999_999},
+        {"intermediate_size": None},
+        {"hidden_act": "cube"},
+        {"hidden_act": ["gelu"]},
+        {"hidden_act": {}},
+        {"is_decoder": True},
+        {"model_type": "gpt2"},
+        {"model_type": []},
+        {"layer_norm_eps": "x"},
+        {"layer_norm_eps": float("nan")},
+        {"hidden_dropout_prob": 1.5},
+        {"classifier_dropout": "x"},
+        {"pad_token_id": None},
+        {"pad_token_id": -1},
+        {"pad_token_id": 60},
+        {"pad_token_id": 30, "model_type": "roberta"},
+        {"position_embedding_type": "relative_key"},
+    ],
+    ids=str,
+)
 def test_config_is_checked(values, copy):
     directory = copy(SAFETENSORS)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, **values}))
     started = time.perf_counter()
-    fails(directory, "config.json", "layers" if "num_hidden_layers" in values else next(iter(values)))
+    fails(
+        directory, "config.json", "layers" if "num_hidden_layers" in values else next(iter(values))
+    )
     assert time.perf_counter() - started < 2
 
 
@@ -433,8 +565,9 @@ def test_nothing_there(tmp_path):
         fails(tmp_path, str(tmp_path / "config.json"))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Hostile files: the right tensors or one clear error; no hang, and no more memory than the files have
+# --------------------------------------------------------------------------------------------------
+# Hostile files: the right tensors or one clear error; no hang, and no more memory than the files
+# have
 
 
 def attempt(directory, succeeds=None):
@@ -448,7 +581,9 @@ def attempt(directory, succeeds=None):
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-    assert peak < 4 * size + 2_000_000  # the model's own Python objects, and those of the index, are in the constant
+    assert (
+        peak < 4 * size + 2_000_000
+    )  # the model's own Python objects, and those of the index, are in the constant
     assert time.perf_counter() - started < 5
     if error is None:
         assert succeeds is not False and same(bert)
@@ -463,11 +598,15 @@ def damaged(draw, content, most=4):
     for _ in range(draw(st.integers(1, most))):
         i, j = sorted(draw(st.integers(0, len(content))) for _ in range(2))
         k = draw(st.integers(0, len(content)))
-        kind = draw(st.sampled_from(["set", "set", "flip", "cut", "remove", "insert", "splice", "zero"]))
+        kind = draw(
+            st.sampled_from(["set", "set", "flip", "cut", "remove", "insert", "splice", "zero"])
+        )
         few = draw(st.binary(min_size=1, max_size=12))
         content = {
             "set": content[:i] + few + content[i + len(few) :],
-            "flip": content[:i] + bytes(byte ^ (1 << k % 8) for byte in content[i : i + 1]) + content[i + 1 :],
+            "flip": content[:i]
+            + bytes(byte ^ (1 << k % 8) for byte in content[i : i + 1])
+            + content[i + 1 :],
             "cut": content[:k],
             "remove": content[:i] + content[min(j, i + 40) :],
             "insert": content[:i] + few + content[i:],
@@ -477,8 +616,13 @@ def damaged(draw, content, most=4):
     return content
 
 
-bounded = settings(max_examples=250, deadline=None, derandomize=True, database=None,
-                   suppress_health_check=list(HealthCheck))  # fmt: skip
+bounded = settings(
+    max_examples=250,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
 
 
 @pytest.fixture(scope="module")
@@ -524,7 +668,11 @@ def test_fuzz_index_with_right_checksums(places, data):
     content = table([(b"~", contents)])
     if what == "handles":
         index_block = data.draw(damaged(block([(b"~", handle(0, len(contents)))])))
-        content = stored(contents) + stored(index_block) + footer(handle(0, 0), handle(len(contents) + 5, len(index_block)))
+        content = (
+            stored(contents)
+            + stored(index_block)
+            + footer(handle(0, 0), handle(len(contents) + 5, len(index_block)))
+        )
     with replaced(places["google"] / INDEX, content):
         error = attempt(places["google"])
         assert what == "handles" or not re.search(r"block at \d+ does not match", error or "")
@@ -560,8 +708,18 @@ def test_fuzz_safetensors(places, data):
 
 
 def json_values():
-    leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.integers(-3, 100)
-    return st.recursive(leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner))
+    leaves = (
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats()
+        | st.text(max_size=5)
+        | st.integers(-3, 100)
+    )
+    return st.recursive(
+        leaves,
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    )
 
 
 @bounded
@@ -574,13 +732,18 @@ def test_fuzz_config(places, data):
     else:
         config = json.loads(content)
         names = st.sampled_from(sorted({*config, "classifier_dropout", "position_embedding_type"}))
-        content = json.dumps({**config, **data.draw(st.dictionaries(names, json_values(), max_size=3))}).encode()
+        content = json.dumps(
+            {**config, **data.draw(st.dictionaries(names, json_values(), max_size=3))}
+        ).encode()
     with replaced(path, content):
         attempt(places["hub"])
 
 
 @bounded
-@given(content=st.binary(max_size=200) | damaged((SAFETENSORS / "model.safetensors").read_bytes()[:400]))
+@given(
+    content=st.binary(max_size=200)
+    | damaged((SAFETENSORS / "model.safetensors").read_bytes()[:400])
+)
 def test_fuzz_bin(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "fuzzed.bin"
     path.write_bytes(content)
@@ -589,15 +752,19 @@ def test_fuzz_bin(tmp_path_factory, content):
     assert "\n" not in str(e.value)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The hub
 
-DIRECTORIES = "bert_config.json and bert_model.ckpt.*", "config.json and model.safetensors (or pytorch_model.bin)"
+DIRECTORIES = (
+    "bert_config.json and bert_model.ckpt.*",
+    "config.json and model.safetensors (or pytorch_model.bin)",
+)
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A directory in the hub's place. Returns (its repository some/bert, the list of files that were asked for)."""
+    """A directory in the hub's place. Returns (its repository some/bert, the list of files that
+    were asked for)."""
     asked = []
 
     def hf_hub_download(repo_id, filename, revision=None):
@@ -606,18 +773,30 @@ def hub(tmp_path, monkeypatch):
             raise EntryNotFoundError(f"404 {filename}")
         return str(tmp_path / repo_id / filename)
 
-    monkeypatch.setattr(bert_module, "hf_hub_download", hf_hub_download)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
     shutil.copytree(SAFETENSORS, tmp_path / "some" / "bert")
     return tmp_path / "some" / "bert", asked
 
 
 def test_only_needed_files_are_downloaded(hub):
     repository, asked = hub
-    for name in ("tf_model.h5", "flax_model.msgpack", "pytorch_model.bin", "vocab.json", "merges.txt"):
+    for name in (
+        "tf_model.h5",
+        "flax_model.msgpack",
+        "pytorch_model.bin",
+        "vocab.json",
+        "merges.txt",
+    ):
         (repository / name).write_bytes(b"not needed")
     bert = Bert.from_pretrained("some/bert")
     assert same(bert) and bert.source == "some/bert"
-    assert asked == ["config.json", "model.safetensors", "tokenizer.json", "vocab.txt", "tokenizer_config.json"]
+    assert asked == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "vocab.txt",
+        "tokenizer_config.json",
+    ]
     asked.clear()
     (repository / "tokenizer.json").write_text("{}")
     Bert.from_pretrained("some/bert")
@@ -626,7 +805,10 @@ def test_only_needed_files_are_downloaded(hub):
     (repository / "model.safetensors").unlink()
     write_hub(repository.parent / "other", tensors(), "pytorch_model.bin")
     assert same(Bert.from_pretrained("some/other"))
-    assert asked[:3] == ["config.json", "model.safetensors", "pytorch_model.bin"] and "tf_model.h5" not in asked
+    assert (
+        asked[:3] == ["config.json", "model.safetensors", "pytorch_model.bin"]
+        and "tf_model.h5" not in asked
+    )
 
 
 def test_hub_repository_without_an_encoder(hub):
@@ -642,18 +824,25 @@ def test_no_network():
     fails("not an id", *DIRECTORIES)
 
 
-@pytest.mark.parametrize("path", ["./x", "../x", "/no/such/place", "~/bert", "a/b/c", "a\\b", ".", "no/such/"])
+@pytest.mark.parametrize(
+    "path", ["./x", "../x", "/no/such/place", "~/bert", "a/b/c", "a\\b", ".", "no/such/"]
+)
 def test_what_looks_like_a_path_does_not_wait_for_the_network(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bert_module, "hf_hub_download", lambda *_, **__: pytest.fail("asked the network"))
+    monkeypatch.setattr(
+        huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("asked the network")
+    )
     fails(path, "no encoder in" if path == "." else "there is no directory")
 
 
 def test_cache_without_network():
-    """As a first run leaves the hub's cache: files of one commit, and notes of those that the repository does not have."""
+    """As a first run leaves the hub's cache: files of one commit, and notes of those that the
+    repository does not have."""
     repository, commit = Path(constants.HF_HUB_CACHE) / "models--some--cached", "0123456789" * 4
-    for folder, names in {"snapshots": ("config.json", "model.safetensors", "vocab.txt"),
-                          ".no_exist": ("tokenizer.json", "tokenizer_config.json")}.items():  # fmt: skip
+    for folder, names in {
+        "snapshots": ("config.json", "model.safetensors", "vocab.txt"),
+        ".no_exist": ("tokenizer.json", "tokenizer_config.json"),
+    }.items():
         (repository / folder / commit).mkdir(parents=True)
         for name in names:
             (repository / folder / commit / name).write_bytes(
@@ -664,7 +853,7 @@ def test_cache_without_network():
     assert same(Bert.from_pretrained("some/cached"))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Tokens
 
 
@@ -673,45 +862,80 @@ def test_roberta_tokens(tmp_path):
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(directory / name, tmp_path)
     whole, parts = load_tokenizer(directory, 30), load_tokenizer(tmp_path, 30)
-    for texts in [("the cat sat on the mat.", "the dog"), ("The  man",), (" a", ""), ("the park, the park", "a")]:
+    for texts in [
+        ("the cat sat on the mat.", "the dog"),
+        ("The  man",),
+        (" a", ""),
+        ("the park, the park", "a"),
+    ]:
         a, b = whole.encode(*texts), parts.encode(*texts)
         assert (a.ids, a.type_ids, a.tokens) == (b.ids, b.type_ids, b.tokens)
     tokens = parts.encode("the cat", "the dog").tokens
     middle = tokens.index("</s>")
-    assert tokens[0] == "<s>" and tokens[middle : middle + 2] == ["</s>", "</s>"] and tokens[-1] == "</s>"
+    assert (
+        tokens[0] == "<s>"
+        and tokens[middle : middle + 2] == ["</s>", "</s>"]
+        and tokens[-1] == "</s>"
+    )
     assert tokens.count("</s>") == 3 and set(parts.encode("the cat", "the dog").type_ids) == {0}
     assert "".join(tokens[1:middle]) == "theĠcat"
 
 
-@pytest.mark.parametrize("words, config, cased", [
-    ("the cat", None, False), ("the The", None, True), ("the É", None, True), ("the ##s ##S", None, True),
-    ("the ℝ ##ℝ ™", None, False),  # upper-case, but not to be lowered: so it is in Google's uncased vocabulary
-    ("the The", {"do_lower_case": True}, False), ("the cat", {"do_lower_case": False}, True), ("the The", {}, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words, config, cased",
+    [
+        ("the cat", None, False),
+        ("the The", None, True),
+        ("the É", None, True),
+        ("the ##s ##S", None, True),
+        (
+            "the ℝ ##ℝ ™",
+            None,
+            False,
+        ),  # upper-case, but not to be lowered: so it is in Google's uncased vocabulary
+        ("the The", {"do_lower_case": True}, False),
+        ("the cat", {"do_lower_case": False}, True),
+        ("the The", {}, True),
+    ],
+)
 def test_cased_or_uncased(words, config, cased, tmp_path):
-    (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words.split()]) + "\n")
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words.split()]) + "\n"
+    )
     if config is not None:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokens = load_tokenizer(tmp_path, 9).encode("THE the").tokens
-    assert tokens == (["[CLS]", "[UNK]", "the", "[SEP]"] if cased else ["[CLS]", "the", "the", "[SEP]"])
+    assert tokens == (
+        ["[CLS]", "[UNK]", "the", "[SEP]"] if cased else ["[CLS]", "the", "the", "[SEP]"]
+    )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # python bert.py
 
 
 def command(*arguments):
-    process = subprocess.run([sys.executable, ROOT / "bert.py", *arguments], capture_output=True, text=True, cwd=ROOT)
+    process = subprocess.run(
+        [sys.executable, ROOT / "bert.py", *arguments], capture_output=True, text=True, cwd=ROOT
+    )
     return process.returncode, process.stdout, process.stderr
 
 
 def test_command_line(capsys, monkeypatch):
     code, out, err = command(TENSORFLOW, "the cat ran")
     assert code == 0 and not err
-    assert "hidden_size=32" in out and "[CLS] the cat ran [SEP]" in out and str(TENSORFLOW / INDEX) in out
+    assert (
+        "hidden_size=32" in out
+        and "[CLS] the cat ran [SEP]" in out
+        and str(TENSORFLOW / INDEX) in out
+    )
     total = sum(p.numel() for p in EXPECTED.values())
     assert f"{total:,} parameters" in out
-    rows = [line.split(maxsplit=2) for line in out.splitlines() if " from " in line and "parameters" not in line]
+    rows = [
+        line.split(maxsplit=2)
+        for line in out.splitlines()
+        if " from " in line and "parameters" not in line
+    ]
     assert len(rows) == 12 and sum(int(row[0].replace(",", "")) for row in rows) == total
     assert "bert/encoder/layer_*/attention/self/query/kernel" in out
     # the hidden states are those of the safetensors twin
@@ -722,11 +946,20 @@ def test_command_line(capsys, monkeypatch):
 
 def test_command_line_errors(capsys, monkeypatch, tmp_path):
     code, out, err = command(str(tmp_path))
-    assert code == 2 and not out and err.startswith("bert.py: no encoder in") and err.count("\n") == 1
+    assert (
+        code == 2 and not out and err.startswith("bert.py: no encoder in") and err.count("\n") == 1
+    )
     shutil.copytree(SAFETENSORS, tmp_path / "more")
     with open(tmp_path / "more" / "vocab.txt", "a") as file:
         file.write("more\n")
-    for arguments in ([str(tmp_path / "more")], [], ["a", "b", "c"], ["--help"], [str(tmp_path / "missing")], ["a/b/c", "text"]):
+    for arguments in (
+        [str(tmp_path / "more")],
+        [],
+        ["a", "b", "c"],
+        ["--help"],
+        [str(tmp_path / "missing")],
+        ["a/b/c", "text"],
+    ):
         monkeypatch.setattr(sys, "argv", ["bert.py", *arguments])
         with pytest.raises(SystemExit) as e:
             bert_module.main()

@@ -13,35 +13,104 @@ import torch
 
 import data
 from conftest import VOCABULARY, sentence, write_rows
-from data import TASKS, batch_order, batches, example, get_task, groups, load_split, load_tokenizer
+from data import TASKS, Classes, batch_order, batches, example, get_task, length_groups, load_split
+from formats.tokenizer import load_tokenizer
 
 # One row of every task as the hub has it, and what becomes of it
 ROWS = {
     "mnli": ({"premise": "p", "hypothesis": "h", "label": 2, "idx": 0}, [("p", "h")], 2),
     "qqp": ({"question1": "p", "question2": "q", "label": 1, "idx": 0}, [("p", "q")], 1),
     "sst2": ({"sentence": "p ", "label": 0, "idx": 0}, [("p ", None)], 0),
-    "winogrande": ({"sentence": "so _ won", "option1": "Al", "option2": "Bo", "answer": "2"},
-                   [("so Al won", None), ("so Bo won", None)], 1),
+    "winogrande": (
+        {"sentence": "so _ won", "option1": "Al", "option2": "Bo", "answer": "2"},
+        [("so Al won", None), ("so Bo won", None)],
+        1,
+    ),
     "imdb": ({"text": "p", "label": 1}, [("p", None)], 1),
-    "hellaswag": ({"ind": 1, "activity_label": "x", "ctx_a": "A.", "ctx_b": "he", "ctx": "A. he",
-                   "endings": ["a", "b", "c", "d"], "source_id": "", "split": "val", "split_type": "", "label": "3"},
-                  [("A.", "he a"), ("A.", "he b"), ("A.", "he c"), ("A.", "he d")], 3),
-    "social_i_qa": ({"context": "c", "question": "q", "answerA": "x", "answerB": "y", "answerC": "z", "label": "1\n"},
-                    [("c", "q x"), ("c", "q y"), ("c", "q z")], 0),
-    "cosmos_qa": ({"id": "", "context": "c", "question": "q", "answer0": "w", "answer1": "x", "answer2": "y", "answer3": "z",
-                   "label": 2}, [("c", "q w"), ("c", "q x"), ("c", "q y"), ("c", "q z")], 2),
-    "scitail": ({"sentence1": "p", "sentence2": "h", "gold_label": "entailment", "annotator_labels": ["entailment"]},
-                [("p", "h")], 0),
-    "argument": ({"topic": "t", "sentence": "s", "annotation": "Argument_for", "set": "train"}, [("t", "s")], 2),
-    "commonsense_qa": ({"id": "", "question": "q", "question_concept": "c", "answerKey": "E",
-                        "choices": {"label": list("ABCDE"), "text": list("vwxyz")}},
-                       [("q", "v"), ("q", "w"), ("q", "x"), ("q", "y"), ("q", "z")], 4),
+    "hellaswag": (
+        {
+            "ind": 1,
+            "activity_label": "x",
+            "ctx_a": "A.",
+            "ctx_b": "he",
+            "ctx": "A. he",
+            "endings": ["a", "b", "c", "d"],
+            "source_id": "",
+            "split": "val",
+            "split_type": "",
+            "label": "3",
+        },
+        [("A.", "he a"), ("A.", "he b"), ("A.", "he c"), ("A.", "he d")],
+        3,
+    ),
+    "social_i_qa": (
+        {
+            "context": "c",
+            "question": "q",
+            "answerA": "x",
+            "answerB": "y",
+            "answerC": "z",
+            "label": "1\n",
+        },
+        [("c", "q x"), ("c", "q y"), ("c", "q z")],
+        0,
+    ),
+    "cosmos_qa": (
+        {
+            "id": "",
+            "context": "c",
+            "question": "q",
+            "answer0": "w",
+            "answer1": "x",
+            "answer2": "y",
+            "answer3": "z",
+            "label": 2,
+        },
+        [("c", "q w"), ("c", "q x"), ("c", "q y"), ("c", "q z")],
+        2,
+    ),
+    "scitail": (
+        {
+            "sentence1": "p",
+            "sentence2": "h",
+            "gold_label": "entailment",
+            "annotator_labels": ["entailment"],
+        },
+        [("p", "h")],
+        0,
+    ),
+    "argument": (
+        {"topic": "t", "sentence": "s", "annotation": "Argument_for", "set": "train"},
+        [("t", "s")],
+        2,
+    ),
+    "commonsense_qa": (
+        {
+            "id": "",
+            "question": "q",
+            "question_concept": "c",
+            "answerKey": "E",
+            "choices": {"label": list("ABCDE"), "text": list("vwxyz")},
+        },
+        [("q", "v"), ("q", "w"), ("q", "x"), ("q", "y"), ("q", "z")],
+        4,
+    ),
     "boolq": ({"question": "q", "passage": "p", "idx": 0, "label": 1}, [("p", "q")], 1),
     "mrpc": ({"sentence1": "p", "sentence2": "q", "label": 0, "idx": 0}, [("p", "q")], 0),
-    "sick": ({"id": "1", "sentence_A": "p", "sentence_B": "q", "label": "NEUTRAL", "relatedness_score": 3.0}, [("p", "q")], 1),
+    "sick": (
+        {
+            "id": "1",
+            "sentence_A": "p",
+            "sentence_B": "q",
+            "label": "NEUTRAL",
+            "relatedness_score": 3.0,
+        },
+        [("p", "q")],
+        1,
+    ),
     "rte": ({"sentence1": "p", "sentence2": "h", "label": 0, "idx": 0}, [("p", "h")], 0),
     "cb": ({"premise": "p", "hypothesis": "h", "label": 1, "idx": 0}, [("p", "h")], 1),
-}  # fmt: skip
+}
 
 
 def test_all_16_tasks_are_there():
@@ -55,7 +124,8 @@ def tokenizer(encoder):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_hub_columns(name, tokenizer, tmp_path):
-    """A row in the hub's columns and types, through the hub's code path, to candidates and label."""
+    """A row in the hub's columns and types, through the hub's code path, to candidates and
+    label."""
     row, candidates, label = ROWS[name]
     rows = datasets.Dataset.from_list([row] * 3)
     task = get_task(name)
@@ -64,7 +134,9 @@ def test_hub_columns(name, tokenizer, tmp_path):
         split = load_split(task, "train", tokenizer)
     assert split.info.description == "abc123"
     assert split["label"][:] == [label] * 3
-    assert len(split[0]["input_ids"]) == len(candidates) == (len(task.labels) if task.choices else 1)
+    assert (
+        len(split[0]["input_ids"]) == len(candidates) == (len(task.labels) if task.choices else 1)
+    )
     for ids, (a, b) in zip(split[0]["input_ids"], candidates, strict=True):
         assert ids == tokenizer.encode(*[text for text in (a, b) if text is not None]).ids
     renamed = {task.aliases.get(column, column): value for column, value in row.items()}
@@ -73,20 +145,27 @@ def test_hub_columns(name, tokenizer, tmp_path):
 
 def test_other_copies_of_the_data(tokenizer, tmp_path):
     """SciTail's tsv_format and Google's own BoolQ differ in columns and label values."""
-    for name, row in [("scitail", {"premise": "p", "hypothesis": "h", "label": "neutral"}),
-                      ("boolq", {"question": "q", "passage": "p", "answer": True})]:  # fmt: skip
+    for name, row in [
+        ("scitail", {"premise": "p", "hypothesis": "h", "label": "neutral"}),
+        ("boolq", {"question": "q", "passage": "p", "answer": True}),
+    ]:
         write_rows(tmp_path / name / "train.jsonl", [row])
         assert load_split(get_task(name, tmp_path), "train", tokenizer, tmp_path)["label"][:] == [1]
 
 
 def test_the_hub_is_asked_for_what_the_table_says(monkeypatch, tokenizer, tmp_path):
-    """A local directory that imitates the hub, loaded by the same code: only the address is replaced."""
+    """A local directory that imitates the hub, loaded by the same code: only the address is
+    replaced."""
     asked, load_dataset = [], datasets.load_dataset
-    datasets.Dataset.from_list([ROWS["mnli"][0]]).to_parquet(tmp_path / "mnli" / "validation_matched.parquet")
+    datasets.Dataset.from_list([ROWS["mnli"][0]]).to_parquet(
+        tmp_path / "mnli" / "validation_matched.parquet"
+    )
 
     def hub(source, config, split, revision):
         asked.append((source, config, split, revision))
-        return load_dataset("parquet", data_files={split: str(tmp_path / config / f"{split}.parquet")}, split=split)
+        return load_dataset(
+            "parquet", data_files={split: str(tmp_path / config / f"{split}.parquet")}, split=split
+        )
 
     monkeypatch.setattr(data.datasets, "load_dataset", hub)
     split = load_split(get_task("mnli"), "validation", tokenizer)
@@ -96,8 +175,10 @@ def test_the_hub_is_asked_for_what_the_table_says(monkeypatch, tokenizer, tmp_pa
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "tsv", "parquet"])
 def test_file_formats(ending, tokenizer, tmp_path):
-    rows = [{"sentence1": 'the "red cat', "sentence2": "NA, or None", "label": 0},
-            {"sentence1": "a", "sentence2": "b", "label": 1}]  # fmt: skip
+    rows = [
+        {"sentence1": 'the "red cat', "sentence2": "NA, or None", "label": 0},
+        {"sentence1": "a", "sentence2": "b", "label": 1},
+    ]
     path = tmp_path / "rte" / f"train.{ending}"
     path.parent.mkdir()
     if ending == "jsonl":
@@ -105,17 +186,25 @@ def test_file_formats(ending, tokenizer, tmp_path):
     elif ending == "json":
         path.write_text(json.dumps(rows))
     elif ending == "tsv":
-        path.write_text("".join("\t".join(map(str, values)) + "\n" for values in (rows[0], *(row.values() for row in rows))))
+        path.write_text(
+            "".join(
+                "\t".join(map(str, values)) + "\n"
+                for values in (rows[0], *(row.values() for row in rows))
+            )
+        )
     else:
         getattr(datasets.Dataset.from_list(rows), f"to_{ending}")(path)
     split = load_split(get_task("rte", tmp_path), "train", tokenizer, tmp_path)
     assert split["label"][:] == [0, 1]
-    assert split[0]["input_ids"] == [tokenizer.encode(rows[0]["sentence1"], rows[0]["sentence2"]).ids]
+    assert split[0]["input_ids"] == [
+        tokenizer.encode(rows[0]["sentence1"], rows[0]["sentence2"]).ids
+    ]
 
 
 @pytest.mark.parametrize("ending", ["csv", "tsv"])
 def test_cells_are_texts(ending, tmp_path):
-    """What looks like a number stays as it is written, in every split; the classes 1 to 10 are sorted as numbers."""
+    """What looks like a number stays as it is written, in every split; the classes 1 to 10 are
+    sorted as numbers."""
     comma = "," if ending == "csv" else "\t"
     cells = [["007", "10"], ["1.10", "2"], ["1e3", "01"], ["NA", "1"]]
     path = tmp_path / "mine" / f"train.{ending}"
@@ -127,8 +216,11 @@ def test_cells_are_texts(ending, tmp_path):
 
 
 def test_lines_are_counted_as_in_the_file(tokenizer, tmp_path):
-    lines = {"jsonl": '\n{"text_a": "a", "label": "x"}\n \n{"text_a": "b", "label": ""}\n',
-             "csv": 'text_a,label\n"a\n\nb",x\n\nb,\n', "tsv": 'text_a\tlabel\n"a\tx\n\nb\t\n'}  # fmt: skip
+    lines = {
+        "jsonl": '\n{"text_a": "a", "label": "x"}\n \n{"text_a": "b", "label": ""}\n',
+        "csv": 'text_a,label\n"a\n\nb",x\n\nb,\n',
+        "tsv": 'text_a\tlabel\n"a\tx\n\nb\t\n',
+    }
     for (ending, text), line in zip(lines.items(), (4, 6, 4), strict=True):
         write_rows(tmp_path / ending / "train.jsonl", [])
         (tmp_path / ending / "train.jsonl").unlink()
@@ -141,17 +233,33 @@ def test_argument_as_distributed(tokenizer, tmp_path):
     """Eight topic files, quoting off, the split in a column; without them, where to ask."""
     with pytest.raises(FileNotFoundError, match="tudatalib"):
         load_split(get_task("argument"), "train", tokenizer)
-    columns = ["topic", "retrievedUrl", "archivedUrl", "sentenceHash", "sentence", "annotation", "set"]
+    columns = [
+        "topic",
+        "retrievedUrl",
+        "archivedUrl",
+        "sentenceHash",
+        "sentence",
+        "annotation",
+        "set",
+    ]
     (tmp_path / "argument").mkdir()
     for topic in ("abortion", "school_uniforms"):
-        rows = [[topic, "u", "u", "h", f'"{part} is open', label, part]
-                for part, label in (("train", "NoArgument"), ("val", "Argument_for"), ("test", "Argument_against"))]  # fmt: skip
+        rows = [
+            [topic, "u", "u", "h", f'"{part} is open', label, part]
+            for part, label in (
+                ("train", "NoArgument"),
+                ("val", "Argument_for"),
+                ("test", "Argument_against"),
+            )
+        ]
         text = "".join("\t".join(row) + "\n" for row in [columns, *rows])
         (tmp_path / "argument" / f"{topic}.tsv").write_text(text)
     task = get_task("argument", tmp_path)
     assert load_split(task, "train", tokenizer, tmp_path)["label"][:] == [0, 0]
     dev = load_split(task, "validation", tokenizer, tmp_path)
-    assert dev["label"][:] == [2, 2] and load_split(replace(task, sizes=()), "test", tokenizer, tmp_path)["label"][:] == [1, 1]
+    assert dev["label"][:] == [2, 2] and load_split(
+        replace(task, sizes=()), "test", tokenizer, tmp_path
+    )["label"][:] == [1, 1]
     assert dev[0]["input_ids"] == [tokenizer.encode("abortion", '"val is open').ids]
 
 
@@ -164,22 +272,50 @@ def test_row_counts(tokenizer, tmp_path, capsys):
 
 
 def test_own_labels_are_sorted(tmp_path):
-    for labels, expected in [([10, 9, 2], ("2", "9", "10")), (["b", "a"], ("a", "b")), ([True, False], ("False", "True"))]:
-        write_rows(tmp_path / "mine" / "train.jsonl", [{"text_a": "a", "label": label} for label in labels])
+    for labels, expected in [
+        ([10, 9, 2], ("2", "9", "10")),
+        (["b", "a"], ("a", "b")),
+        ([True, False], ("False", "True")),
+    ]:
+        write_rows(
+            tmp_path / "mine" / "train.jsonl", [{"text_a": "a", "label": label} for label in labels]
+        )
         task = get_task("mine", tmp_path)
         assert task.labels == expected
-        assert [data.label_index(task, label) for label in labels] == [expected.index(str(label)) for label in labels]
+        assert [Classes.label(task, label) for label in labels] == [
+            expected.index(str(label)) for label in labels
+        ]
     with pytest.raises(ValueError, match="'c'"):
-        data.label_index(task, "c")
+        Classes.label(task, "c")
 
 
-@pytest.mark.parametrize("name, value", [("rte", 2), ("rte", -1), ("rte", "01"), ("rte", 1.0), ("rte", None),
-                                         ("social_i_qa", "0"), ("social_i_qa", 0), ("winogrande", 0),
-                                         ("winogrande", ""), ("commonsense_qa", ""), ("scitail", "contradiction")])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("rte", 2),
+        ("rte", -1),
+        ("rte", "01"),
+        ("rte", 1.0),
+        ("rte", None),
+        ("social_i_qa", "0"),
+        ("social_i_qa", 0),
+        ("winogrande", 0),
+        ("winogrande", ""),
+        ("commonsense_qa", ""),
+        ("scitail", "contradiction"),
+    ],
+)
 def test_unknown_labels_are_errors(name, value):
     with pytest.raises(ValueError, match="label"):
-        example(get_task(name), {**{c: v for c, v in ROWS[name][0].items()}, TASKS[name].label: value,
-                                 "premise": "p", "hypothesis": "h"})  # fmt: skip
+        example(
+            get_task(name),
+            {
+                **{c: v for c, v in ROWS[name][0].items()},
+                TASKS[name].label: value,
+                "premise": "p",
+                "hypothesis": "h",
+            },
+        )
 
 
 def test_tokenised_data_is_cached(encoder, tmp_path, monkeypatch):
@@ -190,7 +326,9 @@ def test_tokenised_data_is_cached(encoder, tmp_path, monkeypatch):
 
     def load(max_length=48):
         calls.clear()
-        load_split(get_task("rte", tmp_path), "train", load_tokenizer(encoder, max_length), tmp_path)
+        load_split(
+            get_task("rte", tmp_path), "train", load_tokenizer(encoder, max_length), tmp_path
+        )
         return len(calls)
 
     assert [load(), load(), load(40), load(40), load()] == [3, 0, 3, 0, 0]
@@ -203,7 +341,9 @@ def test_wordpiece(encoder, tmp_path):
     encoding = tokenizer.encode("The Red cat.", "blue zebra")
     assert encoding.tokens == ["[CLS]", "the", "red", "cat", ".", "[SEP]", "blue", "[UNK]", "[SEP]"]
     assert encoding.type_ids == [0] * 6 + [1] * 3
-    (tmp_path / "vocab.txt").write_text("\n".join([*VOCABULARY, "Red"]))  # upper-case entries: a cased vocabulary
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join([*VOCABULARY, "Red"])
+    )  # upper-case entries: a cased vocabulary
     assert load_tokenizer(tmp_path, 48).encode("Red red").tokens == ["[CLS]", "Red", "red", "[SEP]"]
     (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": true}')
     assert load_tokenizer(tmp_path, 48).encode("Red red").tokens == ["[CLS]", "red", "red", "[SEP]"]
@@ -227,27 +367,36 @@ def test_no_example_is_lost_or_doubled(n, seed):
 
 def test_epochs_differ_and_repeat():
     lengths = np.random.default_rng(0).integers(5, 128, 500)
-    one, again, two = ([batch.tolist() for batch in batch_order(lengths, 32, (0, epoch))] for epoch in (1, 1, 2))
+    one, again, two = (
+        [batch.tolist() for batch in batch_order(lengths, 32, (0, epoch))] for epoch in (1, 1, 2)
+    )
     assert one == again != two
 
 
 @pytest.mark.parametrize("choices", [1, 4])
 def test_little_padding(choices, encoder, tmp_path):
-    """Under 5 % of the tokens where there are over 1,000 examples of mixed length, against a third in random batches."""
+    """Under 5 % of the tokens where there are over 1,000 examples of mixed length, against a third
+    in random batches."""
     rng = random.Random(0)
     rows = []
     for i in range(1500):
         length = max(4, min(38, int(rng.lognormvariate(2.5, 0.5))))
         texts = [sentence(rng, length + rng.randint(-2, 2) * (choices > 1)) for _ in range(choices)]
-        rows.append({"choices": texts, "label": 0} if choices > 1 else {"text_a": texts[0], "label": i % 2})
+        rows.append(
+            {"choices": texts, "label": 0} if choices > 1 else {"text_a": texts[0], "label": i % 2}
+        )
     write_rows(tmp_path / "own" / "train.jsonl", rows)
     split = load_split(get_task("own", tmp_path), "train", load_tokenizer(encoder, 48), tmp_path)
     real = total = seen = 0
     for batch in batches(split, 32, seed=(0, 1)):
-        assert batch["input_ids"].shape[0] == choices * len(batch["labels"])  # an example's choices stay together
+        assert batch["input_ids"].shape[0] == choices * len(
+            batch["labels"]
+        )  # an example's choices stay together
         seen += len(batch["labels"])
-        parts = list(groups(batch))
-        assert sorted(torch.cat([rows for rows, _ in parts]).tolist()) == list(range(len(batch["input_ids"])))
+        parts = list(length_groups(batch))
+        assert sorted(torch.cat([rows for rows, _ in parts]).tolist()) == list(
+            range(len(batch["input_ids"]))
+        )
         for _, (ids, _, mask) in parts:
             real += mask.sum().item()
             total += ids.numel()
@@ -256,24 +405,39 @@ def test_little_padding(choices, encoder, tmp_path):
 
 
 def test_collate(encoder, data_dir):
-    split = load_split(get_task("pick", data_dir), "validation", load_tokenizer(encoder, 48), data_dir)
+    split = load_split(
+        get_task("pick", data_dir), "validation", load_tokenizer(encoder, 48), data_dir
+    )
     batch = next(batches(split, 8, pad_token_id=7))
-    assert batch["input_ids"].shape == batch["token_type_ids"].shape == batch["attention_mask"].shape
+    assert (
+        batch["input_ids"].shape == batch["token_type_ids"].shape == batch["attention_mask"].shape
+    )
     assert batch["input_ids"].shape[0] == 24 and batch["labels"].shape == (8,)
     padding = batch["attention_mask"] == 0
-    assert (batch["input_ids"][padding] == 7).all() and (batch["token_type_ids"][padding] == 0).all()
+    assert (batch["input_ids"][padding] == 7).all() and (
+        batch["token_type_ids"][padding] == 0
+    ).all()
     assert all(tensor.dtype == torch.int64 for tensor in batch.values())
 
 
 def test_command_line(encoder, data_dir, capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["data.py", "pick", "--data-dir", str(data_dir), "--model", str(encoder)])
+    monkeypatch.setattr(
+        "sys.argv", ["data.py", "pick", "--data-dir", str(data_dir), "--model", str(encoder)]
+    )
     data.main()
     shown = capsys.readouterr().out
-    assert "train: 96 examples" in shown and "validation: 40 examples" in shown and "[CLS]" in shown and "  * 0: " in shown
+    assert (
+        "train: 96 examples" in shown
+        and "validation: 40 examples" in shown
+        and "[CLS]" in shown
+        and "  * 0: " in shown
+    )
     monkeypatch.setattr("sys.argv", ["data.py", "rtee", "--model", str(encoder)])
     with pytest.raises(SystemExit) as exit:
         data.main()
-    assert exit.value.code == 2 and capsys.readouterr().err.startswith("data.py: unknown task 'rtee'")
+    assert exit.value.code == 2 and capsys.readouterr().err.startswith(
+        "data.py: unknown task 'rtee'"
+    )
 
 
 def test_a_reader_that_has_seen_enough(encoder, data_dir):

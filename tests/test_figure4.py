@@ -1,5 +1,5 @@
-"""experiments/figure4.py: the weights are the reference library's, averaged over real tokens; the picture is legible; the
-words follow from the numbers."""
+"""experiments/figure4.py: the weights are the reference library's, averaged over real tokens; the
+picture is legible; the words follow from the numbers."""
 
 import csv
 import json
@@ -13,22 +13,55 @@ from PIL import Image
 from safetensors.torch import load_file
 from test_reference import FUSIONS, GOLDEN, TOLERANCE, with_fusion
 
-from data import get_task, load_split, load_tokenizer
+from data import get_task, load_split
 from experiments import figure4
+from experiments.load_run import load_run
+from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights
-from train import load_run
 
 INPUTS = ("input_ids", "token_type_ids", "attention_mask")
 
 
 @pytest.fixture(scope="module")
 def fusions(runs, launch, tmp_path_factory):
-    """Three fusion runs: rte over three adapters, sst2 over two of them, rte over one at both locations of a layer."""
+    """Three fusion runs: rte over three adapters, sst2 over two of them, rte over one at both
+    locations of a layer."""
     out = tmp_path_factory.mktemp("figure4")
     options = ["--epochs", 1, "--lr", "5e-3"]
-    launch("--stage", "adapter", "--task", "rte", "--adapter", "houlsby", "--out", out / "houlsby", *options)
-    launch("--stage", "fusion", "--task", "sst2", "--adapters", runs / "rte", runs / "sst2", "--out", out / "sst2", *options)
-    launch("--stage", "fusion", "--task", "rte", "--adapters", out / "houlsby", "--out", out / "both", *options)
+    launch(
+        "--stage",
+        "adapter",
+        "--task",
+        "rte",
+        "--adapter",
+        "houlsby",
+        "--out",
+        out / "houlsby",
+        *options,
+    )
+    launch(
+        "--stage",
+        "fusion",
+        "--task",
+        "sst2",
+        "--adapters",
+        runs / "rte",
+        runs / "sst2",
+        "--out",
+        out / "sst2",
+        *options,
+    )
+    launch(
+        "--stage",
+        "fusion",
+        "--task",
+        "rte",
+        "--adapters",
+        out / "houlsby",
+        "--out",
+        out / "both",
+        *options,
+    )
     return [runs / "fusion-rte", out / "sst2", out / "both"]
 
 
@@ -44,8 +77,10 @@ def test_the_mean_is_the_reference_librarys_over_real_tokens(directory):
     inputs = [expected[key] for key in INPUTS]
     real = expected["attention_mask"].bool()
     assert not real.all()
-    longer = [torch.nn.functional.pad(tensor, (0, 3), value=pad) for tensor, pad in
-              zip(inputs, (bert.config.pad_token_id, 0, 0), strict=True)]  # fmt: skip
+    longer = [
+        torch.nn.functional.pad(tensor, (0, 3), value=pad)
+        for tensor, pad in zip(inputs, (bert.config.pad_token_id, 0, 0), strict=True)
+    ]
     rows = [[tensor[i : i + 1, : real[i].sum()] for tensor in inputs] for i in range(len(real))]
     for batches in ([inputs], [longer], rows):
         weights = figure4.average(bert, batches)
@@ -59,20 +94,36 @@ def test_the_mean_is_the_reference_librarys_over_real_tokens(directory):
 def test_files(fusions, encoder, data_dir, tmp_path, capsys):
     figure4.main([*map(str, fusions), "--out", str(tmp_path / "out"), "--device", "cpu"])
     printed = capsys.readouterr().out
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"figure4.png", "figure6.png", "weights.csv", "summary.txt"}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "figure4.png",
+        "figure6.png",
+        "weights.csv",
+        "summary.txt",
+    }
     assert (tmp_path / "out" / "summary.txt").read_text() in printed
 
     rows = read_csv(tmp_path / "out")
     adapters = list(rows[0])[4:]
     assert adapters == ["rte", "sst2", "pick"]  # the targets' own first, in the order of the rows
     assert [(row["target"], row["layer"], row["location"]) for row in rows] == [
-        ("rte", "1", "output"), ("rte", "2", "output"), ("sst2", "1", "output"), ("sst2", "2", "output"),
-        ("rte", "1", "attention"), ("rte", "1", "output"), ("rte", "2", "attention"), ("rte", "2", "output"),
-    ]  # fmt: skip
+        ("rte", "1", "output"),
+        ("rte", "2", "output"),
+        ("sst2", "1", "output"),
+        ("sst2", "2", "output"),
+        ("rte", "1", "attention"),
+        ("rte", "1", "output"),
+        ("rte", "2", "attention"),
+        ("rte", "2", "output"),
+    ]
     for row in rows:
         filled = {name: float(row[name]) for name in adapters if row[name]}
         assert sum(filled.values()) == pytest.approx(1, abs=1e-6)
-        assert list(filled) == {0: adapters, 1: ["rte", "sst2"], 2: ["rte"]}[[str(run) for run in fusions].index(row["run"])]
+        assert (
+            list(filled)
+            == {0: adapters, 1: ["rte", "sst2"], 2: ["rte"]}[
+                [str(run) for run in fusions].index(row["run"])
+            ]
+        )
 
     # the same, from every development example on its own
     bert, _, config = load_run(fusions[0])
@@ -86,10 +137,18 @@ def test_files(fusions, encoder, data_dir, tmp_path, capsys):
     for name, value in zip(config["adapters"], expected.tolist(), strict=True):
         assert float(rows[1][name]) == pytest.approx(value, abs=1e-5)
 
-    assert printed.count("rte (fusion-rte):") == 1 and printed.count("rte (both):") == 1 and printed.count("\nsst2:") == 1
-    single, fused = (json.loads((run / "metrics.json").read_text())["accuracy"]
-                     for run in (fusions[0].parent / "rte", fusions[0]))  # fmt: skip
-    assert f"fusion {100 * fused:.1f} %, single adapter {100 * single:.1f} %" in printed  # found beside the fusion's run
+    assert (
+        printed.count("rte (fusion-rte):") == 1
+        and printed.count("rte (both):") == 1
+        and printed.count("\nsst2:") == 1
+    )
+    single, fused = (
+        json.loads((run / "metrics.json").read_text())["accuracy"]
+        for run in (fusions[0].parent / "rte", fusions[0])
+    )
+    assert (
+        f"fusion {100 * fused:.1f} %, single adapter {100 * single:.1f} %" in printed
+    )  # found beside the fusion's run
     for name in ("figure4.png", "figure6.png"):
         with Image.open(tmp_path / "out" / name) as image:
             assert min(image.size) > 200
@@ -97,12 +156,16 @@ def test_files(fusions, encoder, data_dir, tmp_path, capsys):
 
 def test_multiple_choice_counts_every_candidate(runs, launch, encoder, data_dir, tmp_path):
     adapters = ["--adapters", runs / "rte", runs / "pick"]
-    launch("--stage", "fusion", "--task", "pick", *adapters, "--epochs", 1, "--out", tmp_path / "run")
+    launch(
+        "--stage", "fusion", "--task", "pick", *adapters, "--epochs", 1, "--out", tmp_path / "run"
+    )
     _, weights, _ = figure4.mean_weights(tmp_path / "run")
     bert, _, _ = load_run(tmp_path / "run")
     seen = []
     with torch.no_grad():
-        for row in load_split(get_task("pick", data_dir), "validation", load_tokenizer(encoder, 48), data_dir):
+        for row in load_split(
+            get_task("pick", data_dir), "validation", load_tokenizer(encoder, 48), data_dir
+        ):
             for ids, types in zip(row["input_ids"], row["token_type_ids"], strict=True):
                 bert(torch.tensor([ids]), torch.tensor([types]))
                 seen.append(fusion_weights(bert)[0, "output"][0])
@@ -125,19 +188,45 @@ def test_the_picture_is_legible(tmp_path, monkeypatch):
         values = torch.rand(panels, M, N, dtype=torch.float64)
         values[0, 0, 0] = torch.nan
         columns = (names * 4)[:N]
-        figure4.heatmaps(values, [f"layer {i}" for i in range(panels)], names[:M], columns, 0.8, tmp_path / "a.png")
+        figure4.heatmaps(
+            values,
+            [f"layer {i}" for i in range(panels)],
+            names[:M],
+            columns,
+            0.8,
+            tmp_path / "a.png",
+        )
     for figure, (panels, _, N) in zip(kept, shapes, strict=True):
         figure.canvas.draw()
         inside = figure.bbox
-        texts = [text for text in figure.findobj(plt.Text) if text.get_text().strip() and text.get_visible()]
-        drawn = [text.get_window_extent() for text in texts if text.axes is None or text.axes.get_visible()]
+        texts = [
+            text
+            for text in figure.findobj(plt.Text)
+            if text.get_text().strip() and text.get_visible()
+        ]
+        drawn = [
+            text.get_window_extent()
+            for text in texts
+            if text.axes is None or text.axes.get_visible()
+        ]
         assert len(drawn) > N
         for box in drawn:  # no label is cut
-            assert inside.x0 <= box.x0 and box.x1 <= inside.x1 and inside.y0 <= box.y0 and box.y1 <= inside.y1
+            assert (
+                inside.x0 <= box.x0
+                and box.x1 <= inside.x1
+                and inside.y0 <= box.y0
+                and box.y1 <= inside.y1
+            )
         images = [panel.images[0] for panel in figure.axes if panel.images]
-        assert len(images) == panels and {image.get_clim() for image in images} == {(0, 0.8)}  # one scale
+        assert len(images) == panels and {image.get_clim() for image in images} == {
+            (0, 0.8)
+        }  # one scale
         assert images[0].get_array().mask[0, 0] == 1  # blank
-        bottom = [[label.get_text() for label in panel.get_xticklabels()] for panel in figure.axes if panel.images][-1]
+        bottom = [
+            [label.get_text() for label in panel.get_xticklabels()]
+            for panel in figure.axes
+            if panel.images
+        ][-1]
         assert len(bottom) == N and "rte" in bottom
     monkeypatch.undo()
     for figure in kept:
@@ -157,8 +246,12 @@ def test_spread():
 
 
 def target(name, own, accuracy, baseline, last=0.5):
-    """A target with two adapters, its own and another one, in two layers; the weights of its own are given."""
-    weights = {(0, "output"): torch.tensor([own, 1 - own]), (1, "output"): torch.tensor([last, 1 - last])}
+    """A target with two adapters, its own and another one, in two layers; the weights of its own
+    are given."""
+    weights = {
+        (0, "output"): torch.tensor([own, 1 - own]),
+        (1, "output"): torch.tensor([last, 1 - last]),
+    }
     return name, [name, "other"], weights, name, {"accuracy": accuracy}, baseline
 
 
@@ -166,19 +259,27 @@ def test_the_papers_observations_are_checked():
     gains, loses = target("cb", 0.1, 0.8, 0.7), target("mnli", 0.9, 0.8, 0.8)
     text = figure4.own_adapters([gains, loses])
     assert ": yes; " in text and "1 with a gain" in text and "1 without a gain" in text
-    assert ": no; " in figure4.own_adapters([target("cb", 0.9, 0.8, 0.7), target("mnli", 0.1, 0.8, 0.8)])
+    assert ": no; " in figure4.own_adapters(
+        [target("cb", 0.9, 0.8, 0.7), target("mnli", 0.1, 0.8, 0.8)]
+    )
     assert "nothing to compare" in figure4.own_adapters([gains, gains])
     assert "--baseline" in figure4.own_adapters([target("cb", 0.1, 0.8, None)])
     assert "in 1 of 2 targets" in figure4.last_layer([gains, target("x", 0.4, 0.8, None, last=0.1)])
     lines = "\n".join(figure4.describe(*target("cb", 0.1, 0.75, 0.7, last=0.8)))
-    assert "other 0.550, cb 0.450" in lines and "strongest in: layer 2;" in lines and "+5.0 points" in lines
+    assert (
+        "other 0.550, cb 0.450" in lines
+        and "strongest in: layer 2;" in lines
+        and "+5.0 points" in lines
+    )
     assert "no layer" in "\n".join(figure4.describe(*target("cb", 0.1, 0.75, 0.7, last=0.4)))
 
 
 def test_baselines_are_averaged(runs, tmp_path):
     shutil.copytree(runs / "rte", tmp_path / "seed-1")
     metrics = json.loads((runs / "rte" / "metrics.json").read_text())
-    (tmp_path / "seed-1" / "metrics.json").write_text(json.dumps({**metrics, "accuracy": metrics["accuracy"] + 0.1}))
+    (tmp_path / "seed-1" / "metrics.json").write_text(
+        json.dumps({**metrics, "accuracy": metrics["accuracy"] + 0.1})
+    )
     found = figure4.find_baselines([runs / "fusion-rte"], [runs / "rte", tmp_path / "seed-1"])
     assert found == {"rte": pytest.approx(metrics["accuracy"] + 0.05)}
 
@@ -208,8 +309,19 @@ def test_errors(runs, tmp_path, capsys):
     ):
         before = sorted(tmp_path.rglob("*"))
         with pytest.raises(SystemExit) as exit:
-            figure4.main([*map(str, ["--out", tmp_path / "out", *arguments][0 if "--out" not in arguments else 2 :])])
+            figure4.main(
+                [
+                    *map(
+                        str,
+                        ["--out", tmp_path / "out", *arguments][
+                            0 if "--out" not in arguments else 2 :
+                        ],
+                    )
+                ]
+            )
         error = capsys.readouterr().err
-        assert exit.value.code == 2 and error.startswith("figure4.py: ") and error.count("\n") == 1, error
+        assert (
+            exit.value.code == 2 and error.startswith("figure4.py: ") and error.count("\n") == 1
+        ), error
         assert say in error
         assert sorted(tmp_path.rglob("*")) == before

@@ -1,7 +1,9 @@
-"""Wrong input, systematically: every command, every kind of file. One line on stderr, exit status 2, nothing written.
+"""Wrong input, systematically: every command, every kind of file. One line on stderr, exit status
+2, nothing written.
 
-Beside the tests of single modules (damaged checkpoints: test_checkpoints.py, adapter files: test_adapterhub.py) this goes
-through the commands, in a directory of their own that holds model/, data/ and runs/.
+Beside the tests of single modules (damaged checkpoints: test_checkpoints.py, adapter files:
+test_adapterhub.py) this goes through the commands, in a directory of their own that holds model/,
+data/ and runs/.
 """
 
 import contextlib
@@ -25,11 +27,35 @@ import bert
 import data
 import train
 from conftest import VOCABULARY
-from experiments import architecture_search, demo, figure4, loading, predict, prune, publish, table1
+from experiments import (
+    architecture_search,
+    demo,
+    evaluate,
+    figure4,
+    loading,
+    predict,
+    prune,
+    publish,
+    table1,
+)
 
 ROOT = Path(train.__file__).parent
-TRAIN = ["--stage", "head", "--task", "rte", "--model", "model", "--data-dir", "data", "--out", "out", "--epochs", "1",
-         "--device", "cpu"]  # fmt: skip
+TRAIN = [
+    "--stage",
+    "head",
+    "--task",
+    "rte",
+    "--model",
+    "model",
+    "--data-dir",
+    "data",
+    "--out",
+    "out",
+    "--epochs",
+    "1",
+    "--device",
+    "cpu",
+]
 COMMANDS = {  # command: (its main, the arguments that a case's are appended to)
     "train.py": (train.main, TRAIN),
     "bert.py": (bert.main, []),
@@ -37,15 +63,30 @@ COMMANDS = {  # command: (its main, the arguments that a case's are appended to)
     "publish.py": (publish.main, ["--out", "out"]),
     "loading.py": (loading.main, []),
     "demo.py": (demo.main, []),
-    "train.py --stage eval": (train.main, ["--stage", "eval", "--device", "cpu"]),
+    "evaluate.py": (evaluate.main, ["--device", "cpu"]),
     "predict.py": (predict.main, ["--device", "cpu"]),
     "figure4.py": (figure4.main, ["--out", "out", "--device", "cpu"]),
     "prune.py": (prune.main, ["--out", "out", "--device", "cpu"]),
-    "table1": (lambda: sys.exit(table1.main()), ["--model", "model", "--data-dir", "data", "--tasks", "rte", "--out", "out"]),
-    "architecture_search": (lambda: sys.exit(architecture_search.main()),
-                            ["--model", "model", "--data-dir", "data", "--tasks", "rte", "--out", "out",
-                             "--reduction-factors", "16"]),
-}  # fmt: skip
+    "table1": (
+        lambda: sys.exit(table1.main()),
+        ["--model", "model", "--data-dir", "data", "--tasks", "rte", "--out", "out"],
+    ),
+    "architecture_search": (
+        lambda: sys.exit(architecture_search.main()),
+        [
+            "--model",
+            "model",
+            "--data-dir",
+            "data",
+            "--tasks",
+            "rte",
+            "--out",
+            "out",
+            "--reduction-factors",
+            "16",
+        ],
+    ),
+}
 CASES = {}  # name: (command, what is changed beforehand, arguments, what the message says)
 
 
@@ -54,7 +95,7 @@ def case(name, say, *arguments, change=None, command="train.py"):
     CASES[name] = (command, change, arguments, [say] if isinstance(say, str) else say)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What changes the files: functions of no argument, called in the directory of the case
 
 
@@ -70,7 +111,10 @@ def put(path, content):
 def rows(*rows, task="mine", file="train.jsonl"):
     """The same rows for training and development."""
     text = "".join(json.dumps(row) + "\n" for row in rows)
-    return both(put(f"data/{task}/{file}", text), put(f"data/{task}/{file.replace('train', 'validation')}", text))
+    return both(
+        put(f"data/{task}/{file}", text),
+        put(f"data/{task}/{file.replace('train', 'validation')}", text),
+    )
 
 
 def both(*changes):
@@ -92,11 +136,18 @@ def edit(path, *, remove=(), inside=None, **values):
 
 
 def tensors(path, function):
-    """function(name, tensor) -> tensor, of a safetensors file; of the same path with .bin, written as PyTorch's."""
+    """function(name, tensor) -> tensor, of a safetensors file; of the same path with .bin, written
+    as PyTorch's."""
 
     def change():
-        source = Path(path) if path.endswith(".safetensors") else next(Path(path).parent.glob("*.safetensors"))
-        result = {name: function(name, tensor.clone()) for name, tensor in load_file(source).items()}
+        source = (
+            Path(path)
+            if path.endswith(".safetensors")
+            else next(Path(path).parent.glob("*.safetensors"))
+        )
+        result = {
+            name: function(name, tensor.clone()) for name, tensor in load_file(source).items()
+        }
         source.unlink()
         save_file(result, path)
 
@@ -165,93 +216,290 @@ def pickled(path, content, remove=()):
 KINDS = ("directory", "fifo", "socket")
 DEEP = b"[" * 100_000 + b"]" * 100_000
 LONG = "x" * 300
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Arguments
 
 for option, value, say in [
-    ("--epochs", "1.5", "--epochs"), ("--epochs", "", "--epochs"), ("--epochs", "1" + "0" * 20, "--epochs"),
-    ("--batch-size", "1" + "0" * 20, "--batch-size"), ("--batch-size", "-1", "--batch-size"),
-    ("--seed", str(2**32), "--seed"), ("--seed", "1e3", "--seed"), ("--lr", "-inf", "--lr"), ("--lr", "1e-400", "--lr"),
-    ("--weight-decay", "nan", "--weight-decay"), ("--weight-decay", "inf", "--weight-decay"),
-    ("--limit-train", "-5", "--limit-train"), ("--max-length", "0", "--max-length"),
-    ("--max-length", "9" * 30, "--max-length"), ("--patience", "-1", "--patience"),
-    ("--save-minutes", "nan", "--save-minutes"), ("--grad-accumulation", "0", "--grad-accumulation"),
-    ("--task", "", "unknown task ''"), ("--task", ".", "unknown task"), ("--task", "a\0b", "unknown task"),
-    ("--task", "../data/rte", "unknown task"), ("--task", "rte/", "unknown task"), ("--task", LONG, "too long"),
-    ("--task", "a\nb", "unknown task"), ("--data-dir", "data/rte/train.jsonl", "not a directory"),
-    ("--data-dir", "a\0b", "not a directory"), ("--data-dir", LONG, "too long"), ("--data-dir", "/dev/zero", "not a directory"),
-    ("--model", "", "no encoder in"), ("--model", "model/config.json", "config.json"), ("--model", LONG, "too long"),
-    ("--model", "a\nb", "no local directory"), ("--model", "model/../..", "no encoder in"), ("--model", "/dev/zero", "/dev/zero"),
-    ("--out", "/dev/zero", "is a file"), ("--out", "model/config.json/x", "Not a directory"), ("--out", LONG, "too long"),
-    ("--out", "/proc/x/y", "/proc/x"), ("--out", ".", "holds other files"),
-]:  # fmt: skip
+    ("--epochs", "1.5", "--epochs"),
+    ("--epochs", "", "--epochs"),
+    ("--epochs", "1" + "0" * 20, "--epochs"),
+    ("--batch-size", "1" + "0" * 20, "--batch-size"),
+    ("--batch-size", "-1", "--batch-size"),
+    ("--seed", str(2**32), "--seed"),
+    ("--seed", "1e3", "--seed"),
+    ("--lr", "-inf", "--lr"),
+    ("--lr", "1e-400", "--lr"),
+    ("--weight-decay", "nan", "--weight-decay"),
+    ("--weight-decay", "inf", "--weight-decay"),
+    ("--limit-train", "-5", "--limit-train"),
+    ("--max-length", "0", "--max-length"),
+    ("--max-length", "9" * 30, "--max-length"),
+    ("--patience", "-1", "--patience"),
+    ("--save-minutes", "nan", "--save-minutes"),
+    ("--grad-accumulation", "0", "--grad-accumulation"),
+    ("--task", "", "unknown task ''"),
+    ("--task", ".", "unknown task"),
+    ("--task", "a\0b", "unknown task"),
+    ("--task", "../data/rte", "unknown task"),
+    ("--task", "rte/", "unknown task"),
+    ("--task", LONG, "too long"),
+    ("--task", "a\nb", "unknown task"),
+    ("--data-dir", "data/rte/train.jsonl", "not a directory"),
+    ("--data-dir", "a\0b", "not a directory"),
+    ("--data-dir", LONG, "too long"),
+    ("--data-dir", "/dev/zero", "not a directory"),
+    ("--model", "", "no encoder in"),
+    ("--model", "model/config.json", "config.json"),
+    ("--model", LONG, "too long"),
+    ("--model", "a\nb", "no local directory"),
+    ("--model", "model/../..", "no encoder in"),
+    ("--model", "/dev/zero", "/dev/zero"),
+    ("--out", "/dev/zero", "is a file"),
+    ("--out", "model/config.json/x", "Not a directory"),
+    ("--out", LONG, "too long"),
+    ("--out", "/proc/x/y", "/proc/x"),
+    ("--out", ".", "holds other files"),
+]:
     case(f"{option} {value[:12]!r}", say, option, value)
-for value, say in [("inf", "--reduction-factor"), ("1e-300", "reduction"), ("-inf", "--reduction-factor")]:
+for value, say in [
+    ("inf", "--reduction-factor"),
+    ("1e-300", "reduction"),
+    ("-inf", "--reduction-factor"),
+]:
     case(f"--reduction-factor {value}", say, "--stage", "adapter", f"--reduction-factor={value}")
 case("--model is a loop", "loop", "--model", "loop", change=link("loop", "loop"))
 case("--out is a loop", "loop", "--out", "loop", change=link("loop", "loop"))
 case("--out is in a loop", "loop", "--out", "loop/x", change=link("loop", "loop"))
-case("--data-dir is a loop", "loop is not a directory", "--data-dir", "loop", change=link("loop", "loop"))
-case("a task in a task's directory", "unknown task 'rte/a'", "--task", "rte/a", change=folder("data/rte/a"))
+case(
+    "--data-dir is a loop",
+    "loop is not a directory",
+    "--data-dir",
+    "loop",
+    change=link("loop", "loop"),
+)
+case(
+    "a task in a task's directory",
+    "unknown task 'rte/a'",
+    "--task",
+    "rte/a",
+    change=folder("data/rte/a"),
+)
 for name in ("keys", "training", "_modules", "a.b", "a,b", "a\nb"):
-    case(f"a task that cannot be an adapter {name!r}", "cannot be an adapter's name", "--task", name, "--stage", "adapter",
-         change=rows({"text_a": "a", "label": 0}, {"text_a": "b", "label": 1}, task=name))  # fmt: skip
-for value, say in [("", "adapter_config.json"), ("runs/rte/adapter_config.json", "adapter_config.json"), (LONG, "too long"),
-                   ("a\0b", "a"), ("a\nb", "no local directory"), ("../../x", "no directory"), ("/dev/zero", "/dev/zero"),
-                   ("loop", "loop"), ("paper", "cannot be reached"), ("data", "adapter_config.json")]:  # fmt: skip
-    case(f"--adapters {value[:9]!r}", say, "--stage", "fusion", "--adapters", "runs/rte", value, change=link("loop", "loop"))
+    case(
+        f"a task that cannot be an adapter {name!r}",
+        "cannot be an adapter's name",
+        "--task",
+        name,
+        "--stage",
+        "adapter",
+        change=rows({"text_a": "a", "label": 0}, {"text_a": "b", "label": 1}, task=name),
+    )
+for value, say in [
+    ("", "adapter_config.json"),
+    ("runs/rte/adapter_config.json", "adapter_config.json"),
+    (LONG, "too long"),
+    ("a\0b", "a"),
+    ("a\nb", "no local directory"),
+    ("../../x", "no directory"),
+    ("/dev/zero", "/dev/zero"),
+    ("loop", "loop"),
+    ("paper", "cannot be reached"),
+    ("data", "adapter_config.json"),
+]:
+    case(
+        f"--adapters {value[:9]!r}",
+        say,
+        "--stage",
+        "fusion",
+        "--adapters",
+        "runs/rte",
+        value,
+        change=link("loop", "loop"),
+    )
 
 case("bert.py without arguments", "usage", command="bert.py")
 case("bert.py with an option", "usage", "--model", command="bert.py")
 case("bert.py: a text that is none", "codec", "model", "a\udcff", command="bert.py")
 for value in ("a\0b", LONG, "a\nb", "loop", "/dev/zero", "model/config.json"):
-    case(f"bert.py {value[:9]!r}", value[:9].split()[0].split("\0")[0], value, command="bert.py", change=link("loop", "loop"))
+    case(
+        f"bert.py {value[:9]!r}",
+        value[:9].split()[0].split("\0")[0],
+        value,
+        command="bert.py",
+        change=link("loop", "loop"),
+    )
 case("data.py: no such option", "--speed", "--speed", "9", command="data.py")
 case("data.py: one text too many", "unrecognized", "sst2", command="data.py")
 case("publish.py without a run", "run", command="publish.py")
 for value in (LONG, "loop", "/dev/zero", "runs/rte/config.json", "runs/../../x"):
-    case(f"publish.py {value[:12]!r}", value[:9].split("\0")[0], value, command="publish.py", change=link("loop", "loop"))
-case("publish.py: --out is a loop", "loop", "runs/rte", "--out", "loop", command="publish.py", change=link("loop", "loop"))
-case("publish.py: --out is in a loop", "loop", "runs/rte", "--out", "loop/x", command="publish.py", change=link("loop", "loop"))
-case("publish.py: --out below a file", "config.json", "runs/rte", "--out", "runs/rte/config.json/x", command="publish.py")
-for option, value in [("--runs", "0"), ("--runs", "few"), ("--threads", "0"), ("--peer-python", "no/such/python")]:
+    case(
+        f"publish.py {value[:12]!r}",
+        value[:9].split("\0")[0],
+        value,
+        command="publish.py",
+        change=link("loop", "loop"),
+    )
+case(
+    "publish.py: --out is a loop",
+    "loop",
+    "runs/rte",
+    "--out",
+    "loop",
+    command="publish.py",
+    change=link("loop", "loop"),
+)
+case(
+    "publish.py: --out is in a loop",
+    "loop",
+    "runs/rte",
+    "--out",
+    "loop/x",
+    command="publish.py",
+    change=link("loop", "loop"),
+)
+case(
+    "publish.py: --out below a file",
+    "config.json",
+    "runs/rte",
+    "--out",
+    "runs/rte/config.json/x",
+    command="publish.py",
+)
+for option, value in [
+    ("--runs", "0"),
+    ("--runs", "few"),
+    ("--threads", "0"),
+    ("--peer-python", "no/such/python"),
+]:
     case(f"loading.py {option} {value}", option, option, value, command="loading.py")
 case("demo.py --seed", "--seed", "--seed", "few", command="demo.py")
-case("demo.py --out is a file", "model/config.json", "--out", "model/config.json", command="demo.py")
-case("demo.py --out is a loop", "loop", "--out", "loop", command="demo.py", change=link("loop", "loop"))
+case(
+    "demo.py --out is a file", "model/config.json", "--out", "model/config.json", command="demo.py"
+)
+case(
+    "demo.py --out is a loop",
+    "loop",
+    "--out",
+    "loop",
+    command="demo.py",
+    change=link("loop", "loop"),
+)
 LOOP = link("loop", "loop")
-for command in ("train.py --stage eval", "predict.py", "figure4.py", "prune.py"):
-    first = {"train.py --stage eval": ["--run"], "prune.py": ["--keep", "1"]}.get(command, [])
+for command in ("evaluate.py", "predict.py", "figure4.py", "prune.py"):
+    first = {"prune.py": ["--keep", "1"]}.get(command, [])
     texts = ["a text", "another"] if command == "predict.py" else []
     for value in (LONG, "loop", "/dev/zero", "runs/rte/config.json", "runs/../../x", "a\0b", ""):
         say = "no finished run" if value != LONG else "too long"
-        case(f"{command}: a run called {value[:12]!r}", say, *first, value, *texts, command=command, change=LOOP)
+        case(
+            f"{command}: a run called {value[:12]!r}",
+            say,
+            *first,
+            value,
+            *texts,
+            command=command,
+            change=LOOP,
+        )
     words = [*first, "runs/fusion-rte", *texts]
-    for option, value, say in [("--device", "tpu", "--device"), ("--model", "loop", "loop"), ("--model", LONG, "too long"),
-                               ("--model", "data", "no encoder in"), ("--nonsense", "1", "--nonsense")]:  # fmt: skip
-        case(f"{command} {option} {value[:9]}", say, *words, option, value, command=command, change=LOOP)
+    for option, value, say in [
+        ("--device", "tpu", "--device"),
+        ("--model", "loop", "loop"),
+        ("--model", LONG, "too long"),
+        ("--model", "data", "no encoder in"),
+        ("--nonsense", "1", "--nonsense"),
+    ]:
+        case(
+            f"{command} {option} {value[:9]}",
+            say,
+            *words,
+            option,
+            value,
+            command=command,
+            change=LOOP,
+        )
     for value in ("loop", "nowhere", "/dev/zero", LONG) if not texts else ():
         say = value if value != LONG else "too long"
-        case(f"{command} --data-dir {value[:9]}", say, *words, "--data-dir", value, command=command, change=LOOP)
+        case(
+            f"{command} --data-dir {value[:9]}",
+            say,
+            *words,
+            "--data-dir",
+            value,
+            command=command,
+            change=LOOP,
+        )
 for command in ("figure4.py", "prune.py", "table1", "architecture_search"):
-    words = {"figure4.py": ["runs/fusion-rte"], "prune.py": ["runs/fusion-rte", "--keep", "1"]}.get(command, [])
-    for value, say in [("loop", "loop"), ("loop/x", "loop"), ("model/config.json", "config.json"), ("/dev/zero", "/dev/zero"),
-                       ("model/config.json/x", "config.json"), (LONG, "too long"), ("/proc/x", "/proc")]:  # fmt: skip
-        case(f"{command} --out {value[:19]}", say, *words, "--out", value, command=command, change=LOOP)
+    words = {"figure4.py": ["runs/fusion-rte"], "prune.py": ["runs/fusion-rte", "--keep", "1"]}.get(
+        command, []
+    )
+    for value, say in [
+        ("loop", "loop"),
+        ("loop/x", "loop"),
+        ("model/config.json", "config.json"),
+        ("/dev/zero", "/dev/zero"),
+        ("model/config.json/x", "config.json"),
+        (LONG, "too long"),
+        ("/proc/x", "/proc"),
+    ]:
+        case(
+            f"{command} --out {value[:19]}",
+            say,
+            *words,
+            "--out",
+            value,
+            command=command,
+            change=LOOP,
+        )
 for command in ("table1", "architecture_search"):
-    for option, value, say in [("--model", "loop", "loop"), ("--model", LONG, "too long"), ("--data-dir", "loop", "loop"),
-                               ("--data-dir", LONG, "too long"), ("--tasks", "", "unknown task"), ("--tasks", LONG, "too long"),
-                               ("--tasks", "../data/rte", "unknown task"), ("--seeds", str(2**32), "--seed"),
-                               ("--jobs", "many", "--jobs"), ("--launch", "", "--launch"), ("--x", "1", "--x")]:  # fmt: skip
+    for option, value, say in [
+        ("--model", "loop", "loop"),
+        ("--model", LONG, "too long"),
+        ("--data-dir", "loop", "loop"),
+        ("--data-dir", LONG, "too long"),
+        ("--tasks", "", "unknown task"),
+        ("--tasks", LONG, "too long"),
+        ("--tasks", "../data/rte", "unknown task"),
+        ("--seeds", str(2**32), "--seed"),
+        ("--jobs", "many", "--jobs"),
+        ("--launch", "", "--launch"),
+        ("--x", "1", "--x"),
+    ]:
         case(f"{command} {option} {value[:12]!r}", say, option, value, command=command, change=LOOP)
-    case(f"{command}: rows of null", "line 1: not a JSON object", command=command, change=put("data/rte/train.jsonl", b"null\n"))
+    case(
+        f"{command}: rows of null",
+        "line 1: not a JSON object",
+        command=command,
+        change=put("data/rte/train.jsonl", b"null\n"),
+    )
 case("prune.py without an aim", "--keep, --leave-out", "runs/fusion-rte", command="prune.py")
-case("prune.py --out .", "already there", "runs/fusion-rte", "--keep", "1", "--out", ".", command="prune.py")
-case("prune.py of an adapter's run", "only fusion runs", "runs/rte", "--keep", "1", command="prune.py")
+case(
+    "prune.py --out .",
+    "already there",
+    "runs/fusion-rte",
+    "--keep",
+    "1",
+    "--out",
+    ".",
+    command="prune.py",
+)
+case(
+    "prune.py of an adapter's run",
+    "only fusion runs",
+    "runs/rte",
+    "--keep",
+    "1",
+    command="prune.py",
+)
 case("figure4.py of an adapter's run", "only fusion runs", "runs/rte", command="figure4.py")
-case("figure4.py: an empty baseline", "no finished run", "runs/fusion-rte", "--baseline", "model", command="figure4.py")
+case(
+    "figure4.py: an empty baseline",
+    "no finished run",
+    "runs/fusion-rte",
+    "--baseline",
+    "model",
+    command="figure4.py",
+)
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Data
 
 
@@ -288,7 +536,11 @@ for name, content, say in [
     ("text true", pair(b"0", b"true"), "'sentence1' holds bool"),
     ("text null", pair(b"0", b"null"), "'sentence1' is missing"),
     ("text NaN", pair(b"0", b"NaN"), "'sentence1' is missing"),
-    ("text of 1,000,001 characters", pair(b"0", b'"' + b"a" * 1_000_001 + b'"'), "1,000,001 characters"),
+    (
+        "text of 1,000,001 characters",
+        pair(b"0", b'"' + b"a" * 1_000_001 + b'"'),
+        "1,000,001 characters",
+    ),
     ("half a surrogate pair", pair(b"0", b'"\\ud800"'), "surrogate"),
     ("NUL in a text", pair(b"0", b'"a\0b"'), "line 1"),
     ("cut off", pair(b"0") + pair(b"0")[:-9], "line 2: broken JSON"),
@@ -299,24 +551,55 @@ for name, content, say in [
     ("compressed", gzip.compress(pair(b"0")), "not UTF-8"),
     ("a picture", b"\x89PNG\r\n\x1a\n" + bytes(range(256)), "not UTF-8"),
     ("zeros", bytes(10_000), "line 1"),
-    ("many columns", json.dumps(dict.fromkeys(map(str, range(2000)), 1)).encode(), "no column 'sentence1'"),
+    (
+        "many columns",
+        json.dumps(dict.fromkeys(map(str, range(2000)), 1)).encode(),
+        "no column 'sentence1'",
+    ),
 ]:
-    case(f"rows: {name}", ["data/rte/train.jsonl", say], change=put("data/rte/train.jsonl", content))
+    case(
+        f"rows: {name}", ["data/rte/train.jsonl", say], change=put("data/rte/train.jsonl", content)
+    )
 for name in ("nested 100,000 deep", "null", "half a surrogate pair", "a picture", "label a list"):
     command, change, arguments, say = CASES[f"rows: {name}"]
     case(f"data.py rows: {name}", say, *arguments, change=change, command="data.py")
 
 for name, file, content, say in [
-    ("CSV, unclosed quote", "csv", 'sentence1,sentence2,label\na,b,0\n"c,d,1\n', "line 3: 1 fields, the first line has 3"),
+    (
+        "CSV, unclosed quote",
+        "csv",
+        'sentence1,sentence2,label\na,b,0\n"c,d,1\n',
+        "line 3: 1 fields, the first line has 3",
+    ),
     ("CSV, one value too many", "csv", "sentence1,sentence2,label\na,b,0\nc,d,1,2\n", "line 3"),
     ("CSV, label missing", "csv", "sentence1,sentence2,label\na,b,\n", "label ''"),
     ("CSV, header alone", "csv", "sentence1,sentence2,label\n", "is empty"),
     ("CSV, no header", "csv", "a,b,0\nc,d,1\n", "no column 'sentence1'"),
-    ("CSV, a column twice", "csv", "sentence1,sentence1,label\na,b,0\n", "line 1: two columns are called 'sentence1'"),
+    (
+        "CSV, a column twice",
+        "csv",
+        "sentence1,sentence1,label\na,b,0\n",
+        "line 1: two columns are called 'sentence1'",
+    ),
     ("CSV, UTF-16", "csv", "sentence1,sentence2,label\na,b,0\n".encode("utf-16"), "not UTF-8"),
-    ("CSV, more values than names in line 2", "csv", "sentence1,sentence2,label\na,b,0,1\nc,d,1,2\n", "line 2: 4 fields"),
-    ("CSV, one value too few", "csv", "sentence1,sentence2,label\na,b,0\n\nc,1\n", "line 4: 2 fields, the first line has 3"),
-    ("CSV, 0.0 behind a text of two lines", "csv", 'sentence1,sentence2,label\n"a\nb",b,0\nc,d,0.0\n', "line 4: label '0.0'"),
+    (
+        "CSV, more values than names in line 2",
+        "csv",
+        "sentence1,sentence2,label\na,b,0,1\nc,d,1,2\n",
+        "line 2: 4 fields",
+    ),
+    (
+        "CSV, one value too few",
+        "csv",
+        "sentence1,sentence2,label\na,b,0\n\nc,1\n",
+        "line 4: 2 fields, the first line has 3",
+    ),
+    (
+        "CSV, 0.0 behind a text of two lines",
+        "csv",
+        'sentence1,sentence2,label\n"a\nb",b,0\nc,d,0.0\n',
+        "line 4: label '0.0'",
+    ),
     ("CSV, binary", "csv", bytes(range(256)) * 9, "train.csv"),
     ("CSV, empty", "csv", "", "is empty"),
     ("TSV that is CSV", "tsv", "sentence1,sentence2,label\na,b,0\n", "no column 'sentence1'"),
@@ -328,21 +611,32 @@ for name, file, content, say in [
     ("JSON, a list of null", "json", b"[null]", "not a JSON object"),
     ("JSON, a list of numbers", "json", b"[1, 2]", "not a JSON object"),
     ("JSON, an empty list", "json", b"[]", "is empty"),
-    ("JSON, rows in a field", "json", json.dumps({"data": [{"label": 0}]}), "no column 'sentence1'; it has data"),
+    (
+        "JSON, rows in a field",
+        "json",
+        json.dumps({"data": [{"label": 0}]}),
+        "no column 'sentence1'; it has data",
+    ),
     ("JSON, broken in line 3", "json", '[{"label": 0},\n\n"a"', "line 3: broken JSON"),
 ]:
-    change = both(lambda: Path("data/rte/train.jsonl").unlink(), put(f"data/rte/train.{file}", content))
+    change = both(
+        lambda: Path("data/rte/train.jsonl").unlink(), put(f"data/rte/train.{file}", content)
+    )
     case(f"rows: {name}", [f"data/rte/train.{file}", say], change=change)
 
 
 def damaged_parquet(start, end):
     def change():
         Path("data/rte/train.jsonl").unlink()
-        rows = datasets.Dataset.from_list([{"sentence1": str(i), "sentence2": "b", "label": 0} for i in range(500)])
+        rows = datasets.Dataset.from_list(
+            [{"sentence1": str(i), "sentence2": "b", "label": 0} for i in range(500)]
+        )
         rows.to_parquet("data/rte/train.parquet")
         content = Path("data/rte/train.parquet").read_bytes()
         start_, end_ = start % len(content), end % len(content)
-        Path("data/rte/train.parquet").write_bytes(content[:start_] + b"\xff" * (end_ - start_) + content[end_:])
+        Path("data/rte/train.parquet").write_bytes(
+            content[:start_] + b"\xff" * (end_ - start_) + content[end_:]
+        )
 
     return change
 
@@ -356,26 +650,56 @@ for name, given, say in [
     ("labels are lists", [{**A, "label": ["x"]}], "label ['x']"),
     ("labels are objects", [{**A, "label": {"x": 1}}], "label {'x': 1}"),
     ("labels are 0.5", [{**A, "label": 0.5}, {**B, "label": 1}], "label 0.5"),
-    ("text_b null", [{**A, "text_b": "b"}, {**B, "text_b": None}], "line 2: column 'text_b' is missing"),
+    (
+        "text_b null",
+        [{**A, "text_b": "b"}, {**B, "text_b": None}],
+        "line 2: column 'text_b' is missing",
+    ),
     ("text_a null", [{**A, "text_a": None}, B], "column 'text_a' is missing"),
     ("choices null", [{"choices": None, "label": 0}], "'choices' must be a list"),
     ("choices a text", [{"choices": "ab", "label": 0}], "'choices' must be a list"),
-    ("choices an object", [{"choices": {"a": "b", "c": "d"}, "label": 0}], "'choices' must be a list"),
+    (
+        "choices an object",
+        [{"choices": {"a": "b", "c": "d"}, "label": 0}],
+        "'choices' must be a list",
+    ),
     ("one choice", [{"choices": ["a"], "label": 0}], "'choices' must be a list of at least two"),
     ("choices of null", [{"choices": ["a", None], "label": 0}], "does not hold a list of texts"),
     ("choices of numbers", [{"choices": [1, 2], "label": 0}], "does not hold a list of texts"),
-    ("choices of lists", [{"choices": [["a"], ["b"]], "label": 0}], "does not hold a list of texts"),
-    ("choices missing in line 2", [{"choices": ["a", "b"], "label": 0}, {"label": 0}], "line 2: column 'choices'"),
+    (
+        "choices of lists",
+        [{"choices": [["a"], ["b"]], "label": 0}],
+        "does not hold a list of texts",
+    ),
+    (
+        "choices missing in line 2",
+        [{"choices": ["a", "b"], "label": 0}, {"label": 0}],
+        "line 2: column 'choices'",
+    ),
     ("choice -1", [{"choices": ["a", "b"], "label": -1}], "label -1"),
     ("choice true", [{"choices": ["a", "b"], "label": True}], "label True"),
     ("choice 1.0", [{"choices": ["a", "b"], "label": 1.0}], "label 1.0"),
 ]:
     case(f"own task: {name}", ["data/mine/train.jsonl", say], "--task", "mine", change=rows(*given))
-for name, row in [("null", ["a", None, "c", "d"]), ("a text", "abcd"), ("an object", dict(zip("abcd", "abcd", strict=True))),
-                  ("of lists", [["a"], ["b"], ["c"], ["d"]])]:  # fmt: skip
+for name, row in [
+    ("null", ["a", None, "c", "d"]),
+    ("a text", "abcd"),
+    ("an object", dict(zip("abcd", "abcd", strict=True))),
+    ("of lists", [["a"], ["b"], ["c"], ["d"]]),
+]:
     change = rows({"ctx_a": "a", "ctx_b": "b", "endings": row, "label": "0"}, task="hellaswag")
-    case(f"hellaswag: endings {name}", "'endings' does not hold a list of texts", "--task", "hellaswag", change=change)
-for name, row in [("a text", {"text": "abcde"}), ("without text", {"label": ["A"]}), ("a list", ["a", "b", "c", "d", "e"])]:
+    case(
+        f"hellaswag: endings {name}",
+        "'endings' does not hold a list of texts",
+        "--task",
+        "hellaswag",
+        change=change,
+    )
+for name, row in [
+    ("a text", {"text": "abcde"}),
+    ("without text", {"label": ["A"]}),
+    ("a list", ["a", "b", "c", "d", "e"]),
+]:
     change = rows({"question": "q", "choices": row, "answerKey": "A"}, task="commonsense_qa")
     case(f"commonsense_qa: choices {name}", "choices", "--task", "commonsense_qa", change=change)
 
@@ -384,39 +708,98 @@ for kind in KINDS:
 case("train.jsonl is a loop", "no train split", change=link("data/rte/train.jsonl", "train.jsonl"))
 case("train.jsonl leads nowhere", "no train split", change=link("data/rte/train.jsonl", "nowhere"))
 case("train.jsonl is /dev/zero", "no train split", change=link("data/rte/train.jsonl", "/dev/zero"))
-case("train.jsonl.gz", "no train split",
-     change=both(special("data/rte/train.jsonl", "nothing"), put("data/rte/train.jsonl.gz", b"x")))  # fmt: skip
-case("a file in the task's place", "not a directory", change=both(special("data/rte", "nothing"), put("data/rte", b"x")))
-case("validation.jsonl of a wrong kind", ["validation.jsonl", "line 1"], change=put("data/rte/validation.jsonl", b"1\n"))
+case(
+    "train.jsonl.gz",
+    "no train split",
+    change=both(special("data/rte/train.jsonl", "nothing"), put("data/rte/train.jsonl.gz", b"x")),
+)
+case(
+    "a file in the task's place",
+    "not a directory",
+    change=both(special("data/rte", "nothing"), put("data/rte", b"x")),
+)
+case(
+    "validation.jsonl of a wrong kind",
+    ["validation.jsonl", "line 1"],
+    change=put("data/rte/validation.jsonl", b"1\n"),
+)
 if os.geteuid() != 0:  # root may read everything
-    case("unreadable train.jsonl", "train.jsonl", change=special("data/rte/train.jsonl", "unreadable"))
+    case(
+        "unreadable train.jsonl",
+        "train.jsonl",
+        change=special("data/rte/train.jsonl", "unreadable"),
+    )
     case("unreadable config.json", "config.json", change=special("model/config.json", "unreadable"))
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Encoders
 
-for values in [{"vocab_size": 9_999_999, "hidden_size": 9_999_998, "intermediate_size": 9_999_999},  # 400 TB
-               {"max_position_embeddings": 9_999_999}, {"num_attention_heads": 0}, {"hidden_size": 1e2},
-               {"num_hidden_layers": 10**400}, {"model_type": "a\nb"}, {"hidden_act": LONG}]:  # fmt: skip
+for values in [
+    {"vocab_size": 9_999_999, "hidden_size": 9_999_998, "intermediate_size": 9_999_999},  # 400 TB
+    {"max_position_embeddings": 9_999_999},
+    {"num_attention_heads": 0},
+    {"hidden_size": 1e2},
+    {"num_hidden_layers": 10**400},
+    {"model_type": "a\nb"},
+    {"hidden_act": LONG},
+]:
     name = next(iter(values))
-    case(f"config.json: {name} {str(values[name])[:9]!r}", "model", change=edit("model/config.json", **values))
-for name, content, say in [("nested", DEEP, "config.json"), ("NaN", b"NaN", "expected a JSON object"),
-                           ("UTF-16", "{}".encode("utf-16"), "not JSON")]:  # fmt: skip
-    case(f"config.json: {name}", say, "model", change=put("model/config.json", content), command="bert.py")
+    case(
+        f"config.json: {name} {str(values[name])[:9]!r}",
+        "model",
+        change=edit("model/config.json", **values),
+    )
+for name, content, say in [
+    ("nested", DEEP, "config.json"),
+    ("NaN", b"NaN", "expected a JSON object"),
+    ("UTF-16", "{}".encode("utf-16"), "not JSON"),
+]:
+    case(
+        f"config.json: {name}",
+        say,
+        "model",
+        change=put("model/config.json", content),
+        command="bert.py",
+    )
 for kind in KINDS:
-    case(f"config.json is a {kind}", "no encoder in model", change=special("model/config.json", kind))
-    case(f"model.safetensors is a {kind}", "no encoder in model", change=special("model/model.safetensors", kind))
-case("model.safetensors is a loop", "no encoder", change=link("model/model.safetensors", "model.safetensors"))
-case("model.safetensors is /dev/zero", "no encoder", change=link("model/model.safetensors", "/dev/zero"))
+    case(
+        f"config.json is a {kind}", "no encoder in model", change=special("model/config.json", kind)
+    )
+    case(
+        f"model.safetensors is a {kind}",
+        "no encoder in model",
+        change=special("model/model.safetensors", kind),
+    )
+case(
+    "model.safetensors is a loop",
+    "no encoder",
+    change=link("model/model.safetensors", "model.safetensors"),
+)
+case(
+    "model.safetensors is /dev/zero",
+    "no encoder",
+    change=link("model/model.safetensors", "/dev/zero"),
+)
 case("config.json is /dev/zero", "no encoder", change=link("model/config.json", "/dev/zero"))
 
 SPECIAL = VOCABULARY[:5]
-TOKENIZER = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-             "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
-             "model": {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"}}  # fmt: skip
-MANY = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "a", "type_id": 0}}] * 60,
-        "pair": [{"SpecialToken": {"id": "a", "type_id": 0}}] * 60,
-        "special_tokens": {"a": {"id": "a", "ids": [0], "tokens": ["a"]}}}  # fmt: skip
+TOKENIZER = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "Whitespace"},
+    "post_processor": None,
+    "decoder": None,
+    "model": {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"},
+}
+MANY = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "a", "type_id": 0}}] * 60,
+    "pair": [{"SpecialToken": {"id": "a", "type_id": 0}}] * 60,
+    "special_tokens": {"a": {"id": "a", "ids": [0], "tokens": ["a"]}},
+}
 for name, file, content, say in [
     ("empty vocab.txt", "vocab.txt", b"", "vocab.txt has no [PAD]"),
     ("binary vocab.txt", "vocab.txt", bytes(range(256)), "cannot be read"),
@@ -428,12 +811,27 @@ for name, file, content, say in [
     ("tokenizer.json is nested", "tokenizer.json", DEEP, "cannot be read"),
     ("tokenizer.json is binary", "tokenizer.json", bytes(range(256)), "cannot be read"),
     ("tokenizer.json adds no [CLS]", "tokenizer.json", json.dumps(TOKENIZER), "adds 0 tokens"),
-    ("tokenizer.json adds 60 tokens", "tokenizer.json", json.dumps({**TOKENIZER, "post_processor": MANY}), "adds 60 tokens"),
-    ("tokenizer.json knows no [UNK]", "tokenizer.json",
-     json.dumps({**TOKENIZER, "model": {**TOKENIZER["model"], "vocab": {"a": 0}}}), "cannot be read"),
-    ("tokenizer.json has gaps", "tokenizer.json",
-     json.dumps({**TOKENIZER, "model": {**TOKENIZER["model"], "vocab": {"a": 9999, "[UNK]": 1}}}), "knows 10000 tokens"),
-]:  # fmt: skip
+    (
+        "tokenizer.json adds 60 tokens",
+        "tokenizer.json",
+        json.dumps({**TOKENIZER, "post_processor": MANY}),
+        "adds 60 tokens",
+    ),
+    (
+        "tokenizer.json knows no [UNK]",
+        "tokenizer.json",
+        json.dumps({**TOKENIZER, "model": {**TOKENIZER["model"], "vocab": {"a": 0}}}),
+        "cannot be read",
+    ),
+    (
+        "tokenizer.json has gaps",
+        "tokenizer.json",
+        json.dumps(
+            {**TOKENIZER, "model": {**TOKENIZER["model"], "vocab": {"a": 9999, "[UNK]": 1}}}
+        ),
+        "knows 10000 tokens",
+    ),
+]:
     case(name, ["model", say], change=put(f"model/{file}", content))
 for name, vocab, merges, say in [
     ("ids beyond the encoder", {"a": 10**6}, "", "tokens, the encoder"),
@@ -442,120 +840,300 @@ for name, vocab, merges, say in [
     ("a list", ["a"], "", "cannot be read"),
     ("merges of nothing", {"a": 0, "b": 1}, "#version: 0.2\na b\n", "cannot be read"),
 ]:
-    change = both(lambda: Path("model/vocab.txt").unlink(), put("model/vocab.json", json.dumps(vocab)),
-                  put("model/merges.txt", merges))  # fmt: skip
+    change = both(
+        lambda: Path("model/vocab.txt").unlink(),
+        put("model/vocab.json", json.dumps(vocab)),
+        put("model/merges.txt", merges),
+    )
     case(f"vocab.json: {name}", ["model", say], change=change)
-one_segment = both(edit("model/config.json", type_vocab_size=1),
-                   tensors("model/model.safetensors", lambda name, t: t[:1].clone() if "token_type" in name else t))  # fmt: skip
+one_segment = both(
+    edit("model/config.json", type_vocab_size=1),
+    tensors(
+        "model/model.safetensors", lambda name, t: t[:1].clone() if "token_type" in name else t
+    ),
+)
 case("an encoder of one segment", "2 kinds of segments, the encoder 1", change=one_segment)
-case("bert.py: an encoder of one segment", "2 kinds of segments", "model", change=one_segment, command="bert.py")
+case(
+    "bert.py: an encoder of one segment",
+    "2 kinds of segments",
+    "model",
+    change=one_segment,
+    command="bert.py",
+)
 for value in (float("nan"), float("inf")):
-    change = tensors("model/model.safetensors", spoil(value, "layer.1.attention.output.dense.weight"))
+    change = tensors(
+        "model/model.safetensors", spoil(value, "layer.1.attention.output.dense.weight")
+    )
     for stage in ("head", "adapter"):
-        case(f"an encoder with {value}, stage {stage}", "attention_dense.weight", "--stage", stage, change=change)
-    case(f"bert.py: an encoder with {value}", "attention_dense.weight", "model", change=change, command="bert.py")
-case("an encoder whose numbers overflow", "the loss is nan", change=tensors("model/model.safetensors", lambda name, t: t * 1e38))
+        case(
+            f"an encoder with {value}, stage {stage}",
+            "attention_dense.weight",
+            "--stage",
+            stage,
+            change=change,
+        )
+    case(
+        f"bert.py: an encoder with {value}",
+        "attention_dense.weight",
+        "model",
+        change=change,
+        command="bert.py",
+    )
+case(
+    "an encoder whose numbers overflow",
+    "the loss is nan",
+    change=tensors("model/model.safetensors", lambda name, t: t * 1e38),
+)
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Adapters, fusions, runs
 
 FUSE = ["--stage", "fusion", "--adapters", "runs/rte", "runs/sst2"]
 CONFIG, WEIGHTS = "runs/rte/adapter_config.json", "runs/rte/adapter.safetensors"
 for part in ("adapter_down.0.weight", "adapter_up.bias"):
     for value in (float("nan"), float("inf"), float("-inf")):
-        case(f"adapter: {value} in {part}", [part, "not finite", WEIGHTS], *FUSE, change=tensors(WEIGHTS, spoil(value, part)))
+        case(
+            f"adapter: {value} in {part}",
+            [part, "not finite", WEIGHTS],
+            *FUSE,
+            change=tensors(WEIGHTS, spoil(value, part)),
+        )
 for name, function, say in [
     ("of integers", lambda name, t: t.long(), "must be a float"),
     ("of complex numbers", lambda name, t: t.to(torch.complex64), "must be a float"),
     ("in float64 beyond float32", lambda name, t: t.double() + 1e300, "not finite"),
-    ("in float8 with NaN", lambda name, t: spoil(float("nan"))(name, t).to(torch.float8_e4m3fn), "not finite"),
+    (
+        "in float8 with NaN",
+        lambda name, t: spoil(float("nan"))(name, t).to(torch.float8_e4m3fn),
+        "not finite",
+    ),
     ("of one dimension more", lambda name, t: t[None].clone(), "here it must be a float"),
     ("empty", lambda name, t: t[:0].clone(), "here it must be a float"),
 ]:
     case(f"adapter: tensors {name}", [WEIGHTS, say], *FUSE, change=tensors(WEIGHTS, function))
-for name, content in [("nested", DEEP), ("null", b"null"), ("UTF-16", "{}".encode("utf-16")), ("binary", bytes(range(256))),
-                      ("5,000 digits", b'{"hidden_size": ' + b"9" * 5000 + b"}"), ("empty", b"")]:  # fmt: skip
+for name, content in [
+    ("nested", DEEP),
+    ("null", b"null"),
+    ("UTF-16", "{}".encode("utf-16")),
+    ("binary", bytes(range(256))),
+    ("5,000 digits", b'{"hidden_size": ' + b"9" * 5000 + b"}"),
+    ("empty", b""),
+]:
     case(f"adapter_config.json: {name}", CONFIG, *FUSE, change=put(CONFIG, content))
 for name in ("../x", "/x", "..", "a\0b", "a\nb", LONG, "", ["a"], 1e400, {}):
-    case(f"adapter called {str(name)[:9]!r}", [CONFIG, "cannot be an adapter's name"], *FUSE, change=edit(CONFIG, name=name))
-for values in [{"reduction_factor": float("nan")}, {"reduction_factor": 10**400}, {"reduction_factor": 0.1},
-               {"leave_out": [10**400] * 9}, {"non_linearity": "x" * 10**6}, {"residual_before_ln": [[]]},
-               {"original_ln_before": "yes"}, {"reduction_factor": {"default": {}}}]:  # fmt: skip
+    case(
+        f"adapter called {str(name)[:9]!r}",
+        [CONFIG, "cannot be an adapter's name"],
+        *FUSE,
+        change=edit(CONFIG, name=name),
+    )
+for values in [
+    {"reduction_factor": float("nan")},
+    {"reduction_factor": 10**400},
+    {"reduction_factor": 0.1},
+    {"leave_out": [10**400] * 9},
+    {"non_linearity": "x" * 10**6},
+    {"residual_before_ln": [[]]},
+    {"original_ln_before": "yes"},
+    {"reduction_factor": {"default": {}}},
+]:
     name = next(iter(values))
     say = "float" if values[name] in (10**400, 0.1) else name
-    case(f"adapter_config.json: {name} {str(values[name])[:9]}", ["runs/rte", say], *FUSE,
-         change=edit(CONFIG, inside="config", **values))  # fmt: skip
-del CASES["adapter_config.json: leave_out [10000000"]  # layers that the encoder does not have are no error
+    case(
+        f"adapter_config.json: {name} {str(values[name])[:9]}",
+        ["runs/rte", say],
+        *FUSE,
+        change=edit(CONFIG, inside="config", **values),
+    )
+del CASES[
+    "adapter_config.json: leave_out [10000000"
+]  # layers that the encoder does not have are no error
 for kind in KINDS:
-    case(f"adapter_config.json is a {kind}", "has no adapter_config.json", *FUSE, change=special(CONFIG, kind))
+    case(
+        f"adapter_config.json is a {kind}",
+        "has no adapter_config.json",
+        *FUSE,
+        change=special(CONFIG, kind),
+    )
     case(f"adapter.safetensors is a {kind}", "no weights", *FUSE, change=special(WEIGHTS, kind))
-case("adapter.safetensors is a loop", "no weights", *FUSE, change=link(WEIGHTS, "adapter.safetensors"))
+case(
+    "adapter.safetensors is a loop",
+    "no weights",
+    *FUSE,
+    change=link(WEIGHTS, "adapter.safetensors"),
+)
 case("--out is the adapter", "would replace", *FUSE, "--out", "runs/rte", "--overwrite")
 
 HEAD, FUSION = "runs/rte/head_config.json", "runs/fusion-rte/adapter_fusion_config.json"
 for name, run, say, change in [
-    ("head with NaN", "rte", "not finite", tensors("runs/rte/model_head.safetensors", spoil(float("nan")))),
+    (
+        "head with NaN",
+        "rte",
+        "not finite",
+        tensors("runs/rte/model_head.safetensors", spoil(float("nan"))),
+    ),
     ("head of other labels", "rte", "model_head", edit(HEAD, inside="config", num_labels=3)),
     ("head of 10^400 labels", "rte", "num_labels", edit(HEAD, inside="config", num_labels=10**400)),
     ("head of no labels", "rte", "num_labels", edit(HEAD, inside="config", num_labels=[2])),
     ("head, layers a list", "rte", "layers", edit(HEAD, inside="config", layers=[2])),
-    ("head, activation an object", "rte", "activation", edit(HEAD, inside="config", activation_function={})),
+    (
+        "head, activation an object",
+        "rte",
+        "activation",
+        edit(HEAD, inside="config", activation_function={}),
+    ),
     ("head config nested", "rte", "head_config.json", put(HEAD, DEEP)),
-    ("fusion with NaN", "fusion-rte", "not finite",
-     tensors("runs/fusion-rte/model_adapter_fusion.safetensors", spoil(float("nan"), "value"))),
-    ("fusion with infinity", "fusion-rte", "not finite",
-     tensors("runs/fusion-rte/model_adapter_fusion.safetensors", spoil(float("inf"), "key.bias"))),
-    ("fusion of other shapes", "fusion-rte", "must be a float",
-     tensors("runs/fusion-rte/model_adapter_fusion.safetensors", lambda name, t: t[:-1].clone())),
+    (
+        "fusion with NaN",
+        "fusion-rte",
+        "not finite",
+        tensors("runs/fusion-rte/model_adapter_fusion.safetensors", spoil(float("nan"), "value")),
+    ),
+    (
+        "fusion with infinity",
+        "fusion-rte",
+        "not finite",
+        tensors(
+            "runs/fusion-rte/model_adapter_fusion.safetensors", spoil(float("inf"), "key.bias")
+        ),
+    ),
+    (
+        "fusion of other shapes",
+        "fusion-rte",
+        "must be a float",
+        tensors("runs/fusion-rte/model_adapter_fusion.safetensors", lambda name, t: t[:-1].clone()),
+    ),
     ("fusion config nested", "fusion-rte", "adapter_fusion_config.json", put(FUSION, DEEP)),
     ("fusion of ../x", "fusion-rte", "../x", edit(FUSION, adapter_names=["rte", "../x"])),
     ("fusion of NUL", "fusion-rte", "fused", edit(FUSION, adapter_names=["a\0b"])),
     ("fusion of 300 characters", "fusion-rte", "fused", edit(FUSION, adapter_names=[LONG])),
     ("fusion of nothing", "fusion-rte", "fusion", edit(FUSION, adapter_names=[], name=[])),
-    ("fusion, dropout NaN", "fusion-rte", "dropout_prob", edit(FUSION, inside="config", dropout_prob=float("nan"))),
-    ("fusion without an adapter's copy", "fusion-rte", "sst2",
-     lambda: shutil.rmtree("runs/fusion-rte/adapters/sst2")),
+    (
+        "fusion, dropout NaN",
+        "fusion-rte",
+        "dropout_prob",
+        edit(FUSION, inside="config", dropout_prob=float("nan")),
+    ),
+    (
+        "fusion without an adapter's copy",
+        "fusion-rte",
+        "sst2",
+        lambda: shutil.rmtree("runs/fusion-rte/adapters/sst2"),
+    ),
     ("run of no stage", "rte", "config.json", edit("runs/rte/config.json", stage=["adapter"])),
-    ("run of another stage", "rte", "adapter_fusion_config.json", edit("runs/rte/config.json", stage="fusion")),
-    ("run without a model", "rte", "model is missing or wrong", edit("runs/rte/config.json", remove=["model"])),
+    (
+        "run of another stage",
+        "rte",
+        "adapter_fusion_config.json",
+        edit("runs/rte/config.json", stage="fusion"),
+    ),
+    (
+        "run without a model",
+        "rte",
+        "model is missing or wrong",
+        edit("runs/rte/config.json", remove=["model"]),
+    ),
     ("run with model 5", "rte", "config.json", edit("runs/rte/config.json", model=5)),
     ("run with model NUL", "rte", "no local directory", edit("runs/rte/config.json", model="a\0b")),
     ("run with model ../x", "rte", "../x", edit("runs/rte/config.json", model="../x")),
-    ("run whose task is ../x", "rte", "cannot be an adapter's name", edit("runs/rte/config.json", task="../x")),
+    (
+        "run whose task is ../x",
+        "rte",
+        "cannot be an adapter's name",
+        edit("runs/rte/config.json", task="../x"),
+    ),
     ("run whose task is another", "rte", "sst2", edit("runs/rte/config.json", task="sst2")),
-    ("run whose task is a number", "rte", "task is missing or wrong", edit("runs/rte/config.json", task=5)),
-    ("run without labels", "rte", "labels is missing or wrong", edit("runs/rte/config.json", remove=["labels"])),
+    (
+        "run whose task is a number",
+        "rte",
+        "task is missing or wrong",
+        edit("runs/rte/config.json", task=5),
+    ),
+    (
+        "run without labels",
+        "rte",
+        "labels is missing or wrong",
+        edit("runs/rte/config.json", remove=["labels"]),
+    ),
     ("run with labels 5", "rte", "config.json", edit("runs/rte/config.json", labels=5)),
     ("run, config.json nested", "rte", "config.json", put("runs/rte/config.json", DEEP)),
-    ("run, config.json missing", "rte", "config.json", lambda: Path("runs/rte/config.json").unlink()),
+    (
+        "run, config.json missing",
+        "rte",
+        "config.json",
+        lambda: Path("runs/rte/config.json").unlink(),
+    ),
     ("run, metrics.json a list", "rte", "metrics.json", put("runs/rte/metrics.json", b"[1]")),
-    ("run, metrics.json cut off", "rte", "metrics.json", put("runs/rte/metrics.json", b'{"accuracy": 0.')),
+    (
+        "run, metrics.json cut off",
+        "rte",
+        "metrics.json",
+        put("runs/rte/metrics.json", b'{"accuracy": 0.'),
+    ),
     ("run, accuracy a text", "rte", "metrics.json", edit("runs/rte/metrics.json", accuracy="high")),
     ("run, accuracy a list", "rte", "metrics.json", edit("runs/rte/metrics.json", accuracy=[1])),
-]:  # fmt: skip
+]:
     case(f"publish.py: {name}", say, f"runs/{run}", change=change, command="publish.py")
     if run == "fusion-rte":
         case(f"figure4.py: {name}", say, f"runs/{run}", change=change, command="figure4.py")
-        case(f"prune.py: {name}", say, f"runs/{run}", "--keep", "1", change=change, command="prune.py")
+        case(
+            f"prune.py: {name}",
+            say,
+            f"runs/{run}",
+            "--keep",
+            "1",
+            change=change,
+            command="prune.py",
+        )
     elif "metrics.json" not in say and "../x" not in name:  # neither is read
-        case(f"predict.py: {name}", say, f"runs/{run}", "a text", "another", change=change, command="predict.py")
-        case(f"train.py --stage eval: {name}", say, "--run", f"runs/{run}", change=change, command="train.py --stage eval")
+        case(
+            f"predict.py: {name}",
+            say,
+            f"runs/{run}",
+            "a text",
+            "another",
+            change=change,
+            command="predict.py",
+        )
+        case(f"evaluate.py: {name}", say, f"runs/{run}", change=change, command="evaluate.py")
 for name in ("../rte", "../../rte", "/rte", "a\0b", "a\nb", LONG):
-    case(f"publish.py: a fusion run of {name[:9]!r}", "cannot be an adapter's name", "runs/fusion-rte", command="publish.py",
-         change=edit("runs/fusion-rte/config.json", adapters=["rte", "sst2", name]))  # fmt: skip
+    case(
+        f"publish.py: a fusion run of {name[:9]!r}",
+        "cannot be an adapter's name",
+        "runs/fusion-rte",
+        command="publish.py",
+        change=edit("runs/fusion-rte/config.json", adapters=["rte", "sst2", name]),
+    )
 for kind in ("directory", "fifo"):
-    case(f"publish.py: config.json is a {kind}", "config.json", "runs/rte", change=special("runs/rte/config.json", kind),
-         command="publish.py")  # fmt: skip
-    case(f"publish.py: metrics.json is a {kind}", "no finished run", "runs/rte", command="publish.py",
-         change=special("runs/rte/metrics.json", kind))  # fmt: skip
+    case(
+        f"publish.py: config.json is a {kind}",
+        "config.json",
+        "runs/rte",
+        change=special("runs/rte/config.json", kind),
+        command="publish.py",
+    )
+    case(
+        f"publish.py: metrics.json is a {kind}",
+        "no finished run",
+        "runs/rte",
+        command="publish.py",
+        change=special("runs/rte/metrics.json", kind),
+    )
 
 for name, content in [
-    ("code", Writes), ("tensors and code", lambda: {"config": {}, "trained": {"x": Writes()}}),
-    ("another kind", {"x": torch.ones(2)}), ("a list", [1, 2]), ("a tensor", torch.ones(2)), ("nothing in it", {"config": {}}),
+    ("code", Writes),
+    ("tensors and code", lambda: {"config": {}, "trained": {"x": Writes()}}),
+    ("another kind", {"x": torch.ones(2)}),
+    ("a list", [1, 2]),
+    ("a tensor", torch.ones(2)),
+    ("nothing in it", {"config": {}}),
     ("a state without weights", {"config": {}, "trained": {}, "optimizer": {}, "random": None}),
-    ("config a list", {"config": [1]}), ("an unknown setting", {"config": {"speed": 9}}),
-]:  # fmt: skip
-    case(f"resume.pt: {name}", "out/resume.pt", "--resume", change=pickled("out/resume.pt", content))
+    ("config a list", {"config": [1]}),
+    ("an unknown setting", {"config": {"speed": 9}}),
+]:
+    case(
+        f"resume.pt: {name}", "out/resume.pt", "--resume", change=pickled("out/resume.pt", content)
+    )
 for name, content in [("empty", b""), ("binary", bytes(range(256)) * 99), ("text", b"resume")]:
     change = both(put("out/resume.pt", content), put("out/log.jsonl", b""))
     case(f"resume.pt: {name}", "out/resume.pt", "--resume", change=change)
@@ -563,8 +1141,14 @@ for kind in ("directory", "fifo"):
     change = both(put("out/log.jsonl", b""), special("out/resume.pt", kind))
     case(f"resume.pt is a {kind}", "out/resume.pt", "--resume", change=change)
 for content in (b"[1]", b"{", DEEP):
-    case(f"--resume: metrics.json {content[:2]}", "metrics.json", "--resume", "--out", "runs/rte",
-         change=put("runs/rte/metrics.json", content))  # fmt: skip
+    case(
+        f"--resume: metrics.json {content[:2]}",
+        "metrics.json",
+        "--resume",
+        "--out",
+        "runs/rte",
+        change=put("runs/rte/metrics.json", content),
+    )
 
 for file, command, *arguments in [
     ("model/pytorch_model.bin", "train.py"),
@@ -574,11 +1158,19 @@ for file, command, *arguments in [
     ("runs/fusion-rte/pytorch_model_adapter_fusion.bin", "publish.py", "runs/fusion-rte"),
 ]:
     safe = file.replace("pytorch_", "").replace(".bin", ".safetensors")
-    for name, content in [("code", Writes), ("tensors and code", lambda: {"x": torch.ones(2), "y": Writes()})]:
-        case(f"{command} {file}: {name}", [file, "refused"], *arguments, change=pickled(file, content, remove=[safe]),
-             command=command)  # fmt: skip
+    for name, content in [
+        ("code", Writes),
+        ("tensors and code", lambda: {"x": torch.ones(2), "y": Writes()}),
+    ]:
+        case(
+            f"{command} {file}: {name}",
+            [file, "refused"],
+            *arguments,
+            change=pickled(file, content, remove=[safe]),
+            command=command,
+        )
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -591,12 +1183,17 @@ def box(encoder, data_dir, runs, tmp_path, monkeypatch):
 
 
 def listing(directory):
-    """Everything in a directory: {path: (kind and rights, size, time of change)}; of directories only the rights."""
+    """Everything in a directory: {path: (kind and rights, size, time of change)}; of directories
+    only the rights."""
     result = {}
     for folder, folders, files in os.walk(directory):
         for path in (Path(folder, name) for name in folders + files):
             s = path.lstat()
-            result[path] = (s.st_mode,) if path in map(Path(folder).joinpath, folders) else (s.st_mode, s.st_size, s.st_mtime_ns)
+            result[path] = (
+                (s.st_mode,)
+                if path in map(Path(folder).joinpath, folders)
+                else (s.st_mode, s.st_size, s.st_mtime_ns)
+            )
     return result
 
 
@@ -616,7 +1213,11 @@ def time_limit(seconds):
 
 def check(command, error, say):
     assert error.count("\n") == 1 and error.endswith("\n"), error[:2000]
-    assert error.startswith(f"{command.split()[0]}: ") and "Traceback" not in error and len(error) < 1500, error[:2000]
+    assert (
+        error.startswith(f"{command.split()[0]}: ")
+        and "Traceback" not in error
+        and len(error) < 1500
+    ), error[:2000]
     for text in say:
         assert text in error, error
 
@@ -645,12 +1246,19 @@ def finish(command, *arguments):
     """A command in a process of its own: (status, stderr, peak memory in bytes, seconds)."""
     started = time.monotonic()
     with open("stderr", "w") as error:
-        process = subprocess.Popen([sys.executable, ROOT / command, *arguments], stdout=subprocess.DEVNULL, stderr=error)
+        process = subprocess.Popen(
+            [sys.executable, ROOT / command, *arguments], stdout=subprocess.DEVNULL, stderr=error
+        )
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     text = Path("stderr").read_text()
     Path("stderr").unlink()
-    return process.returncode, text, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024), time.monotonic() - started
+    return (
+        process.returncode,
+        text,
+        usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        time.monotonic() - started,
+    )
 
 
 @pytest.mark.parametrize("name", ["rows: null", "adapter: nan in adapter_up.bias"])
@@ -674,20 +1282,50 @@ def test_a_line_of_100_MB(box):
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize("name", ["[x]*?", "**", "{a,b}", "a\nb", "a b#%20", "https:", "\u202e\U0001f600", ".hidden", "'\""])
+@pytest.mark.parametrize(
+    "name",
+    ["[x]*?", "**", "{a,b}", "a\nb", "a b#%20", "https:", "\u202e\U0001f600", ".hidden", "'\""],
+)
 def test_names_that_only_look_wrong(name, box, capsys):
     """Directories may be called anything: they are no patterns, addresses or options."""
     Path(name).mkdir()
     for part in ("data", "model"):
         Path(part).rename(Path(name, part))
-    train.main([*TRAIN, "--data-dir", f"{name}/data", "--model", f"{name}/model", "--out", f"{name}/out", "--limit-train", "8"])
+    train.main(
+        [
+            *TRAIN,
+            "--data-dir",
+            f"{name}/data",
+            "--model",
+            f"{name}/model",
+            "--out",
+            f"{name}/out",
+            "--limit-train",
+            "8",
+        ]
+    )
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["train_examples"] == 8
 
 
 def test_right_input_that_looks_wrong(box, capsys):
-    """Empty texts, unknown tokens alone, one class, NUL and control characters as escapes, a byte-order mark: all train."""
-    texts = ["", "\u2603\u2603", "\0\x01\x1b[2J", "\ufeff", "\u202eabc", "\U0001f600", " " * 10_000, "x" * 10_000, "[CLS] [PAD]"]
-    lines = "".join(json.dumps({"sentence1": a, "sentence2": b, "label": 0}) + "\n" for a in texts for b in texts)
+    """Empty texts, unknown tokens alone, one class, NUL and control characters as escapes, a
+    byte-order mark: all train."""
+    texts = [
+        "",
+        "\u2603\u2603",
+        "\0\x01\x1b[2J",
+        "\ufeff",
+        "\u202eabc",
+        "\U0001f600",
+        " " * 10_000,
+        "x" * 10_000,
+        "[CLS] [PAD]",
+    ]
+    lines = "".join(
+        json.dumps({"sentence1": a, "sentence2": b, "label": 0}) + "\n"
+        for a in texts
+        for b in texts
+    )
     for split in ("train", "validation"):
         Path(f"data/rte/{split}.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.encode())
     train.main(TRAIN)

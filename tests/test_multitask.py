@@ -1,7 +1,9 @@
-"""MT-A (section 2.2.2): who is sampled, what is trained, what a run leaves behind, and fusion over it."""
+"""MT-A (section 2.2.2): who is sampled, what is trained, what a run leaves behind, and fusion over
+it."""
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +13,9 @@ from safetensors.torch import load_file
 
 import train
 from bert import Bert
+from experiments.load_run import load_run
 from test_train import dev_batches
+from variants.multitask import task_probabilities
 
 TASKS = ["sst2", "rte", "pick"]
 
@@ -20,22 +24,54 @@ TASKS = ["sst2", "rte", "pick"]
 def multitask(launch, tmp_path_factory):
     """Finished multi-task runs, by architecture."""
     out = tmp_path_factory.mktemp("multitask")
-    common = ["--stage", "multitask", "--tasks", *TASKS, "--epochs", 2, "--steps-per-epoch", 20, "--lr", "2e-3"]
-    return {name: launch(*common, "--adapter", name, "--out", out / name) for name in ("pal", "low_rank", "pfeiffer", "none")}
+    common = [
+        "--stage",
+        "multitask",
+        "--tasks",
+        *TASKS,
+        "--epochs",
+        2,
+        "--steps-per-epoch",
+        20,
+        "--lr",
+        "2e-3",
+    ]
+    return {
+        name: launch(*common, "--adapter", name, "--out", out / name)
+        for name in ("pal", "low_rank", "pfeiffer", "none")
+    }
 
 
 def options(**changes):
-    return SimpleNamespace(**{"stage": "multitask", "sampling": "annealed", "steps_per_epoch": 50, "epochs": 5, "seed": 3,
-                              "batch_size": 8, **changes})  # fmt: skip
+    return SimpleNamespace(
+        **{
+            "stage": "multitask",
+            "sampling": "annealed",
+            "steps_per_epoch": 50,
+            "epochs": 5,
+            "seed": 3,
+            "batch_size": 8,
+            **changes,
+        }
+    )
 
 
-@pytest.mark.parametrize("sampling, epoch, alpha", [("annealed", 1, 1.0), ("annealed", 3, 0.6), ("annealed", 5, 0.2),
-                                                    ("proportional", 4, 1.0), ("sqrt", 2, 0.5)])  # fmt: skip
+@pytest.mark.parametrize(
+    "sampling, epoch, alpha",
+    [
+        ("annealed", 1, 1.0),
+        ("annealed", 3, 0.6),
+        ("annealed", 5, 0.2),
+        ("proportional", 4, 1.0),
+        ("sqrt", 2, 0.5),
+    ],
+)
 def test_the_sampler_matches_its_formula(sampling, epoch, alpha):
-    """χ² of a long draw: with two degrees of freedom it is above 13.8 once in a thousand draws; the seed is fixed."""
+    """χ² of a long draw: with two degrees of freedom it is above 13.8 once in a thousand draws; the
+    seed is fixed."""
     lengths = [np.ones(n, dtype=int) for n in (10, 100, 2000)]
     steps = 30_000
-    drawn = train.schedule(options(sampling=sampling, steps_per_epoch=steps), lengths, epoch)
+    drawn = train.epoch_batches(options(sampling=sampling, steps_per_epoch=steps), lengths, epoch)
     weights = np.array([10.0, 100.0, 2000.0]) ** alpha
     expected = steps * weights / weights.sum()
     counts = np.bincount([number for number, _ in drawn], minlength=3)
@@ -47,12 +83,17 @@ def test_the_sampler_matches_its_formula(sampling, epoch, alpha):
 
 
 def test_one_epoch_anneals_from_the_start():
-    assert train.task_probabilities([1, 3], "annealed", 1, 1).tolist() == [0.25, 0.75]
+    assert task_probabilities([1, 3], "annealed", 1, 1).tolist() == [0.25, 0.75]
 
 
 def test_round_robin():
-    drawn = [number for epoch in (1, 2) for number, _ in
-             train.schedule(options(sampling="round_robin", steps_per_epoch=4), [np.ones(9)] * 3, epoch)]  # fmt: skip
+    drawn = [
+        number
+        for epoch in (1, 2)
+        for number, _ in train.epoch_batches(
+            options(sampling="round_robin", steps_per_epoch=4), [np.ones(9)] * 3, epoch
+        )
+    ]
     assert drawn == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
@@ -63,56 +104,92 @@ def test_every_task_goes_through_all_of_its_examples(sampling):
     lengths = [np.random.default_rng(n).integers(5, 40, n) for n in sizes]
     seen = [[], [], []]
     for epoch in range(1, 6):
-        for number, indices in train.schedule(options(sampling=sampling), lengths, epoch):
+        for number, indices in train.epoch_batches(options(sampling=sampling), lengths, epoch):
             seen[number] += indices.tolist()
     for size, examples in zip(sizes, seen, strict=True):
         assert len(examples) > size
         for start in range(0, len(examples), size):
             turn = examples[start : start + size]
             assert len(set(turn)) == len(turn)
-    assert train.schedule(options(), lengths, 3)[7][1].tolist() == train.schedule(options(), lengths, 3)[7][1].tolist()
+    assert (
+        train.epoch_batches(options(), lengths, 3)[7][1].tolist()
+        == train.epoch_batches(options(), lengths, 3)[7][1].tolist()
+    )
 
 
 @pytest.mark.parametrize("adapter", ["pal", "low_rank", "pfeiffer", "none"])
 def test_a_run(adapter, multitask, encoder, data_dir):
     result = multitask[adapter]
-    out = train.Path(result["out"])
+    out = Path(result["out"])
     assert result["task"] == "sst2,rte,pick" and set(result["accuracies"]) == set(TASKS)
     assert result["accuracy"] == pytest.approx(sum(result["accuracies"].values()) / 3)
-    before, after = Bert.from_pretrained(encoder), Bert.from_pretrained(out)  # Θ′, a checkpoint for --model
+    before, after = (
+        Bert.from_pretrained(encoder),
+        Bert.from_pretrained(out),
+    )  # Θ′, a checkpoint for --model
     # what no batch has touched (positions and words that do not occur) stays
-    changed = [name for name, p in before.named_parameters() if not torch.equal(p, after.get_parameter(name))]
+    changed = [
+        name
+        for name, p in before.named_parameters()
+        if not torch.equal(p, after.get_parameter(name))
+    ]
     assert len(changed) > 0.9 * len(list(before.parameters()))
     config = json.loads((out / "config.json").read_text())
     assert "adapters" not in config  # AdapterHub's library takes it for its own, and fails
     assert (out / "vocab.txt").exists() and (out / "adapters").exists() == (adapter != "none")
     for task in TASKS:
-        bert, head, config = train.load_run(out, task=task)
+        bert, head, config = load_run(out, task=task)
         assert config["task"] == task and not any(p.requires_grad for p in bert.parameters())
         with torch.inference_mode():
             some = dev_batches(encoder, data_dir, task)
-            right = sum((train.predict(bert, head, batch, torch.float32).argmax(-1) == batch["labels"]).sum() for batch in some)
+            right = sum(
+                (
+                    train.predict(bert, head, batch, torch.float32).argmax(-1) == batch["labels"]
+                ).sum()
+                for batch in some
+            )
         assert right.item() / 40 == pytest.approx(result["accuracies"][task])
     for task in (None, "mnli"):
         with pytest.raises(ValueError, match="several tasks"):
-            train.load_run(out, task=task)
+            load_run(out, task=task)
 
 
 @pytest.mark.parametrize("adapter", ["pal", "pfeiffer"])
 def test_fusion_over_it(adapter, multitask, launch, tmp_path, capsys):
-    out = shutil.copytree(multitask[adapter]["out"], tmp_path / train.Path(multitask[adapter]["out"]).name)
+    out = shutil.copytree(
+        multitask[adapter]["out"], tmp_path / Path(multitask[adapter]["out"]).name
+    )
     theta = {name: p.clone() for name, p in Bert.from_pretrained(out).named_parameters()}
     adapters = [out / "adapters" / task for task in TASKS]
-    launch("--stage", "fusion", "--task", "rte", "--model", out, "--adapters", *adapters, "--epochs", 1, "--lr", "1e-3",
-           "--out", tmp_path / "fusion")  # fmt: skip
+    launch(
+        "--stage",
+        "fusion",
+        "--task",
+        "rte",
+        "--model",
+        out,
+        "--adapters",
+        *adapters,
+        "--epochs",
+        1,
+        "--lr",
+        "1e-3",
+        "--out",
+        tmp_path / "fusion",
+    )
     assert "was trained on" not in capsys.readouterr().out
-    bert, _, config = train.load_run(tmp_path / "fusion")
+    bert, _, config = load_run(tmp_path / "fusion")
     assert config["adapters"] == TASKS
     for name, p in theta.items():
         assert torch.equal(bert.get_parameter(name), p)
     for task in TASKS:
-        ours, theirs = (load_file(run / "adapters" / task / "adapter.safetensors") for run in (tmp_path / "fusion", out))
-        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+        ours, theirs = (
+            load_file(run / "adapters" / task / "adapter.safetensors")
+            for run in (tmp_path / "fusion", out)
+        )
+        assert ours.keys() == theirs.keys() and all(
+            torch.equal(ours[name], theirs[name]) for name in ours
+        )
     assert json.loads((tmp_path / "fusion" / "metrics.json").read_text())["accuracy"] > 0.4
 
 
@@ -125,28 +202,76 @@ def test_the_learning_rate(launch, tmp_path, monkeypatch):
         return step(self, *values)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", spy)
-    launch("--stage", "multitask", "--tasks", "sst2", "rte", "--epochs", 2, "--steps-per-epoch", 10, "--lr", "1e-3",
-           "--warmup", 0.25, "--out", tmp_path / "run")  # fmt: skip
+    launch(
+        "--stage",
+        "multitask",
+        "--tasks",
+        "sst2",
+        "rte",
+        "--epochs",
+        2,
+        "--steps-per-epoch",
+        10,
+        "--lr",
+        "1e-3",
+        "--warmup",
+        0.25,
+        "--out",
+        tmp_path / "run",
+    )
     expected = [1e-3 * (k / 5 if k < 5 else (20 - k) / 15) for k in range(20)]
     assert np.allclose(rates, np.array(expected)[:, None])
 
 
 WRONG = {
-    "task and tasks": (["--stage", "multitask", "--task", "rte", "--tasks", "sst2"], "takes --tasks"),
+    "task and tasks": (
+        ["--stage", "multitask", "--task", "rte", "--tasks", "sst2"],
+        "takes --tasks",
+    ),
     "no tasks": (["--stage", "multitask"], "takes --tasks"),
     "twice": (["--stage", "multitask", "--tasks", "rte", "rte"], "each of them once"),
-    "tasks of a single stage": (["--stage", "full", "--task", "rte", "--tasks", "sst2"], "takes --task"),
+    "tasks of a single stage": (
+        ["--stage", "full", "--task", "rte", "--tasks", "sst2"],
+        "takes --task",
+    ),
     "no task": (["--stage", "head"], "takes --task"),
-    "nothing to train": (["--stage", "adapter", "--task", "rte", "--adapter", "none"], "--adapter none"),
-    "warm-up without end": (["--stage", "multitask", "--tasks", "rte", "--warmup", "1"], "--warmup"),
-    "no steps": (["--stage", "multitask", "--tasks", "rte", "--steps-per-epoch", "0"], "--steps-per-epoch"),
-    "adapters": (["--stage", "multitask", "--tasks", "rte", "--adapters", "x"], "--adapters belongs to"),
+    "nothing to train": (
+        ["--stage", "adapter", "--task", "rte", "--adapter", "none"],
+        "--adapter none",
+    ),
+    "warm-up without end": (
+        ["--stage", "multitask", "--tasks", "rte", "--warmup", "1"],
+        "--warmup",
+    ),
+    "no steps": (
+        ["--stage", "multitask", "--tasks", "rte", "--steps-per-epoch", "0"],
+        "--steps-per-epoch",
+    ),
+    "adapters": (
+        ["--stage", "multitask", "--tasks", "rte", "--adapters", "x"],
+        "--adapters belongs to",
+    ),
 }
 
 
 @pytest.mark.parametrize("arguments, text", WRONG.values(), ids=WRONG)
 def test_wrong_arguments(arguments, text, encoder, data_dir, tmp_path, capsys):
     with pytest.raises(SystemExit) as e:
-        train.main([*arguments, "--model", str(encoder), "--data-dir", str(data_dir), "--out", str(tmp_path / "out")])
+        train.main(
+            [
+                *arguments,
+                "--model",
+                str(encoder),
+                "--data-dir",
+                str(data_dir),
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
     lines = capsys.readouterr().err.splitlines()
-    assert e.value.code == 2 and len(lines) == 1 and text in lines[0] and not (tmp_path / "out").exists()
+    assert (
+        e.value.code == 2
+        and len(lines) == 1
+        and text in lines[0]
+        and not (tmp_path / "out").exists()
+    )

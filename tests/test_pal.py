@@ -1,4 +1,5 @@
-"""The task layers of multi-task training (Stickland and Murray, 2019): what they compute, their files, fusion over them."""
+"""The task layers of multi-task training (Stickland and Murray, 2019): what they compute, their
+files, fusion over them."""
 
 import math
 
@@ -6,9 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from adapter import AdapterConfig, PALConfig, activate, add_adapter, copy_adapter, load_adapter, save_adapter
+from adapter import KINDS as ARCHITECTURES
+from adapter import AdapterConfig, activate, add_adapter, load_adapter, save_adapter
 from bert import Bert
-from fusion import add_fusion, fold, fusion_weights, fusions, load_fusion, save_fusion
+from formats import adapterhub
+from fusion import add_fusion, fusion_weights, fusions, load_fusion, save_fusion
+from variants.folding import fold
+from variants.pal import PALConfig
 
 IDS = torch.tensor([[2, 7, 8, 9, 10, 3], [2, 11, 3, 0, 0, 0], [2, 12, 13, 14, 3, 0]])
 MASK = (IDS != 0).long()
@@ -38,11 +43,18 @@ def transcribed(adapter, x, mask):
         real = int(mask[b].sum())
         y = x[b, :real] @ W["down.weight"].T + W["down.bias"]
         if adapter.config.num_heads:
-            q, k, v = (y @ W[f"{name}.weight"].T + W[f"{name}.bias"] for name in ("query", "key", "value"))
+            q, k, v = (
+                y @ W[f"{name}.weight"].T + W[f"{name}.bias"] for name in ("query", "key", "value")
+            )
             size, heads = adapter.config.size // adapter.config.num_heads, []
             for head in range(adapter.config.num_heads):
                 part = slice(head * size, (head + 1) * size)
-                scores = torch.stack([torch.stack([q[i, part] @ k[j, part] for j in range(real)]) for i in range(real)])
+                scores = torch.stack(
+                    [
+                        torch.stack([q[i, part] @ k[j, part] for j in range(real)])
+                        for i in range(real)
+                    ]
+                )
                 heads.append(torch.softmax(scores / math.sqrt(size), 1) @ v[:, part])
             y = torch.cat(heads, 1)
         z[b, :real] = gelu(y @ W["up.weight"].T + W["up.bias"])
@@ -62,7 +74,8 @@ def test_a_pal_is_its_definition(kind, encoder):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_parallel_to_the_whole_layer(kind, encoder):
-    """LN(FFN(x') + x' + PAL(x)), with x the layer's input and x' what its attention sub-layer made of it."""
+    """LN(FFN(x') + x' + PAL(x)), with x the layer's input and x' what its attention sub-layer made
+    of it."""
     bert = with_adapters(encoder, KINDS[kind])
     layer = bert.layers[0]
     x = torch.randn(*IDS.shape, 32, dtype=torch.float64)
@@ -83,12 +96,20 @@ def test_what_layers_share(encoder):
     assert count == (d * size + size) + (size * d + d) + 2 * 3 * (size * size + size)
     first, second = (layer.output_add_norm.adapters["a"] for layer in pal.layers)
     assert first.down is second.down and first.up is second.up and first.query is not second.query
-    assert sum(p.numel() for p in low_rank.parameters() if p.requires_grad) == 2 * ((d * 10 + 10) + (10 * d + d))
-    with torch.device("meta"):  # at the size of BERT-base, in the paper: 1.13 times the parameters for eight tasks
+    assert sum(p.numel() for p in low_rank.parameters() if p.requires_grad) == 2 * (
+        (d * 10 + 10) + (10 * d + d)
+    )
+    with torch.device(
+        "meta"
+    ):  # at the size of BERT-base, in the paper: 1.13 times the parameters for eight tasks
         bert = Bert(Bert.from_pretrained(encoder).config.__class__())
         add_adapter(bert, "a", PALConfig.pal())
     total = sum(p.numel() for p in bert.parameters())
-    assert 1.12 < (total + 7 * sum(p.numel() for p in bert.parameters() if p.requires_grad)) / 110e6 < 1.14
+    assert (
+        1.12
+        < (total + 7 * sum(p.numel() for p in bert.parameters() if p.requires_grad)) / 110e6
+        < 1.14
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,7 +117,8 @@ def test_files(kind, encoder, tmp_path):
     bert = with_adapters(encoder, KINDS[kind]).float()
     save_adapter(bert, "a", tmp_path / "a")
     again = Bert.from_pretrained(encoder)
-    copy_adapter(again, tmp_path / "a", "b", tmp_path / "b")
+    header = adapterhub.header("b", again.config, again.source)
+    adapterhub.copy_adapter(tmp_path / "a", ARCHITECTURES, "b", tmp_path / "b", header)
     activate(again, load_adapter(again, tmp_path / "b"))
     with torch.no_grad():
         assert torch.equal(again(IDS, None, MASK), bert(IDS, None, MASK))
@@ -109,7 +131,9 @@ def test_files(kind, encoder, tmp_path):
         assert first.down is second.down
 
 
-@pytest.mark.parametrize("change", [{"size": 0}, {"size": "204"}, {"num_heads": 5}, {"num_heads": -1}, {"leave_out": 3}])
+@pytest.mark.parametrize(
+    "change", [{"size": 0}, {"size": "204"}, {"num_heads": 5}, {"num_heads": -1}, {"leave_out": 3}]
+)
 def test_wrong_configurations(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         PALConfig(**change)
@@ -117,7 +141,8 @@ def test_wrong_configurations(change):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fusion_over_them(kind, encoder, tmp_path):
-    """o = V Σ s_n z_n, s = softmax((Q h + b_Q)·(K z_n + b_K)), h = LN(f + x'), then LN(f + o + x')."""
+    """o = V Σ s_n z_n, s = softmax((Q h + b_Q)·(K z_n + b_K)), h = LN(f + x'), then LN(f + o +
+    x')."""
     config = KINDS[kind]
     bert = with_adapters(encoder, config, config)
     add_fusion(bert, ["a", "b"])
@@ -148,7 +173,6 @@ def test_fusion_over_them(kind, encoder, tmp_path):
     with torch.no_grad():
         assert torch.equal(again(IDS, None, MASK), bert(IDS, None, MASK))
     assert fusion_weights(again)[1, "output"].shape == (*IDS.shape, 2)
-
 
 
 def test_they_are_not_fused_with_other_adapters(encoder):

@@ -1,4 +1,5 @@
-"""Θ, Φ and Ψ compute what the reference library computes, and read and write its files (tests/make_golden.py)."""
+"""Θ, Φ and Ψ compute what the reference library computes, and read and write its files
+(tests/make_golden.py)."""
 
 import json
 import math
@@ -9,9 +10,26 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from adapter import Adapter, AdapterConfig, activate, add_adapter, load_adapter, load_head, save_adapter, save_head
+from adapter import (
+    Adapter,
+    AdapterConfig,
+    activate,
+    add_adapter,
+    load_adapter,
+    load_head,
+    save_adapter,
+    save_head,
+)
 from bert import Bert, BertConfig, attention, dropout
-from fusion import Fusion, add_fusion, fold, fusion_regularization, fusion_weights, load_fusion, save_fusion
+from fusion import (
+    Fusion,
+    add_fusion,
+    fusion_regularization,
+    fusion_weights,
+    load_fusion,
+    save_fusion,
+)
+from variants.folding import fold
 
 GOLDEN = Path(__file__).parent / "golden"
 TOLERANCE = 2e-5
@@ -45,7 +63,9 @@ def with_fusion(directory):
     """An encoder with a golden fusion and the adapters that it names."""
     model, _ = directory.split("/")
     bert = encoder(model)
-    for name in json.loads((GOLDEN / directory / "adapter_fusion_config.json").read_text())["adapter_names"]:
+    for name in json.loads((GOLDEN / directory / "adapter_fusion_config.json").read_text())[
+        "adapter_names"
+    ]:
         load_adapter(bert, GOLDEN / model / name)
     load_fusion(bert, GOLDEN / directory)
     return bert
@@ -63,7 +83,10 @@ def test_golden_set_is_complete():
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_encoder(name, expected):
-    assert difference(run(encoder(name), expected[name]), expected[name]["encoder.last_hidden_state"]) <= TOLERANCE
+    assert (
+        difference(run(encoder(name), expected[name]), expected[name]["encoder.last_hidden_state"])
+        <= TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("directory", ADAPTERS)
@@ -76,7 +99,9 @@ def test_adapter(directory, expected):
     activate(bert, name)
     h = run(bert, expected[model])
     assert difference(h, expected[model][f"{name}.last_hidden_state"]) <= TOLERANCE
-    assert difference(h, plain) > 0.5  # the adapter is not a small correction that a tolerance could hide
+    assert (
+        difference(h, plain) > 0.5
+    )  # the adapter is not a small correction that a tolerance could hide
 
 
 @pytest.mark.parametrize("directory", HEADS)
@@ -87,7 +112,9 @@ def test_head(directory, expected):
     head = load_head(bert, GOLDEN / directory)
     logits = head(run(bert, expected[model]))
     assert difference(logits, expected[model][f"{name}.logits"]) <= TOLERANCE
-    assert difference(head(run(bert.double(), expected[model])), logits) <= TOLERANCE  # the encoder's precision is its own
+    assert (
+        difference(head(run(bert.double(), expected[model])), logits) <= TOLERANCE
+    )  # the encoder's precision is its own
 
 
 @pytest.mark.parametrize("directory", FUSIONS)
@@ -103,13 +130,15 @@ def test_fusion(directory, expected):
     assert difference(fusion_regularization(bert), expected[f"{name}.regularization"]) <= TOLERANCE
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The fast fusion is the textbook one
 
 
 def adapters(configs, d, dtype):
     """Adapters with weights at which an error would show."""
-    result = nn.ModuleList(Adapter(config, d, config.bottleneck_size(d, 0)) for config in configs).to(dtype)
+    result = nn.ModuleList(
+        Adapter(config, d, config.bottleneck_size(d, 0)) for config in configs
+    ).to(dtype)
     for parameter in result.parameters():
         nn.init.normal_(parameter, std=0.5)
     return result
@@ -118,34 +147,62 @@ def adapters(configs, d, dtype):
 MIXTURES = {
     "different bottlenecks": [AdapterConfig.pfeiffer(reduction_factor=f) for f in (2, 4, 16)],
     "one adapter": [AdapterConfig.pfeiffer()],
-    "different non-linearities": [AdapterConfig(non_linearity=n) for n in ("relu", "leakyrelu", "swish", "gelu")],
-    "with ln_before": [AdapterConfig.bapna(reduction_factor=4), AdapterConfig.bapna(reduction_factor=8)],
-    "some with ln_before": [AdapterConfig.bapna(reduction_factor=4), AdapterConfig.pfeiffer(reduction_factor=2)],
-    "houlsby": [AdapterConfig.houlsby(reduction_factor=8), AdapterConfig.houlsby(reduction_factor=2)],
+    "different non-linearities": [
+        AdapterConfig(non_linearity=n) for n in ("relu", "leakyrelu", "swish", "gelu")
+    ],
+    "with ln_before": [
+        AdapterConfig.bapna(reduction_factor=4),
+        AdapterConfig.bapna(reduction_factor=8),
+    ],
+    "some with ln_before": [
+        AdapterConfig.bapna(reduction_factor=4),
+        AdapterConfig.pfeiffer(reduction_factor=2),
+    ],
+    "houlsby": [
+        AdapterConfig.houlsby(reduction_factor=8),
+        AdapterConfig.houlsby(reduction_factor=2),
+    ],
 }
 
 
-@pytest.mark.parametrize("tokens", [2, 24, 200], ids="{} tokens".format)  # the cheapest order of the products differs
+@pytest.mark.parametrize(
+    "tokens", [2, 24, 200], ids="{} tokens".format
+)  # the cheapest order of the products differs
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "dropout on the scores"])
 @pytest.mark.parametrize("configs", MIXTURES.values(), ids=MIXTURES)
 def test_mix_is_textbook(configs, training, tokens):
     torch.manual_seed(0)
     d = 32
     fused = adapters(configs, d, torch.float64)
-    fusion = Fusion("fusion", [str(i) for i in range(len(configs))], d, dropout=0.3).double().train(training)
+    fusion = (
+        Fusion("fusion", [str(i) for i in range(len(configs))], d, dropout=0.3)
+        .double()
+        .train(training)
+    )
     for parameter in fusion.parameters():
         nn.init.normal_(parameter, std=0.3)
     h, direction = torch.randn(2, 2, tokens // 2, d, dtype=torch.float64)
     results = []
-    for form in (fusion.mix, fusion.textbook):
+    for form in (fusion.fast, fusion.textbook):
         h_in = h.clone().requires_grad_()
         torch.manual_seed(1)  # the same scores are dropped
         o = form(h_in, fused)
-        gradients = torch.autograd.grad((o * direction).sum(), [h_in, *fusion.parameters(), *fused.parameters()],
-                                        allow_unused=True)  # fmt: skip
+        gradients = torch.autograd.grad(
+            (o * direction).sum(),
+            [h_in, *fusion.parameters(), *fused.parameters()],
+            allow_unused=True,
+        )
         results.append([o, *gradients])
     names = ["o", "h", *(name for name, _ in fusion.named_parameters())]
-    assert names == ["o", "h", "query.weight", "query.bias", "key.weight", "key.bias", "value.weight"]
+    assert names == [
+        "o",
+        "h",
+        "query.weight",
+        "query.bias",
+        "key.weight",
+        "key.bias",
+        "value.weight",
+    ]
     for i, (fast, slow) in enumerate(zip(*results, strict=True)):
         name = names[i] if i < len(names) else f"adapter parameter {i - len(names)}"
         assert (fast is None) == (slow is None), name
@@ -172,11 +229,17 @@ def test_folded_is_textbook(configs):
         o, folded_o = bert(ids), folded(ids)
     assert difference(o, folded_o) <= 1e-10
     assert o.std() > 0.1  # the comparison is of something
-    for (key, s), (folded_key, folded_s) in zip(fusion_weights(bert).items(), fusion_weights(folded).items(), strict=True):
+    for (key, s), (folded_key, folded_s) in zip(
+        fusion_weights(bert).items(), fusion_weights(folded).items(), strict=True
+    ):
         assert key == folded_key and difference(s, folded_s) <= 1e-10
     # the encoder that was folded is as it was, and nothing is held twice
     for name, p in bert.named_parameters():
-        assert p is before[name][0] and torch.equal(p, before[name][1]) and p.requires_grad == before[name][2]
+        assert (
+            p is before[name][0]
+            and torch.equal(p, before[name][1])
+            and p.requires_grad == before[name][2]
+        )
     assert all(p is before[name][0] for name, p in folded.named_parameters())
     with pytest.raises(ValueError, match="folded"):
         save_fusion(folded, "never-written")
@@ -188,7 +251,7 @@ def test_folded_is_the_reference_s(directory, expected):
     assert difference(run(fold(bert), inputs), run(bert, inputs)) <= 1e-5
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The shorter ways through the encoder
 
 
@@ -201,7 +264,10 @@ def test_cls_only_is_the_first_token(directory, expected):
         activate(bert, load_adapter(bert, GOLDEN / directory))
     whole = run(bert, inputs)
     with torch.no_grad():
-        first = bert(*(inputs[name] for name in ("input_ids", "token_type_ids", "attention_mask")), cls_only=True)
+        first = bert(
+            *(inputs[name] for name in ("input_ids", "token_type_ids", "attention_mask")),
+            cls_only=True,
+        )
     assert first.shape == (len(whole), 1, whole.shape[2])
     assert difference(first, whole[:, :1]) <= 1e-5
 
@@ -236,7 +302,7 @@ def test_attention_in_training_is_the_one_in_evaluation():
         assert difference(attention(q, k, v, m, 1e-9), attention(q, k, v, m, 0.0)) <= 1e-8
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Files
 
 
@@ -251,7 +317,8 @@ def read_tensors(directory, stem):
 
 
 def same_json(ours, theirs):
-    """The same fields and values; model_name is where the encoder came from, which the golden sets left empty."""
+    """The same fields and values; model_name is where the encoder came from, which the golden sets
+    left empty."""
     ours, theirs = json.loads(ours.read_text()), json.loads(theirs.read_text())
     return {**ours, "model_name": ""} == theirs
 
@@ -261,8 +328,13 @@ def test_saved_adapter_is_the_reference_s(directory, tmp_path):
     bert = encoder(directory.split("/")[0])
     name = load_adapter(bert, GOLDEN / directory)
     save_adapter(bert, name, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter.safetensors", "adapter_config.json"]
-    assert same_tensors(load_file(tmp_path / "adapter.safetensors"), read_tensors(GOLDEN / directory, "adapter"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "adapter.safetensors",
+        "adapter_config.json",
+    ]
+    assert same_tensors(
+        load_file(tmp_path / "adapter.safetensors"), read_tensors(GOLDEN / directory, "adapter")
+    )
     assert same_json(tmp_path / "adapter_config.json", GOLDEN / directory / "adapter_config.json")
 
 
@@ -270,7 +342,10 @@ def test_saved_adapter_is_the_reference_s(directory, tmp_path):
 def test_saved_head_is_the_reference_s(directory, tmp_path):
     bert = encoder(directory.split("/")[0])
     save_head(load_head(bert, GOLDEN / directory), bert, directory.split("/")[1], tmp_path)
-    assert same_tensors(load_file(tmp_path / "model_head.safetensors"), read_tensors(GOLDEN / directory, "model_head"))
+    assert same_tensors(
+        load_file(tmp_path / "model_head.safetensors"),
+        read_tensors(GOLDEN / directory, "model_head"),
+    )
     assert same_json(tmp_path / "head_config.json", GOLDEN / directory / "head_config.json")
 
 
@@ -278,18 +353,28 @@ def test_saved_head_is_the_reference_s(directory, tmp_path):
 def test_saved_fusion_is_the_reference_s(directory, tmp_path):
     save_fusion(with_fusion(directory), tmp_path)
     stem = "model_adapter_fusion"
-    assert same_tensors(load_file(tmp_path / f"{stem}.safetensors"), read_tensors(GOLDEN / directory, stem))
-    assert same_json(tmp_path / "adapter_fusion_config.json", GOLDEN / directory / "adapter_fusion_config.json")
+    assert same_tensors(
+        load_file(tmp_path / f"{stem}.safetensors"), read_tensors(GOLDEN / directory, stem)
+    )
+    assert same_json(
+        tmp_path / "adapter_fusion_config.json", GOLDEN / directory / "adapter_fusion_config.json"
+    )
 
 
 def test_saved_reads_back_bit_identical(tmp_path, expected):
-    """Also what the reference has no golden file for: by random configurations, through save and load."""
+    """Also what the reference has no golden file for: by random configurations, through save and
+    load."""
     torch.manual_seed(3)
     bert = encoder("bert")
-    for name, config in {"a": AdapterConfig.pfeiffer(reduction_factor=3), "b": AdapterConfig.bapna()}.items():
+    for name, config in {
+        "a": AdapterConfig.pfeiffer(reduction_factor=3),
+        "b": AdapterConfig.bapna(),
+    }.items():
         add_adapter(bert, name, config)
     add_fusion(bert, ["b", "a"])
-    for parameter in (p for key, p in bert.named_parameters() if ".adapters." in key or ".fusion." in key):
+    for parameter in (
+        p for key, p in bert.named_parameters() if ".adapters." in key or ".fusion." in key
+    ):
         parameter.data.normal_(std=0.3)
     save_fusion(bert, tmp_path / "fusion")
     for name in "ab":
@@ -313,7 +398,7 @@ def test_saved_encoder_reads_back_bit_identical(tmp_path, expected):
         assert Bert.from_pretrained(tmp_path / name).config == bert.config
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # An example's hidden states are its own
 
 

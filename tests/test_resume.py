@@ -1,4 +1,5 @@
-"""A run is never lost: killed at any moment, on a full or vanished disk, out of memory, twice at once."""
+"""A run is never lost: killed at any moment, on a full or vanished disk, out of memory, twice at
+once."""
 
 import contextlib
 import ctypes
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 import child
+import runtime.run
 import train
 
 KILLS = int(os.environ.get("KILLS", 8))  # of either kind, for each stage
@@ -29,25 +31,60 @@ MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 1, 32, 16384, 1 << 18
 
 @pytest.fixture(scope="module")
 def command(encoder, data_dir, runs):
-    """command("fusion", out, ...): arguments of three epochs of twelve steps, saved after every one of them."""
+    """command("fusion", out, ...): arguments of three epochs of twelve steps, saved after every one
+    of them."""
 
     def command(stage, out, *options):
         adapters = ["--adapters", runs / "rte", runs / "pick"] if stage == "fusion" else []
-        tasks = ["--task", "sst2"] if stage != "multitask" else ["--tasks", "sst2", "pick", "--steps-per-epoch", 12]
-        return ["--stage", stage, "--model", encoder, "--data-dir", data_dir, "--device", "cpu", *tasks, "--epochs", 3,
-                "--batch-size", 8, "--lr", "5e-3", "--save-minutes", 0, *adapters, *options, "--out", out]  # fmt: skip
+        tasks = (
+            ["--task", "sst2"]
+            if stage != "multitask"
+            else ["--tasks", "sst2", "pick", "--steps-per-epoch", 12]
+        )
+        return [
+            "--stage",
+            stage,
+            "--model",
+            encoder,
+            "--data-dir",
+            data_dir,
+            "--device",
+            "cpu",
+            *tasks,
+            "--epochs",
+            3,
+            "--batch-size",
+            8,
+            "--lr",
+            "5e-3",
+            "--save-minutes",
+            0,
+            *adapters,
+            *options,
+            "--out",
+            out,
+        ]
 
     return command
 
 
 @pytest.fixture(scope="module")
 def whole(command, tmp_path_factory):
-    """For each stage a run that nobody has disturbed, how long it took, and how many file operations."""
+    """For each stage a run that nobody has disturbed, how long it took, and how many file
+    operations."""
     out, result = tmp_path_factory.mktemp("whole"), {}
-    for stage in ("adapter", "fusion", "adapter", "fusion", "multitask"):  # the second is not the first to import anything
+    for stage in (
+        "adapter",
+        "fusion",
+        "adapter",
+        "fusion",
+        "multitask",
+    ):  # the second is not the first to import anything
         shutil.rmtree(out / stage, ignore_errors=True)
         started = time.monotonic()
-        process = child.start(command(stage, out / stage), out / "output", [(child.die_at, 0, out / stage)])
+        process = child.start(
+            command(stage, out / stage), out / "output", [(child.die_at, 0, out / stage)]
+        )
         status, output = child.finish(process, out / "output")
         assert status == 0, output
         result[stage] = out / stage, time.monotonic() - started, int(output.split()[-3])
@@ -58,10 +95,20 @@ def content(run):
     """What a run has produced, without times and places."""
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
     files = {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file()}
-    config, metrics = (json.loads(files.pop(name).read_text()) for name in ("config.json", "metrics.json"))
+    config, metrics = (
+        json.loads(files.pop(name).read_text()) for name in ("config.json", "metrics.json")
+    )
     del files["log.jsonl"], config["command"], metrics["seconds"], metrics["out"]
-    log = [{key: value for key, value in line.items() if key in ("epoch", "loss", "dev_accuracy")} for line in log]
-    return log, config, metrics, {name: path.read_bytes().replace(bytes(run), b"--out") for name, path in files.items()}
+    log = [
+        {key: value for key, value in line.items() if key in ("epoch", "loss", "dev_accuracy")}
+        for line in log
+    ]
+    return (
+        log,
+        config,
+        metrics,
+        {name: path.read_bytes().replace(bytes(run), b"--out") for name, path in files.items()},
+    )
 
 
 def assert_equal(run, other):
@@ -71,7 +118,8 @@ def assert_equal(run, other):
 
 @pytest.mark.parametrize("stage", ["adapter", "fusion", "multitask"])
 def test_killed_at_random_moments(stage, command, whole, tmp_path):
-    """kill -9 after a random time, anywhere from the start-up to the last file; then --resume, and again."""
+    """kill -9 after a random time, anywhere from the start-up to the last file; then --resume, and
+    again."""
     reference, seconds, _ = whole[stage]
 
     def life(worker):
@@ -97,10 +145,15 @@ def test_killed_at_random_moments(stage, command, whole, tmp_path):
 
 @pytest.mark.parametrize("stage", ["adapter", "fusion", "multitask"])
 def test_killed_before_any_file_operation(stage, command, whole, tmp_path):
-    """The process dies ahead of its n-th opening, renaming or removing of a file in --out; the last ones in any case."""
+    """The process dies ahead of its n-th opening, renaming or removing of a file in --out; the last
+    ones in any case."""
     reference, _, operations = whole[stage]
     last = set(range(operations - 3, operations + 1))
-    moments = last | set(random.Random(f"{SEED} {stage}").sample(range(1, operations + 1), min(KILLS - len(last), operations)))
+    moments = last | set(
+        random.Random(f"{SEED} {stage}").sample(
+            range(1, operations + 1), min(KILLS - len(last), operations)
+        )
+    )
 
     def die(moment):
         out, output = tmp_path / str(moment), tmp_path / f"{moment}.output"
@@ -116,14 +169,17 @@ def test_killed_before_any_file_operation(stage, command, whole, tmp_path):
 
 def test_two_runs_of_one_command_are_equal(command, whole, tmp_path):
     out = tmp_path / "again"
-    status, text = child.finish(child.start(command("fusion", out), tmp_path / "output"), tmp_path / "output")
+    status, text = child.finish(
+        child.start(command("fusion", out), tmp_path / "output"), tmp_path / "output"
+    )
     assert status == 0, text
     assert_equal(out, whole["fusion"][0])
 
 
 @pytest.fixture
 def fails(capsys):
-    """fails(arguments, text, ...): train.main ends with one line that holds the texts, and status 2."""
+    """fails(arguments, text, ...): train.main ends with one line that holds the texts, and status
+    2."""
 
     def fails(arguments, *say):
         capsys.readouterr()
@@ -149,7 +205,7 @@ def at_step(monkeypatch):
                 function()
             return cross_entropy(*values)
 
-        monkeypatch.setattr(train.F, "cross_entropy", instead)
+        monkeypatch.setattr(torch.nn.functional, "cross_entropy", instead)
 
     return at_step
 
@@ -168,7 +224,9 @@ def interrupted(command, at_step, tmp_path):
     return interrupted
 
 
-def test_a_state_that_is_torn_or_old_or_of_another_command(interrupted, command, fails, whole, tmp_path):
+def test_a_state_that_is_torn_or_old_or_of_another_command(
+    interrupted, command, fails, whole, tmp_path
+):
     out = interrupted("adapter", tmp_path / "run")
     resume = [*command("adapter", out), "--resume"]
     good = (out / "resume.pt").read_bytes()
@@ -196,15 +254,23 @@ def test_a_state_that_is_torn_or_old_or_of_another_command(interrupted, command,
 def test_a_finished_run_of_another_command(command, fails, whole, tmp_path, encoder, monkeypatch):
     out = shutil.copytree(whole["adapter"][0], tmp_path / "run")
     resume, before = [*command("adapter", out), "--resume"], content(out)
-    for option, value, say in [("--seed", 9, "seed = 0, not 9"), ("--lr", "0.1", "lr = 0.005, not 0.1"),
-                               ("--epochs", 9, "epochs"),
-                               ("--adapter", "houlsby", "adapter = pfeiffer, not houlsby"), ("--limit-train", 9, "limit_train"),
-                               ("--max-length", 9, "max_length"), ("--reduction-factor", 2, "reduction_factor"),
-                               ("--data-dir", tmp_path, "data_dir"), ("--model", tmp_path, "model")]:  # fmt: skip
+    for option, value, say in [
+        ("--seed", 9, "seed = 0, not 9"),
+        ("--lr", "0.1", "lr = 0.005, not 0.1"),
+        ("--epochs", 9, "epochs"),
+        ("--adapter", "houlsby", "adapter = pfeiffer, not houlsby"),
+        ("--limit-train", 9, "limit_train"),
+        ("--max-length", 9, "max_length"),
+        ("--reduction-factor", 2, "reduction_factor"),
+        ("--data-dir", tmp_path, "data_dir"),
+        ("--model", tmp_path, "model"),
+    ]:
         fails([*resume, option, value], "holds a finished run with", say)
     fails([*resume, "--overwrite"], "choose one")
     monkeypatch.chdir(encoder.parent)
-    train.main([str(argument) for argument in [*resume, "--model", encoder.name]])  # the same, spelt otherwise
+    train.main(
+        [str(argument) for argument in [*resume, "--model", encoder.name]]
+    )  # the same, spelt otherwise
     assert content(out) == before
 
 
@@ -258,13 +324,18 @@ def test_the_second_process_in_a_directory_refuses(command, fails, whole, tmp_pa
 
 
 def small_disk(directory):
-    """Mounts a file system of its own on a directory, for this process alone. False where that is not permitted."""
+    """Mounts a file system of its own on a directory, for this process alone. False where that is
+    not permitted."""
     directory.mkdir()
     libc, user, group = ctypes.CDLL(None), os.getuid(), os.getgid()
     for flags in (CLONE_NEWNS, CLONE_NEWUSER | CLONE_NEWNS):
         if libc.unshare(flags) == 0:
             if flags & CLONE_NEWUSER:  # who is nobody there until told
-                for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+                for name, text in (
+                    ("setgroups", "deny"),
+                    ("uid_map", f"{user} {user} 1"),
+                    ("gid_map", f"{group} {group} 1"),
+                ):
                     Path("/proc/self", name).write_text(text)
             libc.mount(None, b"/", None, MS_REC | MS_PRIVATE, None)
             return libc.mount(b"tmpfs", str(directory).encode(), b"tmpfs", 0, b"size=512k") == 0
@@ -272,10 +343,10 @@ def small_disk(directory):
 
 
 def on_a_full_disk(directory, result, at_the_end):
-    """To be called in a child: the disk is full from the 15th step on, or when the final files are written; then no longer, and
-    the run is continued, and copied to `result`."""
+    """To be called in a child: the disk is full from the 15th step on, or when the final files are
+    written; then no longer, and the run is continued, and copied to `result`."""
     mounted, train_main, state, calls = small_disk(directory), train.main, [], []
-    owner, name = (train, "save_run") if at_the_end else (train.F, "cross_entropy")
+    owner, name = (train, "save") if at_the_end else (torch.nn.functional, "cross_entropy")
     function = getattr(owner, name)
 
     def full(*values):
@@ -283,7 +354,10 @@ def on_a_full_disk(directory, result, at_the_end):
         if len(calls) == (1 if at_the_end else 15):
             state.append((directory / "run" / "resume.pt").read_bytes())
             if mounted:
-                with contextlib.suppress(OSError), open(directory / "ballast", "wb", buffering=0) as ballast:
+                with (
+                    contextlib.suppress(OSError),
+                    open(directory / "ballast", "wb", buffering=0) as ballast,
+                ):
                     while True:
                         ballast.write(bytes(1024))
             else:
@@ -300,7 +374,9 @@ def on_a_full_disk(directory, result, at_the_end):
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         if mounted:
             (directory / "ballast").unlink()
-        print("a file system of 512 KiB" if mounted else "no right to mount: files of at most 10 kB")
+        print(
+            "a file system of 512 KiB" if mounted else "no right to mount: files of at most 10 kB"
+        )
         train_main([*arguments, "--resume"])
         shutil.copytree(directory / "run", result)
 
@@ -316,7 +392,9 @@ def test_a_full_disk(stage, at_the_end, command, whole, tmp_path):
     errors = [line for line in text.splitlines() if line.startswith("train.py: ")]
     assert len(errors) == 1 and "Traceback" not in text, text
     assert str(disk / "run") in errors[0] and "continue with --resume" in errors[0]
-    assert "No space left" in errors[0] or ("File too large" in errors[0] and "no right to mount" in text)
+    assert "No space left" in errors[0] or (
+        "File too large" in errors[0] and "no right to mount" in text
+    )
     assert_equal(tmp_path / "result", whole[stage][0])
 
 
@@ -324,9 +402,16 @@ def read_only(directory, run):
     """To be called in a child: `directory` holds a copy of `run`, and cannot be written to."""
     if small_disk(directory):
         shutil.copytree(run, directory / "run")
-        assert ctypes.CDLL(None).mount(None, str(directory).encode(), None, MS_REMOUNT | MS_RDONLY, None) == 0
+        assert (
+            ctypes.CDLL(None).mount(
+                None, str(directory).encode(), None, MS_REMOUNT | MS_RDONLY, None
+            )
+            == 0
+        )
     else:
-        assert os.getuid() != 0, "root writes anywhere, and cannot mount here: run the tests as another user"
+        assert os.getuid() != 0, (
+            "root writes anywhere, and cannot mount here: run the tests as another user"
+        )
         shutil.copytree(run, directory / "run")
         for path in (directory / "run", directory):
             path.chmod(0o500)
@@ -335,10 +420,19 @@ def read_only(directory, run):
 def test_a_read_only_directory(command, whole, tmp_path):
     for i, (name, options) in enumerate((("new", ()), ("run", ("--overwrite",)))):
         disk, output = tmp_path / f"disk{i}", tmp_path / "output"
-        process = child.start([*command("adapter", disk / name), *options], output, [(read_only, disk, whole["adapter"][0])])
+        process = child.start(
+            [*command("adapter", disk / name), *options],
+            output,
+            [(read_only, disk, whole["adapter"][0])],
+        )
         status, text = child.finish(process, output)
         error = [line for line in text.splitlines() if not line.startswith("note: ")]
-        assert status == 2 and len(error) == 1 and error[0].startswith("train.py: ") and str(disk / name) in error[0], text
+        assert (
+            status == 2
+            and len(error) == 1
+            and error[0].startswith("train.py: ")
+            and str(disk / name) in error[0]
+        ), text
         assert "Read-only" in error[0] or "Permission" in error[0]
 
 
@@ -346,16 +440,23 @@ def test_a_directory_that_vanishes_under_the_run(command, fails, at_step, whole,
     neighbour = shutil.copytree(whole["adapter"][0], tmp_path / "neighbour")
     for step in (1, 15, 36):
         at_step(step, lambda: shutil.rmtree(tmp_path / "run"))
-        fails(command("adapter", tmp_path / "run"), str(tmp_path / "run"), "No such file or directory")
+        fails(
+            command("adapter", tmp_path / "run"), str(tmp_path / "run"), "No such file or directory"
+        )
         assert not (tmp_path / "run").exists()
     assert_equal(neighbour, whole["adapter"][0])
 
 
 @pytest.mark.parametrize(
     "error",
-    [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-     RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory")],
-)  # fmt: skip
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't "
+            "allocate memory"
+        ),
+    ],
+)
 def test_out_of_memory(error, command, fails, whole, tmp_path, monkeypatch):
     calls, predict = [], train.predict
     out = tmp_path / "run"
@@ -401,7 +502,9 @@ def quiet_encoder(encoder, tmp_path_factory):
 
 
 @pytest.mark.parametrize("stage, task", [("adapter", "pick"), ("fusion", "sst2"), ("full", "rte")])
-def test_grad_accumulation_gives_the_same_gradients(stage, task, command, quiet_encoder, tmp_path, monkeypatch):
+def test_grad_accumulation_gives_the_same_gradients(
+    stage, task, command, quiet_encoder, tmp_path, monkeypatch
+):
     clip, gradients = torch.nn.utils.clip_grad_norm_, []
 
     def keep(parameters, norm):
@@ -411,10 +514,28 @@ def test_grad_accumulation_gives_the_same_gradients(stage, task, command, quiet_
     monkeypatch.setattr(train.torch.nn.utils, "clip_grad_norm_", keep)
     for k in (1, 3, 8, 11):  # 96 examples: batches of 11, the last of 8
         gradients.append([])
-        train.main([str(argument) for argument in command(
-            stage, tmp_path / str(k), "--model", quiet_encoder, "--task", task, "--batch-size", 11, "--epochs", 1,
-            "--grad-accumulation", k)])  # fmt: skip
-    assert len(gradients[0]) == 9 and max(gradient.abs().max() for gradient in gradients[0][0]) > 0.01
+        train.main(
+            [
+                str(argument)
+                for argument in command(
+                    stage,
+                    tmp_path / str(k),
+                    "--model",
+                    quiet_encoder,
+                    "--task",
+                    task,
+                    "--batch-size",
+                    11,
+                    "--epochs",
+                    1,
+                    "--grad-accumulation",
+                    k,
+                )
+            ]
+        )
+    assert (
+        len(gradients[0]) == 9 and max(gradient.abs().max() for gradient in gradients[0][0]) > 0.01
+    )
     for other in gradients[1:]:
         for ours, theirs in zip(gradients[0][0], other[0], strict=True):
             assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6)
@@ -429,7 +550,9 @@ def test_compile_without_a_compiler(command, fails, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.skipif("COMPILE" not in os.environ, reason="takes a minute and a half: COMPILE=1 pytest -k compile")
+@pytest.mark.skipif(
+    "COMPILE" not in os.environ, reason="takes a minute and a half: COMPILE=1 pytest -k compile"
+)
 @pytest.mark.parametrize("stage", ["adapter", "fusion"])
 def test_compile(stage, command, quiet_encoder, tmp_path):
     logs = []
@@ -449,44 +572,60 @@ def test_the_config_says_what_a_run_was_made_with(whole, runs):
     assert config["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert {"torch", "numpy", "tokenizers", "safetensors", "datasets"} == set(config["versions"])
     assert config["python"] == platform.python_version()
-    assert config["command"].startswith("train.py --stage fusion --model ") and "--save-minutes 0" in config["command"]
-    assert (config["device"], config["dtype"], config["threads"], config["processes"]) == ("cpu", "float32", 1, 1)
+    assert (
+        config["command"].startswith("train.py --stage fusion --model ")
+        and "--save-minutes 0" in config["command"]
+    )
+    assert (config["device"], config["dtype"], config["threads"], config["processes"]) == (
+        "cpu",
+        "float32",
+        1,
+        1,
+    )
     for name in ("rte", "pick"):  # copied bit by bit, so the hash is also that of the source
-        assert config["adapter_sha256"][name] == hashlib.sha256((runs / name / "adapter.safetensors").read_bytes()).hexdigest()
+        assert (
+            config["adapter_sha256"][name]
+            == hashlib.sha256((runs / name / "adapter.safetensors").read_bytes()).hexdigest()
+        )
 
 
 def test_the_commit(tmp_path, monkeypatch):
     def git(*arguments):
         options = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        return subprocess.run(["git", *options, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            ["git", *options, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
 
-    code = tmp_path / "train.py"
-    monkeypatch.setattr(train, "__file__", str(code))
+    code = tmp_path / "runtime" / "run.py"
+    code.parent.mkdir()
+    monkeypatch.setattr(runtime.run, "__file__", str(code))
     code.write_text("one")
-    assert train.commit() is None
+    assert runtime.run.commit() is None
     git("init", "-q")
-    assert train.commit() is None
-    git("add", "train.py")
+    assert runtime.run.commit() is None
+    git("add", "runtime/run.py")
     git("commit", "-qm", "one")
     head = git("rev-parse", "HEAD").strip()
-    assert len(head) == 40 and train.commit() == head
+    assert len(head) == 40 and runtime.run.commit() == head
     (tmp_path / "notes").write_text("not part of the code")
-    assert train.commit() == head
+    assert runtime.run.commit() == head
     code.write_text("two")
-    assert train.commit() == f"{head}-dirty"
-    monkeypatch.setattr(train, "__file__", str(tmp_path / "below" / "train.py"))
-    (tmp_path / "below").mkdir()
-    assert train.commit() is None  # the repository is another's
+    assert runtime.run.commit() == f"{head}-dirty"
+    monkeypatch.setattr(runtime.run, "__file__", str(tmp_path / "below" / "runtime" / "run.py"))
+    (tmp_path / "below" / "runtime").mkdir(parents=True)
+    assert runtime.run.commit() is None  # the repository is another's
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(train, "__file__", str(code))
-    assert train.commit() is None
+    monkeypatch.setattr(runtime.run, "__file__", str(code))
+    assert runtime.run.commit() is None
 
 
 def test_a_run_that_another_process_has_finished_meanwhile(command, whole, tmp_path):
     """--resume looked before it loaded, and found no end yet."""
     out = shutil.copytree(whole["adapter"][0], tmp_path / "run")
     with pytest.raises(ValueError, match="finished run"):
-        train.run(train.arguments([str(argument) for argument in [*command("adapter", out), "--resume"]]))
+        train.train(
+            train.arguments([str(argument) for argument in [*command("adapter", out), "--resume"]])
+        )
     assert_equal(out, whole["adapter"][0])
     (out / "resume.pt").write_bytes(b"killed before it was removed")
     train.main([str(argument) for argument in [*command("adapter", out), "--resume"]])

@@ -1,4 +1,5 @@
-"""experiments.table1 and the runner under it. Most runs here are of a stand-in for train.py, which takes no time."""
+"""experiments.table1 and the runner under it. Most runs here are of a stand-in for train.py, which
+takes no time."""
 
 import csv
 import fcntl
@@ -17,15 +18,17 @@ import pytest
 import torch
 
 import data
-import train
 from conftest import write_rows
 from experiments import grid, table1
+from experiments.load_run import load_run
+from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights
 
 ROOT = Path(__file__).parent.parent
 
-# Writes what train.py would, with accuracies made up from the command. It refuses to run before what it needs is there.
-# FAKE/fail names a run that fails, FAKE/slow makes runs last until they are told to stop, FAKE/log has a line a run.
+# Writes what train.py would, with accuracies made up from the command. It refuses to run before
+# what it needs is there. FAKE/fail names a run that fails, FAKE/slow makes runs last until they are
+# told to stop, FAKE/log has a line a run.
 FAKE = """
 import json, os, signal, sys, time, zlib
 fake, words = sys.argv[1], sys.argv[3:]
@@ -74,27 +77,45 @@ def one_thread_pool(monkeypatch):
 
 @pytest.fixture
 def table(encoder, tmp_path):
-    """table(...): table1 with the stand-in on three tiny tasks of 40, 30 and 20 examples -> its exit status."""
+    """table(...): table1 with the stand-in on three tiny tasks of 40, 30 and 20 examples -> its
+    exit status."""
     fake = tmp_path / "fake"
     fake.mkdir()
     (fake / "train.py").write_text(FAKE)
     for task, n in (("big", 40), ("middle", 30), ("small", 20)):
         for split in ("train", "validation"):
-            write_rows(tmp_path / "data" / task / f"{split}.jsonl", [{"text_a": "a cat", "label": i % 2} for i in range(n)])
+            write_rows(
+                tmp_path / "data" / task / f"{split}.jsonl",
+                [{"text_a": "a cat", "label": i % 2} for i in range(n)],
+            )
 
     def table(*words, tasks=("big", "middle", "small"), out="out"):
         own, rest = grid.split([str(word) for word in words])
-        return table1.main([*command(tmp_path, encoder, tasks, out), *own, "--", "--device", "cpu", *rest])
+        return table1.main(
+            [*command(tmp_path, encoder, tasks, out), *own, "--", "--device", "cpu", *rest]
+        )
 
     table.fake, table.out, table.data = fake, tmp_path / "out", tmp_path / "data"
-    table.log = lambda: (fake / "log").read_text().split("\n")[:-1] if (fake / "log").exists() else []
+    table.log = lambda: (
+        (fake / "log").read_text().split("\n")[:-1] if (fake / "log").exists() else []
+    )
     return table
 
 
 def command(tmp_path, encoder, tasks, out="out"):
     launch = f"{sys.executable} -S {tmp_path}/fake/train.py {tmp_path}/fake"
-    return ["--model", str(encoder), "--data-dir", str(tmp_path / "data"), "--tasks", *tasks, "--out", str(tmp_path / out),
-            "--launch", launch]  # fmt: skip
+    return [
+        "--model",
+        str(encoder),
+        "--data-dir",
+        str(tmp_path / "data"),
+        "--tasks",
+        *tasks,
+        "--out",
+        str(tmp_path / out),
+        "--launch",
+        launch,
+    ]
 
 
 def rows_of(path):
@@ -103,29 +124,45 @@ def rows_of(path):
 
 
 def tables(out):
-    return {path.name: path.read_bytes() for path in out.iterdir() if path.suffix in (".csv", ".md")}
+    return {
+        path.name: path.read_bytes() for path in out.iterdir() if path.suffix in (".csv", ".md")
+    }
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_table_2_from_the_papers_accuracies():
-    """Finding 4 of section 5.2 and the counts of Table 2: 7 and 14. Of the other two, the paper prints 10 and 11; from its own
-    accuracies follow 9 and 10."""
+    """Finding 4 of section 5.2 and the counts of Table 2: 7 and 14. Of the other two, the paper
+    prints 10 and 11; from its own accuracies follow 9 and 10."""
     found = table1.differences(table1.paper(roberta=False), table1.COMPARISONS, list(data.TASKS))
-    arrows = {pair: "".join(table1.arrow(value) for value in values.values()) for pair, values in found.items()}
+    arrows = {
+        pair: "".join(table1.arrow(value) for value in values.values())
+        for pair, values in found.items()
+    }
     assert {len(text) for text in arrows.values()} == {16}
     assert [text.count("↗") for text in arrows.values()] == [9, 10, 7, 14]
-    assert arrows["fusion_st_a", "st_a_16"].count("↘") == 1  # "for 15/16 tasks, the performance remains the same or improves"
+    assert (
+        arrows["fusion_st_a", "st_a_16"].count("↘") == 1
+    )  # "for 15/16 tasks, the performance remains the same or improves"
     assert "↘" not in arrows["fusion_mt_a", "mt_a"]
 
 
 def test_arrows_at_their_thresholds():
-    values = {("fusion_st_a", t): 70 + d for t, d in zip("abcde", (0.3, 0.31, -0.3, -0.31, 0.304), strict=True)}
+    values = {
+        ("fusion_st_a", t): 70 + d
+        for t, d in zip("abcde", (0.3, 0.31, -0.3, -0.31, 0.304), strict=True)
+    }
     values |= {("st_a_16", task): 70.0 for task in "abcde"}
     found = table1.differences(values, table1.COMPARISONS, "abcde")
     assert list(found) == [("fusion_st_a", "st_a_16")]
-    assert [table1.arrow(value) for value in found["fusion_st_a", "st_a_16"].values()] == ["→", "↗", "→", "↘", "→"]
+    assert [table1.arrow(value) for value in found["fusion_st_a", "st_a_16"].values()] == [
+        "→",
+        "↗",
+        "→",
+        "↘",
+        "→",
+    ]
 
 
 def build(*words):
@@ -143,8 +180,15 @@ def test_every_system_is_the_run_it_is_meant_to_be():
         assert given["--seed"] == str(seed) and given["--epochs"] == "3"
         assert given.get("--task", task) == task
         assert "--limit-train" not in given
-        stage = {"head": "head", "full": "full", "sequential": "full", "mt_a": "multitask", "mtl": "multitask",
-                 "fusion_st_a": "fusion", "fusion_mt_a": "fusion"}.get(system, "adapter")  # fmt: skip
+        stage = {
+            "head": "head",
+            "full": "full",
+            "sequential": "full",
+            "mt_a": "multitask",
+            "mtl": "multitask",
+            "fusion_st_a": "fusion",
+            "fusion_mt_a": "fusion",
+        }.get(system, "adapter")
         assert given["--stage"] == stage
         factor = {"st_a_2": "2", "st_a_64": "64"}.get(system, "16" if stage == "adapter" else None)
         assert given.get("--reduction-factor") == factor
@@ -154,7 +198,10 @@ def test_every_system_is_the_run_it_is_meant_to_be():
         f"{{out}}/runs/st_a_16-{task}-1" for task in ("big", "middle", "small")
     )
     given = options["fusion_mt_a", "small", 1]
-    assert given["--model"] == "{out}/runs/mt_a-1" and "{out}/runs/mt_a-1/adapters/middle" in given["--adapters"]
+    assert (
+        given["--model"] == "{out}/runs/mt_a-1"
+        and "{out}/runs/mt_a-1/adapters/middle" in given["--adapters"]
+    )
     assert options["sequential", "small", 0]["--model"] == "{out}/runs/full-big-0"
     assert options["sequential", "big", 0]["--model"] == "{out}/runs/full-middle-0"
     seen = set()
@@ -167,26 +214,51 @@ def test_few_examples_in_targets_all_in_sources():
     words = ["--systems", "st_a_16", "fusion_st_a", "--seeds", "0", "1"]
     cells, places = build(*words, "--source-seeds", "1", "--", "--limit-train", "200")
     limits = {name: grid.options(cell.command).get("--limit-train") for name, cell in cells.items()}
-    assert limits[places["st_a_16", "small", 0]] == limits[places["fusion_st_a", "small", 0]] == "200"
+    assert (
+        limits[places["st_a_16", "small", 0]] == limits[places["fusion_st_a", "small", 0]] == "200"
+    )
     fusion = cells[places["fusion_st_a", "small", 0]]
     assert fusion.needs == ("st_a_16-big-1", "st_a_16-middle-1", "st_a_16-small-200-0")
     assert [limits[name] for name in fusion.needs] == [None, None, "200"]
 
-    everything, _ = build(*words)  # the same sources: they are not trained again where both share a directory
+    everything, _ = build(
+        *words
+    )  # the same sources: they are not trained again where both share a directory
     assert everything["st_a_16-big-1"] == cells["st_a_16-big-1"]
 
     cells, places = build(*words, "--limit-source", "5000", "--", "--limit-train", "1000")
     limits = {name: grid.options(cell.command).get("--limit-train") for name, cell in cells.items()}
-    assert [limits[name] for name in cells[places["fusion_st_a", "middle", 0]].needs] == ["5000", "1000", None]
-    assert places["st_a_16", "small", 0] == "st_a_16-small-0"  # 250 examples: neither limit means anything
+    assert [limits[name] for name in cells[places["fusion_st_a", "middle", 0]].needs] == [
+        "5000",
+        "1000",
+        None,
+    ]
+    assert (
+        places["st_a_16", "small", 0] == "st_a_16-small-0"
+    )  # 250 examples: neither limit means anything
 
 
 def test_seeds_options_and_chains():
-    words = ["--systems", "st_a_16", "fusion_st_a", "sequential", "--one-seed-above", "10000", "--adapter-options", "--lr 5e-4",
-             "--source-options", "--epochs 2", "--sequence", "big", "tiny"]  # fmt: skip
+    words = [
+        "--systems",
+        "st_a_16",
+        "fusion_st_a",
+        "sequential",
+        "--one-seed-above",
+        "10000",
+        "--adapter-options",
+        "--lr 5e-4",
+        "--source-options",
+        "--epochs 2",
+        "--sequence",
+        "big",
+        "tiny",
+    ]
     cells, places = build(*words, "--", "--epochs", "9")
     assert [seed for system, task, seed in places if (system, task) == ("st_a_16", "big")] == [0]
-    assert [seed for system, task, seed in places if (system, task) == ("fusion_st_a", "small")] == [0, 1, 2]
+    assert [
+        seed for system, task, seed in places if (system, task) == ("fusion_st_a", "small")
+    ] == [0, 1, 2]
     needs = cells[places["fusion_st_a", "small", 2]].needs
     assert needs == ("st_a_16-big-0-source", "st_a_16-middle-2-source", "st_a_16-small-2")
     given = [grid.options(cells[name].command) for name in needs]
@@ -196,23 +268,38 @@ def test_seeds_options_and_chains():
     chain = cells[places["sequential", "small", 1]]
     assert chain.needs == ("sequential-big-tiny-1-source",)
     assert cells[chain.needs[0]].needs == ("full-big-0-source",)
-    assert cells[places["sequential", "big", 0]].needs == ("full-tiny-0-source",)  # the target is left out of its chain
+    assert cells[places["sequential", "big", 0]].needs == (
+        "full-tiny-0-source",
+    )  # the target is left out of its chain
 
     words = ["--systems", "sequential", "--one-seed", "big", "--sequence", "middle", "big", "tiny"]
     cells, places = build(*words)
     assert {name for name in cells if name.startswith("full-")} == {"full-middle-0", "full-big-0"}
-    names = [name for name in cells if name.endswith(("-big-0", "-big-1", "-big-2")) and name.startswith("sequential-middle")]
-    assert "sequential-middle-big-0" in names and not {"sequential-middle-big-1", "sequential-middle-big-2"} & {*names}
+    names = [
+        name
+        for name in cells
+        if name.endswith(("-big-0", "-big-1", "-big-2")) and name.startswith("sequential-middle")
+    ]
+    assert "sequential-middle-big-0" in names and not {
+        "sequential-middle-big-1",
+        "sequential-middle-big-2",
+    } & {*names}
     assert cells["sequential-middle+big-tiny-1"].needs == ("sequential-middle-big-0",)
     assert cells["sequential-middle-big-0"].needs == ("full-middle-0",)
 
 
 def test_one_seed_of_named_tasks():
     cells, places = build("--systems", "fusion_st_a", "mt_a", "--one-seed", "big", "small")
-    seeds = {task: [seed for system, other, seed in places if (system, other) == ("mt_a", task)]
-             for task in ("big", "middle", "small")}  # fmt: skip
+    seeds = {
+        task: [seed for system, other, seed in places if (system, other) == ("mt_a", task)]
+        for task in ("big", "middle", "small")
+    }
     assert seeds == {"big": [0], "middle": [0, 1, 2], "small": [0]}
-    assert cells[places["fusion_st_a", "middle", 2]].needs == ("st_a_16-big-0", "st_a_16-middle-2", "st_a_16-small-0")
+    assert cells[places["fusion_st_a", "middle", 2]].needs == (
+        "st_a_16-big-0",
+        "st_a_16-middle-2",
+        "st_a_16-small-0",
+    )
     assert {name for name in cells if name.startswith("mt_a")} == {"mt_a-0", "mt_a-1", "mt_a-2"}
 
 
@@ -230,15 +317,29 @@ def test_tables_of_a_whole_grid(table, capsys):
 
     row = {row["task"]: row for row in rows_of(table.out / "table1.csv")}["small"]
     values = [100 * accuracy(f"fusion_st_a-small-{seed}") for seed in range(3)]
-    assert row["fusion_st_a_mean"] == f"{statistics.mean(values):.2f}" and row["fusion_st_a_seeds"] == "3"
+    assert (
+        row["fusion_st_a_mean"] == f"{statistics.mean(values):.2f}"
+        and row["fusion_st_a_seeds"] == "3"
+    )
     assert row["fusion_st_a_std"] == f"{statistics.stdev(values):.2f}"
-    joint = [100 * grid.metrics(table.out, f"mtl-{seed}")["accuracies"]["small"] for seed in range(3)]
+    joint = [
+        100 * grid.metrics(table.out, f"mtl-{seed}")["accuracies"]["small"] for seed in range(3)
+    ]
     assert row["mtl_mean"] == f"{statistics.mean(joint):.2f}"
     text = (table.out / "results.md").read_text()
-    for title in ("## Table 1", "## Table 2", "## Table 3", "## Figure 3", "mean weight of each adapter"):
+    for title in (
+        "## Table 1",
+        "## Table 2",
+        "## Table 3",
+        "## Figure 3",
+        "mean weight of each adapter",
+    ):
         assert title in text
     assert f"| {row['fusion_st_a_mean']} ± {row['fusion_st_a_std']} |" in text
-    found = {(r["fusion"], r["compared_to"], r["task"]): float(r["difference"]) for r in rows_of(table.out / "table2.csv")}
+    found = {
+        (r["fusion"], r["compared_to"], r["task"]): float(r["difference"])
+        for r in rows_of(table.out / "table2.csv")
+    }
     assert found["fusion_st_a", "st_a_16", "small"] == pytest.approx(
         float(row["fusion_st_a_mean"]) - float(row["st_a_16_mean"]), abs=1e-9
     )
@@ -246,18 +347,24 @@ def test_tables_of_a_whole_grid(table, capsys):
     assert str(table.data) not in text
 
     before = tables(table.out)
-    assert table("--seeds", 0, 1, 2, "--jobs", 8) == 0 and table.log() == log  # nothing is run again
+    assert (
+        table("--seeds", 0, 1, 2, "--jobs", 8) == 0 and table.log() == log
+    )  # nothing is run again
     assert tables(table.out) == before
 
 
 def test_the_papers_values_are_beside_ours(table):
     table.data.joinpath("big").rename(table.data / "rte")
     for path in (table.data / "rte").iterdir():
-        write_rows(path, [{"sentence1": "a cat", "sentence2": "a dog", "label": i % 2} for i in range(20)])
+        write_rows(
+            path, [{"sentence1": "a cat", "sentence2": "a dog", "label": i % 2} for i in range(20)]
+        )
     assert table("--systems", "full", "st_a_16", "--seeds", 0, tasks=["rte", "small"]) == 0
     rows = {row["task"]: row for row in rows_of(table.out / "table1.csv")}
     assert (rows["rte"]["full_paper"], rows["rte"]["st_a_16_paper"]) == ("65.41", "71.04")
-    assert rows["small"]["full_paper"] == rows["mean"]["full_paper"] == ""  # a mean over other tasks is not beside ours
+    assert (
+        rows["small"]["full_paper"] == rows["mean"]["full_paper"] == ""
+    )  # a mean over other tasks is not beside ours
     assert " (71.04) |" in (table.out / "results.md").read_text()
 
 
@@ -266,7 +373,10 @@ def test_table_4_with_roberta(table):
     assert table("--systems", "st_a_2", "st_a_16", "--seeds", 0, "--model", roberta) == 0
     assert (table.out / "table4.csv").exists() and not (table.out / "table1.csv").exists()
     assert "Table 4" in (table.out / "results.md").read_text()
-    assert table1.paper(roberta=True)["fusion_st_a", "cb"] == 92.86 and table1.paper(roberta=False)["fusion_st_a", "cb"] == 92.14
+    assert (
+        table1.paper(roberta=True)["fusion_st_a", "cb"] == 92.86
+        and table1.paper(roberta=False)["fusion_st_a", "cb"] == 92.14
+    )
 
 
 def test_a_failure_stops_only_what_needs_it(table, capsys):
@@ -285,7 +395,12 @@ def test_a_failure_stops_only_what_needs_it(table, capsys):
     (table.fake / "fail").unlink()
     assert table(*words) == 0
     again = [line.split()[0] for line in table.log()[before:]]
-    assert sorted(again) == ["fusion_st_a-big-1", "fusion_st_a-middle-1", "fusion_st_a-small-1", "st_a_16-big-1"]
+    assert sorted(again) == [
+        "fusion_st_a-big-1",
+        "fusion_st_a-middle-1",
+        "fusion_st_a-small-1",
+        "st_a_16-big-1",
+    ]
     assert rows_of(table.out / "table1.csv")[0]["st_a_16_seeds"] == "2"
 
 
@@ -314,18 +429,31 @@ def test_ctrl_c_stops_the_children_and_says_how_to_go_on(table, capsys):
     assert len(list(table.out.glob("runs/*/resume.pt"))) == 2
     (table.fake / "slow").unlink()
     assert table(*words) == 0
-    assert sorted(table.log()) == ["st_a_16-big-0 new", "st_a_16-big-0 resumed", "st_a_16-middle-0 new",
-                                   "st_a_16-middle-0 resumed", "st_a_16-small-0 new"]  # fmt: skip
+    assert sorted(table.log()) == [
+        "st_a_16-big-0 new",
+        "st_a_16-big-0 resumed",
+        "st_a_16-middle-0 new",
+        "st_a_16-middle-0 resumed",
+        "st_a_16-small-0 new",
+    ]
 
 
 def test_kill_9_and_the_same_command_again(table, encoder, tmp_path, capsys):
-    """The children live on: what they are at is waited for, not started twice, and the tables are those of an undisturbed run."""
+    """The children live on: what they are at is waited for, not started twice, and the tables are
+    those of an undisturbed run."""
     words = ["--systems", "st_a_16", "fusion_st_a", "--seeds", "0", "--jobs", "2"]
     assert table(*words, out="undisturbed") == 0
     (table.fake / "log").unlink()
     (table.fake / "slow").touch()
-    start = [sys.executable, "-m", "experiments.table1", *command(tmp_path, encoder, ("big", "middle", "small"))]
-    process = subprocess.Popen([*start, *words, "--", "--device", "cpu"], cwd=ROOT, stdout=subprocess.DEVNULL)
+    start = [
+        sys.executable,
+        "-m",
+        "experiments.table1",
+        *command(tmp_path, encoder, ("big", "middle", "small")),
+    ]
+    process = subprocess.Popen(
+        [*start, *words, "--", "--device", "cpu"], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
     try:
         wait_for(lambda: len(table.log()) == 2)
     finally:
@@ -344,12 +472,20 @@ def test_other_commands_are_told_apart(table, capsys):
     log = table.log()
     assert table(*words, "--adapter-options", "--lr 1e-3") == 2
     error = capsys.readouterr().err
-    assert "st_a_16-big-0 was made without --lr, and is now to be with --lr 1e-3" in error and "(6)" in error
+    assert (
+        "st_a_16-big-0 was made without --lr, and is now to be with --lr 1e-3" in error
+        and "(6)" in error
+    )
     assert table(*words, "--fusion-options", "--epochs 3") == 2
-    assert "fusion_st_a-big-0 was made without --epochs, and is now to be with --epochs 3" in capsys.readouterr().err
+    assert (
+        "fusion_st_a-big-0 was made without --epochs, and is now to be with --epochs 3"
+        in capsys.readouterr().err
+    )
     assert table.log() == log
     assert table(*words, "--fusion-options", "--epochs 3", "--overwrite") == 0
-    assert sorted(table.log()[len(log) :]) == [f"fusion_st_a-{task}-0 new" for task in ("big", "middle", "small")]
+    assert sorted(table.log()[len(log) :]) == [
+        f"fusion_st_a-{task}-0 new" for task in ("big", "middle", "small")
+    ]
     (table.out / "logs" / "st_a_16-big-0.json").unlink()
     assert table(*words, "--fusion-options", "--epochs 3") == 2
     assert "without a record" in capsys.readouterr().err
@@ -357,7 +493,10 @@ def test_other_commands_are_told_apart(table, capsys):
 
 def test_a_fusion_knows_what_its_adapters_were_made_with():
     def cells(epochs):
-        return [grid.Cell("a", ("--stage", "adapter", "--epochs", epochs)), grid.Cell("f", ("--stage", "fusion"), ("a",))]
+        return [
+            grid.Cell("a", ("--stage", "adapter", "--epochs", epochs)),
+            grid.Cell("f", ("--stage", "fusion"), ("a",)),
+        ]
 
     old, new = (grid.record(cells(epochs)[1], cells(epochs)) for epochs in ("1", "2"))
     assert grid.difference(old, old) is None
@@ -416,7 +555,9 @@ def test_lock_is_the_childs(tmp_path):
     """The lock outlives the process that took it, as long as the child lives."""
     log = grid.lock(tmp_path, "a")
     with log:
-        child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE, stdout=log)
+        child = subprocess.Popen(
+            [sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE, stdout=log
+        )
     assert grid.lock(tmp_path, "a") is None
     child.communicate(b"\n")
     again = grid.lock(tmp_path, "a")
@@ -468,21 +609,25 @@ def test_out_is_a_file(table, capsys):
     assert "is a file" in capsys.readouterr().err and table.out.read_text() == "precious"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 
 def test_mean_weights_are_those_of_the_real_tokens(runs, data_dir, encoder, tmp_path, monkeypatch):
     """Example by example, where there is no padding, the same mean comes out."""
     run = shutil.copytree(runs / "fusion-rte", tmp_path / "run")
     found = table1.mean_weights(run, encoder, data_dir, "cpu")
-    bert, _, config = train.load_run(run)
-    split = data.load_split(data.get_task("rte"), "validation", data.load_tokenizer(encoder, config["max_length"]), data_dir)
+    bert, _, config = load_run(run)
+    split = data.load_split(
+        data.get_task("rte"), "validation", load_tokenizer(encoder, config["max_length"]), data_dir
+    )
     total, tokens = {}, 0
     with torch.inference_mode():
         for row in split:
             bert(torch.tensor(row["input_ids"]), torch.tensor(row["token_type_ids"]))
             for (layer, place), s in fusion_weights(bert).items():
-                total[f"{layer} {place}"] = total.get(f"{layer} {place}", 0) + s.double().sum((0, 1))
+                total[f"{layer} {place}"] = total.get(f"{layer} {place}", 0) + s.double().sum(
+                    (0, 1)
+                )
             tokens += len(row["input_ids"][0])
     assert found["adapters"] == config["adapters"] and list(found["slots"]) == list(total)
     for slot, weights in found["slots"].items():
@@ -491,18 +636,52 @@ def test_mean_weights_are_those_of_the_real_tokens(runs, data_dir, encoder, tmp_
 
 
 def test_a_small_grid_for_real(encoder, data_dir, tmp_path, capsys):
-    words = ["--model", encoder, "--data-dir", data_dir, "--tasks", "rte", "pick", "--systems", "fusion_st_a", "--seeds", 0,
-             "--jobs", 2, "--out", tmp_path / "out", "--", "--epochs", 2, "--lr", "5e-3", "--device", "cpu", "--limit-train", 96]
+    words = [
+        "--model",
+        encoder,
+        "--data-dir",
+        data_dir,
+        "--tasks",
+        "rte",
+        "pick",
+        "--systems",
+        "fusion_st_a",
+        "--seeds",
+        0,
+        "--jobs",
+        2,
+        "--out",
+        tmp_path / "out",
+        "--",
+        "--epochs",
+        2,
+        "--lr",
+        "5e-3",
+        "--device",
+        "cpu",
+        "--limit-train",
+        96,
+    ]
     words = [str(word) for word in words]
     assert table1.main(words) == 0, capsys.readouterr().out
     # both tasks have 96 examples: an adapter is its own target's and the other's source
     names = ["fusion_st_a-pick-0", "fusion_st_a-rte-0", "st_a_16-pick-0", "st_a_16-rte-0"]
     assert sorted(path.name for path in (tmp_path / "out" / "runs").iterdir()) == names
     weights = rows_of(tmp_path / "out" / "fusion_weights-96.csv")
-    assert sum(float(row["weight"]) for row in weights) == pytest.approx(2 * 2, abs=1e-3)  # a target and layer: 1
-    config = json.loads((tmp_path / "out" / "runs" / "fusion_st_a-pick-0" / "config.json").read_text())
+    assert sum(float(row["weight"]) for row in weights) == pytest.approx(
+        2 * 2, abs=1e-3
+    )  # a target and layer: 1
+    config = json.loads(
+        (tmp_path / "out" / "runs" / "fusion_st_a-pick-0" / "config.json").read_text()
+    )
     assert config["adapters"] == ["rte", "pick"] and config["train_examples"] == 96
     row = rows_of(tmp_path / "out" / "table1-96.csv")[0]
-    assert row["fusion_st_a_mean"] == f"{100 * grid.metrics(tmp_path / 'out', 'fusion_st_a-rte-0')['accuracy']:.2f}"
+    assert (
+        row["fusion_st_a_mean"]
+        == f"{100 * grid.metrics(tmp_path / 'out', 'fusion_st_a-rte-0')['accuracy']:.2f}"
+    )
     text = (tmp_path / "out" / "results-96.md").read_text()
-    assert "Each target is cut to 96 training examples" in text and "trained on all of their task's examples" in text
+    assert (
+        "Each target is cut to 96 training examples" in text
+        and "trained on all of their task's examples" in text
+    )

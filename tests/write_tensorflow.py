@@ -1,10 +1,11 @@
-"""Writes a BERT encoder as Google published them, with TensorFlow itself (a Python that has tensorflow-cpu and numpy):
+"""Writes a BERT encoder as Google published them, with TensorFlow itself (a Python that has
+tensorflow-cpu and numpy):
 
     python tests/write_tensorflow.py ENCODER OUT [SHARDS]
 
-ENCODER holds config.json, vocab.txt, model.safetensors; OUT gets bert_config.json, vocab.txt, bert_model.ckpt.*. Beside
-the encoder's variables there are a pooler, pretraining heads, adam_m and adam_v, and global_step. The two in
-tests/golden/bert were made so, with tensorflow-cpu 2.21.0, by
+ENCODER holds config.json, vocab.txt, model.safetensors; OUT gets bert_config.json, vocab.txt,
+bert_model.ckpt.*. Beside the encoder's variables there are a pooler, pretraining heads, adam_m and
+adam_v, and global_step. The two in tests/golden/bert were made so, with tensorflow-cpu 2.21.0, by
 
     python tests/write_tensorflow.py tests/golden/bert/encoder tests/golden/bert/encoder-tf 1
     python tests/write_tensorflow.py tests/golden/bert/encoder tests/golden/bert/encoder-tf-shards 3
@@ -26,13 +27,18 @@ def read_safetensors(path):
     for name, entry in json.loads(data[8:start]).items():
         if name != "__metadata__":
             begin, end = entry["data_offsets"]
-            yield name, np.frombuffer(data[start + begin : start + end], "<f4").reshape(entry["shape"])
+            yield (
+                name,
+                np.frombuffer(data[start + begin : start + end], "<f4").reshape(entry["shape"]),
+            )
 
 
 def google_name(name):
     """bert.encoder.layer.0.output.dense.weight -> bert/encoder/layer_0/output/dense/kernel"""
     name = re.sub(r"layer\.(\d+)", r"layer_\1", name).replace("_embeddings.weight", "_embeddings")
-    name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+    name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
+        "LayerNorm.bias", "LayerNorm.beta"
+    )
     return re.sub(r"\.weight$", ".kernel", name).replace(".", "/")
 
 
@@ -44,7 +50,9 @@ def main(encoder, out, shards=1):
     d = variables["bert/embeddings/LayerNorm/beta"].shape[0]
     for name in ("bert/embeddings/LayerNorm/beta", "bert/encoder/layer_0/intermediate/dense/bias"):
         variables[f"{name}/adam_m"] = variables[f"{name}/adam_v"] = variables[name]
-    variables["bert/pooler/dense/kernel"] = variables["cls/predictions/transform/dense/kernel"] = np.eye(d, dtype="f")
+    variables["bert/pooler/dense/kernel"] = variables["cls/predictions/transform/dense/kernel"] = (
+        np.eye(d, dtype="f")
+    )
     variables["bert/pooler/dense/bias"] = variables["cls/predictions/output_bias"] = np.ones(d, "f")
     variables["cls/seq_relationship/output_weights"] = np.ones((2, d), "f")
     variables["global_step"] = np.int64(1000)
@@ -53,19 +61,36 @@ def main(encoder, out, shards=1):
     out.mkdir(parents=True)
     shutil.copy(encoder / "vocab.txt", out)
     config = json.loads((encoder / "config.json").read_text())
-    google = ("attention_probs_dropout_prob", "hidden_act", "hidden_dropout_prob", "hidden_size", "initializer_range",
-              "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
-              "type_vocab_size", "vocab_size")  # fmt: skip
-    (out / "bert_config.json").write_text(json.dumps({name: config[name] for name in google}, indent=2) + "\n")
+    google = (
+        "attention_probs_dropout_prob",
+        "hidden_act",
+        "hidden_dropout_prob",
+        "hidden_size",
+        "initializer_range",
+        "intermediate_size",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "type_vocab_size",
+        "vocab_size",
+    )
+    (out / "bert_config.json").write_text(
+        json.dumps({name: config[name] for name in google}, indent=2) + "\n"
+    )
 
     names, parts = sorted(variables), []
     for shard in range(shards):  # a bundle of its own for each, then one index over all of them
         part, parts = str(out / f"part{shard}"), [*parts, str(out / f"part{shard}")]
         some = names[shard::shards]
         tf.raw_ops.SaveV2(
-            prefix=part, tensor_names=some, shape_and_slices=[""] * len(some), tensors=[variables[name] for name in some]
+            prefix=part,
+            tensor_names=some,
+            shape_and_slices=[""] * len(some),
+            tensors=[variables[name] for name in some],
         )
-    tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=parts, destination_prefix=str(out / "bert_model.ckpt"))
+    tf.raw_ops.MergeV2Checkpoints(
+        checkpoint_prefixes=parts, destination_prefix=str(out / "bert_model.ckpt")
+    )
 
 
 if __name__ == "__main__":

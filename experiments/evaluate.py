@@ -1,0 +1,178 @@
+"""How good is a finished run: on any split, with other data, without some of its adapters.
+
+    python -m experiments.evaluate runs/rte
+    python -m experiments.evaluate runs/rte --split test --data-dir elsewhere
+    python -m experiments.evaluate runs/fusion-rte --mask qqp sst2
+    python -m experiments.evaluate runs/multitask --task rte
+
+Prints accuracy, and of each class precision, recall and its row of the confusion matrix; the last
+line is one JSON object. What is not given is as it was in the run's training. It writes nothing.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from experiments.load_run import cast, load_run, load_run_split
+from runtime.options import Parser, check_counts
+from runtime.processes import out_of_memory
+from train import eval_batch_size, evaluate
+from variants.masking import mask
+
+
+def arguments(argv=None):
+    parser = Parser(
+        prog="python -m experiments.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("run", type=Path, help="the directory of a finished run")
+    add(
+        "--split",
+        default="validation",
+        help="DATA_DIR/TASK/SPLIT.jsonl, or the hub's split of that name",
+    )
+    add("--task", help="which of a multi-task run's")
+    add(
+        "--mask",
+        nargs="+",
+        default=[],
+        metavar="ADAPTER",
+        help="without these adapters of a fusion",
+    )
+    add("--model", help="where the encoder is now, if not where the run found it")
+    add("--data-dir", help="directory with TASK/SPLIT.jsonl")
+    add("--max-length", type=int, help="tokens per candidate")
+    add("--batch-size", type=int, help="examples at once")
+    add("--limit-dev", type=int, help="evaluate on so many examples")
+    add(
+        "--strict-data",
+        action="store_true",
+        help="refuse data with other row counts than the paper's",
+    )
+    add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
+    add("--dtype", choices=["auto", "float32", "bfloat16"])
+    return parser.parse_args(argv)
+
+
+def evaluate_run(args):
+    """Prints it, and returns the closing line's dictionary. Raises ValueError and OSError for wrong
+    input, FloatingPointError and MemoryError."""
+    if dist.is_torchelastic_launched():
+        raise ValueError("an evaluation is a single process: start it without torchrun")
+    check_counts(args, ["max_length", "batch_size", "limit_dev"])
+    started = time.monotonic()
+    bert, head, config = load_run(args.run, model=args.model, task=args.task)
+    if args.mask:
+        mask(bert, args.mask)
+    task, examples = load_run_split(
+        args.run,
+        bert,
+        config,
+        args.split,
+        args.data_dir,
+        args.max_length,
+        args.limit_dev,
+        args.strict_data,
+    )
+    if (task.choices, len(task.labels)) != (
+        head.config["head_type"] == "multiple_choice",
+        head.num_outputs,
+    ):
+        raise ValueError(f"{args.run}: its head is not one for {task.name}")
+    device, dtype = cast(bert, head, config, args.device, args.dtype)
+    size = args.batch_size or eval_batch_size(config["batch_size"], config["grad_accumulation"])
+    try:
+        labels, predictions = evaluate(bert, head, task, examples, size, dtype)
+    except RuntimeError as e:
+        if not out_of_memory(e):
+            raise
+        raise MemoryError(f"{device} ran out of memory: try a --batch-size under {size}") from e
+    right = (labels == predictions).sum().item()
+    scores = {name: score(labels, predictions) for name, score in task.kind.scores.items()}
+    result = {
+        "stage": "eval",
+        "run": str(args.run),
+        "task": task.name,
+        "split": args.split,
+        "data_dir": args.data_dir or config["data_dir"],
+        "masked": args.mask,
+        "examples": len(labels),
+        **scores,
+    }
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
+    print(f"{args.run}, {task.name} {args.split}: {right} of {len(labels)} examples right, {shown}")
+    if args.split == "validation" and config["limit_dev"] and args.limit_dev is None:
+        print(
+            f"note: at most {config['limit_dev']} examples, as in training; --limit-dev takes "
+            "another number"
+        )
+    if not task.choices:  # the first and the second choice are no classes
+        K = len(task.labels)
+        confusion = torch.bincount(labels * K + predictions, minlength=K * K).view(
+            K, K
+        )  # [label, prediction]
+        result |= {
+            "labels": list(task.labels),
+            "classes": per_class(task.labels, confusion),
+            "confusion": confusion.tolist(),
+        }
+        print("\n".join(["", *table(result), ""]))
+    return {**result, "seconds": round(time.monotonic() - started, 2)}
+
+
+def per_class(labels, confusion):
+    """{label: precision, recall (None: of nothing) and count} from confusion [label, prediction]"""
+    columns = (confusion.diagonal().tolist(), confusion.sum(0).tolist(), confusion.sum(1).tolist())
+    return {
+        label: {
+            "precision": right / predicted if predicted else None,
+            "recall": right / n if n else None,
+            "count": n,
+        }
+        for label, right, predicted, n in zip(labels, *columns, strict=True)
+    }
+
+
+def table(result, most=12):
+    """Lines: a class each, with its row of the confusion matrix where there are not more than
+    `most` classes."""
+    K, width = len(result["labels"]), len(str(result["examples"])) + 2
+    names = [f"{i} {' '.join(label.split()):.30}" for i, label in enumerate(result["labels"], 1)]
+    left = max(map(len, names))
+    predicted = (
+        "  predicted as" + "".join(f"{i:>{width}}" for i in range(1, K + 1)) if K <= most else ""
+    )
+    yield f"{'label':{left}}  precision  recall{'count':>{max(width, 7)}}{predicted}"
+    for name, values, row in zip(
+        names, result["classes"].values(), result["confusion"], strict=True
+    ):
+        shares = [
+            "-" if values[key] is None else f"{values[key]:.3f}" for key in ("precision", "recall")
+        ]
+        cells = (
+            " " * len("  predicted as") + "".join(f"{n:>{width}}" for n in row) if K <= most else ""
+        )
+        yield f"{name:{left}}  {shares[0]:>9}  {shares[1]:>6}{values['count']:>{max(width, 7)}}{cells}"
+
+
+def main(argv=None):
+    try:
+        result = evaluate_run(arguments(argv))
+    except (ValueError, OSError, FloatingPointError, MemoryError) as e:
+        print(f"evaluate.py: {' '.join(str(e).split())}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("evaluate.py: interrupted", file=sys.stderr)
+        sys.exit(130)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,241 @@
+"""Rows of text and labels: from .jsonl, .json, .csv, .tsv and .parquet files, or from the hub, by
+`datasets`."""
+
+import csv
+import glob
+import json
+import logging
+import sys
+from collections import Counter
+from pathlib import Path
+
+import datasets
+
+# errors are raised, and reported once; `datasets` logs them too
+logging.getLogger("datasets").setLevel(logging.CRITICAL)
+if not sys.stderr.isatty():
+    datasets.disable_progress_bars()
+
+READERS = {
+    ".jsonl": ("json", {}),
+    ".json": ("json", {}),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"delimiter": "\t", "quoting": csv.QUOTE_NONE}),
+    ".parquet": ("parquet", {}),
+}
+csv.field_size_limit(10**9)  # longer texts than 131,072 characters are refused later, or cut
+
+
+def read_file(directory, task_name, split, other_name=None):
+    """(path, rows) of DIR/TASK/SPLIT.jsonl, .json, .csv, .tsv or .parquet. Raises
+    FileNotFoundError, or ValueError with file and line."""
+    if not directory.is_dir():
+        raise FileNotFoundError(f"no data for task {task_name!r}: {directory} is not a directory")
+    names = [split] if other_name in (None, split) else [split, other_name]
+    paths = [directory / f"{name}{ending}" for name in names for ending in READERS]
+    path = next((path for path in paths if path.is_file()), None)
+    if path is None:
+        raise FileNotFoundError(
+            f"no {split} split for task {task_name!r}: there is no {directory / split}.jsonl"
+        )
+    return path, read_rows([path])
+
+
+def read_rows(paths):
+    """The rows of files of one kind. Raises ValueError naming file and line if they cannot be read
+    or are empty."""
+    path, (reader, options) = paths[0], READERS[paths[0].suffix]
+    if reader == "json":
+        check_json(path)
+    if reader == "csv":  # every cell is text: 007 and 1.10 are not 7 and 1.1
+        names = [check_table(path, options) for path in paths][0]
+        text = datasets.Features(dict.fromkeys(names, datasets.Value("string")))
+        options = {
+            **options,
+            "keep_default_na": False,
+            "names": names,
+            "header": 0,
+            "features": text,
+        }
+    try:
+        files = [glob.escape(str(path)) for path in paths]
+        rows = datasets.load_dataset(reader, data_files=files, split="train", **options)
+    except Exception as e:  # each format raises its own kinds
+        if reader == "json":
+            check_json(path, thorough=True)
+        if path.stat().st_size == 0 or "corresponds to no data" in str(e):
+            raise ValueError(f"{path} is empty") from e
+        reason = str(e.__cause__ or e).strip().splitlines()
+        reason = reason[0] if reason else repr(e)
+        raise ValueError(f"{path}: not a readable {path.suffix[1:]} file: {reason:.200}") from e
+    if len(rows) == 0:
+        raise ValueError(f"{path} is empty")
+    return rows
+
+
+def check_table(path, options):
+    """The header of a .csv or .tsv file. Raises ValueError that names the first line with another
+    number of fields: pandas would fill it up, or take its first column for row names."""
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            lines = csv.reader(file, **options)
+            header = next(lines, [])
+            for row in lines:
+                if row and len(row) != len(header):
+                    raise ValueError(f"{len(row)} fields, the first line has {len(header)}")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not UTF-8 text") from e
+    except (ValueError, csv.Error) as e:
+        raise ValueError(f"{path}, line {lines.line_num}: {e}") from e
+    if not header:
+        raise ValueError(f"{path} is empty")
+    if len(set(header)) < len(header):
+        raise ValueError(
+            f"{path}, line 1: two columns are called {Counter(header).most_common(1)[0][0]!r:.100}"
+        )
+    return header
+
+
+def check_json(path, thorough=False):
+    """Raises ValueError that names the first line which is not a JSON object in UTF-8; a .json
+    file may also be a list of them.
+
+    pyarrow ends in a segmentation fault where the first line is `null`, or a value is nested
+    deeply: before it reads a file, the lines that could be such are parsed, after an error
+    (thorough) all."""
+    number = 0
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            is_list = path.suffix == ".json" and file.read(1) == "["
+            file.seek(0)
+            for line in [file.read()] if is_list else file:
+                number += 1
+                if thorough or not line.startswith("{") or line.count("[") + line.count("{") > 500:
+                    value = json.loads(line.rstrip()) if line.strip() else {}
+                    if not all(isinstance(row, dict) for row in (value if is_list else [value])):
+                        raise ValueError("not a JSON object")
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path}: not UTF-8 text") from e
+    except json.JSONDecodeError as e:
+        raise ValueError(
+            f"{path}, line {number + e.lineno - 1}: broken JSON: {e.msg} at column {e.colno}"
+        ) from e
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path}, line {number}: {e}") from e
+
+
+def line_of(where, index):
+    """The line of a .jsonl, .csv or .tsv file in which a row begins; elsewhere the row's number."""
+    path = Path(where)
+    if path.suffix not in (".jsonl", ".csv", ".tsv") or not path.is_file():
+        return index + 1
+    starts, begin = [], 1
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        if path.suffix == ".jsonl":
+            starts = [number for number, line in enumerate(file, 1) if line.strip()]
+        else:
+            lines = csv.reader(file, **READERS[path.suffix][1])
+            for row in lines:
+                starts += [begin] * bool(row)
+                begin = lines.line_num + 1
+            del starts[0]  # the header
+    return starts[index]
+
+
+def read_argument(directory, split):
+    """(where, rows) of UKP's corpus as it is distributed: one file a topic, the split in the column
+    `set`."""
+    paths = sorted(directory.glob("*.tsv"))
+    if not paths:
+        raise FileNotFoundError(
+            f"no train.jsonl and no topic .tsv files of UKP's corpus in {directory}"
+        )
+    rows = read_rows(paths)
+    if "set" not in rows.column_names:
+        raise ValueError(f"{paths[0]}: no column 'set'; it has {', '.join(rows.column_names):.200}")
+    wanted = "val" if split == "validation" else split
+    rows = rows.filter(
+        lambda values: [value == wanted for value in values], batched=True, input_columns="set"
+    )
+    if len(rows) == 0:
+        raise ValueError(f"{directory}: no row with set = {wanted}")
+    return directory, rows
+
+
+def read_split(task, split, data_dir=None):
+    """(where, rows, revision): the rows of "train", "validation" or another split, from `data_dir`,
+    or the hub without one."""
+    if data_dir is not None:
+        directory = Path(data_dir) / task.name
+        if task.name == "argument" and directory.is_dir() and not list(directory.glob("train.*")):
+            return *read_argument(directory, split), None
+        return *read_file(
+            directory, task.name, split, task.dev if split == "validation" else None
+        ), None
+    if task.source is None:
+        raise FileNotFoundError(
+            "the UKP Sentential Argument Mining Corpus is not on the hub: request it at "
+            "tudatalib.ulb.tu-darmstadt.de/handle/tudatalib/2345 and put its eight .tsv files "
+            "into DATA_DIR/argument"
+        )
+    name = task.dev if split == "validation" else split
+    where = f"{task.source} {task.config or ''}".strip() + f", {name}"
+    try:
+        rows = datasets.load_dataset(task.source, task.config, split=name, revision=task.revision)
+    except Exception as e:  # network, hub and format each raise their own kinds
+        reason = (str(e).strip().splitlines() or [repr(e)])[0]
+        raise FileNotFoundError(
+            f"{where} cannot be loaded from the hub ({reason}); --data-dir takes local files"
+        ) from e
+    urls = [url.split("@")[1].split("/")[0] for url in rows.download_checksums or {} if "@" in url]
+    return where, rows, urls[0] if urls else task.revision
+
+
+def count_choices(path, rows):
+    """How many choices the first row has. Raises ValueError if they are no list of at least two."""
+    given = rows[0]["choices"]
+    if not isinstance(given, list) or len(given) < 2:
+        raise ValueError(f"{path}, line 1: 'choices' must be a list of at least two texts")
+    return len(given)
+
+
+def label_values(path, rows):
+    """The sorted values of the column `label`: numbers by value, texts by their letters. Raises
+    ValueError, naming the line, for what is neither a text nor an integer, or where all are the
+    same."""
+    values = set()
+    for i, value in enumerate(rows["label"] if "label" in rows.column_names else []):
+        if type(value) not in (str, int, bool) or value == "":
+            raise ValueError(
+                f"{path}, line {line_of(path, i)}: label {value!r:.100} is neither a text nor "
+                "an integer"
+            )
+        values.add(str(value))
+    numbers = all(value.removeprefix("-").isdecimal() for value in values)
+    labels = sorted(values, key=lambda value: (int(value), value) if numbers else value)
+    if len(labels) == 1:
+        raise ValueError(f"{path}: all labels are {labels[0]!r:.100}, there is nothing to learn")
+    return labels
+
+
+def check_row(row, columns, label):
+    """The texts of a row's `columns`; numbers are texts, `endings` and `choices` lists of texts, or
+    dictionaries with one. Raises ValueError, naming the column, for a text or label that is missing
+    or of another kind."""
+    texts = []
+    for column in columns:
+        value = row.get(column)
+        if value is None or value != value:  # NaN: what pandas makes of a missing text
+            raise ValueError(f"column {column!r} is missing")
+        if column in ("endings", "choices"):
+            options = value.get("text") if isinstance(value, dict) else value
+            if not isinstance(options, list) or not all(type(option) is str for option in options):
+                raise ValueError(f"column {column!r} does not hold a list of texts")
+        else:
+            if type(value) not in (str, int, float):
+                raise ValueError(f"column {column!r} holds {type(value).__name__}, expected a text")
+            value = str(value)
+        texts.append(value)
+    if row.get(label) is None:
+        raise ValueError(f"column {label!r} is missing")
+    return texts

@@ -1,0 +1,214 @@
+"""Google's checkpoints: TensorFlow's "tensor bundle" (tensorflow/core/util/tensor_bundle), read
+with numpy.
+
+The index file is a LevelDB table: name -> where the tensor is. The data files hold the raw numbers.
+"""
+
+import math
+import re
+from collections import Counter
+from functools import partial
+
+import google_crc32c
+import numpy as np
+import torch
+
+from formats.files import listed
+
+TABLE_MAGIC = 0xDB4775248B80FB57
+UNSUPPORTED = "which is not supported: save it again with tf.compat.v1.train.Saver"
+FLOAT_TYPES = {
+    1: np.dtype("<f4"),
+    2: np.dtype("<f8"),
+    19: np.dtype("<f2"),
+}  # DT_FLOAT, DT_DOUBLE, DT_HALF
+
+# the protocol-buffer messages of the index: (field number, wire type) -> name
+HEADER = {(1, 0): "shards", (2, 0): "big_endian"}
+ENTRY = {
+    (1, 0): "dtype",
+    (2, 2): "shape",
+    (3, 0): "shard",
+    (4, 0): "offset",
+    (5, 0): "size",
+    (6, 5): "crc",
+    (7, 2): "slices",
+}
+SHAPE, DIMENSION = {(2, 2): "dimensions"}, {(1, 0): "size"}
+
+
+# What a checkpoint may hold beside the encoder: pooler, pretraining heads, optimizer state, and the
+# unused prompt_tuning variable of one that was converted from AdapterHub's models
+IGNORED = re.compile(r"(bert/pooler|cls|bert/prompt_tuning)/.*|(.*/)?(adam_[mv]|global_step)")
+
+
+def read_tensorflow(path, unknown):
+    """
+    {name: function that reads the tensor} for the encoder's variables in a TensorFlow checkpoint.
+
+    path: the `.index` file; unknown(names): those of them that no encoder has. Raises ValueError,
+    here or when a tensor is read, for a damaged file (every block and tensor that is read is
+    checked against its CRC-32C), for variables that are not BERT's, and for what Google's releases
+    do not contain: compressed, big-endian or sliced bundles."""
+    try:
+        entries = table_entries(path.read_bytes())
+        header = entries.pop("", None)
+        if header is None:
+            raise ValueError("damaged: it has no header")
+        header = protobuf(header, HEADER)
+        if header.get("big_endian"):
+            raise ValueError(f"a big-endian checkpoint, {UNSUPPORTED}, on a little-endian machine")
+        entries = {name: protobuf(entry, ENTRY) for name, entry in entries.items()}
+        for name, entry in entries.items():
+            if "slices" in entry:
+                raise ValueError(
+                    f"{listed([name])} is a partitioned variable in slices, {UNSUPPORTED}, "
+                    "without a partitioner"
+                )
+        entries = {name: entry for name, entry in entries.items() if not IGNORED.fullmatch(name)}
+        if strange := unknown(entries):
+            raise ValueError(f"unknown variables {listed(strange)}")
+        used = Counter()
+        for name, entry in entries.items():
+            data = path.with_name(
+                f"{path.stem}.data-{entry.get('shard', 0):05d}-of-{header.get('shards', 1):05d}"
+            )
+            if not data.is_file():
+                raise FileNotFoundError(f"{data} is not there, {name} is in it")
+            entry["data"] = data
+            used[data] += entry.get("size", 0)
+            if used[data] > data.stat().st_size:  # cannot be: no two tensors share their bytes
+                raise ValueError(
+                    f"{data.name} is cut off: {name} and those before it do not fit in its bytes"
+                )
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from e
+    return {name: partial(bundle_tensor, name, entry) for name, entry in entries.items()}
+
+
+def bundle_tensor(name, entry):
+    """One tensor of a bundle: a kernel is copied, transposed, anything else a view of its mapped
+    data file."""
+    dtype = FLOAT_TYPES.get(entry.get("dtype"))
+    if dtype is None:
+        raise ValueError(f"{name} has TensorFlow type {entry.get('dtype')}, expected a float type")
+    dimensions = protobuf(entry.get("shape", [b""])[-1][:100], SHAPE).get(
+        "dimensions", []
+    )  # two need no more
+    shape = tuple(protobuf(dimension, DIMENSION).get("size", 0) for dimension in dimensions)
+    data, offset, size = entry["data"], entry.get("offset", 0), entry.get("size", 0)
+    if (
+        len(shape) > 2
+        or not 0 < math.prod(shape) * dtype.itemsize == size <= data.stat().st_size - offset
+    ):
+        raise ValueError(
+            f"{name}: shape {list(shape)[:9]} in {dtype} is not {size} bytes at {offset} of "
+            f"{data.name}"
+        )
+    array = np.memmap(
+        data, dtype=dtype, mode="c", offset=offset, shape=shape
+    )  # writable, but never into the file
+    view = array.view()
+    view.flags.writeable = False  # google_crc32c takes no buffer that could change
+    if not intact(view, entry.get("crc", 0)):
+        raise ValueError(f"{name} in {data.name} does not match its checksum: the file is damaged")
+    tensor = torch.from_numpy(np.require(array, requirements="A"))
+    if not name.endswith("/kernel"):
+        return tensor
+    # a view .T would do, but not add up in the same order. Memory of numpy's: it asks for huge
+    # pages, which halves the time
+    return torch.from_numpy(np.empty(shape[::-1], np.float32)).copy_(tensor.T)
+
+
+def table_entries(table):
+    """{key: value} of a LevelDB table (leveldb/doc/table_format.md): blocks of entries, and a block
+    of their places."""
+    if len(table) < 48 or int.from_bytes(table[-8:], "little") != TABLE_MAGIC:
+        raise ValueError("not the index of a TensorFlow checkpoint, or cut off")
+    _, position = varint(
+        table, len(table) - 48
+    )  # where the metaindex block is, which is not needed
+    _, position = varint(table, position)
+    offset, position = varint(table, position)
+    size, _ = varint(table, position)
+    entries, end = {}, 0
+    for _, place in block_entries(table, offset, size):
+        offset, position = varint(place, 0)
+        size, _ = varint(place, position)
+        if offset < end:  # one behind the other, so the work is linear in the size of the file
+            raise ValueError("damaged: its blocks overlap")
+        end = offset + size + 5
+        for key, value in block_entries(table, offset, size):
+            if entries.setdefault(key.decode("latin-1"), value) is not value:
+                raise ValueError(f"damaged: it has {key[:200]} twice")
+    return entries
+
+
+def block_entries(table, offset, size):
+    """(key, value) pairs of one block; a key shares its beginning with the one before."""
+    block, trailer = table[offset : offset + size], table[offset + size : offset + size + 5]
+    if len(block) < max(size, 4) or len(trailer) < 5:
+        raise ValueError(f"cut off, or damaged: no block of {size} bytes at {offset}")
+    if trailer[0] == 1:
+        raise ValueError(f"its blocks are compressed with snappy, {UNSUPPORTED}")
+    if not intact(block + trailer[:1], int.from_bytes(trailer[1:], "little")):
+        raise ValueError(f"the block at {offset} does not match its checksum: the file is damaged")
+    end = size - 4 - 4 * int.from_bytes(block[-4:], "little")  # the restart points are not needed
+    position, key, names = 0, b"", 0
+    damaged = ValueError(f"damaged: the block at {offset} does not hold what it says")
+    while position < end:
+        shared, position = varint(block, position)
+        unshared, position = varint(block, position)
+        length, position = varint(block, position)
+        key = key[:shared] + block[position : position + unshared]
+        position += unshared + length
+        names += len(key)  # bounded: a few bytes can ask for a long name again and again
+        if len(key) < shared + unshared or position > end or names > 20 * size:
+            raise damaged
+        yield key, block[position - length : position]
+    if end < 0:
+        raise damaged
+
+
+def protobuf(message, names):
+    """{name: value} of a protocol-buffer message: numbers, the last one counts, and lists of byte
+    strings.
+
+    names: {(field number, wire type): name}; other fields are skipped.
+    """
+    result, position = {}, 0
+    while position < len(message):
+        tag, position = varint(message, position)
+        name, wire_type = names.get((tag >> 3, tag & 7)), tag & 7
+        length = {0: 0, 1: 8, 5: 4}.get(wire_type)
+        if wire_type == 0:
+            value, position = varint(message, position)
+        elif wire_type == 2:
+            length, position = varint(message, position)
+        if length is None or position + length > len(message):
+            raise ValueError("damaged: an entry ends in the middle of a field")
+        field = message[position : position + length]
+        position += length
+        if name and wire_type == 2:
+            result.setdefault(name, []).append(field)
+        elif name:
+            result[name] = value if wire_type == 0 else int.from_bytes(field, "little")
+    return result
+
+
+def varint(data, position):
+    """A base-128 integer of at most 64 bits -> (value, next position)"""
+    value = 0
+    for i, byte in enumerate(data[position : position + 10]):
+        value |= (byte & 0x7F) << 7 * i
+        if byte < 0x80:
+            return value, position + i + 1
+    raise ValueError("damaged: a number without an end")
+
+
+def intact(data, crc):
+    """Whether data has this CRC-32C, which LevelDB stores rotated by 15 bits plus a constant.
+    google_crc32c, Google's small library around the processor's own instruction, takes 0.04 s for
+    BERT-base; numpy alone would take seconds."""
+    crc = (crc - 0xA282EAD8) & 0xFFFFFFFF
+    return google_crc32c.value(data) == ((crc >> 17) | (crc << 15)) & 0xFFFFFFFF

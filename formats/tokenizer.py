@@ -1,0 +1,121 @@
+"""The tokenizers of encoders, as `tokenizers` objects: from tokenizer.json, vocab.txt, or
+vocab.json with merges.txt."""
+
+import json
+from pathlib import Path
+
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+def load_tokenizer(directory, max_length, vocab_size=None, type_vocab_size=None):
+    """The tokenizer of an encoder's directory: tokenizer.json, vocab.txt (WordPiece, BERT), or
+    vocab.json and merges.txt (byte-level BPE, RoBERTa). Adds [CLS] a [SEP] b [SEP], or <s> a
+    </s></s> b </s>, and cuts the longer of two texts first.
+
+    A vocabulary with upper-case entries is a cased one, unless tokenizer_config.json says
+    otherwise. Raises FileNotFoundError if none is there, ValueError for one that cannot be read, or
+    that knows more than the `vocab_size` tokens and `type_vocab_size` kinds of segments of the
+    encoder."""
+    directory = Path(directory)
+    try:
+        if (directory / "tokenizer.json").is_file():
+            tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        elif (directory / "vocab.txt").is_file():
+            tokenizer = wordpiece(directory)
+        elif (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
+            tokenizer = byte_level_bpe(directory)
+        else:
+            raise FileNotFoundError(
+                f"no tokenizer in {directory}: it needs tokenizer.json or vocab.txt"
+            )
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode("\u2603")  # fails without a token for what is unknown
+        frame = tokenizer.encode("", "")  # [CLS] [SEP] [SEP]
+    except FileNotFoundError:
+        raise
+    except Exception as e:  # the Rust side raises bare Exceptions
+        raise ValueError(
+            f"{directory}: its tokenizer cannot be read: {str(e).splitlines()[0]}"
+        ) from e
+    known = max(tokenizer.get_vocab().values(), default=-1) + 1
+    if vocab_size is not None and known > vocab_size:
+        raise ValueError(
+            f"the tokenizer in {directory} knows {known} tokens, the encoder {vocab_size}"
+        )
+    if not 1 <= len(frame) <= max_length - 2:
+        raise ValueError(
+            f"{directory}: its tokenizer adds {len(frame)} tokens to a pair, of at most "
+            f"{max_length}"
+        )
+    if type_vocab_size is not None and max(frame.type_ids) >= type_vocab_size:
+        raise ValueError(
+            f"the tokenizer in {directory} knows {max(frame.type_ids) + 1} kinds of segments, "
+            f"the encoder {type_vocab_size}"
+        )
+    tokenizer.enable_truncation(max_length, strategy="longest_first")
+    return tokenizer
+
+
+def wordpiece(directory):
+    """BERT's tokenizer from vocab.txt, one token a line."""
+    words = (directory / "vocab.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    vocab = {word.rstrip("\r"): i for i, word in enumerate(words)}
+    special = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+    lacking = [token for token in special[:4] if token not in vocab]
+    if lacking:
+        raise ValueError(f"vocab.txt has no {lacking[0]}")
+    cased = any(
+        word != word.lower() for word in vocab if not word.startswith("[")
+    )  # not isupper(): uncased ones have "ℝ"
+    config = directory / "tokenizer_config.json"
+    if config.is_file():
+        cased = not json.loads(config.read_text(encoding="utf-8")).get("do_lower_case", not cased)
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True) for token in special if token in vocab]
+    )
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.BertProcessing(
+        ("[SEP]", vocab["[SEP]"]), ("[CLS]", vocab["[CLS]"])
+    )
+    tokenizer.decoder = decoders.WordPiece()
+    return tokenizer
+
+
+def byte_level_bpe(directory):
+    """RoBERTa's tokenizer from vocab.json and merges.txt."""
+    vocab = json.loads((directory / "vocab.json").read_text(encoding="utf-8"))
+    lines = (directory / "merges.txt").read_text(encoding="utf-8").split("\n")
+    merges = [tuple(line.split(" ")) for line in lines if line and not line.startswith("#version")]
+    if not all("".join(pair) in vocab for pair in merges):  # else the library panics
+        raise ValueError("merges.txt joins what vocab.json does not have")
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True) for token in ("<s>", "<pad>", "</s>", "<unk>")]
+        + [AddedToken("<mask>", lstrip=True, special=True)]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    sep, cls = (("</s>", tokenizer.token_to_id("</s>")), ("<s>", tokenizer.token_to_id("<s>")))
+    tokenizer.post_processor = processors.RobertaProcessing(
+        sep, cls, trim_offsets=True, add_prefix_space=False
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer

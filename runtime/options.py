@@ -1,0 +1,354 @@
+"""The command line of train.py: its options, what of them a run records, and which make no sense.
+
+An option is entered here alone. What `settings` records of it must be the same to --resume, unless
+it is listed as FREE in state.py.
+"""
+
+import argparse
+import json
+import math
+import os
+import shlex
+import shutil
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from formats.adapterhub import without_effect
+from formats.files import read_json
+from runtime.directory import check_out, resolved
+from runtime.state import FREE
+
+
+class Parser(argparse.ArgumentParser):
+    """One whose errors are one line like all others, without the usage. They are raised as
+    ValueError."""
+
+    def error(self, message):
+        raise ValueError(message)
+
+
+def arguments(argv, stages, adapters, fusions):
+    """
+    The options as a namespace. stages: {name: (default learning rate, default epochs)}; adapters,
+    fusions: names of kinds. Raises ValueError for what cannot be parsed.
+    """
+    parser = Parser(description="Trains one stage of AdapterFusion on one task.")
+    add = parser.add_argument
+    add("--stage", required=True, choices=list(stages))
+    add("--task", help="one of the paper's 16 tasks, or your own in --data-dir")
+    add("--tasks", nargs="+", default=[], help="multitask: all of them")
+    add(
+        "--adapters",
+        nargs="+",
+        default=[],
+        help="fusion: runs, AdapterHub directories, hub ids; paper: its authors' 16",
+    )
+    add(
+        "--adapters-per-batch",
+        type=int,
+        metavar="K",
+        help="fusion: train each step on K of them, drawn anew; evaluate with all",
+    )
+    add("--fusion", default="attention", choices=list(fusions), help="kind of fusion")
+    add("--model", default="google-bert/bert-base-uncased", help="encoder: a directory or a hub id")
+    add(
+        "--data-dir",
+        help="directory with TASK/train.jsonl and TASK/validation.jsonl; without it: the hub",
+    )
+    add(
+        "--out",
+        help="run directory; default runs/TASK, runs/fusion-TASK (likewise head, full), "
+        "runs/multitask",
+    )
+    add(
+        "--adapter",
+        choices=[*adapters, "none"],
+        help="architecture of a new adapter; default pfeiffer, multitask pal",
+    )
+    add(
+        "--reduction-factor",
+        type=float,
+        default=16.0,
+        help="hidden size / bottleneck size of a new adapter",
+    )
+    add(
+        "--adapter-config",
+        nargs="+",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="changes single fields of that architecture, "
+        "those of AdapterConfig (adapter.py): ln_after=true residual_before_ln=post_add "
+        "leave_out=[5]",
+    )
+    add(
+        "--score",
+        help="what chooses the best epoch; default accuracy, or the first score of another "
+        "kind of task",
+    )
+    add(
+        "--epochs",
+        type=int,
+        help="at most; default adapter 30, fusion 10, head 30, full 10, multitask 25",
+    )
+    add(
+        "--lr",
+        type=float,
+        help="then linearly to 0; default adapter 1e-4, fusion 5e-5, head 1e-3, full and "
+        "multitask 2e-5",
+    )
+    add(
+        "--warmup",
+        type=float,
+        help="share of the steps before that, in which it rises from 0; default multitask "
+        "0.1, else 0",
+    )
+    add("--steps-per-epoch", type=int, default=2400, help="multitask")
+    add(
+        "--sampling",
+        default="annealed",
+        choices=["annealed", "proportional", "sqrt", "round_robin"],
+        help="multitask",
+    )
+    add("--batch-size", type=int, default=32, help="examples per step, over all devices together")
+    add(
+        "--grad-accumulation",
+        type=int,
+        default=1,
+        help="run a batch in so many parts: less memory, the same gradients",
+    )
+    add("--max-length", type=int, help="tokens per candidate; default by task")
+    add(
+        "--patience",
+        type=int,
+        help="stop after so many epochs without a better dev score; default 5, multitask: never",
+    )
+    add(
+        "--weight-decay",
+        type=float,
+        default=0.0,
+        help="AdamW's; never on biases, LayerNorms and fusion's V",
+    )
+    add("--seed", type=int, default=0)
+    add("--limit-train", type=int, help="train on so many examples, drawn with the seed")
+    add(
+        "--limit-dev",
+        type=int,
+        help="evaluate on so many development examples, the same for every seed",
+    )
+    add(
+        "--strict-data",
+        action="store_true",
+        help="refuse data with other row counts than the paper's",
+    )
+    add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
+    add(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16"],
+        help="auto: bf16 on a GPU that has it",
+    )
+    add(
+        "--compile",
+        action="store_true",
+        help="torch.compile the encoder; on a CPU it needs a C++ compiler",
+    )
+    add(
+        "--save-minutes",
+        type=float,
+        default=5.0,
+        help="how much work an interrupted run may have to repeat",
+    )
+    add(
+        "--resume",
+        action="store_true",
+        help="continue an interrupted run: the same command, and this",
+    )
+    add("--overwrite", action="store_true", help="replace a run that is already in --out")
+    args = parser.parse_args(argv)
+
+    if args.resume and args.overwrite:
+        raise ValueError("--resume continues what is in --out, --overwrite replaces it: choose one")
+    lr, epochs = stages[args.stage]
+    args.lr = lr if args.lr is None else args.lr
+    args.epochs = epochs if args.epochs is None else args.epochs
+    multitask = args.stage == "multitask"
+    if multitask and (
+        args.task is not None or not args.tasks or len(set(args.tasks)) < len(args.tasks)
+    ):
+        raise ValueError("--stage multitask takes --tasks, each of them once, and no --task")
+    if not multitask and (args.tasks or args.task is None):
+        raise ValueError(f"--stage {args.stage} takes --task, and no --tasks")
+    args.adapter = args.adapter or ("pal" if multitask else "pfeiffer")
+    args.warmup = (0.1 if multitask else 0.0) if args.warmup is None else args.warmup
+    args.patience = (args.epochs if multitask else 5) if args.patience is None else args.patience
+    prefix = "" if args.stage == "adapter" else f"{args.stage}-"
+    args.adapter_config = dict(map(as_field, args.adapter_config))
+    args.out = Path(args.out or ("runs/multitask" if multitask else f"runs/{prefix}{args.task}"))
+    args.task, args.tasks = args.task or ",".join(args.tasks), args.tasks or [args.task]
+    args.command = shlex.join(["train.py", *(sys.argv[1:] if argv is None else argv)])
+    return args
+
+
+def as_field(word):
+    """ln_after=true -> ("ln_after", True). A value is JSON; a bare word is a string."""
+    name, equals, value = word.partition("=")
+    if not equals:
+        raise ValueError(f"--adapter-config takes FIELD=VALUE, not {word!r:.50}")
+    try:
+        return name, json.loads(value)
+    except (ValueError, RecursionError):
+        return name, value
+
+
+def check_counts(args, names):
+    """Raises ValueError for a count that is given and is none."""
+    for name in names:
+        if getattr(args, name) is not None and not 1 <= getattr(args, name) < 10**9:
+            raise ValueError(
+                f"--{name.replace('_', '-')} must be at least 1, and under 10^9, not "
+                f"{getattr(args, name)}"
+            )
+
+
+def check(args, adapters):
+    """Raises ValueError for arguments that make no sense, before anything is loaded. adapters:
+    {--adapter: preset}"""
+    check_counts(
+        args,
+        [
+            "epochs",
+            "batch_size",
+            "grad_accumulation",
+            "patience",
+            "limit_train",
+            "limit_dev",
+            "max_length",
+            "steps_per_epoch",
+        ],
+    )
+    if not 0 < args.lr < math.inf:
+        raise ValueError(f"--lr must be a positive number, not {args.lr}")
+    if not 0 <= args.warmup < 1:
+        raise ValueError(f"--warmup must be in [0, 1), not {args.warmup}")
+    if args.adapter == "none" and args.stage == "adapter":
+        raise ValueError(
+            "--adapter none leaves --stage adapter nothing to train: see --stage head and "
+            "--stage full"
+        )
+    if args.adapter_config:
+        if args.stage not in ("adapter", "multitask") or args.adapter == "none":
+            raise ValueError(
+                "--adapter-config belongs to a new adapter: --stage adapter or multitask, and no "
+                "--adapter none"
+            )
+        try:
+            configure(adapters[args.adapter], 1, args.adapter_config)  # whatever the bottleneck
+        except ValueError as e:
+            raise ValueError(f"--adapter-config: {e}") from e
+    if not 0 <= args.weight_decay < math.inf:
+        raise ValueError(f"--weight-decay must be 0 or more, not {args.weight_decay}")
+    if not 0 <= args.save_minutes < math.inf:
+        raise ValueError(
+            f"--save-minutes must be 0 (after every step) or more, not {args.save_minutes}"
+        )
+    if not 0 <= args.seed < 2**32:
+        raise ValueError(f"--seed must be in 0 .. 2^32 - 1, not {args.seed}")
+    if args.stage == "fusion" and not args.adapters:
+        raise ValueError("--stage fusion needs --adapters: the run directories of stage 1")
+    for name, default in (("adapters", []), ("adapters_per_batch", None), ("fusion", "attention")):
+        if args.stage != "fusion" and getattr(args, name) != default:
+            raise ValueError(
+                f"--{name.replace('_', '-')} belongs to --stage fusion, not to --stage {args.stage}"
+            )
+    if args.adapters_per_batch is not None and args.compile:
+        raise ValueError(
+            "--compile and --adapters-per-batch do not go together: every subset would be "
+            "compiled anew"
+        )
+    check_out(args.out, [args.model, *args.adapters], args.overwrite, args.resume)
+    if args.compile and not shutil.which(
+        os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    ):
+        raise ValueError(
+            "--compile needs a C++ compiler: install g++, or name one in the environment "
+            "variable CXX"
+        )
+
+
+def configure(preset, reduction_factor, changes):
+    """
+    The configuration that --adapter stands for, with the changes of --adapter-config. A kind may
+    have a size of its own in place of a reduction factor. Raises ValueError, naming the field, for
+    a change that is wrong or would change nothing.
+    """
+    known = [field.name for field in fields(preset.__self__)]
+    takes_factor = "reduction_factor" in known
+    for name in changes:
+        if name == "reduction_factor" and takes_factor:
+            raise ValueError("reduction_factor is set by --reduction-factor")
+        if name not in known:
+            known = ", ".join(field for field in known if field != "reduction_factor")
+            raise ValueError(
+                f"{name!r:.50} is no field of --adapter {preset.__name__}, which has {known}"
+            )
+    config = preset(**({"reduction_factor": reduction_factor} if takes_factor else {}), **changes)
+    for name, reason in without_effect(config).items():
+        if name in changes:
+            raise ValueError(reason)
+    return config
+
+
+# How a run goes on, not what it computes; or recorded as it was found: device, dtype, compile
+NOT_RECORDED = {
+    "out",
+    "resume",
+    "overwrite",
+    "save_minutes",
+    "strict_data",
+    "device",
+    "dtype",
+    "compile",
+    "tasks",
+    "command",
+}
+
+
+def settings(args):
+    """What config.json says of a command, None where its stage has no such thing."""
+    values = {name: value for name, value in vars(args).items() if name not in NOT_RECORDED}
+    values["sources"] = values.pop(
+        "adapters"
+    )  # as given: they may be gone when the run is continued
+    values["model"] = resolved(args.model)
+    values["data_dir"] = args.data_dir and resolved(args.data_dir)
+    belongs = {
+        "adapter": args.stage in ("adapter", "multitask"),
+        "reduction_factor": args.stage in ("adapter", "multitask"),
+        "fusion": args.stage == "fusion",
+        "sampling": args.stage == "multitask",
+    }
+    values |= {name: None for name, yes in belongs.items() if not yes}
+    if args.stage != "multitask":
+        del values["steps_per_epoch"]  # the data says
+    return values
+
+
+def finished(args):
+    """The closing line of the finished run in --out. Raises ValueError if it is not one of this
+    command."""
+    result, config = read_json(args.out / "metrics.json"), read_json(args.out / "config.json")
+    if (result.get("stage"), result.get("task")) != (args.stage, args.task):
+        raise ValueError(
+            f"{args.out} holds a finished run of --stage {result.get('stage')} on "
+            f"{result.get('task')}"
+        )
+    by_task = [name for name in ("max_length", "score") if getattr(args, name) is None]
+    for name, value in settings(args).items():
+        if name in FREE - {"data_dir"} or name in by_task or name not in config:
+            continue
+        if config[name] != value:
+            raise ValueError(
+                f"{args.out} holds a finished run with {name} = {config[name]}, not {value}"
+            )
+    return result

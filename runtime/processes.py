@@ -1,0 +1,66 @@
+"""Devices, and several processes as torchrun starts them: each takes every G-th example of a
+batch."""
+
+import os
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+def choose_device(device, dtype):
+    """("auto", "auto") -> (torch.device, torch.dtype). Raises ValueError for a device that is not
+    there."""
+    available = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if device == "auto":
+        device = next(name for name in available if available[name])
+    if not available[device]:
+        raise ValueError(f"--device {device}: there is no such device on this machine")
+    if device == "cuda" and dist.is_torchelastic_launched():
+        here = int(os.environ["LOCAL_WORLD_SIZE"])
+        if here > torch.cuda.device_count():
+            raise ValueError(
+                f"torchrun started {here} processes on a machine with "
+                f"{torch.cuda.device_count()} GPUs"
+            )
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if dtype == "auto":
+        dtype = "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+    return torch.device(device), getattr(torch, dtype)
+
+
+def processes():
+    """(number of this process, how many there are)"""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def all_reduce(tensor):
+    """The sum over all processes, in place."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def micro_batches(indices, count):
+    """
+    What this process does of a batch: (share of the batch, examples), at most `count` of them.
+    Without an example of its own it takes one with share 0, because the others wait for its
+    gradients.
+    """
+    rank, world = processes()
+    mine = indices[rank::world]
+    if len(mine) == 0:
+        return [(0.0, indices[:1])]
+    return [
+        (len(part) / len(indices), part) for part in np.array_split(mine, min(count, len(mine)))
+    ]
+
+
+def out_of_memory(error):
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(
+        error
+    )  # the latter on a CPU

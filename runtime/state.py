@@ -1,0 +1,115 @@
+"""The state from which an interrupted run is resumed: everything that the rest of it depends on."""
+
+import zipfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from runtime.directory import flush
+from runtime.processes import processes
+
+STATE_FORMAT = 5
+
+# What a resumed run may have otherwise than the one that it continues. Everything else that
+# config.json records must be the same.
+FREE = {
+    "patience",
+    "grad_accumulation",
+    "data_dir",  # the data themselves are compared
+    "data_revision",
+    "device",
+    "compile",
+    "threads",
+    "processes",
+    "versions",
+    "python",
+    "commit",
+    "command",
+}
+
+
+@dataclass
+class Progress:
+    """Where a run is."""
+
+    epoch: int = 1
+    step: int = 0  # of this epoch, done
+    loss: float = 0.0  # sum over these steps
+    best_epoch: int = 0
+    score: float = -1.0  # of the best epoch
+    scores: dict = field(default_factory=dict)  # of the best epoch: {task: {score: value}}
+    seconds: float = 0.0
+
+
+def save_state(path, config, trained, optimizer, device, at, best, history):
+    """Writes the state; it is on the disk under another name before it takes the old one's
+    place."""
+    rank, world = processes()
+    random = torch.get_rng_state()
+    if device.type == "cuda":
+        random = torch.cat([random, torch.cuda.get_rng_state(device)])
+    randoms = [torch.empty_like(random) for _ in range(world)]
+    dist.all_gather(randoms, random) if world > 1 else randoms[0].copy_(random)
+    if rank > 0:
+        return
+    state = {
+        "format": STATE_FORMAT,
+        "config": {name: value for name, value in config.items() if name not in FREE},
+        "trained": {name: p.detach() for name, p in trained.items()},
+        "optimizer": optimizer.state_dict(),
+        "random": randoms,
+        "progress": asdict(at),
+        "best": best,
+        "history": history,
+    }
+    temporary = Path(f"{path}.tmp")
+    with open(temporary, "wb") as file:
+        torch.save(state, file)
+    flush(temporary)
+    temporary.replace(path)
+    flush(path.parent)
+
+
+def load_state(path, config, trained, optimizer, device):
+    """
+    (Progress, best, history) of an interrupted run; weights, optimizer and random state are put in
+    place.
+
+    Raises ValueError for a damaged state, one of another version of this file, or one of another
+    command.
+    """
+    rank, world = processes()
+    try:
+        if not path.is_file():
+            raise ValueError("a directory or a pipe")
+        with zipfile.ZipFile(path) as file:  # torch does not look at the checksums
+            if file.testzip() is not None:
+                raise ValueError("wrong checksum")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as e:  # zipfile and torch raise many kinds here
+        raise ValueError(
+            f"{path} is damaged and cannot be continued: start again with --overwrite"
+        ) from e
+    if not isinstance(state, dict) or state.get("format") != STATE_FORMAT:
+        raise ValueError(
+            f"{path} was written by another version of train.py: continue with that, or "
+            "--overwrite it"
+        )
+    for name in [*state["config"], *config]:
+        old, new = state["config"].get(name), config.get(name)
+        if name not in FREE and old != new:
+            raise ValueError(
+                f"{path} belongs to a run with {name} = {old}, not {new}: cannot --resume it"
+            )
+    with torch.no_grad():
+        for name, p in trained.items():
+            p.copy_(state["trained"][name])
+    optimizer.load_state_dict(state["optimizer"])
+    if len(state["random"]) == world:  # otherwise dropout goes on with other numbers
+        random, n = state["random"][rank], len(torch.get_rng_state())
+        torch.set_rng_state(random[:n])
+        if device.type == "cuda" and len(random) > n:
+            torch.cuda.set_rng_state(random[n:], device)
+    return Progress(**state["progress"]), state["best"], state["history"]

@@ -1,0 +1,68 @@
+"""A fusion for inference: products of weights that stand ahead of time, so that three of size d × R
+remain per token."""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from adapter import Adapter
+from fusion import Fusion, bottlenecks, up_projections
+
+
+class FoldedFusion(nn.Module):
+    """Fusion.fast with Uᵀ Kᵀ Q and V U multiplied. It is not for training, and has no file."""
+
+    options = None
+
+    def __init__(self, fusion, adapters):
+        super().__init__()
+        self.name, self.adapter_names = fusion.name, fusion.adapter_names
+        self.masked, self.weights = fusion.masked, None
+        Q, K, V = (
+            fusion.query.weight,
+            fusion.key.weight,
+            fusion.value.weight,
+        )  # b_K does not change the softmax
+        U, indicator = up_projections(fusion.unmasked(adapters), Q.dtype)  # [d, R], [R, N]
+        self.register_buffer("to_scores", (K @ U).T @ Q)  # [R, d]
+        self.register_buffer("to_scores_bias", fusion.query.bias @ K @ U)  # [R]
+        self.register_buffer("to_output", V @ U)  # [d, R]
+        self.register_buffer("indicator", indicator)
+
+    unmasked = Fusion.unmasked
+
+    def forward(self, f, x, norm, adapters, layer_input=None):
+        """As Fusion.forward."""
+        last = adapters[-1]
+        h, residual = last.enter(f, x, norm)
+        a = bottlenecks(h, self.unmasked(adapters))  # [B·T, R]
+        scores = (
+            F.linear(h.flatten(0, 1), self.to_scores, self.to_scores_bias) * a
+        ) @ self.indicator
+        s = scores.softmax(-1)  # [B·T, N]
+        self.weights = s.view(*h.shape[:2], -1)
+        output = F.linear((s @ self.indicator.T) * a, self.to_output).view(h.shape)
+        return last.leave(output + residual, x, norm)
+
+    def regularization(self):
+        raise ValueError("a folded fusion has no regularization: it is not for training")
+
+
+@torch.no_grad()
+def fold(bert):
+    """
+    An encoder for inference with the same outputs and fusion weights, where every fusion that is
+    active is folded. It shares all other modules' weights with `bert`, which stays as it is. A
+    fusion that is not of the paper's kind, or over adapters that are no bottlenecks, has nothing to
+    fold and stays.
+    """
+    shared = {id(p): p for p in bert.parameters()}
+    folded = copy.deepcopy(bert, shared).eval()
+    for _, slot in folded.slots():
+        if type(slot.fusion) is Fusion and slot.active == slot.fusion.name:
+            adapters = [slot.adapters[name] for name in slot.fusion.adapter_names]
+            if all(type(adapter).z is Adapter.z for adapter in adapters):
+                slot.fusion = FoldedFusion(slot.fusion, adapters).to(bert.dtype)
+    return folded

@@ -1,0 +1,121 @@
+"""The task-specific layers of MT-A (section 2.2.2): projected attention layers and low-rank layers,
+parallel to a whole layer of BERT (Stickland and Murray, 2019). AdapterHub's library has neither:
+their files are our own."""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import nn
+
+from adapter import register
+from bert import attention
+from formats.adapterhub import check_layers
+
+
+@dataclass(frozen=True)
+class PALConfig:
+    """
+    size        of the small space
+    num_heads   of the self-attention there, whose projections from d and back are shared by all
+                layers; 0: no self-attention, and projections of each layer's own
+    leave_out   layers (from 0) without one
+
+    Raises ValueError, naming the field, for what has no meaning.
+    """
+
+    size: int = 204
+    num_heads: int = 6  # as their code has it; 12 in their paper
+    leave_out: tuple = ()
+
+    architecture = "pal"
+    no_fusion = None
+
+    def __post_init__(self):
+        if type(self.size) is not int or not 0 < self.size < 10**5:
+            raise ValueError(f"size must be a positive integer, not {self.size!r:.50}")
+        heads = self.num_heads
+        if type(heads) is not int or heads < 0 or heads and self.size % heads:
+            raise ValueError(
+                f"num_heads must be 0 or divide the size {self.size}, not {heads!r:.50}"
+            )
+        check_layers(self.leave_out)
+        object.__setattr__(self, "leave_out", tuple(self.leave_out))
+
+    @classmethod
+    def pal(cls, **changes):
+        """Projected attention layers: 1.1 times BERT-base's parameters for eight tasks."""
+        return cls(**changes)
+
+    @classmethod
+    def low_rank(cls, **changes):
+        """Their low-rank layers, of about as many parameters."""
+        return cls(**{"size": 100, "num_heads": 0, **changes})
+
+    def modules(self, bert):
+        found = []
+        for (layer, location), slot in bert.slots():
+            if location == "output" and layer not in self.leave_out:
+                shared = found[0][2] if found and self.num_heads else None
+                found.append(((layer, location), slot, PAL(self, bert.config, shared)))
+        return found
+
+    def tensor_names(self, module):
+        """The projections that all layers share are written with the first one."""
+        parts = [] if module.shares else ["down", "up"]
+        parts += ["query", "key", "value"] if self.num_heads else []
+        return {
+            f"adapter_{part}.{kind}": f"{part}.{kind}"
+            for part in parts
+            for kind in ("weight", "bias")
+        }
+
+
+class PAL(nn.Module):
+    """z = GELU(U·g(D·x + b_D) + b_U), x the input of a whole layer of BERT, g self-attention
+    without output matrix, or nothing; LN(f + z + x') at the layer's end, where f + x' are added
+    anyway."""
+
+    def __init__(self, config, bert_config, shared=None):
+        super().__init__()
+        d, size = bert_config.hidden_size, config.size
+        self.config = config
+        self.shares = shared is not None
+        self.attention_dropout = bert_config.attention_probs_dropout_prob
+        self.down = shared.down if shared else nn.Linear(d, size)
+        self.up = shared.up if shared else nn.Linear(size, d)
+        for name in ("query", "key", "value") if config.num_heads else ():
+            setattr(self, name, nn.Linear(size, size))
+        for linear in self.children():
+            if not (shared and linear in (shared.down, shared.up)):
+                nn.init.normal_(linear.weight, std=bert_config.initializer_range)
+                nn.init.zeros_(linear.bias)
+
+    def enter(self, f, x, norm):
+        """What fusion's query reads, and the residual, as in the paper's own adapter."""
+        return norm(f + x), f
+
+    def z(self, h, layer_input):
+        """layer_input: x [B, T, d] and mask [B, 1, 1, T] -> [B, T, d], of the first token alone if
+        h has no other."""
+        x, mask = layer_input
+        y = self.down(x)  # d -> size
+        if self.config.num_heads:
+            q, k, v = (
+                part(y)
+                .unflatten(2, (self.config.num_heads, -1))
+                .transpose(1, 2)  # [B, H, T, size/H]
+                for part in (self.query, self.key, self.value)
+            )
+            y = attention(q, k, v, mask, self.attention_dropout if self.training else 0.0)
+            y = y.transpose(1, 2).flatten(2)  # [B, T, size]
+        return F.gelu(self.up(y))[:, : h.shape[1]]
+
+    def leave(self, output, x, norm):
+        return norm(output + x)
+
+    def forward(self, f, x, norm, layer_input):
+        """As Adapter.forward."""
+        return norm(f + self.z(f, layer_input) + x)
+
+
+register(PALConfig, "pal", "low_rank")
