@@ -5,21 +5,10 @@
     activate(bert, "rte")                                                  # None: plain BERT
     save_adapter(bert, "rte", "runs/rte")
 
-A kind of adapter is a configuration class, whose fields are those of its JSON file, with
-
-    architecture             its name in that file; None for AdapterHub's bottleneck adapters
-    modules(bert)            [((layer, location), slot, new module)], wherever it sits
-    tensor_names(module)     {name in the file: name in the module}
-    no_fusion                why it cannot be fused, or None; kinds are never fused with each other
-
-and a module that computes, for f the sub-layer's output and x its input, both [B, T, d],
-
-    enter(f, x, norm)        what it reads, h, and the residual that is added to its output
-    z(h, layer_input)        its output without the residual: what fusion mixes
-    leave(output, x, norm)   back into the residual stream
-    forward(f, x, norm, layer_input)
-
-`register` makes it known to `--adapter` and `load_adapter`.
+A kind of adapter is a configuration class (its fields are those of its JSON file; `architecture`
+is its name there; `modules` says where it sits; `tensor_names` what its tensors are called; and
+`no_fusion` why it cannot be fused, or None) and a module with `enter`, `z` and `leave`, from which
+`forward` and fusion are made. `register` makes it known to `--adapter` and `load_adapter`.
 """
 
 from collections.abc import Mapping
@@ -103,10 +92,9 @@ class AdapterConfig:
         return max(int(hidden_size // factor), 1)
 
     def modules(self, bert):
-        sits_at, d = (
-            {"attention": self.mh_adapter, "output": self.output_adapter},
-            bert.config.hidden_size,
-        )
+        """[((layer, location), slot, new module)], wherever it sits"""
+        sits_at = {"attention": self.mh_adapter, "output": self.output_adapter}
+        d = bert.config.hidden_size
         return [
             ((layer, location), slot, Adapter(self, d, self.bottleneck_size(d, layer)))
             for (layer, location), slot in bert.slots()
@@ -114,6 +102,7 @@ class AdapterConfig:
         ]
 
     def tensor_names(self, module):
+        """{name in the file: name in the module}"""
         return adapterhub.bottleneck_names(self.ln_before, self.ln_after)
 
     def initialize(self, linear):
@@ -144,10 +133,11 @@ class Adapter(nn.Module):
         return h, f if self.config.residual_before_ln else h
 
     def z(self, h, layer_input=None):
-        """z = U·act(D·h + b_D) + b_U: [B, T, d] -> [B, T, r] -> [B, T, d]. Fusion's fast form works
-        on these four parts of many adapters at once."""
+        """U·act(D·h + b_D) + b_U, without the residual: what fusion mixes; [B, T, d] -> the same.
+        Fusion's fast form works on these four parts of many adapters at once."""
         U, b_U = self.up_projection()
-        return F.linear(self.act(self.down(self.read(h))), U, b_U)
+        a = self.act(self.down(self.read(h)))  # [B, T, d] -> [B, T, r]
+        return F.linear(a, U, b_U)  # -> [B, T, d]
 
     def read(self, h):
         return self.norm_before(h) if self.norm_before else h
@@ -187,15 +177,13 @@ register(AdapterConfig, "pfeiffer", "houlsby", "bapna")
 
 
 def add_adapter(bert, name, config):
-    """
-    Adds a new adapter to every slot that its config names, activates it, and leaves exactly it
-    trainable. It is held in fp32 even where the encoder is in bf16.
-    Raises ValueError if the name is taken or unusable, or if the config leaves no adapter in this
-    encoder; then nothing is changed.
-    """
+    """Adds a new adapter to every slot that its config names, activates it, and leaves exactly it
+    trainable. It is held in fp32 even where the encoder is in bf16. Raises ValueError if the name
+    is taken or unusable, or if the config leaves no adapter in this encoder."""
     dtype = torch.float64 if bert.dtype == torch.float64 else torch.float32
     modules = new_modules(bert, name, config, dtype)
-    plug_in(name, modules)
+    for _, slot, module in modules:
+        slot.adapters[name] = module
     activate(bert, name)
     for _, _, module in modules:
         module.requires_grad_(True)
@@ -215,16 +203,10 @@ def new_modules(bert, name, config, dtype):
     return modules
 
 
-def plug_in(name, modules):
-    for _, slot, module in modules:
-        slot.adapters[name] = module
-
-
 def find_adapter(bert, name):
     """(configuration, [((layer, location), slot, module)]). Raises ValueError if there is none."""
-    found = [
-        (key, slot, slot.adapters[name]) for key, slot in bert.slots() if name in slot.adapters
-    ]
+    there = [(key, slot) for key, slot in bert.slots() if name in slot.adapters]
+    found = [(key, slot, slot.adapters[name]) for key, slot in there]
     if not found:
         raise ValueError(f"there is no adapter called {name!r}")
     return found[0][2].config, found
@@ -250,29 +232,20 @@ def set_active(bert, name):
 
 
 class Head(nn.Module):
-    """
-    The prediction head, on the last layer's [CLS] vector, without pooler. The paper does not
-    describe it; this is AdapterHub's.
-
-    config holds AdapterHub's fields: head_type ("classification" | "multiple_choice"), num_labels
-    or num_choices, layers (2: dropout, linear d -> d, tanh, dropout, linear; 1: dropout, linear),
-    label2id. Raises ValueError for any other head.
-    """
+    """The prediction head, on the last layer's [CLS] vector, without pooler. The paper does not
+    describe it; this is AdapterHub's. config holds its fields: head_type ("classification" |
+    "multiple_choice"), num_labels or num_choices, layers (2: dropout, linear d -> d, tanh,
+    dropout, linear; 1: dropout, linear), label2id. Raises ValueError for any other head."""
 
     def __init__(self, config, bert_config):
         super().__init__()
         self.config = adapterhub.head_config(config)
         self.num_outputs = self.config.get("num_labels") or self.config.get("num_choices")
-        rates = (
-            self.config["dropout_prob"],
-            bert_config.classifier_dropout,
-            bert_config.hidden_dropout_prob,
-        )
-        dropout = next(p for p in rates if p is not None)
-        d, last = (
-            bert_config.hidden_size,
-            1 if config["head_type"] == "multiple_choice" else self.num_outputs,
-        )
+        dropout = self.config["dropout_prob"]
+        for default in (bert_config.classifier_dropout, bert_config.hidden_dropout_prob):
+            dropout = default if dropout is None else dropout
+        d = bert_config.hidden_size
+        last = 1 if config["head_type"] == "multiple_choice" else self.num_outputs
         modules = [nn.Dropout(dropout), nn.Linear(d, last)]
         if self.config["layers"] == 2:
             modules = [nn.Dropout(dropout), nn.Linear(d, d), nn.Tanh(), *modules]
@@ -287,10 +260,6 @@ class Head(nn.Module):
         -> logits [B, K]"""
         cls = h[:, 0].to(self.layers[-1].weight.dtype)  # [B·C, d]
         return self.layers(cls).view(-1, self.num_outputs)
-
-
-# --------------------------------------------------------------------------------------------------
-# Files, in AdapterHub's formats
 
 
 def save_adapter(bert, name, directory):
@@ -323,7 +292,8 @@ def load_adapter(bert, directory, name=None):
         saved.check_encoder(bert.config)
         modules = new_modules(bert, saved.name, saved.config, bert.dtype)
     saved.fill(named_tensors(saved.config, modules))
-    plug_in(saved.name, modules)
+    for _, slot, module in modules:
+        slot.adapters[saved.name] = module
     return saved.name
 
 

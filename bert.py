@@ -11,13 +11,13 @@ Shapes: B batch, T tokens, d hidden_size, H heads. References are to Pfeiffer et
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from formats.encoder import check_config, open_encoder, write_encoder
+from formats.encoder import open_encoder, write_encoder
 from runtime.kernels import dropout, embedding
 
 ACTIVATIONS = {
@@ -27,40 +27,6 @@ ACTIVATIONS = {
     "silu": F.silu,
     "swish": F.silu,
 }
-
-
-@dataclass
-class BertConfig:
-    """The fields of `bert_config.json` and `config.json` that change what is computed.
-
-    Raises ValueError, naming the field, for a configuration that is not a BERT or RoBERTa encoder.
-    """
-
-    vocab_size: int = 30522
-    hidden_size: int = 768
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    intermediate_size: int = 3072
-    hidden_act: str = "gelu"
-    hidden_dropout_prob: float = 0.1
-    attention_probs_dropout_prob: float = 0.1
-    classifier_dropout: float | None = None
-    max_position_embeddings: int = 512
-    type_vocab_size: int = 2
-    initializer_range: float = 0.02
-    layer_norm_eps: float = 1e-12
-    pad_token_id: int = 0
-    position_embedding_type: str = "absolute"
-    model_type: str = "bert"
-
-    def __post_init__(self):
-        check_config(self, ACTIVATIONS)
-
-    @property
-    def max_length(self):
-        """The longest input in tokens. RoBERTa's positions start after its padding index."""
-        first = self.pad_token_id + 1 if self.model_type == "roberta" else 0
-        return self.max_position_embeddings - first
 
 
 class AddNorm(nn.Module):
@@ -79,10 +45,9 @@ class AddNorm(nn.Module):
         self.active = None
 
     def forward(self, f, x, layer_input=None):
-        """
-        f: the sub-layer's output, x: its input (the residual stream), both [B, T, d] -> [B, T, d].
-        layer_input: what the whole layer read and its mask, for what is parallel to it (MT-A).
-        """
+        """f: the sub-layer's output, x: its input (the residual stream), both [B, T, d] -> the
+        same. layer_input: what the whole layer read and its mask, for what is parallel to it
+        (MT-A)."""
         if self.fusion is not None and self.active == self.fusion.name:
             adapters = [self.adapters[name] for name in self.fusion.adapter_names]
             return self.fusion(f, x, self.norm, adapters, layer_input)
@@ -121,9 +86,8 @@ class Layer(nn.Module):
             x, T = x[:, :1].contiguous(), 1  # else B small products in place of one
         q = self.query(x).view(B, T, self.num_heads, -1).transpose(1, 2)
         p = self.attention_dropout if self.training else 0.0
-        a = (
-            attention(q, k, v, mask, p).transpose(1, 2).reshape(B, T, d)
-        )  # [B, H, T, d/H] -> [B, T, d]
+        a = attention(q, k, v, mask, p)  # [B, H, T, d/H]
+        a = a.transpose(1, 2).reshape(B, T, d)
         f = dropout(self.attention_dense(a), self.hidden_dropout, self.training)
         x = self.attention_add_norm(f, x)
         f = self.output_dense(self.activation(self.intermediate(x)))  # d -> 4d -> d
@@ -136,9 +100,8 @@ def attention(q, k, v, mask, p):
     3 x [B, H, T, d/H] -> the same"""
     if p == 0 or q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
-    scores = (
-        q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)
-    )  # the same with our dropout: [B, H, T, T]
+    # the same with a faster dropout
+    scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)  # [B, H, T, T]
     if mask is not None:
         scores += scores.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(scores.dtype).min)
     return dropout(scores.softmax(-1), p, training=True) @ v
@@ -152,7 +115,6 @@ class Bert(nn.Module):
         self.config = config
         self.source = None  # what from_pretrained was given, written into the files of adapters
         self.directory = None  # where its files are, the tokenizer's among them
-        self.origin = {}  # parameter -> its name in the file that it was loaded from
         self.more_slots = {}  # places that a kind of adapter has added, see `slots`
         d = config.hidden_size
         self.word_embeddings = embedding(config.vocab_size, d)
@@ -169,27 +131,21 @@ class Bert(nn.Module):
         [B, 1, d]: a head reads no other, and the last layer then needs only keys and values of the
         rest. Raises ValueError if T exceeds the position embeddings.
         """
-        T = input_ids.shape[1]
-        if T > self.config.max_length:
-            raise ValueError(
-                f"an input of {T} tokens is longer than this encoder's {self.config.max_length}"
-            )
+        T, longest = input_ids.shape[1], self.config.max_length
+        if T > longest:
+            raise ValueError(f"an input of {T} tokens is longer than this encoder's {longest}")
         positions = torch.arange(T, device=input_ids.device)  # [T]
-        if (
-            self.config.model_type == "roberta"
-        ):  # from pad + 1 over the real tokens, padding stays at pad
+        if self.config.model_type == "roberta":  # from pad + 1; padding stays at pad
             real = (input_ids != self.config.pad_token_id).long()
             positions = real.cumsum(1) * real + self.config.pad_token_id  # [B, T]
         if token_type_ids is None:
             token_type_ids = torch.zeros_like(input_ids)
-        mask = (
-            None if attention_mask is None else attention_mask.bool()[:, None, None, :]
-        )  # [B, 1, 1, T]
+        mask = attention_mask
+        if mask is not None:
+            mask = mask.bool()[:, None, None, :]  # [B, T] -> [B, 1, 1, T]
 
-        x = self.word_embeddings(input_ids) + self.token_type_embeddings(
-            token_type_ids
-        )  # [B, T, d]
-        x = self.embeddings_norm(x + self.position_embeddings(positions))
+        x = self.word_embeddings(input_ids) + self.token_type_embeddings(token_type_ids)
+        x = self.embeddings_norm(x + self.position_embeddings(positions))  # [B, T, d]
         x = dropout(x, self.config.hidden_dropout_prob, self.training)
         for layer in self.layers:
             # one example alone is computed whole: a matrix-vector product's rounding depends on
@@ -223,7 +179,7 @@ class Bert(nn.Module):
         Face hub id. Raises FileNotFoundError if there is no such checkpoint, ValueError if its
         content does not fit; the message names the file, and the tensor with both shapes.
         """
-        checkpoint = open_encoder(source, BertConfig, NAMES.values())
+        checkpoint = open_encoder(source, NAMES.values())
         with torch.device("meta"):  # an empty model, whose parameters become the loaded tensors
             bert = cls(checkpoint.config)  # themselves: nothing is held twice
         shapes = {hub_name(name): p.shape for name, p in bert.named_parameters()}

@@ -13,20 +13,29 @@ over their scores.
 """
 
 import difflib
-import hashlib
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from formats.hub_data import HUB
-from formats.rows import check_row, count_choices, label_values, line_of, read_file, read_split
+from formats.rows import (
+    check_row,
+    check_size,
+    count_choices,
+    has_task,
+    label_values,
+    map_cached,
+    naming_line,
+    read_file,
+    read_split,
+    select_columns,
+)
 
 
 def accuracy(labels, predictions):
@@ -157,12 +166,7 @@ def get_task(name, data_dir=None, labels=None, split="train"):
         raise FileNotFoundError(f"--data-dir {data_dir} is not a directory")
     if name in TASKS:
         return replace(TASKS[name], name=name)
-    if (
-        data_dir is None
-        or not (Path(data_dir) / name).is_dir()
-        or Path(name).name != name
-        or name in ("", "..")
-    ):
+    if not has_task(data_dir, name):
         near = difflib.get_close_matches(name, TASKS, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"the paper's are {', '.join(TASKS)};"
         own = f"{data_dir}/{name}" if data_dir else "--data-dir DIR with DIR/TASK/train.jsonl"
@@ -206,28 +210,16 @@ def load_split(task, split, tokenizer, data_dir=None, limit=None, seed=0, strict
     """
     One split, tokenised: a datasets.Dataset with `input_ids` and `token_type_ids` (for every
     candidate a list of ids), `label`, and `length` (tokens of the longest candidate). The revision
-    that was loaded is in `info.description`. Tokenising runs on all cores and is cached by
-    `datasets`, keyed by data, tokenizer and this file.
+    that was loaded is in `info.description`. Tokenising runs on all cores and is cached.
 
     limit: keep that many examples, drawn with `seed`. strict: a row count unlike the task's is an
     error, not a warning. Raises FileNotFoundError without the data, ValueError naming file and line
     for a row that does not fit.
     """
     where, rows, revision = read_split(task, split, data_dir)
-    for other, column in task.aliases.items():
-        if other in rows.column_names and column not in rows.column_names:
-            rows = rows.rename_column(other, column)
-    missing = [column for column in (*task.columns, task.label) if column not in rows.column_names]
-    if missing:
-        raise ValueError(
-            f"{where}, line 1: no column {missing[0]!r}; it has {', '.join(rows.column_names):.200}"
-        )
-    if task.sizes and len(rows) != (expected := task.sizes[split != "train"]):
-        message = f"{where} has {len(rows)} rows, the {task.name} of the paper has {expected}"
-        if strict:
-            raise ValueError(message)
-        print(f"note: {message}")
-    rows = rows.select_columns([*task.columns, task.label])
+    rows = select_columns(where, rows, [*task.columns, task.label], task.aliases)
+    if task.sizes:
+        check_size(where, len(rows), task.sizes[split != "train"], task.name, strict)
     order = np.arange(len(rows))
     if limit is not None and limit < len(rows):
         order = np.random.default_rng(seed).permutation(len(rows))[:limit]
@@ -236,10 +228,9 @@ def load_split(task, split, tokenizer, data_dir=None, limit=None, seed=0, strict
     def tokenize(columns, indices):
         pairs, counts, labels = [], [], []
         for i, *values in zip(indices, *columns.values(), strict=True):
-            try:
-                candidates, label = example(task, dict(zip(columns, values, strict=True)))
-            except ValueError as e:
-                raise ValueError(f"{where}, line {line_of(where, order[i])}: {e}") from e
+            with naming_line(where, order[i]):
+                row = dict(zip(columns, values, strict=True))
+                candidates, label = example(task, row)
             pairs += [a if b is None else (a, b) for a, b in candidates]
             counts.append(len(candidates))
             labels.append(label)
@@ -252,24 +243,13 @@ def load_split(task, split, tokenizer, data_dir=None, limit=None, seed=0, strict
             "length": [max(len(encoding.ids) for encoding in group) for group in encodings],
         }
 
-    ids, number = datasets.List(datasets.List(datasets.Value("int32"))), datasets.Value("int32")
-    label = datasets.Value("int32" if task.kind.dtype == torch.long else "float32")
-    files = {
-        __file__,
-        task.candidates.__code__.co_filename,
-        sys.modules[task.kind.__module__].__file__,
-    }
+    # what the tokens depend on beside the rows: the cache of `datasets` is keyed by it
+    files = {__file__, task.candidates.__code__.co_filename}
+    files.add(sys.modules[task.kind.__module__].__file__)
     code = [Path(file).read_text() for file in sorted(files)]
-    key = [rows._fingerprint, tokenizer.to_str(), task.name, task.labels, code]
-    result = rows.map(
-        tokenize,
-        batched=True,
-        with_indices=True,
-        remove_columns=rows.column_names,
-        features=datasets.Features(input_ids=ids, token_type_ids=ids, label=label, length=number),
-        new_fingerprint=hashlib.sha256(repr(key).encode()).hexdigest()[:32],
-        desc=f"tokenizing {task.name} {split}",
-    )
+    key = [tokenizer.to_str(), task.name, task.labels, code]
+    floats = task.kind.dtype.is_floating_point
+    result = map_cached(rows, tokenize, key, floats, f"tokenizing {task.name} {split}")
     result.info.description = revision or ""
     return result
 
@@ -344,10 +324,9 @@ def batches(split, batch_size, pad_token_id=0, seed=None, rank=0, world=1):
 
 
 def main():
-    from bert import BertConfig
     from runtime.inspect import inspect_task
 
-    inspect_task(sys.modules[__name__], BertConfig)
+    inspect_task(sys.modules[__name__])
 
 
 if __name__ == "__main__":

@@ -22,9 +22,8 @@ class Fusion(nn.Module):
 
         s = softmax_n( (Q h + b_Q) · (K z_n + b_K) )        o = Σ_n s_n V z_n
 
-    `textbook` is this as written, `fast` the same function without the cost of N adapters, and
-    `compose` the one that is used. Another kind of fusion is a subclass with another `attend` or
-    `compose`, the `options` that its file has, and a line in FUSIONS.
+    `textbook` is this as written, `fast` the same function at a fraction of its cost. Another kind
+    of fusion is a subclass with another `attend` or `compose`, and a line in FUSIONS.
     """
 
     options = {}  # AdapterHub's fields, and others, in which a kind differs from the paper's fusion
@@ -37,9 +36,7 @@ class Fusion(nn.Module):
         self.key = nn.Linear(hidden_size, hidden_size)  # K
         self.value = nn.Linear(hidden_size, hidden_size, bias=False)  # V
         self.dropout = nn.Dropout(dropout)
-        self.masked = (
-            frozenset()
-        )  # names of adapters that are left out of the softmax (variants/masking.py)
+        self.masked = frozenset()  # names of adapters that are left out, see variants/masking.py
         self.weights = None  # s of the last forward [B, T, N], N without those masked
         for linear in (self.query, self.key):
             nn.init.normal_(linear.weight, std=0.02)

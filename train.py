@@ -37,13 +37,13 @@ from adapter import (
 from bert import Bert
 from data import batch_order, batches, collate, get_task, length_groups, load_split
 from formats import adapterhub
-from formats.files import read_json, write_json
+from formats.files import write_json
 from formats.tokenizer import TOKENIZER_FILES, load_tokenizer
 from fusion import FUSIONS, add_fusion, fusion_regularization, save_fusion
 from runtime import options
 from runtime.directory import check_idle
 from runtime.processes import all_reduce, choose_device, processes
-from runtime.run import describe_data, describe_machine, open_run, resumes
+from runtime.run import describe_data, describe_machine, open_run
 from variants.masking import check_subset, mask, mask_all_but
 from variants.multitask import multitask_batches
 
@@ -73,10 +73,7 @@ def build(args, tasks, device, dtype):
     weights are held in `dtype`, trained ones in fp32. Returns (bert, heads, {name: directory} of
     fused adapters)."""
     bert = Bert.from_pretrained(args.model)
-    if args.max_length is None:
-        longest = max(task.max_length for task in tasks)
-        args.max_length = min(longest, bert.config.max_length)
-    check_length(args.max_length, bert)
+    options.choose_length(args, [task.max_length for task in tasks], bert.config.max_length)
     bert.to(device, torch.float32 if args.stage in ("full", "multitask") else dtype)
     torch.manual_seed(args.seed)
     fused = {}
@@ -94,50 +91,18 @@ def build(args, tasks, device, dtype):
     return bert, heads, fused
 
 
-def check_length(max_length, bert):
-    longest = bert.config.max_length
-    if not 8 <= max_length <= longest:
-        raise ValueError(
-            f"--max-length must be in 8 .. {longest} for this encoder, not {max_length}"
-        )
-
-
 def add_adapters(args, bert, tasks):
     """Stage 1: a new Φ_n for each task."""
-    d, layers = bert.config.hidden_size, len(bert.layers)
-    factor = args.reduction_factor
-    if not 0 < factor <= d:
-        raise ValueError(f"--reduction-factor {factor:g} leaves no bottleneck in hidden size {d}")
-    factor = int(factor) if factor.is_integer() else factor
-    config = options.configure(ADAPTERS[args.adapter], factor, args.adapter_config)
-    if not {*config.leave_out} <= {*range(layers)}:
-        raise ValueError(
-            f"--adapter-config: leave_out {list(config.leave_out)!r:.50} has others than "
-            "the layers "
-            f"0 .. {layers - 1}"
-        )
+    config = options.new_adapter(args, ADAPTERS, bert.config.hidden_size, len(bert.layers))
     for task in tasks:
         add_adapter(bert, task.name, config)
 
 
 def fuse_adapters(args, bert):
     """Stage 2: all Φ_n, frozen, and a new Ψ over them. Returns {name: directory}."""
-    sources = []
-    for source in args.adapters:
-        paper = adapterhub.paper_adapters(bert.config.model_type) if source == "paper" else []
-        sources += paper or [(None, source)]
-    if resumes(args) and (args.out / "config.json").exists():
-        # the run's own copies: a source may be gone, or newer
-        names = read_json(args.out / "config.json")["adapters"]
-        sources = [(name, args.out / "adapters" / name) for name in names]
-    fused = {}
-    for name, source in sources:
-        directory = adapterhub.fetch(source)
-        name, _, values = adapterhub.read_adapter_config(directory, KINDS, name)
-        if name in fused:
-            raise ValueError(f"two adapters are called {name!r}: {fused[name]} and {directory}")
-        adapterhub.note_other_encoder(source, values, args.model)
-        fused[load_adapter(bert, directory, name)] = directory
+    fused = options.find_adapters(args, KINDS, bert.config.model_type)
+    for name, directory in fused.items():
+        load_adapter(bert, directory, name)
     add_fusion(bert, fused, FUSIONS[args.fusion])
     if args.adapters_per_batch is not None:
         check_subset(bert, args.adapters_per_batch, list(fused))
@@ -257,7 +222,7 @@ def prepare(args):
     check_idle(args.out)
     device, dtype = choose_device(args.device, args.dtype)
     tasks = [get_task(name, args.data_dir) for name in args.tasks]
-    args.score = choose_score(args.score, tasks)
+    options.choose_score(args, [task.kind.scores for task in tasks])
     bert, heads, fused = build(args, tasks, device, dtype)
     sizes = bert.config.vocab_size, bert.config.type_vocab_size
     tokenizer = load_tokenizer(bert.directory, args.max_length, *sizes)
@@ -273,16 +238,6 @@ def prepare(args):
     return tasks, bert, heads, fused, splits["train"], splits["validation"], device, dtype
 
 
-def choose_score(name, tasks):
-    """What chooses the best epoch: --score, or the first score that the tasks have."""
-    known = [
-        name for name in tasks[0].kind.scores if all(name in task.kind.scores for task in tasks)
-    ]
-    if name is not None and name not in known:
-        raise ValueError(f"--score {name}: {tasks[0].name} has {', '.join(known)}")
-    return name or known[0]
-
-
 def train(args):
     """One stage, from the start or from where it was interrupted. Returns the closing line's
     dictionary. Raises ValueError and OSError for wrong input, FloatingPointError for a loss that is
@@ -293,19 +248,19 @@ def train(args):
     trained |= {f"heads.{name}": p for name, p in heads.named_parameters()}
     optimizer = make_optimizer(args, trained, device)
     lengths = [np.asarray(split.with_format("numpy")["length"][:]) for split in train_splits]
+    pad = bert.config.pad_token_id
     steps_per_epoch = len(epoch_batches(args, lengths, 1))
     with open_run(args, device, check) as run:
         config = {
             **options.settings(args),
-            **describe_tasks(args, tasks, fused),
-            **describe_data(train_splits, dev_splits),
+            **describe_data(args, tasks, fused, train_splits, dev_splits),
             **describe_machine(args, device, dtype),
             "steps_per_epoch": steps_per_epoch,
             "trained_parameters": sum(p.numel() for p in trained.values()),
         }
         at = run.open(config, trained, optimizer)
-        if run.is_new:
-            copy_adapters(args, bert, fused)
+        if run.is_new and run.rank == 0:  # their sources may be gone by the end
+            adapterhub.copy_adapters(fused, KINDS, args.out / "adapters", bert.config)
         run.begin(at)
         if args.compile:
             bert.compile(dynamic=True)
@@ -318,14 +273,11 @@ def train(args):
                     choose_adapters(bert, args, tasks[n], at, fused)
                     optimizer.zero_grad()
                     for share, examples in run.micro_batches(indices):
-                        batch = run.batch = collate(
-                            train_splits[n][examples], bert.config.pad_token_id
+                        batch = run.batch = collate(train_splits[n][examples], pad)
+                        loss = tasks[n].kind.loss(
+                            model(n, batch, dtype), batch["labels"].to(device)
                         )
-                        logits = model(n, batch, dtype)
-                        loss = tasks[n].kind.loss(logits, batch["labels"].to(device))
-                        l2 = (
-                            fusion_regularization(bert) if args.stage == "fusion" else 0
-                        )  # section 4.1
+                        l2 = fusion_regularization(bert)  # on V; 0 without fusion (section 4.1)
                         run.backward(share * loss, share * l2)
                     nn.utils.clip_grad_norm_(trained.values(), 1.0)
                     optimizer.step()
@@ -335,24 +287,6 @@ def train(args):
         if run.rank == 0:
             save(args, bert, heads, config)
         return run.finish(at)
-
-
-def describe_tasks(args, tasks, fused):
-    """What config.json says of labels, columns and fused adapters."""
-    labels = {task.name: list(task.labels) for task in tasks}
-    result = {
-        "labels": labels if args.stage == "multitask" else labels[tasks[0].name],
-        "columns": {task.name: list(task.columns) for task in tasks},
-    }
-    # a checkpoint's config.json has none: there AdapterHub's library takes "adapters" for its own
-    return result | ({} if args.stage in ("full", "multitask") else {"adapters": list(fused)})
-
-
-def copy_adapters(args, bert, fused):
-    """The fused adapters, into the run: their sources may be gone by the end."""
-    for name, directory in fused.items() if processes()[0] == 0 else ():
-        header = adapterhub.header(name, bert.config, bert.source)
-        adapterhub.copy_adapter(directory, KINDS, name, args.out / "adapters" / name, header)
 
 
 def save(args, bert, heads, config):

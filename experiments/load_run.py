@@ -17,8 +17,9 @@ from formats.adapterhub import check_name
 from formats.files import read_json
 from formats.tokenizer import load_tokenizer
 from fusion import load_fusion
+from runtime.options import check_length
 from runtime.processes import choose_device
-from train import STAGES, check_length
+from train import STAGES
 
 
 def is_texts(value):
@@ -113,13 +114,12 @@ def load_run_split(
     as there. Raises as load_split does."""
     data_dir, max_length = data_dir or config["data_dir"], max_length or config["max_length"]
     limit = limit or (config["limit_dev"] if split == "validation" else None)
-    check_length(max_length, bert)
+    check_length(max_length, bert.config.max_length)
     task = get_task(config["task"], data_dir, config["labels"], split)
     if list(task.labels) != config["labels"]:
         raise ValueError(f"{run} and {task.name} in {data_dir} have different labels, or choices")
-    columns = config["columns"].get(
-        task.name, [*task.columns]
-    )  # text_b of your own task is optional, but not now
+    # text_b of your own task is optional, but not now
+    columns = config["columns"].get(task.name, [*task.columns])
     if columns != [*task.columns]:
         raise ValueError(
             f"{run} has read the columns {columns!r:.100}, the {split} split in {data_dir} has "

@@ -597,9 +597,10 @@ def write_fusion(directory, options, tensors, values):
     write(directory, FUSION, {**FUSION_CONFIG, **options}, tensors, config)
 
 
-def copy_adapter(source, kinds, name, directory, values):
-    """Writes a saved adapter into `directory` under the name `name`, bit by bit, in today's format;
-    values: a `header`."""
-    saved = read_adapter(source, kinds, name)
-    values = {**values, "model_name": str(saved.values.get("model_name", ""))}
-    write_adapter(directory, saved.config, saved.tensors, values)
+def copy_adapters(sources, kinds, directory, config):
+    """Writes saved adapters, {name: directory}, into `directory`/NAME, bit by bit, in today's
+    format and under these names. config: their encoder's."""
+    for name, path in sources.items():
+        saved = read_adapter(path, kinds, name)
+        values = header(name, config, str(saved.values.get("model_name", "")))
+        write_adapter(Path(directory) / name, saved.config, saved.tensors, values)

@@ -15,13 +15,47 @@ from formats.tensorflow import read_tensorflow
 
 
 @dataclass
+class BertConfig:
+    """The fields of `bert_config.json` and `config.json` that change what is computed.
+
+    Raises ValueError, naming the field, for a configuration that is not a BERT or RoBERTa encoder.
+    """
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    classifier_dropout: float | None = None
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-12
+    pad_token_id: int = 0
+    position_embedding_type: str = "absolute"
+    model_type: str = "bert"
+
+    def __post_init__(self):
+        check_config(self)
+
+    @property
+    def max_length(self):
+        """The longest input in tokens. RoBERTa's positions start after its padding index."""
+        first = self.pad_token_id + 1 if self.model_type == "roberta" else 0
+        return self.max_position_embeddings - first
+
+
+@dataclass
 class Checkpoint:
     """An encoder's files, found and opened; its tensors are read by `read`."""
 
     directory: Path
     config_path: Path
     weights_path: Path
-    config: object  # of the class that `open_encoder` was given
+    config: BertConfig
     names: dict  # the hub's name of a tensor today -> its name in the file
     tensors: dict  # name in the file -> tensor, of TensorFlow a function that reads it
 
@@ -64,17 +98,16 @@ class Checkpoint:
         return result
 
 
-def open_encoder(source, config_class, modules):
+def open_encoder(source, modules):
     """The Checkpoint at `source`: a directory as Google published it (bert_config.json,
     bert_model.ckpt.*), a directory with config.json and model.safetensors or pytorch_model.bin, or
     else a Hugging Face hub id.
 
-    config_class: a dataclass of the configuration's fields; modules: the hub's names of an
-    encoder's modules. Raises FileNotFoundError if there is no such checkpoint, ValueError, naming
-    the file, if it cannot be read."""
+    modules: the hub's names of an encoder's modules. Raises FileNotFoundError if there is no such
+    checkpoint, ValueError, naming the file, if it cannot be read."""
     directory = fetch_encoder(source)
     config_path, weights_path = checkpoint_files(directory)
-    config = read_config(config_path, config_class)
+    config = read_config(config_path)
     modules = "|".join(map(re.escape, modules))
     known = re.compile(rf"(encoder\.layer\.\d+\.)?({modules})\.(weight|bias)")
 
@@ -111,7 +144,7 @@ def write_encoder(directory, config, tensors, prefix):
     )
 
 
-def check_config(config, activations):
+def check_config(config):
     """Raises ValueError that names the field of a configuration that no encoder here has."""
     sizes = (
         "vocab_size",
@@ -140,7 +173,7 @@ def check_config(config, activations):
             raise ValueError(f"{name} must be a number in [0, 1), not {value!r:.50}")
     choices = {
         "model_type": ("bert", "roberta"),
-        "hidden_act": tuple(activations),
+        "hidden_act": ("gelu", "gelu_new", "relu", "silu", "swish"),
         "position_embedding_type": ("absolute",),
     }
     for name, known in choices.items():
@@ -160,22 +193,22 @@ def check_config(config, activations):
         )
 
 
-def find_config(directory, config_class):
+def find_config(directory):
     """The configuration of a checkpoint directory; its weights are not read."""
-    return read_config(checkpoint_files(directory)[0], config_class)
+    return read_config(checkpoint_files(directory)[0])
 
 
-def read_config(path, config_class):
-    """config_class from bert_config.json or config.json; fields that it does not know are left
+def read_config(path):
+    """BertConfig from bert_config.json or config.json; fields that it does not know are left
     alone."""
     values = read_json(path)
-    known = {field.name for field in fields(config_class)}
+    known = {field.name for field in fields(BertConfig)}
     if values.get("is_decoder"):
         raise ValueError(
             f"{path}: is_decoder is on: a decoder sees only what is to the left, this is an encoder"
         )
     try:
-        return config_class(**{name: value for name, value in values.items() if name in known})
+        return BertConfig(**{name: value for name, value in values.items() if name in known})
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from e
 

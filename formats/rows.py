@@ -1,8 +1,10 @@
 """Rows of text and labels: from .jsonl, .json, .csv, .tsv and .parquet files, or from the hub, by
 `datasets`."""
 
+import contextlib
 import csv
 import glob
+import hashlib
 import json
 import logging
 import sys
@@ -189,6 +191,63 @@ def read_split(task, split, data_dir=None):
         ) from e
     urls = [url.split("@")[1].split("/")[0] for url in rows.download_checksums or {} if "@" in url]
     return where, rows, urls[0] if urls else task.revision
+
+
+def has_task(data_dir, name):
+    """Whether `data_dir` has a directory of that name, which is not one elsewhere."""
+    if data_dir is None or name in ("", "..") or Path(name).name != name:
+        return False
+    return (Path(data_dir) / name).is_dir()
+
+
+def select_columns(where, rows, columns, aliases):
+    """Rows with these columns alone, which may have other names in the file. Raises ValueError for
+    one that is missing."""
+    for other, column in aliases.items():
+        if other in rows.column_names and column not in rows.column_names:
+            rows = rows.rename_column(other, column)
+    if missing := [column for column in columns if column not in rows.column_names]:
+        there = ", ".join(rows.column_names)
+        raise ValueError(f"{where}, line 1: no column {missing[0]!r}; it has {there:.200}")
+    return rows.select_columns(columns)
+
+
+def check_size(where, count, expected, name, strict):
+    """A note, or if it is strict a ValueError, about another number of rows than the paper's."""
+    if count != expected:
+        message = f"{where} has {count} rows, the {name} of the paper has {expected}"
+        if strict:
+            raise ValueError(message)
+        print(f"note: {message}")
+
+
+@contextlib.contextmanager
+def naming_line(where, index):
+    """Puts file and line of a row before the message of a ValueError."""
+    try:
+        yield
+    except ValueError as e:
+        raise ValueError(f"{where}, line {line_of(where, index)}: {e}") from e
+
+
+def map_cached(rows, function, key, floats, description):
+    """
+    Rows as function(columns, indices) makes them, in batches: lists of lists of ids, label, length.
+    The cache of `datasets` is keyed by the rows and `key`. floats: whether labels are numbers, not
+    indices.
+    """
+    ids, integer = datasets.List(datasets.List(datasets.Value("int32"))), datasets.Value("int32")
+    label = datasets.Value("float32") if floats else integer
+    features = datasets.Features(input_ids=ids, token_type_ids=ids, label=label, length=integer)
+    return rows.map(
+        function,
+        batched=True,
+        with_indices=True,
+        remove_columns=rows.column_names,
+        features=features,
+        new_fingerprint=hashlib.sha256(repr([rows._fingerprint, *key]).encode()).hexdigest()[:32],
+        desc=description,
+    )
 
 
 def count_choices(path, rows):

@@ -92,9 +92,8 @@ def bundle_tensor(name, entry):
     dtype = FLOAT_TYPES.get(entry.get("dtype"))
     if dtype is None:
         raise ValueError(f"{name} has TensorFlow type {entry.get('dtype')}, expected a float type")
-    dimensions = protobuf(entry.get("shape", [b""])[-1][:100], SHAPE).get(
-        "dimensions", []
-    )  # two need no more
+    # two need no more
+    dimensions = protobuf(entry.get("shape", [b""])[-1][:100], SHAPE).get("dimensions", [])
     shape = tuple(protobuf(dimension, DIMENSION).get("size", 0) for dimension in dimensions)
     data, offset, size = entry["data"], entry.get("offset", 0), entry.get("size", 0)
     if (
@@ -105,9 +104,8 @@ def bundle_tensor(name, entry):
             f"{name}: shape {list(shape)[:9]} in {dtype} is not {size} bytes at {offset} of "
             f"{data.name}"
         )
-    array = np.memmap(
-        data, dtype=dtype, mode="c", offset=offset, shape=shape
-    )  # writable, but never into the file
+    # writable, but never into the file
+    array = np.memmap(data, dtype=dtype, mode="c", offset=offset, shape=shape)
     view = array.view()
     view.flags.writeable = False  # google_crc32c takes no buffer that could change
     if not intact(view, entry.get("crc", 0)):
@@ -125,9 +123,8 @@ def table_entries(table):
     of their places."""
     if len(table) < 48 or int.from_bytes(table[-8:], "little") != TABLE_MAGIC:
         raise ValueError("not the index of a TensorFlow checkpoint, or cut off")
-    _, position = varint(
-        table, len(table) - 48
-    )  # where the metaindex block is, which is not needed
+    # where the metaindex block is, which is not needed
+    _, position = varint(table, len(table) - 48)
     _, position = varint(table, position)
     offset, position = varint(table, position)
     size, _ = varint(table, position)

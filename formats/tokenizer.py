@@ -81,9 +81,8 @@ def wordpiece(directory):
     lacking = [token for token in special[:4] if token not in vocab]
     if lacking:
         raise ValueError(f"vocab.txt has no {lacking[0]}")
-    cased = any(
-        word != word.lower() for word in vocab if not word.startswith("[")
-    )  # not isupper(): uncased ones have "ℝ"
+    # not isupper(): uncased ones have "ℝ"
+    cased = any(word != word.lower() for word in vocab if not word.startswith("["))
     config = directory / "tokenizer_config.json"
     if config.is_file():
         cased = not json.loads(config.read_text(encoding="utf-8")).get("do_lower_case", not cased)

@@ -57,6 +57,11 @@ def clear(out, patterns):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
+def resumes(args):
+    """Whether there is a state to go on from, and it is wanted."""
+    return args.resume and (args.out / "resume.pt").exists()
+
+
 def check_idle(out):
     """Raises ValueError if another process is at work in a run's directory."""
     if (out / "log.jsonl").exists():

@@ -26,9 +26,8 @@ def inspect_encoder(load):
         bert = load(sys.argv[1])
         sizes = bert.config.max_length, bert.config.vocab_size, bert.config.type_vocab_size
         tokenizer = load_tokenizer(bert.directory, *sizes)
-        text = (
-            "".join(sys.argv[2:]).encode().decode() or "Hello."
-        )  # refuses bytes that are not UTF-8
+        # refuses bytes that are not UTF-8
+        text = "".join(sys.argv[2:]).encode().decode() or "Hello."
         encoding = tokenizer.encode(text)
         h = bert(torch.tensor([encoding.ids]), torch.tensor([encoding.type_ids]))  # [1, T, d]
         if not h.isfinite().all():
@@ -55,9 +54,8 @@ def inspect_encoder(load):
     print("[CLS]", " ".join(f"{value:.5f}" for value in h[0, 0, :8].tolist()))
 
 
-def inspect_task(data, config_class):
-    """`python data.py TASK`: prints what the model will see of a task. data: the module;
-    config_class: the encoder's."""
+def inspect_task(data):
+    """`python data.py TASK`: prints what the model will see of a task. data: the module."""
     parser = Parser(description="Shows what the model will see of a task.")
     parser.add_argument("task")
     parser.add_argument(
@@ -71,7 +69,7 @@ def inspect_task(data, config_class):
         args = parser.parse_args()
         task = data.get_task(args.task, args.data_dir)
         directory = fetch_encoder(args.model)
-        config = find_config(directory, config_class)
+        config = find_config(directory)
         # as train.py has it, so that it finds the tokens in the cache
         task = replace(task, max_length=min(task.max_length, config.max_length))
         tokenizer = load_tokenizer(

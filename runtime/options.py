@@ -14,9 +14,15 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from formats.adapterhub import without_effect
+from formats.adapterhub import (
+    fetch,
+    note_other_encoder,
+    paper_adapters,
+    read_adapter_config,
+    without_effect,
+)
 from formats.files import read_json
-from runtime.directory import check_out, resolved
+from runtime.directory import check_out, resolved, resumes
 from runtime.state import FREE
 
 
@@ -299,6 +305,70 @@ def configure(preset, reduction_factor, changes):
     return config
 
 
+def new_adapter(args, adapters, hidden_size, layers):
+    """The configuration of --adapter with all its options, for an encoder of this size. Raises
+    ValueError."""
+    factor = args.reduction_factor
+    if not 0 < factor <= hidden_size:
+        raise ValueError(
+            f"--reduction-factor {factor:g} leaves no bottleneck in hidden size {hidden_size}"
+        )
+    factor = int(factor) if factor.is_integer() else factor
+    config = configure(adapters[args.adapter], factor, args.adapter_config)
+    left_out = list(getattr(config, "leave_out", ()))
+    if not {*left_out} <= {*range(layers)}:
+        raise ValueError(
+            f"--adapter-config: leave_out {left_out!r:.50} has others than the layers 0 .. "
+            f"{layers - 1}"
+        )
+    return config
+
+
+def find_adapters(args, kinds, model_type):
+    """{name: directory} of --adapters. Raises ValueError if two have the same name,
+    FileNotFoundError for one that is not there."""
+    sources = []
+    for source in args.adapters:
+        sources += paper_adapters(model_type) if source == "paper" else [(None, source)]
+    if resumes(args) and (args.out / "config.json").exists():
+        # the run's own copies: a source may be gone, or newer
+        names = read_json(args.out / "config.json")["adapters"]
+        sources = [(name, args.out / "adapters" / name) for name in names]
+    found = {}
+    for name, source in sources:
+        directory = fetch(source)
+        name, _, values = read_adapter_config(directory, kinds, name)
+        if name in found:
+            raise ValueError(f"two adapters are called {name!r}: {found[name]} and {directory}")
+        note_other_encoder(source, values, args.model)
+        found[name] = directory
+    return found
+
+
+def choose_length(args, by_task, longest):
+    """--max-length, or else the tasks' largest, of an encoder that takes `longest` tokens. Raises
+    ValueError."""
+    if args.max_length is None:
+        args.max_length = min(max(by_task), longest)
+    check_length(args.max_length, longest)
+
+
+def check_length(max_length, longest):
+    if not 8 <= max_length <= longest:
+        raise ValueError(
+            f"--max-length must be in 8 .. {longest} for this encoder, not {max_length}"
+        )
+
+
+def choose_score(args, scores):
+    """--score, or else the first that all tasks have; scores: {name: function} of each. Raises
+    ValueError."""
+    known = [name for name in scores[0] if all(name in other for other in scores)]
+    if args.score is not None and args.score not in known:
+        raise ValueError(f"--score {args.score}: there is {', '.join(known)}")
+    args.score = args.score or known[0]
+
+
 # How a run goes on, not what it computes; or recorded as it was found: device, dtype, compile
 NOT_RECORDED = {
     "out",
@@ -317,9 +387,8 @@ NOT_RECORDED = {
 def settings(args):
     """What config.json says of a command, None where its stage has no such thing."""
     values = {name: value for name, value in vars(args).items() if name not in NOT_RECORDED}
-    values["sources"] = values.pop(
-        "adapters"
-    )  # as given: they may be gone when the run is continued
+    # as given: they may be gone when the run is continued
+    values["sources"] = values.pop("adapters")
     values["model"] = resolved(args.model)
     values["data_dir"] = args.data_dir and resolved(args.data_dir)
     belongs = {

@@ -61,6 +61,5 @@ def micro_batches(indices, count):
 
 
 def out_of_memory(error):
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(
-        error
-    )  # the latter on a CPU
+    # the latter on a CPU
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from formats.files import write_json
-from runtime.directory import RUN_FILES, TEMPORARY, clear, flush, lock
+from runtime.directory import RUN_FILES, TEMPORARY, clear, flush, lock, resumes
 from runtime.processes import all_reduce, micro_batches, out_of_memory, processes
 from runtime.state import Progress, load_state, save_state
 
@@ -77,11 +77,6 @@ def open_run(args, device, check):
         ) from e
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def resumes(args):
-    """Whether there is a state to go on from, and it is wanted."""
-    return args.resume and (args.out / "resume.pt").exists()
 
 
 class Run:
@@ -338,9 +333,8 @@ class Run:
         result |= {"seconds": round(at.seconds, 2), "out": str(self.out)}
         if self.rank == 0:
             flush(*self.out.rglob("*"), self.out)
-            write_json(
-                self.out / "metrics.json", result
-            )  # last: a directory with it is a finished run
+            # last: a directory with it is a finished run
+            write_json(self.out / "metrics.json", result)
             flush(self.out / "metrics.json", self.out)
             (self.out / "resume.pt").unlink(missing_ok=True)
         if self.failure:
@@ -348,19 +342,27 @@ class Run:
         return result
 
 
-def describe_data(train_splits, dev_splits):
-    """What config.json says of the data."""
+def describe_data(args, tasks, fused, train_splits, dev_splits):
+    """What config.json says of the data and the fused adapters."""
     digest = hashlib.sha256()  # of the data, as far as a look at every text is not needed
     for split in (*train_splits, *dev_splits):
         columns = split.with_format("numpy")
         digest.update(columns["length"][:].tobytes() + columns["label"][:].tobytes())
     revisions = ",".join(split.info.description for split in train_splits).strip(",")
-    return {
+    labels = {task.name: list(task.labels) for task in tasks}
+    result = {
         "data_sha256": digest.hexdigest(),
         "data_revision": revisions or None,
         "train_examples": sum(map(len, train_splits)),
         "dev_examples": sum(map(len, dev_splits)),
+        "labels": labels if args.stage == "multitask" else labels[tasks[0].name],
+        "columns": {task.name: list(task.columns) for task in tasks},
     }
+    if args.stage not in ("full", "multitask"):
+        # a checkpoint's config.json has none: there AdapterHub's library takes "adapters" for its
+        # own
+        result["adapters"] = list(fused)
+    return result
 
 
 def describe_machine(args, device, dtype):

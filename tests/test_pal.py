@@ -117,8 +117,7 @@ def test_files(kind, encoder, tmp_path):
     bert = with_adapters(encoder, KINDS[kind]).float()
     save_adapter(bert, "a", tmp_path / "a")
     again = Bert.from_pretrained(encoder)
-    header = adapterhub.header("b", again.config, again.source)
-    adapterhub.copy_adapter(tmp_path / "a", ARCHITECTURES, "b", tmp_path / "b", header)
+    adapterhub.copy_adapters({"b": tmp_path / "a"}, ARCHITECTURES, tmp_path, again.config)
     activate(again, load_adapter(again, tmp_path / "b"))
     with torch.no_grad():
         assert torch.equal(again(IDS, None, MASK), bert(IDS, None, MASK))

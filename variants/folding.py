@@ -20,11 +20,8 @@ class FoldedFusion(nn.Module):
         super().__init__()
         self.name, self.adapter_names = fusion.name, fusion.adapter_names
         self.masked, self.weights = fusion.masked, None
-        Q, K, V = (
-            fusion.query.weight,
-            fusion.key.weight,
-            fusion.value.weight,
-        )  # b_K does not change the softmax
+        # b_K does not change the softmax
+        Q, K, V = (fusion.query.weight, fusion.key.weight, fusion.value.weight)
         U, indicator = up_projections(fusion.unmasked(adapters), Q.dtype)  # [d, R], [R, N]
         self.register_buffer("to_scores", (K @ U).T @ Q)  # [R, d]
         self.register_buffer("to_scores_bias", fusion.query.bias @ K @ U)  # [R]
