@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from formats.encoder import open_encoder, write_encoder
+from formats.encoder import BertConfig, open_encoder, write_encoder
 from runtime.kernels import dropout, embedding
 
 ACTIVATIONS = {
@@ -110,7 +110,7 @@ def attention(q, k, v, mask, p):
 class Bert(nn.Module):
     """BERT or RoBERTa without pooler and pretraining heads."""
 
-    def __init__(self, config):
+    def __init__(self, config: BertConfig):
         super().__init__()
         self.config = config
         self.source = None  # what from_pretrained was given, written into the files of adapters

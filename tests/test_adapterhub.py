@@ -35,6 +35,7 @@ from experiments.load_run import load_run
 from formats.adapterhub import PAPER_ADAPTERS
 from formats.tokenizer import load_tokenizer
 from fusion import add_fusion, fusion_regularization, fusion_weights, load_fusion, save_fusion
+from variants.houlsby import RecipeConfig
 
 PEER = os.environ.get("PEER_PYTHON")
 needs_peer = pytest.mark.skipif(
@@ -619,7 +620,7 @@ def test_fields_that_old_configs_lack_are_the_reference_s_defaults(ours, tmp_pat
     values["config"] = {key: values["config"][key] for key in required} | {"leave_out": None}
     (source / "adapter_config.json").write_text(json.dumps(values))
     load_adapter(bert, source)
-    assert next(bert.slots())[1].adapters["bottom"].config == AdapterConfig(
+    assert next(bert.slots())[1].adapters["bottom"].config == RecipeConfig(
         mh_adapter=True,
         output_adapter=False,
         reduction_factor=4,

@@ -167,7 +167,7 @@ def test_the_hub_is_asked_for_what_the_table_says(monkeypatch, tokenizer, tmp_pa
             "parquet", data_files={split: str(tmp_path / config / f"{split}.parquet")}, split=split
         )
 
-    monkeypatch.setattr(data.datasets, "load_dataset", hub)
+    monkeypatch.setattr(datasets, "load_dataset", hub)
     split = load_split(get_task("mnli"), "validation", tokenizer)
     assert asked == [("nyu-mll/glue", "mnli", "validation_matched", None)]
     assert split["label"][:] == [2]
