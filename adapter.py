@@ -20,6 +20,7 @@ from torch import nn
 
 from bert import ACTIVATIONS
 from formats import adapterhub
+from formats.encoder import read_pooler
 from formats.files import naming
 
 NON_LINEARITIES = {
@@ -79,8 +80,9 @@ class AdapterConfig:
 
     @classmethod
     def bapna(cls, **changes):
-        """Bapna and Firat (2019): one per layer, on top, with a new LayerNorm on its input."""
-        return cls(**{"ln_before": True, **changes})
+        """Bapna and Firat (2019): h + U·relu(D·LN_new(h)) on each layer's output h = LN(f + x)."""
+        own = {"ln_before": True, "original_ln_after": False, "residual_before_ln": False}
+        return cls(**{**own, **changes})
 
     def bottleneck_size(self, hidden_size, layer):
         """r of one layer. The reference rounds down, and never below 1."""
@@ -232,10 +234,10 @@ def set_active(bert, name):
 
 
 class Head(nn.Module):
-    """The prediction head, on the last layer's [CLS] vector, without pooler. The paper does not
-    describe it; this is AdapterHub's. config holds its fields: head_type ("classification" |
+    """The prediction head, on the last layer's [CLS] vector. The paper does not describe it; this
+    is AdapterHub's. config holds its fields: head_type ("classification" |
     "multiple_choice"), num_labels or num_choices, layers (2: dropout, linear d -> d, tanh,
-    dropout, linear; 1: dropout, linear), label2id. Raises ValueError for any other head."""
+    dropout, linear; 1: dropout, linear), use_pooler, label2id. Raises ValueError for others."""
 
     def __init__(self, config, bert_config):
         super().__init__()
@@ -250,6 +252,7 @@ class Head(nn.Module):
         if self.config["layers"] == 2:
             modules = [nn.Dropout(dropout), nn.Linear(d, d), nn.Tanh(), *modules]
         self.layers = nn.Sequential(*modules)
+        self.pooler = nn.Linear(d, d) if self.config["use_pooler"] else None  # the encoder's own
         for module in modules:
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=bert_config.initializer_range)
@@ -259,6 +262,8 @@ class Head(nn.Module):
         """h: hidden states [B·C, T, d], an example's C candidates in a row (1 for classification)
         -> logits [B, K]"""
         cls = h[:, 0].to(self.layers[-1].weight.dtype)  # [B·C, d]
+        if self.pooler is not None:
+            cls = self.pooler(cls).tanh()
         return self.layers(cls).view(-1, self.num_outputs)
 
 
@@ -309,4 +314,6 @@ def load_head(bert, directory):
     saved = adapterhub.read_head(directory)
     head = Head(saved.config, bert.config)
     saved.fill({("heads", part): p for part, p in head.layers.named_parameters()})
+    if head.pooler is not None:  # in the encoder's files, not in the head's
+        head.pooler.load_state_dict(read_pooler(bert.directory))
     return head.to(bert.device).requires_grad_(False).eval()

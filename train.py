@@ -73,7 +73,6 @@ def build(args, tasks, device, dtype):
     weights are held in `dtype`, trained ones in fp32. Returns (bert, heads, {name: directory} of
     fused adapters)."""
     bert = Bert.from_pretrained(args.model)
-    options.choose_length(args, [task.max_length for task in tasks], bert.config.max_length)
     bert.to(device, torch.float32 if args.stage in ("full", "multitask") else dtype)
     torch.manual_seed(args.seed)
     fused = {}
@@ -166,12 +165,13 @@ def make_optimizer(args, trained, device):
 
 
 def set_learning_rate(optimizer, args, at, steps_per_epoch):
-    """Up from 0 over the warm-up, then linearly down to 0 (section 4.1)."""
+    """Linearly down to 0 (section 4.1), under a warm-up from 0 as Google's BERT has it."""
     step = (at.epoch - 1) * steps_per_epoch + at.step
     progress = step / (steps_per_epoch * args.epochs)
-    decay = (1 - progress) / (1 - args.warmup)
     for group in optimizer.param_groups:
-        group["lr"] = args.lr * (decay if progress >= args.warmup else progress / args.warmup)
+        group["lr"] = args.lr * (
+            1 - progress if progress >= args.warmup else progress / args.warmup
+        )
 
 
 def epoch_batches(args, lengths, epoch):
@@ -225,16 +225,15 @@ def prepare(args):
     options.choose_score(args, [task.kind.scores for task in tasks])
     bert, heads, fused = build(args, tasks, device, dtype)
     sizes = bert.config.vocab_size, bert.config.type_vocab_size
-    tokenizer = load_tokenizer(bert.directory, args.max_length, *sizes)
-    given = {"data_dir": args.data_dir, "strict": args.strict_data}
-    limits = {
-        "train": {"limit": args.limit_train, "seed": args.seed},
-        "validation": {"limit": args.limit_dev},
-    }
-    splits = {
-        name: [load_split(task, name, tokenizer, **limit, **given) for task in tasks]
-        for name, limit in limits.items()
-    }
+    options.choose_lengths(args, tasks, bert.config.max_length)
+    splits = {"train": [], "validation": []}
+    for task in tasks:
+        tokenizer = load_tokenizer(bert.directory, args.lengths[task.name], *sizes)
+        given = (tokenizer, args.data_dir)
+        train = load_split(task, "train", *given, args.limit_train, args.seed, args.strict_data)
+        splits["train"].append(train)
+        dev = load_split(task, "validation", *given, args.limit_dev, strict=args.strict_data)
+        splits["validation"].append(dev)
     return tasks, bert, heads, fused, splits["train"], splits["validation"], device, dtype
 
 
@@ -271,7 +270,9 @@ def train(args):
                 for n, indices in run.steps(epoch_batches(args, lengths, at.epoch), at):
                     set_learning_rate(optimizer, args, at, steps_per_epoch)
                     choose_adapters(bert, args, tasks[n], at, fused)
-                    optimizer.zero_grad()
+                    # zeros let Adam's momentum go on between a task's batches (Stickland and
+                    # Murray)
+                    optimizer.zero_grad(set_to_none=args.stage != "multitask")
                     for share, examples in run.micro_batches(indices):
                         batch = run.batch = collate(train_splits[n][examples], pad)
                         loss = tasks[n].kind.loss(

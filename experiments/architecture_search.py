@@ -90,7 +90,7 @@ STEPS = {  # step: (title, {option: (label, fields of RecipeConfig)}), the paper
 EXTRAS = {  # what the search is said to include: label, configuration
     "houlsby": (
         "Houlsby et al. (2019), LayerNorms too",
-        RecipeConfig.houlsby(layer_norms=True, init_weights="houlsby"),
+        RecipeConfig.houlsby_recipe(init_weights="houlsby"),
     ),
     "houlsby_adapters": ("Houlsby et al. (2019), adapters alone", RecipeConfig.houlsby()),
     "bapna": ("Bapna and Firat (2019)", RecipeConfig.bapna()),

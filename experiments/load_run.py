@@ -40,7 +40,11 @@ def read_run_config(directory):
     }
     config = {**defaults, **read_json(directory / "config.json")}
     stage, labels = config.get("stage"), config.get("labels")
-    counts = ["max_length", "batch_size", "grad_accumulation"]
+    lengths = config.get("max_length")
+    lengths = (
+        list(lengths.values()) if stage == "multitask" and type(lengths) is dict else [lengths]
+    )
+    counts = ["batch_size", "grad_accumulation"]
     if config["limit_dev"] is not None:
         counts.append("limit_dev")
     right = {
@@ -51,6 +55,7 @@ def read_run_config(directory):
         "data_dir": type(config["data_dir"]) in (str, type(None)),
         "columns": type(config["columns"]) is dict
         and all(map(is_texts, config["columns"].values())),
+        "max_length": bool(lengths) and all(type(n) is int and n > 0 for n in lengths),
         **{name: type(config.get(name)) is str for name in ("task", "model")},
         **{name: type(config.get(name)) is int and config[name] > 0 for name in counts},
     }
@@ -88,6 +93,8 @@ def load_run(directory, device="cpu", dtype=torch.float32, model=None, task=None
                 f"{', '.join(labels)}"
             )
         config |= {"task": task, "labels": labels[task]}
+        if isinstance(config["max_length"], dict):
+            config["max_length"] = config["max_length"].get(task)
         check_name(task)
         directory /= f"{'heads' if config.get('adapter') == 'none' else 'adapters'}/{task}"
     if stage == "adapter" or stage == "multitask" and config.get("adapter") != "none":

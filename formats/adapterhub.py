@@ -96,9 +96,12 @@ FUSION_CONFIG = {
 }
 
 # The single-task adapters that the paper's authors published (version "AdapterFusion", reduction
-# factor 16), for BERT-base-uncased and RoBERTa-base. Five of GLUE are missing for BERT; in their
-# place, those of the AdapterHub paper, of the same architecture. Inside the files they have other
-# names (glue_mnli): they are loaded under their tasks'.
+# factor 16), for BERT-base-uncased and RoBERTa-base, called by the task under which they are loaded
+# here; inside the files they have other names (glue_mnli). For BERT, those of mnli, qqp, sst2, mrpc
+# and rte are not the paper's own: these were released, too, and replaced on 24 August 2020
+# (repository adapter-hub/Hub, commits 6780757 and 7fe32f7) by those of the AdapterHub paper, of the
+# same architecture. Their heads are BertForSequenceClassification's: the pretrained pooler, which is
+# in the encoder's files, and one linear layer.
 PAPER_ADAPTERS = {
     "mnli": (
         "AdapterHub/bert-base-uncased_nli_multinli_pfeiffer",
@@ -312,7 +315,7 @@ def head_config(config):
         )
     if config["head_type"] == "classification":  # the other kind has no such field
         config.setdefault("bias", True)
-    supported = {"layers": (1, 2), "use_pooler": (False,), "bias": (True, None)}
+    supported = {"layers": (1, 2), "use_pooler": (False, True), "bias": (True, None)}
     if config.get("layers") != 1:
         supported["activation_function"] = ("tanh",)
     for field, values in supported.items():
@@ -513,7 +516,11 @@ def bottleneck_options(path, values, options):
     if "version" not in values:  # then "gelu" is gelu_new
         old = {"gelu": "gelu_new", "gelu_orig": "gelu"}
         options["non_linearity"] = old.get(options["non_linearity"], options["non_linearity"])
-    if options.get("init_weights") not in ("bert", "houlsby"):  # of no effect on a saved adapter
+    if options.get("init_weights") not in (
+        "bert",
+        "houlsby",
+        "houlsby_code",
+    ):  # of no effect on a saved adapter
         options.pop("init_weights", None)
     return options
 

@@ -132,6 +132,26 @@ def open_encoder(source, modules):
     return Checkpoint(directory, config_path, weights_path, config, names, tensors)
 
 
+def read_pooler(directory):
+    """{"weight": [d, d], "bias": [d]} of the pretrained pooler, which the encoder itself does not
+    need. Raises ValueError if the checkpoint has none."""
+    _, weights_path = checkpoint_files(directory)
+    google = weights_path.suffix == ".index"
+    if google:
+        others = re.compile(r"(?!bert/(pooler|embeddings)/).*")
+        tensors = read_tensorflow(weights_path, lambda names: [], others)
+    else:
+        tensors = read_tensors(weights_path)
+    names = hub_names(tensors)
+    found = {}
+    for kind in ("weight", "bias"):
+        name = names.get(f"pooler.dense.{kind}")
+        if name is None:
+            raise ValueError(f"{weights_path}: it has no pooler, which the head is to read")
+        found[kind] = (tensors[name]() if google else tensors[name]).float()
+    return found
+
+
 def write_encoder(directory, config, tensors, prefix):
     """Writes config.json, whose other keys stay, and model.safetensors with `prefix` before the
     names."""

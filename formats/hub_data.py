@@ -2,7 +2,8 @@
 
 Repositories that today's `datasets` can load (no scripts). Labels are in a fixed order of ours: a
 file's own feature names are never used; an integer is an index into them. sizes: rows of training
-and development set.
+and development set; hub_sizes: where the hub's copy has others. held_out: training examples that
+are the development set, where there is no other than the test set.
 """
 
 GLUE, SUPER_GLUE = "nyu-mll/glue", "aps/super_glue"
@@ -44,8 +45,8 @@ HUB = {
         "config": "plain_text",
         "columns": ("text",),
         "labels": ("neg", "pos"),
-        "sizes": (25000, 25000),
-        "dev": "test",
+        "sizes": (23000, 2000),
+        "held_out": 2000,
     },
     "hellaswag": {
         "source": "Rowan/hellaswag",
@@ -117,7 +118,8 @@ HUB = {
         "config": None,
         "columns": ("sentence_A", "sentence_B"),
         "labels": NLI,
-        "sizes": (4439, 495),
+        "sizes": (4500, 500),
+        "hub_sizes": (4439, 495),
         "revision": "refs/convert/parquet",
     },
     "rte": {

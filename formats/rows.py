@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import datasets
+import numpy as np
 
 # errors are raised, and reported once; `datasets` logs them too
 logging.getLogger("datasets").setLevel(logging.CRITICAL)
@@ -165,15 +166,33 @@ def read_argument(directory, split):
 
 
 def read_split(task, split, data_dir=None):
-    """(where, rows, revision): the rows of "train", "validation" or another split, from `data_dir`,
-    or the hub without one."""
-    if data_dir is not None:
-        directory = Path(data_dir) / task.name
+    """
+    (where, rows, their places in the file, revision) of "train", "validation" or another split,
+    from `data_dir`, or the hub without one. Of a task without a development set (`held_out`),
+    "validation" are training examples, always the same ones, and "train" the others, unless
+    `data_dir` has a validation file.
+    """
+    directory = None if data_dir is None else Path(data_dir) / task.name
+    split_here = task.held_out and split in ("train", "validation")
+    if directory is not None and list(directory.glob("validation.*")):
+        split_here = False
+    where, rows, revision = read_whole_split(task, "train" if split_here else split, directory)
+    if not split_here:
+        return where, rows, np.arange(len(rows)), revision
+    drawn = np.random.default_rng(0).permutation(len(rows))
+    count = min(task.held_out, len(rows) // 2)
+    order = np.sort(drawn[:count] if split == "validation" else drawn[count:])
+    return where, rows.select(order), order, revision
+
+
+def read_whole_split(task, split, directory):
+    """(where, rows, revision) of a split as it is stored; directory: DATA_DIR/TASK, or None for the
+    hub."""
+    if directory is not None:
         if task.name == "argument" and directory.is_dir() and not list(directory.glob("train.*")):
             return *read_argument(directory, split), None
-        return *read_file(
-            directory, task.name, split, task.dev if split == "validation" else None
-        ), None
+        other_name = task.dev if split == "validation" else None
+        return *read_file(directory, task.name, split, other_name), None
     if task.source is None:
         raise FileNotFoundError(
             "the UKP Sentential Argument Mining Corpus is not on the hub: request it at "
@@ -212,10 +231,14 @@ def select_columns(where, rows, columns, aliases):
     return rows.select_columns(columns)
 
 
-def check_size(where, count, expected, name, strict):
-    """A note, or if it is strict a ValueError, about another number of rows than the paper's."""
-    if count != expected:
-        message = f"{where} has {count} rows, the {name} of the paper has {expected}"
+def check_size(where, count, task, split, strict):
+    """A note, or if it is strict a ValueError, about another number of rows than the paper's and
+    the hub's."""
+    which = split != "train"
+    known = [sizes[which] for sizes in (task.sizes, task.hub_sizes) if sizes]
+    if known and count not in known:
+        message = f"{where} has {count} rows, the {task.name} of the paper has {known[0]}"
+        message += "".join(f", the hub's copy has {other}" for other in known[1:])
         if strict:
             raise ValueError(message)
         print(f"note: {message}")

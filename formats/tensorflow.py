@@ -42,11 +42,12 @@ SHAPE, DIMENSION = {(2, 2): "dimensions"}, {(1, 0): "size"}
 IGNORED = re.compile(r"(bert/pooler|cls|bert/prompt_tuning)/.*|(.*/)?(adam_[mv]|global_step)")
 
 
-def read_tensorflow(path, unknown):
+def read_tensorflow(path, unknown, ignored=IGNORED):
     """
     {name: function that reads the tensor} for the encoder's variables in a TensorFlow checkpoint.
 
-    path: the `.index` file; unknown(names): those of them that no encoder has. Raises ValueError,
+    path: the `.index` file; unknown(names): those of them that no encoder has;
+    ignored: names that are passed over. Raises ValueError,
     here or when a tensor is read, for a damaged file (every block and tensor that is read is
     checked against its CRC-32C), for variables that are not BERT's, and for what Google's releases
     do not contain: compressed, big-endian or sliced bundles."""
@@ -65,7 +66,7 @@ def read_tensorflow(path, unknown):
                     f"{listed([name])} is a partitioned variable in slices, {UNSUPPORTED}, "
                     "without a partitioner"
                 )
-        entries = {name: entry for name, entry in entries.items() if not IGNORED.fullmatch(name)}
+        entries = {name: entry for name, entry in entries.items() if not ignored.fullmatch(name)}
         if strange := unknown(entries):
             raise ValueError(f"unknown variables {listed(strange)}")
         used = Counter()

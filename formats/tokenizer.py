@@ -81,16 +81,22 @@ def wordpiece(directory):
     lacking = [token for token in special[:4] if token not in vocab]
     if lacking:
         raise ValueError(f"vocab.txt has no {lacking[0]}")
-    # not isupper(): uncased ones have "ℝ"
-    cased = any(word != word.lower() for word in vocab if not word.startswith("["))
+    # not isupper(): uncased ones have "ℝ"; [CLS], and in Chinese BERT's vocabulary, which is
+    # lower-cased, <S> and <T>
+    words = (word for word in vocab if not word.startswith("[") and word not in ("<S>", "<T>"))
+    options = {"do_lower_case": all(word == word.lower() for word in words)}
     config = directory / "tokenizer_config.json"
     if config.is_file():
-        cased = not json.loads(config.read_text(encoding="utf-8")).get("do_lower_case", not cased)
+        options |= json.loads(config.read_text(encoding="utf-8"))
     tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     tokenizer.add_special_tokens(
         [AddedToken(token, special=True) for token in special if token in vocab]
     )
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased)
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        lowercase=bool(options["do_lower_case"]),
+        strip_accents=options.get("strip_accents"),  # None: as lowercase is
+        handle_chinese_chars=bool(options.get("tokenize_chinese_chars", True)),
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.BertProcessing(
         ("[SEP]", vocab["[SEP]"]), ("[CLS]", vocab["[CLS]"])

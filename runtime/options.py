@@ -109,7 +109,7 @@ def arguments(argv, stages, adapters, fusions):
         help="share of the steps before that, in which it rises from 0; default multitask "
         "0.1, else 0",
     )
-    add("--steps-per-epoch", type=int, default=2400, help="multitask")
+    add("--steps-per-epoch", type=int, help="multitask; default 300 for each task")
     add(
         "--sampling",
         default="annealed",
@@ -132,8 +132,7 @@ def arguments(argv, stages, adapters, fusions):
     add(
         "--weight-decay",
         type=float,
-        default=0.0,
-        help="AdamW's; never on biases, LayerNorms and fusion's V",
+        help="AdamW's; never on biases, LayerNorms and fusion's V; default multitask 0.01, else 0",
     )
     add("--seed", type=int, default=0)
     add("--limit-train", type=int, help="train on so many examples, drawn with the seed")
@@ -187,9 +186,14 @@ def arguments(argv, stages, adapters, fusions):
         raise ValueError(f"--stage {args.stage} takes --task, and no --tasks")
     args.adapter = args.adapter or ("pal" if multitask else "pfeiffer")
     args.warmup = (0.1 if multitask else 0.0) if args.warmup is None else args.warmup
+    if args.weight_decay is None:
+        args.weight_decay = 0.01 if multitask else 0.0
+    if multitask and args.steps_per_epoch is None:
+        args.steps_per_epoch = 300 * len(args.tasks)
     args.patience = (args.epochs if multitask else 5) if args.patience is None else args.patience
     prefix = "" if args.stage == "adapter" else f"{args.stage}-"
     args.adapter_config = dict(map(as_field, args.adapter_config))
+    args.lengths = None  # by task, see choose_lengths
     args.out = Path(args.out or ("runs/multitask" if multitask else f"runs/{prefix}{args.task}"))
     args.task, args.tasks = args.task or ",".join(args.tasks), args.tasks or [args.task]
     args.command = shlex.join(["train.py", *(sys.argv[1:] if argv is None else argv)])
@@ -345,12 +349,12 @@ def find_adapters(args, kinds, model_type):
     return found
 
 
-def choose_length(args, by_task, longest):
-    """--max-length, or else the tasks' largest, of an encoder that takes `longest` tokens. Raises
-    ValueError."""
-    if args.max_length is None:
-        args.max_length = min(max(by_task), longest)
-    check_length(args.max_length, longest)
+def choose_lengths(args, tasks, longest):
+    """args.lengths = {task: tokens}, by --max-length or else by task, of an encoder that takes
+    `longest` tokens. Raises ValueError."""
+    args.lengths = {task.name: args.max_length or min(task.max_length, longest) for task in tasks}
+    for length in args.lengths.values():
+        check_length(length, longest)
 
 
 def check_length(max_length, longest):
@@ -371,6 +375,7 @@ def choose_score(args, scores):
 
 # How a run goes on, not what it computes; or recorded as it was found: device, dtype, compile
 NOT_RECORDED = {
+    "lengths",
     "out",
     "resume",
     "overwrite",
@@ -390,6 +395,10 @@ def settings(args):
     # as given: they may be gone when the run is continued
     values["sources"] = values.pop("adapters")
     values["model"] = resolved(args.model)
+    if args.lengths is not None:
+        values["max_length"] = (
+            args.lengths if args.stage == "multitask" else args.lengths[args.task]
+        )
     values["data_dir"] = args.data_dir and resolved(args.data_dir)
     belongs = {
         "adapter": args.stage in ("adapter", "multitask"),

@@ -70,6 +70,7 @@ def test_fields_of_the_preset_are_changed(launch, tmp_path):
     assert bert.layers[0].output_add_norm.adapters["rte"].config == RecipeConfig(
         mh_adapter=True,
         ln_before=True,
+        original_ln_after=False,
         ln_after=True,
         residual_before_ln="post_add",
         non_linearity="swish",
@@ -692,3 +693,46 @@ def test_the_grid_tells_architectures_apart(both):
         meaningful
     )
     assert len({theirs[number].numpy().round(6).tobytes() for number in theirs}) == len(meaningful)
+
+
+def test_bapna_is_bapna_and_firat_s_formula(encoder):
+    """h + U·relu(D·LN_new(h) + b_D) + b_U, h the layer's output, and nothing after it."""
+    torch.manual_seed(0)
+    bert = Bert.from_pretrained(encoder)
+    add_adapter(bert, "a", RecipeConfig.bapna(reduction_factor=4))
+    slot = bert.layers[0].output_add_norm
+    for p in slot.adapters["a"].parameters():
+        torch.nn.init.normal_(p, std=0.5)
+    f, x = torch.randn(2, 3, 5, 32)
+    W = dict(slot.adapters["a"].named_parameters())
+    with torch.no_grad():
+        h = torch.nn.functional.layer_norm(
+            f + x, (32,), slot.norm.weight, slot.norm.bias, slot.norm.eps
+        )
+        mean, variance = h.mean(-1, keepdim=True), h.var(-1, unbiased=False, keepdim=True)
+        normed = (h - mean) / (variance + 1e-5).sqrt() * W["norm_before.weight"] + W[
+            "norm_before.bias"
+        ]
+        a = (normed @ W["down.weight"].T + W["down.bias"]).clamp(min=0)
+        expected = h + a @ W["up.weight"].T + W["up.bias"]
+        assert (slot(f, x) - expected).abs().max() < 1e-5
+
+
+def test_houlsby_s_recipe_is_their_code_s(encoder):
+    """adapter-bert: tanh-GELU, weights from a normal of σ = 1e-3 cut at 2σ, biases 0, LayerNorms
+    trained."""
+    torch.manual_seed(0)
+    bert = Bert.from_pretrained(encoder)
+    add_adapter(bert, "a", RecipeConfig.houlsby_recipe(reduction_factor=1))
+    adapters = [slot.adapters["a"] for key, slot in bert.slots() if not key[1].endswith("norm")]
+    assert len(adapters) == 4 and len(own_layer_norms(bert)) == 5
+    weights = torch.cat(
+        [p.detach().flatten() for a in adapters for p in (a.down.weight, a.up.weight)]
+    )
+    assert (
+        weights.abs().max() <= 0.002 and 0.0008 < weights.std() < 0.00092
+    )  # 0.88 σ, once cut at 2σ
+    assert not any(linear.bias.any() for a in adapters for linear in (a.down, a.up))
+    x = torch.linspace(-3, 3, 99)
+    tanh = 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
+    assert torch.allclose(adapters[0].act(x), tanh, atol=1e-6)

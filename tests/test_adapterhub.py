@@ -820,7 +820,7 @@ def test_a_bin_with_anything_but_tensors_is_refused(ours, tmp_path, file):
     [
         ({"head_type": "tagging"}, "head_type 'tagging'"),
         ({"layers": 3}, "layers = 3"),
-        ({"use_pooler": True}, "use_pooler"),
+        ({"use_pooler": True}, "has no pooler"),
         ({"bias": False}, "bias"),
         ({"activation_function": "relu"}, "activation_function = 'relu'"),
         ({"dropout_prob": "x"}, "dropout_prob"),
@@ -1179,3 +1179,47 @@ def test_publishing_refuses(runs, launch, tmp_path, capsys):
     ).exists()
     assert (out / "adapters/sst2/adapter.safetensors").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head", "norms", "out", "run"]
+
+
+@needs_peer
+def test_a_head_on_the_pooler_is_that_of_the_reference(tmp_path):
+    """BertForSequenceClassification with an adapter, its head converted by the reference
+    library."""
+    subprocess.run([PEER, Path(__file__).with_name("peer_pooler.py"), tmp_path], check=True)
+    expected = load_file(tmp_path / "expected.safetensors")
+    bert = Bert.from_pretrained(tmp_path / "encoder")
+    activate(bert, load_adapter(bert, tmp_path / "adapter"))
+    head = load_head(bert, tmp_path / "head")
+    with torch.no_grad():
+        assert (head(bert(expected["ids"])) - expected["logits"]).abs().max() <= TOLERANCE
+        plain = Head({**head.config, "use_pooler": False}, bert.config)
+        plain.layers.load_state_dict(head.layers.state_dict())
+        plain.eval()
+        assert (plain(bert(expected["ids"])) - expected["logits"]).abs().max() > 0.01
+    save_head(head, bert, "default", tmp_path / "again")
+    again = load_head(bert, tmp_path / "again")
+    assert torch.equal(again(bert(expected["ids"])), head(bert(expected["ids"])))
+
+
+def test_a_head_on_the_pooler_needs_one(encoder, tmp_path):
+    bert = Bert.from_pretrained(encoder)  # a checkpoint without pooler
+    config = {"head_type": "classification", "num_labels": 2, "layers": 1, "use_pooler": True}
+    head = Head(config, bert.config)
+    save_head(head, bert, "rte", tmp_path)
+    with pytest.raises(ValueError, match="it has no pooler"):
+        load_head(bert, tmp_path)
+    copy = shutil.copytree(encoder, tmp_path / "with")
+    tensors = load_file(copy / "model.safetensors")
+    pooler = {
+        f"bert.pooler.dense.{kind}": torch.randn(shape)
+        for kind, shape in (("weight", (32, 32)), ("bias", 32))
+    }
+    save_file({**tensors, **pooler}, copy / "model.safetensors")
+    bert = Bert.from_pretrained(copy)
+    head = load_head(bert, tmp_path)
+    h = bert(torch.tensor([[2, 7, 8, 3]]))
+    cls = torch.tanh(
+        h[:, 0] @ pooler["bert.pooler.dense.weight"].T + pooler["bert.pooler.dense.bias"]
+    )
+    weights = head.layers[-1]
+    assert torch.allclose(head(h), cls @ weights.weight.T + weights.bias, atol=1e-5)

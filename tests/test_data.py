@@ -14,6 +14,7 @@ import torch
 import data
 from conftest import VOCABULARY, sentence, write_rows
 from data import TASKS, Classes, batch_order, batches, example, get_task, length_groups, load_split
+from formats.rows import check_size, read_split
 from formats.tokenizer import load_tokenizer
 
 # One row of every task as the hub has it, and what becomes of it
@@ -130,7 +131,7 @@ def test_hub_columns(name, tokenizer, tmp_path):
     rows = datasets.Dataset.from_list([row] * 3)
     task = get_task(name)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "read_split", lambda *args: ("the hub", rows, "abc123"))
+        patch.setattr(data, "read_split", lambda *args: ("the hub", rows, np.arange(3), "abc123"))
         split = load_split(task, "train", tokenizer)
     assert split.info.description == "abc123"
     assert split["label"][:] == [label] * 3
@@ -447,3 +448,77 @@ def test_a_reader_that_has_seen_enough(encoder, data_dir):
     process.stdout.close()
     assert process.stderr.read() == b""
     process.wait()
+
+
+def test_imdb_chooses_its_epoch_on_training_examples(encoder, tmp_path):
+    """2,000 of them, the same ones for every seed, and none of the test set; a validation file goes
+    first."""
+    rows = [{"text": f"{word} {i}", "label": i % 2} for i, word in enumerate(["red", "cat"] * 3000)]
+    write_rows(tmp_path / "imdb" / "train.jsonl", rows)
+    write_rows(tmp_path / "imdb" / "test.jsonl", [{"text": "dog", "label": 0}] * 7)
+    tokenizer, task = load_tokenizer(encoder, 48), get_task("imdb", tmp_path)
+    assert task.sizes == (23000, 2000)
+    where, dev, places, _ = read_split(task, "validation", tmp_path)
+    _, train, others, _ = read_split(task, "train", tmp_path)
+    assert len(dev) == 2000 and len(train) == 4000
+    assert sorted([*places, *others]) == list(range(6000))
+    assert [row["text"] for row in dev] == [rows[i]["text"] for i in places]
+    again = load_split(task, "validation", tokenizer, tmp_path, seed=5)
+    assert (
+        again["label"][:] == dev["label"][:]
+        and len(load_split(task, "test", tokenizer, tmp_path)) == 7
+    )
+    rows[int(places[3])]["label"] = 9  # errors name the line of the file
+    write_rows(tmp_path / "imdb" / "train.jsonl", rows)
+    with pytest.raises(ValueError, match=f"line {places[3] + 1}: label 9"):
+        load_split(task, "validation", tokenizer, tmp_path)
+    write_rows(tmp_path / "imdb" / "train.jsonl", rows[:4])
+    write_rows(tmp_path / "imdb" / "validation.jsonl", rows[:3])
+    assert len(load_split(task, "train", tokenizer, tmp_path)) == 4
+    assert len(load_split(task, "validation", tokenizer, tmp_path)) == 3
+
+
+@pytest.mark.parametrize(
+    "count, said",
+    [(4500, ""), (4439, ""), (4400, "of the paper has 4500, the hub's copy has 4439")],
+)
+def test_sick_has_two_sizes(count, said, capsys):
+    check_size("here", count, TASKS["sick"], "train", strict=False)
+    assert said in capsys.readouterr().out if said else not capsys.readouterr().out
+
+
+def test_lengths_that_cut_little():
+    assert {name: task.max_length for name, task in TASKS.items() if task.max_length != 128} == {
+        "imdb": 384,
+        "hellaswag": 200,
+        "cosmos_qa": 256,
+        "boolq": 384,
+        "rte": 290,
+        "cb": 256,
+    }
+
+
+def test_chinese_bert_is_lower_cased(tmp_path):
+    """Google's tokenization.py: its vocabulary has <S> and <T>, and no other capitals."""
+    (tmp_path / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<S>", "<T>", "red", "的"])
+    )
+    assert load_tokenizer(tmp_path, 20).encode("RED").tokens == ["[CLS]", "red", "[SEP]"]
+
+
+@pytest.mark.parametrize(
+    "options, text, tokens",
+    [
+        ({"do_lower_case": True}, "RÉD", ["red"]),
+        ({"do_lower_case": True, "strip_accents": False}, "RÉD", ["réd"]),
+        ({"do_lower_case": False, "strip_accents": True}, "réd", ["red"]),
+        ({"do_lower_case": False}, "réd", ["réd"]),
+        ({"tokenize_chinese_chars": True}, "的的", ["的", "的"]),
+        ({"tokenize_chinese_chars": False}, "的的", ["的的"]),
+    ],
+)
+def test_tokenizer_config_is_obeyed(options, text, tokens, tmp_path):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "red", "réd", "的", "的的"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+    assert load_tokenizer(tmp_path, 20).encode(text).tokens[1:-1] == tokens

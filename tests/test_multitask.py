@@ -3,6 +3,7 @@ it."""
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -194,7 +195,7 @@ def test_fusion_over_it(adapter, multitask, launch, tmp_path, capsys):
 
 
 def test_the_learning_rate(launch, tmp_path, monkeypatch):
-    """Up from 0 over the warm-up, then down to 0."""
+    """Bert-n-Pals' warmup_linear: x / warmup, and from there on 1 - x."""
     rates, step = [], torch.optim.AdamW.step
 
     def spy(self, *values):
@@ -219,7 +220,7 @@ def test_the_learning_rate(launch, tmp_path, monkeypatch):
         "--out",
         tmp_path / "run",
     )
-    expected = [1e-3 * (k / 5 if k < 5 else (20 - k) / 15) for k in range(20)]
+    expected = [1e-3 * (k / 20 / 0.25 if k / 20 < 0.25 else 1 - k / 20) for k in range(20)]
     assert np.allclose(rates, np.array(expected)[:, None])
 
 
@@ -275,3 +276,100 @@ def test_wrong_arguments(arguments, text, encoder, data_dir, tmp_path, capsys):
         and text in lines[0]
         and not (tmp_path / "out").exists()
     )
+
+
+def test_the_defaults_are_stickland_and_murray_s():
+    """Bert-n-Pals, run_multi_task.py: 300 steps for each task, weight decay 0.01, warm-up 0.1."""
+    args = train.arguments(["--stage", "multitask", "--tasks", *TASKS])
+    assert (args.steps_per_epoch, args.weight_decay, args.warmup, args.lr, args.epochs) == (
+        900,
+        0.01,
+        0.1,
+        2e-5,
+        25,
+    )
+    single = train.arguments(["--stage", "adapter", "--task", "rte"])
+    assert (single.weight_decay, single.warmup) == (0.0, 0.0)
+
+
+def test_momentum_goes_on_between_a_task_s_batches(launch, tmp_path, monkeypatch):
+    """Bert-n-Pals fills gradients with zeros: what another task's batch leaves alone still moves,
+    as Adam with a gradient of zero does. Transcribed: m <- 0.9 m, v <- 0.999 v, p <- p - lr m̂ /
+    (√v̂ + ε)."""
+    seen, step = [], torch.optim.AdamW.step
+
+    def spy(self, *values):
+        group = self.param_groups[0]
+        before = {p: (p.detach().clone(), *moments(self, p)) for p in group["params"]}
+        step(self, *values)
+        for p in group["params"]:
+            if p.grad is not None and not p.grad.any() and before[p][1] is not None:
+                seen.append((*before[p], p.detach().clone(), group["lr"], group["weight_decay"]))
+
+    def moments(optimizer, p):
+        state = optimizer.state.get(p, {})
+        if not state:
+            return None, None, 0
+        return state["exp_avg"].clone(), state["exp_avg_sq"].clone(), int(state["step"])
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
+    launch(
+        "--stage",
+        "multitask",
+        "--tasks",
+        "sst2",
+        "rte",
+        "--adapter",
+        "pfeiffer",
+        "--epochs",
+        1,
+        "--steps-per-epoch",
+        8,
+        "--lr",
+        "1e-3",
+        "--sampling",
+        "round_robin",
+        "--out",
+        tmp_path / "run",
+    )
+    moved = 0
+    for p, m, v, t, after, lr, decay in seen:
+        m, v, t = 0.9 * m, 0.999 * v, t + 1
+        m_hat, v_hat = m / (1 - 0.9**t), v / (1 - 0.999**t)
+        expected = p * (1 - lr * decay) - lr * m_hat / (v_hat.sqrt() + 1e-8)
+        assert torch.allclose(after, expected, atol=1e-7)
+        moved += not torch.allclose(after, p * (1 - lr * decay), atol=1e-9)
+    assert moved > 10
+
+
+def test_each_task_has_its_own_length(launch, encoder, data_dir, tmp_path, monkeypatch):
+    seen, load = [], train.load_split
+
+    def spy(task, split, tokenizer, *rest, **options):
+        seen.append((task.name, tokenizer.truncation["max_length"]))
+        return load(task, split, tokenizer, *rest, **options)
+
+    lengths = {"sst2": 20, "rte": 31}
+    get_task = train.get_task
+    monkeypatch.setattr(
+        train,
+        "get_task",
+        lambda name, *rest: replace(get_task(name, *rest), max_length=lengths[name]),
+    )
+    monkeypatch.setattr(train, "load_split", spy)
+    out = tmp_path / "run"
+    options = [
+        "--stage",
+        "multitask",
+        "--tasks",
+        "sst2",
+        "rte",
+        "--epochs",
+        1,
+        "--steps-per-epoch",
+        2,
+    ]
+    launch(*options, "--out", out)
+    assert set(seen) == {("sst2", 20), ("rte", 31)}
+    assert json.loads((out / "config.json").read_text())["max_length"] == lengths
+    assert load_run(out, task="rte")[2]["max_length"] == 31

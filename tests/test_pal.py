@@ -57,7 +57,10 @@ def transcribed(adapter, x, mask):
                 )
                 heads.append(torch.softmax(scores / math.sqrt(size), 1) @ v[:, part])
             y = torch.cat(heads, 1)
-        z[b, :real] = gelu(y @ W["up.weight"].T + W["up.bias"])
+        else:
+            y = gelu(y)  # Bert-n-Pals, BERTLowRank: the activation is between the two projections
+        y = y @ W["up.weight"].T + W["up.bias"]
+        z[b, :real] = gelu(y) if adapter.config.num_heads else y
     return z
 
 

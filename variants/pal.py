@@ -71,9 +71,14 @@ class PALConfig:
 
 
 class PAL(nn.Module):
-    """z = GELU(U·g(D·x + b_D) + b_U), x the input of a whole layer of BERT, g self-attention
-    without output matrix, or nothing; LN(f + z + x') at the layer's end, where f + x' are added
-    anyway."""
+    """
+    x is the input of a whole layer of BERT, at whose end z is added: LN(f + z + x').
+
+    projected attention   z = GELU(U·g(D·x + b_D) + b_U), g self-attention without output matrix
+    low-rank              z = U·GELU(D·x + b_D) + b_U
+
+    Both as in Stickland and Murray's code (Bert-n-Pals, modeling.py: BERTPals, BERTLowRank).
+    """
 
     def __init__(self, config, bert_config, shared=None):
         super().__init__()
@@ -99,7 +104,9 @@ class PAL(nn.Module):
         h has no other."""
         x, mask = layer_input
         y = self.down(x)  # d -> size
-        if self.config.num_heads:
+        if not self.config.num_heads:
+            y = F.gelu(y)
+        else:
             q, k, v = (
                 part(y)
                 .unflatten(2, (self.config.num_heads, -1))
@@ -108,7 +115,8 @@ class PAL(nn.Module):
             )
             y = attention(q, k, v, mask, self.attention_dropout if self.training else 0.0)
             y = y.transpose(1, 2).flatten(2)  # [B, T, size]
-        return F.gelu(self.up(y))[:, : h.shape[1]]
+        z = self.up(y)  # size -> d
+        return (F.gelu(z) if self.config.num_heads else z)[:, : h.shape[1]]
 
     def leave(self, output, x, norm):
         return norm(output + x)
