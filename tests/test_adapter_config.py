@@ -608,7 +608,8 @@ def both(tmp_path_factory):
             for (layer, location), slot in bert.slots():
                 if "a" in slot.adapters:
                     adapter = slot.adapters["a"]
-                    for theirs, name in adapter.config.tensor_names(adapter).items():
+                    names = adapter.config.tensor_names(adapter)  # of a norm that has two, the last
+                    for name, theirs in {ours: theirs for theirs, ours in names.items()}.items():
                         adapter.get_parameter(name).copy_(
                             weights[f"{layer}.{location}.{theirs}.{adapter.down.out_features}"]
                         )
