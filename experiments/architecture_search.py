@@ -23,7 +23,6 @@ from dataclasses import fields
 
 import matplotlib.pyplot as plt
 
-from bert import Bert
 from experiments import grid, plan
 from experiments.command import errors_in_one_line
 from experiments.grid import Cell
@@ -539,10 +538,7 @@ def search(args):
 
 def run(args):
     """The whole command. Returns its exit status."""
-    if args.plan:
-        config, directory = plan.find_encoder(args.model)
-    else:  # read whole, so that a damaged encoder is found before the first run
-        config, directory = Bert.from_pretrained(args.model).config, None
+    config, directory = plan.find_encoder(args.model, whole=not args.plan)
     args.encoder = encoder_name(args.model, config)
     for factor in args.reduction_factors:
         RecipeConfig(reduction_factor=factor)  # raises ValueError for what no adapter takes

@@ -1,7 +1,7 @@
 """How long a grid of runs will take on this machine: a few steps of each kind of run are timed.
 
-The encoder's configuration is enough for that. Its weights are not read, and where they are not at
-hand, a model of the same shape with random weights takes the same time.
+The encoder's configuration is enough for that: a model of the same shape with random weights takes
+the same time.
 """
 
 import contextlib
@@ -27,10 +27,17 @@ BERT_BASE = ("google-bert/bert-base-uncased", "bert-base-uncased")
 TOKENS_PER_WORD = 1.2  # of BERT's uncased vocabulary: 1.05 to 1.26 in ten of the paper's tasks
 
 
-def find_encoder(model):
-    """(configuration, directory of its tokenizer, or None) of an encoder, a directory or a hub id.
-    BERT-base's configuration is known without a network. Raises FileNotFoundError for another
-    encoder that cannot be found."""
+def find_encoder(model, whole=False):
+    """
+    (configuration, directory of its tokenizer, or None) of an encoder, a directory or a hub id.
+
+    whole: its weights are read, too, so that a damaged encoder is found now. Otherwise they may be
+    missing, and BERT-base's configuration is known without a network. Raises FileNotFoundError for
+    an encoder that cannot be found, ValueError for one that cannot be read.
+    """
+    if whole:
+        bert = Bert.from_pretrained(model)
+        return bert.config, bert.directory
     try:
         directory = fetch_encoder(model, weights=False)
     except FileNotFoundError:

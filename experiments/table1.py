@@ -32,7 +32,6 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 import data
-from bert import Bert
 from experiments import figure4, grid, plan
 from experiments.command import errors_in_one_line
 from experiments.grid import Cell
@@ -740,10 +739,7 @@ def print_plan(args, cells, sizes, config, directory):
 
 def run(args):
     """The whole command. Returns its exit status."""
-    if args.plan:
-        config, directory = plan.find_encoder(args.model)
-    else:  # read whole, so that a damaged encoder is found before the first run
-        config, directory = Bert.from_pretrained(args.model).config, None
+    config, directory = plan.find_encoder(args.model, whole=not args.plan)
     args.encoder = encoder_name(args.model, config)
     both = plan.sizes(grid.distinct([*args.tasks, *args.sequence]), args.data_dir)
     sizes = {task: rows for task, (rows, _) in both.items()}
