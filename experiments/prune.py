@@ -295,7 +295,8 @@ def check_run(args, bert, config):
         )
     if unknown := unknown_kind(bert):
         raise ValueError(
-            f"{args.run}: {unknown} cannot be pruned, only the paper's fusion of bottleneck adapters"
+            f"{args.run}: {unknown} cannot be pruned, only the paper's fusion over bottleneck "
+            "adapters"
         )
     N = len(config["adapters"])
     if args.keep is not None and not 1 <= args.keep <= N:
