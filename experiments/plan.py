@@ -77,6 +77,7 @@ def tokens(task, data_dir, words, config, directory):
             sample = data.load_split(task, "train", tokenizer, data_dir, limit=500)
         counts = [len(ids) for candidates in sample["input_ids"] for ids in candidates]
         return sum(counts) / len(sample)
+    print(f"note: without the encoder's tokenizer, tokens of {task.name} are an estimate")
     _, rows, _ = read_split(task, "train", data_dir)
     counts = []
     for i in range(0, len(rows), max(1, len(rows) // 500)):
