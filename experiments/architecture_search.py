@@ -2,12 +2,13 @@
 which LayerNorms are around it.
 
     python -m experiments.architecture_search --tasks sst2 --data-dir DATA --out runs/search --plan
-    python -m experiments.architecture_search --tasks sst2 ... -- --epochs 10 --dtype bfloat16   # "--": for each train.py
+    python -m experiments.architecture_search --tasks sst2 ... -- --epochs 10 --dtype bfloat16
 
-For each task, step by step: position of the adapter, BERT's own LayerNorms, new LayerNorms, the
-residual, the non-linearity. Every option of a step is trained at every reduction factor; the one
-with the best mean accuracy is kept for the steps after it. What has not been searched yet is as in
-the paper's outcome, the first option of each step (what it was there is not printed).
+What follows "--" goes to each train.py. For each task, step by step: position of the adapter,
+BERT's own LayerNorms, new LayerNorms, the residual, the non-linearity. Every option of a step is
+trained at every reduction factor; the one with the best mean accuracy is kept for the steps after
+it. What has not been searched yet is as in the paper's outcome, the first option of each step (what
+it was there is not printed).
 
 Each number is a run of train.py in OUT/runs (experiments/grid.py): the same command again skips
 what is finished, continues what was interrupted and tries again what failed; an architecture that
@@ -16,24 +17,33 @@ written of what is there.
 """
 
 import argparse
-import shlex
 import statistics
 import sys
 from dataclasses import fields
 
-import matplotlib
+import matplotlib.pyplot as plt
 
-from bert import Bert
-from experiments import grid
+from experiments import grid, plan
+from experiments.command import errors_in_one_line
 from experiments.grid import Cell
-from experiments.table1 import markdown, number, write_csv
+from experiments.report import (
+    encoder_name,
+    markdown,
+    mean_and_deviation,
+    options_in_words,
+    save_figure,
+    two_decimals,
+    what_is_measured,
+    with_deviation,
+    write_csv,
+    write_text,
+)
 from formats.adapterhub import without_effect
+from runtime.options import Parser
 from variants.houlsby import RecipeConfig
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-
-STEPS = {  # step: (title, {option: (label, fields of RecipeConfig)}), the paper's outcome first
+# step: (title, {option: (label, fields of RecipeConfig)}), the paper's outcome first
+STEPS = {
     "position": (
         "Adapter positions",
         {
@@ -50,8 +60,8 @@ STEPS = {  # step: (title, {option: (label, fields of RecipeConfig)}), the paper
                 {"original_ln_before": True, "original_ln_after": True},
             ),
             "before": ("before", {"original_ln_before": True, "original_ln_after": False}),
-            # without the LayerNorm after the adapter, nothing but its residual can carry the
-            # residual stream x on: f does not
+            # Without the LayerNorm after the adapter, only the adapter's residual can carry the
+            # residual stream x on, and f does not.
             "before_ln": (
                 "before, residual after it",
                 {
@@ -87,7 +97,8 @@ STEPS = {  # step: (title, {option: (label, fields of RecipeConfig)}), the paper
         {name: (name, {"non_linearity": name}) for name in ("relu", "leakyrelu", "swish")},
     ),
 }
-EXTRAS = {  # what the search is said to include: label, configuration
+# earlier architectures, which the paper's search is said to include: (label, configuration)
+EXTRAS = {
     "houlsby": (
         "Houlsby et al. (2019), LayerNorms too",
         RecipeConfig.houlsby_recipe(init_weights="houlsby"),
@@ -95,29 +106,9 @@ EXTRAS = {  # what the search is said to include: label, configuration
     "houlsby_adapters": ("Houlsby et al. (2019), adapters alone", RecipeConfig.houlsby()),
     "bapna": ("Bapna and Firat (2019)", RecipeConfig.bapna()),
 }
-OWNED = (
-    "--stage",
-    "--task",
-    "--tasks",
-    "--adapters",
-    "--adapter",
-    "--adapter-config",
-    "--reduction-factor",
-    "--seed",
-    "--model",
-    "--data-dir",
-    "--out",
-    "--resume",
-    "--overwrite",
-)
-LINES = [
-    ("o", "-"),
-    ("s", "--"),
-    ("^", "-."),
-    ("D", ":"),
-    ("v", (0, (5, 1, 1, 1, 1, 1))),
-]  # of a panel's options
-from runtime.options import Parser
+# (marker, line style) of a panel's options
+LINES = [("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"), ("v", (0, (5, 1, 1, 1, 1, 1)))]
+STAGES = ("adapter", "full")
 
 
 def arguments(argv):
@@ -143,23 +134,12 @@ def arguments(argv):
         default=True,
         help="also train " + ", ".join(EXTRAS),
     )
-    for stage in ("adapter", "full"):
-        add(
-            f"--{stage}-options",
-            default="",
-            metavar="'...'",
-            help=f"options of train.py for --stage {stage} alone, after those that follow --",
-        )
+    grid.add_stage_options(parser, STAGES)
     own, rest = grid.split(argv)
     args = parser.parse_args(own)
-    grid.refuse_owned(rest, OWNED, "behind --")
-    args.rest, args.options = rest, {}
-    for stage in ("adapter", "full"):
-        args.options[stage] = shlex.split(getattr(args, f"{stage}_options"))
-        grid.refuse_owned(args.options[stage], OWNED, f"in --{stage}-options")
     for name in ("tasks", "seeds", "reduction_factors"):
-        setattr(args, name, list(dict.fromkeys(getattr(args, name))))
-    grid.complete(args, rest)
+        setattr(args, name, grid.distinct(getattr(args, name)))
+    grid.complete(args, rest, STAGES)
     return args
 
 
@@ -169,53 +149,51 @@ def arguments(argv):
 
 def cell(args, task, seed, config=None, factor=None):
     """One run: an adapter of this architecture, or without one the whole encoder."""
-    if config is None:
-        name, stage, words = "full", "full", []
-    else:
-        name, stage, words = (
-            f"{architecture(config)}-{factor:g}",
-            "adapter",
-            ["--reduction-factor", f"{factor:g}"],
-        )
-        words += ["--adapter-config", *changes(config)] if changes(config) else []
+    name, stage, words = "full", "full", []
+    if config is not None:
+        name, stage = f"{architecture(config)}-{factor:g}", "adapter"
+        words = ["--reduction-factor", f"{factor:g}"]
+        if changed := changes(config):
+            words += ["--adapter-config", *changed]
     words = ["--stage", stage, "--task", task, *words, "--model", args.model, "--seed", str(seed)]
-    words += ["--data-dir", args.data_dir] if args.data_dir else []
+    if args.data_dir:
+        words += ["--data-dir", args.data_dir]
     return Cell(f"{task}-{name}-{seed}", (*words, *args.rest, *args.options[stage]))
 
 
 def changes(config):
     """In what a configuration differs from --adapter pfeiffer: FIELD=VALUE ..., as train.py takes
     it."""
-    found = {field.name: getattr(config, field.name) for field in fields(config)}
-    found = {
-        name: value
-        for name, value in found.items()
-        if value != getattr(RecipeConfig.pfeiffer(), name)
-    }
-    return [
-        f"{name}={value if isinstance(value, str) else str(value).lower()}"
-        for name, value in found.items()
-    ]
+    papers, words = RecipeConfig.pfeiffer(), []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if value != getattr(papers, field.name):
+            text = value if isinstance(value, str) else str(value).lower()
+            words.append(f"{field.name}={text}")
+    return words
 
 
 def architecture(config):
     """A name of it for directories, such as top-before_after-none-f-relu; the same for the same
     architecture."""
-    words = [
-        next(
-            option
-            for option, (_, values) in options.items()
-            if values.items() <= vars(config).items()
-        )
-        for _, options in STEPS.values()
-    ]
-    words += ["inside"] * config.adapter_residual_before_ln + ["layer_norms"] * config.layer_norms
-    return "-".join([*words, config.init_weights] if config.init_weights != "bert" else words)
+    words = []
+    for _, options in STEPS.values():
+        for option, (_, values) in options.items():
+            if values.items() <= vars(config).items():
+                words.append(option)
+                break
+    if config.adapter_residual_before_ln:
+        words.append("inside")
+    if config.layer_norms:
+        words.append("layer_norms")
+    if config.init_weights != "bert":
+        words.append(config.init_weights)
+    return "-".join(words)
 
 
 def options_of(step, best):
-    """({option: RecipeConfig}, {option: why it is not one}) of a step, after what is best so far,
-    {field: value}"""
+    """({option: RecipeConfig}, {option: why it is not trained}) of a step. best: {field: value},
+    what the steps before it have chosen"""
     found, skipped = {}, {}
     for option, (_, values) in STEPS[step][1].items():
         try:
@@ -235,9 +213,9 @@ def build(args, tasks, step, best):
     {task: {field: value}}"""
     cells, places = {}, {}
 
-    def add(task, step, option, config):
+    def add(task, step, option, config, factors=args.reduction_factors):
         for seed in args.seeds:
-            for factor in args.reduction_factors if config else [None]:
+            for factor in factors:
                 one = cell(args, task, seed, config, factor)
                 cells[one.name] = one
                 places[task, step, option, factor, seed] = one.name
@@ -246,9 +224,10 @@ def build(args, tasks, step, best):
         for option, config in options_of(step, best[task])[0].items():
             add(task, step, option, config)
         if step == next(iter(STEPS)):
-            add(task, "full", "full", None)
-            for option, (_, config) in EXTRAS.items() if args.extras else ():
-                add(task, "extras", option, config)
+            add(task, "full", "full", None, factors=[None])
+            if args.extras:
+                for option, (_, config) in EXTRAS.items():
+                    add(task, "extras", option, config)
     return list(cells.values()), places
 
 
@@ -257,8 +236,9 @@ def collect(args, places, task, step):
     found = {}
     for (other, at, option, factor, _), name in places.items():
         if (other, at) == (task, step):
-            result = grid.metrics(args.out, name)
-            found.setdefault(option, {}).setdefault(factor, []).extend([result] if result else [])
+            results = found.setdefault(option, {}).setdefault(factor, [])
+            if result := grid.metrics(args.out, name):
+                results.append(result)
     return found
 
 
@@ -272,8 +252,8 @@ def mean(args, by_factor):
 
 
 def winner(args, places, task, step, failed):
-    """The option with the best mean, of equals the first; one that diverged has lost. None while
-    another has no result."""
+    """The option with the best mean, of equals the first. An option whose runs diverged has lost;
+    None while any other option lacks a result."""
     means = {
         option: mean(args, found) for option, found in collect(args, places, task, step).items()
     }
@@ -301,82 +281,45 @@ def label(step, option):
     return STEPS[step][1][option][0] if step in STEPS else "full fine-tuning"
 
 
-def spread(values):
-    """Accuracies of the seeds, 0..1 -> (mean, standard deviation or None) in %"""
-    values = [100 * value for value in values]
-    return (
-        statistics.mean(values) if values else None,
-        statistics.stdev(values) if len(values) > 1 else None,
-    )
-
-
 def write_results(args, places, skipped, winners):
     """All tables and figures, of what is finished. Returns the path of the Markdown file."""
     args.out.mkdir(parents=True, exist_ok=True)
     rows = []
-    for (task, step, option, factor, seed), name in places.items():
+    for (*where, factor, seed), name in places.items():
         if result := grid.metrics(args.out, name):
             factor = "" if factor is None else f"{factor:g}"
-            rows.append(
-                [
-                    task,
-                    step,
-                    option,
-                    factor,
-                    seed,
-                    f"{result['accuracy']:.6f}",
-                    result["trained_parameters"],
-                ]
-            )
-    header = [
-        "task",
-        "step",
-        "option",
-        "reduction_factor",
-        "seed",
-        "accuracy",
-        "trained_parameters",
-    ]
+            accuracy = f"{result['accuracy']:.6f}"
+            rows.append([*where, factor, seed, accuracy, result["trained_parameters"]])
+    header = "task step option reduction_factor seed accuracy trained_parameters".split()
     write_csv(args.out / "search.csv", header, rows)
     parts = ["# Architecture search", "", caption(args), ""]
     for task in args.tasks:
         parts += report(args, places, skipped, winners, task)
-    temporary = args.out / "search.md.tmp"
-    temporary.write_text("\n".join(parts), encoding="utf-8")
-    return temporary.replace(args.out / "search.md")
+    return write_text(args.out / "search.md", "\n".join(parts))
 
 
 def caption(args):
-    lines = [grid.about(args)]
-    lines.append(
+    lines = [
+        what_is_measured(args),
         "Each step keeps what was best in those before it and has the paper's outcome for those "
-        "after it. Best: highest "
-        "mean over the reduction factors."
-    )
-    lines.append(
+        "after it. Best: highest mean over the reduction factors.",
         "The pretrained LayerNorm before the adapter alone is there twice: with f as the "
-        "adapter's residual, as in the "
-        "other options, where nothing carries the residual stream x on, and with LN(f + x)."
-    )
-    return "\n".join([*lines, *grid.options_in_words(args)])
+        "adapter's residual, as in the other options, where nothing carries the residual stream x "
+        "on, and with LN(f + x).",
+    ]
+    return "\n".join([*lines, *options_in_words(args)])
 
 
 def report(args, places, skipped, winners, task):
     """The part of a task: a table and a sentence for each step, and the figures."""
-    first = next(iter(STEPS))
-    full = spread(
-        [result["accuracy"] for result in collect(args, places, task, "full")["full"][None]]
-    )
-    examples = [
-        result["dev_examples"]
-        for found in collect(args, places, task, first).values()
-        for results in found.values()
-        for result in results
-    ]
-    lines = [f"## {task}", "", f"Full fine-tuning: {text(*full)}."]
-    if examples:
+    first, last = next(iter(STEPS)), list(STEPS)[-1]
+    full = collect(args, places, task, "full")["full"][None]
+    full = mean_and_deviation(result["accuracy"] for result in full)
+    lines = [f"## {task}", "", f"Full fine-tuning: {with_deviation(*full)}."]
+    if finished := all_results(collect(args, places, task, first)):
+        examples = finished[0]["dev_examples"]
         lines.append(
-            f"One of the {examples[0]:,} development examples is {100 / examples[0]:.2f} points."
+            f"One of the {examples:,} development examples is {100 / examples:.2f} points."
         )
     lines.append("")
     panels = {}
@@ -389,27 +332,26 @@ def report(args, places, skipped, winners, task):
         lines.append(table(args, step, title, found, winners.get((task, step))))
         if (task, step) in winners:
             lines += [sentence(args, step, found, winners[task, step]), ""]
-        lines += [
-            f"Not run: {label(step, option)}. {reason}.\n"
-            for option, reason in skipped.get((task, step), {}).items()
-        ]
-    if (task, list(STEPS)[-1]) in winners:
+        for option, reason in skipped.get((task, step), {}).items():
+            lines.append(f"Not run: {label(step, option)}. {reason}.\n")
+    if (task, last) in winners:
         lines += [outcome(args, places, winners, task), ""]
     for name, steps in {task: list(STEPS)[:3], f"{task}-2": [*list(STEPS)[3:], "extras"]}.items():
         shown = [(step, *panels[step]) for step in steps if step in panels]
-        if any(
-            results
-            for _, _, found in shown
-            for by_factor in found.values()
-            for results in by_factor.values()
-        ):
+        if any(all_results(found) for _, _, found in shown):
             figure(args.out / f"{name}.png", task, args, shown, full[0])
             lines += [f"![{', '.join(title for _, title, _ in shown)}]({name}.png)", ""]
     return lines
 
 
-def text(value, std=None):
-    return number(value) + (f" ± {std:.2f}" if std is not None else "")
+def all_results(found):
+    """Those in {option: {factor: [metrics of each seed]}}"""
+    return [
+        result
+        for by_factor in found.values()
+        for results in by_factor.values()
+        for result in results
+    ]
 
 
 def table(args, step, title, found, best):
@@ -420,7 +362,7 @@ def table(args, step, title, found, best):
             f"{results[0]['trained_parameters']:,}" for results in by_factor.values() if results
         ]
         values = [
-            text(*spread([result["accuracy"] for result in results]))
+            with_deviation(*mean_and_deviation(result["accuracy"] for result in results))
             for results in by_factor.values()
         ]
         shown = " … ".join(dict.fromkeys([parameters[0], parameters[-1]])) if parameters else "–"
@@ -428,7 +370,7 @@ def table(args, step, title, found, best):
             [
                 f"**{name}**" if option == best else name,
                 *values,
-                number(mean(args, by_factor)),
+                two_decimals(mean(args, by_factor)),
                 shown,
             ]
         )
@@ -469,96 +411,48 @@ def sentence(args, step, found, best):
 
 def outcome(args, places, winners, task):
     """The architecture that is left at the end, beside the paper's."""
-    *_, (last, option) = ((step, winners[task, step]) for step in STEPS)
-    best = {
-        field: value
-        for step in STEPS
-        for field, value in STEPS[step][1][winners[task, step]][1].items()
-    }
+    best = {}
+    for step in STEPS:
+        best |= STEPS[step][1][winners[task, step]][1]
     words = changes(RecipeConfig(**best))
-    value = mean(args, collect(args, places, task, last)[option])
-    command = (
-        f"`--adapter pfeiffer --adapter-config {' '.join(words)}`"
-        if words
-        else "`--adapter pfeiffer`"
-    )
-    if not words:
+    last = list(STEPS)[-1]
+    value = mean(args, collect(args, places, task, last)[winners[task, last]])
+    command = "`--adapter pfeiffer`"
+    if words:
+        command = f"`--adapter pfeiffer --adapter-config {' '.join(words)}`"
+    else:
         return f"**What is left at the end is the paper's architecture**, {command}: {value:.2f}."
-    papers = mean(
-        args, collect(args, places, task, next(iter(STEPS)))[next(iter(STEPS["position"][1]))]
-    )
-    papers = (
-        f"; the paper's architecture, `--adapter pfeiffer`: {papers:.2f}"
-        if papers is not None
-        else ""
+    first = next(iter(STEPS))
+    papers_option = next(iter(STEPS[first][1]))
+    papers = mean(args, collect(args, places, task, first)[papers_option])
+    beside = (
+        "" if papers is None else f"; the paper's architecture, `--adapter pfeiffer`: {papers:.2f}"
     )
     return (
         f"**What is left at the end is not the paper's architecture**, but {command}: "
-        f"{value:.2f}{papers}."
+        f"{value:.2f}{beside}."
     )
 
 
 def figure(path, task, args, panels, full):
     """Accuracy over the reduction factor: a panel for each step, a curve for each option, full
-    fine-tuning as a line. What has learned nothing is named in the legend alone, so that it doesn't
-    press the other curves together."""
+    fine-tuning as a line. What has learned nothing is named in the legend alone, so that it does
+    not press the other curves together."""
+    size = (4.2 * len(panels), 4.6)
     shape, axes = plt.subplots(
-        1,
-        len(panels),
-        figsize=(4.2 * len(panels), 4.6),
-        sharey=True,
-        squeeze=False,
-        layout="constrained",
+        1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained"
     )
-    best = max(
-        (
-            100 * result["accuracy"]
-            for _, _, found in panels
-            for by_factor in found.values()
-            for results in by_factor.values()
-            for result in results
-        ),
-        default=0,
-    )
+    results = [result for _, _, found in panels for result in all_results(found)]
+    best = max((100 * result["accuracy"] for result in results), default=0)
+    factors = sorted(args.reduction_factors)
     for panel, (step, title, found) in zip(axes[0], panels, strict=True):
         if full is not None:
             panel.axhline(full, color="black", linewidth=2.2, alpha=0.35, label="full fine-tuning")
-        for (option, by_factor), (marker, style) in zip(found.items(), LINES, strict=False):
-            points = [
-                (factor, *spread([result["accuracy"] for result in results]))
-                for factor, results in sorted(by_factor.items())
-                if results
-            ]
-            if points:
-                factors, means, stds = zip(*points, strict=True)
-                if max(means) < best - 15:
-                    panel.plot(
-                        [],
-                        [],
-                        marker=marker,
-                        linestyle=style,
-                        linewidth=1.4,
-                        markersize=5,
-                        label=f"{label(step, option)}: {min(means):.0f} to {max(means):.0f} "
-                        "%, not shown",
-                    )
-                    continue
-                panel.errorbar(
-                    factors,
-                    means,
-                    None if None in stds else stds,
-                    marker=marker,
-                    linestyle=style,
-                    capsize=2,
-                    linewidth=1.4,
-                    markersize=5,
-                    label=label(step, option),
-                )
+        for (option, by_factor), (marker, line) in zip(found.items(), LINES, strict=False):
+            style = {"marker": marker, "linestyle": line, "linewidth": 1.4, "markersize": 5}
+            draw_curve(panel, label(step, option), by_factor, best - 15, style)
         panel.set_xscale("log", base=2)
-        panel.set_xticks(
-            sorted(args.reduction_factors),
-            [f"{factor:g}" for factor in sorted(args.reduction_factors)],
-        )
+        panel.set_xticks(factors, [f"{factor:g}" for factor in factors])
         panel.minorticks_off()
         panel.set(title=title, xlabel="reduction factor")
         panel.grid(color="0.88", linewidth=0.6)
@@ -566,14 +460,32 @@ def figure(path, task, args, panels, full):
             loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False, handlelength=3.5
         )
     axes[0, 0].set_ylabel(f"{task}: accuracy, %")
-    shape.savefig(path, dpi=150)
-    plt.close(shape)
+    save_figure(shape, path)
+
+
+def draw_curve(panel, name, by_factor, lowest, style):
+    """Mean and deviation by factor; only a line in the legend for a curve that is all below
+    `lowest`."""
+    points = [
+        (factor, *mean_and_deviation(result["accuracy"] for result in results))
+        for factor, results in sorted(by_factor.items())
+        if results
+    ]
+    if not points:
+        return
+    factors, means, deviations = zip(*points, strict=True)
+    if max(means) < lowest:
+        name = f"{name}: {min(means):.0f} to {max(means):.0f} %, not shown"
+        panel.plot([], [], label=name, **style)
+        return
+    errors = None if None in deviations else deviations
+    panel.errorbar(factors, means, errors, capsize=2, label=name, **style)
 
 
 # --------------------------------------------------------------------------------------------------
 
 
-def plan(args, sizes, bert):
+def print_plan(args, sizes, config, directory):
     """Prints the runs of all steps, and how long they take at most. An undecided step is taken to
     end as in the paper."""
     cells, best, assumed = {}, {task: {} for task in args.tasks}, []
@@ -586,7 +498,7 @@ def plan(args, sizes, bert):
                 option = next(iter(STEPS[step][1]))
                 assumed.append(f"{task} ({step})")
             best[task] |= STEPS[step][1][option][1]
-    total = grid.plan(list(cells.values()), args, sizes, bert, {})
+    total = plan.print_runs(list(cells.values()), args, sizes, config, directory, {})
     if assumed:
         print(
             "taken to end as in the paper, which decides what is run after it: "
@@ -595,59 +507,59 @@ def plan(args, sizes, bert):
     print(total, flush=True)
 
 
+def search(args):
+    """Runs step after step, and writes the results after each. Returns the exit status."""
+    best, tasks = {task: {} for task in args.tasks}, args.tasks
+    winners, skipped, places, failed = {}, {}, {}, {}
+    for step, (title, _) in STEPS.items():
+        print(f"{title}: {', '.join(tasks)}", flush=True)
+        for task in tasks:
+            skipped[task, step] = options_of(step, best[task])[1]
+            for option, reason in skipped[task, step].items():
+                print(f"{task}: {label(step, option)} is not run: {reason}", flush=True)
+        cells, of_step = build(args, tasks, step, best)
+        places |= of_step
+        grid.check(cells, args.out, args.overwrite)
+        failed |= grid.run(cells, args.out, args.jobs, args.cuda, args.launch)
+        for task in tasks:
+            option = winner(args, places, task, step, failed)
+            if option is not None:
+                winners[task, step] = option
+                best[task] |= STEPS[step][1][option][1]
+                found = collect(args, places, task, step)
+                print(f"{task}: {sentence(args, step, found, option)}", flush=True)
+        path = write_results(args, places, skipped, winners)
+        tasks = [task for task in tasks if (task, step) in winners]
+        if not tasks:
+            break
+    print(path, flush=True)
+    return grid.report(failed, args.out)
+
+
+def run(args):
+    """The whole command. Returns its exit status."""
+    config, directory = plan.find_encoder(args.model, whole=not args.plan)
+    args.encoder = encoder_name(args.model, config)
+    for factor in args.reduction_factors:
+        RecipeConfig(reduction_factor=factor)  # raises ValueError for what no adapter takes
+        if factor > config.hidden_size:
+            raise ValueError(
+                f"--reduction-factors: {factor:g} leaves no bottleneck in hidden size "
+                f"{config.hidden_size}"
+            )
+    sizes = plan.sizes(args.tasks, args.data_dir)
+    for one in build(args, args.tasks, next(iter(STEPS)), {task: {} for task in args.tasks})[0]:
+        grid.parse(one, args.out)
+    if args.plan:
+        print_plan(args, sizes, config, directory)
+        return 0
+    return search(args)
+
+
 def main(argv=None):
-    try:
-        args = arguments(sys.argv[1:] if argv is None else argv)
-        bert = Bert.from_pretrained(args.model)
-        args.encoder = grid.encoder_name(args.model, bert)
-        for factor in args.reduction_factors:
-            RecipeConfig(reduction_factor=factor)  # says so at once of what no adapter takes
-            if factor > bert.config.hidden_size:
-                raise ValueError(
-                    f"--reduction-factors: {factor:g} leaves no bottleneck in hidden size "
-                    f"{bert.config.hidden_size}"
-                )
-        sizes = grid.sizes(args.tasks, args.data_dir)
-        best, winners, skipped, places, failed = {task: {} for task in args.tasks}, {}, {}, {}, {}
-        for one in build(args, args.tasks, next(iter(STEPS)), best)[0]:
-            grid.parse(one, args.out)
-        if args.plan:
-            plan(args, sizes, bert)
-            return 0
-        tasks = args.tasks
-        for step, (title, _) in STEPS.items():
-            print(f"{title}: {', '.join(tasks)}", flush=True)
-            for task in tasks:
-                skipped[task, step] = options_of(step, best[task])[1]
-                for option, reason in skipped[task, step].items():
-                    print(f"{task}: {label(step, option)} is not run: {reason}", flush=True)
-            cells, here = build(args, tasks, step, best)
-            places |= here
-            grid.check(cells, args.out, args.overwrite)
-            failed |= grid.run(cells, args.out, args.jobs, args.cuda, args.launch)
-            for task in tasks:
-                option = winner(args, places, task, step, failed)
-                if option is not None:
-                    winners[task, step] = option
-                    best[task] |= STEPS[step][1][option][1]
-                    print(
-                        f"{task}: {sentence(args, step, collect(args, places, task, step), option)}",
-                        flush=True,
-                    )
-            path = write_results(args, places, skipped, winners)
-            tasks = [task for task in tasks if (task, step) in winners]
-            if not tasks:
-                break
-        print(path, flush=True)
-        return grid.report(failed, args.out)
-    except (ValueError, OSError) as e:
-        print(f"architecture_search: {' '.join(str(e).split())}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(
-            "architecture_search: interrupted; the same command goes on from here", file=sys.stderr
-        )
-        return 130
+    """Returns the exit status."""
+    with errors_in_one_line("architecture_search", interrupted=grid.INTERRUPTED):
+        return run(arguments(sys.argv[1:] if argv is None else argv))
 
 
 if __name__ == "__main__":

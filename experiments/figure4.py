@@ -1,8 +1,8 @@
 """What fusion learned: the paper's Figure 4 (some layers) and Figure 6 (all layers), and section 6
 in words.
 
-    python -m experiments.figure4 runs/fusion-rte runs/fusion-cb ... --out figures [--baseline
-    runs/rte runs/cb ...]
+    python -m experiments.figure4 runs/fusion-rte runs/fusion-cb ... --out figures \\
+        [--baseline runs/rte runs/cb ...]
 
 Every RUN is a finished fusion run, a row of each panel: the weights that it gives to its adapters,
 averaged over every real token ([CLS] and [SEP] are, padding is not) of its task's development set.
@@ -14,31 +14,29 @@ Whether a target gains from fusion needs the accuracy of its single adapter: of 
 `train.py` puts it.
 """
 
-import csv
 import math
-import sys
 from collections import Counter
 from pathlib import Path
 
 import matplotlib
+import matplotlib.pyplot as plt
 import torch
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-
-from data import batches, length_groups  # noqa: E402
-from experiments.load_run import load_run, load_run_split  # noqa: E402
-from formats.files import read_json  # noqa: E402
-from fusion import fusion_weights  # noqa: E402
+from data import batches, length_groups
+from experiments.command import errors_in_one_line
+from experiments.load_run import load_run, load_run_split
+from experiments.report import save_figure, write_csv
+from formats.files import read_json
+from fusion import fusion_weights
 from runtime.options import Parser
-from runtime.processes import choose_device  # noqa: E402
+from runtime.processes import choose_device
 
-# lightness rises with the weight, so it can be read in grey, and with any colour vision
+# Lightness rises with the weight, so that it can be read in grey, and with any colour vision.
 COLOURS = "cividis"
 
 
 def inputs_of(bert, examples):
-    """What `average` takes, of a split."""
+    """(input_ids, token_type_ids, attention_mask) of all batches of a split, for `average`."""
     return (
         inputs
         for batch in batches(examples, 64, bert.config.pad_token_id)
@@ -50,14 +48,14 @@ def inputs_of(bert, examples):
 def average(bert, inputs):
     """{(layer, location): [N]}: the fusion weights, averaged over the real tokens of all
     (input_ids, token_type_ids, attention_mask), each [B, T]."""
-    total, tokens = {}, 0
+    sums, tokens = {}, 0
     for ids, types, mask in inputs:
         bert(*(tensor.to(bert.device) for tensor in (ids, types, mask)))
         real = mask.bool()  # [B, T]
         tokens += real.sum().item()
         for slot, s in fusion_weights(bert).items():
-            total[slot] = total.get(slot, 0) + s.cpu()[real].double().sum(0)
-    return {slot: weights / tokens for slot, weights in total.items()}
+            sums[slot] = sums.get(slot, 0) + s.cpu()[real].double().sum(0)
+    return {slot: weights / tokens for slot, weights in sums.items()}
 
 
 def mean_weights(run, data_dir=None, model=None, device="cpu", limit=None):
@@ -111,8 +109,9 @@ def find_baselines(runs, given):
 
 def slot_names(slots):
     """Titles of (layer, location) pairs; the location is named where there are two."""
-    several = len({location for _, location in slots}) > 1
-    return [f"layer {layer + 1}" + f", {location}" * several for layer, location in slots]
+    if len({location for _, location in slots}) > 1:
+        return [f"layer {layer + 1}, {location}" for layer, location in slots]
+    return [f"layer {layer + 1}" for layer, _ in slots]
 
 
 def figure_4_layers(count):
@@ -124,77 +123,74 @@ def figure_4_layers(count):
 def heatmaps(values, titles, rows, columns, top, path):
     """values: a [targets, adapters] table for every title, NaN where a target has no such adapter;
     one scale, 0 to top."""
-    M, N, panels = len(rows), len(columns), len(titles)
+    panels = len(titles)
     rows, columns = (
         [name if len(name) <= 32 else f"{name[:31]}…" for name in names]
         for names in (rows, columns)
     )
-    numbers = N <= 10  # else they would be too small to read
-    cell = 0.46 if numbers else 0.22  # inches
-    width, height = N * cell + 0.2, M * cell + 0.4
-    # inches that the labels take on the left and below (upright), by their length
-    left, below = (0.085 * max(map(len, names)) + 0.5 for names in (rows, columns))
-
-    def size(across):
-        rest = math.ceil(panels / across) * height
-        return max(4, left + across * width + 1), max(
-            3, below + rest
-        )  # room for the labels of the axes and the bar
-
-    def ugliness(across):  # near to landscape, few empty places
-        return (
-            abs(math.log(size(across)[0] / size(across)[1] / 1.4)) + 2 * (-panels % across) / panels
-        )
-
-    across = min(range(1, panels + 1), key=ugliness)
+    across, size = arrangement(panels, rows, columns)
     figure, axes = plt.subplots(
-        math.ceil(panels / across),
-        across,
-        figsize=size(across),
-        squeeze=False,
-        layout="constrained",
+        math.ceil(panels / across), across, figsize=size, squeeze=False, layout="constrained"
     )
-    colours = matplotlib.colormaps[COLOURS]
+    # parse_math: no name of an adapter is a formula
+    text = {"fontsize": 8, "parse_math": False}
     for i, panel in enumerate(axes.flat):
         if i >= panels:
             panel.set_visible(False)
             continue
-        panel.set_facecolor("white")
-        for y, x in torch.nonzero(
-            values[i].isnan()
-        ).tolist():  # blank, and not to be taken for a weight
-            panel.add_patch(
-                plt.Rectangle(
-                    (x - 0.5, y - 0.5),
-                    1,
-                    1,
-                    fill=False,
-                    hatch="////",
-                    edgecolor="0.75",
-                    linewidth=0,
-                )
-            )
-        image = panel.imshow(values[i].numpy(), cmap=colours, vmin=0, vmax=top)
-        for y, x in torch.nonzero(~values[i].isnan()).tolist() if numbers else ():
-            value = values[i, y, x].item()
-            colour = "black" if value > 0.45 * top else "white"
-            panel.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
+        image = heatmap(panel, values[i], top)
         panel.set_title(titles[i], fontsize=9)
-        # no text of ours is a formula, whatever an adapter is called
-        text = {"fontsize": 8, "parse_math": False}
-        panel.set_yticks(range(M), rows if i % across == 0 else [""] * M, **text)
-        panel.set_xticks(
-            range(N), columns if i + across >= panels else [""] * N, rotation=90, **text
-        )
+        panel.set_yticks(range(len(rows)), rows if i % across == 0 else [""] * len(rows), **text)
+        names = columns if i + across >= panels else [""] * len(columns)
+        panel.set_xticks(range(len(columns)), names, rotation=90, **text)
         panel.tick_params(length=2)
     figure.supylabel("target task", fontsize=9)
-    figure.supxlabel(
-        "adapter (hatched: not among the target's)" if values.isnan().any() else "adapter",
-        fontsize=9,
-    )
+    hatched = " (hatched: not among the target's)" if values.isnan().any() else ""
+    figure.supxlabel(f"adapter{hatched}", fontsize=9)
     figure.colorbar(image, ax=axes, label="mean fusion weight", fraction=0.05, shrink=0.9)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save_figure(figure, path)
+
+
+def with_numbers(columns):
+    """Whether a heatmap says its numbers: with many adapters they would be too small to read."""
+    return columns <= 10
+
+
+def arrangement(panels, rows, columns):
+    """(panels side by side, (width, height) of the figure in inches): near to landscape, with few
+    empty places. rows, columns: the names of targets and adapters"""
+    cell = 0.46 if with_numbers(len(columns)) else 0.22
+    width, height = len(columns) * cell + 0.2, len(rows) * cell + 0.4
+    # what the names take on the left and, upright, below
+    left, below = (0.085 * max(map(len, names)) + 0.5 for names in (rows, columns))
+
+    def size(across):
+        total_height = below + math.ceil(panels / across) * height
+        # at least the room that the labels of the axes and the bar need
+        return max(4, left + across * width + 1), max(3, total_height)
+
+    def ugliness(across):
+        ratio = size(across)[0] / size(across)[1]
+        return abs(math.log(ratio / 1.4)) + 2 * (-panels % across) / panels
+
+    across = min(range(1, panels + 1), key=ugliness)
+    return across, size(across)
+
+
+def heatmap(panel, values, top):
+    """One panel, without names: values [targets, adapters]. Returns the image."""
+    panel.set_facecolor("white")
+    for y, x in torch.nonzero(values.isnan()).tolist():  # blank, and not to be taken for a weight
+        style = {"fill": False, "hatch": "////", "edgecolor": "0.75", "linewidth": 0}
+        panel.add_patch(plt.Rectangle((x - 0.5, y - 0.5), 1, 1, **style))
+    colours = matplotlib.colormaps[COLOURS]
+    image = panel.imshow(values.numpy(), cmap=colours, vmin=0, vmax=top)
+    if with_numbers(values.shape[1]):
+        for y, x in torch.nonzero(~values.isnan()).tolist():
+            value = values[y, x].item()
+            colour = "black" if value > 0.45 * top else "white"
+            panel.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
+    return image
 
 
 # --------------------------------------------------------------------------------------------------
@@ -209,14 +205,10 @@ def describe(label, names, weights, task, metrics, baseline):
     lines = [f"{label}: {len(names)} adapters", f"  strongest, mean over layers: {strongest}"]
     if task in names:
         own = names.index(task)
-        where = (
-            ", ".join(titles[slot] for slot, s in weights.items() if s.argmax() == own)
-            or "no layer"
-        )
+        where = ", ".join(titles[slot] for slot, s in weights.items() if s.argmax() == own)
         lines.append(
-            f"  its own ({task}) is the strongest in: {where}; mean weight {mean[own]:.3f}, "
-            "even would be "
-            f"{1 / len(names):.3f}"
+            f"  its own ({task}) is the strongest in: {where or 'no layer'}; mean weight "
+            f"{mean[own]:.3f}, even would be {1 / len(names):.3f}"
         )
     else:
         lines.append(f"  no adapter of its own task ({task}) is among them")
@@ -229,14 +221,14 @@ def describe(label, names, weights, task, metrics, baseline):
         gain = 100 * (metrics["accuracy"] - baseline)
         lines.append(
             f"  dev accuracy: fusion {100 * metrics['accuracy']:.1f} %, single adapter "
-            f"{100 * baseline:.1f} %, "
-            f"gain {gain:+.1f} points"
+            f"{100 * baseline:.1f} %, gain {gain:+.1f} points"
         )
     return lines
 
 
 def last_layer(targets):
-    """Is the last layer the most spread? targets: [(label, names, weights, ...)]"""
+    """A sentence: are the weights of the last layer the most spread? targets: [(label, names,
+    weights, ...)]"""
     yes, last, before = 0, [], []
     for _, _, weights, *_ in targets:
         top = max(layer for layer, _ in weights)
@@ -246,42 +238,38 @@ def last_layer(targets):
         before += [value for (layer, _), value in spreads.items() if layer < top]
     return (
         f"The last layer is the most spread: so in {yes} of {len(targets)} targets; mean entropy "
-        f"{mean_of(last)} there, "
-        f"{mean_of(before)} in the layers before."
+        f"{mean_of(last)} there, {mean_of(before)} in the layers before."
     )
 
 
 def own_adapters(targets):
-    """Do tasks that do not gain prefer their own adapter?"""
-    groups = {
-        True: [],
-        False: [],
-    }  # gains? -> [(share of layers where its own is the strongest, its mean weight)]
+    """A sentence: do tasks that do not gain prefer their own adapter?"""
+    # does it gain? -> [(share of layers where its own is the strongest, its mean weight)]
+    found = {True: [], False: []}
     for _, names, weights, task, metrics, baseline in targets:
         if baseline is not None and task in names:
             s, own = torch.stack(list(weights.values())), names.index(task)
             share = (s.argmax(1) == own).double().mean().item()
-            groups[metrics["accuracy"] > baseline].append((share, s[:, own].mean().item()))
+            found[metrics["accuracy"] > baseline].append((share, s[:, own].mean().item()))
     start = "Tasks that do not gain prefer their own adapter: "
-    if not groups[True] and not groups[False]:
+    if not found[True] and not found[False]:
         return (
             start
             + "cannot be told without the accuracy of a target's single adapter (--baseline) and "
             "the adapter itself."
         )
-    parts = []
-    for gains, group in groups.items():
-        if group:
-            share, own = (mean_of(values) for values in zip(*group, strict=True))
-            parts.append(
-                f"{len(group)} with{'' if gains else 'out'} a gain: own adapter the strongest in "
-                f"{share} of the "
-                f"layers, its mean weight {own}"
+    sentences = []
+    for gains, of_tasks in found.items():
+        if of_tasks:
+            share, own = (mean_of(values) for values in zip(*of_tasks, strict=True))
+            sentences.append(
+                f"{len(of_tasks)} with{'' if gains else 'out'} a gain: own adapter the strongest "
+                f"in {share} of the layers, its mean weight {own}"
             )
-    if len(parts) == 1:
-        return start + f"there is nothing to compare with; {parts[0]}."
-    weight = {gains: sum(own for _, own in group) / len(group) for gains, group in groups.items()}
-    return start + f"{'yes' if weight[False] > weight[True] else 'no'}; {'; '.join(parts)}."
+    if len(sentences) == 1:
+        return start + f"there is nothing to compare with; {sentences[0]}."
+    weight = {gains: sum(own for _, own in pairs) / len(pairs) for gains, pairs in found.items()}
+    return start + f"{'yes' if weight[False] > weight[True] else 'no'}; {'; '.join(sentences)}."
 
 
 def mean_of(values):
@@ -291,33 +279,31 @@ def mean_of(values):
 # --------------------------------------------------------------------------------------------------
 
 
+def read_targets(args):
+    """[(label, names, weights, task, metrics, baseline or None)] of the runs"""
+    device, _ = choose_device(args.device, "float32")
+    found = [mean_weights(run, args.data_dir, args.model, device) for run in args.runs]
+    baselines = find_baselines(args.runs, args.baseline)
+    many = Counter(task for _, _, task in found)
+    targets = []
+    for run, (names, weights, task) in zip(args.runs, found, strict=True):
+        # a target is called by its task, by its run too where another has the same
+        label = task if many[task] == 1 else f"{task} ({run.resolve().name})"
+        metrics = read_json(run / "metrics.json")
+        targets.append((label, names, weights, task, metrics, baselines.get(task)))
+    return targets
+
+
 def draw(args):
+    """Writes all files, and returns the lines of the summary."""
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is a file")
-    device, _ = choose_device(args.device, "float32")
-    targets = [mean_weights(run, args.data_dir, args.model, device) for run in args.runs]
-    baselines = find_baselines(args.runs, args.baseline)
-    many = Counter(task for _, _, task in targets)
-    targets = [  # a target is called by its task, by its run too where another has the same
-        (
-            task if many[task] == 1 else f"{task} ({run.resolve().name})",
-            names,
-            weights,
-            task,
-            read_json(run / "metrics.json"),
-            baselines.get(task),
-        )
-        for run, (names, weights, task) in zip(args.runs, targets, strict=True)
-    ]
-
+    targets = read_targets(args)
     # columns: the targets' own adapters in the order of the rows, so that they lie on the diagonal,
     # then the others
     available = [name for _, names, *_ in targets for name in names]
-    columns = [
-        name
-        for name in dict.fromkeys([task for _, _, _, task, *_ in targets] + available)
-        if name in available
-    ]
+    tasks = [task for _, _, _, task, *_ in targets if task in available]
+    columns = list(dict.fromkeys([*tasks, *available]))
     slots = sorted({slot for _, _, weights, *_ in targets for slot in weights})
     values = torch.full((len(slots), len(targets), len(columns)), torch.nan, dtype=torch.float64)
     for y, (_, names, weights, *_) in enumerate(targets):
@@ -325,24 +311,21 @@ def draw(args):
             values[slots.index(slot), y, [columns.index(name) for name in names]] = s
 
     args.out.mkdir(parents=True, exist_ok=True)
-    labels = [label for label, *_ in targets]
+    labels, titles = [label for label, *_ in targets], slot_names(slots)
     top = math.ceil(10 * values.nan_to_num().max().item()) / 10
     some = figure_4_layers(1 + max(layer for layer, _ in slots))
     for name, chosen in (
         ("figure4.png", [i for i, slot in enumerate(slots) if slot[0] in some]),
         ("figure6.png", list(range(len(slots)))),
     ):
-        titles = slot_names(slots)
         heatmaps(values[chosen], [titles[i] for i in chosen], labels, columns, top, args.out / name)
-    with open(args.out / "weights.csv", "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["run", "target", "layer", "location", *columns])
-        for run, (_, names, weights, task, *_) in zip(args.runs, targets, strict=True):
-            for (layer, location), s in weights.items():
-                cells = dict(zip(names, s.tolist(), strict=True))
-                writer.writerow(
-                    [run, task, layer + 1, location, *(cells.get(name, "") for name in columns)]
-                )
+    rows = []
+    for run, (_, names, weights, task, *_) in zip(args.runs, targets, strict=True):
+        for (layer, location), s in weights.items():
+            by_name = dict(zip(names, s.tolist(), strict=True))
+            cells = [by_name.get(name, "") for name in columns]
+            rows.append([run, task, layer + 1, location, *cells])
+    write_csv(args.out / "weights.csv", ["run", "target", "layer", "location", *columns], rows)
     lines = [line for target in targets for line in describe(*target)]
     lines += [
         "",
@@ -376,15 +359,9 @@ def main(argv=None):
     )
     parser.add_argument("--model", help="where the encoder is now, if not where the runs found it")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
-    try:
+    with errors_in_one_line("figure4.py"):
         args = parser.parse_args(argv)
         lines = draw(args)
-    except (ValueError, OSError) as e:
-        print(f"figure4.py: {' '.join(str(e).split())}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("figure4.py: interrupted", file=sys.stderr)
-        sys.exit(130)
     print("\n".join(lines))
     print(f"\n{args.out}: figure4.png, figure6.png, weights.csv, summary.txt")
 

@@ -1,20 +1,25 @@
 """Runs a grid of train.py commands, its cells, each in a directory of its own. table1 and
 architecture_search share it.
 
-adapter = Cell("rte", ("--stage", "adapter", "--task", "rte")) fusion = Cell("fusion", ("--stage",
-"fusion", "--task", "rte", "--adapters", "{out}/runs/rte"), needs=("rte",))
-check([adapter, fusion], out)                  # that what is in `out` was made by the same commands
-failed = run([adapter, fusion], out, jobs=2)   # {name: reason}
-metrics(out, "fusion")["accuracy"]
+    adapter = Cell("rte", ("--stage", "adapter", "--task", "rte"))
+    fusion = Cell(
+        "fusion",
+        ("--stage", "fusion", "--task", "rte", "--adapters", "{out}/runs/rte"),
+        needs=("rte",),
+    )
+    check([adapter, fusion], out)                  # what is in `out` was made by these commands
+    failed = run([adapter, fusion], out, jobs=2)   # {name: reason}
+    metrics(out, "fusion")["accuracy"]
 
-OUT/runs/NAME        a cell's run directory; one with metrics.json is finished and not run again, any other is resumed
+OUT/runs/NAME        a cell's run directory; one with metrics.json is finished and not run again,
+                     any other is resumed
 OUT/logs/NAME.json   the command that it was made with, and those of the cells that it needs
-OUT/logs/NAME.txt    what train.py printed; locked while it runs, so that no second process runs the same cell
+OUT/logs/NAME.txt    what train.py printed; locked while it runs, so that no second process runs
+                     the same cell
 """
 
 import contextlib
 import fcntl
-import io
 import os
 import shlex
 import shutil
@@ -27,25 +32,23 @@ from pathlib import Path
 
 import torch
 
-import data
 import train
-from adapter import ADAPTERS, Head, activate, add_adapter
-from bert import Bert
 from formats.files import read_json, write_json
-from formats.tokenizer import load_tokenizer
-from fusion import add_fusion
-from runtime.options import configure
-from runtime.processes import choose_device
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+INTERRUPTED = "interrupted; the same command goes on from here"
 
 
 @dataclass(frozen=True)
 class Cell:
+    """
+    command: the arguments of train.py without --out, in which "{out}" stands for the grid's
+    directory; needs: names of the cells whose directories it reads.
+    """
+
     name: str
-    # for train.py, without --out; "{out}" stands for the grid's directory, wherever that is
     command: tuple
-    needs: tuple = ()  # names of the cells whose directories it reads
+    needs: tuple = ()
 
 
 def metrics(out, name):
@@ -61,8 +64,9 @@ def command(cell, out):
 
 
 def parse(cell, out):
-    """The cell's arguments as train.py understands them. Raises ValueError for those that it
-    refuses at once; what is in the cell's directory is left out of that, see `check`."""
+    """The cell's arguments as train.py understands them. Raises ValueError for those that train.py
+    rejects before it loads anything; what is in the cell's directory is not looked at, see
+    `check`."""
     args = train.arguments(command(cell, out))
     args.out = args.out / "new"
     train.check(args)
@@ -83,7 +87,7 @@ def record(cell, cells):
 
 
 def difference(old, new):
-    """In words, how two records differ; None if they don't."""
+    """In words, how two records differ; None if they do not."""
     if old is None:
         return "without a record of its command"
     if old["command"] != new["command"]:
@@ -105,8 +109,8 @@ def difference(old, new):
 
 
 def options(words):
-    """["--task", "rte", "--seed", "0"] -> {"--task": "rte", "--seed": "0"}; the last of a repeated
-    one counts"""
+    """["--task", "rte", "--seed", "0"] -> {"--task": "rte", "--seed": "0"}; of an option that is
+    given twice the last one counts."""
     result, key = {}, None
     for word in words:
         if word.startswith("--"):
@@ -129,9 +133,8 @@ def check(cells, out, overwrite=False):
     for cell in cells:
         if (out / "runs" / cell.name).exists():
             path = out / "logs" / f"{cell.name}.json"
-            if found := difference(
-                read_json(path) if path.is_file() else None, record(cell, cells)
-            ):
+            old = read_json(path) if path.is_file() else None
+            if found := difference(old, record(cell, cells)):
                 other[cell.name] = found
     if other and not overwrite:
         name, found = next(iter(other.items()))
@@ -180,28 +183,34 @@ def busy(out, name):
 # Running
 
 
-def environment(slot, jobs, cuda):
-    """Of the job in one of `jobs` slots: its share of the GPUs and of the cores."""
+def environment(slot, jobs, cuda, launch=()):
+    """
+    Of the job in one of `jobs` slots: its share of the GPUs and of the cores. What the user has set
+    stays as it is.
+
+    launch: what comes before train.py in a command. torchrun gives each of its processes one
+    thread, unless it finds another number in its environment: it is left alone.
+    """
     values = dict(os.environ)
     if cuda:
-        devices = values.get("CUDA_VISIBLE_DEVICES") or ",".join(
-            map(str, range(torch.cuda.device_count()))
-        )
-        devices = devices.split(",")
-        values["CUDA_VISIBLE_DEVICES"] = ",".join(
-            devices[slot::jobs] or [devices[slot % len(devices)]]
-        )
+        every = ",".join(map(str, range(torch.cuda.device_count())))
+        devices = (values.get("CUDA_VISIBLE_DEVICES") or every).split(",")
+        own = devices[slot::jobs] or [devices[slot % len(devices)]]
+        values["CUDA_VISIBLE_DEVICES"] = ",".join(own)
     if jobs > 1:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        threads = str(max(1, cores // jobs))
-        # PASSIVE: a thread that waits leaves its core to the other jobs
-        for name, value in {
-            "OMP_NUM_THREADS": threads,
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "RAYON_NUM_THREADS": threads,
-        }.items():
-            values.setdefault(name, value)
+        # a thread that waits must leave its core to the other jobs
+        values.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        if not any("torchrun" in word or "torch.distributed" in word for word in launch):
+            threads = str(max(1, cores() // jobs))
+            values.setdefault("OMP_NUM_THREADS", threads)
+            values.setdefault("RAYON_NUM_THREADS", threads)  # of the tokenizers
     return values
+
+
+def cores():
+    """How many this process may use."""
+    affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if affinity else os.cpu_count() or 1
 
 
 def run(cells, out, jobs=1, cuda=False, launch=(sys.executable,), part=(0, 1)):
@@ -215,90 +224,121 @@ def run(cells, out, jobs=1, cuda=False, launch=(sys.executable,), part=(0, 1)):
     first; cells that need what other parts have not finished are left to a later call. Raises
     KeyboardInterrupt, after Ctrl-C or SIGTERM and once the children have saved their state.
     """
-    done = {cell.name for cell in cells if metrics(out, cell.name)}
-    todo = []
-    for cell in cells[part[0] :: part[1]]:
-        if cell.name not in done and {*cell.needs} <= {*done, *(other.name for other in todo)}:
-            todo.append(cell)
-    later = "" if part == (0, 1) else f" in part {part[0]}/{part[1]}"
-    print(f"{len(done)} of {len(cells)} runs are finished, {len(todo)} to go{later}", flush=True)
-    failed, running = {}, {}
-    waiting = {cell.name for cell in todo if busy(out, cell.name)}
-    for name in waiting:
-        print(f"{name}: another process is running it, its end is waited for", flush=True)
-    left = len(todo)
-
-    def settle(cell, seconds, reason=None):
-        """One line of a cell that has ended."""
-        nonlocal left
-        left -= 1
-        result = metrics(out, cell.name)
-        if result is None:
-            failed[cell.name] = reason
-            print(f"{cell.name}: FAILED, {reason}; {left} left", flush=True)
-        else:  # a run that diverged has kept its best epoch
-            done.add(cell.name)
-            accuracies = result.get("accuracies") or {cell.name: result["accuracy"]}
-            accuracy = 100 * sum(accuracies.values()) / len(accuracies)
-            note = f" (note: {reason})" if reason else ""
-            print(f"{cell.name}: {accuracy:.2f} %, {seconds:.0f} s; {left} left{note}", flush=True)
-
+    runner = Runner(cells, out, jobs, cuda, launch, part)
     signals = []
     handlers = {
         number: signal.signal(number, lambda number, _: signals.append(number))
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
-        while (todo or running) and not signals:
-            for slot, (cell, process, started, start) in list(running.items()):
-                if process.poll() is not None:
-                    del running[slot]
-                    reason = last_words(
-                        out / "logs" / f"{cell.name}.txt", start, process.returncode
-                    )
-                    settle(cell, time.monotonic() - started, reason)
-            for cell in list(todo):
-                broken = [name for name in cell.needs if name in failed]
-                if broken:
-                    todo.remove(cell)
-                    settle(cell, 0, f"not run: it needs {broken[0]}, which failed")
-                elif cell.name in waiting and not busy(out, cell.name):
-                    waiting.remove(cell.name)
-                elif len(running) + len(waiting) < jobs and done.issuperset(cell.needs):
-                    log = lock(out, cell.name)
-                    if log is None:  # since a moment ago
-                        waiting.add(cell.name)
-                        continue
-                    todo.remove(cell)
-                    with log:  # closed here, and with it the lock is the child's alone
-                        if metrics(out, cell.name):  # by the process that was waited for
-                            settle(cell, metrics(out, cell.name)["seconds"])
-                            continue
-                        slot = next(slot for slot in range(jobs) if slot not in running)
-                        write_json(out / "logs" / f"{cell.name}.json", record(cell, cells))
-                        words = [*launch, str(TRAIN), *command(cell, out)]
-                        log.write(f"\n$ {shlex.join(words)}\n".encode())
-                        log.flush()
-                        start = log.tell()
-                        # a session of its own: Ctrl-C reaches it through us, once
-                        process = subprocess.Popen(
-                            words,
-                            stdout=log,
-                            stderr=log,
-                            stdin=subprocess.DEVNULL,
-                            env=environment(slot, jobs, cuda),
-                            start_new_session=True,
-                        )
-                        running[slot] = cell, process, time.monotonic(), start
+        while (runner.todo or runner.running) and not signals:
+            runner.look_after_children()
+            runner.start_what_can_start()
             time.sleep(0.05)
         if signals:
             raise KeyboardInterrupt
     finally:
-        if running:
-            stop([process for _, process, _, _ in running.values()], signals)
+        if runner.running:
+            stop([child.process for child in runner.running.values()], signals)
         for number, handler in handlers.items():
             signal.signal(number, handler)
-    return failed
+    return runner.failed
+
+
+@dataclass
+class Child:
+    """A cell that is being run."""
+
+    cell: Cell
+    process: subprocess.Popen
+    started: float  # time.monotonic()
+    log_start: int  # where in the cell's log this process began to write
+
+
+class Runner:
+    """Which cells of a grid are to be run, are running, and have ended. The arguments are those of
+    `run`."""
+
+    def __init__(self, cells, out, jobs, cuda, launch, part):
+        self.cells, self.out, self.jobs, self.cuda, self.launch = cells, out, jobs, cuda, launch
+        self.done = {cell.name for cell in cells if metrics(out, cell.name)}
+        self.todo = []
+        for cell in cells[part[0] :: part[1]]:
+            possible = self.done | {other.name for other in self.todo}
+            if cell.name not in self.done and possible.issuperset(cell.needs):
+                self.todo.append(cell)
+        self.left = len(self.todo)
+        self.failed = {}  # name: reason
+        self.running = {}  # slot: Child
+        where = "" if part == (0, 1) else f" in part {part[0]}/{part[1]}"
+        finished = f"{len(self.done)} of {len(cells)} runs are finished"
+        print(f"{finished}, {self.left} to go{where}", flush=True)
+        # cells that another process is running
+        self.waiting = {cell.name for cell in self.todo if busy(out, cell.name)}
+        for name in self.waiting:
+            print(f"{name}: another process is running it, its end is waited for", flush=True)
+
+    def look_after_children(self):
+        for slot, child in list(self.running.items()):
+            if child.process.poll() is not None:
+                del self.running[slot]
+                log = self.out / "logs" / f"{child.cell.name}.txt"
+                reason = failure_reason(log, child.log_start, child.process.returncode)
+                self.settle(child.cell, time.monotonic() - child.started, reason)
+
+    def start_what_can_start(self):
+        for cell in list(self.todo):
+            broken = [name for name in cell.needs if name in self.failed]
+            if broken:
+                self.todo.remove(cell)
+                self.settle(cell, 0, f"not run: it needs {broken[0]}, which failed")
+            elif cell.name in self.waiting and not busy(self.out, cell.name):
+                self.waiting.remove(cell.name)
+            elif len(self.running) + len(self.waiting) < self.jobs:
+                if self.done.issuperset(cell.needs):
+                    self.start(cell)
+
+    def start(self, cell):
+        """Starts a cell, unless another process has started or finished it."""
+        log = lock(self.out, cell.name)
+        if log is None:  # another process has started it since the last look
+            self.waiting.add(cell.name)
+            return
+        self.todo.remove(cell)
+        with log:  # closed here, so that the lock is the child's alone
+            if metrics(self.out, cell.name):  # finished by the process that was waited for
+                self.settle(cell, metrics(self.out, cell.name)["seconds"])
+                return
+            slot = next(slot for slot in range(self.jobs) if slot not in self.running)
+            write_json(self.out / "logs" / f"{cell.name}.json", record(cell, self.cells))
+            words = [*self.launch, str(TRAIN), *command(cell, self.out)]
+            log.write(f"\n$ {shlex.join(words)}\n".encode())
+            log.flush()
+            log_start = log.tell()
+            process = subprocess.Popen(
+                words,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                env=environment(slot, self.jobs, self.cuda, self.launch),
+                start_new_session=True,  # Ctrl-C reaches the child through this process, once
+            )
+            self.running[slot] = Child(cell, process, time.monotonic(), log_start)
+
+    def settle(self, cell, seconds, reason=None):
+        """Prints one line about a cell that has ended. A run whose loss diverged has kept its best
+        epoch: it has both metrics and a reason."""
+        self.left -= 1
+        result = metrics(self.out, cell.name)
+        if result is None:
+            self.failed[cell.name] = reason
+            print(f"{cell.name}: FAILED, {reason}; {self.left} left", flush=True)
+            return
+        self.done.add(cell.name)
+        accuracies = result.get("accuracies") or {cell.name: result["accuracy"]}
+        accuracy = 100 * sum(accuracies.values()) / len(accuracies)
+        note = f" (note: {reason})" if reason else ""
+        print(f"{cell.name}: {accuracy:.2f} %, {seconds:.0f} s; {self.left} left{note}", flush=True)
 
 
 def stop(processes, signals):
@@ -314,22 +354,20 @@ def stop(processes, signals):
         time.sleep(0.1)
 
 
-def last_words(log, start, status):
+def failure_reason(log, start, status):
     """Why a child failed: the last line that it wrote after position `start` of its log. None if it
     did not fail."""
     if status == 0:
         return None
     with open(log, "rb") as file:
         file.seek(start)
-        lines = file.read().decode(errors="replace").split("\n")
-    lines = [line.strip() for line in lines if line.strip()]
-    said = [line for line in lines if line.startswith("train.py: ")] or lines or ["it said nothing"]
-    ended = f"killed by signal {-status}" if status < 0 else f"status {status}"
-    return (
-        f"{said[-1].removeprefix('train.py: ')} ({ended})"
-        if status != 2
-        else said[-1].removeprefix("train.py: ")
-    )
+        text = file.read().decode(errors="replace")
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    own = [line for line in lines if line.startswith("train.py: ")]
+    last = (own or lines or ["it said nothing"])[-1].removeprefix("train.py: ")
+    if status == 2:
+        return last
+    return f"{last} (killed by signal {-status})" if status < 0 else f"{last} (status {status})"
 
 
 def report(failed, out):
@@ -343,211 +381,23 @@ def report(failed, out):
 
 
 # --------------------------------------------------------------------------------------------------
-# How long it will take
-
-
-def measure(args, adapters, model):
-    """
-    ((a, b), (c, d)): a training step on n tokens takes about a + b·n seconds on this machine, and
-    evaluation c + d·n. From a few steps on random tokens, with the encoder and what the arguments
-    (of train.py) plug in; fusion is over `adapters`.
-    """
-    device, dtype = choose_device(args.device, args.dtype)
-    bert = Bert.from_pretrained(model).to(
-        device, torch.float32 if args.stage in ("full", "multitask") else dtype
-    )
-    one = args.stage in ("adapter", "multitask") and args.adapter != "none"
-    names = [f"task{i}" for i in range(adapters if args.stage == "fusion" else int(one))]
-    for name in names:
-        factor = min(args.reduction_factor, bert.config.hidden_size)
-        add_adapter(bert, name, configure(ADAPTERS[args.adapter], factor, args.adapter_config))
-    if args.stage == "fusion":
-        add_fusion(bert, names)
-    elif names:
-        activate(bert, names[0])
-    if args.stage in ("full", "multitask"):
-        bert.requires_grad_(True)
-    head = Head({"head_type": "classification", "num_labels": 2, "layers": 2}, bert.config).to(
-        device
-    )
-    trained = [p for p in [*bert.parameters(), *head.parameters()] if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-6, fused=device.type != "mps")
-    rows = args.batch_size if device.type == "cuda" else min(args.batch_size, 8)
-    lengths = [min(T, bert.config.max_length) for T in (24, 96)]
-
-    def wait():
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    def train_step(batch):
-        loss = torch.nn.functional.cross_entropy(
-            train.predict(bert, head, batch, dtype), batch["labels"].to(device)
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-    def eval_step(batch):
-        with torch.inference_mode():
-            train.predict(bert, head, batch, dtype)
-
-    result = []
-    for step in (train_step, eval_step):
-        bert.train(step is train_step), head.train(step is train_step)
-        seconds = []
-        for T in lengths:
-            ids = torch.randint(bert.config.vocab_size // 2, bert.config.vocab_size, (rows, T))
-            batch = {
-                "input_ids": ids,
-                "token_type_ids": torch.zeros_like(ids),
-                "attention_mask": torch.ones_like(ids),
-                "labels": torch.zeros(rows, dtype=torch.long),
-            }
-            times = []
-            for _ in range(4):  # the first one warms up
-                wait()
-                started = time.perf_counter()
-                step(batch)
-                wait()
-                times.append(time.perf_counter() - started)
-            seconds.append(min(times[1:]))
-        slope = max(0.0, seconds[1] - seconds[0]) / (rows * max(1, lengths[1] - lengths[0]))
-        result.append((max(0.0, seconds[0] - slope * rows * lengths[0]), slope))
-    return result
-
-
-def tokens(task, data_dir, words, bert):
-    """How many an example has in the mean of 500, with all of its candidates. words: the options of
-    train.py."""
-    task = data.get_task(task, data_dir)
-    longest = options(words).get("--max-length") or min(task.max_length, bert.config.max_length)
-    tokenizer = load_tokenizer(bert.directory, int(longest), bert.config.vocab_size)
-    with contextlib.redirect_stdout(io.StringIO()):
-        sample = data.load_split(task, "train", tokenizer, data_dir, limit=500)
-    return sum(len(ids) for candidates in sample["input_ids"] for ids in candidates) / len(sample)
-
-
-def hours(cells, out, tasks, model, measured):
-    """
-    {name: (examples per epoch, epochs, hours at most)}: every epoch trained, none saved by early
-    stopping.
-
-    tasks: {name: (training examples, dev examples, tokens of an example)}; measured: a dictionary
-    in which measurements are kept from one call to the next.
-    """
-    result = {}
-    for cell in cells:
-        args = parse(cell, out)
-        names = getattr(args, "tasks", None) or [args.task]
-        train_rows, dev_rows, tokens = zip(*(tasks[name] for name in names), strict=True)
-        limited = [min(n, args.limit_train or n) for n in train_rows]
-        steps = getattr(args, "steps_per_epoch", None) if args.stage == "multitask" else None
-        examples = steps * args.batch_size if steps else sum(limited)
-        mean = sum(n * T for n, T in zip(limited, tokens, strict=True)) / sum(
-            limited
-        )  # as if sampled by size
-        # the size of the bottleneck hardly matters, the number of adapters and how far down the
-        # gradient goes do
-        changes = {
-            field: args.adapter_config.get(field)
-            for field in ("mh_adapter", "output_adapter", "layer_norms")
-        }
-        architecture = (
-            (args.adapter, *changes.values()) if args.stage == "adapter" else len(args.adapters)
-        )
-        key = (args.stage, architecture, args.batch_size, args.device, args.dtype)
-        if key not in measured:
-            measured[key] = measure(args, len(args.adapters), model)
-        (a, b), (c, d) = measured[key]
-        epoch = examples / args.batch_size * a + examples * mean * b
-        for n, T in zip(dev_rows, tokens, strict=True):
-            n = min(n, args.limit_dev or n)
-            epoch += n / (4 * args.batch_size) * c + n * T * d
-        result[cell.name] = examples, args.epochs, args.epochs * epoch / 3600
-    return result
-
-
-def at_once(args):
-    """By how many devices the hours are to be divided."""
-    return min(args.jobs, torch.cuda.device_count()) if args.cuda else 1
-
-
-def plan(cells, args, sizes, bert, measured):
-    """Prints every run with its hours, and returns the sum in words. sizes: as `sizes` gives them;
-    measured: as `hours`."""
-    tasks = {
-        task: (*rows, tokens(task, args.data_dir, args.rest, bert)) for task, rows in sizes.items()
-    }
-    print("measuring a few steps of each kind of run ...", flush=True)
-    found = hours(cells, args.out, tasks, args.model, measured)
-    todo = 0.0
-    print(f"{'run':60} {'examples × epochs':>20} {'hours, at most':>15}")
-    for name, (examples, epochs, cost) in found.items():
-        finished = metrics(args.out, name) is not None
-        todo += 0.0 if finished else cost
-        print(
-            f"{name:60} {f'{examples:,} × {epochs}':>20} "
-            f"{'finished' if finished else f'{cost:.2f}':>15}"
-        )
-    devices = at_once(args)
-    where = (
-        f"{devices} GPU{'s' if devices > 1 else ''}"
-        if args.cuda
-        else f"CPU, {os.cpu_count()} cores"
-    )
-    total = sum(cost for _, _, cost in found.values())
-    return (
-        f"{len(found)} runs, at most {total / devices:.1f} hours on this machine ({where}), "
-        f"{todo / devices:.1f} of them to "
-        "go; early stopping ends most runs sooner"
-    )
-
-
-def sizes(tasks, data_dir):
-    """{task: (training examples, development examples)}"""
-    return {
-        task: tuple(
-            len(data.read_split(data.get_task(task, data_dir), split, data_dir)[1])
-            for split in ("train", "validation")
-        )
-        for task in tasks
-    }
-
-
-# --------------------------------------------------------------------------------------------------
-# What stands above the results
-
-
-def encoder_name(model, bert):
-    """Of a directory the last part alone: nothing of this machine in the results."""
-    name = Path(model).absolute().name if Path(model).is_dir() else model
-    return f"{name} ({bert.config.num_hidden_layers} layers, hidden size {bert.config.hidden_size})"
-
-
-def about(args):
-    seeds = ", ".join(map(str, args.seeds))
-    seeds = (
-        f"mean ± standard deviation over seeds {seeds}" if len(args.seeds) > 1 else f"seed {seeds}"
-    )
-    return (
-        f"Encoder: {args.encoder}. Accuracy on the development set in %, {seeds}; the best epoch "
-        "is chosen on the same "
-        "set, as in the paper."
-    )
-
-
-def options_in_words(args):
-    """Lines: the options of train.py, for all runs and for those of single stages."""
-    given = {"all": args.rest, **args.options}
-    return [
-        f"Options of {stage} runs: `{shlex.join(words)}`."
-        for stage, words in given.items()
-        if words
-    ]
-
-
-# --------------------------------------------------------------------------------------------------
 # Command line
+
+OWNED = (  # options of train.py that a grid sets for each run
+    "--stage",
+    "--task",
+    "--tasks",
+    "--adapters",
+    "--adapter",
+    "--adapter-config",
+    "--reduction-factor",
+    "--seed",
+    "--model",
+    "--data-dir",
+    "--out",
+    "--resume",
+    "--overwrite",
+)
 
 
 def split(argv):
@@ -557,16 +407,13 @@ def split(argv):
     return argv[:place], argv[place + 1 :]
 
 
-def refuse_owned(words, owned, where):
-    """Raises ValueError for an option of train.py that the grid sets itself; argparse also takes
-    beginnings of names."""
+def check_not_owned(words, owned, where):
+    """Raises ValueError for an option of train.py that the grid sets itself. argparse also takes
+    beginnings of an option's name."""
     for word in words:
         name = word.split("=")[0]
-        if (
-            name.startswith("--")
-            and len(name) > 2
-            and any(option.startswith(name) for option in owned)
-        ):
+        is_option = name.startswith("--") and len(name) > 2
+        if is_option and any(option.startswith(name) for option in owned):
             raise ValueError(f"{name} does not belong {where}: the grid sets it for each run")
 
 
@@ -601,14 +448,41 @@ def add_options(parser, out):
     )
 
 
-def complete(args, words):
-    """Sets args.jobs, how many runs at a time, args.cuda, whether they are on GPUs, and args.launch
-    as a list. words: those for train.py. Raises ValueError."""
-    cuda = torch.cuda.is_available() and options(words).get("--device") not in ("cpu", "mps")
-    jobs = args.jobs if args.jobs is not None else max(1, torch.cuda.device_count() if cuda else 1)
-    if jobs < 1:
-        raise ValueError(f"--jobs must be at least 1, not {jobs}")
+def add_stage_options(parser, stages):
+    for stage in stages:
+        parser.add_argument(
+            f"--{stage}-options",
+            default="",
+            metavar="'...'",
+            help=f"options of train.py for --stage {stage} alone, after those that follow --",
+        )
+
+
+def complete(args, rest, stages, owned=OWNED):
+    """
+    Sets what follows from the parsed arguments, and from those for train.py, `rest`:
+
+        args.rest, args.options   options of train.py, for all runs and {stage: for its runs}
+        args.jobs, args.cuda      how many runs at a time, and whether they are on GPUs
+        args.launch               what comes before train.py, as a list
+
+    Raises ValueError for options that are the grid's own, and for what cannot be run.
+    """
+    check_not_owned(rest, owned, "behind --")
+    args.rest, args.options = rest, {}
+    for stage in stages:
+        args.options[stage] = shlex.split(getattr(args, f"{stage}_options"))
+        check_not_owned(args.options[stage], owned, f"in --{stage}-options")
+    args.cuda = torch.cuda.is_available() and options(rest).get("--device") not in ("cpu", "mps")
+    if args.jobs is None:
+        args.jobs = max(1, torch.cuda.device_count() if args.cuda else 1)
+    if args.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, not {args.jobs}")
     args.launch = shlex.split(args.launch)
     if not args.launch or shutil.which(args.launch[0]) is None:
         raise ValueError(f"--launch: there is no program {' '.join(args.launch)!r}")
-    args.jobs, args.cuda = jobs, cuda
+
+
+def distinct(values):
+    """Each of the values once, in their order."""
+    return list(dict.fromkeys(values))

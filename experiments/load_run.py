@@ -16,7 +16,7 @@ from data import get_task, load_split
 from formats.adapterhub import check_name
 from formats.files import read_json
 from formats.tokenizer import load_tokenizer
-from fusion import load_fusion
+from fusion import Fusion, fusions, load_fusion
 from runtime.options import check_length
 from runtime.processes import choose_device
 from train import STAGES
@@ -125,7 +125,7 @@ def load_run_split(
     task = get_task(config["task"], data_dir, config["labels"], split)
     if list(task.labels) != config["labels"]:
         raise ValueError(f"{run} and {task.name} in {data_dir} have different labels, or choices")
-    # text_b of your own task is optional, but not now
+    # text_b of your own task is optional in training, but not afterwards
     columns = config["columns"].get(task.name, [*task.columns])
     if columns != [*task.columns]:
         raise ValueError(
@@ -140,13 +140,25 @@ def load_run_split(
     return task, load_split(task, split, tokenizer, data_dir, limit=limit, strict=strict)
 
 
+def unknown_kind(bert):
+    """What there is in an encoder beyond bottleneck adapters and the paper's fusion, in words, such
+    as "adapters like rte (PALConfig)"; None if there is nothing else."""
+    for _, slot in bert.slots():
+        for name, adapter in slot.adapters.items():
+            if adapter.config.architecture is not None:
+                return f"adapters like {name} ({type(adapter.config).__name__})"
+    for _, fusion in fusions(bert):
+        if type(fusion) is not Fusion:
+            return f"fusions like this one ({type(fusion).__name__})"
+    return None
+
+
 def cast(bert, head, config, device, dtype=None):
     """(device, dtype): moves a loaded run there, its weights held as in training, those that its
     stage trained in fp32. Without dtype, that of its training."""
     device, dtype = choose_device(device, dtype or config["dtype"])
-    trained = {"head": (), "adapter": (".adapters.",), "fusion": (".fusion.",)}.get(
-        config["stage"], ("",)
-    )
+    parts = {"head": (), "adapter": (".adapters.",), "fusion": (".fusion.",)}
+    trained = parts.get(config["stage"], ("",))  # full and multitask train everything
     for name, p in bert.named_parameters():
         if not any(part in name for part in trained):
             p.data = p.data.to(dtype)

@@ -9,10 +9,10 @@ files in the page cache. --peer-python: a Python with experiments/requirements-p
 transformers.BertModel.from_pretrained beside ours.
 
     load     from_pretrained alone, after the imports
-    +pass    from_pretrained and one forward pass on 8 tokens. Both libraries map a safetensors file and read its pages when
-             they are first used, so this is what one waits for
-    memory   the peak above the interpreter with torch imported, as a multiple of the size of the weights' file, after
-             each of the two
+    +pass    from_pretrained and one forward pass on 8 tokens. Both libraries map a safetensors file
+             and read its pages when they are first used, so this is what one waits for
+    memory   the peak above the interpreter with torch imported, as a multiple of the size of the
+             weights' file, after each of the two
 """
 
 import argparse
@@ -32,12 +32,13 @@ import torch
 from safetensors.torch import save_file
 
 from bert import Bert, BertConfig, hub_name
+from experiments.command import errors_in_one_line
 from formats.files import write_json
+from runtime.options import Parser
 
 # --------------------------------------------------------------------------------------------------
-# A TensorFlow checkpoint, the inverse of bert.read_tensorflow. The tests use it too, for damaged
-# ones.
-from runtime.options import Parser
+# Writing a TensorFlow checkpoint, the inverse of formats/tensorflow.py. The tests use it too, for
+# damaged ones.
 
 
 def varint(n):
@@ -82,10 +83,8 @@ def table(blocks, compression=0):
 
     def append(contents):
         nonlocal result
-        handle, contents = (
-            varint(len(result)) + varint(len(contents)),
-            contents + bytes([compression]),
-        )
+        handle = varint(len(result)) + varint(len(contents))
+        contents += bytes([compression])
         result += contents + masked_crc(contents)
         return handle
 
@@ -119,9 +118,8 @@ def write_data(prefix, arrays, shards=1):
 def google_name(name):
     """encoder.layer.0.output.dense.weight -> bert/encoder/layer_0/output/dense/kernel"""
     name = name.replace("layer.", "layer_").replace("_embeddings.weight", "_embeddings")
-    name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
-        "LayerNorm.bias", "LayerNorm.beta"
-    )
+    name = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+    name = name.replace("LayerNorm.bias", "LayerNorm.beta")
     return "bert/" + name.replace(".weight", ".kernel").replace(".", "/")
 
 
@@ -180,7 +178,8 @@ KINDS = {  # name: (which files, code)
 MEASURE = """
 import json, sys, time, torch
 def memory(field):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 base, source, result = memory("VmRSS"), sys.argv[1], {}
 torch.set_num_threads(int(sys.argv[3]))
 exec(sys.argv[2])
@@ -214,15 +213,18 @@ def main():
     parser.add_argument(
         "--threads", type=int, default=1, help="more of them only help the forward pass"
     )
-    try:
+    with errors_in_one_line("loading.py", RuntimeError):
         args = parser.parse_args()
         if args.runs < 1 or args.threads < 1:
             raise ValueError("--runs and --threads must be at least 1")
         if args.peer_python and not shutil.which(args.peer_python):
             raise ValueError(f"--peer-python {args.peer_python} is no program")
-    except ValueError as e:
-        print(f"loading.py: {' '.join(str(e).split())}", file=sys.stderr)
-        sys.exit(2)
+        size, results = measure_all(args)
+        report(args, size, results)
+
+
+def measure_all(args):
+    """(bytes of the safetensors file, {kind: [what MEASURE prints]})"""
     kinds = {
         name: kind
         for name, kind in KINDS.items()
@@ -238,7 +240,11 @@ def main():
                 result = measure(python, code, Path(directory) / files, args.threads)
                 if i:
                     results[name].append(result)
+    return size, results
 
+
+def report(args, size, results):
+    """Prints a table, what the figures depend on, and a line of JSON."""
     print(
         f"BERT-base, {size / 1e6:.0f} MB, fp32; median (fastest to slowest) of {args.runs} "
         "processes each, in turn"
@@ -256,34 +262,21 @@ def main():
         print(f"{name:<28} {cells[0]:<22} {cells[1]:<22} {peaks[0]:<10} {peaks[1]}")
     print(
         f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {args.threads} of "
-        "them used, "
-        f"{platform.system()} {platform.release()}, Python {platform.python_version()}, torch "
-        f"{torch.__version__}"
+        f"them used, {platform.system()} {platform.release()}, Python "
+        f"{platform.python_version()}, torch {torch.__version__}"
     )
     if args.peer_python:
         code = (
             "import torch, transformers; print(f'transformers {transformers.__version__}, "
             "torch {torch.__version__}')"
         )
-        print(
-            "peer:",
-            subprocess.run(
-                [args.peer_python, "-c", code], capture_output=True, text=True
-            ).stdout.strip(),
-        )
+        peer = subprocess.run([args.peer_python, "-c", code], capture_output=True, text=True)
+        print("peer:", peer.stdout.strip())
     medians = {
         name: statistics.median(row["load"] for row in rows) for name, rows in results.items()
     }
-    print(
-        json.dumps(
-            {
-                "file_bytes": size,
-                "runs": args.runs,
-                "load_seconds": medians,
-                "measurements": results,
-            }
-        )
-    )
+    closing = {"file_bytes": size, "runs": args.runs, "load_seconds": medians}
+    print(json.dumps({**closing, "measurements": results}))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""What does a finished run say about your text, and which adapter spoke?
+"""What does a finished run say about your text, and which of its adapters were used?
 
-    python -m experiments.predict runs/rte "It rains." "It is wet."            # the texts in the order of the task's columns
+    python -m experiments.predict runs/rte "It rains." "It is wet."
     python -m experiments.predict runs/social_i_qa "Kai fell." "Why?" --choices "ice" "fun" "tea"
-    python -m experiments.predict runs/sst2 --file rows.jsonl --json           # or .tsv, or - for stdin
-    python -m experiments.predict runs/fusion-rte "It rains." "It is wet." --mask qqp sst2      # without these adapters
+    python -m experiments.predict runs/sst2 --file rows.jsonl --json    # or .tsv, or - for stdin
+    python -m experiments.predict runs/fusion-rte "It rains." "It is wet." --mask qqp sst2
     python -m experiments.predict runs/fusion-rte "It rains." "It is wet." --explain page.html
+
+Texts are given in the order of the task's columns. --mask leaves adapters of a fusion out.
 
 A file has the columns of the task's training data (the label may be missing), a .tsv file a first
 line that names them. On stdin a line is a JSON object, or texts with tabs between. --json prints
@@ -20,7 +22,7 @@ import json
 import signal
 import sys
 from dataclasses import replace
-from itertools import cycle
+from itertools import cycle, islice
 from pathlib import Path
 from string import ascii_letters
 
@@ -28,6 +30,7 @@ import numpy as np
 import torch
 
 from data import TASKS, Choices, Task, batch_order, collate, example, own_choices
+from experiments.command import errors_in_one_line
 from experiments.load_run import load_run
 from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights
@@ -36,11 +39,9 @@ from runtime.processes import choose_device
 from train import predict
 from variants.masking import mask
 
-BATCH_SIZE, WINDOW = (
-    64,
-    64 * 50,
-)  # inputs per batch; inputs that are tokenised and sorted by length at once
-MOST_EXPLAINED = 50  # a page with more would be megabytes
+BATCH_SIZE = 64
+WINDOW = 50 * BATCH_SIZE  # inputs that are tokenised and sorted by length together
+MOST_EXPLAINED = 50  # a page with more inputs would be of megabytes
 
 # --------------------------------------------------------------------------------------------------
 # Input: texts -> row (column -> value) -> candidate pairs, as in training
@@ -60,14 +61,14 @@ def as_row(config, choices, texts, options):
             options = [{"text": options} if name == "commonsense_qa" else options]
         wanted = columns[: len(columns) - len(options)]
     else:
-        columns = config["columns"].get(
-            name, ["text_a", "choices"] if choices else ["text_a", "text_b"][: len(texts)]
-        )
+        usual = ["text_a", "choices"] if choices else ["text_a", "text_b"][: len(texts)]
+        columns = config["columns"].get(name, usual)
         wanted = [column for column in columns if column != "choices"]
-        options = [options] * choices
+        options = [options] if choices else []
     if len(texts) + len(options) != len(columns):
         given = "1 text was given" if len(texts) == 1 else f"{len(texts)} texts were given"
-        raise ValueError(f"{name} takes {' and '.join(wanted)}{' and choices' * choices}: {given}")
+        takes = " and ".join([*wanted, "choices"] if choices else wanted)
+        raise ValueError(f"{name} takes {takes}: {given}")
     return dict(zip(columns, [*texts, *options], strict=True))
 
 
@@ -79,7 +80,8 @@ def as_candidates(config, choices, row):
         row = {task.aliases.get(column, column): value for column, value in row.items()}
     else:
         given = [column for column in ("text_a", "text_b") if row.get(column) is not None]
-        columns = config["columns"].get(config["task"], [*given, *["choices"] * choices])
+        usual = [*given, "choices"] if choices else given
+        columns = config["columns"].get(config["task"], usual)
         if more := [column for column in given if column not in columns]:
             raise ValueError(
                 f"column {more[0]!r} is one that {config['task']} did not have in training"
@@ -110,9 +112,8 @@ def read_inputs(path, config, choices):
         raise ValueError(f"--file {path}: only .jsonl and .tsv are read, and - for stdin")
     content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     try:
-        lines = content.decode("utf-8-sig").split(
-            "\n"
-        )  # splitlines would also split at characters inside a text
+        # not splitlines, which would also split at characters inside a text
+        lines = content.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError as e:
         line = content[: e.start].count(b"\n") + 1
         raise ValueError(f"{name}, line {line}: not UTF-8 text") from e
@@ -187,14 +188,11 @@ def weights_of(bert, tokenizer, encodings):
     """Of one input's candidates: [{"tokens": T texts, "weights": {location: for every layer [T, N],
     or None without fusion}}]"""
     batch = as_batch(bert, [encodings])
-    bert(
-        *(batch[name].to(bert.device) for name in ("input_ids", "token_type_ids", "attention_mask"))
-    )
+    names = ("input_ids", "token_type_ids", "attention_mask")
+    bert(*(batch[name].to(bert.device) for name in names))
     s = {slot: weights.cpu() for slot, weights in fusion_weights(bert).items()}
-    layers, locations = (
-        range(bert.config.num_hidden_layers),
-        sorted({location for _, location in s}),
-    )
+    layers = range(bert.config.num_hidden_layers)
+    locations = sorted({location for _, location in s})
     result = []
     for c, encoding in enumerate(encodings):
         tokens = [tokenizer.decode([id], skip_special_tokens=False) for id in encoding.ids]
@@ -252,16 +250,20 @@ PAGE = """<!doctype html>
 <style>
   body { font: 16px/1.5 system-ui, sans-serif; color: #111; background: #fff;
          max-width: 72rem; margin: 1rem auto; padding: 0 1rem }
-  h1 { font-size: 1.3rem } h2 { font-size: 1rem; margin-bottom: .3rem } h3 { font-size: .9rem; margin: .3rem 0 }
-  .controls { position: sticky; top: 0; background: #fff; padding: .6rem 0; border-bottom: 1px solid #bbb }
+  h1 { font-size: 1.3rem } h2 { font-size: 1rem; margin-bottom: .3rem }
+  h3 { font-size: .9rem; margin: .3rem 0 }
+  .controls { position: sticky; top: 0; background: #fff; padding: .6rem 0;
+              border-bottom: 1px solid #bbb }
   .controls span { white-space: nowrap } .controls select { max-width: min(24rem, 80vw) }
   .controls input { width: min(24rem, 50vw); vertical-align: middle }
   .tokens { display: flex; flex-wrap: wrap; gap: .25rem }
-  .token { font: inherit; color: #111; border: 1px solid #777; border-radius: .25rem; padding: 0 .35rem; text-align: center }
+  .token { font: inherit; color: #111; border: 1px solid #777; border-radius: .25rem;
+           padding: 0 .35rem; text-align: center }
   .token span { display: block; white-space: pre; font-family: ui-monospace, monospace }
   .token small { display: block; font-size: .75rem }
   .token:hover, .token:focus { outline: 3px solid #111 }
-  table { border-collapse: collapse } th, td { padding: .1rem .5rem; text-align: left; font-weight: normal }
+  table { border-collapse: collapse }
+  th, td { padding: .1rem .5rem; text-align: left; font-weight: normal }
   th { border: 1px solid #777; text-align: center } td:nth-child(3) { width: 16rem }
   .bar { height: .9rem; outline: 1px solid #777 }
 </style>
@@ -280,8 +282,9 @@ PAGE = """<!doctype html>
 <main id="inputs"></main>
 <h2 id="heading"></h2>
 <table aria-labelledby="heading"><tbody id="legend"></tbody></table>
-<p>A token has the colour and the letter of its strongest adapter; the number is that adapter's weight in %, and the deeper
-the colour, the larger. Point at a token, or move to it with Tab, for all its weights.</p>
+<p>A token has the colour and the letter of its strongest adapter; the number is that adapter's
+weight in %, and the deeper the colour, the larger. Point at a token, or move to it with Tab, for
+all its weights.</p>
 <noscript>This page needs JavaScript. It loads nothing.</noscript>
 <script type="application/json" id="data">DATA</script>
 <script>
@@ -329,17 +332,24 @@ function show() {
   for (const candidate of example.candidates) {
     make("h2", get("inputs"), candidate.text);
     for (const [where, layers] of Object.entries(candidate.weights)) {
-      if (Object.keys(candidate.weights).length > 1) make("h3", get("inputs"), `after the ${where} sub-layer`);
-      if (!layers[layer - 1]) { make("p", get("inputs"), "no adapters in this layer"); continue; }
+      if (Object.keys(candidate.weights).length > 1) {
+        make("h3", get("inputs"), `after the ${where} sub-layer`);
+      }
+      if (!layers[layer - 1]) {
+        make("p", get("inputs"), "no adapters in this layer");
+        continue;
+      }
       const line = make("div", get("inputs"), "", "tokens");
       layers[layer - 1].forEach((s, t) => {
         const best = s.indexOf(Math.max(...s)), { letter, colour } = data.adapters[best];
         const token = make("button", line, "", "token");
         make("span", token, candidate.tokens[t]);
         make("small", token, `${letter} ${Math.round(100 * s[best])}`);
-        token.style.background = `color-mix(in srgb, ${colour} ${Math.round(75 * s[best])}%, white)`;
+        const share = Math.round(75 * s[best]);
+        token.style.background = `color-mix(in srgb, ${colour} ${share}%, white)`;
         token.title = data.adapters.map(({ name }, n) => `${name} ${s[n].toFixed(3)}`).join("\\n");
-        token.onmouseenter = token.onfocus = () => legend(`${candidate.tokens[t]}, layer ${layer}`, s);
+        token.onmouseenter = token.onfocus =
+          () => legend(`${candidate.tokens[t]}, layer ${layer}`, s);
         token.onmouseleave = token.onblur = mean;
         all.push(s);
       });
@@ -351,7 +361,8 @@ function show() {
 function follow() {  // page.html#layer=3&example=2
   const asked = new URLSearchParams(location.hash.slice(1));
   get("layer").value = asked.get("layer") || 1;  // the browser keeps it within the slider's range
-  get("example").value = Math.min(Math.max(1, asked.get("example") || 1), data.examples.length) - 1 || 0;
+  const example = Math.max(1, asked.get("example") || 1);
+  get("example").value = Math.min(example, data.examples.length) - 1 || 0;
   show();
 }
 
@@ -359,7 +370,9 @@ document.title = `${data.run}: which adapter spoke?`;
 get("title").textContent = document.title;
 get("layer").max = data.layers;
 get("chooser").hidden = data.examples.length === 1;
-data.examples.forEach(({ candidates }, i) => { make("option", get("example"), `${i + 1}: ${candidates[0].text}`).value = i; });
+data.examples.forEach(({ candidates }, i) => {
+  make("option", get("example"), `${i + 1}: ${candidates[0].text}`).value = i;
+});
 get("layer").addEventListener("input", show);
 get("example").addEventListener("input", show);
 window.addEventListener("hashchange", follow);
@@ -371,8 +384,8 @@ follow();
 
 
 def page(run, config, layers, examples, letters):
-    """The HTML page. Everything of ours that goes into it is one JSON value, in which no < is left
-    to end its script tag."""
+    """The HTML page. All data in it are one JSON value, in which no < is left to end its script
+    tag."""
     names = config["adapters"]
     colours = [*COLOURS, *(f"hsl({137.5 * n % 360} 70% 50%)" for n in range(len(names)))]
     adapters = [
@@ -394,20 +407,23 @@ def joined(pair):
     return " | ".join(text for text in pair if text is not None)
 
 
-def answer(args):
-    """Prints a line for every input, and writes the page. Raises ValueError and OSError before the
-    first line."""
-    if args.texts == ["-"] and args.file is None:
-        args.texts, args.file = [], "-"
+def check(args):
+    """Raises ValueError for arguments that make no sense."""
     if args.file is not None and (args.texts or args.choices):
         raise ValueError("give the texts, or --file, but not both")
     if args.file is None and not args.texts and not args.choices:
         raise ValueError("there is no text: give one, or --file")
     if args.explain and (args.explain.is_dir() or not args.explain.parent.is_dir()):
-        raise ValueError(
-            f"--explain {args.explain}: "
-            f"{'a directory' if args.explain.is_dir() else 'its directory is missing'}"
-        )
+        why = "a directory" if args.explain.is_dir() else "its directory is missing"
+        raise ValueError(f"--explain {args.explain}: {why}")
+
+
+def answer(args):
+    """Prints a line for every input, and writes the page. Raises ValueError and OSError before the
+    first line."""
+    if args.texts == ["-"] and args.file is None:
+        args.texts, args.file = [], "-"
+    check(args)
     device, _ = choose_device(args.device, "float32")
     bert, head, config = load_run(args.run, device, model=args.model, task=args.task)
     if args.explain and config["stage"] != "fusion":
@@ -419,23 +435,17 @@ def answer(args):
     if args.file is not None:
         rows = read_inputs(args.file, config, choices)
     else:
-        rows = [
-            (1, as_candidates(config, choices, as_row(config, choices, args.texts, args.choices)))
-        ]
+        row = as_row(config, choices, args.texts, args.choices)
+        rows = [(1, as_candidates(config, choices, row))]
     if args.explain and len(rows) > MOST_EXPLAINED:
         raise ValueError(f"--explain takes at most {MOST_EXPLAINED} inputs, there are {len(rows)}")
-
     tokenizer = load_tokenizer(bert.directory, config["max_length"], bert.config.vocab_size)
-    labels, letters = (
-        config["labels"],
-        [letter for letter, _ in zip(cycle(ascii_letters), config["adapters"], strict=False)],
-    )
-    inputs = [candidates for _, candidates in rows]
+    found = predictions(bert, head, tokenizer, [candidates for _, candidates in rows])
+
+    labels = config["labels"]
+    letters = list(islice(cycle(ascii_letters), len(config["adapters"])))
     cut, examples, lines = 0, [], []
-    say = lines.append if args.explain else print  # with a page, lines wait until it is written
-    for (number, candidates), (probabilities, encodings) in zip(
-        rows, predictions(bert, head, tokenizer, inputs), strict=True
-    ):
+    for (number, candidates), (probabilities, encodings) in zip(rows, found, strict=True):
         best = int(np.argmax(probabilities))
         result = {
             "label": labels[best],
@@ -444,44 +454,46 @@ def answer(args):
             "truncated": any(encoding.overflowing for encoding in encodings),
         }
         cut += result["truncated"]
-        text = joined(candidates[best if choices else 0])
         if args.json:
-            say(json.dumps({"line": number} | result if args.file else result))
+            line = json.dumps({"line": number} | result if args.file else result)
         else:
-            say(f"{shown(labels[best])}\t{probabilities[best]:.3f}\t{shown(text)}")
-        if args.explain:
-            spoken = weights_of(bert, tokenizer, encodings)
-            texts = [
-                f"{labels[i]}: {joined(pair)}" if choices else joined(pair)
-                for i, pair in enumerate(candidates)
-            ]
-            spoken = [
-                {"text": text, **weights} for text, weights in zip(texts, spoken, strict=True)
-            ]
-            examples.append(
-                {
-                    **{name: result[name] for name in ("label", "probability", "truncated")},
-                    "candidates": spoken,
-                }
-            )
-            if not args.json:
-                lines += tables(spoken, config["adapters"], letters)
+            text = joined(candidates[best if choices else 0])
+            line = f"{shown(labels[best])}\t{probabilities[best]:.3f}\t{shown(text)}"
+        if not args.explain:
+            print(line)
+            continue
+        lines.append(line)  # with a page, lines wait until it is written
+        explained = explain(bert, tokenizer, candidates, encodings, labels if choices else None)
+        summary = {name: result[name] for name in ("label", "probability", "truncated")}
+        examples.append({**summary, "candidates": explained})
+        if not args.json:
+            lines += tables(explained, config["adapters"], letters)
     if args.explain:
-        text = page(
-            args.run.resolve().name, config, bert.config.num_hidden_layers, examples, letters
-        )
+        layers = bert.config.num_hidden_layers
+        text = page(args.run.resolve().name, config, layers, examples, letters)
         args.explain.write_text(text, encoding="utf-8")
-        print("\n".join(lines if args.json else [*lines, f"{args.explain}: the same as a page"]))
+        if not args.json:
+            lines.append(f"{args.explain}: the same as a page")
+        print("\n".join(lines))
     if cut and not args.json:
         print(
-            f"note: {cut} of {len(rows)} inputs were cut to {config['max_length']} tokens, as "
-            "in training",
+            f"note: {cut} of {len(rows)} inputs were cut to {config['max_length']} tokens, as in "
+            "training",
             file=sys.stderr,
         )
 
 
+def explain(bert, tokenizer, candidates, encodings, choices):
+    """[{"text", "tokens", "weights"}] of an input's candidates; choices: their names, or None"""
+    result = []
+    for i, weights in enumerate(weights_of(bert, tokenizer, encodings)):
+        text = joined(candidates[i])
+        result.append({"text": f"{choices[i]}: {text}" if choices else text, **weights})
+    return result
+
+
 def main(argv=None):
-    parser = Parser(description="Predicts with a finished run, and shows which adapter spoke.")
+    parser = Parser(description="Predicts with a finished run, and shows which adapters were used.")
     parser.add_argument("run", type=Path, help="any finished run")
     parser.add_argument(
         "texts", nargs="*", help="the input's texts, in the order of the task's columns"
@@ -492,7 +504,10 @@ def main(argv=None):
     parser.add_argument("--file", help=".jsonl or .tsv in the task's columns, or - for stdin")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument(
-        "--explain", type=Path, metavar="PAGE.html", help="which adapter spoke; fusion runs only"
+        "--explain",
+        type=Path,
+        metavar="PAGE.html",
+        help="which adapters were used, by token and layer; fusion runs only",
     )
     parser.add_argument(
         "--mask",
@@ -504,12 +519,8 @@ def main(argv=None):
     parser.add_argument("--task", help="which task of a multi-task run")
     parser.add_argument("--model", help="where the encoder is now, if not where the run found it")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
-    try:
-        args = parser.parse_intermixed_args(argv)  # texts may come after options
-        answer(args)
-    except (ValueError, OSError) as e:
-        print(f"predict.py: {' '.join(str(e).split())}", file=sys.stderr)
-        sys.exit(2)
+    with errors_in_one_line("predict.py"):
+        answer(parser.parse_intermixed_args(argv))  # texts may come after options
 
 
 if __name__ == "__main__":

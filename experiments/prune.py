@@ -2,7 +2,9 @@
 layers (AdapterDrop, section 8.2).
 
     python -m experiments.prune runs/fusion-rte --keep 8 --out runs/fusion-rte-8
-    python -m experiments.prune runs/fusion-rte --keep 8 --leave-out 1 2 12 --out ...    # layers count from 1, as in figure4
+    python -m experiments.prune runs/fusion-rte --keep 8 --leave-out 1 2 12 --out ...
+
+Layers are counted from 1, as in figure4.
 
 In every layer the K adapters stay that have the largest mean fusion weight on the target's training
 set (at most --limit examples of it, and every real token of them); the development set is for the
@@ -17,7 +19,6 @@ in which it was pruned, one that was pruned everywhere is gone. Q, K and V stay 
 nothing is trained again.
 """
 
-import csv
 import hashlib
 import json
 import os
@@ -30,26 +31,26 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-import matplotlib
+import matplotlib.pyplot as plt
 import torch
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-
-from adapter import save_adapter  # noqa: E402
-from data import batches, length_groups  # noqa: E402
-from experiments.figure4 import average, inputs_of  # noqa: E402
-from experiments.load_run import cast, load_run, load_run_split  # noqa: E402
-from formats.files import read_json, write_json  # noqa: E402
-from fusion import fusions, save_fusion  # noqa: E402
-from runtime.directory import resolved  # noqa: E402
+from adapter import save_adapter
+from data import batches, length_groups
+from experiments.command import errors_in_one_line
+from experiments.figure4 import average, inputs_of
+from experiments.load_run import cast, load_run, load_run_split, unknown_kind
+from experiments.report import save_figure, write_csv
+from formats.files import read_json, write_json
+from fusion import fusions, save_fusion
+from runtime.directory import resolved
 from runtime.options import Parser
-from runtime.processes import choose_device  # noqa: E402
-from train import eval_batch_size, evaluate  # noqa: E402
-from variants.folding import fold  # noqa: E402
-from variants.masking import mask  # noqa: E402
+from runtime.processes import choose_device
+from train import eval_batch_size, evaluate
+from variants.folding import fold
+from variants.masking import mask
 
-SPEED_BATCH, ROUNDS = 32, 7  # examples at once; how often the speed is measured
+SPEED_BATCH = 32  # examples at once, where the speed is measured
+ROUNDS = 7  # how often that is
 
 
 def activities(bert, names, examples):
@@ -72,9 +73,9 @@ def strongest(activity, present, k, left_out):
     return kept
 
 
-def let_speak(bert, modules, kept):
-    """Only those in `kept` speak from now on. modules: {(layer, location): Fusion}, of all
-    layers"""
+def activate_only(bert, modules, kept):
+    """Activates the fusion with the adapters in `kept` alone, in layers where there are any.
+    modules: {(layer, location): Fusion}, of all layers"""
     name = next(fusion.name for fusion in modules.values())
     for (layer, location), slot in bert.slots():
         slot.fusion = modules.get((layer, location)) if kept.get(layer) else None
@@ -101,36 +102,28 @@ def seconds(bert, inputs, dtype):
     return time.perf_counter() - started
 
 
+def accuracy_of(bert, head, config, task, split, dtype):
+    size = eval_batch_size(config["batch_size"], config["grad_accumulation"])
+    labels, predictions = evaluate(bert, head, task, split, size, dtype)
+    return (labels == predictions).sum().item() / len(labels)
+
+
 def measure(bert, head, config, task, split, settings, dtype):
-    """[{"accuracy", "speed", "folded"}] for every {layer: adapters that speak}; the speeds in
+    """[{"accuracy", "speed", "folded"}] for every {layer: active adapters}; the speeds in
     examples/s, one for each round."""
     modules = dict(fusions(bert))
     rows = []
     for kept in settings:
-        let_speak(bert, modules, kept)
-        labels, predictions = evaluate(
-            bert,
-            head,
-            task,
-            split,
-            eval_batch_size(config["batch_size"], config["grad_accumulation"]),
-            dtype,
-        )
-        rows.append(
-            {
-                "accuracy": (labels == predictions).sum().item() / len(labels),
-                "speed": [],
-                "folded": [],
-            }
-        )
+        activate_only(bert, modules, kept)
+        accuracy = accuracy_of(bert, head, config, task, split, dtype)
+        rows.append({"accuracy": accuracy, "speed": [], "folded": []})
     size = min(SPEED_BATCH, len(split))
-    middle = next(
-        islice(batches(split, size, bert.config.pad_token_id), len(split) // size // 2, None)
-    )
+    all_batches = batches(split, size, bert.config.pad_token_id)
+    middle = next(islice(all_batches, len(split) // size // 2, None))
     inputs = [[tensor.to(bert.device) for tensor in group] for _, group in length_groups(middle)]
     for i in range(-1, ROUNDS):  # the first is to warm up
         for kept, row in zip(settings, rows, strict=True):
-            let_speak(bert, modules, kept)
+            activate_only(bert, modules, kept)
             for form, encoder in (("speed", bert), ("folded", fold(bert))):
                 speed = len(middle["labels"]) / seconds(encoder, inputs, dtype)
                 if i >= 0:
@@ -153,10 +146,10 @@ def table(rows):
                 f"{middle:.1f} ({min(row[form]):.1f} to {max(row[form]):.1f})",
                 f"{speed_up(row, rows[0], form):.2f}",
             ]
-        note = (
-            f"  without layer{'s' * (len(row['left_out']) > 1)} "
-            f"{', '.join(map(str, row['left_out']))}" * bool(row["left_out"])
-        )
+        note = ""
+        if row["left_out"]:
+            layers = "layers" if len(row["left_out"]) > 1 else "layer"
+            note = f"  without {layers} {', '.join(map(str, row['left_out']))}"
         yield (
             f"{row['k']:>4}  {row['accuracy']:>8.4f}  {cells[0]:>32}  {cells[1]:>8}  "
             f"{cells[2]:>32}  {cells[3]:>8}{note}"
@@ -169,37 +162,20 @@ def speed_ups(row, first, form):
 
 
 def speed_up(row, first, form):
+    """The median of them."""
     return statistics.median(speed_ups(row, first, form))
 
 
-def write_csv(rows, path):
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        header = [
-            f"{form}_{kind}"
-            for form in ("speed", "folded")
-            for kind in ("median", "slowest", "fastest", "up")
-        ]
-        writer.writerow(["k", "left_out", "accuracy", *header])
-        for row in rows:
-            speeds = [
-                [
-                    statistics.median(row[form]),
-                    min(row[form]),
-                    max(row[form]),
-                    speed_up(row, rows[0], form),
-                ]
-                for form in ("speed", "folded")
-            ]
-            writer.writerow(
-                [
-                    row["k"],
-                    " ".join(map(str, row["left_out"])),
-                    row["accuracy"],
-                    *speeds[0],
-                    *speeds[1],
-                ]
-            )
+def write_rows(rows, path):
+    """Writes prune.csv. rows: as `table` takes them"""
+    header = ["k", "left_out", "accuracy"]
+    lines = [[row["k"], " ".join(map(str, row["left_out"])), row["accuracy"]] for row in rows]
+    for form in ("speed", "folded"):
+        header += [f"{form}_{kind}" for kind in ("median", "slowest", "fastest", "up")]
+        for line, row in zip(lines, rows, strict=True):
+            line += [statistics.median(row[form]), min(row[form]), max(row[form])]
+            line.append(speed_up(row, rows[0], form))
+    write_csv(path, header, lines)
 
 
 def draw(rows, keep, title, path):
@@ -224,22 +200,13 @@ def draw(rows, keep, title, path):
             [up - min(speed_ups(row, whole, form)) for up, row in zip(ups, rows, strict=True)],
             [max(speed_ups(row, whole, form)) - up for up, row in zip(ups, rows, strict=True)],
         ]
-        below.errorbar(
-            ks,
-            ups,
-            spread,
-            fmt=line,
-            color=colour,
-            markersize=4,
-            linewidth=1,
-            capsize=2,
-            label=label,
-        )
+        style = {"fmt": line, "color": colour, "markersize": 4, "linewidth": 1, "capsize": 2}
+        below.errorbar(ks, ups, spread, label=label, **style)
     below.set_ylabel(f"speed-up over all {whole['k']}")
     below.legend(fontsize=8)
-    without = f" (none in layer {', '.join(map(str, rows[0]['left_out']))})" * bool(
-        rows[0]["left_out"]
-    )
+    without = ""
+    if rows[0]["left_out"]:
+        without = f" (none in layer {', '.join(map(str, rows[0]['left_out']))})"
     below.set_xlabel(f"adapters per layer{without}")
     below.xaxis.get_major_locator().set_params(integer=True)
     if len(ks) <= 20:
@@ -248,8 +215,7 @@ def draw(rows, keep, title, path):
         panel.axvline(keep, color="0.85", linewidth=6, zorder=0)  # what OUT keeps
         panel.grid(alpha=0.3)
     above.set_title(title, fontsize=10, parse_math=False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -265,28 +231,17 @@ def write_run(run, model, kept, changes, out):
     everywhere = [name for name in names if all(name in kept[layer] for layer in layers)]
     if everywhere:  # the reference reads the last one's configuration in every layer
         names = [name for name in names if name != everywhere[-1]] + everywhere[-1:]
-    for (layer, _), slot in bert.slots():
-        for name in [name for name in slot.adapters if name not in kept.get(layer, ())]:
-            del slot.adapters[name]
-        if slot.fusion is not None and slot.adapters:
-            slot.fusion.name, slot.fusion.adapter_names = (
-                ",".join(names),
-                [name for name in names if name in slot.adapters],
-            )
-        else:
-            slot.fusion = None
-    for name in names:
-        adapters = [slot.adapters[name] for _, slot in bert.slots() if name in slot.adapters]
-        without = [i for i in range(len(bert.layers)) if name not in kept.get(i, ())]
-        for adapter in adapters:
-            adapter.config = replace(adapter.config, leave_out=tuple(without))
-        source, bert.source = (
-            bert.source,
-            read_json(run / "adapters" / name / "adapter_config.json").get("model_name"),
+    else:
+        print(
+            "note: no adapter is in all layers with a fusion: the `adapters` library reads the "
+            "files, but runs no such fusion"
         )
-        save_adapter(
-            bert, name, out / "adapters" / name
-        )  # with the encoder that it was trained on, not where that is now
+    remove_others(bert, names, kept)
+    for name in names:
+        # with the encoder that it was trained on, not where that is now
+        saved = read_json(run / "adapters" / name / "adapter_config.json")
+        source, bert.source = bert.source, saved.get("model_name")
+        save_adapter(bert, name, out / "adapters" / name)
         bert.source = source
     save_fusion(bert, out)
     for name in ("head_config.json", "model_head.safetensors", "log.jsonl"):
@@ -294,18 +249,32 @@ def write_run(run, model, kept, changes, out):
             shutil.copyfile(run / name, out / name)
     files = {name: out / "adapters" / name / "adapter.safetensors" for name in names}
     sums = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
-    write_json(
-        out / "config.json", {**config, **changes, "adapters": names, "adapter_sha256": sums}
-    )
-    if not everywhere:
-        print(
-            "note: no adapter is in all layers with a fusion: the `adapters` library reads the "
-            "files, but runs no such fusion"
-        )
+    config = {**config, **changes, "adapters": names, "adapter_sha256": sums}
+    write_json(out / "config.json", config)
 
 
-def prune(args):
-    """Measures, and writes OUT. Raises ValueError and OSError before anything is there."""
+def remove_others(bert, names, kept):
+    """Takes out of the encoder all adapters that are not in `kept`, and the fusions that have none
+    left. names: all that are left, in the fusion's order"""
+    for (layer, _), slot in bert.slots():
+        for name in [name for name in slot.adapters if name not in kept.get(layer, ())]:
+            del slot.adapters[name]
+        if slot.fusion is not None and slot.adapters:
+            slot.fusion.name = ",".join(names)
+            slot.fusion.adapter_names = [name for name in names if name in slot.adapters]
+        else:
+            slot.fusion = None
+        for name, adapter in slot.adapters.items():
+            without = [i for i in range(len(bert.layers)) if name not in kept.get(i, ())]
+            adapter.config = replace(adapter.config, leave_out=tuple(without))
+
+
+# --------------------------------------------------------------------------------------------------
+# The command
+
+
+def check(args):
+    """Raises ValueError for arguments that make no sense, before anything is loaded."""
     if args.keep is None and not args.leave_out:
         raise ValueError(
             "give --keep, --leave-out, or both: how many adapters stay in a layer, which layers "
@@ -313,128 +282,141 @@ def prune(args):
         )
     if args.limit < 1:
         raise ValueError(f"--limit must be at least 1, not {args.limit}")
-    if (
-        args.out.exists()
-        and (not args.out.is_dir() or any(args.out.iterdir()))
-        or args.out.is_symlink()
-    ):
+    occupied = args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir()))
+    if occupied or args.out.is_symlink():
         raise ValueError(f"--out {args.out} is already there: choose an empty or a new directory")
-    bert, head, config = load_run(args.run, model=args.model)
+
+
+def check_run(args, bert, config):
+    """Raises ValueError for a run that cannot be pruned, or not like this."""
     if config["stage"] != "fusion":
         raise ValueError(
             f"{args.run} is of --stage {config['stage']}: only fusion runs can be pruned"
+        )
+    if unknown := unknown_kind(bert):
+        raise ValueError(
+            f"{args.run}: {unknown} cannot be pruned, only the paper's fusion over bottleneck "
+            "adapters"
         )
     N = len(config["adapters"])
     if args.keep is not None and not 1 <= args.keep <= N:
         raise ValueError(
             f"--keep must be in 1 .. {N}, the number of adapters in {args.run}, not {args.keep}"
         )
-    present = {layer: fusion.adapter_names for (layer, _), fusion in fusions(bert)}
+    there = distinct_layers(bert)
     for layer in args.leave_out:
-        if layer - 1 not in present:
+        if layer - 1 not in there:
             raise ValueError(
                 f"--leave-out {layer}: the layers with adapters are "
-                f"{', '.join(str(i + 1) for i in present)}"
+                f"{', '.join(str(i + 1) for i in there)}"
             )
-    left_out = sorted({layer - 1 for layer in args.leave_out})
-    if len(left_out) == len(present):
+    if len({*args.leave_out}) == len(there):
         raise ValueError("--leave-out leaves no layer with adapters")
     configs = [slot.adapters[name].config for _, slot in bert.slots() for name in slot.adapters]
     reading = ("original_ln_before", "original_ln_after", "residual_before_ln")
-    if len({tuple(getattr(config, field, None) for field in reading) for config in configs}) > 1:
+    if len({tuple(getattr(config, field) for field in reading) for config in configs}) > 1:
         raise ValueError(
             f"the adapters of {args.run} differ in {', '.join(reading)}, where the last one "
-            "decides for all: "
-            "without it the others would read something else; see --mask"
+            "decides for all: without it the others would read something else; see --mask"
         )
+
+
+def distinct_layers(bert):
+    """The layers with a fusion, each once, from 0."""
+    return list(dict.fromkeys(layer for (layer, _), _ in fusions(bert)))
+
+
+def prune(args):
+    """Measures, and writes OUT. Raises ValueError and OSError before anything is there."""
+    check(args)
+    bert, head, config = load_run(args.run, model=args.model)
+    check_run(args, bert, config)
     task, split = load_run_split(args.run, bert, config, "validation", args.data_dir)
     _, seen = load_run_split(args.run, bert, config, "train", args.data_dir, limit=args.limit)
     device, _ = choose_device(args.device, "float32")
     args.out.parent.mkdir(parents=True, exist_ok=True)  # before the long work: it may be impossible
-    temporary = args.out.with_name(
-        f".{args.out.name}.{os.getpid()}"
-    )  # OUT is there when it is whole
+    temporary = args.out.with_name(f".{args.out.name}.{os.getpid()}")
     temporary.mkdir()
     try:
         activity = activities(bert.to(device), config["adapters"], seen)
-        device, dtype = cast(bert, head, config, args.device)
-
-        keep = args.keep or N
-        rows = [{"k": N, "left_out": []}] if left_out else []
-        rows += [{"k": k, "left_out": [layer + 1 for layer in left_out]} for k in range(N, 0, -1)]
-        for row in rows:
-            row["kept"] = strongest(
-                activity, present, row["k"], [layer - 1 for layer in row["left_out"]]
-            )
-        print(
-            f"measuring accuracy ({len(split)} examples) and speed of {args.run} at "
-            f"{len(rows)} sizes",
-            flush=True,
-        )
-        measured = measure(bert, head, config, task, split, [row["kept"] for row in rows], dtype)
-        rows = [{**row, **values} for row, values in zip(rows, measured, strict=True)]
-        chosen = next(
-            row for row in rows if row["k"] == keep and len(row["left_out"]) == len(left_out)
-        )
-
-        kept = {layer + 1: names for layer, names in chosen["kept"].items()}
-        changes = {
-            "pruned": {
-                "from": str(args.run.resolve()),
-                "keep": args.keep,
-                "leave_out": chosen["left_out"],
-                "limit": args.limit,
-                "kept": kept,
-                "command": args.command,
-            }
-        }
-        if args.model is not None:
-            changes["model"] = resolved(args.model)
-        if args.data_dir is not None:
-            changes["data_dir"] = resolved(args.data_dir)
-        write_run(args.run, args.model, chosen["kept"], changes, temporary)
-        metrics = read_json(args.run / "metrics.json")
-        write_json(temporary / "metrics.json", metrics)
-        bert, head, config = load_run(temporary)  # from its own files, so they are whole
         _, dtype = cast(bert, head, config, args.device)
-        labels, predictions = evaluate(
-            bert,
-            head,
-            task,
-            split,
-            eval_batch_size(config["batch_size"], config["grad_accumulation"]),
-            dtype,
-        )
-        accuracy = (labels == predictions).sum().item() / len(labels)
-        metrics |= {
-            "model": config["model"],
-            "accuracy": accuracy,
-            "dev_examples": len(labels),
-            "out": str(args.out),
-        }
-        write_json(temporary / "metrics.json", metrics)
-        write_csv(rows, temporary / "prune.csv")
-        draw(rows, keep, f"{args.run.resolve().name}: {N} adapters", temporary / "prune.png")
-        temporary.rename(args.out)
+        rows = measure_all(args, bert, head, config, task, split, activity, dtype)
+        keep, left_out = args.keep or len(config["adapters"]), sorted({*args.leave_out})
+        chosen = next(row for row in rows if (row["k"], row["left_out"]) == (keep, left_out))
+        small, metrics = write_and_reload(args, chosen, task, split, temporary)
+        write_rows(rows, temporary / "prune.csv")
+        title = f"{args.run.resolve().name}: {len(config['adapters'])} adapters"
+        draw(rows, keep, title, temporary / "prune.png")
+        temporary.rename(args.out)  # OUT is there when it is whole
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary)
     print("\n".join(table(rows)))
     print(
-        f"{args.out}: {len(config['adapters'])} of {N} adapters, at most {keep} a layer, accuracy "
-        f"{accuracy:.4f}; "
-        "prune.png, prune.csv"
+        f"{args.out}: {len(small['adapters'])} of {len(config['adapters'])} adapters, at most "
+        f"{keep} a layer, accuracy {metrics['accuracy']:.4f}; prune.png, prune.csv"
     )
     return {
         "run": str(args.run),
         "out": str(args.out),
         "keep": args.keep,
-        "left_out": chosen["left_out"],
-        "adapters": config["adapters"],
-        "accuracy": accuracy,
+        "left_out": left_out,
+        "adapters": small["adapters"],
+        "accuracy": metrics["accuracy"],
         "accuracy_of_all": rows[0]["accuracy"],
         **{f"{form}_up": speed_up(chosen, rows[0], form) for form in ("speed", "folded")},
     }
+
+
+def measure_all(args, bert, head, config, task, split, activity, dtype):
+    """[{"k", "left_out", "kept", ...}] for all K from all adapters down to one, the rest as
+    `measure` gives it. The first row is the whole run. left_out counts layers from 1, as on the
+    command line, kept from 0."""
+    N, left_out = len(config["adapters"]), sorted({*args.leave_out})
+    rows = [{"k": k, "left_out": left_out} for k in range(N, 0, -1)]
+    if left_out:
+        rows.insert(0, {"k": N, "left_out": []})
+    present = {layer: fusion.adapter_names for (layer, _), fusion in fusions(bert)}
+    for row in rows:
+        without = [layer - 1 for layer in row["left_out"]]
+        row["kept"] = strongest(activity, present, row["k"], without)
+    print(
+        f"measuring accuracy ({len(split)} examples) and speed of {args.run} at {len(rows)} sizes",
+        flush=True,
+    )
+    measured = measure(bert, head, config, task, split, [row["kept"] for row in rows], dtype)
+    return [{**row, **values} for row, values in zip(rows, measured, strict=True)]
+
+
+def write_and_reload(args, chosen, task, split, directory):
+    """Writes the smaller run, and loads it from its own files, so they are whole. Returns its
+    config.json and metrics.json."""
+    pruned = {
+        "from": str(args.run.resolve()),
+        "keep": args.keep,
+        "leave_out": chosen["left_out"],
+        "limit": args.limit,
+        "kept": {layer + 1: names for layer, names in chosen["kept"].items()},
+        "command": args.command,
+    }
+    changes = {"pruned": pruned}
+    if args.model is not None:
+        changes["model"] = resolved(args.model)
+    if args.data_dir is not None:
+        changes["data_dir"] = resolved(args.data_dir)
+    write_run(args.run, args.model, chosen["kept"], changes, directory)
+    metrics = read_json(args.run / "metrics.json")
+    write_json(directory / "metrics.json", metrics)
+    bert, head, config = load_run(directory)
+    _, dtype = cast(bert, head, config, args.device)
+    metrics |= {
+        "model": config["model"],
+        "accuracy": accuracy_of(bert, head, config, task, split, dtype),
+        "dev_examples": len(split),
+        "out": str(args.out),
+    }
+    write_json(directory / "metrics.json", metrics)
+    return config, metrics
 
 
 def main(argv=None):
@@ -463,16 +445,11 @@ def main(argv=None):
     parser.add_argument("--data-dir", help="default: where the run had it")
     parser.add_argument("--model", help="where the encoder is now, if not where the run found it")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
-    try:
+    more = (FloatingPointError, torch.OutOfMemoryError)
+    with errors_in_one_line("prune.py", *more, interrupted="interrupted, nothing is written"):
         args = parser.parse_args(argv)
         args.command = shlex.join(["experiments.prune", *(sys.argv[1:] if argv is None else argv)])
         result = prune(args)
-    except (ValueError, OSError, FloatingPointError, torch.OutOfMemoryError) as e:
-        print(f"prune.py: {' '.join(str(e).split())}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("prune.py: interrupted, nothing is written", file=sys.stderr)
-        sys.exit(130)
     print(json.dumps(result))
 
 

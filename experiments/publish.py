@@ -1,8 +1,8 @@
 """Writes a folder that is ready for upload from a finished adapter or fusion run. It uploads
 nothing.
 
-    python -m experiments.publish runs/rte [--out published/rte] [--repo USER/rte] [--encoder
-    HUB_ID]
+    python -m experiments.publish runs/rte [--out published/rte] [--repo USER/rte] \\
+        [--encoder HUB_ID]
 
 The folder holds AdapterHub's files, of a fusion also those of its adapters (adapters/NAME), and
 README.md, a model card that says what it is, how good, and how to load it here and with
@@ -13,11 +13,11 @@ called by that directory's name, unless --encoder gives its hub id.
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 
-from adapter import find_adapter, save_adapter, save_head
-from experiments.load_run import load_run
+from adapter import save_adapter, save_head
+from experiments.command import errors_in_one_line
+from experiments.load_run import load_run, unknown_kind
 from formats.adapterhub import check_name
 from formats.files import read_json
 from fusion import fusions, save_fusion
@@ -75,8 +75,8 @@ metrics:
 | training | {train_examples} examples, the best of at most {epochs} epochs was {best_epoch} |
 | settings | learning rate {lr}, batches of {batch_size}, at most {max_length} tokens, seed {seed} |
 
-Inputs below: `input_ids`, `token_type_ids`, `attention_mask`, LongTensors of shape {shape}, from the encoder's own
-tokenizer; `logits` has one column per {column}.
+Inputs below: `input_ids`, `token_type_ids`, `attention_mask`, LongTensors of shape {shape}, from
+the encoder's own tokenizer; `logits` has one column per {column}.
 
 ## With the five files that trained it
 
@@ -113,47 +113,20 @@ https://arxiv.org/abs/2005.00247
 
 
 def card(config, metrics, bert, head, encoder, repo):
-    """The text of README.md. Raises ValueError if the run's files do not say what it must tell."""
+    """The text of README.md. Raises KeyError or TypeError if the run's files do not say what it
+    must tell."""
     fusion, task, adapters = config["stage"] == "fusion", config["task"], config["adapters"]
-    flatten = ", ".join(
-        f"{name}.flatten(0, 1)" for name in ("input_ids", "token_type_ids", "attention_mask")
-    )
     choices = head.config["head_type"] == "multiple_choice"
     if type(metrics["accuracy"]) is not float:
         raise TypeError(f"accuracy {metrics['accuracy']!r:.50}")
-    members = ", ".join(f"`{name}`" for name in adapters)
-    what = (
-        f"AdapterFusion over {len(adapters)} adapters, {members}, trained on `{task}`."
-        if fusion
-        else f"A bottleneck adapter ({config['adapter']}, reduction factor "
-        f"{config['reduction_factor']:g}"
-        + "".join(
-            f", {field} {json.dumps(value)}"
-            for field, value in config.get("adapter_config", {}).items()
-        )
-        + f") trained on `{task}`."
-    )
-    here = [
-        f"for name in {json.dumps(adapters)}:",
-        '    load_adapter(bert, f"{directory}/adapters/{name}")',
-        "load_fusion(bert, directory)",
-    ]
-    there = [
-        here[0],
-        '    model.load_adapter(f"{directory}/adapters/{name}", use_safetensors=True)',
-        "model.load_adapter_fusion(directory, use_safetensors=True, set_active=True)",
-    ]
-    if not fusion:
-        here = ["activate(bert, load_adapter(bert, directory))"]
-        there = ["model.load_adapter(directory, use_safetensors=True, set_active=True)"]
+    settings = ("epochs", "lr", "batch_size", "max_length", "seed")
+    results = ("accuracy", "dev_examples", "train_examples", "best_epoch")
+    inputs = ("input_ids", "token_type_ids", "attention_mask")
+    labels = ", ".join(map(json.dumps, config["labels"]))
+    imports, load_here, load_there = loading(fusion, adapters)
     text = CARD.format(
-        **{
-            **{key: config[key] for key in ("epochs", "lr", "batch_size", "max_length", "seed")},
-            **{
-                key: metrics[key]
-                for key in ("accuracy", "dev_examples", "train_examples", "best_epoch")
-            },
-        },
+        **{key: config[key] for key in settings},
+        **{key: metrics[key] for key in results},
         model_type=bert.config.model_type,
         encoder=encoder,
         repo=repo,
@@ -161,17 +134,14 @@ def card(config, metrics, bert, head, encoder, repo):
         tag=json.dumps(f"adapterhub:{TAGS.get(task, task)}"),
         base_model=f"base_model: {json.dumps(encoder)}\n" if encoder.count("/") == 1 else "",
         title=f"{'AdapterFusion' if fusion else 'Adapter'} `{task}` for {encoder}",
-        what=what,
-        labels=f"{len(config['labels'])} choices"
-        if choices
-        else ", ".join(map(json.dumps, config["labels"])),
+        what=what_it_is(config),
+        labels=f"{len(config['labels'])} choices" if choices else labels,
         shape="[examples, choices, tokens]" if choices else "[examples, tokens]",
         column="choice" if choices else "label, in the order above",
-        imports=f"from adapter import {'' if fusion else 'activate, '}load_adapter, "
-        "load_head\nfrom bert import Bert" + "\nfrom fusion import load_fusion" * fusion,
-        load_here="\n".join(here),
-        load_there="\n".join(there),
-        inputs=flatten if choices else "input_ids, token_type_ids, attention_mask",
+        imports="\n".join(imports),
+        load_here="\n".join(load_here),
+        load_there="\n".join(load_there),
+        inputs=", ".join(f"{name}.flatten(0, 1)" if choices else name for name in inputs),
     )
     if all(adapters[-1] in module.adapter_names for _, module in fusions(bert)):
         return text
@@ -182,9 +152,81 @@ def card(config, metrics, bert, head, encoder, repo):
     return f"{text[: text.index('## With `adapters`')]}{why}\n\n{text[text.index('## Paper') :]}"
 
 
+def what_it_is(config):
+    """The card's first sentence."""
+    task, adapters = config["task"], config["adapters"]
+    if config["stage"] == "fusion":
+        names = ", ".join(f"`{name}`" for name in adapters)
+        return f"AdapterFusion over {len(adapters)} adapters, {names}, trained on `{task}`."
+    kind = f"{config['adapter']}, reduction factor {config['reduction_factor']:g}"
+    for field, value in config.get("adapter_config", {}).items():
+        kind += f", {field} {json.dumps(value)}"
+    return f"A bottleneck adapter ({kind}) trained on `{task}`."
+
+
+def loading(fusion, adapters):
+    """Lines of the card's code: imports, how the five files load the folder, how `adapters`
+    does."""
+    if not fusion:
+        return (
+            ["from adapter import activate, load_adapter, load_head", "from bert import Bert"],
+            ["activate(bert, load_adapter(bert, directory))"],
+            ["model.load_adapter(directory, use_safetensors=True, set_active=True)"],
+        )
+    each = f"for name in {json.dumps(adapters)}:"
+    return (
+        [
+            "from adapter import load_adapter, load_head",
+            "from bert import Bert",
+            "from fusion import load_fusion",
+        ],
+        [
+            each,
+            '    load_adapter(bert, f"{directory}/adapters/{name}")',
+            "load_fusion(bert, directory)",
+        ],
+        [
+            each,
+            '    model.load_adapter(f"{directory}/adapters/{name}", use_safetensors=True)',
+            "model.load_adapter_fusion(directory, use_safetensors=True, set_active=True)",
+        ],
+    )
+
+
 def publish(run, out, repo, encoder=None, model=None, overwrite=False):
     """Writes the folder `out`. Raises ValueError or FileNotFoundError for a run that is not
     finished, has no adapter, or does not load; then nothing is written."""
+    check_out(run, out, overwrite)
+    try:
+        bert, head, config = load_run(run, model=model)  # so it is whole, and the files will load
+        if config["stage"] not in ("adapter", "fusion"):
+            raise ValueError(
+                f"{run} is of --stage {config['stage']}: only adapter and fusion runs can be "
+                "published"
+            )
+        for name in [config["task"], *config["adapters"]]:
+            check_name(name)
+        if unknown := unknown_kind(bert):
+            raise ValueError(
+                f"{run}: AdapterHub's library has no {unknown}, and cannot read the file"
+            )
+        source = config["model"]
+        encoder = encoder or (Path(source).name if Path(source).is_absolute() else source)
+        if not (encoder + repo).isprintable():
+            raise ValueError(
+                f"a name with unprintable characters, {encoder!r:.100} or {repo!r:.100}"
+            )
+        text = card(config, read_json(run / "metrics.json"), bert, head, encoder, repo)
+    except (KeyError, TypeError, AttributeError) as e:
+        raise ValueError(
+            f"{run}: config.json and metrics.json are not those of a run: {type(e).__name__} {e}"
+        ) from e
+    bert.source = encoder  # into the files
+    write(out, bert, head, config, text)
+
+
+def check_out(run, out, overwrite):
+    """Raises ValueError if the folder cannot be written to `out`."""
     if not run.is_dir():
         raise ValueError(f"no finished run in {run}: it is no directory")
     if (out.exists() or out.is_symlink()) and not out.is_dir():
@@ -197,35 +239,11 @@ def publish(run, out, repo, encoder=None, model=None, overwrite=False):
         card_and_head = all((out / name).is_file() for name in ("README.md", "head_config.json"))
         if not card_and_head or (out / "log.jsonl").exists():
             raise ValueError(f"{out} is not a folder that this command wrote: choose another --out")
-    try:
-        bert, head, config = load_run(
-            run, model=model
-        )  # so it is whole, and what is written will load
-        if config["stage"] not in ("adapter", "fusion"):
-            raise ValueError(
-                f"{run} is of --stage {config['stage']}: only adapter and fusion runs can "
-                "be published"
-            )
-        check_name(config["task"])
-        for name in config["adapters"] or [config["task"]]:
-            if find_adapter(bert, name)[0].architecture is not None:
-                raise ValueError(
-                    f"{run}: AdapterHub's library has no adapters like {name}, and cannot "
-                    "read its file"
-                )
-        source = config["model"]
-        encoder = encoder or (Path(source).name if Path(source).is_absolute() else source)
-        if not (encoder + repo).isprintable():
-            raise ValueError(
-                f"a name with unprintable characters, {encoder!r:.100} or {repo!r:.100}"
-            )
-        text = card(config, read_json(run / "metrics.json"), bert, head, encoder, repo)
-    except (KeyError, TypeError, AttributeError) as e:
-        raise ValueError(
-            f"{run}: config.json and metrics.json are not those of a run: {type(e).__name__} {e}"
-        ) from e
 
-    bert.source = encoder  # into the files
+
+def write(out, bert, head, config, text):
+    """Writes all files into a temporary folder, then moves them. What else is in `out`, for
+    instance .git, stays."""
     temporary = out.parent / f".{out.name}.{os.getpid()}"
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -238,7 +256,7 @@ def publish(run, out, repo, encoder=None, model=None, overwrite=False):
         save_head(head, bert, config["task"], temporary)
         (temporary / "README.md").write_text(text, encoding="utf-8")
         out.mkdir(exist_ok=True)
-        for name in WRITTEN:  # and whatever else is there, for instance .git, stays
+        for name in WRITTEN:
             if (out / name).is_dir():
                 shutil.rmtree(out / name)
             (out / name).unlink(missing_ok=True)
@@ -258,14 +276,11 @@ def main(argv=None):
     )
     parser.add_argument("--model", help="where the encoder is now, if not where the run found it")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier folder")
-    try:
+    with errors_in_one_line("publish.py"):
         args = parser.parse_args(argv)
         name = Path(os.path.realpath(args.run)).name  # Path.resolve fails on a loop of links
         out, repo = args.out or Path("published") / name, args.repo or f"USER/{name}"
         publish(args.run, out, repo, args.encoder, args.model, args.overwrite)
-    except (ValueError, OSError) as e:
-        print(f"publish.py: {' '.join(str(e).split())}", file=sys.stderr)
-        sys.exit(2)
     print(f"{out} is ready: read its README.md, then, for instance: hf upload {repo} {out}")
 
 

@@ -214,8 +214,15 @@ def check_config(config):
 
 
 def find_config(directory):
-    """The configuration of a checkpoint directory; its weights are not read."""
-    return read_config(checkpoint_files(directory)[0])
+    """The configuration of a checkpoint directory; its weights are not read, and may be missing."""
+    try:
+        path, _ = checkpoint_files(directory)
+    except FileNotFoundError:
+        known = [Path(directory) / name for name in ("config.json", "bert_config.json")]
+        path = next((path for path in known if path.is_file()), None)
+        if path is None:
+            raise
+    return read_config(path)
 
 
 def read_config(path):
@@ -270,9 +277,9 @@ def hub_names(names):
     return result
 
 
-def fetch_encoder(source):
+def fetch_encoder(source, weights=True):
     """Directory of an encoder and its tokenizer: `source` itself, or the files of a hub id that are
-    needed."""
+    needed, with its weights or without them."""
     if Path(source).is_dir():
         return Path(source)
     try:
@@ -280,7 +287,7 @@ def fetch_encoder(source):
         if config is None:
             raise FileNotFoundError(f"{source!r} has no config.json on the hub")
         fetch = partial(download, source, revision=commit_of(config))
-        if not (fetch("model.safetensors") or fetch("pytorch_model.bin")):
+        if weights and not (fetch("model.safetensors") or fetch("pytorch_model.bin")):
             raise FileNotFoundError(
                 f"{source!r} has neither model.safetensors nor pytorch_model.bin on the hub"
             )

@@ -63,30 +63,33 @@ def run(encoder, tmp_path, monkeypatch):
     def run(*words, tasks=("one",), scores=()):
         (fake / "scores").write_text(json.dumps(dict(scores)))
         own, rest = grid.split([str(word) for word in words])
-        return search.main(
-            [
-                "--model",
-                str(encoder),
-                "--data-dir",
-                str(tmp_path / "data"),
-                "--tasks",
-                *tasks,
-                "--out",
-                str(run.out),
-                "--launch",
-                f"{sys.executable} -S {fake}/train.py {fake}",
-                "--jobs",
-                "4",
-                "--reduction-factors",
-                "2",
-                "8",
-                *own,
-                "--",
-                "--device",
-                "cpu",
-                *rest,
-            ]
-        )
+        try:
+            return search.main(
+                [
+                    "--model",
+                    str(encoder),
+                    "--data-dir",
+                    str(tmp_path / "data"),
+                    "--tasks",
+                    *tasks,
+                    "--out",
+                    str(run.out),
+                    "--launch",
+                    f"{sys.executable} -S {fake}/train.py {fake}",
+                    "--jobs",
+                    "4",
+                    "--reduction-factors",
+                    "2",
+                    "8",
+                    *own,
+                    "--",
+                    "--device",
+                    "cpu",
+                    *rest,
+                ]
+            )
+        except SystemExit as e:
+            return e.code
 
     run.out, run.fake, run.data = tmp_path / "out", fake, tmp_path / "data"
     run.draw = lambda: monkeypatch.setattr(search, "figure", draw)

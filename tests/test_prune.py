@@ -208,7 +208,7 @@ def test_what_is_measured_is_what_is_written(whole, capsys, tmp_path, monkeypatc
     monkeypatch.setattr(prune, "ROUNDS", 1)
     main(capsys, whole["alone"], "--leave-out", 2, "--out", tmp_path / "out")
     bert, _, _ = load_run(whole["alone"])
-    prune.let_speak(bert, dict(fusions(bert)), {0: ["rte"], 1: []})
+    prune.activate_only(bert, dict(fusions(bert)), {0: ["rte"], 1: []})
     with torch.no_grad():
         assert (bert(IDS) - load_run(tmp_path / "out")[0](IDS)).abs().max() < 1e-5
 

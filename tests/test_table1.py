@@ -91,9 +91,12 @@ def table(encoder, tmp_path):
 
     def table(*words, tasks=("big", "middle", "small"), out="out"):
         own, rest = grid.split([str(word) for word in words])
-        return table1.main(
-            [*command(tmp_path, encoder, tasks, out), *own, "--", "--device", "cpu", *rest]
-        )
+        try:
+            return table1.main(
+                [*command(tmp_path, encoder, tasks, out), *own, "--", "--device", "cpu", *rest]
+            )
+        except SystemExit as e:
+            return e.code
 
     table.fake, table.out, table.data = fake, tmp_path / "out", tmp_path / "data"
     table.log = lambda: (
