@@ -100,8 +100,8 @@ FUSION_CONFIG = {
 # here; inside the files they have other names (glue_mnli). For BERT, those of mnli, qqp, sst2, mrpc
 # and rte are not the paper's own: these were released, too, and replaced on 24 August 2020
 # (repository adapter-hub/Hub, commits 6780757 and 7fe32f7) by those of the AdapterHub paper, of the
-# same architecture. Their heads are BertForSequenceClassification's: the pretrained pooler, which is
-# in the encoder's files, and one linear layer.
+# same architecture. Their heads are BertForSequenceClassification's: the pretrained pooler, which
+# is in the encoder's files, and one linear layer.
 PAPER_ADAPTERS = {
     "mnli": (
         "AdapterHub/bert-base-uncased_nli_multinli_pfeiffer",

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import tempfile
 import time
 
@@ -17,13 +18,19 @@ os.environ.setdefault(
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+
+pytest.register_assert_rewrite("damage", "reference")
 
 import train  # noqa: E402
 from bert import Bert, BertConfig  # noqa: E402
+from data import batches, get_task, load_split  # noqa: E402
+from formats.tokenizer import load_tokenizer  # noqa: E402
+from reference import ENCODERS, GOLDEN  # noqa: E402
 
 
 def pytest_terminal_summary(terminalreporter):
-    terminalreporter.write_line(f"SEED={os.environ['SEED']} (tests/test_resume.py)")
+    terminalreporter.write_line(f"SEED={os.environ['SEED']} (tests/test_run.py)")
 
 
 WORDS = [
@@ -169,3 +176,96 @@ def runs(launch, tmp_path_factory):
         out / "fusion-rte",
     )
     return out
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of a golden encoder to damage."""
+
+    def make(source):
+        shutil.copytree(source, tmp_path / "copy", dirs_exist_ok=True)
+        return tmp_path / "copy"
+
+    return make
+
+
+@pytest.fixture
+def fails(encoder, data_dir, tmp_path, capsys):
+    """fails("--task", "rtx", say=[...]): runs train.py's main and checks how it ends."""
+
+    def fails(*arguments, say=(), stage="adapter", written=()):
+        options = {
+            "--model": encoder,
+            "--data-dir": data_dir,
+            "--task": "rte",
+            "--out": tmp_path / "out",
+            "--epochs": 1,
+        }
+        options["--stage"] = stage
+        before = sorted(tmp_path.rglob("*"))
+        given = [str(argument) for argument in arguments]
+        command = [
+            text
+            for option, value in options.items()
+            if option not in given
+            for text in (option, str(value))
+        ]
+        with pytest.raises(SystemExit) as exit:
+            train.main([*command, *given])
+        error = capsys.readouterr().err
+        lines = error.splitlines()
+        assert exit.value.code == 2
+        assert len(lines) == 1, error
+        assert lines[0].startswith("train.py: ") and "Traceback" not in error
+        for text in [say] if isinstance(say, str) else say:
+            assert text in lines[0]
+        assert sorted(path for path in tmp_path.rglob("*") if path.name not in written) == before
+        return lines[0]
+
+    return fails
+
+
+def dev_batches(encoder, data_dir, task="rte", batch_size=16):
+    split = load_split(
+        get_task(task, data_dir), "validation", load_tokenizer(encoder, 48), data_dir
+    )
+    return list(batches(split, batch_size))
+
+
+def content(run):
+    """What a run has produced, without times and places."""
+    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    files = {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file()}
+    config, metrics = (
+        json.loads(files.pop(name).read_text()) for name in ("config.json", "metrics.json")
+    )
+    del files["log.jsonl"], config["command"], metrics["seconds"], metrics["out"]
+    log = [
+        {key: value for key, value in line.items() if key in ("epoch", "loss", "dev_accuracy")}
+        for line in log
+    ]
+    return (
+        log,
+        config,
+        metrics,
+        {name: path.read_bytes().replace(bytes(run), b"--out") for name, path in files.items()},
+    )
+
+
+def assert_equal(run, other):
+    for ours, theirs in zip(content(run), content(other), strict=True):
+        assert ours == theirs
+
+
+IDS = torch.tensor([[2, 7, 8, 9, 10, 3], [2, 11, 3, 0, 0, 0], [2, 12, 13, 14, 3, 0]])
+MASK = (IDS != 0).long()
+
+
+@pytest.fixture(scope="session")
+def expected():
+    return {name: load_file(GOLDEN / name / "expected.safetensors") for name in ENCODERS}
+
+
+@pytest.fixture
+def tokenizer(encoder):
+    return load_tokenizer(encoder, 48)

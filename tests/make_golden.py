@@ -8,7 +8,8 @@ tests/golden/bert, tests/golden/roberta:
     encoder/               config.json, model.safetensors, tokenizer files
     NAME/                  an adapter, and its head if it has one
     fusion-NAME/           a fusion
-    expected.safetensors   inputs, and per adapter or fusion the hidden states, logits, fusion weights, regularisation
+    expected.safetensors   inputs, and per adapter or fusion the hidden states, logits, fusion
+                           weights, regularisation
 
 The TensorFlow checkpoints there, bert/encoder-tf*, are made from bert/encoder by
 write_tensorflow.py.

@@ -1,14 +1,17 @@
 """The other side of test_adapterhub.py and test_adapter_config.py: what AdapterHub's own library
 writes, reads, computes, trains.
 
-    python tests/peer.py write | read | grid DIRECTORY   with experiments/requirements-peer.txt; DIRECTORY holds plan.json
+    python tests/peer.py write | read | grid DIRECTORY
 
-write   adapters, heads and fusions with random weights: .bin in DIRECTORY/theirs/ENCODER/NAME, safetensors in
-        NAME-safe, outputs in DIRECTORY/theirs.safetensors, what it refused in
+It needs what experiments/requirements-peer.txt lists; DIRECTORY holds plan.json.
+
+write   adapters, heads and fusions with random weights: .bin in DIRECTORY/theirs/ENCODER/NAME,
+        safetensors in NAME-safe, outputs in DIRECTORY/theirs.safetensors, what it refused in
         DIRECTORY/refused-write.json
-read    loads what this project wrote, runs the Python of its cards, and trains: outputs in DIRECTORY/read.safetensors
-grid    computes with many architectures, with the weights in DIRECTORY/weights.safetensors: outputs in grid.safetensors, and
-        what it refused in refused-grid.json
+read    loads what this project wrote, runs the Python of its cards, and trains: outputs in
+        DIRECTORY/read.safetensors
+grid    computes with many architectures, with the weights in DIRECTORY/weights.safetensors:
+        outputs in grid.safetensors, and what it refused in refused-grid.json
 """
 
 import json

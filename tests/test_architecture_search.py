@@ -36,7 +36,8 @@ for line in open(fake + "/fail"):
 scores = json.load(open(fake + "/scores"))
 os.makedirs(out, exist_ok=True)
 open(out + "/log.jsonl", "a").close()
-result = {"seconds": 1.0, "accuracy": 0.5 + sum(scores.get(word, 0) for word in words), "trained_parameters": len(words),
+accuracy = 0.5 + sum(scores.get(word, 0) for word in words)
+result = {"seconds": 1.0, "accuracy": accuracy, "trained_parameters": len(words),
           "dev_examples": 40}
 json.dump(result, open(out + "/metrics.json", "w"))
 """

@@ -1,9 +1,6 @@
-"""The 16 tasks in the hub's columns, your own task, tokenisation and batches."""
+"""The 16 tasks in the hub's columns, your own task, and batches."""
 
-import json
 import random
-import subprocess
-import sys
 from dataclasses import replace
 
 import datasets
@@ -12,7 +9,7 @@ import pytest
 import torch
 
 import data
-from conftest import VOCABULARY, sentence, write_rows
+from conftest import sentence, write_rows
 from data import TASKS, Classes, batch_order, batches, example, get_task, length_groups, load_split
 from formats.rows import check_size, read_split
 from formats.tokenizer import load_tokenizer
@@ -118,11 +115,6 @@ def test_all_16_tasks_are_there():
     assert set(ROWS) == set(TASKS) and len(TASKS) == 16
 
 
-@pytest.fixture
-def tokenizer(encoder):
-    return load_tokenizer(encoder, 48)
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_hub_columns(name, tokenizer, tmp_path):
     """A row in the hub's columns and types, through the hub's code path, to candidates and
@@ -172,62 +164,6 @@ def test_the_hub_is_asked_for_what_the_table_says(monkeypatch, tokenizer, tmp_pa
     split = load_split(get_task("mnli"), "validation", tokenizer)
     assert asked == [("nyu-mll/glue", "mnli", "validation_matched", None)]
     assert split["label"][:] == [2]
-
-
-@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "tsv", "parquet"])
-def test_file_formats(ending, tokenizer, tmp_path):
-    rows = [
-        {"sentence1": 'the "red cat', "sentence2": "NA, or None", "label": 0},
-        {"sentence1": "a", "sentence2": "b", "label": 1},
-    ]
-    path = tmp_path / "rte" / f"train.{ending}"
-    path.parent.mkdir()
-    if ending == "jsonl":
-        write_rows(path, rows)
-    elif ending == "json":
-        path.write_text(json.dumps(rows))
-    elif ending == "tsv":
-        path.write_text(
-            "".join(
-                "\t".join(map(str, values)) + "\n"
-                for values in (rows[0], *(row.values() for row in rows))
-            )
-        )
-    else:
-        getattr(datasets.Dataset.from_list(rows), f"to_{ending}")(path)
-    split = load_split(get_task("rte", tmp_path), "train", tokenizer, tmp_path)
-    assert split["label"][:] == [0, 1]
-    assert split[0]["input_ids"] == [
-        tokenizer.encode(rows[0]["sentence1"], rows[0]["sentence2"]).ids
-    ]
-
-
-@pytest.mark.parametrize("ending", ["csv", "tsv"])
-def test_cells_are_texts(ending, tmp_path):
-    """What looks like a number stays as it is written, in every split; the classes 1 to 10 are
-    sorted as numbers."""
-    comma = "," if ending == "csv" else "\t"
-    cells = [["007", "10"], ["1.10", "2"], ["1e3", "01"], ["NA", "1"]]
-    path = tmp_path / "mine" / f"train.{ending}"
-    path.parent.mkdir()
-    path.write_text("".join(comma.join(row) + "\n" for row in [["text_a", "label"], *cells]))
-    _, rows = data.read_file(path.parent, "mine", "train")
-    assert [[row["text_a"], row["label"]] for row in rows] == cells
-    assert get_task("mine", tmp_path).labels == ("01", "1", "2", "10")
-
-
-def test_lines_are_counted_as_in_the_file(tokenizer, tmp_path):
-    lines = {
-        "jsonl": '\n{"text_a": "a", "label": "x"}\n \n{"text_a": "b", "label": ""}\n',
-        "csv": 'text_a,label\n"a\n\nb",x\n\nb,\n',
-        "tsv": 'text_a\tlabel\n"a\tx\n\nb\t\n',
-    }
-    for (ending, text), line in zip(lines.items(), (4, 6, 4), strict=True):
-        write_rows(tmp_path / ending / "train.jsonl", [])
-        (tmp_path / ending / "train.jsonl").unlink()
-        (tmp_path / ending / f"train.{ending}").write_text(text)
-        with pytest.raises(ValueError, match=f"train.{ending}, line {line}: label ''"):
-            get_task(ending, tmp_path)
 
 
 def test_argument_as_distributed(tokenizer, tmp_path):
@@ -337,26 +273,6 @@ def test_tokenised_data_is_cached(encoder, tmp_path, monkeypatch):
     assert [load(), load()] == [4, 0]
 
 
-def test_wordpiece(encoder, tmp_path):
-    tokenizer = load_tokenizer(encoder, 48)
-    encoding = tokenizer.encode("The Red cat.", "blue zebra")
-    assert encoding.tokens == ["[CLS]", "the", "red", "cat", ".", "[SEP]", "blue", "[UNK]", "[SEP]"]
-    assert encoding.type_ids == [0] * 6 + [1] * 3
-    (tmp_path / "vocab.txt").write_text(
-        "\n".join([*VOCABULARY, "Red"])
-    )  # upper-case entries: a cased vocabulary
-    assert load_tokenizer(tmp_path, 48).encode("Red red").tokens == ["[CLS]", "Red", "red", "[SEP]"]
-    (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": true}')
-    assert load_tokenizer(tmp_path, 48).encode("Red red").tokens == ["[CLS]", "red", "red", "[SEP]"]
-
-
-def test_the_longer_text_is_cut_first(encoder):
-    encoding = load_tokenizer(encoder, 12).encode("red " * 20, "cat dog bird")
-    assert encoding.tokens == ["[CLS]", *["red"] * 6, "[SEP]", "cat", "dog", "bird", "[SEP]"]
-    encoding = load_tokenizer(encoder, 12).encode("red " * 20, "cat " * 30)
-    assert len(encoding.ids) == 12 and 4 <= encoding.tokens.count("red") <= 5
-
-
 @pytest.mark.parametrize("n", [1, 31, 32, 33, 1600, 5000])
 @pytest.mark.parametrize("seed", [None, (0, 1)])
 def test_no_example_is_lost_or_doubled(n, seed):
@@ -421,35 +337,6 @@ def test_collate(encoder, data_dir):
     assert all(tensor.dtype == torch.int64 for tensor in batch.values())
 
 
-def test_command_line(encoder, data_dir, capsys, monkeypatch):
-    monkeypatch.setattr(
-        "sys.argv", ["data.py", "pick", "--data-dir", str(data_dir), "--model", str(encoder)]
-    )
-    data.main()
-    shown = capsys.readouterr().out
-    assert (
-        "train: 96 examples" in shown
-        and "validation: 40 examples" in shown
-        and "[CLS]" in shown
-        and "  * 0: " in shown
-    )
-    monkeypatch.setattr("sys.argv", ["data.py", "rtee", "--model", str(encoder)])
-    with pytest.raises(SystemExit) as exit:
-        data.main()
-    assert exit.value.code == 2 and capsys.readouterr().err.startswith(
-        "data.py: unknown task 'rtee'"
-    )
-
-
-def test_a_reader_that_has_seen_enough(encoder, data_dir):
-    """python data.py rte | head"""
-    command = [sys.executable, data.__file__, "rte", "--data-dir", data_dir, "--model", encoder]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    process.wait()
-
-
 def test_imdb_chooses_its_epoch_on_training_examples(encoder, tmp_path):
     """2,000 of them, the same ones for every seed, and none of the test set; a validation file goes
     first."""
@@ -496,29 +383,3 @@ def test_lengths_that_cut_little():
         "rte": 290,
         "cb": 256,
     }
-
-
-def test_chinese_bert_is_lower_cased(tmp_path):
-    """Google's tokenization.py: its vocabulary has <S> and <T>, and no other capitals."""
-    (tmp_path / "vocab.txt").write_text(
-        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<S>", "<T>", "red", "的"])
-    )
-    assert load_tokenizer(tmp_path, 20).encode("RED").tokens == ["[CLS]", "red", "[SEP]"]
-
-
-@pytest.mark.parametrize(
-    "options, text, tokens",
-    [
-        ({"do_lower_case": True}, "RÉD", ["red"]),
-        ({"do_lower_case": True, "strip_accents": False}, "RÉD", ["réd"]),
-        ({"do_lower_case": False, "strip_accents": True}, "réd", ["red"]),
-        ({"do_lower_case": False}, "réd", ["réd"]),
-        ({"tokenize_chinese_chars": True}, "的的", ["的", "的"]),
-        ({"tokenize_chinese_chars": False}, "的的", ["的的"]),
-    ],
-)
-def test_tokenizer_config_is_obeyed(options, text, tokens, tmp_path):
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "red", "réd", "的", "的的"]
-    (tmp_path / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
-    assert load_tokenizer(tmp_path, 20).encode(text).tokens[1:-1] == tokens

@@ -15,42 +15,6 @@ from conftest import VOCABULARY, write_rows
 from experiments.load_run import load_run
 
 
-@pytest.fixture
-def fails(encoder, data_dir, tmp_path, capsys):
-    """fails("--task", "rtx", say=[...]): runs train.py's main and checks how it ends."""
-
-    def fails(*arguments, say=(), stage="adapter", written=()):
-        options = {
-            "--model": encoder,
-            "--data-dir": data_dir,
-            "--task": "rte",
-            "--out": tmp_path / "out",
-            "--epochs": 1,
-        }
-        options["--stage"] = stage
-        before = sorted(tmp_path.rglob("*"))
-        given = [str(argument) for argument in arguments]
-        command = [
-            text
-            for option, value in options.items()
-            if option not in given
-            for text in (option, str(value))
-        ]
-        with pytest.raises(SystemExit) as exit:
-            train.main([*command, *given])
-        error = capsys.readouterr().err
-        lines = error.splitlines()
-        assert exit.value.code == 2
-        assert len(lines) == 1, error
-        assert lines[0].startswith("train.py: ") and "Traceback" not in error
-        for text in [say] if isinstance(say, str) else say:
-            assert text in lines[0]
-        assert sorted(path for path in tmp_path.rglob("*") if path.name not in written) == before
-        return lines[0]
-
-    return fails
-
-
 def test_unknown_task(fails, data_dir):
     fails("--task", "rtee", say="did you mean 'rte'?")
     fails("--task", "mnlii", say=["'mnlii'", "'mnli'"])

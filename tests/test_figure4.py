@@ -11,13 +11,13 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from test_reference import FUSIONS, GOLDEN, TOLERANCE, with_fusion
 
 from data import get_task, load_split
 from experiments import figure4
 from experiments.load_run import load_run
 from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights
+from reference import FUSIONS, GOLDEN, TOLERANCE, with_fusion
 
 INPUTS = ("input_ids", "token_type_ids", "attention_mask")
 

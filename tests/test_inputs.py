@@ -1,9 +1,9 @@
 """Wrong input, systematically: every command, every kind of file. One line on stderr, exit status
 2, nothing written.
 
-Beside the tests of single modules (damaged checkpoints: test_checkpoints.py, adapter files:
-test_adapterhub.py) this goes through the commands, in a directory of their own that holds model/,
-data/ and runs/.
+Beside the tests of single modules (damaged checkpoints: test_encoder.py and test_tensorflow.py,
+adapter files: test_adapterhub.py) this goes through the commands, in a directory of their own that
+holds model/, data/ and runs/.
 """
 
 import contextlib

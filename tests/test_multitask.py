@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 import train
 from bert import Bert
+from conftest import dev_batches
 from experiments.load_run import load_run
-from test_train import dev_batches
 from variants.multitask import task_probabilities
 
 TASKS = ["sst2", "rte", "pick"]

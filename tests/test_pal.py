@@ -10,13 +10,12 @@ from torch import nn
 from adapter import KINDS as ARCHITECTURES
 from adapter import AdapterConfig, activate, add_adapter, load_adapter, save_adapter
 from bert import Bert
+from conftest import IDS, MASK
 from formats import adapterhub
 from fusion import add_fusion, fusion_weights, fusions, load_fusion, save_fusion
 from variants.folding import fold
 from variants.pal import PALConfig
 
-IDS = torch.tensor([[2, 7, 8, 9, 10, 3], [2, 11, 3, 0, 0, 0], [2, 12, 13, 14, 3, 0]])
-MASK = (IDS != 0).long()
 KINDS = {"pal": PALConfig.pal(size=12, num_heads=3), "low_rank": PALConfig.low_rank(size=10)}
 
 

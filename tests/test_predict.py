@@ -28,7 +28,10 @@ CHROMIUM = (
 needs_chromium = pytest.mark.skipif(
     not CHROMIUM, reason="no chromium: CHROMIUM names one, or apt-get install chromium"
 )
-HOSTILE = """</script><script>document.title = "hacked"</script><img src=x onerror="document.title = 'hacked'"> <!-- & 'dog'"""
+HOSTILE = (
+    '</script><script>document.title = "hacked"</script>'
+    """<img src=x onerror="document.title = 'hacked'"> <!-- & 'dog'"""
+)
 
 
 @pytest.fixture

@@ -54,8 +54,8 @@ signal.signal(signal.SIGTERM, stop)
 while exists("slow"):
     time.sleep(0.02)
 def accuracy(task):
-    key = [stage, task, value("--seed"), value("--reduction-factor"), value("--adapter"), value("--limit-train")]
-    key.append(os.path.basename(value("--model")))
+    options = "--seed", "--reduction-factor", "--adapter", "--limit-train"
+    key = [stage, task, *map(value, options), os.path.basename(value("--model"))]
     return zlib.crc32(json.dumps(key).encode()) % 1000 / 1000
 result = {"stage": stage, "seconds": 1.0, "accuracy": accuracy(value("--task"))}
 if stage == "multitask":

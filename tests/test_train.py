@@ -17,10 +17,8 @@ from safetensors.torch import load_file
 import train
 from adapter import AdapterConfig, activate, add_adapter, load_adapter
 from bert import Bert
-from conftest import sentence, write_rows
-from data import batches, get_task, load_split
+from conftest import dev_batches, sentence, write_rows
 from experiments.load_run import load_run
-from formats.tokenizer import load_tokenizer
 from fusion import add_fusion, fusion_regularization, fusion_weights
 
 REPOSITORY = Path(train.__file__).parent
@@ -28,13 +26,6 @@ REPOSITORY = Path(train.__file__).parent
 
 def snapshot(module):
     return {name: p.detach().clone() for name, p in module.named_parameters()}
-
-
-def dev_batches(encoder, data_dir, task="rte", batch_size=16):
-    split = load_split(
-        get_task(task, data_dir), "validation", load_tokenizer(encoder, 48), data_dir
-    )
-    return list(batches(split, batch_size))
 
 
 def logits_of(run, some_batches, **options):

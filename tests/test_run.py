@@ -22,6 +22,7 @@ import torch
 import child
 import runtime.run
 import train
+from conftest import assert_equal, content
 
 KILLS = int(os.environ.get("KILLS", 8))  # of either kind, for each stage
 SEED = int(os.environ["SEED"])  # conftest.py sets and prints it
@@ -89,31 +90,6 @@ def whole(command, tmp_path_factory):
         assert status == 0, output
         result[stage] = out / stage, time.monotonic() - started, int(output.split()[-3])
     return result
-
-
-def content(run):
-    """What a run has produced, without times and places."""
-    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    files = {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file()}
-    config, metrics = (
-        json.loads(files.pop(name).read_text()) for name in ("config.json", "metrics.json")
-    )
-    del files["log.jsonl"], config["command"], metrics["seconds"], metrics["out"]
-    log = [
-        {key: value for key, value in line.items() if key in ("epoch", "loss", "dev_accuracy")}
-        for line in log
-    ]
-    return (
-        log,
-        config,
-        metrics,
-        {name: path.read_bytes().replace(bytes(run), b"--out") for name, path in files.items()},
-    )
-
-
-def assert_equal(run, other):
-    for ours, theirs in zip(content(run), content(other), strict=True):
-        assert ours == theirs
 
 
 @pytest.mark.parametrize("stage", ["adapter", "fusion", "multitask"])

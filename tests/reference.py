@@ -1,0 +1,75 @@
+"""What the reference library has written (tests/make_golden.py), and that library itself, where it
+is there."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapter import load_adapter
+from bert import Bert
+from fusion import load_fusion
+
+GOLDEN = Path(__file__).parent / "golden"
+TOLERANCE = 2e-5
+ENCODERS = ["bert", "roberta"]
+
+
+def directories(file):
+    """Every golden directory that holds such a file, as bert/pfeiffer."""
+    return [str(path.parent.relative_to(GOLDEN)) for path in sorted(GOLDEN.glob(f"*/*/{file}"))]
+
+
+ADAPTERS, HEADS = directories("adapter_config.json"), directories("head_config.json")
+FUSIONS = directories("adapter_fusion_config.json")
+
+
+def encoder(name):
+    return Bert.from_pretrained(GOLDEN / name / "encoder")
+
+
+def run(bert, inputs):
+    with torch.no_grad():
+        return bert(inputs["input_ids"], inputs["token_type_ids"], inputs["attention_mask"])
+
+
+def with_fusion(directory):
+    """An encoder with a golden fusion and the adapters that it names."""
+    model, _ = directory.split("/")
+    bert = encoder(model)
+    for name in json.loads((GOLDEN / directory / "adapter_fusion_config.json").read_text())[
+        "adapter_names"
+    ]:
+        load_adapter(bert, GOLDEN / model / name)
+    load_fusion(bert, GOLDEN / directory)
+    return bert
+
+
+def difference(a, b):
+    assert a.shape == b.shape
+    return (a - b).abs().max().item()
+
+
+PEER = os.environ.get("PEER_PYTHON")
+needs_peer = pytest.mark.skipif(
+    not PEER, reason="PEER_PYTHON: no Python with the reference library"
+)
+
+
+def spread(parameters, generator):
+    """Random weights at which an error shows: nothing stays at its default, and no softmax is 0 or
+    1."""
+    for name, p in parameters:
+        noise = torch.randn(p.shape, generator=generator)
+        if name.endswith("fusion.value.weight"):
+            p.data = torch.eye(len(p)) + 0.05 * noise
+        elif p.ndim > 1:
+            p.data = (
+                0.5
+                if "embeddings" in name
+                else (0.4 if "fusion" in name else 1) / p.shape[-1] ** 0.5
+            ) * noise
+        else:
+            p.data = (1 if "norm" in name and name.endswith("weight") else 0) + 0.2 * noise

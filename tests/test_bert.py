@@ -1,0 +1,74 @@
+"""The encoder: its inputs, its shorter ways, and that an example's hidden states are its own."""
+
+import pytest
+import torch
+
+from adapter import activate, load_adapter
+from bert import Bert, BertConfig, attention
+from reference import ADAPTERS, ENCODERS, FUSIONS, GOLDEN, difference, encoder, run, with_fusion
+
+# --------------------------------------------------------------------------------------------------
+# The shorter ways through the encoder
+
+
+@pytest.mark.parametrize("directory", [*ADAPTERS[:3], *FUSIONS])
+def test_cls_only_is_the_first_token(directory, expected):
+    bert, inputs = encoder(directory.split("/")[0]), expected[directory.split("/")[0]]
+    if directory in FUSIONS:
+        bert = with_fusion(directory)
+    else:
+        activate(bert, load_adapter(bert, GOLDEN / directory))
+    whole = run(bert, inputs)
+    with torch.no_grad():
+        first = bert(
+            *(inputs[name] for name in ("input_ids", "token_type_ids", "attention_mask")),
+            cls_only=True,
+        )
+    assert first.shape == (len(whole), 1, whole.shape[2])
+    assert difference(first, whole[:, :1]) <= 1e-5
+
+
+def test_attention_in_training_is_the_one_in_evaluation():
+    """They are written differently on a CPU; with a dropout of almost nothing they must agree."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 5, 4, 7, 8, dtype=torch.float64)
+    mask = (torch.arange(7) < torch.tensor([1, 3, 7, 6, 2])[:, None])[:, None, None]
+    for m in (mask, None):
+        assert difference(attention(q, k, v, m, 1e-9), attention(q, k, v, m, 0.0)) <= 1e-8
+
+
+# --------------------------------------------------------------------------------------------------
+# An example's hidden states are its own
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_padding_and_order_do_not_matter(name, expected):
+    bert, inputs = encoder(name), expected[name]
+    activate(bert, load_adapter(bert, GOLDEN / name / "pfeiffer"))
+    together = run(bert, inputs)
+    order = torch.tensor([2, 0, 3, 1])
+    fields = ("input_ids", "token_type_ids", "attention_mask")
+    shuffled = run(bert, {field: inputs[field][order] for field in fields})
+    for i, length in enumerate(inputs["attention_mask"].sum(1).tolist()):
+        alone = run(bert, {field: inputs[field][i : i + 1, :length] for field in fields})[0]
+        assert difference(together[i, :length], alone) <= 1e-5
+        assert difference(shuffled[order.tolist().index(i), :length], alone) <= 1e-5
+
+
+def test_defaults_of_the_inputs(expected):
+    """Without token types all are 0, without a mask all tokens are real."""
+    bert, ids = encoder("bert"), torch.tensor([[2, 7, 8, 3]])
+    with torch.no_grad():
+        assert torch.equal(bert(ids), bert(ids, torch.zeros_like(ids), torch.ones_like(ids)))
+        bert(torch.ones(1, 24, dtype=torch.long))
+        with pytest.raises(ValueError, match="25 tokens"):
+            bert(torch.ones(1, 25, dtype=torch.long))
+        with pytest.raises(ValueError, match="23 tokens"):  # positions 2 to 23
+            encoder("roberta")(torch.ones(1, 23, dtype=torch.long))
+
+
+def test_base_sizes():
+    """BERT-base without pooler."""
+    with torch.device("meta"):
+        bert = Bert(BertConfig())
+    assert sum(parameter.numel() for parameter in bert.parameters()) == 108_891_648

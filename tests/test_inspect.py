@@ -1,0 +1,101 @@
+"""python bert.py and python data.py: what is in a checkpoint, and what a model will see of a
+task."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import bert as bert_module
+import data
+from damage import EXPECTED, INDEX, ROOT, SAFETENSORS, TENSORFLOW
+
+# --------------------------------------------------------------------------------------------------
+# python bert.py
+
+
+def command(*arguments):
+    process = subprocess.run(
+        [sys.executable, ROOT / "bert.py", *arguments], capture_output=True, text=True, cwd=ROOT
+    )
+    return process.returncode, process.stdout, process.stderr
+
+
+def test_command_line(capsys, monkeypatch):
+    code, out, err = command(TENSORFLOW, "the cat ran")
+    assert code == 0 and not err
+    assert (
+        "hidden_size=32" in out
+        and "[CLS] the cat ran [SEP]" in out
+        and str(TENSORFLOW / INDEX) in out
+    )
+    total = sum(p.numel() for p in EXPECTED.values())
+    assert f"{total:,} parameters" in out
+    rows = [
+        line.split(maxsplit=2)
+        for line in out.splitlines()
+        if " from " in line and "parameters" not in line
+    ]
+    assert len(rows) == 12 and sum(int(row[0].replace(",", "")) for row in rows) == total
+    assert "bert/encoder/layer_*/attention/self/query/kernel" in out
+    # the hidden states are those of the safetensors twin
+    monkeypatch.setattr(sys, "argv", ["bert.py", str(SAFETENSORS), "the cat ran"])
+    bert_module.main()
+    assert capsys.readouterr().out.splitlines()[-1] == out.splitlines()[-1]
+
+
+def test_command_line_errors(capsys, monkeypatch, tmp_path):
+    code, out, err = command(str(tmp_path))
+    assert (
+        code == 2 and not out and err.startswith("bert.py: no encoder in") and err.count("\n") == 1
+    )
+    shutil.copytree(SAFETENSORS, tmp_path / "more")
+    with open(tmp_path / "more" / "vocab.txt", "a") as file:
+        file.write("more\n")
+    for arguments in (
+        [str(tmp_path / "more")],
+        [],
+        ["a", "b", "c"],
+        ["--help"],
+        [str(tmp_path / "missing")],
+        ["a/b/c", "text"],
+    ):
+        monkeypatch.setattr(sys, "argv", ["bert.py", *arguments])
+        with pytest.raises(SystemExit) as e:
+            bert_module.main()
+        captured = capsys.readouterr()
+        assert e.value.code == 2 and captured.out == "" and captured.err.count("\n") == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# python data.py
+
+
+def test_data_command_line(encoder, data_dir, capsys, monkeypatch):
+    monkeypatch.setattr(
+        "sys.argv", ["data.py", "pick", "--data-dir", str(data_dir), "--model", str(encoder)]
+    )
+    data.main()
+    shown = capsys.readouterr().out
+    assert (
+        "train: 96 examples" in shown
+        and "validation: 40 examples" in shown
+        and "[CLS]" in shown
+        and "  * 0: " in shown
+    )
+    monkeypatch.setattr("sys.argv", ["data.py", "rtee", "--model", str(encoder)])
+    with pytest.raises(SystemExit) as exit:
+        data.main()
+    assert exit.value.code == 2 and capsys.readouterr().err.startswith(
+        "data.py: unknown task 'rtee'"
+    )
+
+
+def test_a_reader_that_has_seen_enough(encoder, data_dir):
+    """python data.py rte | head"""
+    command = [sys.executable, data.__file__, "rte", "--data-dir", data_dir, "--model", encoder]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.wait()

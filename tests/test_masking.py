@@ -1,0 +1,268 @@
+"""variants.masking: fused adapters that take no part, and training on a few of them at a time."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import fusion as fusion_module
+from adapter import AdapterConfig, activate, add_adapter
+from bert import Bert
+from conftest import assert_equal
+from experiments.load_run import load_run
+from fusion import add_fusion, fusion_regularization, fusion_weights, fusions
+from runtime import state
+from variants.folding import fold
+from variants.masking import mask
+
+# --------------------------------------------------------------------------------------------------
+# Masks
+
+MIXTURES = {
+    "alike": [AdapterConfig.pfeiffer(reduction_factor=r) for r in (2, 4, 8, 16)],
+    "different": [
+        AdapterConfig.pfeiffer(reduction_factor=2, original_ln_before=False),
+        AdapterConfig.bapna(reduction_factor=4),
+        AdapterConfig.pfeiffer(reduction_factor=4, leave_out=(1,)),
+        AdapterConfig.pfeiffer(residual_before_ln=False, non_linearity="gelu"),
+    ],
+    "both places": [AdapterConfig.houlsby(reduction_factor=r) for r in (2, 4, 8)],
+}
+IDS = torch.tensor([[2, 5, 6, 7, 3], [2, 9, 3, 11, 12]])
+
+
+def fused(encoder, configs):
+    """In float64, with weights at which an error shows."""
+    torch.manual_seed(0)
+    bert = Bert.from_pretrained(encoder).double()
+    for i, config in enumerate(configs):
+        add_adapter(bert, f"a{i}", config)
+    add_fusion(bert, [f"a{i}" for i in range(len(configs))])
+    for name, parameter in bert.named_parameters():
+        if ".adapters." in name or ".fusion." in name:
+            nn.init.normal_(parameter, std=0.3)
+    activate(bert, ",".join(f"a{i}" for i in range(len(configs))))
+    return bert.eval()
+
+
+def literal(fusion, masked):
+    """Fusion.compose as the textbook form, with -inf for some of the scores."""
+
+    def compose(h, adapters, layer_input=None):
+        norms = [adapter.norm_before or nn.Identity() for adapter in adapters]
+        z = torch.stack(
+            [a.up(a.act(a.down(norm(h)))) for a, norm in zip(adapters, norms, strict=True)], 2
+        )
+        scores = torch.einsum("btd,btnd->btn", fusion.query(h), fusion.key(z))
+        out = [n for n, name in enumerate(fusion.adapter_names) if name in masked]
+        scores[..., out] = -torch.inf
+        s = scores.softmax(-1)
+        fusion.weights = s
+        return torch.einsum("btn,btnd->btd", s, fusion.value(z))
+
+    return compose
+
+
+@pytest.mark.parametrize("masked", [["a0"], ["a2"], ["a0", "a1"], ["a1", "a2"]], ids=" ".join)
+@pytest.mark.parametrize("configs", MIXTURES.values(), ids=MIXTURES)
+def test_a_mask_is_minus_infinity(configs, masked, encoder, monkeypatch):
+    """Also of the last adapter, whose configuration says what all of them read."""
+    bert = fused(encoder, configs)
+    if "a2" in masked and len(configs) == 4:
+        masked = [*masked, "a3"]
+    with torch.no_grad():
+        whole = bert(IDS)
+        mask(bert, masked)
+        o, s = bert(IDS), fusion_weights(bert)
+        folded = fold(bert)
+        assert (folded(IDS) - o).abs().max() < 1e-10 and torch.equal(fold(folded)(IDS), folded(IDS))
+        with pytest.raises(ValueError, match="not for training"):
+            fusion_regularization(folded)
+        assert all((fusion_weights(folded)[key] - s[key]).abs().max() < 1e-10 for key in s)
+        with pytest.raises(ValueError, match="then fold"):
+            mask(folded, ["a1"])
+        mask(bert, [])
+        assert torch.equal(bert(IDS), whole)
+        for _, fusion in fusions(bert):
+            monkeypatch.setattr(fusion, "compose", literal(fusion, masked))
+        assert (bert(IDS) - o).abs().max() < 1e-10
+    for key, weights in fusion_weights(bert).items():
+        assert (weights - s[key]).abs().max() < 1e-10 and (s[key].sum(-1) - 1).abs().max() < 1e-10
+        assert (s[key][..., [int(name[1:]) for name in masked]] == 0).all()
+    assert (o - whole).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("left", [0, 1, 2])
+def test_all_but_one_masked_is_a_fusion_of_that_one(left, encoder):
+    configs = MIXTURES["both places"]
+    bert, names = fused(encoder, configs), ["a0", "a1", "a2"]
+    kept = {key: fusion for key, fusion in fusions(bert)}
+    with torch.no_grad():
+        mask(bert, [name for name in names if name != f"a{left}"])
+        masked = bert(IDS)
+        add_fusion(bert, [f"a{left}"])
+        for key, fusion in fusions(bert):
+            fusion.load_state_dict(kept[key].state_dict())
+        assert (bert.eval()(IDS) - masked).abs().max() < 1e-10
+
+
+def test_layers_are_silenced_one_by_one(encoder):
+    bert = fused(encoder, MIXTURES["different"])
+    mask(bert, ["a0"], layers=[1])
+    with torch.no_grad():
+        bert(IDS)
+    s = fusion_weights(bert)
+    assert (s[0, "output"][..., 0] > 0).all() and (s[1, "output"][..., 0] == 0).all()
+    silent = {key: fusion.masked for key, fusion in fusions(bert)}
+    for names, layers, say in (
+        (["a0", "a1", "a3"], [0, 1], "layer 2 would be left"),
+        (["a"], None, "'a' is not in the fusion"),
+        (["a0"], [1, 7], "no fusion in layer 7, from 0"),
+    ):
+        with pytest.raises(ValueError, match=say):
+            mask(bert, names, layers)
+    assert silent == {key: fusion.masked for key, fusion in fusions(bert)}
+    mask(bert, (name for name in ["a1"]))  # whatever can be gone through
+    assert {fusion.masked for _, fusion in fusions(bert)} == {frozenset(["a1"])}
+    with pytest.raises(ValueError, match="run a batch"):  # those of the last forward are of others
+        fusion_weights(bert)
+
+
+# --------------------------------------------------------------------------------------------------
+# --adapters-per-batch
+
+
+def test_a_few_adapters_per_batch(launch, runs, tmp_path, monkeypatch):
+    """Every step draws anew, the same in all layers; evaluation is over all; K = N is as
+    without."""
+    seen, compose = [], fusion_module.Fusion.compose
+
+    def watched(self, h, adapters, layer_input=None):
+        seen.append((self.training, tuple(self.unmasked(self.adapter_names))))
+        assert len(adapters) == len(seen[-1][1])
+        return compose(self, h, adapters, layer_input)
+
+    adapters = ["--adapters", *(runs / name for name in ("rte", "sst2", "pick"))]
+    options = [
+        "--stage",
+        "fusion",
+        "--task",
+        "rte",
+        *adapters,
+        "--epochs",
+        1,
+        "--lr",
+        "5e-3",
+        "--batch-size",
+        4,
+    ]
+    monkeypatch.setattr(fusion_module.Fusion, "compose", watched)
+    launch(*options, "--adapters-per-batch", 2, "--out", tmp_path / "two")
+    steps = [names for training, names in seen if training]
+    assert steps[::2] == steps[1::2] and len(steps) == 2 * 24  # two layers
+    assert all(len(names) == 2 for names in steps) and len(set(steps)) == 3
+    assert {names for training, names in seen if not training} == {("rte", "sst2", "pick")}
+    config = json.loads((tmp_path / "two" / "config.json").read_text())
+    assert config["adapters_per_batch"] == 2 and "adapters_per_batch" not in state.FREE
+    assert all(not fusion.masked for _, fusion in fusions(load_run(tmp_path / "two")[0]))
+
+    launch(*options, "--adapters-per-batch", 3, "--out", tmp_path / "three")
+    launch(*options, "--out", tmp_path / "all")
+    a, b, c = (
+        load_file(tmp_path / name / "model_adapter_fusion.safetensors")
+        for name in ("two", "three", "all")
+    )
+    assert all(torch.equal(b[name], c[name]) for name in c) and any(
+        not torch.equal(a[name], c[name]) for name in c
+    )
+
+
+def test_a_resumed_run_draws_the_same(launch, runs, tmp_path, monkeypatch):
+    adapters = ["--adapters", *(runs / name for name in ("rte", "sst2", "pick"))]
+    options = [
+        "--stage",
+        "fusion",
+        "--task",
+        "rte",
+        *adapters,
+        "--epochs",
+        2,
+        "--lr",
+        "5e-3",
+        "--batch-size",
+        8,
+        "--adapters-per-batch",
+        2,
+        "--save-minutes",
+        0,
+    ]
+    launch(*options, "--out", tmp_path / "whole")
+    steps, clip = [], nn.utils.clip_grad_norm_
+
+    def interrupted(*arguments):
+        steps.append(1)
+        if len(steps) == 12 + 7:  # in the second epoch
+            raise KeyboardInterrupt
+        return clip(*arguments)
+
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launch(*options, "--out", tmp_path / "run")
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", clip)
+    with pytest.raises(ValueError, match="adapters_per_batch"):
+        launch(*options, "--adapters-per-batch", 3, "--resume", "--out", tmp_path / "run")
+    launch(*options, "--resume", "--out", tmp_path / "run")
+    assert_equal(tmp_path / "run", tmp_path / "whole")
+
+
+def test_adapters_per_batch_errors(launch, runs, tmp_path):
+    for name in ("partly", "too"):
+        copy = shutil.copytree(runs / "rte", tmp_path / name)
+        values = json.loads((copy / "adapter_config.json").read_text())
+        values |= {"name": name, "config": {**values["config"], "leave_out": [1]}}
+        (copy / "adapter_config.json").write_text(json.dumps(values))
+        tensors = load_file(copy / "adapter.safetensors")
+        save_file(
+            {
+                key.replace(".rte.", f".{name}."): tensor
+                for key, tensor in tensors.items()
+                if "layer.1." not in key
+            },
+            copy / "adapter.safetensors",
+        )
+    two, some = [runs / "rte", runs / "sst2"], [runs / "rte", tmp_path / "partly", tmp_path / "too"]
+    for K, adapters, more, say in (
+        (1, two, [], "must be in 2 .. 2"),
+        (3, two, [], "must be in 2 .. 2"),
+        (2, some, [], "3 or more, not 2: layer 2 has 1"),
+        (2, two, ["--compile"], "not go together"),
+    ):
+        with pytest.raises(ValueError, match=say):
+            launch(
+                "--stage",
+                "fusion",
+                "--task",
+                "rte",
+                "--adapters",
+                *adapters,
+                "--adapters-per-batch",
+                K,
+                *more,
+                "--out",
+                tmp_path / "out",
+            )
+    with pytest.raises(ValueError, match="belongs to --stage fusion"):
+        launch(
+            "--stage",
+            "adapter",
+            "--task",
+            "rte",
+            "--adapters-per-batch",
+            1,
+            "--out",
+            tmp_path / "out",
+        )
+    assert not (tmp_path / "out").exists()
