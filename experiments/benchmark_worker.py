@@ -50,17 +50,12 @@ def ours(spec, dtype):
     elif names:
         activate(bert, names[0])
     head = load_head(bert, root / "head")
-    if (
-        spec["kind"] == "step"
-    ):  # what train.build holds in fp32 and trains: the fusion, or the adapter, and the head
+    if spec["kind"] == "step":  # what train.py holds in fp32 and trains
         for _, slot in bert.slots():
-            for module in (
-                [slot.fusion]
-                if slot.fusion
-                else slot.adapters.values()
-                if not spec["fused"]
-                else []
-            ):
+            modules = slot.adapters.values()
+            if spec["fused"]:
+                modules = [] if slot.fusion is None else [slot.fusion]
+            for module in modules:
                 module.float().requires_grad_(True)
         head.requires_grad_(True)
     batch = load_file(root / f"batch{spec['batch']}.safetensors")
