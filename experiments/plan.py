@@ -78,7 +78,7 @@ def tokens(task, data_dir, words, config, directory):
         counts = [len(ids) for candidates in sample["input_ids"] for ids in candidates]
         return sum(counts) / len(sample)
     print(f"note: without the encoder's tokenizer, tokens of {task.name} are an estimate")
-    _, rows, _ = read_split(task, "train", data_dir)
+    _, rows, _, _ = read_split(task, "train", data_dir)
     counts = []
     for i in range(0, len(rows), max(1, len(rows) // 500)):
         candidates, _ = data.example(task, rows[i])
