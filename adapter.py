@@ -9,7 +9,7 @@ A kind of adapter is a configuration class, whose fields are those of its JSON f
 
     architecture             its name in that file; None for AdapterHub's bottleneck adapters
     modules(bert)            [((layer, location), slot, new module)], wherever it sits
-    tensor_names(module)     {name in the file: name in the module}
+    tensor_names(module)     {name in the file, adapter_PART.KIND: name in the module}
     no_fusion                why it cannot be fused, or None; kinds are never fused with each other
 
 and a module that computes, for f the sub-layer's output and x its input, both [B, T, d],

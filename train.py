@@ -110,7 +110,7 @@ def add_adapters(args, bert, tasks):
         raise ValueError(f"--reduction-factor {factor:g} leaves no bottleneck in hidden size {d}")
     factor = int(factor) if factor.is_integer() else factor
     config = options.configure(ADAPTERS[args.adapter], factor, args.adapter_config)
-    if not {*config.leave_out} <= {*range(layers)}:
+    if not {*getattr(config, "leave_out", ())} <= {*range(layers)}:
         raise ValueError(
             f"--adapter-config: leave_out {list(config.leave_out)!r:.50} has others than "
             "the layers "
@@ -343,6 +343,7 @@ def describe_tasks(args, tasks, fused):
     result = {
         "labels": labels if args.stage == "multitask" else labels[tasks[0].name],
         "columns": {task.name: list(task.columns) for task in tasks},
+        "kinds": {task.name: task.kind.__name__ for task in tasks},
     }
     # a checkpoint's config.json has none: there AdapterHub's library takes "adapters" for its own
     return result | ({} if args.stage in ("full", "multitask") else {"adapters": list(fused)})

@@ -27,7 +27,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 from data import batches, length_groups  # noqa: E402
-from experiments.load_run import load_run, load_run_split  # noqa: E402
+from experiments.load_run import add_import, load_run, load_run_split  # noqa: E402
 from formats.files import read_json  # noqa: E402
 from fusion import fusion_weights  # noqa: E402
 from runtime.options import Parser
@@ -92,6 +92,8 @@ def find_baselines(runs, given):
             raise ValueError(
                 f"--baseline {directory} is of --stage {metrics.get('stage')}, not a single adapter"
             )
+        if "accuracy" not in metrics:
+            raise ValueError(f"--baseline {directory}: its task has no accuracy")
         found.setdefault(metrics["task"], []).append(metrics["accuracy"])
     for run in runs:
         task = read_json(run / "metrics.json")["task"]
@@ -100,6 +102,7 @@ def find_baselines(runs, given):
             task not in found
             and beside.is_file()
             and (metrics := read_json(beside)).get("stage") == "adapter"
+            and "accuracy" in metrics
         ):
             found[task] = [metrics["accuracy"]]
     return {task: sum(accuracies) / len(accuracies) for task, accuracies in found.items()}
@@ -375,6 +378,7 @@ def main(argv=None):
         "--data-dir", help="directory with TASK/validation.jsonl; default: where each run had it"
     )
     parser.add_argument("--model", help="where the encoder is now, if not where the runs found it")
+    add_import(parser)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     try:
         args = parser.parse_args(argv)

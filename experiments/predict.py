@@ -27,8 +27,8 @@ from string import ascii_letters
 import numpy as np
 import torch
 
-from data import TASKS, Choices, Task, batch_order, collate, example, own_choices
-from experiments.load_run import load_run
+from data import TASKS, Choices, Classes, Task, batch_order, collate, example, own_choices
+from experiments.load_run import add_import, load_run, task_kind
 from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights
 from runtime.options import Parser
@@ -94,8 +94,10 @@ def as_candidates(config, choices, row):
     for column in ("endings", "choices"):
         if column in task.columns and isinstance(row.get(column), str):
             raise ValueError(f"column {column!r} holds a text, expected a list")
-    labels = tuple(config["labels"])
-    candidates, _ = example(replace(task, labels=labels), {**row, task.label: labels[0]})
+    # a label is asked for: that of a class will do
+    kind, labels = Choices if choices else Classes, tuple(config["labels"])
+    task = replace(task, labels=labels, kind=kind)
+    candidates, _ = example(task, {**row, task.label: labels[0]})
     for text in (text for pair in candidates for text in pair if text is not None):
         # raises ValueError for half a character, which JSON and the command line can smuggle in
         text.encode()
@@ -151,9 +153,10 @@ def read_inputs(path, config, choices):
 
 
 @torch.inference_mode()
-def predictions(bert, head, tokenizer, inputs):
+def predictions(bert, head, tokenizer, inputs, kind):
     """(probabilities, encodings of the candidates) of every input, a list of candidates, in their
-    order. Batches hold inputs of similar length."""
+    order; a number in place of the probabilities where the kind of task predicts one. Batches hold
+    inputs of similar length."""
     for start in range(0, len(inputs), WINDOW):
         window = inputs[start : start + WINDOW]
         encoded = iter(
@@ -168,7 +171,8 @@ def predictions(bert, head, tokenizer, inputs):
             logits = predict(
                 bert, head, as_batch(bert, [encodings[i] for i in indices]), torch.float32
             )
-            for i, values in zip(indices, logits.softmax(-1).tolist(), strict=True):
+            found = logits.softmax(-1) if kind.dtype == torch.long else kind.predict(logits)
+            for i, values in zip(indices, found.tolist(), strict=True):
                 probabilities[i] = values
         yield from zip(probabilities, encodings, strict=True)
 
@@ -415,7 +419,9 @@ def answer(args):
         raise ValueError(f"--explain needs a fusion run, {args.run} is {why}")
     if args.mask:
         mask(bert, args.mask)
-    choices = head.config["head_type"] == "multiple_choice"
+    choices, kind = head.config["head_type"] == "multiple_choice", task_kind(config, head)
+    if args.explain and kind.dtype != torch.long:
+        raise ValueError(f"--explain is for tasks with labels, {config['task']} has numbers")
     if args.file is not None:
         rows = read_inputs(args.file, config, choices)
     else:
@@ -434,8 +440,16 @@ def answer(args):
     cut, examples, lines = 0, [], []
     say = lines.append if args.explain else print  # with a page, lines wait until it is written
     for (number, candidates), (probabilities, encodings) in zip(
-        rows, predictions(bert, head, tokenizer, inputs), strict=True
+        rows, predictions(bert, head, tokenizer, inputs, kind), strict=True
     ):
+        if kind.dtype != torch.long:
+            truncated = any(encoding.overflowing for encoding in encodings)
+            cut += truncated
+            result = {labels[0]: probabilities, "truncated": truncated}
+            line = json.dumps({"line": number} | result if args.file else result)
+            text = f"{probabilities:.3f}\t{shown(joined(candidates[0]))}"
+            print(line if args.json else text)
+            continue
         best = int(np.argmax(probabilities))
         result = {
             "label": labels[best],
@@ -503,6 +517,7 @@ def main(argv=None):
     )
     parser.add_argument("--task", help="which task of a multi-task run")
     parser.add_argument("--model", help="where the encoder is now, if not where the run found it")
+    add_import(parser)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     try:
         args = parser.parse_intermixed_args(argv)  # texts may come after options
