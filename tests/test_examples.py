@@ -53,13 +53,12 @@ def test_as_the_reference_computes(encoder, monkeypatch, tmp_path):
     for name in ("a", "lora"):
         activate(bert, name)
         assert (bert(*inputs()) - theirs[name]).abs().max() < 2e-5
-        assert (theirs["a"] - theirs["lora"]).abs().max() > 0.1
+    assert (theirs["a"] - theirs["lora"]).abs().max() > 0.1
     activate(bert, "a,b")
-    assert (bert(*inputs()) - theirs["a,b"]).abs().max() > 0.1  # where the library adds x, not f
+    assert (bert(*inputs()) - theirs["a,b"]).abs().max() > 0.1
+    # there a fusion has x twice: in its residual, and from BERT
     monkeypatch.setattr(ParallelAdapter, "enter", lambda self, f, x, norm: (x, x + f))
-    twice = (bert(*inputs()) - theirs["a,b"]).abs().max()
-    monkeypatch.setattr(ParallelAdapter, "enter", lambda self, f, x, norm: (x, x))
-    assert min(twice, (bert(*inputs()) - theirs["a,b"]).abs().max()) < 2e-5
+    assert (bert(*inputs()) - theirs["a,b"]).abs().max() < 2e-5
 
 
 def test_lora_is_merged_into_the_weights(encoder):
