@@ -5,8 +5,9 @@
     python -m experiments.evaluate runs/fusion-rte --mask qqp sst2
     python -m experiments.evaluate runs/multitask --task rte
 
-Prints accuracy, and of each class precision, recall and its row of the confusion matrix; the last
-line is one JSON object. What is not given is as it was in the run's training. It writes nothing.
+Prints the task's scores, and of each class precision, recall and its row of the confusion matrix;
+the last line is one JSON object. What is not given is as it was in the run's training. It writes
+nothing.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from experiments.command import errors_in_one_line
-from experiments.load_run import cast, load_run, load_run_split
+from experiments.load_run import add_import, cast, load_run, load_run_split
 from runtime.options import Parser, check_counts
 from runtime.processes import out_of_memory
 from train import eval_batch_size, evaluate
@@ -58,6 +59,7 @@ def arguments(argv=None):
     )
     add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     add("--dtype", choices=["auto", "float32", "bfloat16"])
+    add_import(parser)
     return parser.parse_args(argv)
 
 
@@ -82,13 +84,17 @@ def evaluate_run(args):
         **scores,
     }
     shown = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
-    print(f"{args.run}, {task.name} {args.split}: {right} of {len(labels)} examples right, {shown}")
+    right = f"{len(labels)} examples"
+    if task.kind.dtype == torch.long:
+        right = f"{(labels == predictions).sum().item()} of {right} right"
+    print(f"{args.run}, {task.name} {args.split}: {right}, {shown}")
     if args.split == "validation" and config["limit_dev"] and args.limit_dev is None:
         print(
             f"note: at most {config['limit_dev']} examples, as in training; --limit-dev takes "
             "another number"
         )
-    if not task.choices:  # the first and the second choice are no classes
+    # the first and the second choice are no classes, nor are numbers
+    if task.kind.dtype == torch.long and not task.choices:
         K = len(task.labels)
         confusion = torch.bincount(labels * K + predictions, minlength=K * K)
         confusion = confusion.view(K, K)  # [label, prediction]

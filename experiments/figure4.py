@@ -24,7 +24,7 @@ import torch
 
 from data import batches, length_groups
 from experiments.command import errors_in_one_line
-from experiments.load_run import load_run, load_run_split
+from experiments.load_run import add_import, load_run, load_run_split
 from experiments.report import save_figure, write_csv
 from formats.files import read_json
 from fusion import fusion_weights
@@ -90,6 +90,8 @@ def find_baselines(runs, given):
             raise ValueError(
                 f"--baseline {directory} is of --stage {metrics.get('stage')}, not a single adapter"
             )
+        if "accuracy" not in metrics:
+            raise ValueError(f"--baseline {directory}: its task has no accuracy")
         found.setdefault(metrics["task"], []).append(metrics["accuracy"])
     for run in runs:
         task = read_json(run / "metrics.json")["task"]
@@ -98,6 +100,7 @@ def find_baselines(runs, given):
             task not in found
             and beside.is_file()
             and (metrics := read_json(beside)).get("stage") == "adapter"
+            and "accuracy" in metrics
         ):
             found[task] = [metrics["accuracy"]]
     return {task: sum(accuracies) / len(accuracies) for task, accuracies in found.items()}
@@ -358,6 +361,7 @@ def main(argv=None):
         "--data-dir", help="directory with TASK/validation.jsonl; default: where each run had it"
     )
     parser.add_argument("--model", help="where the encoder is now, if not where the runs found it")
+    add_import(parser)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     with errors_in_one_line("figure4.py"):
         args = parser.parse_args(argv)

@@ -3,8 +3,16 @@
 bert, head, config = load_run("runs/rte")
 task, split = load_run_split("runs/rte", bert, config)
 logits = predict(bert, head, batch, torch.float32)  # of train.py
+
+A run of a kind that is not this project's own, as those of examples/, loads once the module is
+imported that makes the kind known: in a command by --import. No run makes its reader execute code.
 """
 
+import argparse
+import contextlib
+import importlib
+import shlex
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +20,7 @@ import torch
 
 from adapter import activate, load_adapter, load_head
 from bert import Bert
-from data import get_task, load_split
+from data import TASKS, Choices, Classes, get_task, load_split
 from formats.adapterhub import check_name
 from formats.files import read_json
 from formats.tokenizer import load_tokenizer
@@ -20,6 +28,58 @@ from fusion import fusions, load_fusion
 from runtime.options import check_length
 from runtime.processes import choose_device
 from train import STAGES
+
+
+def add_import(parser):
+    """The option --import of a command that reads runs."""
+    parser.add_argument(
+        "--import",
+        metavar="MODULE",
+        action="append",
+        type=import_module,
+        help="a module that makes the run's kinds known, for instance examples.lora",
+    )
+
+
+def import_module(name):
+    try:
+        return importlib.import_module(name)
+    except (ImportError, TypeError, ValueError) as e:
+        raise argparse.ArgumentTypeError(f"{name!r:.100} cannot be imported: {e}") from e
+
+
+@contextlib.contextmanager
+def naming_program(config):
+    """An error in the block names the program that has made the run, unless it is train.py or
+    imported: that one may know a kind that is unknown here."""
+    try:
+        yield
+    except ValueError as e:
+        command = config.get("command")
+        try:
+            program = Path(shlex.split(command)[0] if type(command) is str else "train.py")
+        except (ValueError, IndexError):
+            program = Path("train.py")
+        module = ".".join(part for part in program.with_suffix("").parts if part.isidentifier())
+        if program.name == "train.py" or not module or module in sys.modules:
+            raise
+        raise ValueError(
+            f"{e}; the run was made by {program!s:.100}: if its kind is unknown here, add --import "
+            f"{module:.100}, where this command has it"
+        ) from e
+
+
+def task_kind(config, head):
+    """The kind of a run's task, one of data.py or of an imported module. Raises ValueError if it is
+    neither."""
+    known = {kind.__name__: kind for kind in (Classes, Choices)}
+    known |= {task.kind.__name__: task.kind for task in TASKS.values()}
+    name = config["kinds"].get(config["task"])
+    if name is None:  # a run from before this was written down
+        return Choices if head.config["head_type"] == "multiple_choice" else Classes
+    if name not in list(known):
+        raise ValueError(f"{config['task']!r:.50} is a task of an unknown kind, {name!r:.50}")
+    return known[name]
 
 
 def is_texts(value):
@@ -37,6 +97,7 @@ def read_run_config(directory):
         "grad_accumulation": 1,
         "limit_dev": None,
         "columns": {},
+        "kinds": {},
     }
     config = {**defaults, **read_json(directory / "config.json")}
     stage, labels = config.get("stage"), config.get("labels")
@@ -53,6 +114,7 @@ def read_run_config(directory):
         "labels": type(labels) is (dict if stage == "multitask" else list),
         "dtype": config.get("dtype") in ("float32", "bfloat16"),
         "data_dir": type(config["data_dir"]) in (str, type(None)),
+        "kinds": type(config["kinds"]) is dict,
         "columns": type(config["columns"]) is dict
         and all(map(is_texts, config["columns"].values())),
         "max_length": bool(lengths) and all(type(n) is int and n > 0 for n in lengths),
@@ -97,14 +159,16 @@ def load_run(directory, device="cpu", dtype=torch.float32, model=None, task=None
             config["max_length"] = config["max_length"].get(task)
         check_name(task)
         directory /= f"{'heads' if config.get('adapter') == 'none' else 'adapters'}/{task}"
-    if stage == "adapter" or stage == "multitask" and config.get("adapter") != "none":
-        activate(bert, load_adapter(bert, directory))
-    if stage == "fusion":
-        for name in config["adapters"]:
-            check_name(name)  # it is a directory's
-            load_adapter(bert, directory / "adapters" / name)
-        load_fusion(bert, directory)
-    head = load_head(bert, directory)
+    with naming_program(config):
+        if stage == "adapter" or stage == "multitask" and config.get("adapter") != "none":
+            activate(bert, load_adapter(bert, directory))
+        if stage == "fusion":
+            for name in config["adapters"]:
+                check_name(name)  # it is a directory's
+                load_adapter(bert, directory / "adapters" / name)
+            load_fusion(bert, directory)
+        head = load_head(bert, directory)
+        task_kind(config, head)
     if head.num_outputs != len(config["labels"]):
         raise ValueError(
             f"{directory}: its head is for {head.num_outputs} labels, config.json has "
@@ -122,7 +186,8 @@ def load_run_split(
     data_dir, max_length = data_dir or config["data_dir"], max_length or config["max_length"]
     limit = limit or (config["limit_dev"] if split == "validation" else None)
     check_length(max_length, bert.config.max_length)
-    task = get_task(config["task"], data_dir, config["labels"], split)
+    with naming_program(config):
+        task = get_task(config["task"], data_dir, config["labels"], split)
     if list(task.labels) != config["labels"]:
         raise ValueError(f"{run} and {task.name} in {data_dir} have different labels, or choices")
     # text_b of your own task is optional in training, but not afterwards

@@ -29,9 +29,9 @@ from string import ascii_letters
 import numpy as np
 import torch
 
-from data import TASKS, Choices, Task, batch_order, collate, example, own_choices
+from data import TASKS, Choices, Classes, Task, batch_order, collate, example, own_choices
 from experiments.command import errors_in_one_line
-from experiments.load_run import load_run
+from experiments.load_run import add_import, load_run, task_kind
 from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights
 from runtime.options import Parser
@@ -96,8 +96,10 @@ def as_candidates(config, choices, row):
     for column in ("endings", "choices"):
         if column in task.columns and isinstance(row.get(column), str):
             raise ValueError(f"column {column!r} holds a text, expected a list")
-    labels = tuple(config["labels"])
-    candidates, _ = example(replace(task, labels=labels), {**row, task.label: labels[0]})
+    # a label is asked for: that of a class will do
+    kind, labels = Choices if choices else Classes, tuple(config["labels"])
+    task = replace(task, labels=labels, kind=kind)
+    candidates, _ = example(task, {**row, task.label: labels[0]})
     for text in (text for pair in candidates for text in pair if text is not None):
         # raises ValueError for half a character, which JSON and the command line can smuggle in
         text.encode()
@@ -152,9 +154,10 @@ def read_inputs(path, config, choices):
 
 
 @torch.inference_mode()
-def predictions(bert, head, tokenizer, inputs):
+def predictions(bert, head, tokenizer, inputs, kind):
     """(probabilities, encodings of the candidates) of every input, a list of candidates, in their
-    order. Batches hold inputs of similar length."""
+    order; a number in place of the probabilities where the kind of task predicts one. Batches hold
+    inputs of similar length."""
     for start in range(0, len(inputs), WINDOW):
         window = inputs[start : start + WINDOW]
         encoded = iter(
@@ -169,7 +172,8 @@ def predictions(bert, head, tokenizer, inputs):
             logits = predict(
                 bert, head, as_batch(bert, [encodings[i] for i in indices]), torch.float32
             )
-            for i, values in zip(indices, logits.softmax(-1).tolist(), strict=True):
+            found = logits.softmax(-1) if kind.dtype == torch.long else kind.predict(logits)
+            for i, values in zip(indices, found.tolist(), strict=True):
                 probabilities[i] = values
         yield from zip(probabilities, encodings, strict=True)
 
@@ -431,7 +435,9 @@ def answer(args):
         raise ValueError(f"--explain needs a fusion run, {args.run} is {why}")
     if args.mask:
         mask(bert, args.mask)
-    choices = head.config["head_type"] == "multiple_choice"
+    choices, kind = head.config["head_type"] == "multiple_choice", task_kind(config, head)
+    if args.explain and kind.dtype != torch.long:
+        raise ValueError(f"--explain is for tasks with labels, {config['task']} has numbers")
     if args.file is not None:
         rows = read_inputs(args.file, config, choices)
     else:
@@ -440,12 +446,20 @@ def answer(args):
     if args.explain and len(rows) > MOST_EXPLAINED:
         raise ValueError(f"--explain takes at most {MOST_EXPLAINED} inputs, there are {len(rows)}")
     tokenizer = load_tokenizer(bert.directory, config["max_length"], bert.config.vocab_size)
-    found = predictions(bert, head, tokenizer, [candidates for _, candidates in rows])
+    found = predictions(bert, head, tokenizer, [candidates for _, candidates in rows], kind)
 
     labels = config["labels"]
     letters = list(islice(cycle(ascii_letters), len(config["adapters"])))
     cut, examples, lines = 0, [], []
     for (number, candidates), (probabilities, encodings) in zip(rows, found, strict=True):
+        if kind.dtype != torch.long:
+            truncated = any(encoding.overflowing for encoding in encodings)
+            cut += truncated
+            result = {labels[0]: probabilities, "truncated": truncated}
+            line = json.dumps({"line": number} | result if args.file else result)
+            text = f"{probabilities:.3f}\t{shown(joined(candidates[0]))}"
+            print(line if args.json else text)
+            continue
         best = int(np.argmax(probabilities))
         result = {
             "label": labels[best],
@@ -518,6 +532,7 @@ def main(argv=None):
     )
     parser.add_argument("--task", help="which task of a multi-task run")
     parser.add_argument("--model", help="where the encoder is now, if not where the run found it")
+    add_import(parser)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     with errors_in_one_line("predict.py"):
         answer(parser.parse_intermixed_args(argv))  # texts may come after options

@@ -552,8 +552,10 @@ def read(directory, files, name):
             is not tensor
         ):
             raise ValueError(f"{path}: {listed([key])} is there twice, under an old and a new name")
-    if str(name) not in found and len(found) != 1:
-        raise ValueError(f"{path}: it holds {listed(list(found)) or 'nothing'}, not {name!r:.50}")
+    if not found:  # a kind of fusion may have no parameters; of another, `fill` misses them
+        return path, {}
+    if str(name) not in found and len(found) > 1:
+        raise ValueError(f"{path}: it holds {listed(list(found))}, not {name!r:.50}")
     return path, found[str(name)] if str(name) in found else found.popitem()[1]
 
 

@@ -196,7 +196,7 @@ def arguments(argv, stages, adapters, fusions):
     args.lengths = None  # by task, see choose_lengths
     args.out = Path(args.out or ("runs/multitask" if multitask else f"runs/{prefix}{args.task}"))
     args.task, args.tasks = args.task or ",".join(args.tasks), args.tasks or [args.task]
-    args.command = shlex.join(["train.py", *(sys.argv[1:] if argv is None else argv)])
+    args.command = shlex.join(sys.argv if argv is None else ["train.py", *argv])
     return args
 
 

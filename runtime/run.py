@@ -357,6 +357,7 @@ def describe_data(args, tasks, fused, train_splits, dev_splits):
         "dev_examples": sum(map(len, dev_splits)),
         "labels": labels if args.stage == "multitask" else labels[tasks[0].name],
         "columns": {task.name: list(task.columns) for task in tasks},
+        "kinds": {task.name: task.kind.__name__ for task in tasks},
     }
     if args.stage not in ("full", "multitask"):
         # a checkpoint's config.json has none: there AdapterHub's library takes "adapters" for its

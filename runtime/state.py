@@ -1,5 +1,6 @@
 """The state from which an interrupted run is resumed: everything that the rest of it depends on."""
 
+import math
 import zipfile
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,7 +39,7 @@ class Progress:
     step: int = 0  # of this epoch, done
     loss: float = 0.0  # sum over these steps
     best_epoch: int = 0
-    score: float = -1.0  # of the best epoch
+    score: float = -math.inf  # of the best epoch
     scores: dict = field(default_factory=dict)  # of the best epoch: {task: {score: value}}
     seconds: float = 0.0
 

@@ -1,7 +1,7 @@
 """The other side of test_adapterhub.py and test_adapter_config.py: what AdapterHub's own library
 writes, reads, computes, trains.
 
-    python tests/peer.py write | read | grid DIRECTORY
+    python tests/peer.py write | read | grid | examples DIRECTORY
 
 It needs what experiments/requirements-peer.txt lists; DIRECTORY holds plan.json.
 
@@ -12,6 +12,8 @@ read    loads what this project wrote, runs the Python of its cards, and trains:
         DIRECTORY/read.safetensors
 grid    computes with many architectures, with the weights in DIRECTORY/weights.safetensors:
         outputs in grid.safetensors, and what it refused in refused-grid.json
+examples  the kinds of examples/, with the weights in DIRECTORY/weights.safetensors: outputs in
+        examples.safetensors
 """
 
 import json
@@ -21,7 +23,7 @@ from pathlib import Path
 
 import huggingface_hub
 import torch
-from adapters import AutoAdapterModel, BnConfig
+from adapters import AutoAdapterModel, BnConfig, LoRAConfig, ParBnConfig
 from adapters.composition import Fuse
 from safetensors.torch import load_file, save_file
 
@@ -234,5 +236,34 @@ def grid():
     save_file({name: t.contiguous() for name, t in outputs.items()}, directory / "grid.safetensors")
 
 
-{"write": write, "read": read, "grid": grid}[sys.argv[1]]()
+@torch.no_grad()
+def examples():
+    """outputs[name of the adapter, or of the fusion of two]; weights are named
+    ADAPTER.LAYER.MODULE.PARAMETER."""
+    weights = load_file(directory / "weights.safetensors")
+    inputs = load_file(directory / "inputs.safetensors")
+    model = AutoAdapterModel.from_pretrained(plan["encoder"]).eval()
+    for name in ("a", "b"):
+        model.add_adapter(name, config=ParBnConfig(reduction_factor=plan["reduction_factor"]))
+    model.add_adapter_fusion(["a", "b"])
+    model.add_adapter("lora", config=LoRAConfig(r=8, alpha=8))
+    for i, layer in enumerate(model.base_model.encoder.layer):
+        for name in ("a", "b"):
+            adapter = layer.output.adapters[name]
+            for ours, theirs in (("down", adapter.adapter_down[0]), ("up", adapter.adapter_up)):
+                theirs.weight.data = weights[f"{name}.{i}.{ours}.weight"]
+                theirs.bias.data = weights[f"{name}.{i}.{ours}.bias"]
+        for part, p in layer.output.adapter_fusion_layer["a,b"].named_parameters():
+            p.data = weights[f"a,b.{i}.{part}"]
+        for part in ("query", "value"):
+            lora = getattr(layer.attention.self, part).loras["lora"]
+            lora.lora_A.data = weights[f"lora.{i}.{part}.A.weight"]
+            lora.lora_B.data = weights[f"lora.{i}.{part}.B.weight"]
+    for name, active in (("a", "a"), ("lora", "lora"), ("a,b", Fuse("a", "b"))):
+        model.set_active_adapters(active)
+        outputs[name] = model.base_model(**inputs).last_hidden_state.contiguous()
+    save_file(outputs, directory / "examples.safetensors")
+
+
+{"write": write, "read": read, "grid": grid, "examples": examples}[sys.argv[1]]()
 (directory / f"refused-{sys.argv[1]}.json").write_text(json.dumps(refused))

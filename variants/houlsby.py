@@ -89,7 +89,7 @@ class OwnLayerNorm(nn.LayerNorm):
         self.adapters, self.fusion, self.active = nn.ModuleDict(), None, None
 
     def copy(self):
-        copy = nn.LayerNorm(self.normalized_shape, self.eps)
+        copy = nn.LayerNorm(self.normalized_shape, self.eps, device=self.weight.device)
         copy.load_state_dict({"weight": self.weight, "bias": self.bias})
         return copy
 

@@ -1,0 +1,98 @@
+"""LoRA (Hu et al., Low-Rank Adaptation of Large Language Models, ICLR 2022): in every layer, query
+and value are W x + (alpha / r) B A x in place of W x.
+
+    python examples/lora.py --stage adapter --task rte --adapter lora --adapter-config r=4
+    python -m experiments.evaluate runs/rte --import examples.lora
+
+Computes what the `adapters` library does with LoRAConfig(r=8, alpha=8). The files are our own.
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from any directory
+
+import train
+from adapter import activate, find_adapter, register
+
+
+@dataclass(frozen=True)
+class LoRAConfig:
+    """r: the rank; alpha: B A x is multiplied with alpha / r. Raises ValueError for what is no such
+    number."""
+
+    r: int = 8
+    alpha: float = 8
+
+    architecture = "query_value_lora"  # "lora" are the library's files
+    no_fusion = "LoRA changes weights, it has no output of its own that a fusion could mix"
+
+    def __post_init__(self):
+        if type(self.r) is not int or not 0 < self.r < 10**5:
+            raise ValueError(f"r must be a positive integer, not {self.r!r:.50}")
+        if type(self.alpha) not in (int, float) or not 0 < self.alpha < math.inf:
+            raise ValueError(f"alpha must be a positive number, not {self.alpha!r:.50}")
+
+    @classmethod
+    def lora(cls, **changes):
+        return cls(**changes)
+
+    def modules(self, bert):
+        """BERT's linear maps become slots where they are not yet."""
+        found = []
+        for i, layer in enumerate(bert.layers):
+            for name in ("query", "value"):
+                key, linear = (i, f"attention.self.{name}"), getattr(layer, name)
+                if key not in bert.more_slots:
+                    bert.more_slots[key] = LinearSlot(linear)
+                    setattr(layer, name, bert.more_slots[key])
+                found.append((key, bert.more_slots[key], LoRA(self, linear)))
+        return found
+
+    def tensor_names(self, module):
+        return {"adapter_A.weight": "A.weight", "adapter_B.weight": "B.weight"}
+
+
+class LoRA(nn.Module):
+    def __init__(self, config, linear):
+        super().__init__()
+        self.config, self.scaling = config, config.alpha / config.r
+        self.A = nn.Linear(linear.in_features, config.r, bias=False)  # Kaiming-uniform at first
+        self.B = nn.Linear(config.r, linear.out_features, bias=False)
+        nn.init.zeros_(self.B.weight)
+
+    def forward(self, x):
+        return self.scaling * self.B(self.A(x))
+
+
+class LinearSlot(nn.Linear):
+    """One of BERT's linear maps, and what is plugged into it: a slot, as AddNorm is."""
+
+    def __init__(self, linear):
+        super().__init__(linear.in_features, linear.out_features, device="meta")
+        self.weight, self.bias = linear.weight, linear.bias
+        self.adapters, self.fusion, self.active = nn.ModuleDict(), None, None
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y + self.adapters[self.active](x) if self.active in self.adapters else y
+
+
+@torch.no_grad()
+def merge(bert, name):
+    """Adds (alpha / r) B A to the weights; nothing is left of the adapter, nor of its cost."""
+    for _, slot, module in find_adapter(bert, name)[1]:
+        slot.weight += module.scaling * module.B.weight @ module.A.weight
+        del slot.adapters[name]
+    activate(bert, None)
+
+
+register(LoRAConfig, "lora")
+
+if __name__ == "__main__":
+    train.main()

@@ -1,0 +1,56 @@
+"""Even weights instead of attention: how much of AdapterFusion's gain is the attention's?
+
+    python examples/mean_fusion.py --stage fusion --task rte --fusion mean --adapters runs/*
+    python examples/mean_fusion.py --stage fusion --task rte --fusion mean_outputs --adapters runs/*
+    python -m experiments.evaluate runs/fusion-rte --import examples.mean_fusion
+
+mean           o = V · 1/N Σ_n z_n, where V is trained as in the paper
+mean_outputs   o = 1/N Σ_n z_n, where only the head is trained. AdapterSoup (Chronopoulou et al.,
+               2023) averages the adapters' weights instead, which is the same for linear ones only
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from any directory
+
+import train
+from fusion import FUSIONS, Fusion
+
+
+class MeanFusion(Fusion):
+    options = {"kind": "mean", "query": False, "key": False}  # its adapter_fusion_config.json
+
+    def __init__(self, name, adapter_names, hidden_size, dropout):
+        super().__init__(name, adapter_names, hidden_size, dropout)
+        self.query = self.key = None
+
+    def textbook(self, h, adapters, layer_input=None):
+        self.weights = h.new_full((*h.shape[:2], len(adapters)), 1 / len(adapters))  # [B, T, N]
+        z = torch.stack([adapter.z(h, layer_input) for adapter in adapters], 2)  # [B, T, N, d]
+        return self.value(z).mean(2)
+
+    def compose(self, h, adapters, layer_input=None):
+        """The same, with V applied once."""
+        self.weights = h.new_full((*h.shape[:2], len(adapters)), 1 / len(adapters))
+        return self.value(sum(adapter.z(h, layer_input) for adapter in adapters) / len(adapters))
+
+
+class MeanOutputs(MeanFusion):
+    options = {"kind": "mean_outputs", "query": False, "key": False, "value": False}
+
+    def __init__(self, name, adapter_names, hidden_size, dropout):
+        super().__init__(name, adapter_names, hidden_size, dropout)
+        self.value = nn.Identity()
+
+    def regularization(self):
+        return 0.0
+
+
+FUSIONS |= {"mean": MeanFusion, "mean_outputs": MeanOutputs}
+
+if __name__ == "__main__":
+    train.main()

@@ -1,0 +1,243 @@
+"""examples/: what each of them computes, beside the reference library where it has the same; and
+their runs, as a user makes and reads them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_adapterhub import FIELDS, PEER, needs_peer
+
+import test_kinds
+import train
+from adapter import activate, add_adapter, find_adapter
+from bert import Bert
+from examples.balanced_accuracy import balanced_accuracy
+from examples.lora import LoRAConfig, merge
+from examples.parallel_adapter import ParallelAdapter, ParallelConfig
+from examples.sts_b import Regression, pearson, ranks, spearman
+from experiments import evaluate, figure4, predict, prune, publish
+from experiments.load_run import import_module
+from fusion import add_fusion, fusions
+from test_kinds import examples, inputs, new_bert, places, trained  # noqa: F401  (fixtures)
+
+REPOSITORY = Path(train.__file__).resolve().parent
+
+
+@needs_peer
+def test_as_the_reference_computes(encoder, monkeypatch, tmp_path):
+    bert = new_bert(encoder, "lora", ["lora"], torch.float32)
+    for name in "ab":
+        add_adapter(bert, name, ParallelConfig(reduction_factor=4))
+    add_fusion(bert, ["a", "b"])
+    for part in (".adapters.a.", ".adapters.b.", ".fusion."):
+        test_kinds.randomize(bert, part)
+    weights = {}
+    for name in ("a", "b", "lora"):
+        for (layer, location), _, module in find_adapter(bert, name)[1]:
+            inner = f"{location.rsplit('.')[-1]}." if name == "lora" else ""
+            for part, p in module.named_parameters():
+                weights[f"{name}.{layer}.{inner}{part}"] = p.detach()
+    for (layer, _), fusion in fusions(bert):
+        weights |= {f"a,b.{layer}.{part}": p.detach() for part, p in fusion.named_parameters()}
+    save_file(weights, tmp_path / "weights.safetensors")
+    save_file(dict(zip(FIELDS, inputs(), strict=True)), tmp_path / "inputs.safetensors")
+    plan = {"encoder": str(encoder), "reduction_factor": 4}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    command = [PEER, Path(__file__).with_name("peer.py"), "examples", tmp_path]
+    subprocess.run(command, check=True, capture_output=True)
+    theirs = load_file(tmp_path / "examples.safetensors")
+    for name in ("a", "lora"):
+        activate(bert, name)
+        assert (bert(*inputs()) - theirs[name]).abs().max() < 2e-5
+    assert (theirs["a"] - theirs["lora"]).abs().max() > 0.1
+    activate(bert, "a,b")
+    assert (bert(*inputs()) - theirs["a,b"]).abs().max() > 0.1
+    # there a fusion has x twice: in its residual, and from BERT
+    monkeypatch.setattr(ParallelAdapter, "enter", lambda self, f, x, norm: (x, x + f))
+    assert (bert(*inputs()) - theirs["a,b"]).abs().max() < 2e-5
+
+
+def test_lora_is_merged_into_the_weights(encoder):
+    bert = new_bert(encoder, "lora", "a")
+    h = bert(*inputs())
+    before = Bert.from_pretrained(encoder).double()
+    merge(bert, "a")
+    names = {name for name, _ in before.named_parameters()}
+    assert names == {name for name, _ in bert.named_parameters()}
+    assert torch.allclose(bert(*inputs()), h, rtol=1e-9, atol=1e-11)
+    assert not torch.allclose(before(*inputs()), h, atol=1e-3)
+    assert not any(p.requires_grad for p in bert.parameters())
+
+
+def test_they_start_as_the_encoder(encoder):
+    """z is 0 at first, of both kinds."""
+    for config in (ParallelConfig(), LoRAConfig()):
+        bert = Bert.from_pretrained(encoder)
+        h = bert(*inputs())
+        add_adapter(bert, "a", config)
+        assert torch.equal(bert(*inputs()), h)
+        for _, _, module in find_adapter(bert, "a")[1]:
+            first = module.down if hasattr(module, "down") else module.A
+            bound = first.in_features**-0.5  # of Kaiming's uniform distribution with a = √5
+            assert 0.8 * bound < first.weight.abs().max() <= bound
+
+
+@pytest.mark.parametrize(
+    "make, say",
+    [
+        (lambda: LoRAConfig(r=0), "r must be"),
+        (lambda: LoRAConfig(r=2.5), "r must be"),
+        (lambda: LoRAConfig(alpha="x"), "alpha must be"),
+        (lambda: ParallelConfig(reduction_factor="x"), "reduction_factor"),
+        (lambda: ParallelConfig(reduction_factor=0), "reduction_factor"),
+        (lambda: ParallelConfig(scaling=None), "scaling"),
+        (lambda: Regression.label(None, "high"), "'high' is not a number from 0 to 5"),
+        (lambda: Regression.label(None, float("nan")), "nan is not a number from 0 to 5"),
+        (lambda: Regression.label(None, -1), "-1 is not a number from 0 to 5"),
+        (lambda: Regression.label(None, None), "None is not a number from 0 to 5"),
+    ],
+)
+def test_refused(make, say):
+    with pytest.raises(ValueError, match=say):
+        make()
+
+
+def test_scores():
+    labels, predictions = torch.tensor([0, 0, 0, 0, 2, 2]), torch.tensor([0, 0, 0, 1, 2, 0])
+    assert balanced_accuracy(labels, predictions) == pytest.approx((3 / 4 + 1 / 2) / 2)
+    assert ranks(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
+    x, y = torch.tensor([1.0, 2.0, 3.0, 5.0]), torch.tensor([2.0, 1.0, 4.0, 90.0])
+    assert pearson(x, y) == pytest.approx(torch.corrcoef(torch.stack([x, y]))[0, 1].item())
+    assert spearman(x, y) == pytest.approx(0.8)  # 1 - 6 Σ d² / (n (n² - 1)), d = 1, 1, 0, 0
+    assert spearman(x, x**3) == pytest.approx(1) and pearson(x, -2 * x) == pytest.approx(-1)
+    assert pearson(x, torch.ones(4)) == 0.0
+    assert Regression.label(None, "3.8") == 3.8 and Regression.label(None, 5) == 5.0
+
+
+@pytest.fixture(scope="module")
+def fork_runs(trained, tmp_path_factory):  # noqa: F811
+    out = tmp_path_factory.mktemp("forks")
+    made = {}
+    for name in ("parallel", "lora", "fusion mean", "task Regression"):
+        made[name] = out / name.replace(" ", "-")
+        trained(name, made[name])
+    config = {  # as `python examples/NAME.py` writes it
+        "parallel": "parallel_adapter",
+        "lora": "lora",
+        "fusion mean": "mean_fusion",
+        "task Regression": "sts_b",
+    }
+    for name, module in config.items():
+        path = made[name] / "config.json"
+        values = json.loads(path.read_text())
+        values["command"] = f"examples/{module}.py {values['command'].partition(' ')[2]}"
+        path.write_text(json.dumps(values))
+    return made
+
+
+def python(*command, **options):
+    """(exit status, stdout, stderr) of a process of its own, which knows no example"""
+    command = [sys.executable, *map(str, command)]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, **options)
+    return result.returncode, result.stdout, result.stderr
+
+
+def test_a_run_is_read_once_its_kind_is_imported(fork_runs):
+    """No code is executed that the user has not named: the module is in an error's text alone."""
+    run = fork_runs["lora"]
+    status, out, err = python("-m", "experiments.evaluate", run, "--device", "cpu")
+    assert status == 2 and out == "" and err.count("\n") == 1
+    assert "'query_value_lora'" in err and "made by examples/lora.py" in err
+    assert "add --import examples.lora," in err
+    status, out, err = python(
+        *("-m", "experiments.evaluate", run, "--device", "cpu", "--import", "examples.lora")
+    )
+    accuracy = json.loads((run / "metrics.json").read_text())["accuracy"]
+    assert status == 0 and json.loads(out.splitlines()[-1])["accuracy"] == accuracy, err
+    status, out, err = python("-m", "experiments.evaluate", run, "--import", "examples.lor")
+    assert status == 2 and err.count("\n") == 1 and "'examples.lor' cannot be imported" in err
+
+
+def test_what_cannot_be_done_with_a_fork_is_said(fork_runs, monkeypatch, capsys, tmp_path):
+    """publish and prune have no --import; evaluate and predict name it."""
+    for module in [name for name in sys.modules if name.startswith("examples.")]:
+        monkeypatch.delitem(sys.modules, module)
+    test_kinds.fill(test_kinds.without)
+    try:
+        for name, say in (
+            ("parallel", "'parallel'; the run was made by examples/parallel_adapter.py"),
+            ("lora", "'query_value_lora'; the run was made by examples/lora.py"),
+            ("fusion mean", "kind = 'mean' is not supported; the run was made by"),
+            ("task Regression", "unknown kind, 'Regression'; the run was made by examples/sts_b"),
+        ):
+            if name == "fusion mean":
+                say = say.replace("kind = 'mean'", "query = False")
+            for command in (
+                lambda run: publish.main([run, "--out", str(tmp_path / "published")]),
+                lambda run: prune.main([run, "--keep", "1", "--out", str(tmp_path / "pruned")]),
+                lambda run: evaluate.main([run, "--device", "cpu"]),
+                lambda run: predict.main([run, "a cat", "a dog", "--device", "cpu"]),
+                lambda run: figure4.main([run, "--out", str(tmp_path / "figures")]),
+            ):
+                with pytest.raises(SystemExit) as exit:
+                    command(str(fork_runs[name]))
+                error = capsys.readouterr().err
+                assert exit.value.code == 2 and error.count("\n") == 1 and say in error, error
+        assert not list(tmp_path.iterdir())
+    finally:
+        test_kinds.fill(test_kinds.with_examples)
+
+
+def test_a_regression_is_predicted_and_evaluated(fork_runs, capsys):
+    run = str(fork_runs["task Regression"])
+    texts = [run, "red cat", "red dog", "--device", "cpu"]
+    predict.main(texts)
+    value, text = capsys.readouterr().out.strip().split("\t")
+    predict.main([*texts, "--json"])
+    result = json.loads(capsys.readouterr().out)
+    assert text == "red cat | red dog" and f"{result['score']:.3f}" == value
+    with pytest.raises(SystemExit):
+        predict.main([*texts, "--explain", "page.html"])
+    assert "--explain needs a fusion run" in capsys.readouterr().err
+    evaluate.main([run, "--device", "cpu"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    metrics = json.loads((Path(run) / "metrics.json").read_text())
+    assert {name: result[name] for name in Regression.scores} == {
+        name: metrics[name] for name in Regression.scores
+    }
+    assert "classes" not in result and "accuracy" not in result
+
+
+def test_even_weights_are_drawn(fork_runs, capsys, tmp_path):
+    figure4.main([str(fork_runs["fusion mean"]), "--out", str(tmp_path), "--device", "cpu"])
+    rows = (tmp_path / "weights.csv").read_text().splitlines()[1:]
+    assert rows and all(row.endswith(",0.5,0.5") for row in rows)
+
+
+def test_as_a_user_starts_it(encoder, data_dir, tmp_path):
+    """From another directory, by the path of its file."""
+    common = ["--model", encoder, "--data-dir", data_dir, "--device", "cpu", "--epochs", 1]
+    status, out, err = python(
+        *(REPOSITORY / "examples/lora.py", "--stage", "adapter", "--task", "rte"),
+        *("--adapter", "lora", "--adapter-config", "r=2", *common, "--out", tmp_path / "run"),
+    )
+    assert status == 0 and json.loads(out.splitlines()[-1])["trained_parameters"] == 2 * 256 + 1122
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["command"].split()[0].endswith("examples/lora.py") and config["adapter"] == "lora"
+    status, out, err = python(
+        *(REPOSITORY / "examples/lora.py", "--stage", "fusion", "--task", "rte"),
+        *("--adapters", tmp_path / "run", *common, "--out", tmp_path / "fusion"),
+    )
+    assert status == 2 and err.count("\n") == 1 and "LoRA changes weights" in err
+    assert not (tmp_path / "fusion").exists()
+
+
+def test_import_takes_a_modules_name():
+    assert import_module("examples.sts_b").Regression is not None
+    for name in ("", ".sts_b", "no such module", "examples.none"):
+        with pytest.raises(Exception, match="cannot be imported"):
+            import_module(name)

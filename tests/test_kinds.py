@@ -1,0 +1,431 @@
+"""Every kind of adapter, fusion and task that the command line knows, those of examples/ included,
+has the same properties. A new kind is tested by being registered: none is listed here."""
+
+import contextlib
+import copy
+import dataclasses
+import importlib
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import child
+import train
+from adapter import ADAPTERS, KINDS, Head, activate, add_adapter, load_adapter, save_adapter
+from bert import Bert
+from conftest import WORDS, sentence, write_rows
+from data import TASKS, Choices, Classes
+from experiments import evaluate
+from fusion import FUSIONS, add_fusion, fusion_regularization, fusions, load_fusion, save_fusion
+from runtime.run import Run
+from variants.folding import fold
+
+REPOSITORY = Path(train.__file__).resolve().parent
+TABLES = (ADAPTERS, KINDS, FUSIONS, TASKS, Classes.scores)
+EXAMPLES = [
+    f"examples.{path.stem}"
+    for path in sorted((REPOSITORY / "examples").glob("*.py"))
+    if path.stem != "__init__"
+]
+
+without = [dict(table) for table in TABLES]
+for name in EXAMPLES:
+    importlib.import_module(name)
+with_examples = [dict(table) for table in TABLES]
+
+
+def fill(contents):
+    for table, content in zip(TABLES, contents, strict=True):
+        table.clear()
+        table.update(content)
+
+
+fill(without)  # the other tests know nothing of the examples
+
+
+@pytest.fixture(autouse=True, scope="module")
+def examples():
+    fill(with_examples)
+    yield
+    fill(without)
+
+
+def adapters():
+    """{name: what makes a configuration}: every preset, and every kind behind --adapter-config."""
+    result = dict(with_examples[0])
+    seen = {preset().architecture for preset in result.values()}
+    for preset in list(result.values()):
+        for field in dataclasses.fields(preset()):
+            if field.type is bool:
+                changed = {field.name: not getattr(preset(), field.name)}
+                try:
+                    architecture = preset(**changed).architecture
+                except ValueError:
+                    continue
+                if architecture not in seen:
+                    seen.add(architecture)
+                    result[f"{preset.__name__} {field.name}"] = lambda p=preset, c=changed: p(**c)
+    assert seen == set(with_examples[1]), "a kind of adapter that no option of train.py makes"
+    return result
+
+
+ADAPTER_KINDS = adapters()
+FUSION_KINDS = with_examples[2]
+TASK_KINDS = {task.kind for task in with_examples[3].values()}
+every_adapter = pytest.mark.parametrize("kind", ADAPTER_KINDS)
+every_fusion = pytest.mark.parametrize("fusion_kind", FUSION_KINDS)
+
+
+def options_of(kind):
+    """--adapter and --adapter-config of a name in ADAPTER_KINDS"""
+    name, _, field = kind.partition(" ")
+    return ["--adapter", name, *(["--adapter-config", f"{field}=true"] if field else [])]
+
+
+def randomize(bert, part):
+    """Weights at which an error shows: nothing stays at 0, no softmax is 0 or 1."""
+    for name, p in bert.named_parameters():
+        if part in name:
+            p.data += 0.2 * torch.randn_like(p)
+
+
+def new_bert(encoder, kind, names="ab", dtype=torch.float64, device="cpu"):
+    """The tiny encoder with adapters of one kind and different weights."""
+    torch.manual_seed(1)
+    bert = Bert.from_pretrained(encoder).to(device, dtype)
+    for name in names:
+        add_adapter(bert, name, ADAPTER_KINDS[kind]())
+    randomize(bert, ".adapters.")
+    return bert
+
+
+def can_fuse(kind):
+    return ADAPTER_KINDS[kind]().no_fusion is None
+
+
+def inputs(padding=0):
+    """input_ids, token_type_ids, attention_mask [3, 7 + padding]; lengths 7, 4 and 2"""
+    torch.manual_seed(2)
+    ids = torch.randint(5, 5 + len(WORDS), (3, 7))
+    mask = (torch.arange(7) < torch.tensor([7, 4, 2])[:, None]).long()
+    return [
+        torch.nn.functional.pad(tensor, (0, padding))
+        for tensor in (ids * mask, torch.randint(0, 2, (3, 7)) * mask, mask)
+    ]
+
+
+def outputs_and_gradients(bert):
+    h = bert(*inputs())
+    trained = [p for p in bert.parameters() if p.requires_grad]
+    return [h, *torch.autograd.grad(h.pow(3).sum(), trained)] if trained else [h]
+
+
+@every_adapter
+@every_fusion
+def test_the_form_that_is_used_is_the_textbooks(encoder, kind, fusion_kind):
+    bert = new_bert(encoder, kind)
+    if not can_fuse(kind):
+        with pytest.raises(ValueError, match="a, b"):
+            add_fusion(bert, ["a", "b"], FUSION_KINDS[fusion_kind])
+        assert not fusions(bert)
+        return
+    add_fusion(bert, ["a", "b"], FUSION_KINDS[fusion_kind])
+    randomize(bert, ".fusion.")
+    textbook = copy.deepcopy(bert)
+    for _, fusion in fusions(textbook):
+        fusion.compose = fusion.textbook
+    for ours, theirs in zip(
+        outputs_and_gradients(bert), outputs_and_gradients(textbook), strict=True
+    ):
+        assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-11)
+    for (_, ours), (_, theirs) in zip(fusions(bert), fusions(textbook), strict=True):
+        assert torch.allclose(ours.weights, theirs.weights)
+        assert torch.allclose(ours.weights.sum(-1), torch.ones(3, 7, dtype=torch.float64))
+    # and the adapters do speak
+    activate(bert, None)
+    assert not torch.allclose(bert(*inputs()), textbook(*inputs()), atol=1e-3)
+    activate(bert, "a,b")
+    assert torch.allclose(fold(bert)(*inputs()), bert(*inputs()), rtol=1e-9, atol=1e-11)
+
+
+@every_adapter
+def test_saved_and_loaded_bit_for_bit(encoder, kind, tmp_path):
+    bert = new_bert(encoder, kind, dtype=torch.float32)
+    for name in "ab":
+        save_adapter(bert, name, tmp_path / name)
+    again = Bert.from_pretrained(encoder)
+    assert [load_adapter(again, tmp_path / name) for name in "ab"] == ["a", "b"]
+    for name in "ab":
+        activate(bert, name), activate(again, name)
+        assert torch.equal(bert(*inputs()), again(*inputs()))
+    ours, theirs = bert.state_dict(), again.state_dict()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
+    for fusion_kind in FUSION_KINDS.values() if can_fuse(kind) else ():
+        add_fusion(bert, ["a", "b"], fusion_kind)
+        randomize(bert, ".fusion.")
+        save_fusion(bert, tmp_path / "fusion")
+        again = Bert.from_pretrained(encoder)
+        for name in "ab":
+            load_adapter(again, tmp_path / name)
+        load_fusion(again, tmp_path / "fusion")
+        assert {type(fusion) for _, fusion in fusions(again)} == {fusion_kind}
+        assert torch.equal(bert(*inputs()), again(*inputs()))
+
+
+def test_a_kind_of_fusion_is_found_by_its_file():
+    """No two kinds have the same options, and nothing else tells them apart."""
+    options = [kind.options for kind in FUSION_KINDS.values()]
+    assert all(options.count(one) == 1 for one in options)
+
+
+@every_adapter
+def test_exactly_what_is_new_is_trained(encoder, kind):
+    """A step moves the adapter, then the fusion, and nothing else by a single bit."""
+    for fusion_kind in (None, *FUSION_KINDS.values()) if can_fuse(kind) else (None,):
+        bert = new_bert(encoder, kind, dtype=torch.float32)
+        part = ".adapters.b."
+        if fusion_kind is not None:
+            add_fusion(bert, ["a", "b"], fusion_kind)
+            part = ".fusion."
+        trained = {name for name, p in bert.named_parameters() if p.requires_grad}
+        assert trained == {name for name, _ in bert.named_parameters() if part in name}
+        before = {name: p.detach().clone() for name, p in bert.named_parameters()}
+        if trained:
+            optimizer = torch.optim.AdamW([p for p in bert.parameters() if p.requires_grad], 0.1)
+            (bert(*inputs()).pow(3).sum() + fusion_regularization(bert)).backward()
+            optimizer.step()
+        changed = {n for n, p in bert.named_parameters() if not torch.equal(p, before[n])}
+        assert changed <= trained and len(changed) >= len(trained) - 2 * len(bert.layers)
+        if trained and "layer_norms" not in kind:  # some of those are behind what is read
+            assert changed == trained
+
+
+@every_adapter
+def test_padding_does_not_matter(encoder, kind):
+    bert = new_bert(encoder, kind)
+    for fusion_kind in (None, *FUSION_KINDS.values()) if can_fuse(kind) else (None,):
+        if fusion_kind is not None:
+            add_fusion(bert, ["a", "b"], fusion_kind)
+            randomize(bert, ".fusion.")
+        ids, types, mask = inputs()
+        short, long = bert(ids, types, mask), bert(*inputs(padding=9))[:, :7]
+        real = mask.bool()
+        assert torch.allclose(short[real], long[real], rtol=1e-9, atol=1e-11)
+        alone = bert(ids[1:2, :4], types[1:2, :4], mask[1:2, :4])
+        assert torch.allclose(short[1:2, :4], alone, rtol=1e-9, atol=1e-11)
+
+
+# --------------------------------------------------------------------------------------------------
+# A device without a GPU, and bf16: the whole step as train.py has it
+
+
+def configurations():
+    """(stage, kind of adapter, kind of fusion) as train.py combines them."""
+    result = []
+    for stage in train.STAGES:
+        if stage == "fusion":
+            for kind in filter(can_fuse, ADAPTER_KINDS):
+                result += [(stage, kind, fusion_kind) for fusion_kind in FUSION_KINDS]
+        elif stage in ("adapter", "multitask"):
+            result += [(stage, kind, None) for kind in ADAPTER_KINDS]
+        else:
+            result.append((stage, None, None))
+    return result
+
+
+def build(encoder, configuration, device="cpu", held=torch.float64, task_kinds=(Classes,)):
+    """The encoder of a configuration, and a head for each kind of task."""
+    stage, kind, fusion_kind = configuration
+    bert = new_bert(encoder, kind, "ab" if kind else "", held, device)
+    if stage == "fusion":
+        add_fusion(bert, ["a", "b"], FUSION_KINDS[fusion_kind])
+    if stage in ("full", "multitask"):
+        bert.requires_grad_(True)
+    heads = [Head({**kind.head("xyz"), "layers": 2}, bert.config) for kind in task_kinds]
+    own = torch.float64 if held == torch.float64 else torch.float32
+    return bert, torch.nn.ModuleList(heads).to(device, own)
+
+
+def step(encoder, configuration, device, held, dtype):
+    """Forward and backward of one batch, as train.py has them -> all gradients. Every kind of task
+    takes part in --stage head."""
+    task_kinds = list(TASK_KINDS) if configuration[0] == "head" else [Classes]
+    bert, heads = build(encoder, configuration, device, held, task_kinds)
+    bert.train()
+    ids, types, mask = inputs()
+    for task_kind, head in zip(task_kinds, heads, strict=True):
+        labels = torch.zeros(1 if issubclass(task_kind, Choices) else 3, dtype=task_kind.dtype)
+        batch = {"input_ids": ids, "token_type_ids": types, "attention_mask": mask}
+        logits = train.predict(bert, head, {**batch, "labels": labels}, dtype)
+        assert logits.dtype == torch.float32 and logits.device.type == device
+        assert task_kind.predict(logits).shape == labels.shape
+        loss = task_kind.loss(logits, labels.to(device))
+        (loss + fusion_regularization(bert)).backward()
+    trained = [p for p in (*bert.parameters(), *heads.parameters()) if p.requires_grad]
+    gradients = [p.grad for p in trained if p.grad is not None]
+    assert gradients and {p.dtype for p in (*trained, *gradients)} == {torch.float32}
+    assert {gradient.device.type for gradient in gradients} == {device}
+    return gradients
+
+
+@pytest.mark.parametrize("configuration", configurations(), ids=str)
+def test_every_tensor_is_on_the_encoders_device(encoder, configuration, monkeypatch):
+    """`meta` is a device that computes nothing, and mixes with no other. It has no autocast."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    step(encoder, configuration, "meta", torch.float32, torch.float32)
+
+
+@pytest.mark.parametrize("configuration", configurations(), ids=str)
+def test_bf16(encoder, configuration):
+    held = torch.float32 if configuration[0] in ("full", "multitask") else torch.bfloat16
+    gradients = step(encoder, configuration, "cpu", held, torch.bfloat16)
+    assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs
+
+
+@pytest.fixture(scope="module")
+def places(data_dir, tmp_path_factory):
+    """Tasks of every kind, the examples' among them, and no dropout."""
+    directory = tmp_path_factory.mktemp("kinds")
+    for task in data_dir.iterdir():
+        (directory / task.name).symlink_to(task)
+    rng = random.Random(3)
+    for split, n in (("train", 96), ("validation", 40)):
+        rows = []
+        for i in range(n):
+            a = sentence(rng, 6)
+            same = i % 7
+            b = " ".join([*a.split()[:same], *sentence(rng, 6).split()[same:]])
+            rows.append({"sentence1": a, "sentence2": b, "label": 5 * same / 6})
+        write_rows(directory / "sts_b" / f"{split}.jsonl", rows)
+    return directory
+
+
+def commands():
+    """{name: what its run has beside the common options, and the runs that it needs}"""
+    result = {}
+    for kind in ADAPTER_KINDS:
+        result[kind] = ["--stage", "adapter", "--task", "sst2", *options_of(kind)]
+    for name in FUSION_KINDS:
+        result[f"fusion {name}"] = ["--stage", "fusion", "--task", "sst2", "--fusion", name]
+    of_task = {Classes: "rte", Choices: "pick"}  # `pick` is an own task, without a line in TASKS
+    of_task |= {task.kind: name for name, task in TASKS.items() if task.kind not in of_task}
+    for kind, name in of_task.items():
+        result[f"task {kind.__name__}"] = ["--stage", "head", "--task", name]
+    for score in Classes.scores:
+        result[f"score {score}"] = ["--stage", "head", "--task", "rte", "--score", score]
+    return result
+
+
+fill(with_examples)
+COMMANDS = commands()
+fill(without)
+
+
+@pytest.fixture(scope="module")
+def trained(encoder, places, runs, tmp_path_factory):
+    """trained(name, out, ...): the closing line's dictionary of a run of COMMANDS"""
+
+    def trained(name, out, *more):
+        return train.train(train.arguments(arguments(name, out, *more)))
+
+    def arguments(name, out, *more):
+        common = ["--model", encoder, "--data-dir", places, "--device", "cpu", "--epochs", 2]
+        common += ["--limit-train", 33, "--limit-dev", 20, "--batch-size", 8, "--lr", "5e-3"]
+        adapters = ["--adapters", runs / "rte", runs / "pick"] if "fusion" in COMMANDS[name] else []
+        given = [*COMMANDS[name], *common, *adapters, "--out", out, *more]
+        return [str(argument) for argument in given]
+
+    trained.arguments = arguments
+    return trained
+
+
+def files(run):
+    """Every file of a finished run but those that hold times."""
+    return {
+        path.relative_to(run): path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and path.name not in ("log.jsonl", "metrics.json", "config.json")
+    }
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_interrupted_and_resumed_is_the_same(name, trained, monkeypatch, tmp_path):
+    whole = trained(name, tmp_path / "whole")
+    collate, batches = train.collate, []
+
+    def interrupting(*values):
+        batches.append(1)
+        if len(batches) == 8:
+            os.kill(os.getpid(), signal.SIGINT)
+        return collate(*values)
+
+    monkeypatch.setattr(train, "collate", interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        trained(name, tmp_path / "cut")
+    monkeypatch.setattr(train, "collate", collate)
+    resumed = trained(name, tmp_path / "cut", "--resume")
+    times = ("seconds", "out")
+    assert {k: v for k, v in resumed.items() if k not in times} == {
+        k: v for k, v in whole.items() if k not in times
+    }
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+    # and it is what was evaluated in training
+    args = evaluate.arguments([str(tmp_path / "cut"), "--device", "cpu"])
+    result = evaluate.evaluate_run(args)
+    config = json.loads((tmp_path / "cut" / "config.json").read_text())
+    assert result[config["score"]] == whole[config["score"]]
+
+
+def gradients(encoder, configuration):
+    """{parameter: gradient} of one step over three examples, or of this process's share of it."""
+    bert, heads = build(encoder, configuration)
+    stage, kind, _ = configuration
+    changes = {"layer_norms": True} if kind and "layer_norms" in kind else {}
+    args = SimpleNamespace(out=None, stage=stage, adapter_config=changes, grad_accumulation=1)
+    run = Run(args, None, torch.device("cpu"))
+    model = train.Model(bert, heads).eval()  # without dropout
+    run.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    run.step_loss, distributed = torch.zeros(()), run.distribute(model)
+    for share, examples in run.micro_batches(np.arange(3)):
+        ids, types, mask = (tensor[examples] for tensor in inputs())
+        batch = {"input_ids": ids, "token_type_ids": types, "attention_mask": mask}
+        logits = distributed(0, {**batch, "labels": ids[:, 0]}, torch.float64)
+        loss = Classes.loss(logits, torch.tensor([0, 1, 2])[examples])
+        run.backward(share * loss, share * fusion_regularization(bert))
+    return {name: torch.zeros(()) if p.grad is None else p.grad for name, p in run.trained.items()}
+
+
+def share(rank, encoder, directory):
+    """One of two processes: saves its gradients of all configurations, which must be the mean."""
+    fill(with_examples)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{directory}/meeting", rank=rank, world_size=2)
+    found = [gradients(encoder, configuration) for configuration in configurations()]
+    torch.save(found, directory / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_processes_have_the_gradients_of_one(encoder, tmp_path):
+    processes = [child.context.Process(target=share, args=(i, encoder, tmp_path)) for i in (0, 1)]
+    for process in processes:
+        process.start()
+    whole = [gradients(encoder, configuration) for configuration in configurations()]
+    assert [child.wait(process, 300) for process in processes] == [0, 0]
+    for found in (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)):
+        for configuration, ours, theirs in zip(configurations(), whole, found, strict=True):
+            assert ours.keys() == theirs.keys() and any(g.any() for g in ours.values())
+            for name in ours:
+                close = torch.allclose(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
+                assert close, f"{configuration}: {name}"
