@@ -276,6 +276,8 @@ class Run:
             name: sum(found[name] for found in scores.values()) / len(scores) for name in names
         }
         score = means[self.args.score]
+        if math.isnan(score):
+            raise ValueError(f"--score {self.args.score} is no number in epoch {at.epoch}")
         if score > at.score:
             at.score, at.scores, at.best_epoch = score, scores, at.epoch
             self.best = {name: p.detach().cpu().clone() for name, p in self.trained.items()}

@@ -15,6 +15,7 @@ import test_kinds
 import train
 from adapter import activate, add_adapter, find_adapter
 from bert import Bert
+from data import Classes
 from examples.balanced_accuracy import balanced_accuracy
 from examples.lora import LoRAConfig, merge
 from examples.parallel_adapter import ParallelAdapter, ParallelConfig
@@ -116,6 +117,15 @@ def test_scores():
     assert spearman(x, x**3) == pytest.approx(1) and pearson(x, -2 * x) == pytest.approx(-1)
     assert pearson(x, torch.ones(4)) == 0.0
     assert Regression.label(None, "3.8") == 3.8 and Regression.label(None, 5) == 5.0
+
+
+def test_a_score_may_be_negative_but_must_be_a_number(trained, monkeypatch, tmp_path):  # noqa: F811
+    monkeypatch.setitem(Classes.scores, "minus", lambda *_: -7.0)
+    result = trained("score accuracy", tmp_path / "minus", "--score", "minus")
+    assert result["minus"] == -7.0 and result["best_epoch"] == 1
+    monkeypatch.setitem(Classes.scores, "none", lambda *_: float("nan"))
+    with pytest.raises(ValueError, match="--score none is no number in epoch 1"):
+        trained("score accuracy", tmp_path / "none", "--score", "none")
 
 
 @pytest.fixture(scope="module")
