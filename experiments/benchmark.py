@@ -1,7 +1,7 @@
 """How fast, in how much memory, and how far from what the hardware allows? One table, beside the
 reference library.
 
-    python -m experiments.benchmark --peer-python .venv-peer/bin/python --out BENCHMARKS.md \\
+    python -m experiments.benchmark --peer-python .venv-peer/bin/python --out docs/benchmarks.md \\
         --data-dir DATA --encoder MINILM                 # the last two: one epoch of rte and sst2, end to end
     python -m experiments.benchmark --rows "fusion step" --repeats 3
 

