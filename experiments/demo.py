@@ -255,6 +255,11 @@ def main():
         )
     print(f"\nfusion weights by adapter and layer: {picture}")
     print(
+        f"next: python -m experiments.curves {args.out / target} {fusion}\n"
+        f"      python -m experiments.predict {fusion} 'Return the sum.' 'The axis is optional.' "
+        f"--explain {args.out / 'page.html'}"
+    )
+    print(
         json.dumps(
             {
                 "st_a": results[target]["accuracy"],

@@ -2,6 +2,7 @@
 links lead somewhere, and quoted lines of code are there."""
 
 import importlib.util
+import json
 import re
 import shlex
 import sys
@@ -208,3 +209,51 @@ def test_the_readme_has_no_figure_that_its_pages_have_not():
     tables = "\n".join(line for line in section.splitlines() if line.startswith("|"))
     assert len(figures(tables)) > 20
     assert figures(tables) <= figures(PAGES["docs/results.md"] + PAGES["docs/benchmarks.md"])
+
+
+# --------------------------------------------------------------------------------------------------
+# The walkthrough
+
+
+def cells_of_source(text):
+    """[(kind, text)] of the cells of a percent-format file."""
+    header, *cells = re.split(r"^# %%", text, flags=re.MULTILINE)
+    for cell in cells:
+        title, _, body = cell.partition("\n")
+        if title.strip() == "[markdown]":
+            yield "markdown", re.sub(r"^# ?", "", body.strip(), flags=re.MULTILINE)
+        else:
+            yield "code", re.sub(r"^# %(?=\w)", "%", body.strip(), flags=re.MULTILINE)
+
+
+NOTEBOOK = json.loads((ROOT / "docs" / "walkthrough.ipynb").read_text(encoding="utf-8"))
+
+
+def test_the_notebook_is_that_of_its_source():
+    source = list(cells_of_source((ROOT / "docs" / "walkthrough.py").read_text(encoding="utf-8")))
+    cells = [(cell["cell_type"], "".join(cell["source"])) for cell in NOTEBOOK["cells"]]
+    assert len(source) > 40
+    assert cells == source, "run `make walkthrough`"
+
+
+def test_the_notebook_is_executed():
+    code = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["execution_count"] for cell in code)
+    outputs = [output for cell in code for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 3
+
+
+def test_the_notebook_names_no_place_of_a_machine():
+    written = json.dumps([cell.get("outputs", []) for cell in NOTEBOOK["cells"]])
+    for place in ("/home/", "/root/", "/work/", "/tmp/", "/Users/", "site-packages"):
+        assert place not in written, place
+    assert "timestamp" not in json.dumps(NOTEBOOK["metadata"])
+
+
+def test_links_of_the_walkthrough():
+    text = "".join("".join(c["source"]) for c in NOTEBOOK["cells"] if c["cell_type"] == "markdown")
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    assert len(links) >= 4
+    for link in links:
+        assert (ROOT / "docs" / link).exists(), link
