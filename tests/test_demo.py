@@ -55,7 +55,7 @@ def test_definitions_are_those_of_ast_walk_in_its_order():
             ("method" if n in methods and isinstance(n, ast.FunctionDef) else kinds[type(n)], n)
             for n in nodes
         ]
-        assert list(demo.definitions(tree)) == expected and expected
+        assert list(demo.definitions(tree)) == expected
 
 
 def test_the_tasks_are_the_same_for_the_same_seed(tmp_path, monkeypatch):
