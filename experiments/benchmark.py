@@ -1,8 +1,8 @@
 """How fast, in how much memory, and how far from what the hardware allows? One table, beside the
 reference library.
 
-    python -m experiments.benchmark --peer-python .venv-peer/bin/python --out BENCHMARKS.md \\
-        --data-dir DATA --encoder MINILM     # these two: one epoch of rte and sst2, end to end
+    python -m experiments.benchmark --peer-python .venv-peer/bin/python --out docs/benchmarks.md \\
+        --data-dir DATA --encoder MINILM  # these two: one epoch of rte and sst2, end to end
     python -m experiments.benchmark --rows "fusion step" --repeats 3
 
 Every cell is a process of its own (benchmark_worker.py), ours and the reference's built from the

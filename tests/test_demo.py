@@ -1,0 +1,84 @@
+"""What make demo is made of."""
+
+import ast
+import random
+from pathlib import Path
+
+from experiments import demo
+
+SOURCE = '''
+class A:
+    """Of A."""
+
+    def method(self):
+        """Of the method."""
+
+        def inner():
+            """Of inner."""
+
+    if True:
+
+        def under_if(self):
+            pass
+
+
+try:
+    import nothing
+except ImportError:
+
+    def fallback():
+        """Of the fallback."""
+
+
+match 1:
+    case 1:
+
+        def matched():
+            pass
+
+
+with open("x") as f:
+    for _ in f:
+
+        class B:
+            pass
+'''
+
+
+def test_definitions_are_those_of_ast_walk_in_its_order():
+    texts = [SOURCE, *(path.read_text() for path in Path(demo.__file__).parent.glob("*.py"))]
+    for tree in map(ast.parse, texts):
+        nodes = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
+        methods = {c for n in nodes if isinstance(n, ast.ClassDef) for c in n.body}
+        kinds = {ast.ClassDef: "class", ast.FunctionDef: "function"}
+        expected = [
+            ("method" if n in methods and isinstance(n, ast.FunctionDef) else kinds[type(n)], n)
+            for n in nodes
+        ]
+        assert list(demo.definitions(tree)) == expected
+
+
+def test_the_tasks_are_the_same_for_the_same_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "docstrings", lambda library: DOCSTRINGS[library])
+    for name in ("one", "other"):
+        demo.build_tasks(tmp_path / name, random.Random(0))
+    for path in (tmp_path / "one").glob("*/*.jsonl"):
+        assert (
+            path.read_text()
+            == (tmp_path / "other" / path.relative_to(tmp_path / "one")).read_text()
+        )
+    sizes = {
+        path.parent.name: len(path.read_text().splitlines())
+        for path in (tmp_path / "one").glob("*/train.jsonl")
+    }
+    assert sizes == {"library": 700, "kind": 700, "same": 2000, "numpy_same": 150}
+
+
+DOCSTRINGS = {
+    library: [
+        (kind, [f"The {kind} {i} of {library} says {word}." for word in ("this", "that", "more")])
+        for i in range(400)
+        for kind in ("function", "class", "method")
+    ]
+    for library in ("std", "numpy", "torch")
+}
