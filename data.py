@@ -27,18 +27,14 @@ import torch.nn.functional as F
 
 from formats.hub_data import HUB
 from formats.rows import check_row, count_choices, label_values, line_of, read_file, read_split
-
-
-def accuracy(labels, predictions):
-    """The share of examples that are right, 0 to 1; labels, predictions: [examples]"""
-    return (labels == predictions).sum().item() / len(labels)
+from runtime.scores import CLASS_SCORES, accuracy
 
 
 class Classes:
     """A kind of task: one of K labels for each example. Its functions are not bound to a task."""
 
     dtype = torch.long  # of labels and predictions
-    scores = {"accuracy": accuracy}  # the first one chooses the best epoch, unless --score does
+    scores = CLASS_SCORES  # the first one chooses the best epoch, unless --score does
 
     def head(labels):
         """AdapterHub's fields of the prediction head"""
@@ -72,6 +68,8 @@ class Classes:
 class Choices(Classes):
     """Multiple choice: task.labels are the candidates, each of them scored by itself."""
 
+    scores = {"accuracy": accuracy}  # the first and the second choice are no classes
+
     def head(labels):
         return {"head_type": "multiple_choice", "num_choices": len(labels)}
 
@@ -101,6 +99,12 @@ class Task:
     def choices(self):
         """Whether it is multiple choice."""
         return issubclass(self.kind, Choices)
+
+    @property
+    def scores(self):
+        """{name: function(labels, predictions)} of its kind, the F1 of one class only for two."""
+        two = len(self.labels) == 2
+        return {name: score for name, score in self.kind.scores.items() if two or name != "f1"}
 
 
 def fill_blank(sentence, *options):

@@ -89,13 +89,13 @@ def evaluate_run(args):
     device, dtype = cast(bert, head, config, args.device, args.dtype)
     size = args.batch_size or eval_batch_size(config["batch_size"], config["grad_accumulation"])
     try:
-        labels, predictions = evaluate(bert, head, task, examples, size, dtype)
+        labels, predictions, loss = evaluate(bert, head, task, examples, size, dtype)
     except RuntimeError as e:
         if not out_of_memory(e):
             raise
         raise MemoryError(f"{device} ran out of memory: try a --batch-size under {size}") from e
     right = (labels == predictions).sum().item()
-    scores = {name: score(labels, predictions) for name, score in task.kind.scores.items()}
+    scores = {name: score(labels, predictions) for name, score in task.scores.items()}
     result = {
         "stage": "eval",
         "run": str(args.run),
@@ -105,6 +105,7 @@ def evaluate_run(args):
         "masked": args.mask,
         "examples": len(labels),
         **scores,
+        "loss": loss,
     }
     shown = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
     print(f"{args.run}, {task.name} {args.split}: {right} of {len(labels)} examples right, {shown}")

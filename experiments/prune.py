@@ -108,7 +108,7 @@ def measure(bert, head, config, task, split, settings, dtype):
     rows = []
     for kept in settings:
         let_speak(bert, modules, kept)
-        labels, predictions = evaluate(
+        labels, predictions, loss = evaluate(
             bert,
             head,
             task,
@@ -397,7 +397,7 @@ def prune(args):
         write_json(temporary / "metrics.json", metrics)
         bert, head, config = load_run(temporary)  # from its own files, so they are whole
         _, dtype = cast(bert, head, config, args.device)
-        labels, predictions = evaluate(
+        labels, predictions, loss = evaluate(
             bert,
             head,
             task,

@@ -129,7 +129,13 @@ def arguments(argv, stages, adapters, fusions):
         default=0.0,
         help="AdamW's; never on biases, LayerNorms and fusion's V",
     )
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, help="default 0")
+    add(
+        "--seeds",
+        type=int,
+        nargs="+",
+        help="a run for each of them, in OUT/seed-N; at the end their mean and sample deviation",
+    )
     add("--limit-train", type=int, help="train on so many examples, drawn with the seed")
     add(
         "--limit-dev",
@@ -167,6 +173,14 @@ def arguments(argv, stages, adapters, fusions):
     add("--overwrite", action="store_true", help="replace a run that is already in --out")
     args = parser.parse_args(argv)
 
+    if args.seeds and len(set(args.seeds)) < len(args.seeds):
+        raise ValueError("--seeds has one of them twice")
+    if args.seeds and args.seed is not None:
+        raise ValueError("--seed is one run's and --seeds are of several: choose one")
+    if args.seeds and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError("--seeds is of one process: start a run for each --seed under torchrun")
+    check_seeds("seeds", args.seeds or [])
+    args.seed = 0 if args.seed is None else args.seed
     if args.resume and args.overwrite:
         raise ValueError("--resume continues what is in --out, --overwrite replaces it: choose one")
     lr, epochs = stages[args.stage]
@@ -188,6 +202,12 @@ def arguments(argv, stages, adapters, fusions):
     args.task, args.tasks = args.task or ",".join(args.tasks), args.tasks or [args.task]
     args.command = shlex.join(["train.py", *(sys.argv[1:] if argv is None else argv)])
     return args
+
+
+def check_seeds(option, seeds):
+    for seed in seeds:
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"--{option} must be in 0 .. 2^32 - 1, not {seed}")
 
 
 def as_field(word):
@@ -252,8 +272,7 @@ def check(args, adapters):
         raise ValueError(
             f"--save-minutes must be 0 (after every step) or more, not {args.save_minutes}"
         )
-    if not 0 <= args.seed < 2**32:
-        raise ValueError(f"--seed must be in 0 .. 2^32 - 1, not {args.seed}")
+    check_seeds("seed", [args.seed])
     if args.stage == "fusion" and not args.adapters:
         raise ValueError("--stage fusion needs --adapters: the run directories of stage 1")
     for name, default in (("adapters", []), ("adapters_per_batch", None), ("fusion", "attention")):
@@ -310,6 +329,7 @@ NOT_RECORDED = {
     "dtype",
     "compile",
     "tasks",
+    "seeds",
     "command",
 }
 

@@ -20,6 +20,7 @@ import torch  # noqa: E402
 
 import train  # noqa: E402
 from bert import Bert, BertConfig  # noqa: E402
+from runtime.command import run_command  # noqa: E402
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -110,6 +111,11 @@ def data_dir(tmp_path_factory):
             rows.append({"text_a": sentence(rng, 5), "choices": choices, "label": i % 3})
         write_rows(directory / "pick" / f"{split}.jsonl", rows)
     return directory
+
+
+def command_line(argv=None):
+    """python train.py ARGV, in this process: ends in SystemExit where that ends with an error."""
+    run_command("train.py", train.main, argv)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import torch
 
 import train
 from bert import Bert, BertConfig
-from conftest import VOCABULARY, write_rows
+from conftest import VOCABULARY, command_line, write_rows
 from experiments.load_run import load_run
 
 
@@ -37,7 +37,7 @@ def fails(encoder, data_dir, tmp_path, capsys):
             for text in (option, str(value))
         ]
         with pytest.raises(SystemExit) as exit:
-            train.main([*command, *given])
+            command_line([*command, *given])
         error = capsys.readouterr().err
         lines = error.splitlines()
         assert exit.value.code == 2
@@ -225,7 +225,7 @@ def test_no_network(fails):
 
 def test_no_network_for_data(fails, encoder, tmp_path, capsys):
     with pytest.raises(SystemExit) as exit:
-        train.main(
+        command_line(
             [
                 "--stage",
                 "head",
@@ -346,7 +346,7 @@ def test_arguments(fails, option, value):
 def test_missing_arguments(capsys):
     for argv in ([], ["--stage", "adapter"], ["--stage", "adapter", "--task"]):
         with pytest.raises(SystemExit) as exit:
-            train.main(argv)
+            command_line(argv)
         assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
@@ -365,7 +365,7 @@ def test_non_finite_loss_keeps_the_best_epoch(encoder, data_dir, tmp_path, monke
 
     monkeypatch.setattr(torch.nn.functional, "cross_entropy", explode)
     with pytest.raises(SystemExit) as exit:
-        train.main(
+        command_line(
             [
                 "--stage",
                 "adapter",

@@ -14,7 +14,7 @@ import fusion as fusion_module
 import train
 from adapter import AdapterConfig, activate, add_adapter
 from bert import Bert
-from conftest import write_rows
+from conftest import command_line, write_rows
 from data import TASKS, batches
 from experiments import evaluate as evaluation
 from experiments.load_run import load_run, load_run_split
@@ -308,7 +308,7 @@ def test_options_of_training_are_refused(runs, data_dir, tmp_path, capsys, encod
         assert output.err.startswith("evaluate.py: ") and say in output.err
     for option in ("--run", "--split", "--mask"):
         with pytest.raises(SystemExit) as exit:
-            train.main(["--stage", "adapter", "--task", "rte", option, "x"])
+            command_line(["--stage", "adapter", "--task", "rte", option, "x"])
         assert (
             exit.value.code == 2 and f"unrecognized arguments: {option}" in capsys.readouterr().err
         )
