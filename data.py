@@ -26,7 +26,16 @@ import torch
 import torch.nn.functional as F
 
 from formats.hub_data import HUB
-from formats.rows import check_row, count_choices, label_values, line_of, read_file, read_split
+from formats.rows import (
+    check_row,
+    count_choices,
+    held_out,
+    label_values,
+    line_of,
+    read_file,
+    read_split,
+    rename,
+)
 from runtime.scores import CLASS_SCORES, accuracy
 
 
@@ -62,6 +71,10 @@ class Classes:
             indices = map(str, range(len(labels)))
             if task.source is not None and not labels[0].isdigit() and text in indices:
                 return int(text)  # the hub's integers
+        if text == "-1":
+            raise ValueError(
+                "the label is hidden (-1): experiments.predict --out writes a submission"
+            )
         raise ValueError(f"label {value!r:.100} is not one of {', '.join(task.labels):.200}")
 
 
@@ -92,6 +105,7 @@ class Task:
     dev: str = "validation"  # the split that serves as development set
     aliases: dict = field(default_factory=dict)  # other names of columns and labels in other copies
     revision: str | None = None
+    renamed: dict = field(default_factory=dict)  # --columns: {our name of a column: the file's}
     kind: type = Classes
     name: str = ""
 
@@ -150,17 +164,18 @@ TASKS = {
 }
 
 
-def get_task(name, data_dir=None, labels=None, split="train"):
+def get_task(name, data_dir=None, labels=None, split="train", columns=None):
     """
     The paper's task of that name, or your own: any other name, with data in `data_dir`/NAME.
 
     labels: those of an earlier run of your own task; otherwise they are read from the file of
-    `split`. Raises ValueError for an unknown task, FileNotFoundError for a missing directory.
+    `split`. columns: {column: its name in the files}. Raises ValueError for an unknown task,
+    FileNotFoundError for a missing directory.
     """
     if data_dir is not None and not Path(data_dir).is_dir():
         raise FileNotFoundError(f"--data-dir {data_dir} is not a directory")
     if name in TASKS:
-        return replace(TASKS[name], name=name)
+        return replace(TASKS[name], name=name, renamed=columns or {})
     if (
         data_dir is None
         or not (Path(data_dir) / name).is_dir()
@@ -171,16 +186,17 @@ def get_task(name, data_dir=None, labels=None, split="train"):
         hint = f"did you mean {near[0]!r}?" if near else f"the paper's are {', '.join(TASKS)};"
         own = f"{data_dir}/{name}" if data_dir else "--data-dir DIR with DIR/TASK/train.jsonl"
         raise ValueError(f"unknown task {name!r}: {hint} your own task needs {own}")
-    return own_task(name, data_dir, labels, split)
+    return replace(own_task(name, data_dir, labels, split, columns), renamed=columns or {})
 
 
-def own_task(name, data_dir, labels, split):
+def own_task(name, data_dir, labels, split, columns):
     """
     Your own task. Columns `text_a`, `text_b` (optional) and `label` (strings or integers, their
     sorted values are the classes), or `choices` (a list of texts, the same number in every row),
     `label` (the index of the right one, from 0) and optionally `text_a`.
     """
     path, rows = read_file(Path(data_dir) / name, name, split)
+    rows = rename(rows, columns)
     if "choices" in rows.column_names:
         columns = ("text_a", "choices") if "text_a" in rows.column_names else ("choices",)
         labels = tuple(str(i) for i in range(count_choices(path, rows)))
@@ -206,35 +222,44 @@ def example(task, row):
     return candidates, task.kind.label(task, row[task.label])
 
 
-def load_split(task, split, tokenizer, data_dir=None, limit=None, seed=0, strict=False):
+def load_split(
+    task, split, tokenizer, data_dir=None, limit=None, seed=0, strict=False, dev_fraction=None
+):
     """
     One split, tokenised: a datasets.Dataset with `input_ids` and `token_type_ids` (for every
     candidate a list of ids), `label`, and `length` (tokens of the longest candidate). The revision
     that was loaded is in `info.description`. Tokenising runs on all cores and is cached by
     `datasets`, keyed by data, tokenizer and this file.
 
-    limit: keep that many examples, drawn with `seed`. strict: a row count unlike the task's is an
-    error, not a warning. Raises FileNotFoundError without the data, ValueError naming file and line
-    for a row that does not fit.
+    limit: keep that many examples, drawn with `seed`. dev_fraction: the part of the training file
+    that is the validation split, where there is no file of it. strict: a row count unlike the
+    task's is an error, not a warning. Raises FileNotFoundError without the data, ValueError naming
+    file and line for a row that does not fit.
     """
-    where, rows, revision = read_split(task, split, data_dir)
+    where, rows, revision = read_split(task, split, data_dir, dev_fraction)
+    rows = rename(rows, task.renamed)
     for other, column in task.aliases.items():
         if other in rows.column_names and column not in rows.column_names:
             rows = rows.rename_column(other, column)
-    missing = [column for column in (*task.columns, task.label) if column not in rows.column_names]
+    missing = [column for column in (task.label, *task.columns) if column not in rows.column_names]
     if missing:
         raise ValueError(
             f"{where}, line 1: no column {missing[0]!r}; it has {', '.join(rows.column_names):.200}"
         )
-    if task.sizes and len(rows) != (expected := task.sizes[split != "train"]):
+    if (
+        task.sizes
+        and dev_fraction is None
+        and len(rows) != (expected := task.sizes[split != "train"])
+    ):
         message = f"{where} has {len(rows)} rows, the {task.name} of the paper has {expected}"
         if strict:
             raise ValueError(message)
         print(f"note: {message}")
     rows = rows.select_columns([*task.columns, task.label])
-    order = np.arange(len(rows))
-    if limit is not None and limit < len(rows):
-        order = np.random.default_rng(seed).permutation(len(rows))[:limit]
+    order = held_out(len(rows), split, dev_fraction)
+    if limit is not None and limit < len(order):
+        order = order[np.random.default_rng(seed).permutation(len(order))[:limit]]
+    if len(order) < len(rows):
         rows = rows.select(order)
 
     def tokenize(columns, indices):

@@ -261,12 +261,13 @@ def prepare(args):
     check(args)
     check_idle(args.out)
     device, dtype = choose_device(args.device, args.dtype)
-    tasks = [get_task(name, args.data_dir) for name in args.tasks]
+    tasks = [get_task(name, args.data_dir, columns=args.renamed) for name in args.tasks]
     args.score = choose_score(args.score, tasks)
     bert, heads, fused = build(args, tasks, device, dtype)
     sizes = bert.config.vocab_size, bert.config.type_vocab_size
     tokenizer = load_tokenizer(bert.directory, args.max_length, *sizes)
     given = {"data_dir": args.data_dir, "strict": args.strict_data}
+    given["dev_fraction"] = args.dev_fraction
     limits = {
         "train": {"limit": args.limit_train, "seed": args.seed},
         "validation": {"limit": args.limit_dev},

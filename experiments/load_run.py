@@ -36,6 +36,8 @@ def read_run_config(directory):
         "grad_accumulation": 1,
         "limit_dev": None,
         "columns": {},
+        "renamed": {},
+        "dev_fraction": None,
     }
     config = {**defaults, **read_json(directory / "config.json")}
     stage, labels = config.get("stage"), config.get("labels")
@@ -48,6 +50,8 @@ def read_run_config(directory):
         "labels": type(labels) is (dict if stage == "multitask" else list),
         "dtype": config.get("dtype") in ("float32", "bfloat16"),
         "data_dir": type(config["data_dir"]) in (str, type(None)),
+        "renamed": type(config["renamed"]) is dict and is_texts([*config["renamed"].values()]),
+        "dev_fraction": type(config["dev_fraction"]) in (float, type(None)),
         "columns": type(config["columns"]) is dict
         and all(map(is_texts, config["columns"].values())),
         **{name: type(config.get(name)) is str for name in ("task", "model")},
@@ -114,7 +118,11 @@ def load_run_split(
     data_dir, max_length = data_dir or config["data_dir"], max_length or config["max_length"]
     limit = limit or (config["limit_dev"] if split == "validation" else None)
     check_length(max_length, bert)
-    task = get_task(config["task"], data_dir, config["labels"], split)
+    # a part of the training file; other data have splits of their own
+    held_out = data_dir == config["data_dir"] and split in ("train", "validation")
+    fraction = config["dev_fraction"] if held_out else None
+    file = split if fraction is None else "train"
+    task = get_task(config["task"], data_dir, config["labels"], file, config["renamed"])
     if list(task.labels) != config["labels"]:
         raise ValueError(f"{run} and {task.name} in {data_dir} have different labels, or choices")
     columns = config["columns"].get(
@@ -130,7 +138,8 @@ def load_run_split(
     tokenizer = load_tokenizer(
         bert.directory, max_length, bert.config.vocab_size, bert.config.type_vocab_size
     )
-    return task, load_split(task, split, tokenizer, data_dir, limit=limit, strict=strict)
+    given = {"limit": limit, "strict": strict, "dev_fraction": fraction}
+    return task, load_split(task, split, tokenizer, data_dir, **given)
 
 
 def cast(bert, head, config, device, dtype=None):

@@ -2,12 +2,13 @@
 
     python -m experiments.predict runs/rte "It rains." "It is wet."            # the texts in the order of the task's columns
     python -m experiments.predict runs/social_i_qa "Kai fell." "Why?" --choices "ice" "fun" "tea"
-    python -m experiments.predict runs/sst2 --file rows.jsonl --json           # or .tsv, or - for stdin
+    python -m experiments.predict runs/sst2 --file rows.jsonl --json           # or - for stdin
+    python -m experiments.predict runs/rte --file test.jsonl --out RTE.tsv     # a GLUE submission
     python -m experiments.predict runs/fusion-rte "It rains." "It is wet." --mask qqp sst2      # without these adapters
     python -m experiments.predict runs/fusion-rte "It rains." "It is wet." --explain page.html
 
-A file has the columns of the task's training data (the label may be missing), a .tsv file a first
-line that names them. On stdin a line is a JSON object, or texts with tabs between. --json prints
+A file is what training reads, .jsonl, .json, .csv, .tsv or .parquet, and has the columns of the
+task's training data; the label may be missing, or hidden (-1). On stdin a line is a JSON object, or texts with tabs between. --json prints
 one object a line: label, probability, all probabilities, and whether the text was longer than in
 training and therefore cut.
 
@@ -16,6 +17,7 @@ on the terminal (the strongest adapter's letter and its weight in %), and as one
 slider over the layers. The page needs nothing but itself; page.html#layer=3 opens at layer 3.
 """
 
+import csv
 import json
 import signal
 import sys
@@ -29,6 +31,7 @@ import torch
 
 from data import TASKS, Choices, Task, batch_order, collate, example, own_choices
 from experiments.load_run import load_run
+from formats.rows import READERS, line_of, read_rows
 from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights
 from runtime.options import Parser
@@ -74,6 +77,8 @@ def as_row(config, choices, texts, options):
 def as_candidates(config, choices, row):
     """A row -> [(text_a, text_b or None)], checked as in training. Raises ValueError for a column
     that is missing or wrong."""
+    named = {ours: row[name] for ours, name in config["renamed"].items() if name in row}
+    row = {**row, **named}
     if config["task"] in TASKS:
         task = TASKS[config["task"]]
         row = {task.aliases.get(column, column): value for column, value in row.items()}
@@ -103,11 +108,14 @@ def as_candidates(config, choices, row):
 
 
 def read_inputs(path, config, choices):
-    """[(line number, candidates)] of a .jsonl or .tsv file, or of stdin ("-"); empty lines are
-    passed over. Raises OSError, or ValueError that names the line."""
+    """[(line number, candidates, row)] of a file, or of stdin ("-"); empty lines are passed over.
+    Raises OSError, or ValueError that names the line."""
     name = "stdin" if path == "-" else path
-    if path != "-" and Path(path).suffix not in (".jsonl", ".tsv"):
-        raise ValueError(f"--file {path}: only .jsonl and .tsv are read, and - for stdin")
+    if path != "-" and Path(path).suffix not in READERS:
+        endings = ", ".join(READERS)
+        raise ValueError(f"--file {path}: only {endings} are read, and - for stdin")
+    if path != "-" and Path(path).suffix in (".json", ".csv", ".parquet"):
+        return read_table(Path(path), config, choices)
     content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     try:
         lines = content.decode("utf-8-sig").split(
@@ -138,7 +146,7 @@ def read_inputs(path, config, choices):
                 if len(fields) != len(header):
                     raise ValueError(f"{len(fields)} fields, the first line has {len(header)}")
                 row = dict(zip(header, fields, strict=True))
-            rows.append((i, as_candidates(config, choices, row)))
+            rows.append((i, as_candidates(config, choices, row), row))
         except json.JSONDecodeError as e:
             raise ValueError(f"{name}, line {i}: broken JSON: {e.msg} at column {e.colno}") from e
         except (ValueError, RecursionError) as e:
@@ -146,8 +154,35 @@ def read_inputs(path, config, choices):
     return rows
 
 
+def read_table(path, config, choices):
+    """The same of a file that training reads as a whole."""
+    if not path.is_file():
+        raise FileNotFoundError(f"--file {path}: there is no such file")
+    rows = []
+    for i, row in enumerate(read_rows([path])):
+        try:
+            rows.append((i, as_candidates(config, choices, row), row))
+        except ValueError as e:
+            raise ValueError(f"{path}, line {line_of(path, i)}: {e}") from e
+    return [(line_of(path, i), candidates, row) for i, candidates, row in rows]
+
+
 # --------------------------------------------------------------------------------------------------
 # Output
+
+# GLUE's server takes 0 and 1 for these tasks, and the names of the classes for the others
+GLUE_NUMBERS = ("sst2", "mrpc", "qqp")
+
+
+def write_submission(path, config, rows, answers):
+    """GLUE's file: of every input its index, the row's own `idx` where it has one, and the class.
+    answers: indices of labels"""
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, delimiter="\t", lineterminator="\n")
+        writer.writerow(["index", "prediction"])
+        for i, ((_, _, row), best) in enumerate(zip(rows, answers, strict=True)):
+            label = best if config["task"] in GLUE_NUMBERS else config["labels"][best]
+            writer.writerow([row.get("idx", row.get("index", i)), label])
 
 
 @torch.inference_mode()
@@ -408,6 +443,11 @@ def answer(args):
             f"--explain {args.explain}: "
             f"{'a directory' if args.explain.is_dir() else 'its directory is missing'}"
         )
+    if args.out and (args.file is None or args.explain or args.json):
+        raise ValueError("--out is of a --file, without --explain and --json")
+    if args.out and (args.out.is_dir() or not args.out.parent.is_dir()):
+        why = "a directory" if args.out.is_dir() else "its directory is missing"
+        raise ValueError(f"--out {args.out}: {why}")
     device, _ = choose_device(args.device, "float32")
     bert, head, config = load_run(args.run, device, model=args.model, task=args.task)
     if args.explain and config["stage"] != "fusion":
@@ -420,7 +460,8 @@ def answer(args):
         rows = read_inputs(args.file, config, choices)
     else:
         rows = [
-            (1, as_candidates(config, choices, as_row(config, choices, args.texts, args.choices)))
+            (1, as_candidates(config, choices, row), row)
+            for row in [as_row(config, choices, args.texts, args.choices)]
         ]
     if args.explain and len(rows) > MOST_EXPLAINED:
         raise ValueError(f"--explain takes at most {MOST_EXPLAINED} inputs, there are {len(rows)}")
@@ -430,10 +471,10 @@ def answer(args):
         config["labels"],
         [letter for letter, _ in zip(cycle(ascii_letters), config["adapters"], strict=False)],
     )
-    inputs = [candidates for _, candidates in rows]
-    cut, examples, lines = 0, [], []
+    inputs = [candidates for _, candidates, _ in rows]
+    cut, examples, lines, best_labels = 0, [], [], []
     say = lines.append if args.explain else print  # with a page, lines wait until it is written
-    for (number, candidates), (probabilities, encodings) in zip(
+    for (number, candidates, _), (probabilities, encodings) in zip(
         rows, predictions(bert, head, tokenizer, inputs), strict=True
     ):
         best = int(np.argmax(probabilities))
@@ -444,7 +485,10 @@ def answer(args):
             "truncated": any(encoding.overflowing for encoding in encodings),
         }
         cut += result["truncated"]
+        best_labels.append(best)
         text = joined(candidates[best if choices else 0])
+        if args.out:
+            continue
         if args.json:
             say(json.dumps({"line": number} | result if args.file else result))
         else:
@@ -472,6 +516,9 @@ def answer(args):
         )
         args.explain.write_text(text, encoding="utf-8")
         print("\n".join(lines if args.json else [*lines, f"{args.explain}: the same as a page"]))
+    if args.out:
+        write_submission(args.out, config, rows, best_labels)
+        print(f"{args.out}: {len(rows)} predictions")
     if cut and not args.json:
         print(
             f"note: {cut} of {len(rows)} inputs were cut to {config['max_length']} tokens, as "
@@ -489,7 +536,10 @@ def main(argv=None):
     parser.add_argument(
         "--choices", nargs="+", default=[], help="the options of a multiple-choice task"
     )
-    parser.add_argument("--file", help=".jsonl or .tsv in the task's columns, or - for stdin")
+    parser.add_argument("--file", help="a file that training reads, or - for stdin")
+    parser.add_argument(
+        "--out", type=Path, help="write index and prediction of a --file, as GLUE's server takes it"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument(
         "--explain", type=Path, metavar="PAGE.html", help="which adapter spoke; fusion runs only"

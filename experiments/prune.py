@@ -20,6 +20,7 @@ nothing is trained again.
 import csv
 import hashlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -45,6 +46,7 @@ from fusion import fusions, save_fusion  # noqa: E402
 from runtime.directory import resolved  # noqa: E402
 from runtime.options import Parser
 from runtime.processes import choose_device  # noqa: E402
+from runtime.scores import accuracy as accuracy_of  # noqa: E402
 from train import eval_batch_size, evaluate  # noqa: E402
 from variants.folding import fold  # noqa: E402
 from variants.masking import mask  # noqa: E402
@@ -108,7 +110,7 @@ def measure(bert, head, config, task, split, settings, dtype):
     rows = []
     for kept in settings:
         let_speak(bert, modules, kept)
-        labels, predictions, loss = evaluate(
+        labels, predictions, _ = evaluate(
             bert,
             head,
             task,
@@ -116,13 +118,7 @@ def measure(bert, head, config, task, split, settings, dtype):
             eval_batch_size(config["batch_size"], config["grad_accumulation"]),
             dtype,
         )
-        rows.append(
-            {
-                "accuracy": (labels == predictions).sum().item() / len(labels),
-                "speed": [],
-                "folded": [],
-            }
-        )
+        rows.append({"accuracy": accuracy_of(labels, predictions), "speed": [], "folded": []})
     size = min(SPEED_BATCH, len(split))
     middle = next(
         islice(batches(split, size, bert.config.pad_token_id), len(split) // size // 2, None)
@@ -202,12 +198,24 @@ def write_csv(rows, path):
             )
 
 
-def draw(rows, keep, title, path):
-    """Accuracy, and speed-up over the whole run, by k."""
+def draw(rows, keep, examples, title, path):
+    """Accuracy, and speed-up over the whole run, by k. The bars of the accuracy are the standard
+    error of a share of so many examples, those of the speed-up its smallest and largest value."""
     whole, rows = rows[0], [row for row in rows if row["left_out"] == rows[-1]["left_out"]]
     figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(6, 5.5), layout="constrained")
     ks = [row["k"] for row in rows]
-    above.plot(ks, [100 * row["accuracy"] for row in rows], "o-", color="black", markersize=4)
+    shares = [row["accuracy"] for row in rows]
+    errors = [100 * math.sqrt(share * (1 - share) / examples) for share in shares]
+    above.errorbar(
+        ks,
+        [100 * share for share in shares],
+        errors,
+        fmt="o-",
+        color="black",
+        markersize=4,
+        linewidth=1,
+        capsize=2,
+    )
     above.axhline(
         100 * whole["accuracy"],
         color="0.5",
@@ -215,7 +223,7 @@ def draw(rows, keep, title, path):
         linestyle=":",
         label=f"all {whole['k']} in all layers",
     )
-    above.set_ylabel("accuracy, %")
+    above.set_ylabel(f"accuracy, % (± standard error,\n{examples:,} dev examples)")
     above.legend(fontsize=8)
     for form, label, line in (("folded", "folded", "o-"), ("speed", "not folded", "s--")):
         colour = "black" if form == "folded" else "0.5"
@@ -405,16 +413,24 @@ def prune(args):
             eval_batch_size(config["batch_size"], config["grad_accumulation"]),
             dtype,
         )
-        accuracy = (labels == predictions).sum().item() / len(labels)
+        scores = {name: score(labels, predictions) for name, score in task.scores.items()}
+        accuracy = scores["accuracy"]
         metrics |= {
             "model": config["model"],
-            "accuracy": accuracy,
+            **scores,
+            "dev_loss": loss,
             "dev_examples": len(labels),
             "out": str(args.out),
         }
         write_json(temporary / "metrics.json", metrics)
         write_csv(rows, temporary / "prune.csv")
-        draw(rows, keep, f"{args.run.resolve().name}: {N} adapters", temporary / "prune.png")
+        draw(
+            rows,
+            keep,
+            len(split),
+            f"{args.run.resolve().name}: {N} adapters",
+            temporary / "prune.png",
+        )
         temporary.rename(args.out)
     finally:
         if temporary.is_dir():

@@ -57,6 +57,20 @@ def arguments(argv, stages, adapters, fusions):
         help="directory with TASK/train.jsonl and TASK/validation.jsonl; without it: the hub",
     )
     add(
+        "--columns",
+        nargs="+",
+        default=[],
+        dest="renamed",
+        metavar="COLUMN=NAME",
+        help="what the files call the columns: text_a=premise text_b=hypothesis label=gold",
+    )
+    add(
+        "--dev-fraction",
+        type=float,
+        help="hold this share of the training examples out for development, where --data-dir has "
+        "no file for it; the same ones for every seed",
+    )
+    add(
         "--out",
         help="run directory; default runs/TASK, runs/fusion-TASK (likewise head, full), "
         "runs/multitask",
@@ -198,10 +212,24 @@ def arguments(argv, stages, adapters, fusions):
     args.patience = (args.epochs if multitask else 5) if args.patience is None else args.patience
     prefix = "" if args.stage == "adapter" else f"{args.stage}-"
     args.adapter_config = dict(map(as_field, args.adapter_config))
+    args.renamed = as_columns(args.renamed)
     args.out = Path(args.out or ("runs/multitask" if multitask else f"runs/{prefix}{args.task}"))
     args.task, args.tasks = args.task or ",".join(args.tasks), args.tasks or [args.task]
     args.command = shlex.join(["train.py", *(sys.argv[1:] if argv is None else argv)])
     return args
+
+
+def as_columns(words):
+    """["label=gold"] -> {"label": "gold"}. Raises ValueError for another form, or a name that is
+    there twice."""
+    pairs = [word.partition("=") for word in words]
+    for word, (ours, _, theirs) in zip(words, pairs, strict=True):
+        if not ours or not theirs:
+            raise ValueError(f"--columns takes COLUMN=NAME, not {word!r:.50}")
+    for names in zip(*((ours, theirs) for ours, _, theirs in pairs), strict=True):
+        if len(set(names)) < len(names):
+            raise ValueError("--columns has a name twice")
+    return {ours: theirs for ours, _, theirs in pairs}
 
 
 def check_seeds(option, seeds):
@@ -247,6 +275,8 @@ def check(args, adapters):
             "steps_per_epoch",
         ],
     )
+    if args.dev_fraction is not None and not 0 < args.dev_fraction < 1:
+        raise ValueError(f"--dev-fraction must be between 0 and 1, not {args.dev_fraction}")
     if not 0 < args.lr < math.inf:
         raise ValueError(f"--lr must be a positive number, not {args.lr}")
     if not 0 <= args.warmup < 1:
