@@ -9,6 +9,11 @@ Prints accuracy, and of each class precision, recall and its row of the confusio
 line is one JSON object. What is not given is as it was in the run's training. It writes nothing.
 """
 
+if __name__ == "__main__":
+    from runtime.command import announce
+
+    announce("evaluate.py")
+
 import argparse
 import json
 import sys
@@ -19,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from experiments.load_run import cast, load_run, load_run_split
+from runtime.command import hear_interrupts
 from runtime.options import Parser, check_counts
 from runtime.processes import out_of_memory
 from train import eval_batch_size, evaluate
@@ -176,4 +182,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    hear_interrupts()
     main()

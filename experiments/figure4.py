@@ -14,6 +14,11 @@ Whether a target gains from fusion needs the accuracy of its single adapter: of 
 `train.py` puts it.
 """
 
+if __name__ == "__main__":
+    from runtime.command import announce
+
+    announce("figure4.py")
+
 import csv
 import math
 import sys
@@ -30,6 +35,7 @@ from data import batches, length_groups  # noqa: E402
 from experiments.load_run import load_run, load_run_split  # noqa: E402
 from formats.files import read_json  # noqa: E402
 from fusion import fusion_weights  # noqa: E402
+from runtime.command import hear_interrupts
 from runtime.options import Parser
 from runtime.processes import choose_device  # noqa: E402
 
@@ -390,4 +396,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    hear_interrupts()
     main()

@@ -8,14 +8,21 @@
     python -m experiments.predict runs/fusion-rte "It rains." "It is wet." --explain page.html
 
 A file is what training reads, .jsonl, .json, .csv, .tsv or .parquet, and has the columns of the
-task's training data; the label may be missing, or hidden (-1). On stdin a line is a JSON object, or texts with tabs between. --json prints
-one object a line: label, probability, all probabilities, and whether the text was longer than in
-training and therefore cut.
+task's training data; the label may be missing, or hidden (-1). On stdin a line is a JSON object, or
+texts with tabs between. --json prints one object a line: label, probability, all probabilities, and
+whether the text was longer than in training and therefore cut.
 
 --explain, for fusion runs: the weights of every adapter for every token at every layer, as a table
 on the terminal (the strongest adapter's letter and its weight in %), and as one HTML page with a
 slider over the layers. The page needs nothing but itself; page.html#layer=3 opens at layer 3.
 """
+
+if __name__ == "__main__":
+    import sys
+
+    from runtime.command import announce
+
+    announce("predict.py", sys.stderr)  # stdout is the predictions'
 
 import csv
 import json

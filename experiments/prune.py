@@ -17,6 +17,11 @@ in which it was pruned, one that was pruned everywhere is gone. Q, K and V stay 
 nothing is trained again.
 """
 
+if __name__ == "__main__":
+    from runtime.command import announce
+
+    announce("prune.py")
+
 import csv
 import hashlib
 import json
@@ -43,6 +48,7 @@ from experiments.figure4 import average, inputs_of  # noqa: E402
 from experiments.load_run import cast, load_run, load_run_split  # noqa: E402
 from formats.files import read_json, write_json  # noqa: E402
 from fusion import fusions, save_fusion  # noqa: E402
+from runtime.command import hear_interrupts
 from runtime.directory import resolved  # noqa: E402
 from runtime.options import Parser
 from runtime.processes import choose_device  # noqa: E402
@@ -493,4 +499,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    hear_interrupts()
     main()

@@ -10,6 +10,11 @@ AdapterHub's library. It names no path of this machine: an encoder that was a lo
 called by that directory's name, unless --encoder gives its hub id.
 """
 
+if __name__ == "__main__":
+    from runtime.command import announce
+
+    announce("publish.py")
+
 import json
 import os
 import shutil

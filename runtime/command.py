@@ -7,11 +7,14 @@ import sys
 
 
 def announce(name, stream=None):
-    """The first line of a command, before its imports. Ctrl-C during them ends it in one line."""
+    """The first line of a command, before its imports. Ctrl-C during them ends it in one line. On
+    stderr, which is for errors, it is for a terminal alone."""
     signal.signal(signal.SIGINT, lambda *_: leave(name, "interrupted", 130))
-    # of torchrun's processes the first speaks for all
-    if int(os.environ.get("RANK", 0)) == 0 and not {"-h", "--help"} & {*sys.argv[1:]}:
-        print(f"{name}: loading PyTorch", file=stream or sys.stdout, flush=True)
+    stream = stream or sys.stdout
+    first = int(os.environ.get("RANK", 0)) == 0  # of torchrun's processes, speaks for all
+    heard = stream is sys.stdout or stream.isatty()
+    if first and heard and not {"-h", "--help"} & {*sys.argv[1:]}:
+        print(f"{name}: loading PyTorch", file=stream, flush=True)
 
 
 def leave(name, message, status):
@@ -19,6 +22,12 @@ def leave(name, message, status):
     print(f"{name}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
     sys.stdout.flush()
     os._exit(status)
+
+
+def hear_interrupts():
+    """Ctrl-C raises KeyboardInterrupt again, after `announce`."""
+    if callable(signal.getsignal(signal.SIGINT)):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def run_command(name, main, argv=None):
@@ -29,8 +38,7 @@ def run_command(name, main, argv=None):
     rank = int(os.environ.get("RANK", 0)) if dist.is_torchelastic_launched() else 0
     if rank > 0:
         sys.stdout = open(os.devnull, "w")  # the first process prints for all
-    if callable(signal.getsignal(signal.SIGINT)):
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # KeyboardInterrupt, from here on
+    hear_interrupts()
     try:
         print(json.dumps(main(argv)))
         return

@@ -28,14 +28,46 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
+STAGE_HELP = {
+    "adapter": "stage 1: a new adapter and head on a frozen encoder",
+    "fusion": "stage 2: a new fusion over --adapters, which stay frozen, and a head",
+    "head": "baseline: the head alone",
+    "full": "baseline: all weights of the encoder, and the head",
+    "multitask": "baseline: encoder, an adapter and a head for each of --tasks, together",
+}
+
+EXAMPLES = """examples:
+  python train.py --stage adapter --task rte --data-dir data
+  python train.py --stage fusion --task rte --data-dir data --adapters runs/mnli runs/qqp runs/rte
+  python train.py --stage adapter --task mine --data-dir data --dev-fraction 0.1 \\
+      --columns text_a=review label=stars --seeds 0 1 2
+"""
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Names the default of every option whose text does not speak of one."""
+
+    def _get_help_string(self, action):
+        text = action.help or ""
+        plain = isinstance(action.default, (int, float, str)) and action.default is not False
+        if plain and action.default != argparse.SUPPRESS and "default" not in text:
+            return f"{text}{'; ' * bool(text)}default {action.default}".replace("%", "%%")
+        return text
+
+
 def arguments(argv, stages, adapters, fusions):
     """
     The options as a namespace. stages: {name: (default learning rate, default epochs)}; adapters,
     fusions: names of kinds. Raises ValueError for what cannot be parsed.
     """
-    parser = Parser(description="Trains one stage of AdapterFusion on one task.")
+    parser = Parser(
+        description="Trains one stage of AdapterFusion on one task.\n\n"
+        + "\n".join(f"  {name:10} {what}" for name, what in STAGE_HELP.items()),
+        epilog=EXAMPLES,
+        formatter_class=Help,
+    )
     add = parser.add_argument
-    add("--stage", required=True, choices=list(stages))
+    add("--stage", required=True, choices=list(stages), help="see above")
     add("--task", help="one of the paper's 16 tasks, or your own in --data-dir")
     add("--tasks", nargs="+", default=[], help="multitask: all of them")
     add(
@@ -97,8 +129,8 @@ def arguments(argv, stages, adapters, fusions):
     )
     add(
         "--score",
-        help="what chooses the best epoch; default accuracy, or the first score of another "
-        "kind of task",
+        help="what chooses the best epoch: macro_f1, matthews, f1 of two classes; default accuracy, "
+        "or the first score of another kind of task",
     )
     add(
         "--epochs",
@@ -131,7 +163,11 @@ def arguments(argv, stages, adapters, fusions):
         default=1,
         help="run a batch in so many parts: less memory, the same gradients",
     )
-    add("--max-length", type=int, help="tokens per candidate; default by task")
+    add(
+        "--max-length",
+        type=int,
+        help="tokens per candidate; default 128, for texts of paragraphs 256 or 384",
+    )
     add(
         "--patience",
         type=int,
@@ -150,7 +186,11 @@ def arguments(argv, stages, adapters, fusions):
         nargs="+",
         help="a run for each of them, in OUT/seed-N; at the end their mean and sample deviation",
     )
-    add("--limit-train", type=int, help="train on so many examples, drawn with the seed")
+    add(
+        "--limit-train",
+        type=int,
+        help="train on so many examples, drawn with the seed; default: all",
+    )
     add(
         "--limit-dev",
         type=int,
@@ -161,7 +201,7 @@ def arguments(argv, stages, adapters, fusions):
         action="store_true",
         help="refuse data with other row counts than the paper's",
     )
-    add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
+    add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="auto: the best")
     add(
         "--dtype",
         default="auto",

@@ -317,8 +317,8 @@ for value, say in [
         change=link("loop", "loop"),
     )
 
-case("bert.py without arguments", "usage", command="bert.py")
-case("bert.py with an option", "usage", "--model", command="bert.py")
+case("bert.py without arguments", "SOURCE", command="bert.py")
+case("bert.py with an option", "SOURCE", "--model", command="bert.py")
 case("bert.py: a text that is none", "codec", "model", "a\udcff", command="bert.py")
 for value in ("a\0b", LONG, "a\nb", "loop", "/dev/zero", "model/config.json"):
     case(
