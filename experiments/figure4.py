@@ -84,10 +84,35 @@ def spread(weights):
     return torch.special.entr(weights).sum().item() / math.log(max(2, len(weights)))
 
 
+SAME = ("model", "data_sha256", "dev_examples")  # what a run and its baseline must agree on
+
+
+def differs(run, baseline):
+    """What a baseline has otherwise than a fusion, in words, or None. data_sha256 holds the
+    training examples, too, which --limit-train draws with the seed: only runs of one seed can agree
+    on it."""
+    ours, theirs = read_json(run / "config.json"), read_json(baseline / "config.json")
+    names = {
+        "model": "encoder",
+        "dev_examples": "development examples",
+        "data_sha256": "data, or tokens of them,",
+    }
+    for name in SAME:
+        drawn = ours.get("seed") != theirs.get("seed") and ours.get("limit_train")
+        if name == "data_sha256" and drawn:
+            continue
+        if ours.get(name) != theirs.get(name):
+            values = "" if name == "data_sha256" else f": {theirs.get(name)}, not {ours.get(name)}"
+            return f"other {names[name]} than {run}{values}"
+    return None
+
+
 def find_baselines(runs, given):
     """{task: mean dev accuracy of the single adapters}. Raises ValueError or OSError for a `given`
-    run that is not one."""
+    run that is not one, or that differs from the fusion in encoder, data or number of development
+    examples; a run beside the fusion's that differs is passed over."""
     found = {}
+    tasks = [(run, read_json(run / "metrics.json").get("task")) for run in runs]
     for directory in given:
         if not (directory / "metrics.json").is_file():
             raise FileNotFoundError(
@@ -98,6 +123,9 @@ def find_baselines(runs, given):
             raise ValueError(
                 f"--baseline {directory} is of --stage {metrics.get('stage')}, not a single adapter"
             )
+        for run in [run for run, task in tasks if task == metrics.get("task")]:
+            if (why := differs(run, directory)) is not None:
+                raise ValueError(f"--baseline {directory} has {why}: they cannot be compared")
         found.setdefault(metrics["task"], []).append(metrics["accuracy"])
     for run in runs:
         task = read_json(run / "metrics.json")["task"]
@@ -106,6 +134,7 @@ def find_baselines(runs, given):
             task not in found
             and beside.is_file()
             and (metrics := read_json(beside)).get("stage") == "adapter"
+            and differs(run, beside.parent) is None
         ):
             found[task] = [metrics["accuracy"]]
     return {task: sum(accuracies) / len(accuracies) for task, accuracies in found.items()}
@@ -221,8 +250,7 @@ def describe(label, names, weights, task, metrics, baseline):
         )
         lines.append(
             f"  its own ({task}) is the strongest in: {where}; mean weight {mean[own]:.3f}, "
-            "even would be "
-            f"{1 / len(names):.3f}"
+            f"{len(names) * mean[own]:.2f} of an even one (1/{len(names)})"
         )
     else:
         lines.append(f"  no adapter of its own task ({task}) is among them")
@@ -258,16 +286,25 @@ def last_layer(targets):
 
 
 def own_adapters(targets):
-    """Do tasks that do not gain prefer their own adapter?"""
+    """Do tasks that do not gain prefer their own adapter? Its weight counts in units of 1/N, what
+    an even mixture would give it. Fusions of another number of adapters, or of another encoder, are
+    not compared with each other."""
+    kinds = {(len(names), metrics.get("model")) for _, names, _, _, metrics, _ in targets}
+    if len(kinds) > 1:
+        return (
+            "Tasks that do not gain prefer their own adapter: not compared, the fusions differ in "
+            "the number of adapters or in the encoder; draw those alone that agree."
+        )
     groups = {
         True: [],
         False: [],
-    }  # gains? -> [(share of layers where its own is the strongest, its mean weight)]
+    }  # gains? -> [(share of layers where its own is the strongest, its mean weight · N)]
     for _, names, weights, task, metrics, baseline in targets:
         if baseline is not None and task in names:
             s, own = torch.stack(list(weights.values())), names.index(task)
             share = (s.argmax(1) == own).double().mean().item()
-            groups[metrics["accuracy"] > baseline].append((share, s[:, own].mean().item()))
+            relative = len(names) * s[:, own].mean().item()
+            groups[metrics["accuracy"] > baseline].append((share, relative))
     start = "Tasks that do not gain prefer their own adapter: "
     if not groups[True] and not groups[False]:
         return (
@@ -282,7 +319,7 @@ def own_adapters(targets):
             parts.append(
                 f"{len(group)} with{'' if gains else 'out'} a gain: own adapter the strongest in "
                 f"{share} of the "
-                f"layers, its mean weight {own}"
+                f"layers, its mean weight {own} of an even one (1/N)"
             )
     if len(parts) == 1:
         return start + f"there is nothing to compare with; {parts[0]}."

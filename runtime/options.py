@@ -129,8 +129,8 @@ def arguments(argv, stages, adapters, fusions):
     )
     add(
         "--score",
-        help="what chooses the best epoch: macro_f1, matthews, f1 of two classes; default accuracy, "
-        "or the first score of another kind of task",
+        help="what chooses the best epoch: macro_f1, matthews, f1 of two classes; default "
+        "accuracy, or the first score of another kind of task",
     )
     add(
         "--epochs",
