@@ -84,7 +84,7 @@ def as_row(config, choices, texts, options):
 def as_candidates(config, choices, row):
     """A row -> [(text_a, text_b or None)], checked as in training. Raises ValueError for a column
     that is missing or wrong."""
-    named = {ours: row[name] for ours, name in config["renamed"].items() if name in row}
+    named = {ours: row[name] for ours, name in config.get("renamed", {}).items() if name in row}
     row = {**row, **named}
     if config["task"] in TASKS:
         task = TASKS[config["task"]]
