@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import train
 from bert import Bert
-from conftest import dev_batches
+from conftest import command_line, dev_batches
 from experiments.load_run import load_run
 from variants.multitask import task_probabilities
 
@@ -258,7 +258,7 @@ WRONG = {
 @pytest.mark.parametrize("arguments, text", WRONG.values(), ids=WRONG)
 def test_wrong_arguments(arguments, text, encoder, data_dir, tmp_path, capsys):
     with pytest.raises(SystemExit) as e:
-        train.main(
+        command_line(
             [
                 *arguments,
                 "--model",
