@@ -354,7 +354,9 @@ def test_each_task_has_its_own_length(launch, encoder, data_dir, tmp_path, monke
     monkeypatch.setattr(
         train,
         "get_task",
-        lambda name, *rest: replace(get_task(name, *rest), max_length=lengths[name]),
+        lambda name, *rest, **given: replace(
+            get_task(name, *rest, **given), max_length=lengths[name]
+        ),
     )
     monkeypatch.setattr(train, "load_split", spy)
     out = tmp_path / "run"
