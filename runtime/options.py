@@ -458,7 +458,7 @@ def choose_score(args, scores):
     ValueError."""
     known = [name for name in scores[0] if all(name in other for other in scores)]
     if args.score is not None and args.score not in known:
-        raise ValueError(f"--score {args.score}: there is {', '.join(known)}")
+        raise ValueError(f"--score {args.score}: {args.tasks[0]} has {', '.join(known)}")
     args.score = args.score or known[0]
 
 

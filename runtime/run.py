@@ -154,7 +154,6 @@ class Run:
             for p in self.trained.values():
                 dist.broadcast(p.detach(), 0)
         self.model = model
-        self.announce(model)
         return model
 
     def announce(self, model):
@@ -190,6 +189,7 @@ class Run:
         FloatingPointError for a loss that is not finite; after a finished epoch it waits until
         `finish` has kept that.
         """
+        self.announce(model)
         self.signals = []
         handlers = {
             number: signal.signal(number, lambda number, _: self.signals.append(number))
@@ -328,7 +328,7 @@ class Run:
         """A row of the table of epochs; over the first one stand the names of the columns."""
         columns = ["epoch", "loss", *(name for name in line if name.startswith("dev_"))]
         columns += ["examples_per_second", "seconds"]
-        titles = [name.replace("_per_", "/").replace("_", " ") for name in columns]
+        titles = [name.replace("_per_second", "/s").replace("_", " ") for name in columns]
         if not self.headed:
             self.say("  ".join(f"{title:>8}" for title in titles))
             self.headed = True
