@@ -142,7 +142,7 @@ def test_help_names_defaults_and_ends_with_examples(capsys):
         "default 300 for each task",
         "default annealed",
         "default 32",
-        "default 0.0",
+        "else 0",
         "default 16.0",
     ):
         assert words in " ".join(text.split())
