@@ -34,20 +34,17 @@ from formats.rows import (
     naming_line,
     read_file,
     read_split,
+    rename,
     select_columns,
 )
-
-
-def accuracy(labels, predictions):
-    """The share of examples that are right, 0 to 1; labels, predictions: [examples]"""
-    return (labels == predictions).sum().item() / len(labels)
+from runtime.scores import CLASS_SCORES, accuracy
 
 
 class Classes:
     """A kind of task: one of K labels for each example. Its functions are not bound to a task."""
 
     dtype = torch.long  # of labels and predictions
-    scores = {"accuracy": accuracy}  # the first one chooses the best epoch, unless --score does
+    scores = CLASS_SCORES  # the first one chooses the best epoch, unless --score does
 
     def head(labels):
         """AdapterHub's fields of the prediction head"""
@@ -75,11 +72,17 @@ class Classes:
             indices = map(str, range(len(labels)))
             if task.source is not None and not labels[0].isdigit() and text in indices:
                 return int(text)  # the hub's integers
+        if text == "-1":
+            raise ValueError(
+                "the label is hidden (-1): experiments.predict --out writes a submission"
+            )
         raise ValueError(f"label {value!r:.100} is not one of {', '.join(task.labels):.200}")
 
 
 class Choices(Classes):
     """Multiple choice: task.labels are the candidates, each of them scored by itself."""
+
+    scores = {"accuracy": accuracy}  # the first and the second choice are no classes
 
     def head(labels):
         return {"head_type": "multiple_choice", "num_choices": len(labels)}
@@ -107,6 +110,7 @@ class Task:
     hub_sizes: tuple = ()  # rows of the hub's copy, if they are others
     aliases: dict = field(default_factory=dict)  # other names of columns and labels in other copies
     revision: str | None = None
+    renamed: dict = field(default_factory=dict)  # --columns: {our name of a column: the file's}
     kind: type = Classes
     name: str = ""
 
@@ -114,6 +118,12 @@ class Task:
     def choices(self):
         """Whether it is multiple choice."""
         return issubclass(self.kind, Choices)
+
+    @property
+    def scores(self):
+        """{name: function(labels, predictions)} of its kind, the F1 of one class only for two."""
+        two = len(self.labels) == 2
+        return {name: score for name, score in self.kind.scores.items() if two or name != "f1"}
 
 
 def fill_blank(sentence, *options):
@@ -159,32 +169,34 @@ TASKS = {
 }
 
 
-def get_task(name, data_dir=None, labels=None, split="train"):
+def get_task(name, data_dir=None, labels=None, split="train", columns=None):
     """
     The paper's task of that name, or your own: any other name, with data in `data_dir`/NAME.
 
     labels: those of an earlier run of your own task; otherwise they are read from the file of
-    `split`. Raises ValueError for an unknown task, FileNotFoundError for a missing directory.
+    `split`. columns: {column: its name in the files}. Raises ValueError for an unknown task,
+    FileNotFoundError for a missing directory.
     """
     if data_dir is not None and not Path(data_dir).is_dir():
         raise FileNotFoundError(f"--data-dir {data_dir} is not a directory")
     if name in TASKS:
-        return replace(TASKS[name], name=name)
+        return replace(TASKS[name], name=name, renamed=columns or {})
     if not has_task(data_dir, name):
         near = difflib.get_close_matches(name, TASKS, 1)
         hint = f"did you mean {near[0]!r}?" if near else f"the paper's are {', '.join(TASKS)};"
         own = f"{data_dir}/{name}" if data_dir else "--data-dir DIR with DIR/TASK/train.jsonl"
         raise ValueError(f"unknown task {name!r}: {hint} your own task needs {own}")
-    return own_task(name, data_dir, labels, split)
+    return replace(own_task(name, data_dir, labels, split, columns), renamed=columns or {})
 
 
-def own_task(name, data_dir, labels, split):
+def own_task(name, data_dir, labels, split, columns):
     """
     Your own task. Columns `text_a`, `text_b` (optional) and `label` (strings or integers, their
     sorted values are the classes), or `choices` (a list of texts, the same number in every row),
     `label` (the index of the right one, from 0) and optionally `text_a`.
     """
     path, rows = read_file(Path(data_dir) / name, name, split)
+    rows = rename(rows, columns)
     if "choices" in rows.column_names:
         columns = ("text_a", "choices") if "text_a" in rows.column_names else ("choices",)
         labels = tuple(str(i) for i in range(count_choices(path, rows)))
@@ -210,19 +222,24 @@ def example(task, row):
     return candidates, task.kind.label(task, row[task.label])
 
 
-def load_split(task, split, tokenizer, data_dir=None, limit=None, seed=0, strict=False):
+def load_split(
+    task, split, tokenizer, data_dir=None, limit=None, seed=0, strict=False, dev_fraction=None
+):
     """
     One split, tokenised: a datasets.Dataset with `input_ids` and `token_type_ids` (for every
     candidate a list of ids), `label`, and `length` (tokens of the longest candidate). The revision
     that was loaded is in `info.description`. Tokenising runs on all cores and is cached.
 
-    limit: keep that many examples, drawn with `seed`. strict: a row count unlike the task's is an
-    error, not a warning. Raises FileNotFoundError without the data, ValueError naming file and line
-    for a row that does not fit.
+    limit: keep that many examples, drawn with `seed`. dev_fraction: the part of the training file
+    that is the validation split, where there is no file of it. strict: a row count unlike the
+    task's is an error, not a warning. Raises FileNotFoundError without the data, ValueError naming
+    file and line for a row that does not fit.
     """
-    where, rows, order, revision = read_split(task, split, data_dir)
-    rows = select_columns(where, rows, [*task.columns, task.label], task.aliases)
-    check_size(where, len(rows), task, split, strict)
+    where, rows, order, revision = read_split(task, split, data_dir, dev_fraction)
+    rows = rename(rows, task.renamed)
+    rows = select_columns(where, rows, [task.label, *task.columns], task.aliases)
+    if dev_fraction is None:
+        check_size(where, len(rows), task, split, strict)
     if limit is not None and limit < len(rows):
         some = np.random.default_rng(seed).permutation(len(rows))[:limit]
         rows, order = rows.select(some), order[some]

@@ -11,15 +11,16 @@ directory holds the best epoch in AdapterHub's files, and is all that `load_run`
 besides the encoder. `torchrun --nproc_per_node=G train.py ...` computes the same on G devices.
 """
 
-import json
+if __name__ == "__main__":  # the first line comes before torch, which takes seconds
+    from runtime.command import announce
+
+    announce("train.py")
+
 import math
-import os
 import shutil
-import sys
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import variants.houlsby  # noqa: F401  (kinds of adapters: --adapter-config layer_norms=true,
@@ -41,9 +42,11 @@ from formats.files import write_json
 from formats.tokenizer import TOKENIZER_FILES, load_tokenizer
 from fusion import FUSIONS, add_fusion, fusion_regularization, save_fusion
 from runtime import options
+from runtime.command import run_command
 from runtime.directory import check_idle
 from runtime.processes import all_reduce, choose_device, processes
-from runtime.run import describe_data, describe_machine, open_run
+from runtime.run import describe_data, describe_machine, open_run, progress
+from runtime.seeds import each_seed
 from variants.masking import check_subset, mask, mask_all_but
 from variants.multitask import multitask_batches
 
@@ -123,22 +126,25 @@ def predict(bert, head, batch, dtype):
 
 @torch.inference_mode()
 def evaluate(bert, head, task, split, batch_size, dtype):
-    """(labels, predictions) of a split, [examples] each, in the order of `batches`. Leaves bert
-    and head in eval mode. Raises FloatingPointError for logits that are not finite."""
+    """(labels, predictions, mean loss) of a split, [examples] each, in the order of `batches`.
+    Leaves bert and head in eval mode. Raises FloatingPointError for logits that are not finite."""
     rank, world = processes()
     bert.eval(), head.eval()
-    size, pairs = batch_size * world, torch.zeros(2, len(split), dtype=torch.float64)
-    for i, batch in enumerate(
-        batches(split, size, bert.config.pad_token_id, rank=rank, world=world)
-    ):
+    size, rows = batch_size * world, torch.zeros(3, len(split), dtype=torch.float64)
+    parts = batches(split, size, bert.config.pad_token_id, rank=rank, world=world)
+    total = math.ceil(len(split) / size)
+    for i, batch in enumerate(progress(parts, f"evaluating {task.name}", total)):
         logits = predict(bert, head, batch, dtype)
         predictions = task.kind.predict(logits).double().where(logits.isfinite().all(-1), math.nan)
         here = slice(i * size + rank, (i + 1) * size, world)
-        pairs[:, here] = torch.stack([batch["labels"].double(), predictions.cpu()])
-    labels, predictions = all_reduce(pairs)  # elsewhere each process has zeros
+        loss = task.kind.loss(logits.cpu(), batch["labels"])  # the mean of the batch
+        rows[:, here] = torch.stack(
+            [batch["labels"].double(), predictions.cpu(), loss.double().expand(len(predictions))]
+        )
+    labels, predictions, losses = all_reduce(rows)  # elsewhere each process has zeros
     if predictions.isnan().any():
         raise FloatingPointError("the model's outputs are not finite")
-    return labels.to(task.kind.dtype), predictions.to(task.kind.dtype)
+    return labels.to(task.kind.dtype), predictions.to(task.kind.dtype), losses.mean().item()
 
 
 class Model(nn.Module):
@@ -202,10 +208,9 @@ def evaluate_all(bert, heads, tasks, splits, args, dtype):
     for task, head, split in zip(tasks, heads, splits, strict=True):
         if args.stage == "multitask" and args.adapter != "none":
             set_active(bert, task.name)
-        labels, predictions = evaluate(bert, head, task, split, size, dtype)
-        result[task.name] = {
-            name: score(labels, predictions) for name, score in task.kind.scores.items()
-        }
+        labels, predictions, loss = evaluate(bert, head, task, split, size, dtype)
+        scores = {name: score(labels, predictions) for name, score in task.scores.items()}
+        result[task.name] = {**scores, "loss": loss}
     bert.train(), heads.train()
     return result
 
@@ -221,18 +226,21 @@ def prepare(args):
     check(args)
     check_idle(args.out)
     device, dtype = choose_device(args.device, args.dtype)
-    tasks = [get_task(name, args.data_dir) for name in args.tasks]
-    options.choose_score(args, [task.kind.scores for task in tasks])
+    tasks = [get_task(name, args.data_dir, columns=args.renamed) for name in args.tasks]
+    options.choose_score(args, [task.scores for task in tasks])
     bert, heads, fused = build(args, tasks, device, dtype)
     sizes = bert.config.vocab_size, bert.config.type_vocab_size
     options.choose_lengths(args, tasks, bert.config.max_length)
     splits = {"train": [], "validation": []}
+    given = {"data_dir": args.data_dir, "strict": args.strict_data}
+    given["dev_fraction"] = args.dev_fraction
     for task in tasks:
         tokenizer = load_tokenizer(bert.directory, args.lengths[task.name], *sizes)
-        given = (tokenizer, args.data_dir)
-        train = load_split(task, "train", *given, args.limit_train, args.seed, args.strict_data)
+        train = load_split(
+            task, "train", tokenizer, limit=args.limit_train, seed=args.seed, **given
+        )
         splits["train"].append(train)
-        dev = load_split(task, "validation", *given, args.limit_dev, strict=args.strict_data)
+        dev = load_split(task, "validation", tokenizer, limit=args.limit_dev, **given)
         splits["validation"].append(dev)
     return tasks, bert, heads, fused, splits["train"], splits["validation"], device, dtype
 
@@ -314,32 +322,20 @@ def save(args, bert, heads, config):
 
 
 def main(argv=None):
-    rank = int(os.environ.get("RANK", 0)) if dist.is_torchelastic_launched() else 0
-    if rank > 0:
-        sys.stdout = open(os.devnull, "w")  # the first process prints for all
-    try:
-        args = arguments(argv)
-        if args.resume and (args.out / "metrics.json").exists():  # nothing is left to do
-            result = options.finished(args)
-            (args.out / "resume.pt").unlink(missing_ok=True)
-        else:
-            result = train(args)
-        print(json.dumps(result))
-        return
-    except (ValueError, OSError, FloatingPointError, MemoryError) as e:
-        status, message = 2, e
-        prints = rank == 0 or isinstance(e, MemoryError)  # which may be one process's alone
-    except KeyboardInterrupt:
-        kept = args.out and (args.out / "resume.pt").exists()
-        saved = f", continue with --resume --out {args.out}" if kept else ""
-        status, message, prints = 130, f"interrupted{saved}", rank == 0
-    if prints:
-        print(f"train.py: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
-    if dist.is_initialized():  # at once: gloo's threads and the interpreter may wait for each other
-        sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)
+    """What a command line says, from Python: main(["--stage", "adapter", "--task", "rte"]). Returns
+    the closing line's dictionary, and raises as `train` does."""
+    args = arguments(argv)
+    return each_seed(args, train_or_read) if args.seeds else train_or_read(args)
+
+
+def train_or_read(args):
+    """A finished run of the same command needs no training: --resume reads its result."""
+    if args.resume and (args.out / "metrics.json").exists():
+        result = options.finished(args)
+        (args.out / "resume.pt").unlink(missing_ok=True)
+        return result
+    return train(args)
 
 
 if __name__ == "__main__":
-    main()
+    run_command("train.py", main)

@@ -156,7 +156,7 @@ run("full-kind", "--stage", "full", "--task", "kind", "--model", RUNS / "full-li
 _, head, config = load_run(RUNS / "full-library")
 moved = Bert.from_pretrained(str(RUNS / "full-kind"))
 task, split = load_run_split(RUNS / "full-library", moved, config)
-labels, predictions = train.evaluate(moved, head, task, split, 64, torch.float32)
+labels, predictions, _ = train.evaluate(moved, head, task, split, 64, torch.float32)
 after = (labels == predictions).double().mean().item()
 print(
     f"`library` before the second task {100 * first['accuracy']:.1f} %, after it {100 * after:.1f} %;"

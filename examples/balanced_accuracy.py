@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from an
 
 import train
 from data import Classes
+from runtime.command import run_command
 
 
 def balanced_accuracy(labels, predictions):
@@ -24,4 +25,4 @@ def balanced_accuracy(labels, predictions):
 Classes.scores["balanced_accuracy"] = balanced_accuracy
 
 if __name__ == "__main__":
-    train.main()
+    run_command("balanced_accuracy.py", train.main)

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from an
 
 import train
 from adapter import activate, find_adapter, register
+from runtime.command import run_command
 
 
 @dataclass(frozen=True)
@@ -95,4 +96,4 @@ def merge(bert, name):
 register(LoRAConfig, "lora")
 
 if __name__ == "__main__":
-    train.main()
+    run_command("lora.py", train.main)

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from an
 
 import train
 from fusion import FUSIONS, Fusion
+from runtime.command import run_command
 
 
 class MeanFusion(Fusion):
@@ -53,4 +54,4 @@ class MeanOutputs(MeanFusion):
 FUSIONS |= {"mean": MeanFusion, "mean_outputs": MeanOutputs}
 
 if __name__ == "__main__":
-    train.main()
+    run_command("mean_fusion.py", train.main)

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from an
 import train
 from adapter import Adapter, register
 from formats.adapterhub import bottleneck_names
+from runtime.command import run_command
 
 
 @dataclass(frozen=True)
@@ -81,4 +82,4 @@ class ParallelAdapter(Adapter):
 register(ParallelConfig, "parallel")
 
 if __name__ == "__main__":
-    train.main()
+    run_command("parallel_adapter.py", train.main)

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from an
 
 import train
 from fusion import FUSIONS, Fusion
+from runtime.command import run_command
 
 
 class ScaledFusion(Fusion):
@@ -26,4 +27,4 @@ class ScaledFusion(Fusion):
 FUSIONS["scaled"] = ScaledFusion
 
 if __name__ == "__main__":
-    train.main()
+    run_command("scaled_fusion.py", train.main)

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from an
 
 import train
 from data import TASKS, Classes, Task
+from runtime.command import run_command
 
 
 def pearson(labels, predictions):
@@ -69,4 +70,4 @@ TASKS["sts_b"] = Task(
 )
 
 if __name__ == "__main__":
-    train.main()
+    run_command("sts_b.py", train.main)

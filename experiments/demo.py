@@ -11,6 +11,11 @@ library a sentence is from (`library`); whether it describes a function, a class
 Target: the last question on NumPy, with 150 training examples (`numpy_same`).
 """
 
+if __name__ == "__main__":
+    from runtime.command import announce
+
+    announce("demo.py")
+
 import ast
 import hashlib
 import importlib.util

@@ -10,6 +10,11 @@ the last line is one JSON object. What is not given is as it was in the run's tr
 nothing.
 """
 
+if __name__ == "__main__":
+    from runtime.command import announce
+
+    announce("evaluate.py")
+
 import argparse
 import json
 import time
@@ -20,6 +25,7 @@ import torch.distributed as dist
 
 from experiments.command import errors_in_one_line
 from experiments.load_run import add_import, cast, load_run, load_run_split
+from runtime.command import hear_interrupts
 from runtime.options import Parser, check_counts
 from runtime.processes import out_of_memory
 from train import eval_batch_size, evaluate
@@ -70,9 +76,8 @@ def evaluate_run(args):
         raise ValueError("an evaluation is a single process: start it without torchrun")
     check_counts(args, ["max_length", "batch_size", "limit_dev"])
     started = time.monotonic()
-    task, labels, predictions, config = predict_split(args)
-    right = (labels == predictions).sum().item()
-    scores = {name: score(labels, predictions) for name, score in task.kind.scores.items()}
+    task, labels, predictions, loss, config = predict_split(args)
+    scores = {name: score(labels, predictions) for name, score in task.scores.items()}
     result = {
         "stage": "eval",
         "run": str(args.run),
@@ -82,6 +87,7 @@ def evaluate_run(args):
         "masked": args.mask,
         "examples": len(labels),
         **scores,
+        "loss": loss,
     }
     shown = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
     right = f"{len(labels)} examples"
@@ -108,7 +114,7 @@ def evaluate_run(args):
 
 
 def predict_split(args):
-    """(task, labels, predictions, the run's configuration)"""
+    """(task, labels, predictions, mean loss, the run's configuration)"""
     bert, head, config = load_run(args.run, model=args.model, task=args.task)
     if args.mask:
         mask(bert, args.mask)
@@ -128,12 +134,12 @@ def predict_split(args):
     device, dtype = cast(bert, head, config, args.device, args.dtype)
     size = args.batch_size or eval_batch_size(config["batch_size"], config["grad_accumulation"])
     try:
-        labels, predictions = evaluate(bert, head, task, examples, size, dtype)
+        labels, predictions, loss = evaluate(bert, head, task, examples, size, dtype)
     except RuntimeError as e:
         if not out_of_memory(e):
             raise
         raise MemoryError(f"{device} ran out of memory: try a --batch-size under {size}") from e
-    return task, labels, predictions, config
+    return task, labels, predictions, loss, config
 
 
 def per_class(labels, confusion):
@@ -179,4 +185,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    hear_interrupts()
     main()

@@ -14,6 +14,10 @@ Whether a target gains from fusion needs the accuracy of its single adapter: of 
 `train.py` puts it.
 """
 
+if __name__ == "__main__":
+    from runtime.command import announce
+
+    announce("figure4.py")
 import math
 from collections import Counter
 from pathlib import Path
@@ -28,6 +32,7 @@ from experiments.load_run import add_import, load_run, load_run_split
 from experiments.report import save_figure, write_csv
 from formats.files import read_json
 from fusion import fusion_weights
+from runtime.command import hear_interrupts
 from runtime.options import Parser
 from runtime.processes import choose_device
 
@@ -76,10 +81,35 @@ def spread(weights):
     return torch.special.entr(weights).sum().item() / math.log(max(2, len(weights)))
 
 
+SAME = ("model", "data_sha256", "dev_examples")  # what a run and its baseline must agree on
+
+
+def differs(run, baseline):
+    """What a baseline has otherwise than a fusion, in words, or None. data_sha256 holds the
+    training examples, too, which --limit-train draws with the seed: only runs of one seed can agree
+    on it."""
+    ours, theirs = read_json(run / "config.json"), read_json(baseline / "config.json")
+    names = {
+        "model": "encoder",
+        "dev_examples": "development examples",
+        "data_sha256": "data, or tokens of them,",
+    }
+    for name in SAME:
+        drawn = ours.get("seed") != theirs.get("seed") and ours.get("limit_train")
+        if name == "data_sha256" and drawn:
+            continue
+        if ours.get(name) != theirs.get(name):
+            values = "" if name == "data_sha256" else f": {theirs.get(name)}, not {ours.get(name)}"
+            return f"other {names[name]} than {run}{values}"
+    return None
+
+
 def find_baselines(runs, given):
     """{task: mean dev accuracy of the single adapters}. Raises ValueError or OSError for a `given`
-    run that is not one."""
+    run that is not one, or that differs from the fusion in encoder, data or number of development
+    examples; a run beside the fusion's that differs is passed over."""
     found = {}
+    tasks = [(run, read_json(run / "metrics.json").get("task")) for run in runs]
     for directory in given:
         if not (directory / "metrics.json").is_file():
             raise FileNotFoundError(
@@ -92,6 +122,9 @@ def find_baselines(runs, given):
             )
         if "accuracy" not in metrics:
             raise ValueError(f"--baseline {directory}: its task has no accuracy")
+        for run in [run for run, task in tasks if task == metrics.get("task")]:
+            if (why := differs(run, directory)) is not None:
+                raise ValueError(f"--baseline {directory} has {why}: they cannot be compared")
         found.setdefault(metrics["task"], []).append(metrics["accuracy"])
     for run in runs:
         task = read_json(run / "metrics.json")["task"]
@@ -101,6 +134,7 @@ def find_baselines(runs, given):
             and beside.is_file()
             and (metrics := read_json(beside)).get("stage") == "adapter"
             and "accuracy" in metrics
+            and differs(run, beside.parent) is None
         ):
             found[task] = [metrics["accuracy"]]
     return {task: sum(accuracies) / len(accuracies) for task, accuracies in found.items()}
@@ -211,7 +245,7 @@ def describe(label, names, weights, task, metrics, baseline):
         where = ", ".join(titles[slot] for slot, s in weights.items() if s.argmax() == own)
         lines.append(
             f"  its own ({task}) is the strongest in: {where or 'no layer'}; mean weight "
-            f"{mean[own]:.3f}, even would be {1 / len(names):.3f}"
+            f"{mean[own]:.3f}, {len(names) * mean[own]:.2f} of an even one (1/{len(names)})"
         )
     else:
         lines.append(f"  no adapter of its own task ({task}) is among them")
@@ -246,14 +280,23 @@ def last_layer(targets):
 
 
 def own_adapters(targets):
-    """A sentence: do tasks that do not gain prefer their own adapter?"""
-    # does it gain? -> [(share of layers where its own is the strongest, its mean weight)]
+    """A sentence: do tasks that do not gain prefer their own adapter? Its weight counts in units of
+    1/N, what an even mixture would give it. Fusions of another number of adapters, or of another
+    encoder, are not compared with each other."""
+    kinds = {(len(names), metrics.get("model")) for _, names, _, _, metrics, _ in targets}
+    if len(kinds) > 1:
+        return (
+            "Tasks that do not gain prefer their own adapter: not compared, the fusions differ in "
+            "the number of adapters or in the encoder; draw those alone that agree."
+        )
+    # does it gain? -> [(share of layers where its own is the strongest, its mean weight · N)]
     found = {True: [], False: []}
     for _, names, weights, task, metrics, baseline in targets:
         if baseline is not None and task in names:
             s, own = torch.stack(list(weights.values())), names.index(task)
             share = (s.argmax(1) == own).double().mean().item()
-            found[metrics["accuracy"] > baseline].append((share, s[:, own].mean().item()))
+            relative = len(names) * s[:, own].mean().item()
+            found[metrics["accuracy"] > baseline].append((share, relative))
     start = "Tasks that do not gain prefer their own adapter: "
     if not found[True] and not found[False]:
         return (
@@ -267,7 +310,7 @@ def own_adapters(targets):
             share, own = (mean_of(values) for values in zip(*of_tasks, strict=True))
             sentences.append(
                 f"{len(of_tasks)} with{'' if gains else 'out'} a gain: own adapter the strongest "
-                f"in {share} of the layers, its mean weight {own}"
+                f"in {share} of the layers, its mean weight {own} of an even one (1/N)"
             )
     if len(sentences) == 1:
         return start + f"there is nothing to compare with; {sentences[0]}."
@@ -371,4 +414,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    hear_interrupts()
     main()

@@ -98,6 +98,8 @@ def read_run_config(directory):
         "limit_dev": None,
         "columns": {},
         "kinds": {},
+        "renamed": {},
+        "dev_fraction": None,
     }
     config = {**defaults, **read_json(directory / "config.json")}
     stage, labels = config.get("stage"), config.get("labels")
@@ -115,6 +117,8 @@ def read_run_config(directory):
         "dtype": config.get("dtype") in ("float32", "bfloat16"),
         "data_dir": type(config["data_dir"]) in (str, type(None)),
         "kinds": type(config["kinds"]) is dict,
+        "renamed": type(config["renamed"]) is dict and is_texts([*config["renamed"].values()]),
+        "dev_fraction": type(config["dev_fraction"]) in (float, type(None)),
         "columns": type(config["columns"]) is dict
         and all(map(is_texts, config["columns"].values())),
         "max_length": bool(lengths) and all(type(n) is int and n > 0 for n in lengths),
@@ -186,8 +190,12 @@ def load_run_split(
     data_dir, max_length = data_dir or config["data_dir"], max_length or config["max_length"]
     limit = limit or (config["limit_dev"] if split == "validation" else None)
     check_length(max_length, bert.config.max_length)
+    # a part of the training file; other data have splits of their own
+    held_out = data_dir == config["data_dir"] and split in ("train", "validation")
+    fraction = config["dev_fraction"] if held_out else None
+    file = split if fraction is None else "train"
     with naming_program(config):
-        task = get_task(config["task"], data_dir, config["labels"], split)
+        task = get_task(config["task"], data_dir, config["labels"], file, config["renamed"])
     if list(task.labels) != config["labels"]:
         raise ValueError(f"{run} and {task.name} in {data_dir} have different labels, or choices")
     # text_b of your own task is optional in training, but not afterwards
@@ -202,7 +210,8 @@ def load_run_split(
     tokenizer = load_tokenizer(
         bert.directory, max_length, bert.config.vocab_size, bert.config.type_vocab_size
     )
-    return task, load_split(task, split, tokenizer, data_dir, limit=limit, strict=strict)
+    given = {"limit": limit, "strict": strict, "dev_fraction": fraction}
+    return task, load_split(task, split, tokenizer, data_dir, **given)
 
 
 def unknown_kind(bert):

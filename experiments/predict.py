@@ -2,22 +2,31 @@
 
     python -m experiments.predict runs/rte "It rains." "It is wet."
     python -m experiments.predict runs/social_i_qa "Kai fell." "Why?" --choices "ice" "fun" "tea"
-    python -m experiments.predict runs/sst2 --file rows.jsonl --json    # or .tsv, or - for stdin
+    python -m experiments.predict runs/sst2 --file rows.jsonl --json    # or - for stdin
+    python -m experiments.predict runs/rte --file test.jsonl --out RTE.tsv    # a GLUE submission
     python -m experiments.predict runs/fusion-rte "It rains." "It is wet." --mask qqp sst2
     python -m experiments.predict runs/fusion-rte "It rains." "It is wet." --explain page.html
 
 Texts are given in the order of the task's columns. --mask leaves adapters of a fusion out.
 
-A file has the columns of the task's training data (the label may be missing), a .tsv file a first
-line that names them. On stdin a line is a JSON object, or texts with tabs between. --json prints
-one object a line: label, probability, all probabilities, and whether the text was longer than in
-training and therefore cut.
+A file is what training reads, .jsonl, .json, .csv, .tsv or .parquet, and has the columns of the
+task's training data; the label may be missing, or hidden (-1). On stdin a line is a JSON object, or
+texts with tabs between. --json prints one object a line: label, probability, all probabilities, and
+whether the text was longer than in training and therefore cut.
 
 --explain, for fusion runs: the weights of every adapter for every token at every layer, as a table
 on the terminal (the strongest adapter's letter and its weight in %), and as one HTML page with a
 slider over the layers. The page needs nothing but itself; page.html#layer=3 opens at layer 3.
 """
 
+if __name__ == "__main__":
+    import sys
+
+    from runtime.command import announce
+
+    announce("predict.py", sys.stderr)  # stdout is the predictions'
+
+import csv
 import json
 import signal
 import sys
@@ -32,6 +41,7 @@ import torch
 from data import TASKS, Choices, Classes, Task, batch_order, collate, example, own_choices
 from experiments.command import errors_in_one_line
 from experiments.load_run import add_import, load_run, task_kind
+from formats.rows import READERS, line_of, read_rows
 from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights
 from runtime.options import Parser
@@ -75,6 +85,8 @@ def as_row(config, choices, texts, options):
 def as_candidates(config, choices, row):
     """A row -> [(text_a, text_b or None)], checked as in training. Raises ValueError for a column
     that is missing or wrong."""
+    named = {ours: row[name] for ours, name in config.get("renamed", {}).items() if name in row}
+    row = {**row, **named}
     if config["task"] in TASKS:
         task = TASKS[config["task"]]
         row = {task.aliases.get(column, column): value for column, value in row.items()}
@@ -107,11 +119,14 @@ def as_candidates(config, choices, row):
 
 
 def read_inputs(path, config, choices):
-    """[(line number, candidates)] of a .jsonl or .tsv file, or of stdin ("-"); empty lines are
-    passed over. Raises OSError, or ValueError that names the line."""
+    """[(line number, candidates, row)] of a file, or of stdin ("-"); empty lines are passed over.
+    Raises OSError, or ValueError that names the line."""
     name = "stdin" if path == "-" else path
-    if path != "-" and Path(path).suffix not in (".jsonl", ".tsv"):
-        raise ValueError(f"--file {path}: only .jsonl and .tsv are read, and - for stdin")
+    if path != "-" and Path(path).suffix not in READERS:
+        endings = ", ".join(READERS)
+        raise ValueError(f"--file {path}: only {endings} are read, and - for stdin")
+    if path != "-" and Path(path).suffix in (".json", ".csv", ".parquet"):
+        return read_table(Path(path), config, choices)
     content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     try:
         # not splitlines, which would also split at characters inside a text
@@ -141,7 +156,7 @@ def read_inputs(path, config, choices):
                 if len(fields) != len(header):
                     raise ValueError(f"{len(fields)} fields, the first line has {len(header)}")
                 row = dict(zip(header, fields, strict=True))
-            rows.append((i, as_candidates(config, choices, row)))
+            rows.append((i, as_candidates(config, choices, row), row))
         except json.JSONDecodeError as e:
             raise ValueError(f"{name}, line {i}: broken JSON: {e.msg} at column {e.colno}") from e
         except (ValueError, RecursionError) as e:
@@ -149,8 +164,34 @@ def read_inputs(path, config, choices):
     return rows
 
 
+def read_table(path, config, choices):
+    """The same of a file that training reads as a whole."""
+    if not path.is_file():
+        raise FileNotFoundError(f"--file {path}: there is no such file")
+    rows = []
+    for i, row in enumerate(read_rows([path])):
+        try:
+            rows.append((i, as_candidates(config, choices, row), row))
+        except ValueError as e:
+            raise ValueError(f"{path}, line {line_of(path, i)}: {e}") from e
+    return [(line_of(path, i), candidates, row) for i, candidates, row in rows]
+
+
 # --------------------------------------------------------------------------------------------------
 # Output
+
+# GLUE's server takes 0 and 1 for these tasks, and the names of the classes for the others
+GLUE_NUMBERS = ("sst2", "mrpc", "qqp")
+
+
+def write_submission(path, rows, answers):
+    """GLUE's file: of every input its index, the row's own `idx` where it has one, and the
+    answer."""
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, delimiter="\t", lineterminator="\n")
+        writer.writerow(["index", "prediction"])
+        for i, ((_, _, row), value) in enumerate(zip(rows, answers, strict=True)):
+            writer.writerow([row.get("idx", row.get("index", i)), value])
 
 
 @torch.inference_mode()
@@ -420,11 +461,16 @@ def check(args):
     if args.explain and (args.explain.is_dir() or not args.explain.parent.is_dir()):
         why = "a directory" if args.explain.is_dir() else "its directory is missing"
         raise ValueError(f"--explain {args.explain}: {why}")
+    if args.out and (args.file is None or args.explain or args.json):
+        raise ValueError("--out is of a --file, without --explain and --json")
+    if args.out and (args.out.is_dir() or not args.out.parent.is_dir()):
+        why = "a directory" if args.out.is_dir() else "its directory is missing"
+        raise ValueError(f"--out {args.out}: {why}")
 
 
 def answer(args):
-    """Prints a line for every input, and writes the page. Raises ValueError and OSError before the
-    first line."""
+    """Prints a line for every input, and writes the page or the submission. Raises ValueError and
+    OSError before the first line."""
     if args.texts == ["-"] and args.file is None:
         args.texts, args.file = [], "-"
     check(args)
@@ -442,19 +488,22 @@ def answer(args):
         rows = read_inputs(args.file, config, choices)
     else:
         row = as_row(config, choices, args.texts, args.choices)
-        rows = [(1, as_candidates(config, choices, row))]
+        rows = [(1, as_candidates(config, choices, row), row)]
     if args.explain and len(rows) > MOST_EXPLAINED:
         raise ValueError(f"--explain takes at most {MOST_EXPLAINED} inputs, there are {len(rows)}")
     tokenizer = load_tokenizer(bert.directory, config["max_length"], bert.config.vocab_size)
-    found = predictions(bert, head, tokenizer, [candidates for _, candidates in rows], kind)
+    found = predictions(bert, head, tokenizer, [candidates for _, candidates, _ in rows], kind)
 
     labels = config["labels"]
     letters = list(islice(cycle(ascii_letters), len(config["adapters"])))
-    cut, examples, lines = 0, [], []
-    for (number, candidates), (probabilities, encodings) in zip(rows, found, strict=True):
+    cut, examples, lines, answers = 0, [], [], []
+    for (number, candidates, _), (probabilities, encodings) in zip(rows, found, strict=True):
         if kind.dtype != torch.long:
             truncated = any(encoding.overflowing for encoding in encodings)
             cut += truncated
+            answers.append(probabilities)
+            if args.out:
+                continue
             result = {labels[0]: probabilities, "truncated": truncated}
             line = json.dumps({"line": number} | result if args.file else result)
             text = f"{probabilities:.3f}\t{shown(joined(candidates[0]))}"
@@ -468,6 +517,9 @@ def answer(args):
             "truncated": any(encoding.overflowing for encoding in encodings),
         }
         cut += result["truncated"]
+        answers.append(best if config["task"] in GLUE_NUMBERS else labels[best])
+        if args.out:
+            continue
         if args.json:
             line = json.dumps({"line": number} | result if args.file else result)
         else:
@@ -489,6 +541,9 @@ def answer(args):
         if not args.json:
             lines.append(f"{args.explain}: the same as a page")
         print("\n".join(lines))
+    if args.out:
+        write_submission(args.out, rows, answers)
+        print(f"{args.out}: {len(rows)} predictions")
     if cut and not args.json:
         print(
             f"note: {cut} of {len(rows)} inputs were cut to {config['max_length']} tokens, as in "
@@ -515,7 +570,10 @@ def main(argv=None):
     parser.add_argument(
         "--choices", nargs="+", default=[], help="the options of a multiple-choice task"
     )
-    parser.add_argument("--file", help=".jsonl or .tsv in the task's columns, or - for stdin")
+    parser.add_argument("--file", help="a file that training reads, or - for stdin")
+    parser.add_argument(
+        "--out", type=Path, help="write index and prediction of a --file, as GLUE's server takes it"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument(
         "--explain",

@@ -19,8 +19,13 @@ in which it was pruned, one that was pruned everywhere is gone. Q, K and V stay 
 nothing is trained again.
 """
 
+if __name__ == "__main__":
+    from runtime.command import announce
+
+    announce("prune.py")
 import hashlib
 import json
+import math
 import os
 import shlex
 import shutil
@@ -42,6 +47,7 @@ from experiments.load_run import cast, load_run, load_run_split, unknown_kind
 from experiments.report import save_figure, write_csv
 from formats.files import read_json, write_json
 from fusion import fusions, save_fusion
+from runtime.command import hear_interrupts
 from runtime.directory import resolved
 from runtime.options import Parser
 from runtime.processes import choose_device
@@ -102,10 +108,12 @@ def seconds(bert, inputs, dtype):
     return time.perf_counter() - started
 
 
-def accuracy_of(bert, head, config, task, split, dtype):
+def scores_of(bert, head, config, task, split, dtype):
+    """({score: value}, mean loss)"""
     size = eval_batch_size(config["batch_size"], config["grad_accumulation"])
-    labels, predictions = evaluate(bert, head, task, split, size, dtype)
-    return (labels == predictions).sum().item() / len(labels)
+    labels, predictions, loss = evaluate(bert, head, task, split, size, dtype)
+    scores = {name: score(labels, predictions) for name, score in task.scores.items()}
+    return scores, loss
 
 
 def measure(bert, head, config, task, split, settings, dtype):
@@ -115,8 +123,8 @@ def measure(bert, head, config, task, split, settings, dtype):
     rows = []
     for kept in settings:
         activate_only(bert, modules, kept)
-        accuracy = accuracy_of(bert, head, config, task, split, dtype)
-        rows.append({"accuracy": accuracy, "speed": [], "folded": []})
+        scores, _ = scores_of(bert, head, config, task, split, dtype)
+        rows.append({"accuracy": scores["accuracy"], "speed": [], "folded": []})
     size = min(SPEED_BATCH, len(split))
     all_batches = batches(split, size, bert.config.pad_token_id)
     middle = next(islice(all_batches, len(split) // size // 2, None))
@@ -178,12 +186,24 @@ def write_rows(rows, path):
     write_csv(path, header, lines)
 
 
-def draw(rows, keep, title, path):
-    """Accuracy, and speed-up over the whole run, by k."""
+def draw(rows, keep, examples, title, path):
+    """Accuracy, and speed-up over the whole run, by k. The bars of the accuracy are the standard
+    error of a share of so many examples, those of the speed-up its smallest and largest value."""
     whole, rows = rows[0], [row for row in rows if row["left_out"] == rows[-1]["left_out"]]
     figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(6, 5.5), layout="constrained")
     ks = [row["k"] for row in rows]
-    above.plot(ks, [100 * row["accuracy"] for row in rows], "o-", color="black", markersize=4)
+    shares = [row["accuracy"] for row in rows]
+    errors = [100 * math.sqrt(share * (1 - share) / examples) for share in shares]
+    above.errorbar(
+        ks,
+        [100 * share for share in shares],
+        errors,
+        fmt="o-",
+        color="black",
+        markersize=4,
+        linewidth=1,
+        capsize=2,
+    )
     above.axhline(
         100 * whole["accuracy"],
         color="0.5",
@@ -191,7 +211,7 @@ def draw(rows, keep, title, path):
         linestyle=":",
         label=f"all {whole['k']} in all layers",
     )
-    above.set_ylabel("accuracy, %")
+    above.set_ylabel(f"accuracy, % (± standard error,\n{examples:,} dev examples)")
     above.legend(fontsize=8)
     for form, label, line in (("folded", "folded", "o-"), ("speed", "not folded", "s--")):
         colour = "black" if form == "folded" else "0.5"
@@ -346,7 +366,7 @@ def prune(args):
         small, metrics = write_and_reload(args, chosen, task, split, temporary)
         write_rows(rows, temporary / "prune.csv")
         title = f"{args.run.resolve().name}: {len(config['adapters'])} adapters"
-        draw(rows, keep, title, temporary / "prune.png")
+        draw(rows, keep, len(split), title, temporary / "prune.png")
         temporary.rename(args.out)  # OUT is there when it is whole
     finally:
         if temporary.is_dir():
@@ -409,9 +429,11 @@ def write_and_reload(args, chosen, task, split, directory):
     write_json(directory / "metrics.json", metrics)
     bert, head, config = load_run(directory)
     _, dtype = cast(bert, head, config, args.device)
+    scores, loss = scores_of(bert, head, config, task, split, dtype)
     metrics |= {
         "model": config["model"],
-        "accuracy": accuracy_of(bert, head, config, task, split, dtype),
+        **scores,
+        "dev_loss": loss,
         "dev_examples": len(split),
         "out": str(args.out),
     }
@@ -454,4 +476,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    hear_interrupts()
     main()

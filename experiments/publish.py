@@ -6,9 +6,14 @@ nothing.
 
 The folder holds AdapterHub's files, of a fusion also those of its adapters (adapters/NAME), and
 README.md, a model card that says what it is, how good, and how to load it here and with
-AdapterHub's library. It names no path of this machine: an encoder that was a local directory is
-called by that directory's name, unless --encoder gives its hub id.
+AdapterHub's library. It names no path of this machine: for an encoder that was a local directory
+--encoder must give its hub id.
 """
+
+if __name__ == "__main__":
+    from runtime.command import announce
+
+    announce("publish.py")
 
 import json
 import os
@@ -20,7 +25,9 @@ from experiments.command import errors_in_one_line
 from experiments.load_run import load_run, unknown_kind
 from formats.adapterhub import check_name
 from formats.files import read_json
+from formats.hub_data import HUB
 from fusion import fusions, save_fusion
+from runtime.command import hear_interrupts
 from runtime.options import Parser
 
 # AdapterHub's names of the paper's tasks
@@ -60,8 +67,9 @@ tags:
 - {model_type}
 - {tag}
 metrics:
-- accuracy
-{base_model}---
+{measured}
+license: {license}
+{language}{datasets}{base_model}---
 
 # {title}
 
@@ -71,7 +79,7 @@ metrics:
 |---|---|
 | encoder | {encoder} |
 | task | {task}: {labels} |
-| accuracy on the development set | {accuracy:.4f}, {dev_examples} examples |
+| accuracy on the development set | {accuracy:.4f}, {dev_examples} examples{constant} |{scores}
 | training | {train_examples} examples, the best of at most {epochs} epochs was {best_epoch} |
 | settings | learning rate {lr}, batches of {batch_size}, at most {max_length} tokens, seed {seed} |
 
@@ -79,6 +87,8 @@ Inputs below: `input_ids`, `token_type_ids`, `attention_mask`, LongTensors of sh
 the encoder's own tokenizer; `logits` has one column per {column}.
 
 ## With the five files that trained it
+
+{code}
 
 ```python
 from huggingface_hub import snapshot_download
@@ -112,7 +122,16 @@ https://arxiv.org/abs/2005.00247
 """
 
 
-def card(config, metrics, bert, head, encoder, repo):
+# of metrics.json: (what the card calls it, what the hub does)
+SCORES = {
+    "macro_f1": ("macro-F1", "f1"),
+    "f1": ("F1 of the second label", "f1"),
+    "matthews": ("Matthews' correlation", "matthews_correlation"),
+    "dev_loss": ("loss", None),
+}
+
+
+def card(config, metrics, bert, head, encoder, repo, license, language=None, code=None):
     """The text of README.md. Raises KeyError or TypeError if the run's files do not say what it
     must tell."""
     fusion, task, adapters = config["stage"] == "fusion", config["task"], config["adapters"]
@@ -124,7 +143,22 @@ def card(config, metrics, bert, head, encoder, repo):
     inputs = ("input_ids", "token_type_ids", "attention_mask")
     labels = ", ".join(map(json.dumps, config["labels"]))
     imports, load_here, load_there = loading(fusion, adapters)
+    known = {name: SCORES[name] for name in SCORES if type(metrics.get(name)) is float}
+    measured = dict.fromkeys(["accuracy", *(there for _, there in known.values() if there)])
+    share = metrics.get("most_frequent_class")
+    source = HUB[task]["source"] if task in HUB else None
+    language = language or ("en" if task in HUB else None)  # all of the paper's are English
     text = CARD.format(
+        scores="".join(
+            f"\n| {title} on the development set | {metrics[name]:.4f} |"
+            for name, (title, _) in known.items()
+        ),
+        constant="" if share is None else f"; always the most frequent class: {share:.4f}",
+        measured="\n".join(f"- {name}" for name in measured),
+        license=json.dumps(license),
+        language=f"language: {json.dumps(language)}\n" if language else "",
+        datasets=f"datasets:\n- {json.dumps(source)}\n" if source else "",
+        code=f"The code is at <{code}>." if code else "Run it where that code is.",
         **{key: config[key] for key in settings},
         **{key: metrics[key] for key in results},
         model_type=bert.config.model_type,
@@ -193,9 +227,21 @@ def loading(fusion, adapters):
     )
 
 
-def publish(run, out, repo, encoder=None, model=None, overwrite=False):
+def publish(
+    run,
+    out,
+    repo,
+    encoder=None,
+    model=None,
+    overwrite=False,
+    anyway=False,
+    license="mit",
+    language=None,
+    code=None,
+):
     """Writes the folder `out`. Raises ValueError or FileNotFoundError for a run that is not
-    finished, has no adapter, or does not load; then nothing is written."""
+    finished, has no adapter, or does not load, or has learned nothing, unless `anyway`; then
+    nothing is written."""
     check_out(run, out, overwrite)
     try:
         bert, head, config = load_run(run, model=model)  # so it is whole, and the files will load
@@ -211,12 +257,23 @@ def publish(run, out, repo, encoder=None, model=None, overwrite=False):
                 f"{run}: AdapterHub's library has no {unknown}, and cannot read the file"
             )
         source = config["model"]
-        encoder = encoder or (Path(source).name if Path(source).is_absolute() else source)
-        if not (encoder + repo).isprintable():
+        if encoder is None and Path(source).is_absolute():
             raise ValueError(
-                f"a name with unprintable characters, {encoder!r:.100} or {repo!r:.100}"
+                f"{run} was trained on an encoder in a local directory, {Path(source).name}: say "
+                "with --encoder what its hub id is"
             )
-        text = card(config, read_json(run / "metrics.json"), bert, head, encoder, repo)
+        encoder = encoder or source
+        given = (encoder, repo, license, language or "", code or "")
+        if strange := [text for text in given if not text.isprintable()]:
+            raise ValueError(f"a name with unprintable characters, {strange[0]!r:.100}")
+        metrics = read_json(run / "metrics.json")
+        text = card(config, metrics, bert, head, encoder, repo, license, language, code)
+        share = metrics.get("most_frequent_class")
+        if share is not None and metrics["accuracy"] <= share and not anyway:
+            raise ValueError(
+                f"{run} has learned nothing: accuracy {metrics['accuracy']:.4f}, always the most "
+                f"frequent class {share:.4f}; --anyway publishes it"
+            )
     except (KeyError, TypeError, AttributeError) as e:
         raise ValueError(
             f"{run}: config.json and metrics.json are not those of a run: {type(e).__name__} {e}"
@@ -274,15 +331,23 @@ def main(argv=None):
     parser.add_argument(
         "--encoder", help="the encoder's hub id, if the run was trained from a local directory"
     )
+    parser.add_argument("--license", default="mit", help="of the weights; default mit")
+    parser.add_argument("--language", help="of the texts; default en for the paper's tasks")
+    parser.add_argument("--code", metavar="URL", help="where the code is that loads the files")
+    parser.add_argument(
+        "--anyway", action="store_true", help="publish a run that has learned nothing, too"
+    )
     parser.add_argument("--model", help="where the encoder is now, if not where the run found it")
     parser.add_argument("--overwrite", action="store_true", help="replace an earlier folder")
     with errors_in_one_line("publish.py"):
         args = parser.parse_args(argv)
         name = Path(os.path.realpath(args.run)).name  # Path.resolve fails on a loop of links
         out, repo = args.out or Path("published") / name, args.repo or f"USER/{name}"
-        publish(args.run, out, repo, args.encoder, args.model, args.overwrite)
+        given = {name: getattr(args, name) for name in ("anyway", "license", "language", "code")}
+        publish(args.run, out, repo, args.encoder, args.model, args.overwrite, **given)
     print(f"{out} is ready: read its README.md, then, for instance: hf upload {repo} {out}")
 
 
 if __name__ == "__main__":
+    hear_interrupts()
     main()

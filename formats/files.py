@@ -3,6 +3,7 @@ file or the new one."""
 
 import contextlib
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -48,6 +49,14 @@ def write_json(path, value):
     temporary.replace(path)
 
 
+def umask():
+    """The permissions that new files of this process do not get; they can only be read by setting
+    them."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
+
+
 def write_tensors(path, tensors):
     """Writes {name: tensor} as fp32 safetensors, under a temporary name, and renames it."""
     parts = {}  # what is there under two names is written twice
@@ -57,6 +66,7 @@ def write_tensors(path, tensors):
         parts[name] = tensor.clone() if twice else tensor
     temporary = Path(f"{path}.tmp")
     save_file(parts, temporary, metadata={"format": "pt"})
+    temporary.chmod(0o666 & ~umask())  # safetensors makes it the owner's alone
     temporary.replace(path)
 
 

@@ -7,6 +7,7 @@ import glob
 import hashlib
 import json
 import logging
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -34,20 +35,40 @@ def read_file(directory, task_name, split, other_name=None):
     FileNotFoundError, or ValueError with file and line."""
     if not directory.is_dir():
         raise FileNotFoundError(f"no data for task {task_name!r}: {directory} is not a directory")
-    names = [split] if other_name in (None, split) else [split, other_name]
-    paths = [directory / f"{name}{ending}" for name in names for ending in READERS]
-    path = next((path for path in paths if path.is_file()), None)
+    path = find_file(directory, split, other_name)
     if path is None:
+        hint = "; --dev-fraction 0.1 holds a tenth of the training examples out"
         raise FileNotFoundError(
             f"no {split} split for task {task_name!r}: there is no {directory / split}.jsonl"
+            f"{hint * (split == 'validation')}"
         )
     return path, read_rows([path])
+
+
+def find_file(directory, split, other_name=None):
+    """The file of a split, None if there is none. Others call the validation split dev or val."""
+    names = [split, *([other_name] if other_name else [])]
+    names += ["dev", "val"] if split == "validation" else []
+    paths = [directory / f"{name}{ending}" for name in names for ending in READERS]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def held_out(count, split, part):
+    """The places of "train" or "validation" among the rows of one file, in their order. part: of
+    the development set, a fraction, or a number, which is at most half of the file. The draw is the
+    same for every seed."""
+    drawn = np.random.default_rng(0).permutation(count)
+    n = min(part, count // 2) if isinstance(part, int) else round(part * count)
+    if not 0 < n < count:
+        raise ValueError(f"--dev-fraction {part}: of {count} examples that is all or none")
+    return np.sort(drawn[:n] if split == "validation" else drawn[n:])
 
 
 def read_rows(paths):
     """The rows of files of one kind. Raises ValueError naming file and line if they cannot be read
     or are empty."""
-    path, (reader, options) = paths[0], READERS[paths[0].suffix]
+    path, reader = paths[0], READERS[paths[0].suffix][0]
+    options = options_of(path)
     if reader == "json":
         check_json(path)
     if reader == "csv":  # every cell is text: 007 and 1.10 are not 7 and 1.1
@@ -74,6 +95,18 @@ def read_rows(paths):
     if len(rows) == 0:
         raise ValueError(f"{path} is empty")
     return rows
+
+
+def options_of(path):
+    """How a file is to be read. A .csv file whose first line has semicolons and no comma is
+    separated by semicolons, as spreadsheets write it where the comma is a decimal sign."""
+    options = READERS[path.suffix][1]
+    if path.suffix == ".csv" and path.is_file():
+        with open(path, encoding="utf-8-sig", errors="replace") as file:
+            first = file.readline()
+        if ";" in first and "," not in first:
+            return {**options, "delimiter": ";"}
+    return options
 
 
 def check_table(path, options):
@@ -137,7 +170,7 @@ def line_of(where, index):
         if path.suffix == ".jsonl":
             starts = [number for number, line in enumerate(file, 1) if line.strip()]
         else:
-            lines = csv.reader(file, **READERS[path.suffix][1])
+            lines = csv.reader(file, **options_of(path))
             for row in lines:
                 starts += [begin] * bool(row)
                 begin = lines.line_num + 1
@@ -165,23 +198,23 @@ def read_argument(directory, split):
     return directory, rows
 
 
-def read_split(task, split, data_dir=None):
+def read_split(task, split, data_dir=None, fraction=None):
     """
     (where, rows, their places in the file, revision) of "train", "validation" or another split,
-    from `data_dir`, or the hub without one. Of a task without a development set (`held_out`),
-    "validation" are training examples, always the same ones, and "train" the others, unless
-    `data_dir` has a validation file.
+    from `data_dir`, or the hub without one. Where there is no development set, "validation" are
+    training examples, always the same ones, and "train" the others: so many as the task says
+    (`Task.held_out`), or the fraction that is asked for.
     """
     directory = None if data_dir is None else Path(data_dir) / task.name
-    split_here = task.held_out and split in ("train", "validation")
-    if directory is not None and list(directory.glob("validation.*")):
-        split_here = False
-    where, rows, revision = read_whole_split(task, "train" if split_here else split, directory)
-    if not split_here:
+    there = directory is not None and find_file(directory, "validation", task.dev)
+    if fraction is not None and (there or (directory is None and not task.held_out)):
+        raise ValueError(f"--dev-fraction: {there or 'the hub'} has a development set already")
+    part = task.held_out if fraction is None else fraction
+    if not part or there or split not in ("train", "validation"):
+        where, rows, revision = read_whole_split(task, split, directory)
         return where, rows, np.arange(len(rows)), revision
-    drawn = np.random.default_rng(0).permutation(len(rows))
-    count = min(task.held_out, len(rows) // 2)
-    order = np.sort(drawn[:count] if split == "validation" else drawn[count:])
+    where, rows, revision = read_whole_split(task, "train", directory)
+    order = held_out(len(rows), split, part)
     return where, rows.select(order), order, revision
 
 
@@ -273,6 +306,21 @@ def map_cached(rows, function, key, floats, description):
     )
 
 
+def rename(rows, columns):
+    """columns: {our name of a column: the file's}. Raises ValueError for one that is not there, or
+    a name that would be there twice."""
+    for ours, theirs in (columns or {}).items():
+        if theirs not in rows.column_names:
+            has = ", ".join(rows.column_names)
+            raise ValueError(
+                f"--columns {ours}={theirs}: there is no column {theirs!r}; {has:.200}"
+            )
+        if ours in rows.column_names and ours != theirs:
+            raise ValueError(f"--columns {ours}={theirs}: there is a column {ours!r} already")
+        rows = rows if ours == theirs else rows.rename_column(theirs, ours)
+    return rows
+
+
 def count_choices(path, rows):
     """How many choices the first row has. Raises ValueError if they are no list of at least two."""
     given = rows[0]["choices"]
@@ -285,9 +333,15 @@ def label_values(path, rows):
     """The sorted values of the column `label`: numbers by value, texts by their letters. Raises
     ValueError, naming the line, for what is neither a text nor an integer, or where all are the
     same."""
+    if "label" not in rows.column_names:
+        raise ValueError(
+            f"{path}, line 1: no column 'label'; it has {', '.join(rows.column_names):.200}: "
+            "--columns label=NAME says which one it is"
+        )
     values = set()
-    for i, value in enumerate(rows["label"] if "label" in rows.column_names else []):
-        if type(value) not in (str, int, bool) or value == "":
+    for i, value in enumerate(rows["label"]):
+        fraction = isinstance(value, str) and re.fullmatch(r"[-+]?\d*\.\d+(e[-+]?\d+)?", value)
+        if type(value) not in (str, int, bool) or value == "" or fraction:
             raise ValueError(
                 f"{path}, line {line_of(path, i)}: label {value!r:.100} is neither a text nor "
                 "an integer"

@@ -19,15 +19,15 @@ from runtime.options import Parser
 def inspect_encoder(load):
     """Prints the configuration, where each group of weights came from, and the output at [CLS].
     load(source): the model"""
-    if len(sys.argv) not in (2, 3) or sys.argv[1].startswith("-"):
-        print('bert.py: usage: python bert.py SOURCE ["Some text"]', file=sys.stderr)
-        sys.exit(2)
+    parser = Parser(description="Shows what is in an encoder's checkpoint, and what it computes.")
+    parser.add_argument("source", metavar="SOURCE", help="a directory or a hub id")
+    parser.add_argument("text", nargs="?", default="", help="some text, default: Hello.")
     try:
-        bert = load(sys.argv[1])
+        args = parser.parse_args()
+        bert = load(args.source)
         sizes = bert.config.max_length, bert.config.vocab_size, bert.config.type_vocab_size
         tokenizer = load_tokenizer(bert.directory, *sizes)
-        # refuses bytes that are not UTF-8
-        text = "".join(sys.argv[2:]).encode().decode() or "Hello."
+        text = args.text.encode().decode() or "Hello."  # refuses bytes that are not UTF-8
         encoding = tokenizer.encode(text)
         h = bert(torch.tensor([encoding.ids]), torch.tensor([encoding.type_ids]))  # [1, T, d]
         if not h.isfinite().all():

@@ -34,14 +34,46 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
+STAGE_HELP = {
+    "adapter": "stage 1: a new adapter and head on a frozen encoder",
+    "fusion": "stage 2: a new fusion over --adapters, which stay frozen, and a head",
+    "head": "baseline: the head alone",
+    "full": "baseline: all weights of the encoder, and the head",
+    "multitask": "baseline: encoder, an adapter and a head for each of --tasks, together",
+}
+
+EXAMPLES = """examples:
+  python train.py --stage adapter --task rte --data-dir data
+  python train.py --stage fusion --task rte --data-dir data --adapters runs/mnli runs/qqp runs/rte
+  python train.py --stage adapter --task mine --data-dir data --dev-fraction 0.1 \\
+      --columns text_a=review label=stars --seeds 0 1 2
+"""
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Names the default of every option whose text does not speak of one."""
+
+    def _get_help_string(self, action):
+        text = action.help or ""
+        plain = isinstance(action.default, (int, float, str)) and action.default is not False
+        if plain and action.default != argparse.SUPPRESS and "default" not in text:
+            return f"{text}{'; ' * bool(text)}default {action.default}".replace("%", "%%")
+        return text
+
+
 def arguments(argv, stages, adapters, fusions):
     """
     The options as a namespace. stages: {name: (default learning rate, default epochs)}; adapters,
     fusions: names of kinds. Raises ValueError for what cannot be parsed.
     """
-    parser = Parser(description="Trains one stage of AdapterFusion on one task.")
+    parser = Parser(
+        description="Trains one stage of AdapterFusion on one task.\n\n"
+        + "\n".join(f"  {name:10} {what}" for name, what in STAGE_HELP.items()),
+        epilog=EXAMPLES,
+        formatter_class=Help,
+    )
     add = parser.add_argument
-    add("--stage", required=True, choices=list(stages))
+    add("--stage", required=True, choices=list(stages), help="see above")
     add("--task", help="one of the paper's 16 tasks, or your own in --data-dir")
     add("--tasks", nargs="+", default=[], help="multitask: all of them")
     add(
@@ -61,6 +93,20 @@ def arguments(argv, stages, adapters, fusions):
     add(
         "--data-dir",
         help="directory with TASK/train.jsonl and TASK/validation.jsonl; without it: the hub",
+    )
+    add(
+        "--columns",
+        nargs="+",
+        default=[],
+        dest="renamed",
+        metavar="COLUMN=NAME",
+        help="what the files call the columns: text_a=premise text_b=hypothesis label=gold",
+    )
+    add(
+        "--dev-fraction",
+        type=float,
+        help="hold this share of the training examples out for development, where --data-dir has "
+        "no file for it; the same ones for every seed",
     )
     add(
         "--out",
@@ -89,8 +135,8 @@ def arguments(argv, stages, adapters, fusions):
     )
     add(
         "--score",
-        help="what chooses the best epoch; default accuracy, or the first score of another "
-        "kind of task",
+        help="what chooses the best epoch: macro_f1, matthews, f1 of two classes; default "
+        "accuracy, or the first score of another kind of task",
     )
     add(
         "--epochs",
@@ -123,7 +169,11 @@ def arguments(argv, stages, adapters, fusions):
         default=1,
         help="run a batch in so many parts: less memory, the same gradients",
     )
-    add("--max-length", type=int, help="tokens per candidate; default by task")
+    add(
+        "--max-length",
+        type=int,
+        help="tokens per candidate; default 128, for texts of paragraphs 256 or 384",
+    )
     add(
         "--patience",
         type=int,
@@ -134,8 +184,18 @@ def arguments(argv, stages, adapters, fusions):
         type=float,
         help="AdamW's; never on biases, LayerNorms and fusion's V; default multitask 0.01, else 0",
     )
-    add("--seed", type=int, default=0)
-    add("--limit-train", type=int, help="train on so many examples, drawn with the seed")
+    add("--seed", type=int, help="default 0")
+    add(
+        "--seeds",
+        type=int,
+        nargs="+",
+        help="a run for each of them, in OUT/seed-N; at the end their mean and sample deviation",
+    )
+    add(
+        "--limit-train",
+        type=int,
+        help="train on so many examples, drawn with the seed; default: all",
+    )
     add(
         "--limit-dev",
         type=int,
@@ -146,7 +206,7 @@ def arguments(argv, stages, adapters, fusions):
         action="store_true",
         help="refuse data with other row counts than the paper's",
     )
-    add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
+    add("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"], help="auto: the best")
     add(
         "--dtype",
         default="auto",
@@ -172,6 +232,14 @@ def arguments(argv, stages, adapters, fusions):
     add("--overwrite", action="store_true", help="replace a run that is already in --out")
     args = parser.parse_args(argv)
 
+    if args.seeds and len(set(args.seeds)) < len(args.seeds):
+        raise ValueError("--seeds has one of them twice")
+    if args.seeds and args.seed is not None:
+        raise ValueError("--seed is one run's and --seeds are of several: choose one")
+    if args.seeds and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError("--seeds is of one process: start a run for each --seed under torchrun")
+    check_seeds("seeds", args.seeds or [])
+    args.seed = 0 if args.seed is None else args.seed
     if args.resume and args.overwrite:
         raise ValueError("--resume continues what is in --out, --overwrite replaces it: choose one")
     lr, epochs = stages[args.stage]
@@ -194,10 +262,30 @@ def arguments(argv, stages, adapters, fusions):
     prefix = "" if args.stage == "adapter" else f"{args.stage}-"
     args.adapter_config = dict(map(as_field, args.adapter_config))
     args.lengths = None  # by task, see choose_lengths
+    args.renamed = as_columns(args.renamed)
     args.out = Path(args.out or ("runs/multitask" if multitask else f"runs/{prefix}{args.task}"))
     args.task, args.tasks = args.task or ",".join(args.tasks), args.tasks or [args.task]
     args.command = shlex.join(sys.argv if argv is None else ["train.py", *argv])
     return args
+
+
+def as_columns(words):
+    """["label=gold"] -> {"label": "gold"}. Raises ValueError for another form, or a name that is
+    there twice."""
+    pairs = [word.partition("=") for word in words]
+    for word, (ours, _, theirs) in zip(words, pairs, strict=True):
+        if not ours or not theirs:
+            raise ValueError(f"--columns takes COLUMN=NAME, not {word!r:.50}")
+    for names in zip(*((ours, theirs) for ours, _, theirs in pairs), strict=True):
+        if len(set(names)) < len(names):
+            raise ValueError("--columns has a name twice")
+    return {ours: theirs for ours, _, theirs in pairs}
+
+
+def check_seeds(option, seeds):
+    for seed in seeds:
+        if not 0 <= seed < 2**32:
+            raise ValueError(f"--{option} must be in 0 .. 2^32 - 1, not {seed}")
 
 
 def as_field(word):
@@ -237,6 +325,8 @@ def check(args, adapters):
             "steps_per_epoch",
         ],
     )
+    if args.dev_fraction is not None and not 0 < args.dev_fraction < 1:
+        raise ValueError(f"--dev-fraction must be between 0 and 1, not {args.dev_fraction}")
     if not 0 < args.lr < math.inf:
         raise ValueError(f"--lr must be a positive number, not {args.lr}")
     if not 0 <= args.warmup < 1:
@@ -262,8 +352,7 @@ def check(args, adapters):
         raise ValueError(
             f"--save-minutes must be 0 (after every step) or more, not {args.save_minutes}"
         )
-    if not 0 <= args.seed < 2**32:
-        raise ValueError(f"--seed must be in 0 .. 2^32 - 1, not {args.seed}")
+    check_seeds("seed", [args.seed])
     if args.stage == "fusion" and not args.adapters:
         raise ValueError("--stage fusion needs --adapters: the run directories of stage 1")
     for name, default in (("adapters", []), ("adapters_per_batch", None), ("fusion", "attention")):
@@ -369,7 +458,7 @@ def choose_score(args, scores):
     ValueError."""
     known = [name for name in scores[0] if all(name in other for other in scores)]
     if args.score is not None and args.score not in known:
-        raise ValueError(f"--score {args.score}: there is {', '.join(known)}")
+        raise ValueError(f"--score {args.score}: {args.tasks[0]} has {', '.join(known)}")
     args.score = args.score or known[0]
 
 
@@ -385,6 +474,7 @@ NOT_RECORDED = {
     "dtype",
     "compile",
     "tasks",
+    "seeds",
     "command",
 }
 

@@ -20,12 +20,14 @@ import json
 import math
 import os
 import platform
+import shlex
 import signal
 import subprocess
 import time
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
@@ -59,6 +61,10 @@ def open_run(args, device, check):
             if rank == 0:
                 check(args)
             yield Run(args, log, device)
+    except KeyboardInterrupt as e:
+        kept = (args.out / "resume.pt").exists()
+        saved = f", continue with --resume --out {args.out}" if kept else ""
+        raise KeyboardInterrupt(f"interrupted{saved}") from e
     except (OSError, SafetensorError) as e:
         if processes()[0] == 0:
             clear(args.out, TEMPORARY)
@@ -79,6 +85,11 @@ def open_run(args, device, check):
         dist.destroy_process_group()
 
 
+def progress(batches, description, total):
+    """The batches of an evaluation, under a bar where somebody looks."""
+    return tqdm(batches, description, total, leave=False, disable=processes()[0] > 0 or None)
+
+
 class Run:
     def __init__(self, args, log, device):
         self.args, self.log, self.device = args, log, device
@@ -86,6 +97,7 @@ class Run:
         self.rank, self.world = processes()
         self.best, self.history = {}, []
         self.failure = None  # a loss that is not finite, after an epoch that was finished
+        self.headed = False  # whether the table of epochs has its first line
         self.batch = None  # the last one, for the message when memory runs out
 
     def open(self, config, trained, optimizer):
@@ -144,6 +156,31 @@ class Run:
         self.model = model
         return model
 
+    def announce(self, model):
+        """One line before the first step: what is trained on what, and where."""
+        c = self.config
+        own = [p for n, p in model.named_parameters() if not self.added(n)]
+        self.say(
+            f"{c['stage']} on {c['task']}: encoder {c['model']} "
+            f"({sum(p.numel() for p in own) / 1e6:.1f} M parameters), "
+            f"{c['trained_parameters']:,} parameters are trained, on {c['device']} in "
+            f"{c['dtype']}; {c['train_examples']:,} training and {c['dev_examples']:,} development "
+            f"examples{self.constant_answer()}; run directory {self.out}"
+        )
+
+    @staticmethod
+    def added(name):
+        """Whether a parameter of the model is none of the encoder's own."""
+        return ".adapters." in name or ".fusion." in name or "heads." in name
+
+    def constant_answer(self):
+        share = self.config["most_frequent_class"]
+        return "" if share is None else f" (the most frequent class: accuracy {share:.4f})"
+
+    def say(self, *lines):
+        if self.rank == 0:
+            print(*lines, sep="\n", flush=True)
+
     @contextlib.contextmanager
     def guard(self, at, model):
         """
@@ -152,6 +189,7 @@ class Run:
         FloatingPointError for a loss that is not finite; after a finished epoch it waits until
         `finish` has kept that.
         """
+        self.announce(model)
         self.signals = []
         handlers = {
             number: signal.signal(number, lambda number, _: self.signals.append(number))
@@ -249,9 +287,8 @@ class Run:
                 * (at.step - self.first)
                 / (time.monotonic() - self.epoch_started)
             )
-            self.bar.set_postfix_str(
-                f"loss {at.loss / at.step:.4f}, {speed:.0f} examples/s, dev {max(at.score, 0):.4f}"
-            )
+            best = f", best dev {self.args.score} {at.score:.4f}" if at.best_epoch else ""
+            self.bar.set_postfix_str(f"loss {at.loss / at.step:.4f}, {speed:.0f} examples/s{best}")
         due = time.monotonic() - self.saved >= 60 * self.args.save_minutes
         stop, due = all_reduce(
             torch.tensor([len(self.signals), due])
@@ -264,17 +301,11 @@ class Run:
 
     def after_epoch(self, at, scores):
         """
-        scores: {task: {score: value}} on the development sets. The best epoch's parameters are
-        kept, which is the first with the highest mean of the score that --score names.
+        scores: {task: {score: value}} on the development sets, the loss among them. The best
+        epoch's parameters are kept, which is the first with the highest mean of the score that
+        --score names.
         """
-        names = [
-            name
-            for name in next(iter(scores.values()))
-            if all(name in found for found in scores.values())
-        ]
-        means = {
-            name: sum(found[name] for found in scores.values()) / len(scores) for name in names
-        }
+        means = mean_scores(scores)
         score = means[self.args.score]
         if math.isnan(score):
             raise ValueError(f"--score {self.args.score} is no number in epoch {at.epoch}")
@@ -289,13 +320,23 @@ class Run:
         line["seconds"] = round(time.monotonic() - self.started, 2)
         self.history.append(line)
         self.log.write(json.dumps(line) + "\n")
-        print(
-            f"epoch {at.epoch}: loss {line['loss']:.4f}, dev {self.args.score} {score:.4f}, "
-            f"{line['examples_per_second']} examples/s",
-            flush=True,
-        )
+        self.show(line, at.best_epoch == at.epoch)
         at.epoch, at.step, at.loss = at.epoch + 1, 0, 0.0
         self.save(at)
+
+    def show(self, line, best):
+        """A row of the table of epochs; over the first one stand the names of the columns."""
+        columns = ["epoch", "loss", *(name for name in line if name.startswith("dev_"))]
+        columns += ["examples_per_second", "seconds"]
+        titles = [name.replace("_per_second", "/s").replace("_", " ") for name in columns]
+        if not self.headed:
+            self.say("  ".join(f"{title:>8}" for title in titles))
+            self.headed = True
+        cells = []
+        for name, title in zip(columns, titles, strict=True):
+            digits = {"epoch": 0, "examples_per_second": 1, "seconds": 1}.get(name, 4)
+            cells.append(f"{line[name]:>{max(8, len(title))}.{digits}f}")
+        self.say("  ".join(cells) + "  best so far" * best)
 
     def save(self, at):
         at.seconds = time.monotonic() - self.started
@@ -321,11 +362,13 @@ class Run:
     def finish(self, at):
         """Makes the run a finished one, and returns the closing line. Raises the failure that
         `guard` has kept."""
-        means = {self.args.score: at.score}
-        for name in next(iter(at.scores.values())):
-            values = [found[name] for found in at.scores.values() if name in found]
-            means.setdefault(name, sum(values) / len(values))
-        fields = ("stage", "task", "seed", "train_examples", "dev_examples", "trained_parameters")
+        means = mean_scores(at.scores)
+        if "loss" in means:
+            means["dev_loss"] = means.pop("loss")
+        fields = (
+            *("stage", "task", "seed", "train_examples", "dev_examples"),
+            *("trained_parameters", "most_frequent_class"),
+        )
         result = {name: self.config[name] for name in fields}
         result |= {"model": self.args.model, "best_epoch": at.best_epoch, **means}
         if self.args.stage == "multitask":
@@ -341,7 +384,70 @@ class Run:
             (self.out / "resume.pt").unlink(missing_ok=True)
         if self.failure:
             raise self.failure
+        self.say(*self.closing_words(at, result))
         return result
+
+    def closing_words(self, at, result):
+        """Why the run stopped, its best epoch, whether it has learned anything, and what to try
+        next."""
+        last, args = at.epoch - 1, self.args
+        if last >= args.epochs:
+            yield f"stopped: all {args.epochs} epochs are done"
+        else:
+            yield (
+                f"stopped: early, after epoch {last}; {args.patience} epochs without a better dev "
+                f"{args.score}"
+            )
+        yield f"best epoch: {at.best_epoch}, dev {args.score} {at.score:.4f}"
+        if (share := result["most_frequent_class"]) is not None and "accuracy" in result:
+            if result["accuracy"] > share:
+                more = round((result["accuracy"] - share) * result["dev_examples"])
+                yield (
+                    f"accuracy {result['accuracy']:.4f}: {more} of {result['dev_examples']} "
+                    f"development examples more than always the most frequent class ({share:.4f})"
+                )
+            else:
+                yield (
+                    f"accuracy {result['accuracy']:.4f}: it has learned no more than to answer "
+                    f"with the most frequent class ({share:.4f}); try another --lr, more --epochs, "
+                    "or more training examples"
+                )
+        yield f"next: {next_command(self.out, self.config)}"
+
+
+def mean_scores(scores):
+    """{task: {score: value}} -> {score: mean over the tasks}, of the scores that all of them
+    have."""
+    tasks = list(scores.values())
+    names = [name for name in tasks[0] if all(name in found for found in tasks)]
+    return {name: sum(found[name] for found in tasks) / len(tasks) for name in names}
+
+
+def next_command(out, config):
+    """What to try with a run that has just finished."""
+    stage, place = config["stage"], shlex.quote(str(out))
+    if stage == "multitask":
+        first = shlex.quote(next(iter(config["labels"])))
+        return f"python -m experiments.evaluate {place} --task {first}"
+    if stage == "fusion":
+        return f"python -m experiments.figure4 {place} --out {shlex.quote(f'{out}-figures')}"
+    columns = config["columns"][config["task"]]
+    if {"choices", "endings"} & {*columns}:
+        return f"python -m experiments.evaluate {place}"
+    texts = " ".join(shlex.quote(f"<{column}>") for column in columns)
+    return f"python -m experiments.predict {place} {texts}"
+
+
+def most_frequent(splits):
+    """The accuracy of always the same answer, the best of them: a mean over the development sets;
+    None where labels are no classes."""
+    shares = []
+    for split in splits:
+        labels = split.with_format("numpy")["label"][:]
+        if labels.dtype.kind != "i":
+            return None
+        shares.append(np.bincount(labels).max() / len(labels))
+    return float(np.mean(shares))
 
 
 def describe_data(args, tasks, fused, train_splits, dev_splits):
@@ -360,6 +466,7 @@ def describe_data(args, tasks, fused, train_splits, dev_splits):
         "labels": labels if args.stage == "multitask" else labels[tasks[0].name],
         "columns": {task.name: list(task.columns) for task in tasks},
         "kinds": {task.name: task.kind.__name__ for task in tasks},
+        "most_frequent_class": most_frequent(dev_splits),
     }
     if args.stage not in ("full", "multitask"):
         # a checkpoint's config.json has none: there AdapterHub's library takes "adapters" for its

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from runtime.directory import flush
 from runtime.processes import processes
 
-STATE_FORMAT = 5
+STATE_FORMAT = 6
 
 # What a resumed run may have otherwise than the one that it continues. Everything else that
 # config.json records must be the same.

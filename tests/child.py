@@ -38,13 +38,14 @@ def main(arguments, output, before, environment):
     os.environ.update(environment)
     import runtime.run
     import train
+    from runtime.command import run_command
 
     runtime.run.tqdm.set_lock(
         threading.RLock()
     )  # its own is a semaphore, which a killed process leaves behind
     for function, *values in before:
         function(*values)
-    train.main(arguments)
+    run_command("train.py", train.main, arguments)
     print(f"{operations} file operations", flush=True)
 
 

@@ -27,6 +27,7 @@ from bert import Bert, BertConfig  # noqa: E402
 from data import batches, get_task, load_split  # noqa: E402
 from formats.tokenizer import load_tokenizer  # noqa: E402
 from reference import ENCODERS, GOLDEN  # noqa: E402
+from runtime.command import run_command  # noqa: E402
 
 
 def pytest_terminal_summary(terminalreporter):
@@ -117,6 +118,11 @@ def data_dir(tmp_path_factory):
             rows.append({"text_a": sentence(rng, 5), "choices": choices, "label": i % 3})
         write_rows(directory / "pick" / f"{split}.jsonl", rows)
     return directory
+
+
+def command_line(argv=None):
+    """python train.py ARGV, in this process: ends in SystemExit where that ends with an error."""
+    run_command("train.py", train.main, argv)
 
 
 @pytest.fixture(scope="session")
@@ -211,7 +217,7 @@ def fails(encoder, data_dir, tmp_path, capsys):
             for text in (option, str(value))
         ]
         with pytest.raises(SystemExit) as exit:
-            train.main([*command, *given])
+            command_line([*command, *given])
         error = capsys.readouterr().err
         lines = error.splitlines()
         assert exit.value.code == 2

@@ -11,9 +11,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pytest
 
-import train
 from adapter import ADAPTERS
-from conftest import write_rows
+from conftest import command_line, write_rows
 from experiments import architecture_search as search
 from experiments import grid
 from experiments.load_run import load_run
@@ -451,7 +450,7 @@ def test_a_search_for_real(run, encoder, data_dir, tmp_path, monkeypatch, capsys
                     json.dumps(grid.record(cell, cells))
                 )
                 with contextlib.redirect_stdout(io.StringIO()):
-                    train.main(grid.command(cell, out))
+                    command_line(grid.command(cell, out))
         return {}
 
     monkeypatch.setattr(grid, "run", here)

@@ -1,5 +1,6 @@
 """The 16 tasks in the hub's columns, your own task, and batches."""
 
+import json
 import random
 from dataclasses import replace
 
@@ -11,7 +12,8 @@ import torch
 import data
 from conftest import sentence, write_rows
 from data import TASKS, Classes, batch_order, batches, example, get_task, length_groups, load_split
-from formats.rows import check_size, read_split
+from experiments import evaluate, predict
+from formats.rows import check_size, held_out, read_split
 from formats.tokenizer import load_tokenizer
 
 # One row of every task as the hub has it, and what becomes of it
@@ -383,3 +385,97 @@ def test_lengths_that_cut_little():
         "rte": 290,
         "cb": 256,
     }
+
+
+# --------------------------------------------------------------------------------------------------
+# One's own data as it comes
+
+
+def own_rows(n):
+    rng = random.Random(1)
+    return [
+        {"premise": sentence(rng), "hypothesis": sentence(rng), "gold": "yes" if i % 2 else "no"}
+        for i in range(n)
+    ]
+
+
+def as_csv(rows, separator=","):
+    return "".join(
+        separator.join(values) + "\n" for values in [rows[0].keys(), *(r.values() for r in rows)]
+    )
+
+
+@pytest.mark.parametrize("separator", [",", ";"])
+def test_own_columns_and_a_held_out_development_set(launch, tmp_path, separator, capsys):
+    """One .csv file, other names of columns, no development file: trains, evaluates, predicts."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.csv").write_text(as_csv(own_rows(60), separator))
+    columns = ["--columns", "text_a=premise", "text_b=hypothesis", "label=gold"]
+    given = ["--stage", "head", "--task", "mine", "--data-dir", tmp_path, "--epochs", 1]
+    with pytest.raises(FileNotFoundError, match="--dev-fraction"):
+        launch(*given, *columns, "--out", tmp_path / "none")
+    with pytest.raises(ValueError, match="no column 'label'; it has premise, hypothesis, gold"):
+        launch(*given, "--out", tmp_path / "none")
+    given += [*columns, "--dev-fraction", "0.2"]
+    result = launch(*given, "--out", tmp_path / "run")
+    assert (result["train_examples"], result["dev_examples"]) == (48, 12)
+    other = launch(*given, "--seed", 7, "--out", tmp_path / "other")
+    configs = [json.loads((tmp_path / n / "config.json").read_text()) for n in ("run", "other")]
+    assert configs[0]["data_sha256"] == configs[1]["data_sha256"]  # the same ones for every seed
+    assert other["dev_examples"] == 12
+    evaluate.main([str(tmp_path / "run"), "--device", "cpu"])
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["examples"], found["accuracy"]) == (12, result["accuracy"])
+    predict.main([str(tmp_path / "run"), "--file", str(tmp_path / "mine" / "train.csv")])
+    assert len(capsys.readouterr().out.splitlines()) == 60
+
+
+def test_the_parts_of_a_held_out_draw():
+    train, dev = (held_out(50, split, 0.1) for split in ("train", "validation"))
+    assert len(dev) == 5 and sorted([*train, *dev]) == list(range(50))
+    assert len(held_out(50, "validation", 10)) == 10  # a number, at most a half
+    assert len(held_out(50, "validation", 100)) == 25
+    for fraction in (0.001, 0.999):
+        with pytest.raises(ValueError, match="all or none"):
+            held_out(50, "train", fraction)
+
+
+@pytest.mark.parametrize("name", ["dev.jsonl", "val.csv"])
+def test_other_names_of_the_development_file(launch, tmp_path, name):
+    (tmp_path / "mine").mkdir()
+    rows = [{"text_a": row["premise"], "label": row["gold"]} for row in own_rows(40)]
+    write_rows(tmp_path / "mine" / "train.jsonl", rows)
+    if name.endswith("csv"):
+        (tmp_path / "mine" / name).write_text(as_csv(rows[:10]))
+    else:
+        write_rows(tmp_path / "mine" / name, rows[:10])
+    given = ["--stage", "head", "--task", "mine", "--data-dir", tmp_path, "--epochs", 1]
+    assert launch(*given, "--out", tmp_path / "run")["dev_examples"] == 10
+    with pytest.raises(ValueError, match=f"--dev-fraction: .*{name} has a development set"):
+        launch(*given, "--dev-fraction", 0.5, "--out", tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "words, say",
+    [
+        (["text_a"], "COLUMN=NAME"),
+        (["text_a=premise", "text_b=premise"], "twice"),
+        (["text_a=absent"], "no column 'absent'"),
+        (["premise=gold"], "already"),
+    ],
+)
+def test_columns_that_do_not_fit(launch, tmp_path, words, say):
+    write_rows(tmp_path / "mine" / "train.jsonl", own_rows(20))
+    with pytest.raises(ValueError, match=say):
+        launch(
+            *("--stage", "head", "--task", "mine", "--data-dir", tmp_path, "--dev-fraction", 0.5),
+            *("--columns", *words, "--out", tmp_path / "none"),
+        )
+    assert not (tmp_path / "none").exists()
+
+
+def test_fractions_are_no_classes(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.csv").write_text("text_a,label\na,0.5\nb,1.0\nc,0.25\n")
+    with pytest.raises(ValueError, match="train.csv, line 2: label '0.5' is neither"):
+        get_task("mine", tmp_path)

@@ -11,7 +11,7 @@ import torch
 
 import train
 from bert import Bert, BertConfig
-from conftest import VOCABULARY, write_rows
+from conftest import VOCABULARY, command_line, write_rows
 from experiments.load_run import load_run
 
 
@@ -189,7 +189,7 @@ def test_no_network(fails):
 
 def test_no_network_for_data(fails, encoder, tmp_path, capsys):
     with pytest.raises(SystemExit) as exit:
-        train.main(
+        command_line(
             [
                 "--stage",
                 "head",
@@ -310,7 +310,7 @@ def test_arguments(fails, option, value):
 def test_missing_arguments(capsys):
     for argv in ([], ["--stage", "adapter"], ["--stage", "adapter", "--task"]):
         with pytest.raises(SystemExit) as exit:
-            train.main(argv)
+            command_line(argv)
         assert exit.value.code == 2 and capsys.readouterr().err.count("\n") == 1
 
 
@@ -329,7 +329,7 @@ def test_non_finite_loss_keeps_the_best_epoch(encoder, data_dir, tmp_path, monke
 
     monkeypatch.setattr(torch.nn.functional, "cross_entropy", explode)
     with pytest.raises(SystemExit) as exit:
-        train.main(
+        command_line(
             [
                 "--stage",
                 "adapter",

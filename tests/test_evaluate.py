@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import train
-from conftest import write_rows
+from conftest import command_line, write_rows
 from data import TASKS, batches
 from experiments import evaluate as evaluation
 from experiments.load_run import load_run, load_run_split
@@ -281,7 +281,7 @@ def test_options_of_training_are_refused(runs, data_dir, tmp_path, capsys, encod
         ([*run, "--split", "test"], "no test split"),
         ([*run, "--data-dir", tmp_path / "none"], "not a directory"),
         ([*run, "--data-dir", tmp_path, "--split", "nolabel"], "no column 'label'"),
-        ([*run, "--data-dir", tmp_path, "--split", "hidden"], "line 1: label -1 is not one of"),
+        ([*run, "--data-dir", tmp_path, "--split", "hidden"], "line 1: the label is hidden (-1)"),
         ([*run, "--max-length", 1000], "--max-length must be in 8 .. 48"),
         ([*run, "--batch-size", 0], "--batch-size"),
         ([*run, "--model", other], str(other)),
@@ -300,7 +300,7 @@ def test_options_of_training_are_refused(runs, data_dir, tmp_path, capsys, encod
         assert output.err.startswith("evaluate.py: ") and say in output.err
     for option in ("--run", "--split", "--mask"):
         with pytest.raises(SystemExit) as exit:
-            train.main(["--stage", "adapter", "--task", "rte", option, "x"])
+            command_line(["--stage", "adapter", "--task", "rte", option, "x"])
         assert (
             exit.value.code == 2 and f"unrecognized arguments: {option}" in capsys.readouterr().err
         )

@@ -325,3 +325,38 @@ def test_errors(runs, tmp_path, capsys):
         ), error
         assert say in error
         assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_baseline_with_something_else_is_refused(runs, tmp_path):
+    """By name, where it is given; passed over, where it only lies beside the fusion."""
+    config = json.loads((runs / "rte" / "config.json").read_text())
+    changes = {
+        "model": ("/elsewhere/encoder", "encoder.*/elsewhere/encoder"),
+        "dev_examples": (39, "development examples.*39, not 40"),
+        "data_sha256": ("0" * 64, "data"),
+    }
+    for name, (value, say) in changes.items():
+        run = shutil.copytree(runs / "rte", tmp_path / name / "rte")
+        (run / "config.json").write_text(json.dumps({**config, name: value}))
+        with pytest.raises(ValueError, match=f"--baseline {run} has other {say}"):
+            figure4.find_baselines([runs / "fusion-rte"], [run])
+        beside = shutil.copytree(runs / "fusion-rte", tmp_path / name / "fusion-rte")
+        assert figure4.find_baselines([beside], []) == {}
+    assert "rte" in figure4.find_baselines([runs / "fusion-rte"], [])
+
+
+def test_own_weights_are_relative_to_an_even_mixture(capsys):
+    """Of two adapters 0.1 is 0.2 of an even weight. Fusions of 2 and 3 adapters, or over two
+    encoders, do not come into one sentence."""
+    gains, loses = target("cb", 0.1, 0.8, 0.7), target("mnli", 0.9, 0.8, 0.8, last=0.9)
+    text = figure4.own_adapters([gains, loses])
+    assert "its mean weight 0.600 of an even one" in text and "1.800 of an even one" in text
+    assert "0.60 of an even one (1/2)" in "\n".join(figure4.describe(*gains))
+    label, names, weights, task, metrics, baseline = loses
+    three = {
+        slot: torch.cat([weight * 0.5, torch.tensor([0.5])]) for slot, weight in weights.items()
+    }
+    wider = (label, [*names, "third"], three, task, metrics, baseline)
+    other = (label, names, weights, task, {**metrics, "model": "another"}, baseline)
+    for different in (wider, other):
+        assert ": not compared, " in figure4.own_adapters([gains, different])

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 import bert
 import data
 import train
-from conftest import VOCABULARY
+from conftest import VOCABULARY, command_line
 from experiments import (
     architecture_search,
     demo,
@@ -57,7 +57,7 @@ TRAIN = [
     "cpu",
 ]
 COMMANDS = {  # command: (its main, the arguments that a case's are appended to)
-    "train.py": (train.main, TRAIN),
+    "train.py": (command_line, TRAIN),
     "bert.py": (bert.main, []),
     "data.py": (data.main, ["rte", "--model", "model", "--data-dir", "data"]),
     "publish.py": (publish.main, ["--out", "out"]),
@@ -317,8 +317,8 @@ for value, say in [
         change=link("loop", "loop"),
     )
 
-case("bert.py without arguments", "usage", command="bert.py")
-case("bert.py with an option", "usage", "--model", command="bert.py")
+case("bert.py without arguments", "SOURCE", command="bert.py")
+case("bert.py with an option", "SOURCE", "--model", command="bert.py")
 case("bert.py: a text that is none", "codec", "model", "a\udcff", command="bert.py")
 for value in ("a\0b", LONG, "a\nb", "loop", "/dev/zero", "model/config.json"):
     case(
@@ -1291,7 +1291,7 @@ def test_names_that_only_look_wrong(name, box, capsys):
     Path(name).mkdir()
     for part in ("data", "model"):
         Path(part).rename(Path(name, part))
-    train.main(
+    command_line(
         [
             *TRAIN,
             "--data-dir",
@@ -1328,6 +1328,6 @@ def test_right_input_that_looks_wrong(box, capsys):
     )
     for split in ("train", "validation"):
         Path(f"data/rte/{split}.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.encode())
-    train.main(TRAIN)
+    command_line(TRAIN)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["train_examples"] == result["dev_examples"] == len(texts) ** 2

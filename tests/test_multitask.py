@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import train
 from bert import Bert
-from conftest import dev_batches
+from conftest import command_line, dev_batches
 from experiments.load_run import load_run
 from variants.multitask import task_probabilities
 
@@ -258,7 +258,7 @@ WRONG = {
 @pytest.mark.parametrize("arguments, text", WRONG.values(), ids=WRONG)
 def test_wrong_arguments(arguments, text, encoder, data_dir, tmp_path, capsys):
     with pytest.raises(SystemExit) as e:
-        train.main(
+        command_line(
             [
                 *arguments,
                 "--model",
@@ -354,7 +354,9 @@ def test_each_task_has_its_own_length(launch, encoder, data_dir, tmp_path, monke
     monkeypatch.setattr(
         train,
         "get_task",
-        lambda name, *rest: replace(get_task(name, *rest), max_length=lengths[name]),
+        lambda name, *rest, **given: replace(
+            get_task(name, *rest, **given), max_length=lengths[name]
+        ),
     )
     monkeypatch.setattr(train, "load_split", spy)
     out = tmp_path / "run"

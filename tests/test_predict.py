@@ -525,7 +525,7 @@ def test_errors(runs, launch, encoder, tmp_path, capsys, monkeypatch):
         ([rte, "red", "one\udcff"], "surrogates"),
         ([rte, "red", "one", "--file", "-"], "not both"),
         ([rte, "--file", tmp_path / "missing.jsonl"], "missing.jsonl"),
-        ([rte, "--file", write("rows.txt", b"red")], "only .jsonl and .tsv"),
+        ([rte, "--file", write("rows.txt", b"red")], "only .jsonl, .json, .csv, .tsv, .parquet"),
         ([rte, "--file", write("empty.jsonl", b"\n \n")], "empty.jsonl is empty"),
         ([rte, "--file", "-"], "stdin is empty"),
         ([rte, "--file", write("header.tsv", b"sentence1\tsentence2\n")], "no line after"),

@@ -22,6 +22,7 @@ import runtime.run
 import train
 from adapter import AdapterConfig, Head, add_adapter
 from bert import Bert, BertConfig
+from conftest import command_line
 from experiments.load_run import load_run
 
 
@@ -122,7 +123,7 @@ def test_the_same_numbers_as_one_process(stage, count, command, tmp_path):
             "original_ln_after=false",
             "leave_out=[0]",
         ]
-    train.main([str(argument) for argument in command(stage, tmp_path / "one", *options)])
+    command_line([str(argument) for argument in command(stage, tmp_path / "one", *options)])
     processes = start(
         count, command(stage, tmp_path / "many", *options, *accumulation), tmp_path / "output"
     )
@@ -145,7 +146,7 @@ def test_the_same_numbers_as_one_process(stage, count, command, tmp_path):
         ):  # is the same for all choices, so its gradient is nothing but rounding
             assert torch.allclose(ours[name], theirs[name], atol=1e-3), name
     assert (
-        "epoch 3: " in texts[0]
+        "\n       3  " in texts[0]
         and json.loads(texts[0].splitlines()[-2])["train_examples"] % 33 == 0
     )
     assert all("epoch" not in text for text in texts[1:])  # one voice
@@ -163,7 +164,7 @@ def test_fewer_examples_than_processes(command, data_dir, tmp_path):
         lines = (data_dir / "sst2" / f"{split}.jsonl").read_text().splitlines(keepends=True)
         (tmp_path / "sst2" / f"{split}.jsonl").write_text("".join(lines[:count]))
     options, output = ["--data-dir", tmp_path], tmp_path / "output"
-    train.main([str(argument) for argument in command("adapter", tmp_path / "one", *options)])
+    command_line([str(argument) for argument in command("adapter", tmp_path / "one", *options)])
     statuses, texts = finish(
         start(3, command("adapter", tmp_path / "many", *options), output), output
     )
@@ -337,7 +338,7 @@ def test_as_a_user_starts_it(command, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    while not (line := process.stdout.readline()).startswith("epoch 2:"):
+    while not (line := process.stdout.readline()).startswith("       2  "):
         assert line, process.stderr.read()
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)

@@ -172,7 +172,7 @@ def test_a_smaller_run(name, keep, leave_out, whole, capsys, tmp_path, monkeypat
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["accuracy"] == metrics["accuracy"]
     predict.main([str(out), "red", "one", "--device", "cpu"])
     assert sorted(figure4.mean_weights(out)[0]) == sorted(left)
-    publish.publish(out, tmp_path / "published", "USER/it")
+    publish.publish(out, tmp_path / "published", "USER/it", "tiny", anyway=True)
     assert ("## With `adapters`" in (tmp_path / "published" / "README.md").read_text()) == bool(
         everywhere
     )
@@ -259,7 +259,9 @@ def test_the_picture_is_legible(tmp_path, monkeypatch):
             }
             for row in rows
         ]
-        prune.draw(rows, 1, "$x_$ and a long name of a run, longer than many", tmp_path / "a.png")
+        prune.draw(
+            rows, 1, 400, "$x_$ and a long name of a run, longer than many", tmp_path / "a.png"
+        )
         box, (width, height) = kept[-1].get_tightbbox(), kept[-1].get_size_inches()
         assert (
             0 <= box.x0 and box.x1 <= width and 0 <= box.y0 and box.y1 <= height

@@ -13,7 +13,7 @@ from experiments import publish
 @pytest.mark.parametrize("run", ["rte", "pick", "fusion-rte"])
 def test_published_folder(runs, tmp_path, capsys, monkeypatch, encoder, run):
     monkeypatch.chdir(tmp_path)
-    publish.main([str(runs / run)])
+    publish.main([str(runs / run), "--encoder", encoder.name, "--anyway"])
     assert "published" in capsys.readouterr().out
     folder, repository = (
         tmp_path / "published" / run,
@@ -60,7 +60,7 @@ def test_a_card_names_changes_of_the_architecture(launch, tmp_path, encoder):
     launch(
         "--stage", "adapter", "--task", "rte", "--epochs", 1, *changes, "--out", tmp_path / "run"
     )
-    publish.publish(tmp_path / "run", tmp_path / "out", "USER/it", encoder=str(encoder))
+    publish.publish(tmp_path / "run", tmp_path / "out", "USER/it", str(encoder), anyway=True)
     assert (
         '(pfeiffer, reduction factor 16, ln_after true, non_linearity "gelu")'
         in (tmp_path / "out" / "README.md").read_text()
@@ -89,6 +89,8 @@ def test_publishing_refuses(runs, launch, tmp_path, capsys):
     launch("--stage", "adapter", "--task", "rte", "--epochs", 1, *norms)
     fails(tmp_path / "norms", "--out", out, say="AdapterHub's library has no adapters like rte")
     run = shutil.copytree(runs / "rte", tmp_path / "run")
+    fails(run, "--out", out, say="--encoder")  # it was a local directory
+    given = ["--encoder", "tiny", "--anyway"]
     fails(run, "--out", run, "--overwrite", say="the run itself")
     fails(run, "--out", run / "config.json", say="a file")
     fails(run, "--out", tmp_path / "head", say="not empty")
@@ -96,10 +98,13 @@ def test_publishing_refuses(runs, launch, tmp_path, capsys):
         run, "--out", tmp_path / "head", "--overwrite", say="not a folder that this command wrote"
     )
     fails(run, "--out", out, "--model", tmp_path / "nowhere", say="no directory")
-    fails(run, "--out", out, "--repo", "a\nb", say="unprintable")
+    fails(run, "--out", out, "--repo", "a\nb", *given, say="unprintable")
     metrics = (run / "metrics.json").read_text()
     (run / "metrics.json").write_text("{}")
-    fails(run, "--out", out, say="metrics.json")
+    fails(run, "--out", out, *given, say="metrics.json")
+    nothing = {**json.loads(metrics), "accuracy": 0.5, "most_frequent_class": 0.5}
+    (run / "metrics.json").write_text(json.dumps(nothing))
+    fails(run, "--out", out, *given[:2], say="learned nothing")
     (run / "metrics.json").write_text(metrics)
     weights = (run / "adapter.safetensors").read_bytes()
     (run / "adapter.safetensors").write_bytes(weights[:-100])
@@ -116,6 +121,8 @@ def test_publishing_refuses(runs, launch, tmp_path, capsys):
             "google-bert/bert-base-uncased",
             "--repo",
             "me/it",
+            "--anyway",
+            *("--license", "cc-by-4.0", "--code", "https://example.org/code"),
         ]
     )
     card = (out / "README.md").read_text()
@@ -123,6 +130,18 @@ def test_publishing_refuses(runs, launch, tmp_path, capsys):
         'base_model: "google-bert/bert-base-uncased"' in card
         and 'snapshot_download("me/it")' in card
     )
+    front = card.split("---\n")[1]
+    for line in (
+        'license: "cc-by-4.0"',
+        'language: "en"',
+        'datasets:\n- "nyu-mll/glue"',
+        "metrics:\n- accuracy\n- f1\n- matthews_correlation\n",
+    ):
+        assert line in front
+    found = json.loads(metrics)
+    assert f"| Matthews' correlation on the development set | {found['matthews']:.4f} |" in card
+    assert f"| macro-F1 on the development set | {found['macro_f1']:.4f} |" in card
+    assert "<https://example.org/code>" in card and "96 examples, the best of" in card
     assert (
         json.loads((out / "adapter_config.json").read_text())["model_name"]
         == "google-bert/bert-base-uncased"
@@ -130,7 +149,7 @@ def test_publishing_refuses(runs, launch, tmp_path, capsys):
     fails(run, "--out", out, say="not empty")
     (out / ".git").mkdir()
     (out / ".git" / "config").write_text("mine")
-    publish.main([str(runs / "fusion-rte"), "--out", str(out), "--overwrite"])
+    publish.main([str(runs / "fusion-rte"), "--out", str(out), "--overwrite", *given])
     assert (out / ".git" / "config").read_text() == "mine" and not (
         out / "adapter_config.json"
     ).exists()

@@ -22,7 +22,8 @@ import torch
 import child
 import runtime.run
 import train
-from conftest import assert_equal, content
+from conftest import assert_equal, command_line, content
+from runtime.command import run_command
 
 KILLS = int(os.environ.get("KILLS", 8))  # of either kind, for each stage
 SEED = int(os.environ["SEED"])  # conftest.py sets and prints it
@@ -160,7 +161,7 @@ def fails(capsys):
     def fails(arguments, *say):
         capsys.readouterr()
         with pytest.raises(SystemExit) as exit:
-            train.main([str(argument) for argument in arguments])
+            command_line([str(argument) for argument in arguments])
         error = capsys.readouterr().err
         assert exit.value.code == 2 and error.count("\n") == 1, error
         assert all(text in error for text in say), error
@@ -193,7 +194,7 @@ def interrupted(command, at_step, tmp_path):
     def interrupted(stage, out, *options):
         at_step(15, lambda: os.kill(os.getpid(), 2))
         with pytest.raises(SystemExit) as exit:
-            train.main([str(argument) for argument in command(stage, out, *options)])
+            command_line([str(argument) for argument in command(stage, out, *options)])
         assert exit.value.code == 130
         return out
 
@@ -223,7 +224,7 @@ def test_a_state_that_is_torn_or_old_or_of_another_command(
     (out / "resume.pt").write_bytes(good)
     fails([*resume, "--lr", "0.1"], "lr = 0.005, not 0.1")
     fails(command("adapter", out), "interrupted run", "--resume")
-    train.main([str(argument) for argument in resume])
+    command_line([str(argument) for argument in resume])
     assert_equal(out, whole["adapter"][0])
 
 
@@ -244,7 +245,7 @@ def test_a_finished_run_of_another_command(command, fails, whole, tmp_path, enco
         fails([*resume, option, value], "holds a finished run with", say)
     fails([*resume, "--overwrite"], "choose one")
     monkeypatch.chdir(encoder.parent)
-    train.main(
+    command_line(
         [str(argument) for argument in [*resume, "--model", encoder.name]]
     )  # the same, spelt otherwise
     assert content(out) == before
@@ -259,7 +260,7 @@ def test_other_data_is_another_command(interrupted, command, fails, data_dir, tm
     path.write_text("\n".join([lines[1], lines[0], *lines[2:]]) + "\n")
     fails(resume, "data_sha256")
     path.write_text("\n".join(lines) + "\n")
-    train.main([str(argument) for argument in resume])  # the same data elsewhere
+    command_line([str(argument) for argument in resume])  # the same data elsewhere
 
 
 def test_the_sources_of_a_fusion_may_go(command, interrupted, fails, runs, whole, tmp_path):
@@ -270,7 +271,7 @@ def test_the_sources_of_a_fusion_may_go(command, interrupted, fails, runs, whole
     shutil.copy(runs / "rte" / "adapter.safetensors", sources[1])
     resume = [*command("fusion", out), "--resume"]
     fails(resume, "sources")
-    train.main([str(argument) for argument in [*resume, "--adapters", *sources]])
+    command_line([str(argument) for argument in [*resume, "--adapters", *sources]])
     ours, theirs = (content(run) for run in (out, whole["fusion"][0]))
     assert ours[1].pop("sources") != theirs[1].pop("sources") and ours == theirs
 
@@ -343,7 +344,7 @@ def on_a_full_disk(directory, result, at_the_end):
     def main(arguments):
         setattr(owner, name, full)
         with contextlib.suppress(SystemExit):
-            train_main(arguments)
+            run_command("train.py", train_main, arguments)
         setattr(owner, name, function)
         assert (directory / "run" / "resume.pt").read_bytes() == state[0]
         assert not [path for path in (directory / "run").rglob("*") if "tmp" in path.name]
@@ -353,8 +354,9 @@ def on_a_full_disk(directory, result, at_the_end):
         print(
             "a file system of 512 KiB" if mounted else "no right to mount: files of at most 10 kB"
         )
-        train_main([*arguments, "--resume"])
+        line = train_main([*arguments, "--resume"])
         shutil.copytree(directory / "run", result)
+        return line
 
     train.main = main
 
@@ -446,7 +448,7 @@ def test_out_of_memory(error, command, fails, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "predict", exhaust)
     limit = {1}
     with pytest.raises(SystemExit):  # the shape of the first batch
-        train.main([str(argument) for argument in command("adapter", out)])
+        command_line([str(argument) for argument in command("adapter", out)])
     rows, length = calls.pop()
     shape = f"8 examples, {rows} x {length} tokens"
     fails(command("adapter", out), shape, "continue with --grad-accumulation 2", "--batch-size")
@@ -454,7 +456,7 @@ def test_out_of_memory(error, command, fails, whole, tmp_path, monkeypatch):
     limit = {14}  # after 12 steps, in the second batch of evaluation
     fails(command("adapter", out), "in evaluation", "with --resume and --grad-accumulation 2")
     limit = {}
-    train.main([str(argument) for argument in [*command("adapter", out), "--resume"]])
+    command_line([str(argument) for argument in [*command("adapter", out), "--resume"]])
     assert_equal(out, whole["adapter"][0])
 
 
@@ -464,7 +466,7 @@ def test_another_error_keeps_its_traceback(command, tmp_path, monkeypatch):
 
     monkeypatch.setattr(train, "predict", broken)
     with pytest.raises(RuntimeError, match="a mistake"):
-        train.main([str(argument) for argument in command("adapter", tmp_path / "run")])
+        command_line([str(argument) for argument in command("adapter", tmp_path / "run")])
 
 
 @pytest.fixture(scope="module")
@@ -490,7 +492,7 @@ def test_grad_accumulation_gives_the_same_gradients(
     monkeypatch.setattr(train.torch.nn.utils, "clip_grad_norm_", keep)
     for k in (1, 3, 8, 11):  # 96 examples: batches of 11, the last of 8
         gradients.append([])
-        train.main(
+        command_line(
             [
                 str(argument)
                 for argument in command(
@@ -604,5 +606,5 @@ def test_a_run_that_another_process_has_finished_meanwhile(command, whole, tmp_p
         )
     assert_equal(out, whole["adapter"][0])
     (out / "resume.pt").write_bytes(b"killed before it was removed")
-    train.main([str(argument) for argument in [*command("adapter", out), "--resume"]])
+    command_line([str(argument) for argument in [*command("adapter", out), "--resume"]])
     assert_equal(out, whole["adapter"][0])

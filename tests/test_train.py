@@ -501,7 +501,7 @@ def test_command_line(encoder, data_dir, tmp_path):
         stderr=subprocess.PIPE,
         text=True,
     )
-    while not process.stdout.readline().startswith("epoch 1:"):
+    while not process.stdout.readline().startswith("       1  "):
         pass
     os.kill(process.pid, signal.SIGINT)
     _, stderr = process.communicate(timeout=60)

@@ -1,0 +1,48 @@
+"""How good predictions are: the scores of classification that papers publish.
+
+Each takes labels and predictions, LongTensors [examples] of class indices. As in scikit-learn, a
+class that occurs in neither does not count, and a quotient of nothing is 0.
+"""
+
+import torch
+
+
+def accuracy(labels, predictions):
+    """The share of examples that are right, 0 to 1."""
+    return (labels == predictions).sum().item() / len(labels)
+
+
+def f1_of_class(labels, predictions, k):
+    """2 · precision · recall / (precision + recall) of class k, written in counts: 2 TP / (2 TP +
+    FP + FN)."""
+    right = ((labels == k) & (predictions == k)).sum().item()
+    both = (labels == k).sum().item() + (predictions == k).sum().item()
+    return 2 * right / both if both else 0.0
+
+
+def macro_f1(labels, predictions):
+    """The mean of the classes' F1, each class alike."""
+    classes = torch.cat([labels, predictions]).unique().tolist()
+    return sum(f1_of_class(labels, predictions, k) for k in classes) / len(classes)
+
+
+def f1(labels, predictions):
+    """F1 of the positive class of two, which is the second: GLUE's for MRPC and QQP."""
+    return f1_of_class(labels, predictions, 1)
+
+
+def matthews(labels, predictions):
+    """Matthews' correlation coefficient, -1 to 1, in its form for K classes (Gorodkin, 2004): the
+    correlation of two [examples, K] indicator matrices. 0 if either holds one class alone."""
+    n = len(labels)
+    K = 1 + max(labels.max().item(), predictions.max().item())
+    given = torch.bincount(labels, minlength=K).double()
+    said = torch.bincount(predictions, minlength=K).double()
+    right = (labels == predictions).sum().item()
+    covariance = n * right - given @ said
+    variances = (n * n - given @ given) * (n * n - said @ said)
+    return (covariance / variances.sqrt()).item() if variances > 0 else 0.0
+
+
+# of K classes; F1 of the positive class is for K = 2 alone (Task.scores)
+CLASS_SCORES = {"accuracy": accuracy, "macro_f1": macro_f1, "f1": f1, "matthews": matthews}
