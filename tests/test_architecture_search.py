@@ -165,10 +165,10 @@ def test_a_name_is_one_architecture():
         assert names.setdefault(search.architecture(config), config) == config
     assert len(names) == len(configs) and len(configs) > 300
     assert search.architecture(RecipeConfig.pfeiffer()) == "top-before_after-none-f-relu"
-    assert search.architecture(RecipeConfig.bapna()) == "top-before_after-before-f-relu"
+    assert search.architecture(RecipeConfig.bapna()) == "top-before-before-ln-relu"
     assert (
         search.architecture(search.EXTRAS["houlsby"][1])
-        == "both-after-none-f-swish-layer_norms-houlsby"
+        == "both-after-none-f-layer_norms-houlsby"
     )
 
 
@@ -225,7 +225,7 @@ def test_equal_options_end_as_in_the_paper(run, capsys):
     # 3 positions, 4 more of BERT's LayerNorms, 3 new, 2 residuals, 2 non-linearities, and Houlsby's
     # twice: Bapna's is there
     log = run.log()
-    assert len(log) == len(set(log)) == (3 + 4 + 3 + 2 + 2 + 2) * 2 * 2 + 2
+    assert len(log) == len(set(log)) == (3 + 4 + 3 + 2 + 2 + 3) * 2 * 2 + 2
     assert len(run.rows()) == (3 + 5 + 4 + 3 + 3 + 3) * 2 * 2 + 2
     assert str(run.data) not in text and str(run.out) not in text
     before = {
@@ -303,7 +303,7 @@ def test_the_residual_stays_what_the_second_step_has_chosen(run):
         winners(run)["pretrained"] == "before, residual after it"
         and winners(run)["residual"] == "LN(f + x)"
     )
-    assert {"one-top-before-before-ln-relu-2-0", "one-top-before-none-ln-swish-8-0"} <= set(
+    assert {"one-top-before_after-before-f-relu-2-0", "one-top-before-none-ln-swish-8-0"} <= set(
         run.log()
     )
     assert "one-top-before-before-f-relu-2-0" not in run.log()
@@ -405,7 +405,7 @@ def test_plan_writes_nothing(run, capsys):
         in lines[-2]
     )
     assert (
-        lines[-1].startswith(f"{(3 + 4 + 3 + 2 + 2 + 2) * 2 * 2 + 2} runs, at most")
+        lines[-1].startswith(f"{(3 + 4 + 3 + 2 + 2 + 3) * 2 * 2 + 2} runs, at most")
         and not run.out.exists()
     )
 

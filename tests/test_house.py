@@ -25,7 +25,7 @@ MAY_IMPORT = {  # a room or one of the five files, and what of the house it may 
 }
 EXCEPTIONS = {("data", "main"): {"bert"}}  # `python data.py TASK` asks what an encoder will read
 LONGEST_FUNCTION = 62  # lines, its docstring included
-LONGEST_FIVE = 1400  # lines of the five files together
+LONGEST_FIVE = 1550  # lines of the five files together; the plan is 1,200, and they may not grow
 
 
 def files():

@@ -60,7 +60,7 @@ COMMANDS = {  # command: (its main, the arguments that a case's are appended to)
     "train.py": (command_line, TRAIN),
     "bert.py": (bert.main, []),
     "data.py": (data.main, ["rte", "--model", "model", "--data-dir", "data"]),
-    "publish.py": (publish.main, ["--out", "out"]),
+    "publish.py": (publish.main, ["--anyway", "--encoder", "me/bert", "--out", "out"]),
     "loading.py": (loading.main, []),
     "demo.py": (demo.main, []),
     "evaluate.py": (evaluate.main, ["--device", "cpu"]),
@@ -554,7 +554,7 @@ for name, content, say in [
     (
         "many columns",
         json.dumps(dict.fromkeys(map(str, range(2000)), 1)).encode(),
-        "no column 'sentence1'",
+        "no column 'label'",
     ),
 ]:
     case(
@@ -574,7 +574,7 @@ for name, file, content, say in [
     ("CSV, one value too many", "csv", "sentence1,sentence2,label\na,b,0\nc,d,1,2\n", "line 3"),
     ("CSV, label missing", "csv", "sentence1,sentence2,label\na,b,\n", "label ''"),
     ("CSV, header alone", "csv", "sentence1,sentence2,label\n", "is empty"),
-    ("CSV, no header", "csv", "a,b,0\nc,d,1\n", "no column 'sentence1'"),
+    ("CSV, no header", "csv", "a,b,0\nc,d,1\n", "no column 'label'"),
     (
         "CSV, a column twice",
         "csv",
@@ -602,7 +602,7 @@ for name, file, content, say in [
     ),
     ("CSV, binary", "csv", bytes(range(256)) * 9, "train.csv"),
     ("CSV, empty", "csv", "", "is empty"),
-    ("TSV that is CSV", "tsv", "sentence1,sentence2,label\na,b,0\n", "no column 'sentence1'"),
+    ("TSV that is CSV", "tsv", "sentence1,sentence2,label\na,b,0\n", "no column 'label'"),
     ("parquet that is text", "parquet", pair(b"0"), "not a readable parquet file"),
     ("parquet, empty", "parquet", b"", "is empty"),
     ("JSON, nested 100,000 deep", "json", b'{"label": ' + DEEP + b"}", "line 1"),
@@ -615,7 +615,7 @@ for name, file, content, say in [
         "JSON, rows in a field",
         "json",
         json.dumps({"data": [{"label": 0}]}),
-        "no column 'sentence1'; it has data",
+        "no column 'label'; it has data",
     ),
     ("JSON, broken in line 3", "json", '[{"label": 0},\n\n"a"', "line 3: broken JSON"),
 ]:
@@ -676,7 +676,7 @@ for name, given, say in [
         [{"choices": ["a", "b"], "label": 0}, {"label": 0}],
         "line 2: column 'choices'",
     ),
-    ("choice -1", [{"choices": ["a", "b"], "label": -1}], "label -1"),
+    ("choice -1", [{"choices": ["a", "b"], "label": -1}], "the label is hidden (-1)"),
     ("choice true", [{"choices": ["a", "b"], "label": True}], "label True"),
     ("choice 1.0", [{"choices": ["a", "b"], "label": 1.0}], "label 1.0"),
 ]:

@@ -57,7 +57,6 @@ def test_command_line_errors(capsys, monkeypatch, tmp_path):
         [str(tmp_path / "more")],
         [],
         ["a", "b", "c"],
-        ["--help"],
         [str(tmp_path / "missing")],
         ["a/b/c", "text"],
     ):
