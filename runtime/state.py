@@ -108,6 +108,11 @@ def load_state(path, config, trained, optimizer, device):
         for name, p in trained.items():
             p.copy_(state["trained"][name])
     optimizer.load_state_dict(state["optimizer"])
+    for (
+        p
+    ) in trained.values():  # zeros, where a batch was seen: multi-task training fills, not drops
+        if p in optimizer.state:
+            p.grad = torch.zeros_like(p)
     if len(state["random"]) == world:  # otherwise dropout goes on with other numbers
         random, n = state["random"][rank], len(torch.get_rng_state())
         torch.set_rng_state(random[:n])
