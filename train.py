@@ -41,7 +41,7 @@ from formats.files import read_json, write_json
 from formats.tokenizer import TOKENIZER_FILES, load_tokenizer
 from fusion import FUSIONS, add_fusion, fusion_regularization, save_fusion
 from runtime import options
-from runtime.directory import check_idle
+from runtime.directory import check_idle, is_finished
 from runtime.processes import all_reduce, choose_device, processes
 from runtime.run import describe_data, describe_machine, open_run, resumes
 from variants.masking import check_subset, mask, mask_all_but
@@ -384,7 +384,7 @@ def main(argv=None):
         sys.stdout = open(os.devnull, "w")  # the first process prints for all
     try:
         args = arguments(argv)
-        if args.resume and (args.out / "metrics.json").exists():  # nothing is left to do
+        if args.resume and is_finished(args.out):  # nothing is left to do
             result = options.finished(args)
             (args.out / "resume.pt").unlink(missing_ok=True)
         else:

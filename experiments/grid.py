@@ -34,6 +34,7 @@ from bert import Bert
 from formats.files import read_json, write_json
 from formats.tokenizer import load_tokenizer
 from fusion import add_fusion
+from runtime.directory import is_finished
 from runtime.options import configure
 from runtime.processes import choose_device
 
@@ -50,8 +51,8 @@ class Cell:
 
 def metrics(out, name):
     """What train.py wrote of a finished cell, else None."""
-    path = Path(out) / "runs" / name / "metrics.json"
-    return read_json(path) if path.is_file() else None
+    run = Path(out) / "runs" / name
+    return read_json(run / "metrics.json") if is_finished(run) else None
 
 
 def command(cell, out):

@@ -32,8 +32,17 @@ from safetensors import SafetensorError
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from formats.files import write_json
-from runtime.directory import RUN_FILES, TEMPORARY, clear, flush, lock
+from formats.files import flush, write_json
+from runtime.directory import (
+    REPLACED,
+    RUN_FILES,
+    TEMPORARY,
+    clear,
+    forget_replaced,
+    lock,
+    restore,
+    set_aside,
+)
 from runtime.processes import all_reduce, micro_batches, out_of_memory, processes
 from runtime.state import Progress, load_state, save_state
 
@@ -53,12 +62,18 @@ def open_run(args, device, check):
         ):  # nothing is written before all processes have come this far
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         rank, _ = processes()
+        made = not args.out.exists()
         with (
             lock(args.out) if rank == 0 else open(os.devnull, "w") as log
         ):  # the first process writes
-            if rank == 0:
-                check(args)
-            yield Run(args, log, device)
+            try:
+                if rank == 0:
+                    restore(args.out, log)
+                    check(args)
+                yield Run(args, log, device, made)
+            finally:
+                if rank == 0 and args.out.is_dir():
+                    restore(args.out, log)
     except (OSError, SafetensorError) as e:
         if processes()[0] == 0:
             clear(args.out, TEMPORARY)
@@ -85,8 +100,9 @@ def resumes(args):
 
 
 class Run:
-    def __init__(self, args, log, device):
+    def __init__(self, args, log, device, made):
         self.args, self.log, self.device = args, log, device
+        self.made = made  # whether the directory is new
         self.out = args.out
         self.rank, self.world = processes()
         self.best, self.history = {}, []
@@ -114,7 +130,11 @@ class Run:
                 "states there"
             )
         if self.rank == 0:
+            if self.args.overwrite:
+                set_aside(self.out)
             clear(self.out, RUN_FILES + TEMPORARY if self.is_new else TEMPORARY)
+            if self.is_new:  # from here on the directory is a run's
+                write_json(self.out / "config.json", config)
         return at
 
     def begin(self, at):
@@ -122,6 +142,7 @@ class Run:
         if self.rank == 0:
             self.config["adapter_sha256"] = self.adapter_digests()
             write_json(self.out / "config.json", self.config)
+            flush(*self.out.rglob("*"), self.out)  # before a state depends on them
             self.log.truncate(0)
             self.log.write("".join(json.dumps(line) + "\n" for line in self.history))
         self.started = time.monotonic() - at.seconds
@@ -199,8 +220,10 @@ class Run:
             self.failure = FloatingPointError(f"{e}: stopped, {kept}; {advice}")
             if not self.best:
                 if self.rank == 0:
-                    clear(self.out, [*RUN_FILES, *TEMPORARY, "log.jsonl"])
-                    if not any(self.out.iterdir()):
+                    clear(self.out, [*RUN_FILES, *TEMPORARY])
+                    if not (self.out / REPLACED).is_dir():
+                        clear(self.out, ["log.jsonl"])
+                    if self.made and not any(self.out.iterdir()):
                         self.out.rmdir()
                 raise self.failure from e
         finally:
@@ -314,6 +337,8 @@ class Run:
             self.history,
         )
         self.saved = time.monotonic()
+        if self.rank == 0 and at.best_epoch > 0:
+            forget_replaced(self.out)
 
     def restore_best(self):
         """Puts the best epoch's parameters in place."""
@@ -341,7 +366,6 @@ class Run:
             write_json(
                 self.out / "metrics.json", result
             )  # last: a directory with it is a finished run
-            flush(self.out / "metrics.json", self.out)
             (self.out / "resume.pt").unlink(missing_ok=True)
         if self.failure:
             raise self.failure

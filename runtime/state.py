@@ -2,13 +2,12 @@
 
 import zipfile
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from runtime.directory import flush
-from runtime.processes import processes
+from formats.files import replacing
+from runtime.processes import out_of_memory, processes
 
 STATE_FORMAT = 5
 
@@ -64,12 +63,14 @@ def save_state(path, config, trained, optimizer, device, at, best, history):
         "best": best,
         "history": history,
     }
-    temporary = Path(f"{path}.tmp")
-    with open(temporary, "wb") as file:
-        torch.save(state, file)
-    flush(temporary)
-    temporary.replace(path)
-    flush(path.parent)
+    with replacing(path) as temporary:
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(state, file)
+        except RuntimeError as e:  # PyTorch's, on top of the OSError of a full disk or without one
+            if out_of_memory(e):
+                raise
+            raise OSError(str(e.__context__ or e).splitlines()[0]) from e
 
 
 def load_state(path, config, trained, optimizer, device):

@@ -207,13 +207,18 @@ def pickled(path, content, remove=()):
         for name in remove:
             Path(name).unlink()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        (Path(path).parent / "log.jsonl").touch()  # so it is a run's directory
+        if path.endswith("resume.pt"):  # so it is a run's directory
+            IN_OUT()
         torch.save(content() if callable(content) else content, path)
 
     return change
 
 
 KINDS = ("directory", "fifo", "socket")
+IN_OUT = both(
+    put("out/config.json", json.dumps({"stage": "head", "command": "train.py"})),
+    put("out/log.jsonl", b""),
+)
 DEEP = b"[" * 100_000 + b"]" * 100_000
 LONG = "x" * 300
 # --------------------------------------------------------------------------------------------------
@@ -1135,11 +1140,35 @@ for name, content in [
         f"resume.pt: {name}", "out/resume.pt", "--resume", change=pickled("out/resume.pt", content)
     )
 for name, content in [("empty", b""), ("binary", bytes(range(256)) * 99), ("text", b"resume")]:
-    change = both(put("out/resume.pt", content), put("out/log.jsonl", b""))
+    change = both(put("out/resume.pt", content), IN_OUT)
     case(f"resume.pt: {name}", "out/resume.pt", "--resume", change=change)
 for kind in ("directory", "fifo"):
-    change = both(put("out/log.jsonl", b""), special("out/resume.pt", kind))
+    change = both(IN_OUT, special("out/resume.pt", kind))
     case(f"resume.pt is a {kind}", "out/resume.pt", "--resume", change=change)
+LOG = put("out/log.jsonl", b'{"epoch": 1}\n')
+for name, change in [
+    ("a log.jsonl of another program", LOG),
+    ("an encoder and a log.jsonl", both(LOG, put("out/model.safetensors", b"weights"))),
+    ("another's config.json", both(LOG, put("out/config.json", b'{"model_type": "bert"}'))),
+    ("an empty log.jsonl and notes", both(put("out/log.jsonl", b""), put("out/notes", b"x"))),
+    ("a link for config.json", both(LOG, link("out/config.json", "../runs/rte/config.json"))),
+    ("a link for log.jsonl", link("out/log.jsonl", "../runs/rte/log.jsonl")),
+]:
+    for option in ("--overwrite", "--resume"):
+        case(f"{option} of a directory with {name}", "out", option, change=change)
+case("--lr 1e38 beside a stranger's log", "holds other files", "--lr", "1e38", change=LOG)
+case(
+    "--resume: config.json {}",
+    "config.json is not",
+    "--resume",
+    change=put("out/config.json", b"{}"),
+)
+case(
+    "--resume: config.json is damaged",
+    "config.json",
+    "--resume",
+    change=put("out/config.json", b""),
+)
 for content in (b"[1]", b"{", DEEP):
     case(
         f"--resume: metrics.json {content[:2]}",

@@ -10,6 +10,7 @@ import platform
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import time
 import zipfile
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 import child
+import runtime.directory
 import runtime.run
 import train
 
@@ -434,6 +436,106 @@ def test_a_read_only_directory(command, whole, tmp_path):
             and str(disk / name) in error[0]
         ), text
         assert "Read-only" in error[0] or "Permission" in error[0]
+
+
+def test_overwrite_keeps_the_old_run_until_there_is_a_new_one(
+    command, fails, at_step, whole, tmp_path, monkeypatch
+):
+    """An epoch of the new run must have been finished; its failures before that leave the old one.
+    Links in it are removed, and not what they lead to."""
+    fusion, neighbour = whole["fusion"][0], tmp_path / "neighbour"
+    out = shutil.copytree(fusion, tmp_path / "run")
+
+    def exhaust():
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def stop():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    overwrite = [*command("adapter", out), "--overwrite"]
+    fails([*overwrite, "--lr", "1e38"], "the loss is nan")
+    assert_equal(out, fusion)
+    at_step(1, exhaust)
+    fails([*overwrite, "--save-minutes", 5], "ran out of memory")
+    assert_equal(out, fusion)
+    at_step(5, stop)
+    with pytest.raises(SystemExit):
+        train.main([str(argument) for argument in overwrite])
+    assert_equal(out / "replaced", fusion)
+    train.main([str(argument) for argument in [*command("adapter", out), "--resume"]])
+    assert_equal(out, whole["adapter"][0])
+    shutil.copytree(fusion / "adapters", neighbour)
+    (out / "adapters").symlink_to(neighbour)
+    train.main([str(argument) for argument in overwrite])
+    assert_equal(out, whole["adapter"][0])
+    assert len(list(neighbour.rglob("*.safetensors"))) == 2
+
+
+def test_killed_before_any_operation_of_overwrite(command, whole, tmp_path):
+    """From `set_aside` to the first epoch: the old run is there, or it is when the next process
+    has begun, or the new one is continued."""
+    fusion, output, count = whole["fusion"][0], tmp_path / "output", 0
+    while True:
+        count += 1
+        out = shutil.copytree(fusion, tmp_path / f"run{count}")
+        before = [(child.die_at, count, out)]
+        arguments = [*command("adapter", out), "--overwrite", "--epochs", 1]
+        status, text = child.finish(child.start(arguments, output, before), output)
+        if (out / "resume.pt").exists() and not (out / "replaced").exists():
+            break  # the new one has something to keep
+        assert status == -signal.SIGKILL, text
+        if not (out / "resume.pt").exists() or (out / "replaced.tmp").exists():
+            log = runtime.directory.lock(out)
+            runtime.directory.restore(out, log)
+            log.close()
+            runtime.directory.clear(out, runtime.directory.TEMPORARY)
+            assert_equal(out, fusion)
+        else:
+            assert_equal(out / "replaced", fusion)
+        shutil.rmtree(out)
+        count += count // 8 * (KILLS < 100)
+    assert count > 20
+
+
+def test_damaged_metrics_beside_a_state(command, fails, at_step, whole, tmp_path):
+    """As a power cut leaves them on file systems that write names before content."""
+    out = tmp_path / "run"
+
+    def stop():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    at_step(20, stop)
+    with pytest.raises(SystemExit):
+        train.main([str(argument) for argument in command("adapter", out)])
+    (out / "metrics.json").write_bytes(b"")
+    train.main([str(argument) for argument in [*command("adapter", out), "--resume"]])
+    assert_equal(out, whole["adapter"][0])
+    (out / "metrics.json").write_bytes(b"")
+    fails([*command("adapter", out), "--resume"], "metrics.json")
+
+
+def test_what_a_state_depends_on_is_flushed_before_it(command, tmp_path, monkeypatch):
+    """No file takes another's name before its content is on the disk, and the state is written
+    after config.json and the adapters' copies are."""
+    out, flushed, order, sync, replace = tmp_path / "run", set(), [], os.fsync, Path.replace
+
+    def fsync(descriptor):
+        flushed.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def rename(path, target):
+        assert path.stat().st_ino in flushed, path
+        if Path(target).name == "resume.pt":
+            needed = [out / "config.json", *out.glob("adapters/*/*")]
+            assert len(needed) == 5 and all(file.stat().st_ino in flushed for file in needed)
+        order.append(Path(target).name)
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", rename)
+    train.main([str(argument) for argument in [*command("fusion", out), "--epochs", 1]])
+    assert order.index("config.json") < order.index("resume.pt")
+    assert order[-1] == "metrics.json"
 
 
 def test_a_directory_that_vanishes_under_the_run(command, fails, at_step, whole, tmp_path):
