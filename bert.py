@@ -152,6 +152,7 @@ class Bert(nn.Module):
         self.config = config
         self.source = None  # what from_pretrained was given, written into the files of adapters
         self.directory = None  # where its files are, the tokenizer's among them
+        self.digest = None  # of its weights, as from_pretrained has read them
         self.origin = {}  # parameter -> its name in the file that it was loaded from
         self.more_slots = {}  # places that a kind of adapter has added, see `slots`
         d = config.hidden_size
@@ -231,6 +232,7 @@ class Bert(nn.Module):
         state = {name: tensors[hub_name(name)] for name, _ in bert.named_parameters()}
         bert.load_state_dict(state, assign=True)
         bert.source, bert.directory = str(source), checkpoint.directory
+        bert.digest = checkpoint.digest
         bert.origin = {name: checkpoint.names[hub_name(name)] for name in state}
         return bert.requires_grad_(False).eval()
 

@@ -43,7 +43,7 @@ from fusion import FUSIONS, add_fusion, fusion_regularization, save_fusion
 from runtime import options
 from runtime.directory import check_idle, is_finished
 from runtime.processes import all_reduce, choose_device, processes
-from runtime.run import describe_data, describe_machine, open_run, resumes
+from runtime.run import describe_data, describe_encoder, describe_machine, open_run, resumes
 from variants.masking import check_subset, mask, mask_all_but
 from variants.multitask import multitask_batches
 
@@ -136,7 +136,8 @@ def fuse_adapters(args, bert):
         name, _, values = adapterhub.read_adapter_config(directory, KINDS, name)
         if name in fused:
             raise ValueError(f"two adapters are called {name!r}: {fused[name]} and {directory}")
-        adapterhub.note_other_encoder(source, values, args.model)
+        given = (args.model, bert.digest, args.allow_other_encoder)
+        adapterhub.check_encoder(source, directory, values, *given)
         fused[load_adapter(bert, directory, name)] = directory
     add_fusion(bert, fused, FUSIONS[args.fusion])
     if args.adapters_per_batch is not None:
@@ -299,6 +300,7 @@ def train(args):
             **options.settings(args),
             **describe_tasks(args, tasks, fused),
             **describe_data(train_splits, dev_splits),
+            **describe_encoder(bert),
             **describe_machine(args, device, dtype),
             "steps_per_epoch": steps_per_epoch,
             "trained_parameters": sum(p.numel() for p in trained.values()),

@@ -47,6 +47,7 @@ def arguments(argv=None):
         help="without these adapters of a fusion",
     )
     add("--model", help="where the encoder is now, if not where the run found it")
+    add("--allow-other-encoder", action="store_true", help="even if its weights are others")
     add("--data-dir", help="directory with TASK/SPLIT.jsonl")
     add("--max-length", type=int, help="tokens per candidate")
     add("--batch-size", type=int, help="examples at once")
@@ -68,7 +69,9 @@ def evaluate_run(args):
         raise ValueError("an evaluation is a single process: start it without torchrun")
     check_counts(args, ["max_length", "batch_size", "limit_dev"])
     started = time.monotonic()
-    bert, head, config = load_run(args.run, model=args.model, task=args.task)
+    bert, head, config = load_run(
+        args.run, model=args.model, task=args.task, allow_other_encoder=args.allow_other_encoder
+    )
     if args.mask:
         mask(bert, args.mask)
     task, examples = load_run_split(

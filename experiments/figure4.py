@@ -35,6 +35,7 @@ from runtime.processes import choose_device  # noqa: E402
 
 # lightness rises with the weight, so it can be read in grey, and with any colour vision
 COLOURS = "cividis"
+WRITTEN = ("figure4.png", "figure6.png", "weights.csv", "summary.txt")
 
 
 def inputs_of(bert, examples):
@@ -57,14 +58,18 @@ def average(bert, inputs):
         tokens += real.sum().item()
         for slot, s in fusion_weights(bert).items():
             total[slot] = total.get(slot, 0) + s.cpu()[real].double().sum(0)
+    if not all(weights.isfinite().all() for weights in total.values()):
+        raise FloatingPointError("the fusion's weights are not finite")
     return {slot: weights / tokens for slot, weights in total.items()}
 
 
-def mean_weights(run, data_dir=None, model=None, device="cpu", limit=None):
+def mean_weights(
+    run, data_dir=None, model=None, device="cpu", limit=None, allow_other_encoder=False
+):
     """(names of the N adapters, {(layer, location): [N]}, task) of a fusion run on its development
     set, or on `limit` examples of it. Raises ValueError or OSError for another run, or without its
     data."""
-    bert, _, config = load_run(run, device, model=model)
+    bert, _, config = load_run(run, device, model=model, allow_other_encoder=allow_other_encoder)
     if config["stage"] != "fusion":
         raise ValueError(
             f"{run} is of --stage {config['stage']}: only fusion runs have fusion weights"
@@ -294,8 +299,14 @@ def mean_of(values):
 def draw(args):
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is a file")
+    there = [name for name in WRITTEN if (args.out / name).exists()]
+    if there and not args.overwrite:
+        raise ValueError(f"{args.out / there[0]} is already there: another --out, or --overwrite")
     device, _ = choose_device(args.device, "float32")
-    targets = [mean_weights(run, args.data_dir, args.model, device) for run in args.runs]
+    targets = [
+        mean_weights(run, args.data_dir, args.model, device, None, args.allow_other_encoder)
+        for run in args.runs
+    ]
     baselines = find_baselines(args.runs, args.baseline)
     many = Counter(task for _, _, task in targets)
     targets = [  # a target is called by its task, by its run too where another has the same
@@ -375,11 +386,15 @@ def main(argv=None):
         "--data-dir", help="directory with TASK/validation.jsonl; default: where each run had it"
     )
     parser.add_argument("--model", help="where the encoder is now, if not where the runs found it")
+    parser.add_argument(
+        "--allow-other-encoder", action="store_true", help="even if its weights are others"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace earlier figures")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     try:
         args = parser.parse_args(argv)
         lines = draw(args)
-    except (ValueError, OSError) as e:
+    except (ValueError, OSError, FloatingPointError) as e:
         print(f"figure4.py: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:

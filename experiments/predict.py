@@ -168,6 +168,8 @@ def predictions(bert, head, tokenizer, inputs):
             logits = predict(
                 bert, head, as_batch(bert, [encodings[i] for i in indices]), torch.float32
             )
+            if not logits.isfinite().all():
+                raise FloatingPointError("the model's outputs are not finite")
             for i, values in zip(indices, logits.softmax(-1).tolist(), strict=True):
                 probabilities[i] = values
         yield from zip(probabilities, encodings, strict=True)
@@ -409,7 +411,13 @@ def answer(args):
             f"{'a directory' if args.explain.is_dir() else 'its directory is missing'}"
         )
     device, _ = choose_device(args.device, "float32")
-    bert, head, config = load_run(args.run, device, model=args.model, task=args.task)
+    bert, head, config = load_run(
+        args.run,
+        device,
+        model=args.model,
+        task=args.task,
+        allow_other_encoder=args.allow_other_encoder,
+    )
     if args.explain and config["stage"] != "fusion":
         why = f"one of --stage {config['stage']} has no adapters that share a token"
         raise ValueError(f"--explain needs a fusion run, {args.run} is {why}")
@@ -503,11 +511,14 @@ def main(argv=None):
     )
     parser.add_argument("--task", help="which task of a multi-task run")
     parser.add_argument("--model", help="where the encoder is now, if not where the run found it")
+    parser.add_argument(
+        "--allow-other-encoder", action="store_true", help="even if its weights are others"
+    )
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     try:
         args = parser.parse_intermixed_args(argv)  # texts may come after options
         answer(args)
-    except (ValueError, OSError) as e:
+    except (ValueError, OSError, FloatingPointError) as e:
         print(f"predict.py: {' '.join(str(e).split())}", file=sys.stderr)
         sys.exit(2)
 

@@ -43,6 +43,7 @@ from experiments.load_run import cast, load_run, load_run_split  # noqa: E402
 from formats.files import read_json, write_json  # noqa: E402
 from fusion import fusions, save_fusion  # noqa: E402
 from runtime.directory import resolved  # noqa: E402
+from runtime.run import describe_encoder  # noqa: E402
 from runtime.options import Parser
 from runtime.processes import choose_device  # noqa: E402
 from train import eval_batch_size, evaluate  # noqa: E402
@@ -259,7 +260,7 @@ def draw(rows, keep, title, path):
 def write_run(run, model, kept, changes, out):
     """A finished run in `out`, without metrics.json: the adapters in `kept`, bit by bit, Ψ, head
     and configuration."""
-    bert, _, config = load_run(run, model=model)
+    bert, _, config = load_run(run, model=model, allow_other_encoder=True)  # checked before
     layers = [layer for layer in kept if kept[layer]]
     names = [name for name in config["adapters"] if any(name in kept[layer] for layer in layers)]
     everywhere = [name for name in names if all(name in kept[layer] for layer in layers)]
@@ -319,7 +320,9 @@ def prune(args):
         or args.out.is_symlink()
     ):
         raise ValueError(f"--out {args.out} is already there: choose an empty or a new directory")
-    bert, head, config = load_run(args.run, model=args.model)
+    bert, head, config = load_run(
+        args.run, model=args.model, allow_other_encoder=args.allow_other_encoder
+    )
     if config["stage"] != "fusion":
         raise ValueError(
             f"{args.run} is of --stage {config['stage']}: only fusion runs can be pruned"
@@ -390,6 +393,7 @@ def prune(args):
         }
         if args.model is not None:
             changes["model"] = resolved(args.model)
+            changes |= describe_encoder(bert)
         if args.data_dir is not None:
             changes["data_dir"] = resolved(args.data_dir)
         write_run(args.run, args.model, chosen["kept"], changes, temporary)
@@ -462,6 +466,9 @@ def main(argv=None):
     )
     parser.add_argument("--data-dir", help="default: where the run had it")
     parser.add_argument("--model", help="where the encoder is now, if not where the run found it")
+    parser.add_argument(
+        "--allow-other-encoder", action="store_true", help="even if its weights are others"
+    )
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     try:
         args = parser.parse_args(argv)

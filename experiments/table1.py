@@ -837,7 +837,7 @@ def main(argv=None):
                 flush=True,
             )
         return grid.report(failed, args.out)
-    except (ValueError, OSError) as e:
+    except (ValueError, OSError, FloatingPointError) as e:
         print(f"table1: {' '.join(str(e).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -53,6 +53,11 @@ def arguments(argv, stages, adapters, fusions):
     add("--fusion", default="attention", choices=list(fusions), help="kind of fusion")
     add("--model", default="google-bert/bert-base-uncased", help="encoder: a directory or a hub id")
     add(
+        "--allow-other-encoder",
+        action="store_true",
+        help="fusion: take adapters that were trained on another encoder of the same shape",
+    )
+    add(
         "--data-dir",
         help="directory with TASK/train.jsonl and TASK/validation.jsonl; without it: the hub",
     )
@@ -306,6 +311,7 @@ NOT_RECORDED = {
     "overwrite",
     "save_minutes",
     "strict_data",
+    "allow_other_encoder",
     "device",
     "dtype",
     "compile",

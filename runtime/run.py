@@ -32,7 +32,9 @@ from safetensors import SafetensorError
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from formats.adapterhub import ADAPTER
 from formats.files import flush, write_json
+from formats.tokenizer import load_tokenizer, tokenizer_digest
 from runtime.directory import (
     REPLACED,
     RUN_FILES,
@@ -119,7 +121,7 @@ class Run:
         if self.rank > 0:
             torch.manual_seed(self.args.seed + self.rank)  # dropout of its own
         if not self.is_new:
-            config["adapter_sha256"] = self.adapter_digests()
+            config |= self.adapter_digests()
             state = self.out / "resume.pt"
             at, self.best, self.history = load_state(state, config, trained, optimizer, self.device)
         step = (at.epoch - 1) * config["steps_per_epoch"] + at.step
@@ -140,7 +142,7 @@ class Run:
     def begin(self, at):
         """Writes config.json, and the log as far as it was."""
         if self.rank == 0:
-            self.config["adapter_sha256"] = self.adapter_digests()
+            self.config |= self.adapter_digests()
             write_json(self.out / "config.json", self.config)
             flush(*self.out.rglob("*"), self.out)  # before a state depends on them
             self.log.truncate(0)
@@ -149,12 +151,20 @@ class Run:
         self.saved = time.monotonic()
 
     def adapter_digests(self):
-        """{name: SHA-256} of the run's own copies of the fused adapters"""
-        files = sorted(self.out.glob("adapters/*/adapter.safetensors"))
-        digests = {
-            path.parent.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files
-        }
-        return {name: digests.get(name) for name in self.config.get("adapters", [])}
+        """config.json's entries of the run's own copies of the fused adapters: {name: SHA-256} of
+        their weights, and of their configurations."""
+        result = {}
+        for field, file in (
+            ("adapter_sha256", ADAPTER.weights[0]),
+            ("adapter_config_sha256", ADAPTER.config),
+        ):
+            result[field] = {}
+            for name in self.config.get("adapters", []):
+                path = self.out / "adapters" / name / file
+                there = path.is_file()
+                digest = hashlib.sha256(path.read_bytes()).hexdigest() if there else None
+                result[field][name] = digest
+        return result
 
     def distribute(self, model):
         """The model as all processes train it: only what is trained is synchronised, the mean of
@@ -372,12 +382,23 @@ class Run:
         return result
 
 
+def describe_encoder(bert):
+    """What config.json says of the encoder: digests of its weights and of its tokenizer."""
+    tokenizer = load_tokenizer(bert.directory, bert.config.max_length)
+    return {"encoder_sha256": bert.digest, "tokenizer_sha256": tokenizer_digest(tokenizer)}
+
+
 def describe_data(train_splits, dev_splits):
-    """What config.json says of the data."""
-    digest = hashlib.sha256()  # of the data, as far as a look at every text is not needed
+    """What config.json says of the data; the digest is that of all tokens and labels."""
+    digest = hashlib.sha256()
     for split in (*train_splits, *dev_splits):
-        columns = split.with_format("numpy")
-        digest.update(columns["length"][:].tobytes() + columns["label"][:].tobytes())
+        for rows in split.with_format("arrow").iter(10_000):
+            for name in ("input_ids", "token_type_ids", "label"):
+                values = rows[name].combine_chunks()
+                while hasattr(values.type, "value_type"):  # lists, in lists for the candidates
+                    digest.update(values.value_lengths().to_numpy().tobytes())
+                    values = values.flatten()
+                digest.update(values.to_numpy().tobytes())
     revisions = ",".join(split.info.description for split in train_splits).strip(",")
     return {
         "data_sha256": digest.hexdigest(),
@@ -420,10 +441,9 @@ def commit():
         "--abbrev=40",
         "--exclude=*",
     ]
-    environment = {
-        **os.environ,
-        "GIT_CEILING_DIRECTORIES": str(here.parent),
-    }  # not the repository of a directory above
+    # not the repository of a directory above, nor one that the environment names
+    environment = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
+    environment["GIT_CEILING_DIRECTORIES"] = str(here.parent)
     try:
         return (
             subprocess.run(

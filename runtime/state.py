@@ -9,7 +9,7 @@ import torch.distributed as dist
 from formats.files import replacing
 from runtime.processes import out_of_memory, processes
 
-STATE_FORMAT = 5
+STATE_FORMAT = 6
 
 # What a resumed run may have otherwise than the one that it continues. Everything else that
 # config.json records must be the same.

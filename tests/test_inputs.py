@@ -38,6 +38,8 @@ from experiments import (
     publish,
     table1,
 )
+from formats.rows import read_split
+from formats.tokenizer import load_tokenizer
 
 ROOT = Path(train.__file__).parent
 TRAIN = [
@@ -1200,6 +1202,100 @@ for file, command, *arguments in [
         )
 
 # --------------------------------------------------------------------------------------------------
+# Another encoder of the same shape, outputs that are not finite, labels that look alike
+
+OTHER = tensors("model/model.safetensors", lambda name, t: t * 1.5)
+HERE = both(  # adapters of these runs are on model/
+    *(edit(f"runs/{run}/config.json", model="model") for run in ("rte", "sst2"))
+)
+
+
+def shuffled_vocabulary():
+    words = Path("model/vocab.txt").read_text().split()
+    put("model/vocab.txt", "\n".join(words[:5] + words[:4:-1]) + "\n")()
+
+
+for name, change, say in [
+    ("other weights", OTHER, ["other weights", "--allow-other-encoder"]),
+    ("weights that are gone and new", both(OTHER, OTHER), "--allow-other-encoder"),
+]:
+    case(f"fusion of adapters of {name}", say, *FUSE, change=both(HERE, change))
+for command, *arguments in (
+    ("evaluate.py", "runs/rte"),
+    ("predict.py", "runs/rte", "a text", "another"),
+    ("figure4.py", "runs/fusion-rte"),
+    ("prune.py", "runs/fusion-rte", "--keep", "1"),
+):
+    for name, change in (("encoder", OTHER), ("tokenizer", shuffled_vocabulary)):
+        case(
+            f"{command}: another {name}",
+            [f"another {name} than", "--allow-other-encoder"],
+            *arguments,
+            "--model",
+            "model",
+            change=change,
+            command=command,
+        )
+    case(
+        f"{command}: outputs that are not finite",
+        "not finite",
+        *arguments,
+        "--model",
+        "model",
+        "--allow-other-encoder",
+        change=tensors("model/model.safetensors", lambda name, t: t * 1e38),
+        command=command,
+    )
+for name, labels in [
+    ("with a blank", ("yes", "yes ")),
+    ("composed and not", ("caf\u00e9", "cafe\u0301")),
+]:
+    case(
+        f"labels {name}",
+        ["data/mine/train.jsonl", "make them one"],
+        "--task",
+        "mine",
+        change=rows(*({"text_a": "a", "label": label} for label in labels)),
+    )
+case(
+    "figure4.py: figures that are there",
+    "--overwrite",
+    "runs/fusion-rte",
+    change=put("out/summary.txt", b"mine"),
+    command="figure4.py",
+)
+FRAME = [{"SpecialToken": {"id": "a", "type_id": 0}}]
+
+
+def template(pair, single=({"Sequence": {"id": "A", "type_id": 0}},), ids=(0,)):
+    """tokenizer.json with templates of its own."""
+    special = {"a": {"id": "a", "ids": list(ids), "tokens": ["a"]}}
+    templates = {"single": FRAME + list(single), "pair": FRAME + pair, "special_tokens": special}
+    processor = {"type": "TemplateProcessing", **templates}
+    return put("model/tokenizer.json", json.dumps({**TOKENIZER, "post_processor": processor}))
+
+
+SEQUENCES = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+for name, change, say in [
+    ("drops the second text", template(SEQUENCES[:1]), "drops the second"),
+    (
+        "has segments beyond the encoder",
+        template([SEQUENCES[0], {"Sequence": {"id": "B", "type_id": 7}}]),
+        "8 kinds of segments",
+    ),
+    (
+        "has segments beyond the encoder for one text",
+        template(
+            SEQUENCES,
+            ({"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "a", "type_id": 5}}),
+        ),
+        "6 kinds of segments",
+    ),
+    ("adds ids beyond the encoder", template(SEQUENCES, ids=(9999,)), "knows 10000 tokens"),
+]:
+    case(f"tokenizer.json {name}", ["model", say], change=change)
+
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -1360,3 +1456,59 @@ def test_right_input_that_looks_wrong(box, capsys):
     train.main(TRAIN)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["train_examples"] == result["dev_examples"] == len(texts) ** 2
+
+
+def test_the_same_path_and_time_with_other_content(box):
+    """Rows and encoders are known by their content: a link that is switched, an archive with fixed
+    times."""
+    path, task = Path("data/rte/train.jsonl"), data.get_task("rte", "data")
+    tokenizer = load_tokenizer("model", 32)
+    before = data.load_split(task, "train", tokenizer, "data")["input_ids"][:]
+    times = path.stat()
+    path.write_text(path.read_text().replace("cat", "dog"))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    after = data.load_split(task, "train", tokenizer, "data")["input_ids"][:]
+    assert before != after and len(before) == len(after)
+
+
+def test_paths_are_taken_literally(box, monkeypatch):
+    monkeypatch.setenv("HOME", str(box / "data"))
+    for name in ("$HOME", "zip::x", "~"):
+        shutil.copytree("data", name)
+        Path(name, "rte/train.jsonl").write_bytes(pair(b"0") + pair(b"1"))
+        _, split, _ = read_split(data.get_task("rte", name), "train", name)
+        assert len(split) == 2
+
+
+@pytest.mark.parametrize("task, names", [("rte", ["not_entailment", "entailment"]), ("mine", "ba")])
+def test_labels_with_names_of_their_own(task, names, box):
+    """A parquet file with names for its numbers: they decide, in whatever order."""
+    columns = ["sentence1", "sentence2"] if task == "rte" else ["text_a", "text_b"]
+    labels = datasets.ClassLabel(names=list(names))
+    features = {**dict.fromkeys(columns, datasets.Value("string")), "label": labels}
+    found = [{**dict.fromkeys(columns, text), "label": i} for i, text in enumerate(names)]
+    Path("data", task).mkdir(exist_ok=True)
+    Path("data", task, "train.jsonl").unlink(missing_ok=True)
+    rows = datasets.Dataset.from_list(found, features=datasets.Features(features))
+    rows.to_parquet(f"data/{task}/train.parquet")
+    task = data.get_task(task, "data")
+    split = data.load_split(task, "train", load_tokenizer("model", 32), "data")
+    assert [task.labels[i] for i in split["label"]] == list(names)
+
+
+def test_another_encoder_is_allowed_on_request(box, capsys):
+    OTHER()
+    train.main([*TRAIN, *FUSE, "--allow-other-encoder"])
+    assert capsys.readouterr().out.count("note: runs/rte was trained on an encoder with other") == 1
+
+
+def test_the_digest_is_of_the_numbers(encoder, tmp_path):
+    """The same in another kind of file, another for a single other number."""
+    first = bert.Bert.from_pretrained(encoder)
+    shutil.copytree(encoder, tmp_path / "bin")
+    torch.save(load_file(encoder / "model.safetensors"), tmp_path / "bin/pytorch_model.bin")
+    (tmp_path / "bin/model.safetensors").unlink()
+    assert bert.Bert.from_pretrained(tmp_path / "bin").digest == first.digest
+    first.layers[1].query.bias.data[3] += 1e-7
+    first.save_pretrained(tmp_path / "other")
+    assert bert.Bert.from_pretrained(tmp_path / "other").digest != first.digest

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import child
 import runtime.directory
@@ -438,6 +439,43 @@ def test_a_read_only_directory(command, whole, tmp_path):
         assert "Read-only" in error[0] or "Permission" in error[0]
 
 
+@pytest.mark.parametrize("what", ["texts", "encoder", "vocabulary", "weights", "options"])
+def test_resume_with_something_else_at_the_same_path(
+    what, encoder, data_dir, command, fails, interrupted, tmp_path
+):
+    """Other texts of equal length, another encoder, permuted words, other copies of adapters."""
+    data, model = tmp_path / "data", tmp_path / "model"
+    shutil.copytree(data_dir, data), shutil.copytree(encoder, model)
+    places = ["--data-dir", data, "--model", model]
+    out = interrupted("fusion", tmp_path / "run", *places, "--allow-other-encoder")
+    if what == "texts":
+        path = data / "sst2" / "train.jsonl"
+        path.write_text(path.read_text().replace("cat", "dog"))
+    if what == "encoder":
+        weights = load_file(model / "model.safetensors")
+        name = "bert.encoder.layer.1.output.dense.bias"
+        weights[name] = weights[name] + 1
+        save_file(weights, model / "model.safetensors")
+    if what == "vocabulary":
+        path = model / "vocab.txt"
+        words = path.read_text().split()
+        path.write_text("\n".join(words[:5] + words[:4:-1]) + "\n")
+    if what == "weights":
+        path = out / "adapters" / "rte" / "adapter.safetensors"
+        save_file({name: t * 2 for name, t in load_file(path).items()}, path)
+    if what == "options":
+        path = out / "adapters" / "rte" / "adapter_config.json"
+        path.write_text(path.read_text().replace('"relu"', '"gelu"'))
+    say = {
+        "texts": "data_sha256",
+        "encoder": "other weights",
+        "vocabulary": "data_sha256",
+        "weights": "adapter_sha256",
+        "options": "adapter_config_sha256",
+    }
+    fails([*command("fusion", out, *places), "--resume"], say[what])
+
+
 def test_overwrite_keeps_the_old_run_until_there_is_a_new_one(
     command, fails, at_step, whole, tmp_path, monkeypatch
 ):
@@ -713,6 +751,10 @@ def test_the_commit(tmp_path, monkeypatch):
     assert runtime.run.commit() == head
     code.write_text("two")
     assert runtime.run.commit() == f"{head}-dirty"
+    with monkeypatch.context() as other:
+        other.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
+        other.setenv("GIT_WORK_TREE", str(tmp_path / "elsewhere"))
+        assert runtime.run.commit() == f"{head}-dirty"
     monkeypatch.setattr(runtime.run, "__file__", str(tmp_path / "below" / "runtime" / "run.py"))
     (tmp_path / "below" / "runtime").mkdir(parents=True)
     assert runtime.run.commit() is None  # the repository is another's
