@@ -12,6 +12,9 @@ over their scores.
     python data.py TASK [--data-dir DIR] [--model SOURCE]   # what the model will see
 """
 
+import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+
+# isort: split
 import difflib
 import hashlib
 import signal

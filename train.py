@@ -11,6 +11,9 @@ directory holds the best epoch in AdapterHub's files, and is all that `load_run`
 besides the encoder. `torchrun --nproc_per_node=G train.py ...` computes the same on G devices.
 """
 
+import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+
+# isort: split
 import json
 import math
 import os
@@ -136,9 +139,9 @@ def fuse_adapters(args, bert):
         name, _, values = adapterhub.read_adapter_config(directory, KINDS, name)
         if name in fused:
             raise ValueError(f"two adapters are called {name!r}: {fused[name]} and {directory}")
+        fused[load_adapter(bert, directory, name)] = directory
         given = (args.model, bert.digest, args.allow_other_encoder)
         adapterhub.check_encoder(source, directory, values, *given)
-        fused[load_adapter(bert, directory, name)] = directory
     add_fusion(bert, fused, FUSIONS[args.fusion])
     if args.adapters_per_batch is not None:
         check_subset(bert, args.adapters_per_batch, list(fused))

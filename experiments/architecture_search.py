@@ -15,6 +15,9 @@ comes up twice is trained once. After each step, OUT/search.md, search.csv and t
 written of what is there.
 """
 
+import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+
+# isort: split
 import argparse
 import shlex
 import statistics

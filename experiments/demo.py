@@ -10,6 +10,9 @@ library a sentence is from (`library`); whether it describes a function, a class
 Target: the last question on NumPy, with 150 training examples (`numpy_same`).
 """
 
+import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+
+# isort: split
 import ast
 import hashlib
 import importlib.util
@@ -34,6 +37,7 @@ from experiments.figure4 import mean_weights  # noqa: E402
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 from runtime.options import Parser
+from runtime.processes import end_with_parent
 
 
 def find_minilm():
@@ -169,7 +173,9 @@ def train(*arguments):
     """Runs train.py, showing the command, and returns its closing line."""
     command = [sys.executable, "train.py", *map(str, arguments)]
     print(f"\n$ python {shlex.join(command[1:])}", flush=True)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, preexec_fn=end_with_parent
+    )
     for line in process.stdout:
         print(line, end="", flush=True)
     if process.wait():

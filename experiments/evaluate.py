@@ -9,6 +9,9 @@ Prints accuracy, and of each class precision, recall and its row of the confusio
 line is one JSON object. What is not given is as it was in the run's training. It writes nothing.
 """
 
+import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+
+# isort: split
 import argparse
 import json
 import sys

@@ -14,6 +14,9 @@ Whether a target gains from fusion needs the accuracy of its single adapter: of 
 `train.py` puts it.
 """
 
+import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+
+# isort: split
 import csv
 import math
 import sys

@@ -36,7 +36,7 @@ from formats.tokenizer import load_tokenizer
 from fusion import add_fusion
 from runtime.directory import is_finished
 from runtime.options import configure
-from runtime.processes import choose_device
+from runtime.processes import STOP, choose_device, end_with_parent
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 
@@ -214,7 +214,7 @@ def run(cells, out, jobs=1, cuda=False, launch=(sys.executable,), part=(0, 1)):
 
     launch: what comes before train.py in a command. part: (i, n), every n-th cell only, the i-th
     first; cells that need what other parts have not finished are left to a later call. Raises
-    KeyboardInterrupt, after Ctrl-C or SIGTERM and once the children have saved their state.
+    KeyboardInterrupt, after Ctrl-C, SIGTERM or SIGHUP, once the children have saved their state.
     """
     done = {cell.name for cell in cells if metrics(out, cell.name)}
     todo = []
@@ -245,10 +245,15 @@ def run(cells, out, jobs=1, cuda=False, launch=(sys.executable,), part=(0, 1)):
             print(f"{cell.name}: {accuracy:.2f} %, {seconds:.0f} s; {left} left{note}", flush=True)
 
     signals = []
-    handlers = {
-        number: signal.signal(number, lambda number, _: signals.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+
+    def hear(number, _):
+        signals.append(number)
+        if len(signals) > 1:  # at once
+            for _, process, _, _ in running.values():
+                kill(process)
+
+    wanted = [number for number in STOP if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers = {number: signal.signal(number, hear) for number in wanted}
     try:
         while (todo or running) and not signals:
             for slot, (cell, process, started, start) in list(running.items()):
@@ -289,6 +294,7 @@ def run(cells, out, jobs=1, cuda=False, launch=(sys.executable,), part=(0, 1)):
                             stdin=subprocess.DEVNULL,
                             env=environment(slot, jobs, cuda),
                             start_new_session=True,
+                            preexec_fn=end_with_parent,
                         )
                         running[slot] = cell, process, time.monotonic(), start
             time.sleep(0.05)
@@ -296,23 +302,26 @@ def run(cells, out, jobs=1, cuda=False, launch=(sys.executable,), part=(0, 1)):
             raise KeyboardInterrupt
     finally:
         if running:
-            stop([process for _, process, _, _ in running.values()], signals)
+            stop([process for _, process, _, _ in running.values()])
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return failed
 
 
-def stop(processes, signals):
-    """Ends children: SIGTERM, on which train.py saves its state; after a second Ctrl-C, SIGKILL."""
-    print(f"stopping {len(processes)} runs, they save their state first", flush=True)
+def stop(processes):
+    """Ends children: SIGTERM, on which train.py saves its state; a second signal has killed them.
+    Nothing is printed before, since that may fail."""
     for process in processes:
         process.terminate()
-    while any(process.poll() is None for process in processes):
-        if len(signals) > 1:
-            for process in processes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        time.sleep(0.1)
+    print(f"stopping {len(processes)} runs, they save their state first", flush=True)
+    for process in processes:
+        process.wait()
+
+
+def kill(process):
+    """Ends a child and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def last_words(log, start, status):

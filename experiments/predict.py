@@ -16,6 +16,9 @@ on the terminal (the strongest adapter's letter and its weight in %), and as one
 slider over the layers. The page needs nothing but itself; page.html#layer=3 opens at layer 3.
 """
 
+import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+
+# isort: split
 import json
 import signal
 import sys

@@ -17,6 +17,9 @@ in which it was pruned, one that was pruned everywhere is gone. Q, K and V stay 
 nothing is trained again.
 """
 
+import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+
+# isort: split
 import csv
 import hashlib
 import json
@@ -43,9 +46,9 @@ from experiments.load_run import cast, load_run, load_run_split  # noqa: E402
 from formats.files import read_json, write_json  # noqa: E402
 from fusion import fusions, save_fusion  # noqa: E402
 from runtime.directory import resolved  # noqa: E402
-from runtime.run import describe_encoder  # noqa: E402
 from runtime.options import Parser
 from runtime.processes import choose_device  # noqa: E402
+from runtime.run import describe_encoder  # noqa: E402
 from train import eval_batch_size, evaluate  # noqa: E402
 from variants.folding import fold  # noqa: E402
 from variants.masking import mask  # noqa: E402

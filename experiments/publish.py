@@ -10,6 +10,9 @@ AdapterHub's library. It names no path of this machine: an encoder that was a lo
 called by that directory's name, unless --encoder gives its hub id.
 """
 
+import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+
+# isort: split
 import json
 import os
 import shutil

@@ -16,6 +16,9 @@ so on, so that both kinds can share a directory and their source adapters.
 2005.00247v3).
 """
 
+import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+
+# isort: split
 import contextlib
 import copy
 import csv

@@ -6,6 +6,7 @@ A tensor in them is called by its slot and its part: ("encoder.layer.3.output",
 
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from formats.files import listed, naming, read_json, read_tensors, write_json, write_tensors
-from formats.hub import commit_of, download
+from formats.hub import commit_of, download, is_local
 
 
 @dataclass(frozen=True)
@@ -338,8 +339,17 @@ def fetch(source, files=ADAPTER):
     FileNotFoundError."""
     if Path(source).is_dir():
         if not (Path(source) / files.config).is_file():
-            raise FileNotFoundError(f"{source} has no {files.config}")
+            path = Path(source) / "config.json"
+            stage = read_json(path).get("stage") if path.is_file() else None
+            why = f", it is a run of --stage {stage}: leave it out" if stage else ""
+            raise FileNotFoundError(f"{source} has no {files.config}{why}")
         return Path(source)
+    if files is ADAPTER and is_local(source):
+        task = Path(source).name
+        raise FileNotFoundError(
+            f"there is no directory {str(source)!r}: if it is to be the run on {task!r:.50}, train "
+            f"it with --stage adapter --task {shlex.quote(task):.50}"
+        )
     config = download(source, files.config)
     if config is None:
         raise FileNotFoundError(f"hub repository {source} has no {files.config}")

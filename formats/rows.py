@@ -14,9 +14,11 @@ from pathlib import Path
 
 import datasets
 
+from formats.hub import hub_answers
+
 # errors are raised, and reported once; `datasets` logs them too
 logging.getLogger("datasets").setLevel(logging.CRITICAL)
-if not sys.stderr.isatty():
+if sys.stderr is None or not sys.stderr.isatty():
     datasets.disable_progress_bars()
 
 READERS = {
@@ -215,6 +217,7 @@ def read_split(task, split, data_dir=None):
         )
     name = task.dev if split == "validation" else split
     where = f"{task.source} {task.config or ''}".strip() + f", {name}"
+    hub_answers()
     try:
         rows = datasets.load_dataset(task.source, task.config, split=name, revision=task.revision)
     except Exception as e:  # network, hub and format each raise their own kinds

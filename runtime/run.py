@@ -20,7 +20,6 @@ import json
 import math
 import os
 import platform
-import signal
 import subprocess
 import time
 from importlib.metadata import version
@@ -45,8 +44,11 @@ from runtime.directory import (
     restore,
     set_aside,
 )
-from runtime.processes import all_reduce, micro_batches, out_of_memory, processes
+from runtime.processes import all_reduce, micro_batches, out_of_memory, processes, signals_heard
 from runtime.state import Progress, load_state, save_state
+
+# its monitor is a thread for the sake of a bar, which waits for ever where memory is short
+tqdm.monitor_interval = 0
 
 
 @contextlib.contextmanager
@@ -183,18 +185,14 @@ class Run:
     @contextlib.contextmanager
     def guard(self, at, model):
         """
-        Around the loop. Ctrl-C and SIGTERM are heard between steps, where the state is whole:
-        `after_step` raises KeyboardInterrupt. Raises MemoryError that says how to go on, and
-        FloatingPointError for a loss that is not finite; after a finished epoch it waits until
-        `finish` has kept that.
+        Around the loop. Ctrl-C, SIGTERM and SIGHUP are heard between steps, where the state is
+        whole: `after_step` raises KeyboardInterrupt; a second one ends the process at once. Raises
+        MemoryError that says how to go on, and FloatingPointError for a loss that is not finite;
+        after a finished epoch it waits until `finish` has kept that.
         """
-        self.signals = []
-        handlers = {
-            number: signal.signal(number, lambda number, _: self.signals.append(number))
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
         try:
-            yield
+            with signals_heard() as self.signals:
+                yield
         except RuntimeError as e:
             if not out_of_memory(e):
                 raise
@@ -236,9 +234,6 @@ class Run:
                     if self.made and not any(self.out.iterdir()):
                         self.out.rmdir()
                 raise self.failure from e
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
 
     def steps(self, batches, at):
         """The steps of an epoch that are still to be done, under a progress bar."""

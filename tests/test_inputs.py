@@ -311,6 +311,10 @@ for value, say in [
     ("/dev/zero", "/dev/zero"),
     ("loop", "loop"),
     ("paper", "cannot be reached"),
+    ("runs/mnli", "--stage adapter --task mnli"),
+    ("nowhere/mnli", "no local directory"),
+    ("data/mnli", "--stage adapter --task mnli"),
+    ("runs/fusion-rte", "it is a run of --stage fusion: leave it out"),
     ("data", "adapter_config.json"),
 ]:
     case(
