@@ -16,11 +16,11 @@ import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outp
 
 # isort: split
 import difflib
-import hashlib
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import datasets
@@ -29,7 +29,15 @@ import torch
 import torch.nn.functional as F
 
 from formats.hub_data import HUB
-from formats.rows import check_row, count_choices, label_values, line_of, read_file, read_split
+from formats.rows import (
+    cached_map,
+    check_row,
+    count_choices,
+    label_values,
+    line_of,
+    read_file,
+    read_split,
+)
 
 
 def accuracy(labels, predictions):
@@ -58,16 +66,15 @@ class Classes:
     def label(task, value):
         """A label as the data writes it -> its index in task.labels. Raises ValueError that shows
         the value."""
-        labels = [label.lower() for label in task.labels]
         text = str(value).strip()
         text = task.aliases.get(text, text).lower()
         if type(value) in (str, int, bool):
-            if str(value) in task.labels:  # own labels may differ in case alone
-                return task.labels.index(str(value))
-            if text in labels:  # "1".."3" and own integer labels come as their own names
-                return labels.index(text)
-            indices = map(str, range(len(labels)))
-            if task.source is not None and not labels[0].isdigit() and text in indices:
+            if str(value) in task.indices:  # own labels may differ in case alone
+                return task.indices[str(value)]
+            if text in task.indices:  # "1".."3" and own integer labels come as their own names
+                return task.indices[text]
+            indices = map(str, range(len(task.labels)))
+            if task.source is not None and not task.labels[0].isdigit() and text in indices:
                 return int(text)  # the hub's integers
         raise ValueError(f"label {value!r:.100} is not one of {', '.join(task.labels):.200}")
 
@@ -104,6 +111,13 @@ class Task:
     def choices(self):
         """Whether it is multiple choice."""
         return issubclass(self.kind, Choices)
+
+    @cached_property
+    def indices(self):
+        """{label, as it is and in small letters: index}; the first of several alike counts"""
+        spelled = {label: i for i, label in enumerate(self.labels)}
+        small = {label.lower(): i for i, label in reversed([*enumerate(self.labels)])}
+        return {**small, **spelled}
 
 
 def fill_blank(sentence, *options):
@@ -262,17 +276,10 @@ def load_split(task, split, tokenizer, data_dir=None, limit=None, seed=0, strict
         task.candidates.__code__.co_filename,
         sys.modules[task.kind.__module__].__file__,
     }
-    code = [Path(file).read_text() for file in sorted(files)]
-    key = [rows._fingerprint, tokenizer.to_str(), task.name, task.labels, code]
-    result = rows.map(
-        tokenize,
-        batched=True,
-        with_indices=True,
-        remove_columns=rows.column_names,
-        features=datasets.Features(input_ids=ids, token_type_ids=ids, label=label, length=number),
-        new_fingerprint=hashlib.sha256(repr(key).encode()).hexdigest()[:32],
-        desc=f"tokenizing {task.name} {split}",
-    )
+    code = [Path(file).read_text(encoding="utf-8") for file in sorted(files)]
+    key = [tokenizer.to_str(), task.name, task.labels, code]
+    features = {"input_ids": ids, "token_type_ids": ids, "label": label, "length": number}
+    result = cached_map(rows, tokenize, features, key, f"tokenizing {task.name} {split}")
     result.info.description = revision or ""
     return result
 

@@ -45,7 +45,7 @@ from formats.tokenizer import TOKENIZER_FILES, load_tokenizer
 from fusion import FUSIONS, add_fusion, fusion_regularization, save_fusion
 from runtime import options
 from runtime.directory import check_idle, is_finished
-from runtime.processes import all_reduce, choose_device, processes
+from runtime.processes import all_reduce, choose_device, memory_named, processes
 from runtime.run import describe_data, describe_encoder, describe_machine, open_run, resumes
 from variants.masking import check_subset, mask, mask_all_but
 from variants.multitask import multitask_batches
@@ -261,6 +261,8 @@ def prepare(args):
     check_idle(args.out)
     device, dtype = choose_device(args.device, args.dtype)
     tasks = [get_task(name, args.data_dir) for name in args.tasks]
+    for task in tasks:
+        adapterhub.check_name(task.name)  # which all its files have
     args.score = choose_score(args.score, tasks)
     bert, heads, fused = build(args, tasks, device, dtype)
     sizes = bert.config.vocab_size, bert.config.type_vocab_size
@@ -393,7 +395,8 @@ def main(argv=None):
             result = options.finished(args)
             (args.out / "resume.pt").unlink(missing_ok=True)
         else:
-            result = train(args)
+            with memory_named():
+                result = train(args)
         print(json.dumps(result))
         return
     except (ValueError, OSError, FloatingPointError, MemoryError) as e:

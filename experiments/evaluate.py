@@ -27,6 +27,8 @@ from runtime.processes import out_of_memory
 from train import eval_batch_size, evaluate
 from variants.masking import mask
 
+MOST_CLASSES = 100  # with all of their confusion matrix in the closing line
+
 
 def arguments(argv=None):
     parser = Parser(
@@ -120,30 +122,38 @@ def evaluate_run(args):
             "another number"
         )
     if not task.choices:  # the first and the second choice are no classes
-        K = len(task.labels)
-        confusion = torch.bincount(labels * K + predictions, minlength=K * K).view(
-            K, K
-        )  # [label, prediction]
-        result |= {
-            "labels": list(task.labels),
-            "classes": per_class(task.labels, confusion),
-            "confusion": confusion.tolist(),
-        }
+        result |= by_class(task.labels, labels, predictions)
         print("\n".join(["", *table(result), ""]))
     return {**result, "seconds": round(time.monotonic() - started, 2)}
 
 
-def per_class(labels, confusion):
-    """{label: precision, recall (None: of nothing) and count} from confusion [label, prediction]"""
-    columns = (confusion.diagonal().tolist(), confusion.sum(0).tolist(), confusion.sum(1).tolist())
-    return {
-        label: {
-            "precision": right / predicted if predicted else None,
-            "recall": right / n if n else None,
-            "count": n,
+def by_class(names, labels, predictions):
+    """The closing line's fields about classes: their labels, precision and recall (None: of
+    nothing) and count of each, and the confusion matrix, a row for each label. Of more than
+    MOST_CLASSES only what occurs: {label: values}, {label: {prediction: count}}."""
+    K = len(names)
+    right = torch.bincount(labels[labels == predictions], minlength=K).tolist()
+    predicted = torch.bincount(predictions, minlength=K).tolist()
+    counts = torch.bincount(labels, minlength=K).tolist()
+    here = range(K) if K <= MOST_CLASSES else [k for k in range(K) if counts[k] or predicted[k]]
+    classes = {
+        names[k]: {
+            "precision": right[k] / predicted[k] if predicted[k] else None,
+            "recall": right[k] / counts[k] if counts[k] else None,
+            "count": counts[k],
         }
-        for label, right, predicted, n in zip(labels, *columns, strict=True)
+        for k in here
     }
+    cells, numbers = torch.unique(labels * K + predictions, return_counts=True)
+    if K <= MOST_CLASSES:
+        confusion = [[0] * K for _ in names]
+        for cell, number in zip(cells.tolist(), numbers.tolist(), strict=True):
+            confusion[cell // K][cell % K] = number
+    else:
+        confusion = {}
+        for cell, number in zip(cells.tolist(), numbers.tolist(), strict=True):
+            confusion.setdefault(names[cell // K], {})[names[cell % K]] = number
+    return {"labels": [names[k] for k in here], "classes": classes, "confusion": confusion}
 
 
 def table(result, most=12):
@@ -152,18 +162,18 @@ def table(result, most=12):
     K, width = len(result["labels"]), len(str(result["examples"])) + 2
     names = [f"{i} {' '.join(label.split()):.30}" for i, label in enumerate(result["labels"], 1)]
     left = max(map(len, names))
+    square = K <= most and isinstance(result["confusion"], list)
     predicted = (
-        "  predicted as" + "".join(f"{i:>{width}}" for i in range(1, K + 1)) if K <= most else ""
+        "  predicted as" + "".join(f"{i:>{width}}" for i in range(1, K + 1)) if square else ""
     )
     yield f"{'label':{left}}  precision  recall{'count':>{max(width, 7)}}{predicted}"
-    for name, values, row in zip(
-        names, result["classes"].values(), result["confusion"], strict=True
-    ):
+    rows = result["confusion"] if square else [()] * K
+    for name, values, row in zip(names, result["classes"].values(), rows, strict=True):
         shares = [
             "-" if values[key] is None else f"{values[key]:.3f}" for key in ("precision", "recall")
         ]
         cells = (
-            " " * len("  predicted as") + "".join(f"{n:>{width}}" for n in row) if K <= most else ""
+            " " * len("  predicted as") + "".join(f"{n:>{width}}" for n in row) if square else ""
         )
         yield f"{name:{left}}  {shares[0]:>9}  {shares[1]:>6}{values['count']:>{max(width, 7)}}{cells}"
 

@@ -15,6 +15,7 @@ import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outp
 # isort: split
 import json
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -167,7 +168,7 @@ def card(config, metrics, bert, head, encoder, repo):
         what=what,
         labels=f"{len(config['labels'])} choices"
         if choices
-        else ", ".join(map(json.dumps, config["labels"])),
+        else ", ".join(map(json.dumps, config["labels"])).replace("|", "\\|"),
         shape="[examples, choices, tokens]" if choices else "[examples, tokens]",
         column="choice" if choices else "label, in the order above",
         imports=f"from adapter import {'' if fusion else 'activate, '}load_adapter, "
@@ -218,10 +219,9 @@ def publish(run, out, repo, encoder=None, model=None, overwrite=False):
                 )
         source = config["model"]
         encoder = encoder or (Path(source).name if Path(source).is_absolute() else source)
-        if not (encoder + repo).isprintable():
-            raise ValueError(
-                f"a name with unprintable characters, {encoder!r:.100} or {repo!r:.100}"
-            )
+        for name in (encoder, repo):  # which the card has in its code and its tables
+            if not name.isprintable() or re.search(r"[^\w ./@+~:=,()-]", name):
+                raise ValueError(f"{name!r:.100} is no name for an encoder or a repository")
         text = card(config, read_json(run / "metrics.json"), bert, head, encoder, repo)
     except (KeyError, TypeError, AttributeError) as e:
         raise ValueError(

@@ -1,7 +1,9 @@
 """Rows of text and labels: from .jsonl, .json, .csv, .tsv and .parquet files, or from the hub, by
 `datasets`."""
 
+import contextlib
 import csv
+import errno
 import glob
 import hashlib
 import json
@@ -13,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import datasets
+import pyarrow
 
 from formats.hub import hub_answers
 
@@ -94,9 +97,24 @@ def read_rows(paths):
             "header": 0,
             "features": text,
         }
-    try:
+    with naming_the_cache():
         files = [glob.escape(str(by_content(path))) for path in paths]
-        rows = datasets.load_dataset(reader, data_files=files, split="train", **options)
+    given = {"path": reader, "data_files": files, "split": "train", **options}
+    try:
+        with naming_the_cache():
+            try:
+                rows = datasets.load_dataset(**given)
+            except Exception as e:
+                if isinstance(e, OSError) or isinstance(e.__cause__, OSError):
+                    raise
+                if reader == "json":
+                    check_json(path, thorough=True)  # it is the file
+                # or what the cache has of it, which is then made anew, once
+                rows = datasets.load_dataset(**given, download_mode="force_redownload")
+            if reader == "json" and any(has_times(kind) for kind in rows.features.values()):
+                rows = as_written(path, rows)
+    except CacheError:
+        raise
     except Exception as e:  # each format raises its own kinds
         if reader == "json":
             check_json(path, thorough=True)
@@ -108,6 +126,80 @@ def read_rows(paths):
     if len(rows) == 0:
         raise ValueError(f"{path} is empty")
     return rows
+
+
+class CacheError(OSError):
+    """It is the cache of `datasets` that is at fault, not a file of data."""
+
+
+@contextlib.contextmanager
+def naming_the_cache():
+    """Turns what a full or read-only disk, or a limit, does to the cache into a CacheError."""
+    try:
+        yield
+    except Exception as e:
+        error = e.__cause__ if isinstance(e.__cause__, (OSError, RuntimeError)) else e
+        cache = datasets.config.HF_DATASETS_CACHE
+        number = getattr(error, "errno", None)
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
+            raise CacheError(
+                f"the cache of `datasets`, {cache}, cannot be written: {os.strerror(number)}; the "
+                "environment variable HF_DATASETS_CACHE names another"
+            ) from e
+        inside = str(cache) in str(getattr(error, "filename", None) or "")
+        if inside and isinstance(error, OSError):
+            raise CacheError(
+                f"the cache of `datasets` cannot be written: {error}; the environment variable "
+                "HF_DATASETS_CACHE names another"
+            ) from e
+        if "can't start new thread" in str(error):
+            raise CacheError("no more threads can be started: raise the limit, ulimit -u") from e
+        raise
+
+
+def has_times(kind):
+    """Whether a feature is a time, or a list or an object with one."""
+    if isinstance(kind, datasets.Value):
+        return kind.dtype.startswith(("timestamp", "date", "time", "duration"))
+    inside = kind.values() if isinstance(kind, dict) else [getattr(kind, "feature", None)]
+    return any(has_times(part) for part in inside if part is not None)
+
+
+def as_written(path, rows):
+    """The rows of a JSON file in which `datasets` has taken texts for times, 2020-01-31 for
+    instance. They are texts."""
+    text = path.read_text(encoding="utf-8-sig")
+    is_list = path.suffix == ".json" and text.startswith("[")
+    values = json.loads(text) if is_list else [json.loads(x) for x in text.split("\n") if x.strip()]
+    result = datasets.Dataset.from_list(values)
+    result._fingerprint = hashlib.sha256(rows._fingerprint.encode()).hexdigest()[:16]
+    return result
+
+
+def cached_map(rows, function, features, key, desc):
+    """rows.map of a function of (columns, indices), once: its result is cached under `key`, which
+    must say all that it depends on. A damaged cache is made anew."""
+    given = {
+        "batched": True,
+        "with_indices": True,
+        "remove_columns": rows.column_names,
+        "features": datasets.Features(features),
+        "new_fingerprint": hashlib.sha256(repr([rows._fingerprint, key]).encode()).hexdigest()[:32],
+        "desc": desc,
+    }
+    try:
+        with naming_the_cache():
+            try:
+                return rows.map(function, **given)
+            except pyarrow.ArrowException:
+                return rows.map(function, load_from_cache_file=False, **given)
+    except pyarrow.ArrowException as e:
+        cache = datasets.config.HF_DATASETS_CACHE
+        raise CacheError(f"the cache of `datasets`, {cache}, is damaged: remove it: {e}") from e
+    except (Exception, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:  # the tokenizer's Rust side panics with one of these
+        raise ValueError(f"its tokenizer failed: {(str(e).splitlines() or [e])[0]:.200}") from e
 
 
 def check_table(path, options):
@@ -241,8 +333,10 @@ def label_values(path, rows):
     """The sorted values of the column `label`: numbers by value, texts by their letters. Raises
     ValueError, naming the line, for what is neither a text nor an integer, or where all are the
     same."""
+    if "label" not in rows.column_names:
+        raise ValueError(f"{path}: no column 'label'; it has {', '.join(rows.column_names):.200}")
     values = set()
-    for i, value in enumerate(rows["label"] if "label" in rows.column_names else []):
+    for i, value in enumerate(rows["label"]):
         if type(value) not in (str, int, bool) or value == "":
             raise ValueError(
                 f"{path}, line {line_of(path, i)}: label {value!r:.100} is neither a text nor "

@@ -101,6 +101,18 @@ def end_with_parent():
         prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
 
 
+@contextlib.contextmanager
+def memory_named():
+    """Raises MemoryError in a line for whatever says that there is no memory left: where no batch
+    is to blame, a model is too large."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as e:
+        if not (isinstance(e, MemoryError) and not str(e) or out_of_memory(e)):
+            raise
+        raise MemoryError("out of memory: a smaller model, or a larger machine") from e
+
+
 def out_of_memory(error):
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(
         error

@@ -10,6 +10,7 @@ import contextlib
 import gzip
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -38,7 +39,7 @@ from experiments import (
     publish,
     table1,
 )
-from formats.rows import read_split
+from formats.rows import read_rows, read_split
 from formats.tokenizer import load_tokenizer
 
 ROOT = Path(train.__file__).parent
@@ -214,6 +215,11 @@ def pickled(path, content, remove=()):
         torch.save(content() if callable(content) else content, path)
 
     return change
+
+
+def cache_in(place):
+    """`datasets` is to have its cache there; the fixture `box` puts it back."""
+    datasets.config.HF_DATASETS_CACHE = Path(place)
 
 
 KINDS = ("directory", "fifo", "socket")
@@ -1268,6 +1274,54 @@ case(
     change=put("out/summary.txt", b"mine"),
     command="figure4.py",
 )
+case(
+    "own task: no column label",
+    ["data/mine/train.jsonl", "no column 'label'; it has target, text_a"],
+    "--task",
+    "mine",
+    change=rows({"target": "x", "text_a": "a"}),
+)
+for name in ("keys", "a.b", "a,b"):
+    case(
+        f"a task whose run could not be evaluated {name!r}",
+        "cannot be an adapter's name",
+        "--task",
+        name,
+        change=rows({"text_a": "a", "label": 0}, {"text_a": "b", "label": 1}, task=name),
+    )
+for name in ('a"); import os; ("', "a|b", "a`b"):
+    case(
+        f"publish.py: an encoder called {name}",
+        "no name for an encoder",
+        "runs/rte",
+        "--encoder",
+        name,
+        command="publish.py",
+    )
+case(
+    "the cache of datasets cannot be written",
+    ["the cache of `datasets`", "HF_DATASETS_CACHE"],
+    change=lambda: cache_in("/proc"),
+)
+case(
+    "tokenizer.json with a pattern that does not end",
+    ["model", "retry-limit"],
+    change=put(
+        "model/tokenizer.json",
+        json.dumps(
+            {
+                **TOKENIZER,
+                "post_processor": {"type": "BertProcessing", "sep": ["a", 0], "cls": ["a", 0]},
+                "pre_tokenizer": {
+                    "type": "Split",
+                    "pattern": {"Regex": "(a+)+$"},
+                    "behavior": "Isolated",
+                    "invert": False,
+                },
+            }
+        ),
+    ),
+)
 FRAME = [{"SpecialToken": {"id": "a", "type_id": 0}}]
 
 
@@ -1308,6 +1362,7 @@ def box(encoder, data_dir, runs, tmp_path, monkeypatch):
     for name, source in (("model", encoder), ("data", data_dir), ("runs", runs)):
         shutil.copytree(source, tmp_path / name)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", datasets.config.HF_DATASETS_CACHE)
     return tmp_path
 
 
@@ -1516,3 +1571,78 @@ def test_the_digest_is_of_the_numbers(encoder, tmp_path):
     first.layers[1].query.bias.data[3] += 1e-7
     first.save_pretrained(tmp_path / "other")
     assert bert.Bert.from_pretrained(tmp_path / "other").digest != first.digest
+
+
+def damaged(value, rng):
+    """A JSON value with one place changed."""
+    value = json.loads(json.dumps(value))
+    part = value
+    while True:
+        key = rng.choice(list(part) if isinstance(part, dict) else range(len(part)))
+        inside = part[key]
+        if isinstance(inside, (dict, list)) and inside and rng.random() < 0.8:
+            part = inside
+            continue
+        part[key] = rng.choice([None, -1, 2**40, "", "x" * 1000, [], {}, True, 1e300])
+        return value
+
+
+def test_damaged_tokenizers(box):
+    """They load, or are refused in a line. A panic of the Rust side is no Exception."""
+    rng = random.Random(int(os.environ["SEED"]))
+    source = Path(ROOT / "tests/golden/roberta/encoder/tokenizer.json")
+    for _ in range(100):
+        content = damaged(json.loads(source.read_text()), rng)
+        Path("model/tokenizer.json").write_text(json.dumps(content))
+        try:
+            tokenizer = load_tokenizer("model", 32, 10**6, 2)
+            tokenizer.encode("a text", "another")
+        except ValueError as e:
+            assert "model" in str(e) and "\n" not in str(e)
+
+
+def test_dates_are_texts(box):
+    """As they are written, in every kind of JSON."""
+    days = ["2020-01-31", "2021-02-28T10:00:00Z", "2022-03-01"]
+    found = [{"text_a": day, "label": "x"} for day in days]
+    lines = "".join(json.dumps(row) + "\n" for row in found)
+    for name, text in (("a.jsonl", lines), ("a.json", json.dumps(found))):
+        Path(name).write_text(text)
+        assert read_rows([Path(name)])["text_a"][:] == days
+    choices = [{"choices": days, "label": 0}]
+    Path("b.jsonl").write_text(json.dumps(choices[0]) + "\n")
+    assert read_rows([Path("b.jsonl")])[0] == choices[0]
+
+
+def test_a_damaged_cache_is_made_anew(box):
+    task, tokenizer = data.get_task("rte", "data"), load_tokenizer("model", 32)
+    Path("data/rte/train.jsonl").write_bytes(pair(b"0", b'"a new text"') * 7)
+    cache_in(box / "cache")
+    before = data.load_split(task, "train", tokenizer, "data")["input_ids"][:]
+    for content in (b"", b"x" * 300):
+        files = [path for path in Path("cache").rglob("*.arrow")]
+        assert len(files) == 2  # the rows, and their tokens
+        for path in files:
+            path.unlink()
+            path.write_bytes(content)
+        again = data.load_split(task, "train", tokenizer, "data")["input_ids"][:]
+        assert again == before
+
+
+def test_many_labels_are_looked_up_at_once():
+    task = data.Task(None, None, ("text_a",), tuple(f"c{i}" for i in range(30_000)), ())
+    started = time.monotonic()
+    found = [task.kind.label(task, f"C{i}") for i in range(20_000)]
+    assert found == list(range(20_000)) and time.monotonic() - started < 2
+
+
+def test_out_of_memory_while_the_model_is_built(box, capsys, monkeypatch):
+    def build(*_):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] can't allocate memory: 9 bytes")
+
+    for error in (build, lambda *_: bytearray(10**15)):
+        monkeypatch.setattr(train, "build", error)
+        with pytest.raises(SystemExit) as exit:
+            train.main(TRAIN)
+        assert exit.value.code == 2
+        check("train.py", capsys.readouterr().err, ["out of memory"])

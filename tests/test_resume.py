@@ -25,6 +25,8 @@ import child
 import runtime.directory
 import runtime.run
 import train
+from formats.files import write_json, write_tensors
+from runtime.state import Progress, save_state
 
 KILLS = int(os.environ.get("KILLS", 8))  # of either kind, for each stage
 SEED = int(os.environ["SEED"])  # conftest.py sets and prints it
@@ -399,6 +401,75 @@ def test_a_full_disk(stage, at_the_end, command, whole, tmp_path):
         "File too large" in errors[0] and "no right to mount" in text
     )
     assert_equal(tmp_path / "result", whole[stage][0])
+
+
+def on_disks_of_all_sizes(directory, result):
+    """To be called in a child: writes a state, tensors and JSON where so many bytes are left, for
+    many numbers, and then ends the process."""
+    mounted = small_disk(directory)
+    path, ballast = directory / "file", directory / "ballast"
+    weight = torch.nn.Parameter(torch.ones(40_000))  # 160 kB
+    optimizer = torch.optim.SGD([weight])
+    old = b"the old state"
+
+    def state(path):
+        values = ({}, {"x": weight}, optimizer, torch.device("cpu"), Progress(), {}, [])
+        save_state(path, *values)
+
+    writers = {
+        "state": state,
+        "tensors": lambda path: write_tensors(path, {"x": weight}),
+        "json": lambda path: write_json(path, {"x": "a" * 100_000}),
+    }
+    counts = {}
+    for name, write in writers.items():
+        for left in range(0, 240_000, 4096 if mounted else 10_000):
+            path.write_bytes(old)
+            if mounted:
+                ballast.write_bytes(bytes(500_000 - left - 8192))
+                os.sync()
+            else:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (left, resource.RLIM_INFINITY))
+            try:
+                write(path)
+                counts[name, "written"] = counts.get((name, "written"), 0) + 1
+                assert path.read_bytes() != old
+            except OSError:
+                counts[name, "refused"] = counts.get((name, "refused"), 0) + 1
+                assert path.read_bytes() == old
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+            assert {*os.listdir(directory)} <= {"file", "ballast"}, os.listdir(directory)
+            path.unlink(), ballast.unlink(missing_ok=True)
+    result.write_text(json.dumps({" ".join(key): value for key, value in counts.items()}))
+    os._exit(0)
+
+
+def test_full_disks_over_a_range_of_sizes(tmp_path):
+    """The old file is intact or the new one is there; no temporary file is left."""
+    before = [(on_disks_of_all_sizes, tmp_path / "disk", tmp_path / "result")]
+    status, text = child.finish(child.start([], tmp_path / "output", before), tmp_path / "output")
+    assert status == 0, text
+    counts = json.loads((tmp_path / "result").read_text())
+    assert len(counts) == 6 and min(counts.values()) >= 5, counts
+
+
+@pytest.mark.parametrize("what", ["trained", "optimizer", "progress", "best", "shape", "random"])
+def test_a_state_that_was_edited(what, command, fails, interrupted, tmp_path):
+    out = interrupted("adapter", tmp_path / "run")
+    state = torch.load(out / "resume.pt", weights_only=True)
+    name = next(iter(state["trained"]))
+    if what == "shape":
+        state["trained"][name] = state["trained"][name][:1]
+    elif what == "trained":
+        del state["trained"][name]
+    elif what == "progress":
+        state["progress"]["epoch"] = "two"
+    elif what == "best":
+        del state["best"][name]
+    else:
+        state[what] = {"optimizer": {}, "random": None}[what]
+    torch.save(state, out / "resume.pt")
+    fails([*command("adapter", out), "--resume"], "resume.pt", "--overwrite")
 
 
 def read_only(directory, run):
