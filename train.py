@@ -137,8 +137,10 @@ def fuse_adapters(args, bert):
     for name, source in sources:
         directory = adapterhub.fetch(source)
         name, _, values = adapterhub.read_adapter_config(directory, KINDS, name)
-        if name in fused:
-            raise ValueError(f"two adapters are called {name!r}: {fused[name]} and {directory}")
+        for other in fused:  # rte and RTE are one name to some file systems
+            if other.lower() == name.lower():
+                both = f"{fused[other]} and {directory}"
+                raise ValueError(f"two adapters are called {name!r}: {both}")
         fused[load_adapter(bert, directory, name)] = directory
         given = (args.model, bert.digest, args.allow_other_encoder)
         adapterhub.check_encoder(source, directory, values, *given)

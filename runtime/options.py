@@ -179,7 +179,9 @@ def arguments(argv, stages, adapters, fusions):
     args.epochs = epochs if args.epochs is None else args.epochs
     multitask = args.stage == "multitask"
     if multitask and (
-        args.task is not None or not args.tasks or len(set(args.tasks)) < len(args.tasks)
+        args.task is not None
+        or not args.tasks
+        or len({*map(str.lower, args.tasks)}) < len(args.tasks)
     ):
         raise ValueError("--stage multitask takes --tasks, each of them once, and no --task")
     if not multitask and (args.tasks or args.task is None):

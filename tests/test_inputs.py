@@ -1322,6 +1322,16 @@ case(
         ),
     ),
 )
+case(
+    "two adapters whose names differ in case alone",
+    "two adapters are called 'RTE'",
+    *FUSE,
+    "runs/RTE",
+    change=both(
+        lambda: shutil.copytree("runs/rte", "runs/RTE"),
+        edit("runs/RTE/adapter_config.json", name="RTE"),
+    ),
+)
 FRAME = [{"SpecialToken": {"id": "a", "type_id": 0}}]
 
 
