@@ -103,9 +103,10 @@ def add_adapters(args, bert, tasks):
 
 def fuse_adapters(args, bert):
     """Stage 2: all Φ_n, frozen, and a new Ψ over them. Returns {name: directory}."""
-    fused = options.find_adapters(args, KINDS, bert.config.model_type, bert.digest)
+    fused = options.find_adapters(args, KINDS, bert.config.model_type)
     for name, directory in fused.items():
         load_adapter(bert, directory, name)
+    options.check_encoders(args, KINDS, fused, bert.digest)
     add_fusion(bert, fused, FUSIONS[args.fusion])
     if args.adapters_per_batch is not None:
         check_subset(bert, args.adapters_per_batch, list(fused))

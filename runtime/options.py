@@ -424,10 +424,9 @@ def new_adapter(args, adapters, hidden_size, layers):
     return config
 
 
-def find_adapters(args, kinds, model_type, digest):
-    """{name: directory} of --adapters, for an encoder of this kind and digest. Raises ValueError if
-    two have the same name, or one was trained on another encoder, FileNotFoundError for one that is
-    not there."""
+def find_adapters(args, kinds, model_type):
+    """{name: directory} of --adapters. Raises ValueError if two have the same name,
+    FileNotFoundError for one that is not there."""
     sources = []
     for source in args.adapters:
         sources += paper_adapters(model_type) if source == "paper" else [(None, source)]
@@ -438,14 +437,21 @@ def find_adapters(args, kinds, model_type, digest):
     found = {}
     for name, source in sources:
         directory = fetch(source)
-        name, _, values = read_adapter_config(directory, kinds, name)
+        name = read_adapter_config(directory, kinds, name)[0]
         for other in found:  # rte and RTE are one name to some file systems
             if other.lower() == name.lower():
                 both = f"{found[other]} and {directory}"
                 raise ValueError(f"two adapters are called {name!r}: {both}")
-        check_encoder(source, directory, values, args.model, digest, args.allow_other_encoder)
         found[name] = directory
     return found
+
+
+def check_encoders(args, kinds, found, digest):
+    """Raises ValueError if one of the adapters {name: directory} was trained on another encoder
+    than the one with this digest, unless --allow-other-encoder."""
+    for name, directory in found.items():
+        values = read_adapter_config(directory, kinds, name)[2]
+        check_encoder(directory, directory, values, args.model, digest, args.allow_other_encoder)
 
 
 def choose_lengths(args, tasks, longest):

@@ -546,7 +546,7 @@ def test_overwrite_keeps_the_old_run_until_there_is_a_new_one(
     fails([*overwrite, "--save-minutes", 5], "ran out of memory")
     assert_equal(out, fusion)
     at_step(5, stop)
-    with pytest.raises(SystemExit):
+    with pytest.raises(KeyboardInterrupt):
         train.main([str(argument) for argument in overwrite])
     assert_equal(out / "replaced", fusion)
     train.main([str(argument) for argument in [*command("adapter", out), "--resume"]])
@@ -592,7 +592,7 @@ def test_damaged_metrics_beside_a_state(command, fails, at_step, whole, tmp_path
         os.kill(os.getpid(), signal.SIGTERM)
 
     at_step(20, stop)
-    with pytest.raises(SystemExit):
+    with pytest.raises(KeyboardInterrupt):
         train.main([str(argument) for argument in command("adapter", out)])
     (out / "metrics.json").write_bytes(b"")
     train.main([str(argument) for argument in [*command("adapter", out), "--resume"]])
