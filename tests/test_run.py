@@ -611,7 +611,8 @@ def test_what_a_state_depends_on_is_flushed_before_it(command, tmp_path, monkeyp
         sync(descriptor)
 
     def rename(path, target):
-        assert path.stat().st_ino in flushed, path
+        if out in path.parents:  # not the cache of `datasets`
+            assert path.stat().st_ino in flushed, path
         if Path(target).name == "resume.pt":
             needed = [out / "config.json", *out.glob("adapters/*/*")]
             assert len(needed) == 5 and all(file.stat().st_ino in flushed for file in needed)
