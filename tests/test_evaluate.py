@@ -293,7 +293,7 @@ def test_options_of_training_are_refused(runs, data_dir, tmp_path, capsys, encod
         ([*run, "--split", "test"], "no test split"),
         ([*run, "--data-dir", tmp_path / "none"], "not a directory"),
         ([*run, "--data-dir", tmp_path, "--split", "nolabel"], "no column 'label'"),
-        ([*run, "--data-dir", tmp_path, "--split", "hidden"], "line 1: label -1 is not one of"),
+        ([*run, "--data-dir", tmp_path, "--split", "hidden"], "line 1: the label is hidden (-1)"),
         ([*run, "--max-length", 1000], "--max-length must be in 8 .. 48"),
         ([*run, "--batch-size", 0], "--batch-size"),
         ([*run, "--model", other], str(other)),
