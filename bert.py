@@ -9,6 +9,9 @@ Shapes: B batch, T tokens, d hidden_size, H heads. References are to Pfeiffer et
 (EACL 2021), and Devlin et al., BERT (NAACL 2019).
 """
 
+import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+
+# isort: split
 import math
 import re
 from dataclasses import asdict
@@ -115,6 +118,7 @@ class Bert(nn.Module):
         self.config = config
         self.source = None  # what from_pretrained was given, written into the files of adapters
         self.directory = None  # where its files are, the tokenizer's among them
+        self.digest = None  # of its weights, as from_pretrained has read them
         self.more_slots = {}  # places that a kind of adapter has added, see `slots`
         d = config.hidden_size
         self.word_embeddings = embedding(config.vocab_size, d)
@@ -187,6 +191,7 @@ class Bert(nn.Module):
         state = {name: tensors[hub_name(name)] for name, _ in bert.named_parameters()}
         bert.load_state_dict(state, assign=True)
         bert.source, bert.directory = str(source), checkpoint.directory
+        bert.digest = checkpoint.digest
         bert.origin = {name: checkpoint.names[hub_name(name)] for name in state}
         return bert.requires_grad_(False).eval()
 

@@ -12,11 +12,15 @@ over their scores.
     python data.py TASK [--data-dir DIR] [--model SOURCE]   # what the model will see
 """
 
+import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+
+# isort: split
 import difflib
 import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -61,16 +65,15 @@ class Classes:
     def label(task, value):
         """A label as the data writes it -> its index in task.labels. Raises ValueError that shows
         the value."""
-        labels = [label.lower() for label in task.labels]
         text = str(value).strip()
         text = task.aliases.get(text, text).lower()
         if type(value) in (str, int, bool):
-            if str(value) in task.labels:  # own labels may differ in case alone
-                return task.labels.index(str(value))
-            if text in labels:  # "1".."3" and own integer labels come as their own names
-                return labels.index(text)
-            indices = map(str, range(len(labels)))
-            if task.source is not None and not labels[0].isdigit() and text in indices:
+            if str(value) in task.indices:  # own labels may differ in case alone
+                return task.indices[str(value)]
+            if text in task.indices:  # "1".."3" and own integer labels come as their own names
+                return task.indices[text]
+            indices = map(str, range(len(task.labels)))
+            if task.source is not None and not task.labels[0].isdigit() and text in indices:
                 return int(text)  # the hub's integers
         if text == "-1":
             raise ValueError(
@@ -124,6 +127,13 @@ class Task:
         """{name: function(labels, predictions)} of its kind, the F1 of one class only for two."""
         two = len(self.labels) == 2
         return {name: score for name, score in self.kind.scores.items() if two or name != "f1"}
+
+    @cached_property
+    def indices(self):
+        """{label, as it is and in small letters: index}; the first of several alike counts"""
+        spelled = {label: i for i, label in enumerate(self.labels)}
+        small = {label.lower(): i for i, label in reversed([*enumerate(self.labels)])}
+        return {**small, **spelled}
 
 
 def fill_blank(sentence, *options):
@@ -265,7 +275,7 @@ def load_split(
     # what the tokens depend on beside the rows: the cache of `datasets` is keyed by it
     files = {__file__, task.candidates.__code__.co_filename}
     files.add(sys.modules[task.kind.__module__].__file__)
-    code = [Path(file).read_text() for file in sorted(files)]
+    code = [Path(file).read_text(encoding="utf-8") for file in sorted(files)]
     key = [tokenizer.to_str(), task.name, task.labels, code]
     floats = task.kind.dtype.is_floating_point
     result = map_cached(rows, tokenize, key, floats, f"tokenizing {task.name} {split}")

@@ -12,6 +12,7 @@ besides the encoder. `torchrun --nproc_per_node=G train.py ...` computes the sam
 """
 
 if __name__ == "__main__":  # the first line comes before torch, which takes seconds
+    import runtime.console  # noqa: F401  (first: closed outputs)
     from runtime.command import announce
 
     announce("train.py")
@@ -43,9 +44,9 @@ from formats.tokenizer import TOKENIZER_FILES, load_tokenizer
 from fusion import FUSIONS, add_fusion, fusion_regularization, save_fusion
 from runtime import options
 from runtime.command import run_command
-from runtime.directory import check_idle
-from runtime.processes import all_reduce, choose_device, processes
-from runtime.run import describe_data, describe_machine, open_run, progress
+from runtime.directory import check_idle, is_finished
+from runtime.processes import all_reduce, choose_device, memory_named, processes
+from runtime.run import describe_data, describe_encoder, describe_machine, open_run, progress
 from runtime.seeds import each_seed
 from variants.masking import check_subset, mask, mask_all_but
 from variants.multitask import multitask_batches
@@ -105,6 +106,7 @@ def fuse_adapters(args, bert):
     fused = options.find_adapters(args, KINDS, bert.config.model_type)
     for name, directory in fused.items():
         load_adapter(bert, directory, name)
+    options.check_encoders(args, KINDS, fused, bert.digest)
     add_fusion(bert, fused, FUSIONS[args.fusion])
     if args.adapters_per_batch is not None:
         check_subset(bert, args.adapters_per_batch, list(fused))
@@ -227,6 +229,8 @@ def prepare(args):
     check_idle(args.out)
     device, dtype = choose_device(args.device, args.dtype)
     tasks = [get_task(name, args.data_dir, columns=args.renamed) for name in args.tasks]
+    for task in tasks:
+        adapterhub.check_name(task.name)  # which all its files have
     options.choose_score(args, [task.scores for task in tasks])
     bert, heads, fused = build(args, tasks, device, dtype)
     sizes = bert.config.vocab_size, bert.config.type_vocab_size
@@ -261,6 +265,7 @@ def train(args):
         config = {
             **options.settings(args),
             **describe_data(args, tasks, fused, train_splits, dev_splits),
+            **describe_encoder(bert),
             **describe_machine(args, device, dtype),
             "steps_per_epoch": steps_per_epoch,
             "trained_parameters": sum(p.numel() for p in trained.values()),
@@ -330,11 +335,12 @@ def main(argv=None):
 
 def train_or_read(args):
     """A finished run of the same command needs no training: --resume reads its result."""
-    if args.resume and (args.out / "metrics.json").exists():
+    if args.resume and is_finished(args.out):
         result = options.finished(args)
         (args.out / "resume.pt").unlink(missing_ok=True)
         return result
-    return train(args)
+    with memory_named():
+        return train(args)
 
 
 if __name__ == "__main__":

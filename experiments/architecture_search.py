@@ -16,6 +16,9 @@ comes up twice is trained once. After each step, OUT/search.md, search.csv and t
 written of what is there.
 """
 
+import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+
+# isort: split
 import argparse
 import statistics
 import sys

@@ -11,6 +11,9 @@ processes of a group take turns, repeat by repeat; those that wait, sleep. Times
 (fastest to slowest), ratios are taken within a repeat.
 """
 
+import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+
+# isort: split
 import argparse
 import json
 import os

@@ -12,6 +12,7 @@ Target: the last question on NumPy, with 150 training examples (`numpy_same`).
 """
 
 if __name__ == "__main__":
+    import runtime.console  # noqa: F401  (first: closed outputs)
     from runtime.command import announce
 
     announce("demo.py")

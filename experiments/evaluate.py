@@ -11,6 +11,7 @@ nothing.
 """
 
 if __name__ == "__main__":
+    import runtime.console  # noqa: F401  (first: closed outputs)
     from runtime.command import announce
 
     announce("evaluate.py")
@@ -30,6 +31,8 @@ from runtime.options import Parser, check_counts
 from runtime.processes import out_of_memory
 from train import eval_batch_size, evaluate
 from variants.masking import mask
+
+MOST_CLASSES = 100  # with all of their confusion matrix in the closing line
 
 
 def arguments(argv=None):
@@ -54,6 +57,7 @@ def arguments(argv=None):
         help="without these adapters of a fusion",
     )
     add("--model", help="where the encoder is now, if not where the run found it")
+    add("--allow-other-encoder", action="store_true", help="even if its weights are others")
     add("--data-dir", help="directory with TASK/SPLIT.jsonl")
     add("--max-length", type=int, help="tokens per candidate")
     add("--batch-size", type=int, help="examples at once")
@@ -101,21 +105,16 @@ def evaluate_run(args):
         )
     # the first and the second choice are no classes, nor are numbers
     if task.kind.dtype == torch.long and not task.choices:
-        K = len(task.labels)
-        confusion = torch.bincount(labels * K + predictions, minlength=K * K)
-        confusion = confusion.view(K, K)  # [label, prediction]
-        result |= {
-            "labels": list(task.labels),
-            "classes": per_class(task.labels, confusion),
-            "confusion": confusion.tolist(),
-        }
+        result |= by_class(task.labels, labels, predictions)
         print("\n".join(["", *table(result), ""]))
     return {**result, "seconds": round(time.monotonic() - started, 2)}
 
 
 def predict_split(args):
     """(task, labels, predictions, mean loss, the run's configuration)"""
-    bert, head, config = load_run(args.run, model=args.model, task=args.task)
+    bert, head, config = load_run(
+        args.run, model=args.model, task=args.task, allow_other_encoder=args.allow_other_encoder
+    )
     if args.mask:
         mask(bert, args.mask)
     task, examples = load_run_split(
@@ -142,17 +141,33 @@ def predict_split(args):
     return task, labels, predictions, loss, config
 
 
-def per_class(labels, confusion):
-    """{label: precision, recall (None: of nothing) and count} from confusion [label, prediction]"""
-    columns = (confusion.diagonal().tolist(), confusion.sum(0).tolist(), confusion.sum(1).tolist())
-    return {
-        label: {
-            "precision": right / predicted if predicted else None,
-            "recall": right / n if n else None,
-            "count": n,
+def by_class(names, labels, predictions):
+    """The closing line's fields about classes: their labels, precision and recall (None: of
+    nothing) and count of each, and the confusion matrix, a row for each label. Of more than
+    MOST_CLASSES only what occurs: {label: values}, {label: {prediction: count}}."""
+    K = len(names)
+    right = torch.bincount(labels[labels == predictions], minlength=K).tolist()
+    predicted = torch.bincount(predictions, minlength=K).tolist()
+    counts = torch.bincount(labels, minlength=K).tolist()
+    here = range(K) if K <= MOST_CLASSES else [k for k in range(K) if counts[k] or predicted[k]]
+    classes = {
+        names[k]: {
+            "precision": right[k] / predicted[k] if predicted[k] else None,
+            "recall": right[k] / counts[k] if counts[k] else None,
+            "count": counts[k],
         }
-        for label, right, predicted, n in zip(labels, *columns, strict=True)
+        for k in here
     }
+    cells, numbers = torch.unique(labels * K + predictions, return_counts=True)
+    if K <= MOST_CLASSES:
+        confusion = [[0] * K for _ in names]
+        for cell, number in zip(cells.tolist(), numbers.tolist(), strict=True):
+            confusion[cell // K][cell % K] = number
+    else:
+        confusion = {}
+        for cell, number in zip(cells.tolist(), numbers.tolist(), strict=True):
+            confusion.setdefault(names[cell // K], {})[names[cell % K]] = number
+    return {"labels": [names[k] for k in here], "classes": classes, "confusion": confusion}
 
 
 def table(result, most=12):
@@ -163,17 +178,17 @@ def table(result, most=12):
     left, right = max(map(len, names)), max(width, 7)
     header = f"{'label':{left}}  precision  recall{'count':>{right}}"
     title = "  predicted as"
-    if K <= most:
+    square = K <= most and isinstance(result["confusion"], list)
+    if square:
         header += title + "".join(f"{i:>{width}}" for i in range(1, K + 1))
     yield header
-    for name, values, row in zip(
-        names, result["classes"].values(), result["confusion"], strict=True
-    ):
+    rows = result["confusion"] if square else [()] * K
+    for name, values, row in zip(names, result["classes"].values(), rows, strict=True):
         precision, recall = (
             "-" if values[key] is None else f"{values[key]:.3f}" for key in ("precision", "recall")
         )
         line = f"{name:{left}}  {precision:>9}  {recall:>6}{values['count']:>{right}}"
-        if K <= most:
+        if square:
             line += " " * len(title) + "".join(f"{n:>{width}}" for n in row)
         yield line
 

@@ -15,6 +15,7 @@ Whether a target gains from fusion needs the accuracy of its single adapter: of 
 """
 
 if __name__ == "__main__":
+    import runtime.console  # noqa: F401  (first: closed outputs)
     from runtime.command import announce
 
     announce("figure4.py")
@@ -38,6 +39,7 @@ from runtime.processes import choose_device
 
 # Lightness rises with the weight, so that it can be read in grey, and with any colour vision.
 COLOURS = "cividis"
+WRITTEN = ("figure4.png", "figure6.png", "weights.csv", "summary.txt")
 
 
 def inputs_of(bert, examples):
@@ -60,14 +62,18 @@ def average(bert, inputs):
         tokens += real.sum().item()
         for slot, s in fusion_weights(bert).items():
             sums[slot] = sums.get(slot, 0) + s.cpu()[real].double().sum(0)
+    if not all(weights.isfinite().all() for weights in sums.values()):
+        raise FloatingPointError("the fusion's weights are not finite")
     return {slot: weights / tokens for slot, weights in sums.items()}
 
 
-def mean_weights(run, data_dir=None, model=None, device="cpu", limit=None):
+def mean_weights(
+    run, data_dir=None, model=None, device="cpu", limit=None, allow_other_encoder=False
+):
     """(names of the N adapters, {(layer, location): [N]}, task) of a fusion run on its development
     set, or on `limit` examples of it. Raises ValueError or OSError for another run, or without its
     data."""
-    bert, _, config = load_run(run, device, model=model)
+    bert, _, config = load_run(run, device, model=model, allow_other_encoder=allow_other_encoder)
     if config["stage"] != "fusion":
         raise ValueError(
             f"{run} is of --stage {config['stage']}: only fusion runs have fusion weights"
@@ -328,7 +334,10 @@ def mean_of(values):
 def read_targets(args):
     """[(label, names, weights, task, metrics, baseline or None)] of the runs"""
     device, _ = choose_device(args.device, "float32")
-    found = [mean_weights(run, args.data_dir, args.model, device) for run in args.runs]
+    found = [
+        mean_weights(run, args.data_dir, args.model, device, None, args.allow_other_encoder)
+        for run in args.runs
+    ]
     baselines = find_baselines(args.runs, args.baseline)
     many = Counter(task for _, _, task in found)
     targets = []
@@ -344,6 +353,9 @@ def draw(args):
     """Writes all files, and returns the lines of the summary."""
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is a file")
+    there = [name for name in WRITTEN if (args.out / name).exists()]
+    if there and not args.overwrite:
+        raise ValueError(f"{args.out / there[0]} is already there: another --out, or --overwrite")
     targets = read_targets(args)
     # columns: the targets' own adapters in the order of the rows, so that they lie on the diagonal,
     # then the others
@@ -405,6 +417,10 @@ def main(argv=None):
     )
     parser.add_argument("--model", help="where the encoder is now, if not where the runs found it")
     add_import(parser)
+    parser.add_argument(
+        "--allow-other-encoder", action="store_true", help="even if its weights are others"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace earlier figures")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     with errors_in_one_line("figure4.py"):
         args = parser.parse_args(argv)

@@ -34,6 +34,8 @@ import torch
 
 import train
 from formats.files import read_json, write_json
+from runtime.directory import is_finished
+from runtime.processes import STOP, end_with_parent
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 INTERRUPTED = "interrupted; the same command goes on from here"
@@ -53,8 +55,8 @@ class Cell:
 
 def metrics(out, name):
     """What train.py wrote of a finished cell, else None."""
-    path = Path(out) / "runs" / name / "metrics.json"
-    return read_json(path) if path.is_file() else None
+    run = Path(out) / "runs" / name
+    return read_json(run / "metrics.json") if is_finished(run) else None
 
 
 def command(cell, out):
@@ -222,14 +224,19 @@ def run(cells, out, jobs=1, cuda=False, launch=(sys.executable,), part=(0, 1)):
 
     launch: what comes before train.py in a command. part: (i, n), every n-th cell only, the i-th
     first; cells that need what other parts have not finished are left to a later call. Raises
-    KeyboardInterrupt, after Ctrl-C or SIGTERM and once the children have saved their state.
+    KeyboardInterrupt, after Ctrl-C, SIGTERM or SIGHUP, once the children have saved their state.
     """
     runner = Runner(cells, out, jobs, cuda, launch, part)
     signals = []
-    handlers = {
-        number: signal.signal(number, lambda number, _: signals.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+
+    def hear(number, _):
+        signals.append(number)
+        if len(signals) > 1:  # at once
+            for child in runner.running.values():
+                kill(child.process)
+
+    wanted = [number for number in STOP if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers = {number: signal.signal(number, hear) for number in wanted}
     try:
         while (runner.todo or runner.running) and not signals:
             runner.look_after_children()
@@ -239,7 +246,7 @@ def run(cells, out, jobs=1, cuda=False, launch=(sys.executable,), part=(0, 1)):
             raise KeyboardInterrupt
     finally:
         if runner.running:
-            stop([child.process for child in runner.running.values()], signals)
+            stop([child.process for child in runner.running.values()])
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return runner.failed
@@ -322,6 +329,7 @@ class Runner:
                 stdin=subprocess.DEVNULL,
                 env=environment(slot, self.jobs, self.cuda, self.launch),
                 start_new_session=True,  # Ctrl-C reaches the child through this process, once
+                preexec_fn=end_with_parent,
             )
             self.running[slot] = Child(cell, process, time.monotonic(), log_start)
 
@@ -341,17 +349,20 @@ class Runner:
         print(f"{cell.name}: {accuracy:.2f} %, {seconds:.0f} s; {self.left} left{note}", flush=True)
 
 
-def stop(processes, signals):
-    """Ends children: SIGTERM, on which train.py saves its state; after a second Ctrl-C, SIGKILL."""
-    print(f"stopping {len(processes)} runs, they save their state first", flush=True)
+def stop(processes):
+    """Ends children: SIGTERM, on which train.py saves its state; a second signal has killed them.
+    Nothing is printed before, since that may fail."""
     for process in processes:
         process.terminate()
-    while any(process.poll() is None for process in processes):
-        if len(signals) > 1:
-            for process in processes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-        time.sleep(0.1)
+    print(f"stopping {len(processes)} runs, they save their state first", flush=True)
+    for process in processes:
+        process.wait()
+
+
+def kill(process):
+    """Ends a child and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def failure_reason(log, start, status):

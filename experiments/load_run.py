@@ -27,6 +27,7 @@ from formats.tokenizer import load_tokenizer
 from fusion import fusions, load_fusion
 from runtime.options import check_length
 from runtime.processes import choose_device
+from runtime.run import describe_encoder
 from train import STAGES
 
 
@@ -131,7 +132,9 @@ def read_run_config(directory):
     return config
 
 
-def load_run(directory, device="cpu", dtype=torch.float32, model=None, task=None):
+def load_run(
+    directory, device="cpu", dtype=torch.float32, model=None, task=None, allow_other_encoder=False
+):
     """
     (bert, head, config) of a finished run, frozen, in eval mode, everything active that was active
     in training.
@@ -139,7 +142,8 @@ def load_run(directory, device="cpu", dtype=torch.float32, model=None, task=None
     Needs the directory, and the encoder that config.json names unless the run has one of its own
     (full, multitask); `model` says where that encoder is now. `task` is which of a multi-task run's
     is meant; another run has but one. Raises FileNotFoundError or ValueError for a directory that
-    is not a finished run.
+    is not a finished run, and for an encoder or a tokenizer that is not the one of its training,
+    unless `allow_other_encoder`.
     """
     directory = Path(directory)
     config = read_run_config(directory)
@@ -152,6 +156,15 @@ def load_run(directory, device="cpu", dtype=torch.float32, model=None, task=None
     if stage != "multitask" and task not in (None, config["task"]):
         raise ValueError(f"{directory} is a run on {config['task']!r:.50}, not on {task!r:.50}")
     bert = Bert.from_pretrained(directory if own else model or config["model"]).to(device, dtype)
+    found = describe_encoder(bert)
+    if own:  # it has been trained
+        del found["encoder_sha256"]
+    if other := [name for name in found if config.get(name) not in (None, found[name])]:
+        what = other[0].removesuffix("_sha256")
+        problem = f"{directory} was trained with another {what} than that in {bert.directory}"
+        if not allow_other_encoder:
+            raise ValueError(f"{problem}: --allow-other-encoder takes it all the same")
+        print(f"note: {problem}")
     if stage == "multitask":
         if type(labels.get(task)) is not list:
             raise ValueError(

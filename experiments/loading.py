@@ -15,6 +15,9 @@ transformers.BertModel.from_pretrained beside ours.
              weights' file, after each of the two
 """
 
+import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+
+# isort: split
 import argparse
 import json
 import os

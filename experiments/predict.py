@@ -22,6 +22,7 @@ slider over the layers. The page needs nothing but itself; page.html#layer=3 ope
 if __name__ == "__main__":
     import sys
 
+    import runtime.console  # noqa: F401  (first: closed outputs)
     from runtime.command import announce
 
     announce("predict.py", sys.stderr)  # stdout is the predictions'
@@ -213,6 +214,8 @@ def predictions(bert, head, tokenizer, inputs, kind):
             logits = predict(
                 bert, head, as_batch(bert, [encodings[i] for i in indices]), torch.float32
             )
+            if not logits.isfinite().all():
+                raise FloatingPointError("the model's outputs are not finite")
             found = logits.softmax(-1) if kind.dtype == torch.long else kind.predict(logits)
             for i, values in zip(indices, found.tolist(), strict=True):
                 probabilities[i] = values
@@ -475,7 +478,13 @@ def answer(args):
         args.texts, args.file = [], "-"
     check(args)
     device, _ = choose_device(args.device, "float32")
-    bert, head, config = load_run(args.run, device, model=args.model, task=args.task)
+    bert, head, config = load_run(
+        args.run,
+        device,
+        model=args.model,
+        task=args.task,
+        allow_other_encoder=args.allow_other_encoder,
+    )
     if args.explain and config["stage"] != "fusion":
         why = f"one of --stage {config['stage']} has no adapters that share a token"
         raise ValueError(f"--explain needs a fusion run, {args.run} is {why}")
@@ -590,9 +599,12 @@ def main(argv=None):
     )
     parser.add_argument("--task", help="which task of a multi-task run")
     parser.add_argument("--model", help="where the encoder is now, if not where the run found it")
+    parser.add_argument(
+        "--allow-other-encoder", action="store_true", help="even if its weights are others"
+    )
     add_import(parser)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
-    with errors_in_one_line("predict.py"):
+    with errors_in_one_line("predict.py", FloatingPointError):
         answer(parser.parse_intermixed_args(argv))  # texts may come after options
 
 

@@ -20,6 +20,7 @@ nothing is trained again.
 """
 
 if __name__ == "__main__":
+    import runtime.console  # noqa: F401  (first: closed outputs)
     from runtime.command import announce
 
     announce("prune.py")
@@ -51,6 +52,7 @@ from runtime.command import hear_interrupts
 from runtime.directory import resolved
 from runtime.options import Parser
 from runtime.processes import choose_device
+from runtime.run import describe_encoder
 from train import eval_batch_size, evaluate
 from variants.folding import fold
 from variants.masking import mask
@@ -245,7 +247,7 @@ def draw(rows, keep, examples, title, path):
 def write_run(run, model, kept, changes, out):
     """A finished run in `out`, without metrics.json: the adapters in `kept`, bit by bit, Ψ, head
     and configuration."""
-    bert, _, config = load_run(run, model=model)
+    bert, _, config = load_run(run, model=model, allow_other_encoder=True)  # checked before
     layers = [layer for layer in kept if kept[layer]]
     names = [name for name in config["adapters"] if any(name in kept[layer] for layer in layers)]
     everywhere = [name for name in names if all(name in kept[layer] for layer in layers)]
@@ -349,7 +351,9 @@ def distinct_layers(bert):
 def prune(args):
     """Measures, and writes OUT. Raises ValueError and OSError before anything is there."""
     check(args)
-    bert, head, config = load_run(args.run, model=args.model)
+    bert, head, config = load_run(
+        args.run, model=args.model, allow_other_encoder=args.allow_other_encoder
+    )
     check_run(args, bert, config)
     task, split = load_run_split(args.run, bert, config, "validation", args.data_dir)
     _, seen = load_run_split(args.run, bert, config, "train", args.data_dir, limit=args.limit)
@@ -363,7 +367,7 @@ def prune(args):
         rows = measure_all(args, bert, head, config, task, split, activity, dtype)
         keep, left_out = args.keep or len(config["adapters"]), sorted({*args.leave_out})
         chosen = next(row for row in rows if (row["k"], row["left_out"]) == (keep, left_out))
-        small, metrics = write_and_reload(args, chosen, task, split, temporary)
+        small, metrics = write_and_reload(args, bert, chosen, task, split, temporary)
         write_rows(rows, temporary / "prune.csv")
         title = f"{args.run.resolve().name}: {len(config['adapters'])} adapters"
         draw(rows, keep, len(split), title, temporary / "prune.png")
@@ -408,7 +412,7 @@ def measure_all(args, bert, head, config, task, split, activity, dtype):
     return [{**row, **values} for row, values in zip(rows, measured, strict=True)]
 
 
-def write_and_reload(args, chosen, task, split, directory):
+def write_and_reload(args, bert, chosen, task, split, directory):
     """Writes the smaller run, and loads it from its own files, so they are whole. Returns its
     config.json and metrics.json."""
     pruned = {
@@ -422,6 +426,7 @@ def write_and_reload(args, chosen, task, split, directory):
     changes = {"pruned": pruned}
     if args.model is not None:
         changes["model"] = resolved(args.model)
+        changes |= describe_encoder(bert)
     if args.data_dir is not None:
         changes["data_dir"] = resolved(args.data_dir)
     write_run(args.run, args.model, chosen["kept"], changes, directory)
@@ -466,6 +471,9 @@ def main(argv=None):
     )
     parser.add_argument("--data-dir", help="default: where the run had it")
     parser.add_argument("--model", help="where the encoder is now, if not where the run found it")
+    parser.add_argument(
+        "--allow-other-encoder", action="store_true", help="even if its weights are others"
+    )
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     more = (FloatingPointError, torch.OutOfMemoryError)
     with errors_in_one_line("prune.py", *more, interrupted="interrupted, nothing is written"):

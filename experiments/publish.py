@@ -11,12 +11,14 @@ AdapterHub's library. It names no path of this machine: for an encoder that was 
 """
 
 if __name__ == "__main__":
+    import runtime.console  # noqa: F401  (first: closed outputs)
     from runtime.command import announce
 
     announce("publish.py")
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -141,7 +143,7 @@ def card(config, metrics, bert, head, encoder, repo, license, language=None, cod
     settings = ("epochs", "lr", "batch_size", "max_length", "seed")
     results = ("accuracy", "dev_examples", "train_examples", "best_epoch")
     inputs = ("input_ids", "token_type_ids", "attention_mask")
-    labels = ", ".join(map(json.dumps, config["labels"]))
+    labels = ", ".join(map(json.dumps, config["labels"])).replace("|", "\\|")
     imports, load_here, load_there = loading(fusion, adapters)
     known = {name: SCORES[name] for name in SCORES if type(metrics.get(name)) is float}
     measured = dict.fromkeys(["accuracy", *(there for _, there in known.values() if there)])
@@ -266,6 +268,9 @@ def publish(
         given = (encoder, repo, license, language or "", code or "")
         if strange := [text for text in given if not text.isprintable()]:
             raise ValueError(f"a name with unprintable characters, {strange[0]!r:.100}")
+        for name in (encoder, repo):  # which the card has in its code and its tables
+            if re.search(r"[^\w ./@+~:=,()-]", name):
+                raise ValueError(f"{name!r:.100} is no name for an encoder or a repository")
         metrics = read_json(run / "metrics.json")
         text = card(config, metrics, bert, head, encoder, repo, license, language, code)
         share = metrics.get("most_frequent_class")

@@ -20,6 +20,9 @@ so on, so that both kinds can share a directory and their source adapters.
 2005.00247v3).
 """
 
+import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+
+# isort: split
 import contextlib
 import copy
 import csv
@@ -763,7 +766,7 @@ def run(args):
 
 def main(argv=None):
     """Returns the exit status."""
-    with errors_in_one_line("table1", interrupted=grid.INTERRUPTED):
+    with errors_in_one_line("table1", FloatingPointError, interrupted=grid.INTERRUPTED):
         return run(arguments(sys.argv[1:] if argv is None else argv))
 
 

@@ -6,6 +6,7 @@ A tensor in them is called by its slot and its part: ("encoder.layer.3.output",
 
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 from formats.files import listed, naming, read_json, read_tensors, write_json, write_tensors
-from formats.hub import commit_of, download
+from formats.hub import commit_of, download, is_local
 
 
 @dataclass(frozen=True)
@@ -341,8 +342,17 @@ def fetch(source, files=ADAPTER):
     FileNotFoundError."""
     if Path(source).is_dir():
         if not (Path(source) / files.config).is_file():
-            raise FileNotFoundError(f"{source} has no {files.config}")
+            path = Path(source) / "config.json"
+            stage = read_json(path).get("stage") if path.is_file() else None
+            why = f", it is a run of --stage {stage}: leave it out" if stage else ""
+            raise FileNotFoundError(f"{source} has no {files.config}{why}")
         return Path(source)
+    if files is ADAPTER and is_local(source):
+        task = Path(source).name
+        raise FileNotFoundError(
+            f"there is no directory {str(source)!r}: if it is to be the run on {task!r:.50}, train "
+            f"it with --stage adapter --task {shlex.quote(task):.50}"
+        )
     config = download(source, files.config)
     if config is None:
         raise FileNotFoundError(f"hub repository {source} has no {files.config}")
@@ -559,11 +569,37 @@ def read(directory, files, name):
     return path, found[str(name)] if str(name) in found else found.popitem()[1]
 
 
-def note_other_encoder(source, values, model):
-    """Prints a note if an adapter says that it was trained on another encoder than `model`."""
-    trained_on = Path(str(values.get("model_name") or model)).name
-    if trained_on != Path(model).name:
-        print(f"note: {source} was trained on {trained_on!r:.100}, not on {model}")
+def check_encoder(source, directory, values, model, digest, allow=False):
+    """
+    Raises ValueError if a saved adapter was trained on another encoder than `model`, whose weights
+    have this digest, unless that is allowed. The config.json of the run that it is from knows the
+    digest. An adapter without a run has only its encoder's name, which says little where `model` is
+    a directory: then another name is a note.
+    """
+    trained_on, theirs = Path(str(values.get("model_name") or model)).name, run_encoder(directory)
+    if theirs is not None and theirs != digest:
+        problem = f"{source} was trained on an encoder with other weights than {model}"
+    elif theirs is None and trained_on != Path(model).name:
+        problem = f"{source} was trained on {trained_on!r:.100}, not on {model}"
+        allow = allow or Path(model).is_dir()
+    else:
+        return
+    if not allow:
+        raise ValueError(f"{problem}: --allow-other-encoder takes it all the same")
+    print(f"note: {problem}")
+
+
+def run_encoder(directory):
+    """The digest of the encoder that a run was trained on, from the directory of the run, or of an
+    adapter in it. None where no run says; multi-task training changes the encoder."""
+    places = [Path(directory), Path(directory).parent.parent]
+    if Path(directory).parent.name != "adapters":
+        places.pop()
+    for path in (place / "config.json" for place in places):
+        config = read_json(path) if path.is_file() else {}
+        if config.get("stage") in ("adapter", "fusion"):
+            return config.get("encoder_sha256")
+    return None
 
 
 # --------------------------------------------------------------------------------------------------

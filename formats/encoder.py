@@ -4,7 +4,9 @@
 A checkpoint's tensors are looked up by the names that the Hugging Face hub uses today.
 """
 
+import hashlib
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -58,6 +60,7 @@ class Checkpoint:
     config: BertConfig
     names: dict  # the hub's name of a tensor today -> its name in the file
     tensors: dict  # name in the file -> tensor, of TensorFlow a function that reads it
+    digest: str | None = None  # of what `read` has read
 
     def read(self, shapes):
         """
@@ -95,7 +98,20 @@ class Checkpoint:
                 raise ValueError("; ".join(problems))
         except ValueError as e:
             raise ValueError(f"{self.weights_path}: {e}") from e
+        self.digest = digest_of(result)
         return result
+
+
+def digest_of(tensors):
+    """SHA-256 of {name: fp32 tensor}: of names, shapes and every number. The same encoder has the
+    same digest in whatever kind of file it is, and whatever its tensors are called there."""
+
+    def one(name):
+        tensor = tensors[name].contiguous()
+        return f"{name} {list(tensor.shape)} {hashlib.sha256(tensor.numpy()).hexdigest()}\n"
+
+    with ThreadPoolExecutor() as pool:  # hashlib lets other threads run
+        return hashlib.sha256("".join(pool.map(one, sorted(tensors))).encode()).hexdigest()
 
 
 def open_encoder(source, modules):

@@ -42,11 +42,35 @@ def read_json(path):
     return value
 
 
+def flush(*paths):
+    """Returns when files, and the names in directories, are on the disk."""
+    for path in paths:
+        if path.is_file() or path.is_dir():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+
+@contextlib.contextmanager
+def replacing(path):
+    """A temporary path to write to. It takes the place of `path` once its content is on the disk,
+    so that a power cut leaves the old file or the new one; after an error it is removed."""
+    temporary = Path(f"{path}.tmp")
+    try:
+        yield temporary
+        flush(temporary)
+        temporary.replace(path)
+        flush(temporary.parent)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+
+
 def write_json(path, value):
     """Writes JSON under a temporary name and renames it."""
-    temporary = Path(f"{path}.tmp")
-    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def umask():
@@ -64,10 +88,14 @@ def write_tensors(path, tensors):
         tensor = tensor.detach().float().cpu().contiguous()
         twice = any(tensor.data_ptr() == other.data_ptr() for other in parts.values())
         parts[name] = tensor.clone() if twice else tensor
-    temporary = Path(f"{path}.tmp")
-    save_file(parts, temporary, metadata={"format": "pt"})
-    temporary.chmod(0o666 & ~umask())  # safetensors makes it the owner's alone
-    temporary.replace(path)
+    with replacing(path) as temporary:
+        try:
+            save_file(parts, temporary, metadata={"format": "pt"})
+            temporary.chmod(0o666 & ~umask())  # safetensors makes it the owner's alone
+        except SafetensorError as e:  # a full disk, for instance
+            for left in temporary.parent.glob(".tmp??????"):  # safetensors' own temporary file
+                left.unlink(missing_ok=True)
+            raise OSError(f"{path} cannot be written: {e}") from e
 
 
 def read_tensors(path):

@@ -3,21 +3,27 @@
 
 import contextlib
 import csv
+import errno
 import glob
 import hashlib
 import json
 import logging
+import os
 import re
 import sys
+import unicodedata
 from collections import Counter
 from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow
+
+from formats.hub import hub_answers
 
 # errors are raised, and reported once; `datasets` logs them too
 logging.getLogger("datasets").setLevel(logging.CRITICAL)
-if not sys.stderr.isatty():
+if sys.stderr is None or not sys.stderr.isatty():
     datasets.disable_progress_bars()
 
 READERS = {
@@ -42,7 +48,39 @@ def read_file(directory, task_name, split, other_name=None):
             f"no {split} split for task {task_name!r}: there is no {directory / split}.jsonl"
             f"{hint * (split == 'validation')}"
         )
-    return path, read_rows([path])
+    return path, with_names(read_rows([path]))
+
+
+def with_names(rows):
+    """Labels that a file has as numbers beside their names, as `datasets` writes it, by name: the
+    file's order is its own."""
+    for column, feature in rows.features.items():
+        if isinstance(feature, datasets.ClassLabel):
+            names = dict(enumerate(feature.names))
+            texts = [
+                value if value is None else names.get(value, str(value)) for value in rows[column]
+            ]
+            key = f"{rows._fingerprint}-{column}"
+            rows = rows.remove_columns(column, new_fingerprint=key)
+            rows = rows.add_column(column, texts, new_fingerprint=f"{key}-names")
+    return rows
+
+
+def by_content(path):
+    """A link to a file, which is called by the file's content. The cache of `datasets` goes by path
+    and time, so it finds what it has read before, and nothing else. Nor does it take a link's name
+    for an address or a pattern, as it does with $HOME and ::."""
+    with open(path, "rb") as file:
+        name = hashlib.file_digest(file, "sha256").hexdigest()
+    place = Path(datasets.config.HF_DATASETS_CACHE) / "by_content"
+    place.mkdir(parents=True, exist_ok=True)
+    link, new = place / f"{name}{path.suffix}", place / f"{name}.{os.getpid()}"
+    new.unlink(missing_ok=True)
+    new.symlink_to(path.absolute())
+    if os.utime in os.supports_follow_symlinks:
+        os.utime(new, (0, 0), follow_symlinks=False)
+    new.replace(link)
+    return link
 
 
 def find_file(directory, split, other_name=None):
@@ -81,9 +119,24 @@ def read_rows(paths):
             "header": 0,
             "features": text,
         }
+    with naming_the_cache():
+        files = [glob.escape(str(by_content(path))) for path in paths]
+    given = {"path": reader, "data_files": files, "split": "train", **options}
     try:
-        files = [glob.escape(str(path)) for path in paths]
-        rows = datasets.load_dataset(reader, data_files=files, split="train", **options)
+        with naming_the_cache():
+            try:
+                rows = datasets.load_dataset(**given)
+            except Exception as e:
+                if isinstance(e, OSError) or isinstance(e.__cause__, OSError):
+                    raise
+                if reader == "json":
+                    check_json(path, thorough=True)  # it is the file
+                # or what the cache has of it, which is then made anew, once
+                rows = datasets.load_dataset(**given, download_mode="force_redownload")
+            if reader == "json" and any(has_times(kind) for kind in rows.features.values()):
+                rows = as_written(path, rows)
+    except CacheError:
+        raise
     except Exception as e:  # each format raises its own kinds
         if reader == "json":
             check_json(path, thorough=True)
@@ -107,6 +160,54 @@ def options_of(path):
         if ";" in first and "," not in first:
             return {**options, "delimiter": ";"}
     return options
+
+
+class CacheError(OSError):
+    """It is the cache of `datasets` that is at fault, not a file of data."""
+
+
+@contextlib.contextmanager
+def naming_the_cache():
+    """Turns what a full or read-only disk, or a limit, does to the cache into a CacheError."""
+    try:
+        yield
+    except Exception as e:
+        error = e.__cause__ if isinstance(e.__cause__, (OSError, RuntimeError)) else e
+        cache = datasets.config.HF_DATASETS_CACHE
+        number = getattr(error, "errno", None)
+        if number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
+            raise CacheError(
+                f"the cache of `datasets`, {cache}, cannot be written: {os.strerror(number)}; the "
+                "environment variable HF_DATASETS_CACHE names another"
+            ) from e
+        inside = str(cache) in str(getattr(error, "filename", None) or "")
+        if inside and isinstance(error, OSError):
+            raise CacheError(
+                f"the cache of `datasets` cannot be written: {error}; the environment variable "
+                "HF_DATASETS_CACHE names another"
+            ) from e
+        if "can't start new thread" in str(error):
+            raise CacheError("no more threads can be started: raise the limit, ulimit -u") from e
+        raise
+
+
+def has_times(kind):
+    """Whether a feature is a time, or a list or an object with one."""
+    if isinstance(kind, datasets.Value):
+        return kind.dtype.startswith(("timestamp", "date", "time", "duration"))
+    inside = kind.values() if isinstance(kind, dict) else [getattr(kind, "feature", None)]
+    return any(has_times(part) for part in inside if part is not None)
+
+
+def as_written(path, rows):
+    """The rows of a JSON file in which `datasets` has taken texts for times, 2020-01-31 for
+    instance. They are texts."""
+    text = path.read_text(encoding="utf-8-sig")
+    is_list = path.suffix == ".json" and text.startswith("[")
+    values = json.loads(text) if is_list else [json.loads(x) for x in text.split("\n") if x.strip()]
+    result = datasets.Dataset.from_list(values)
+    result._fingerprint = hashlib.sha256(rows._fingerprint.encode()).hexdigest()[:16]
+    return result
 
 
 def check_table(path, options):
@@ -234,6 +335,7 @@ def read_whole_split(task, split, directory):
         )
     name = task.dev if split == "validation" else split
     where = f"{task.source} {task.config or ''}".strip() + f", {name}"
+    hub_answers()
     try:
         rows = datasets.load_dataset(task.source, task.config, split=name, revision=task.revision)
     except Exception as e:  # network, hub and format each raise their own kinds
@@ -295,15 +397,28 @@ def map_cached(rows, function, key, floats, description):
     ids, integer = datasets.List(datasets.List(datasets.Value("int32"))), datasets.Value("int32")
     label = datasets.Value("float32") if floats else integer
     features = datasets.Features(input_ids=ids, token_type_ids=ids, label=label, length=integer)
-    return rows.map(
-        function,
-        batched=True,
-        with_indices=True,
-        remove_columns=rows.column_names,
-        features=features,
-        new_fingerprint=hashlib.sha256(repr([rows._fingerprint, *key]).encode()).hexdigest()[:32],
-        desc=description,
-    )
+    content = repr([rows._fingerprint, *key])
+    given = {
+        "batched": True,
+        "with_indices": True,
+        "remove_columns": rows.column_names,
+        "features": features,
+        "new_fingerprint": hashlib.sha256(content.encode()).hexdigest()[:32],
+        "desc": description,
+    }
+    try:
+        with naming_the_cache():
+            try:
+                return rows.map(function, **given)
+            except pyarrow.ArrowException:
+                return rows.map(function, load_from_cache_file=False, **given)
+    except pyarrow.ArrowException as e:
+        cache = datasets.config.HF_DATASETS_CACHE
+        raise CacheError(f"the cache of `datasets`, {cache}, is damaged: remove it: {e}") from e
+    except (Exception, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:  # the tokenizer's Rust side panics with one of these
+        raise ValueError(f"its tokenizer failed: {(str(e).splitlines() or [e])[0]:.200}") from e
 
 
 def rename(rows, columns):
@@ -348,6 +463,14 @@ def label_values(path, rows):
             )
         values.add(str(value))
     numbers = all(value.removeprefix("-").isdecimal() for value in values)
+    alike = {}
+    for value in sorted(values):
+        other = alike.setdefault(unicodedata.normalize("NFC", value).strip(), value)
+        if other != value:
+            raise ValueError(
+                f"{path}: the labels {ascii(other):.100} and {ascii(value):.100} differ in blanks "
+                "at their ends, or in how an accent is written: make them one"
+            )
     labels = sorted(values, key=lambda value: (int(value), value) if numbers else value)
     if len(labels) == 1:
         raise ValueError(f"{path}: all labels are {labels[0]!r:.100}, there is nothing to learn")

@@ -1,11 +1,13 @@
 """A run's directory: what belongs to it, who is at work there, and when it is on the disk."""
 
 import fcntl
+import fnmatch
 import os
 import shutil
 from pathlib import Path
 
 from formats.adapterhub import ADAPTER, FUSION, HEAD
+from formats.files import flush, read_json, replacing
 from formats.tokenizer import TOKENIZER_FILES
 
 RUN_FILES = [
@@ -18,9 +20,13 @@ RUN_FILES = [
     "adapters",
     "heads",
 ]
-TEMPORARY = [f"{name}.tmp" for name in RUN_FILES] + [
+TEMPORARY = [f"{name}.tmp" for name in [*RUN_FILES, "log.jsonl"]] + [
     ".tmp??????"
 ]  # of a killed or failed write; the last is safetensors' own
+
+# With --overwrite the old run waits here until the new one has finished an epoch. The first is its
+# name while the files are on their way there or back.
+MOVING, REPLACED = "replaced.tmp", "replaced"
 
 
 def check_out(out, needed, overwrite, resume):
@@ -28,10 +34,8 @@ def check_out(out, needed, overwrite, resume):
     it must not replace."""
     if (out.exists() or out.is_symlink()) and not out.is_dir():
         raise ValueError(f"--out {out} is a file, or a link that leads nowhere")
-    if out.is_dir() and any(out.iterdir()) and not (out / "log.jsonl").exists():
-        raise ValueError(
-            f"--out {out} holds other files than a run's: choose an empty or a new directory"
-        )
+    if out.is_dir():
+        check_run(out)
     for source in needed:
         inside = (
             (Path(source).resolve(), *Path(source).resolve().parents)
@@ -40,7 +44,7 @@ def check_out(out, needed, overwrite, resume):
         )
         if out.is_dir() and out.resolve() in inside:
             raise ValueError(f"--out {out} would replace {source}, which this run needs")
-    if (out / "metrics.json").exists() and not overwrite:
+    if is_finished(out) and not overwrite:
         raise ValueError(
             f"{out} already holds a finished run: choose another --out, or --overwrite it"
         )
@@ -50,11 +54,85 @@ def check_out(out, needed, overwrite, resume):
         )
 
 
+def check_run(out):
+    """Raises ValueError for a directory that is neither empty nor a run's. A run's has a
+    config.json with a stage and a command; of one that was killed before that was written,
+    nothing is there but an empty log.jsonl."""
+    if (out / "log.jsonl").is_symlink():
+        raise ValueError(f"--out {out}: its log.jsonl is a link, not a run's own file")
+    places = [out / name / "config.json" for name in ("", MOVING, REPLACED)]
+    path = next((path for path in places if path.is_file() and not path.is_symlink()), None)
+    if path is not None:
+        if {"stage", "command"} <= {*read_json(path)}:
+            return
+        raise ValueError(f"{path} is not a run's, it has no stage or no command: another --out")
+    left = [path for path in out.iterdir() if path.name not in ("log.jsonl", "config.json.tmp")]
+    if left or (out / "log.jsonl").exists() and (out / "log.jsonl").stat().st_size > 0:
+        raise ValueError(
+            f"--out {out} holds other files than a run's: choose an empty or a new directory"
+        )
+
+
+def is_finished(out):
+    """Whether `out` holds a finished run: with metrics.json. One that a power cut has damaged
+    counts for nothing beside a state from which the run can be finished."""
+    if not (out / "metrics.json").exists():
+        return False
+    try:
+        return bool(read_json(out / "metrics.json"))
+    except (ValueError, OSError):
+        return not (out / "resume.pt").exists()
+
+
 def clear(out, patterns):
-    """Removes a run's files from its directory, and nothing else. log.jsonl stays until the last:
-    it marks a directory as a run's, and is locked."""
-    for path in [path for pattern in patterns for path in out.glob(pattern)]:
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    """Removes a run's files from its directory, and nothing else; what a link in it leads to stays.
+    log.jsonl stays until the last: it is locked."""
+    for path in list(out.iterdir()) if out.is_dir() else []:
+        if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in patterns):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def set_aside(out):
+    """Moves the run in `out` into the directory REPLACED, where `restore` finds it. What waits
+    there already is a finished run, and what is in `out` has not come as far."""
+    if (out / REPLACED).is_dir():
+        return clear(out, RUN_FILES)
+    (out / MOVING).mkdir()
+    with replacing(out / MOVING / "log.jsonl") as temporary:  # which stays in place, locked
+        shutil.copyfile(out / "log.jsonl", temporary)
+    for name in RUN_FILES:
+        if os.path.lexists(out / name):
+            (out / name).rename(out / MOVING / name)
+    (out / MOVING).rename(out / REPLACED)
+    flush(out)
+
+
+def restore(out, log):
+    """Puts the run that was set aside back, unless the new one is at work with a state of its own,
+    or finished. Also after a kill at any moment of set_aside or of this."""
+    if (out / REPLACED).is_dir():
+        if (out / "metrics.json").exists():
+            return forget_replaced(out)
+        if (out / "resume.pt").exists():
+            return
+        clear(out, RUN_FILES)
+        (out / REPLACED).rename(out / MOVING)
+    if (out / MOVING).is_dir():
+        old = out / MOVING / "log.jsonl"
+        if old.is_file():
+            log.truncate(0)
+            log.write(old.read_text(encoding="utf-8"))
+            log.flush()
+            old.unlink()
+        for path in (out / MOVING).iterdir():
+            path.rename(out / path.name)
+        (out / MOVING).rmdir()
+
+
+def forget_replaced(out):
+    """The old run goes."""
+    if (out / REPLACED).is_dir():
+        shutil.rmtree(out / REPLACED)
 
 
 def resumes(args):
@@ -83,15 +161,6 @@ def lock(out, kind=fcntl.LOCK_EX):
     except OSError:
         pass  # a file system without locks
     return log
-
-
-def flush(*paths):
-    """Returns when files, and the names in directories, are on the disk."""
-    for path in paths:
-        if path.is_file() or path.is_dir():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
 
 
 def resolved(source):

@@ -15,8 +15,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from formats.adapterhub import (
+    check_encoder,
     fetch,
-    note_other_encoder,
     paper_adapters,
     read_adapter_config,
     without_effect,
@@ -90,6 +90,11 @@ def arguments(argv, stages, adapters, fusions):
     )
     add("--fusion", default="attention", choices=list(fusions), help="kind of fusion")
     add("--model", default="google-bert/bert-base-uncased", help="encoder: a directory or a hub id")
+    add(
+        "--allow-other-encoder",
+        action="store_true",
+        help="fusion: take adapters that were trained on another encoder of the same shape",
+    )
     add(
         "--data-dir",
         help="directory with TASK/train.jsonl and TASK/validation.jsonl; without it: the hub",
@@ -247,7 +252,9 @@ def arguments(argv, stages, adapters, fusions):
     args.epochs = epochs if args.epochs is None else args.epochs
     multitask = args.stage == "multitask"
     if multitask and (
-        args.task is not None or not args.tasks or len(set(args.tasks)) < len(args.tasks)
+        args.task is not None
+        or not args.tasks
+        or len({*map(str.lower, args.tasks)}) < len(args.tasks)
     ):
         raise ValueError("--stage multitask takes --tasks, each of them once, and no --task")
     if not multitask and (args.tasks or args.task is None):
@@ -430,12 +437,21 @@ def find_adapters(args, kinds, model_type):
     found = {}
     for name, source in sources:
         directory = fetch(source)
-        name, _, values = read_adapter_config(directory, kinds, name)
-        if name in found:
-            raise ValueError(f"two adapters are called {name!r}: {found[name]} and {directory}")
-        note_other_encoder(source, values, args.model)
+        name = read_adapter_config(directory, kinds, name)[0]
+        for other in found:  # rte and RTE are one name to some file systems
+            if other.lower() == name.lower():
+                both = f"{found[other]} and {directory}"
+                raise ValueError(f"two adapters are called {name!r}: {both}")
         found[name] = directory
     return found
+
+
+def check_encoders(args, kinds, found, digest):
+    """Raises ValueError if one of the adapters {name: directory} was trained on another encoder
+    than the one with this digest, unless --allow-other-encoder."""
+    for name, directory in found.items():
+        values = read_adapter_config(directory, kinds, name)[2]
+        check_encoder(directory, directory, values, args.model, digest, args.allow_other_encoder)
 
 
 def choose_lengths(args, tasks, longest):
@@ -470,6 +486,7 @@ NOT_RECORDED = {
     "overwrite",
     "save_minutes",
     "strict_data",
+    "allow_other_encoder",
     "device",
     "dtype",
     "compile",

@@ -1,7 +1,10 @@
 """Devices, and several processes as torchrun starts them: each takes every G-th example of a
 batch."""
 
+import contextlib
+import ctypes
 import os
+import signal
 
 import numpy as np
 import torch
@@ -58,6 +61,56 @@ def micro_batches(indices, count):
     return [
         (len(part) / len(indices), part) for part in np.array_split(mine, min(count, len(mine)))
     ]
+
+
+STOP = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]  # Ctrl-C, a scheduler, a closed terminal
+
+
+@contextlib.contextmanager
+def signals_heard():
+    """A list to which the numbers of the signals that ask for a stop are added, in place of what
+    they would do. The second ends this process at once. One that is ignored, as nohup has SIGHUP
+    ignored, stays so."""
+    heard = []
+
+    def hear(number, _):
+        heard.append(number)
+        if len(heard) > 1:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    wanted = [number for number in STOP if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers = {number: signal.signal(number, hear) for number in wanted}
+    try:
+        yield heard
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+try:
+    prctl = ctypes.CDLL(None).prctl
+except (OSError, AttributeError):  # only Linux has it
+    prctl = None
+
+
+def end_with_parent():
+    """For a new child process, on Linux: SIGTERM when its parent ends, also where that is killed
+    and can tell nobody."""
+    if prctl is not None:
+        prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
+
+
+@contextlib.contextmanager
+def memory_named():
+    """Raises MemoryError in a line for whatever says that there is no memory left: where no batch
+    is to blame, a model is too large."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as e:
+        if not (isinstance(e, MemoryError) and not str(e) or out_of_memory(e)):
+            raise
+        raise MemoryError("out of memory: a smaller model, or a larger machine") from e
 
 
 def out_of_memory(error):

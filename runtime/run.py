@@ -21,7 +21,6 @@ import math
 import os
 import platform
 import shlex
-import signal
 import subprocess
 import time
 from importlib.metadata import version
@@ -34,10 +33,25 @@ from safetensors import SafetensorError
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from formats.files import write_json
-from runtime.directory import RUN_FILES, TEMPORARY, clear, flush, lock, resumes
-from runtime.processes import all_reduce, micro_batches, out_of_memory, processes
+from formats.adapterhub import ADAPTER
+from formats.files import flush, write_json
+from formats.tokenizer import load_tokenizer, tokenizer_digest
+from runtime.directory import (
+    REPLACED,
+    RUN_FILES,
+    TEMPORARY,
+    clear,
+    forget_replaced,
+    lock,
+    restore,
+    resumes,
+    set_aside,
+)
+from runtime.processes import all_reduce, micro_batches, out_of_memory, processes, signals_heard
 from runtime.state import Progress, load_state, save_state
+
+# its monitor is a thread for the sake of a bar, which waits for ever where memory is short
+tqdm.monitor_interval = 0
 
 
 @contextlib.contextmanager
@@ -55,12 +69,18 @@ def open_run(args, device, check):
         ):  # nothing is written before all processes have come this far
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         rank, _ = processes()
+        made = not args.out.exists()
         with (
             lock(args.out) if rank == 0 else open(os.devnull, "w") as log
         ):  # the first process writes
-            if rank == 0:
-                check(args)
-            yield Run(args, log, device)
+            try:
+                if rank == 0:
+                    restore(args.out, log)
+                    check(args)
+                yield Run(args, log, device, made)
+            finally:
+                if rank == 0 and args.out.is_dir():
+                    restore(args.out, log)
     except KeyboardInterrupt as e:
         kept = (args.out / "resume.pt").exists()
         saved = f", continue with --resume --out {args.out}" if kept else ""
@@ -91,8 +111,9 @@ def progress(batches, description, total):
 
 
 class Run:
-    def __init__(self, args, log, device):
+    def __init__(self, args, log, device, made):
         self.args, self.log, self.device = args, log, device
+        self.made = made  # whether the directory is new
         self.out = args.out
         self.rank, self.world = processes()
         self.best, self.history = {}, []
@@ -110,7 +131,7 @@ class Run:
         if self.rank > 0:
             torch.manual_seed(self.args.seed + self.rank)  # dropout of its own
         if not self.is_new:
-            config["adapter_sha256"] = self.adapter_digests()
+            config |= self.adapter_digests()
             state = self.out / "resume.pt"
             at, self.best, self.history = load_state(state, config, trained, optimizer, self.device)
         step = (at.epoch - 1) * config["steps_per_epoch"] + at.step
@@ -121,26 +142,39 @@ class Run:
                 "states there"
             )
         if self.rank == 0:
+            if self.args.overwrite:
+                set_aside(self.out)
             clear(self.out, RUN_FILES + TEMPORARY if self.is_new else TEMPORARY)
+            if self.is_new:  # from here on the directory is a run's
+                write_json(self.out / "config.json", config)
         return at
 
     def begin(self, at):
         """Writes config.json, and the log as far as it was."""
         if self.rank == 0:
-            self.config["adapter_sha256"] = self.adapter_digests()
+            self.config |= self.adapter_digests()
             write_json(self.out / "config.json", self.config)
+            flush(*self.out.rglob("*"), self.out)  # before a state depends on them
             self.log.truncate(0)
             self.log.write("".join(json.dumps(line) + "\n" for line in self.history))
         self.started = time.monotonic() - at.seconds
         self.saved = time.monotonic()
 
     def adapter_digests(self):
-        """{name: SHA-256} of the run's own copies of the fused adapters"""
-        files = sorted(self.out.glob("adapters/*/adapter.safetensors"))
-        digests = {
-            path.parent.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files
-        }
-        return {name: digests.get(name) for name in self.config.get("adapters", [])}
+        """config.json's entries of the run's own copies of the fused adapters: {name: SHA-256} of
+        their weights, and of their configurations."""
+        result = {}
+        for field, file in (
+            ("adapter_sha256", ADAPTER.weights[0]),
+            ("adapter_config_sha256", ADAPTER.config),
+        ):
+            result[field] = {}
+            for name in self.config.get("adapters", []):
+                path = self.out / "adapters" / name / file
+                there = path.is_file()
+                digest = hashlib.sha256(path.read_bytes()).hexdigest() if there else None
+                result[field][name] = digest
+        return result
 
     def distribute(self, model):
         """The model as all processes train it: only what is trained is synchronised, the mean of
@@ -184,19 +218,15 @@ class Run:
     @contextlib.contextmanager
     def guard(self, at, model):
         """
-        Around the loop. Ctrl-C and SIGTERM are heard between steps, where the state is whole:
-        `after_step` raises KeyboardInterrupt. Raises MemoryError that says how to go on, and
-        FloatingPointError for a loss that is not finite; after a finished epoch it waits until
-        `finish` has kept that.
+        Around the loop. Ctrl-C, SIGTERM and SIGHUP are heard between steps, where the state is
+        whole: `after_step` raises KeyboardInterrupt; a second one ends the process at once. Raises
+        MemoryError that says how to go on, and FloatingPointError for a loss that is not finite;
+        after a finished epoch it waits until `finish` has kept that.
         """
         self.announce(model)
-        self.signals = []
-        handlers = {
-            number: signal.signal(number, lambda number, _: self.signals.append(number))
-            for number in (signal.SIGINT, signal.SIGTERM)
-        }
         try:
-            yield
+            with signals_heard() as self.signals:
+                yield
         except RuntimeError as e:
             if not out_of_memory(e):
                 raise
@@ -232,13 +262,12 @@ class Run:
             self.failure = FloatingPointError(f"{e}: stopped, {kept}; {advice}")
             if not self.best:
                 if self.rank == 0:
-                    clear(self.out, [*RUN_FILES, *TEMPORARY, "log.jsonl"])
-                    if not any(self.out.iterdir()):
+                    clear(self.out, [*RUN_FILES, *TEMPORARY])
+                    if not (self.out / REPLACED).is_dir():
+                        clear(self.out, ["log.jsonl"])
+                    if self.made and not any(self.out.iterdir()):
                         self.out.rmdir()
                 raise self.failure from e
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
 
     def steps(self, batches, at):
         """The steps of an epoch that are still to be done, under a progress bar."""
@@ -352,6 +381,8 @@ class Run:
             self.history,
         )
         self.saved = time.monotonic()
+        if self.rank == 0 and at.best_epoch > 0:
+            forget_replaced(self.out)
 
     def restore_best(self):
         """Puts the best epoch's parameters in place."""
@@ -380,7 +411,6 @@ class Run:
             flush(*self.out.rglob("*"), self.out)
             # last: a directory with it is a finished run
             write_json(self.out / "metrics.json", result)
-            flush(self.out / "metrics.json", self.out)
             (self.out / "resume.pt").unlink(missing_ok=True)
         if self.failure:
             raise self.failure
@@ -450,12 +480,23 @@ def most_frequent(splits):
     return float(np.mean(shares))
 
 
+def describe_encoder(bert):
+    """What config.json says of the encoder: digests of its weights and of its tokenizer."""
+    tokenizer = load_tokenizer(bert.directory, bert.config.max_length)
+    return {"encoder_sha256": bert.digest, "tokenizer_sha256": tokenizer_digest(tokenizer)}
+
+
 def describe_data(args, tasks, fused, train_splits, dev_splits):
     """What config.json says of the data and the fused adapters."""
-    digest = hashlib.sha256()  # of the data, as far as a look at every text is not needed
+    digest = hashlib.sha256()  # of all tokens and labels
     for split in (*train_splits, *dev_splits):
-        columns = split.with_format("numpy")
-        digest.update(columns["length"][:].tobytes() + columns["label"][:].tobytes())
+        for rows in split.with_format("arrow").iter(10_000):
+            for name in ("input_ids", "token_type_ids", "label"):
+                values = rows[name].combine_chunks()
+                while hasattr(values.type, "value_type"):  # lists, in lists for the candidates
+                    digest.update(values.value_lengths().to_numpy().tobytes())
+                    values = values.flatten()
+                digest.update(values.to_numpy().tobytes())
     revisions = ",".join(split.info.description for split in train_splits).strip(",")
     labels = {task.name: list(task.labels) for task in tasks}
     result = {
@@ -508,10 +549,9 @@ def commit():
         "--abbrev=40",
         "--exclude=*",
     ]
-    environment = {
-        **os.environ,
-        "GIT_CEILING_DIRECTORIES": str(here.parent),
-    }  # not the repository of a directory above
+    # not the repository of a directory above, nor one that the environment names
+    environment = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
+    environment["GIT_CEILING_DIRECTORIES"] = str(here.parent)
     try:
         return (
             subprocess.run(

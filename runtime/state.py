@@ -3,15 +3,14 @@
 import math
 import zipfile
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from runtime.directory import flush
-from runtime.processes import processes
+from formats.files import replacing
+from runtime.processes import out_of_memory, processes
 
-STATE_FORMAT = 6
+STATE_FORMAT = 7
 
 # What a resumed run may have otherwise than the one that it continues. Everything else that
 # config.json records must be the same.
@@ -65,12 +64,14 @@ def save_state(path, config, trained, optimizer, device, at, best, history):
         "best": best,
         "history": history,
     }
-    temporary = Path(f"{path}.tmp")
-    with open(temporary, "wb") as file:
-        torch.save(state, file)
-    flush(temporary)
-    temporary.replace(path)
-    flush(path.parent)
+    with replacing(path) as temporary:
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(state, file)
+        except RuntimeError as e:  # PyTorch's, on top of the OSError of a full disk or without one
+            if out_of_memory(e):
+                raise
+            raise OSError(str(e.__context__ or e).splitlines()[0]) from e
 
 
 def load_state(path, config, trained, optimizer, device):
@@ -98,24 +99,41 @@ def load_state(path, config, trained, optimizer, device):
             f"{path} was written by another version of train.py: continue with that, or "
             "--overwrite it"
         )
+    if not isinstance(state.get("config"), dict):
+        raise ValueError(f"{path} does not say of which run it is: start again with --overwrite")
     for name in [*state["config"], *config]:
         old, new = state["config"].get(name), config.get(name)
         if name not in FREE and old != new:
             raise ValueError(
                 f"{path} belongs to a run with {name} = {old}, not {new}: cannot --resume it"
             )
-    with torch.no_grad():
-        for name, p in trained.items():
-            p.copy_(state["trained"][name])
-    optimizer.load_state_dict(state["optimizer"])
-    for (
-        p
-    ) in trained.values():  # zeros, where a batch was seen: multi-task training fills, not drops
-        if p in optimizer.state:
-            p.grad = torch.zeros_like(p)
-    if len(state["random"]) == world:  # otherwise dropout goes on with other numbers
-        random, n = state["random"][rank], len(torch.get_rng_state())
-        torch.set_rng_state(random[:n])
-        if device.type == "cuda" and len(random) > n:
-            torch.cuda.set_rng_state(random[n:], device)
-    return Progress(**state["progress"]), state["best"], state["history"]
+    try:
+        with torch.no_grad():
+            for name, p in trained.items():
+                if state["trained"][name].shape != p.shape:
+                    raise ValueError(f"{name} has another shape")
+                p.copy_(state["trained"][name])
+        optimizer.load_state_dict(state["optimizer"])
+        # zeros, where a batch was seen: multi-task training fills gradients, and drops none
+        for p in trained.values():
+            if p in optimizer.state:
+                p.grad = torch.zeros_like(p)
+        if len(state["random"]) == world:  # otherwise dropout goes on with other numbers
+            random, n = state["random"][rank], len(torch.get_rng_state())
+            torch.set_rng_state(random[:n])
+            if device.type == "cuda" and len(random) > n:
+                torch.cuda.set_rng_state(random[n:], device)
+        at, best, history = Progress(**state["progress"]), state["best"], state["history"]
+        right = at.best_epoch == 0 or {*best} == {*trained}
+        if not right or not all(
+            type(value) is type(getattr(Progress(), name)) for name, value in vars(at).items()
+        ):
+            raise ValueError("its progress")
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as e:
+        if isinstance(e, RuntimeError) and out_of_memory(e):
+            raise
+        raise ValueError(
+            f"{path} is not what train.py has written, and cannot be continued: start again with "
+            f"--overwrite ({e})"
+        ) from e
+    return at, best, history

@@ -234,7 +234,7 @@ def test_out_is_a_file(fails, tmp_path):
 
 def test_out_holds_something_else(fails, launch, encoder, runs, tmp_path):
     model = shutil.copytree(encoder, tmp_path / "model")
-    fails("--out", model, "--overwrite", say="holds other files")
+    fails("--out", model, "--overwrite", say="config.json is not a run's")
     fails("--out", tmp_path, "--overwrite", say="holds other files")
     launch("--stage", "full", "--task", "rte", "--epochs", 1, "--out", tmp_path / "full")
     content = {path: path.read_bytes() for path in (tmp_path / "full").iterdir()}

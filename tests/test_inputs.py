@@ -10,6 +10,7 @@ import contextlib
 import gzip
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -38,6 +39,8 @@ from experiments import (
     publish,
     table1,
 )
+from formats.rows import read_rows, read_split
+from formats.tokenizer import load_tokenizer
 
 ROOT = Path(train.__file__).parent
 TRAIN = [
@@ -207,13 +210,23 @@ def pickled(path, content, remove=()):
         for name in remove:
             Path(name).unlink()
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        (Path(path).parent / "log.jsonl").touch()  # so it is a run's directory
+        if path.endswith("resume.pt"):  # so it is a run's directory
+            IN_OUT()
         torch.save(content() if callable(content) else content, path)
 
     return change
 
 
+def cache_in(place):
+    """`datasets` is to have its cache there; the fixture `box` puts it back."""
+    datasets.config.HF_DATASETS_CACHE = Path(place)
+
+
 KINDS = ("directory", "fifo", "socket")
+IN_OUT = both(
+    put("out/config.json", json.dumps({"stage": "head", "command": "train.py"})),
+    put("out/log.jsonl", b""),
+)
 DEEP = b"[" * 100_000 + b"]" * 100_000
 LONG = "x" * 300
 # --------------------------------------------------------------------------------------------------
@@ -304,6 +317,10 @@ for value, say in [
     ("/dev/zero", "/dev/zero"),
     ("loop", "loop"),
     ("paper", "cannot be reached"),
+    ("runs/mnli", "--stage adapter --task mnli"),
+    ("nowhere/mnli", "no local directory"),
+    ("data/mnli", "--stage adapter --task mnli"),
+    ("runs/fusion-rte", "it is a run of --stage fusion: leave it out"),
     ("data", "adapter_config.json"),
 ]:
     case(
@@ -1135,11 +1152,35 @@ for name, content in [
         f"resume.pt: {name}", "out/resume.pt", "--resume", change=pickled("out/resume.pt", content)
     )
 for name, content in [("empty", b""), ("binary", bytes(range(256)) * 99), ("text", b"resume")]:
-    change = both(put("out/resume.pt", content), put("out/log.jsonl", b""))
+    change = both(put("out/resume.pt", content), IN_OUT)
     case(f"resume.pt: {name}", "out/resume.pt", "--resume", change=change)
 for kind in ("directory", "fifo"):
-    change = both(put("out/log.jsonl", b""), special("out/resume.pt", kind))
+    change = both(IN_OUT, special("out/resume.pt", kind))
     case(f"resume.pt is a {kind}", "out/resume.pt", "--resume", change=change)
+LOG = put("out/log.jsonl", b'{"epoch": 1}\n')
+for name, change in [
+    ("a log.jsonl of another program", LOG),
+    ("an encoder and a log.jsonl", both(LOG, put("out/model.safetensors", b"weights"))),
+    ("another's config.json", both(LOG, put("out/config.json", b'{"model_type": "bert"}'))),
+    ("an empty log.jsonl and notes", both(put("out/log.jsonl", b""), put("out/notes", b"x"))),
+    ("a link for config.json", both(LOG, link("out/config.json", "../runs/rte/config.json"))),
+    ("a link for log.jsonl", link("out/log.jsonl", "../runs/rte/log.jsonl")),
+]:
+    for option in ("--overwrite", "--resume"):
+        case(f"{option} of a directory with {name}", "out", option, change=change)
+case("--lr 1e38 beside a stranger's log", "holds other files", "--lr", "1e38", change=LOG)
+case(
+    "--resume: config.json {}",
+    "config.json is not",
+    "--resume",
+    change=put("out/config.json", b"{}"),
+)
+case(
+    "--resume: config.json is damaged",
+    "config.json",
+    "--resume",
+    change=put("out/config.json", b""),
+)
 for content in (b"[1]", b"{", DEEP):
     case(
         f"--resume: metrics.json {content[:2]}",
@@ -1171,6 +1212,158 @@ for file, command, *arguments in [
         )
 
 # --------------------------------------------------------------------------------------------------
+# Another encoder of the same shape, outputs that are not finite, labels that look alike
+
+OTHER = tensors("model/model.safetensors", lambda name, t: t * 1.5)
+HERE = both(  # adapters of these runs are on model/
+    *(edit(f"runs/{run}/config.json", model="model") for run in ("rte", "sst2"))
+)
+
+
+def shuffled_vocabulary():
+    words = Path("model/vocab.txt").read_text().split()
+    put("model/vocab.txt", "\n".join(words[:5] + words[:4:-1]) + "\n")()
+
+
+for name, change, say in [
+    ("other weights", OTHER, ["other weights", "--allow-other-encoder"]),
+    ("weights that are gone and new", both(OTHER, OTHER), "--allow-other-encoder"),
+]:
+    case(f"fusion of adapters of {name}", say, *FUSE, change=both(HERE, change))
+for command, *arguments in (
+    ("evaluate.py", "runs/rte"),
+    ("predict.py", "runs/rte", "a text", "another"),
+    ("figure4.py", "runs/fusion-rte"),
+    ("prune.py", "runs/fusion-rte", "--keep", "1"),
+):
+    for name, change in (("encoder", OTHER), ("tokenizer", shuffled_vocabulary)):
+        case(
+            f"{command}: another {name}",
+            [f"another {name} than", "--allow-other-encoder"],
+            *arguments,
+            "--model",
+            "model",
+            change=change,
+            command=command,
+        )
+    case(
+        f"{command}: outputs that are not finite",
+        "not finite",
+        *arguments,
+        "--model",
+        "model",
+        "--allow-other-encoder",
+        change=tensors("model/model.safetensors", lambda name, t: t * 1e38),
+        command=command,
+    )
+for name, labels in [
+    ("with a blank", ("yes", "yes ")),
+    ("composed and not", ("caf\u00e9", "cafe\u0301")),
+]:
+    case(
+        f"labels {name}",
+        ["data/mine/train.jsonl", "make them one"],
+        "--task",
+        "mine",
+        change=rows(*({"text_a": "a", "label": label} for label in labels)),
+    )
+case(
+    "figure4.py: figures that are there",
+    "--overwrite",
+    "runs/fusion-rte",
+    change=put("out/summary.txt", b"mine"),
+    command="figure4.py",
+)
+case(
+    "own task: no column label",
+    ["data/mine/train.jsonl", "no column 'label'; it has target, text_a"],
+    "--task",
+    "mine",
+    change=rows({"target": "x", "text_a": "a"}),
+)
+for name in ("keys", "a.b", "a,b"):
+    case(
+        f"a task whose run could not be evaluated {name!r}",
+        "cannot be an adapter's name",
+        "--task",
+        name,
+        change=rows({"text_a": "a", "label": 0}, {"text_a": "b", "label": 1}, task=name),
+    )
+for name in ('a"); import os; ("', "a|b", "a`b"):
+    case(
+        f"publish.py: an encoder called {name}",
+        "no name for an encoder",
+        "runs/rte",
+        "--encoder",
+        name,
+        command="publish.py",
+    )
+case(
+    "the cache of datasets cannot be written",
+    ["the cache of `datasets`", "HF_DATASETS_CACHE"],
+    change=lambda: cache_in("/proc"),
+)
+case(
+    "tokenizer.json with a pattern that does not end",
+    ["model", "retry-limit"],
+    change=put(
+        "model/tokenizer.json",
+        json.dumps(
+            {
+                **TOKENIZER,
+                "post_processor": {"type": "BertProcessing", "sep": ["a", 0], "cls": ["a", 0]},
+                "pre_tokenizer": {
+                    "type": "Split",
+                    "pattern": {"Regex": "(a+)+$"},
+                    "behavior": "Isolated",
+                    "invert": False,
+                },
+            }
+        ),
+    ),
+)
+case(
+    "two adapters whose names differ in case alone",
+    "two adapters are called 'RTE'",
+    *FUSE,
+    "runs/RTE",
+    change=both(
+        lambda: shutil.copytree("runs/rte", "runs/RTE"),
+        edit("runs/RTE/adapter_config.json", name="RTE"),
+    ),
+)
+FRAME = [{"SpecialToken": {"id": "a", "type_id": 0}}]
+
+
+def template(pair, single=({"Sequence": {"id": "A", "type_id": 0}},), ids=(0,)):
+    """tokenizer.json with templates of its own."""
+    special = {"a": {"id": "a", "ids": list(ids), "tokens": ["a"]}}
+    templates = {"single": FRAME + list(single), "pair": FRAME + pair, "special_tokens": special}
+    processor = {"type": "TemplateProcessing", **templates}
+    return put("model/tokenizer.json", json.dumps({**TOKENIZER, "post_processor": processor}))
+
+
+SEQUENCES = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+for name, change, say in [
+    ("drops the second text", template(SEQUENCES[:1]), "drops the second"),
+    (
+        "has segments beyond the encoder",
+        template([SEQUENCES[0], {"Sequence": {"id": "B", "type_id": 7}}]),
+        "8 kinds of segments",
+    ),
+    (
+        "has segments beyond the encoder for one text",
+        template(
+            SEQUENCES,
+            ({"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "a", "type_id": 5}}),
+        ),
+        "6 kinds of segments",
+    ),
+    ("adds ids beyond the encoder", template(SEQUENCES, ids=(9999,)), "knows 10000 tokens"),
+]:
+    case(f"tokenizer.json {name}", ["model", say], change=change)
+
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -1179,6 +1372,7 @@ def box(encoder, data_dir, runs, tmp_path, monkeypatch):
     for name, source in (("model", encoder), ("data", data_dir), ("runs", runs)):
         shutil.copytree(source, tmp_path / name)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", datasets.config.HF_DATASETS_CACHE)
     return tmp_path
 
 
@@ -1331,3 +1525,134 @@ def test_right_input_that_looks_wrong(box, capsys):
     command_line(TRAIN)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["train_examples"] == result["dev_examples"] == len(texts) ** 2
+
+
+def test_the_same_path_and_time_with_other_content(box):
+    """Rows and encoders are known by their content: a link that is switched, an archive with fixed
+    times."""
+    path, task = Path("data/rte/train.jsonl"), data.get_task("rte", "data")
+    tokenizer = load_tokenizer("model", 32)
+    before = data.load_split(task, "train", tokenizer, "data")["input_ids"][:]
+    times = path.stat()
+    path.write_text(path.read_text().replace("cat", "dog"))
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    after = data.load_split(task, "train", tokenizer, "data")["input_ids"][:]
+    assert before != after and len(before) == len(after)
+
+
+def test_paths_are_taken_literally(box, monkeypatch):
+    monkeypatch.setenv("HOME", str(box / "data"))
+    for name in ("$HOME", "zip::x", "~"):
+        shutil.copytree("data", name)
+        Path(name, "rte/train.jsonl").write_bytes(pair(b"0") + pair(b"1"))
+        _, split, _ = read_split(data.get_task("rte", name), "train", name)
+        assert len(split) == 2
+
+
+@pytest.mark.parametrize("task, names", [("rte", ["not_entailment", "entailment"]), ("mine", "ba")])
+def test_labels_with_names_of_their_own(task, names, box):
+    """A parquet file with names for its numbers: they decide, in whatever order."""
+    columns = ["sentence1", "sentence2"] if task == "rte" else ["text_a", "text_b"]
+    labels = datasets.ClassLabel(names=list(names))
+    features = {**dict.fromkeys(columns, datasets.Value("string")), "label": labels}
+    found = [{**dict.fromkeys(columns, text), "label": i} for i, text in enumerate(names)]
+    Path("data", task).mkdir(exist_ok=True)
+    Path("data", task, "train.jsonl").unlink(missing_ok=True)
+    rows = datasets.Dataset.from_list(found, features=datasets.Features(features))
+    rows.to_parquet(f"data/{task}/train.parquet")
+    task = data.get_task(task, "data")
+    split = data.load_split(task, "train", load_tokenizer("model", 32), "data")
+    assert [task.labels[i] for i in split["label"]] == list(names)
+
+
+def test_another_encoder_is_allowed_on_request(box, capsys):
+    OTHER()
+    train.main([*TRAIN, *FUSE, "--allow-other-encoder"])
+    assert capsys.readouterr().out.count("note: runs/rte was trained on an encoder with other") == 1
+
+
+def test_the_digest_is_of_the_numbers(encoder, tmp_path):
+    """The same in another kind of file, another for a single other number."""
+    first = bert.Bert.from_pretrained(encoder)
+    shutil.copytree(encoder, tmp_path / "bin")
+    torch.save(load_file(encoder / "model.safetensors"), tmp_path / "bin/pytorch_model.bin")
+    (tmp_path / "bin/model.safetensors").unlink()
+    assert bert.Bert.from_pretrained(tmp_path / "bin").digest == first.digest
+    first.layers[1].query.bias.data[3] += 1e-7
+    first.save_pretrained(tmp_path / "other")
+    assert bert.Bert.from_pretrained(tmp_path / "other").digest != first.digest
+
+
+def damaged(value, rng):
+    """A JSON value with one place changed."""
+    value = json.loads(json.dumps(value))
+    part = value
+    while True:
+        key = rng.choice(list(part) if isinstance(part, dict) else range(len(part)))
+        inside = part[key]
+        if isinstance(inside, (dict, list)) and inside and rng.random() < 0.8:
+            part = inside
+            continue
+        part[key] = rng.choice([None, -1, 2**40, "", "x" * 1000, [], {}, True, 1e300])
+        return value
+
+
+def test_damaged_tokenizers(box):
+    """They load, or are refused in a line. A panic of the Rust side is no Exception."""
+    rng = random.Random(int(os.environ["SEED"]))
+    source = Path(ROOT / "tests/golden/roberta/encoder/tokenizer.json")
+    for _ in range(100):
+        content = damaged(json.loads(source.read_text()), rng)
+        Path("model/tokenizer.json").write_text(json.dumps(content))
+        try:
+            tokenizer = load_tokenizer("model", 32, 10**6, 2)
+            tokenizer.encode("a text", "another")
+        except ValueError as e:
+            assert "model" in str(e) and "\n" not in str(e)
+
+
+def test_dates_are_texts(box):
+    """As they are written, in every kind of JSON."""
+    days = ["2020-01-31", "2021-02-28T10:00:00Z", "2022-03-01"]
+    found = [{"text_a": day, "label": "x"} for day in days]
+    lines = "".join(json.dumps(row) + "\n" for row in found)
+    for name, text in (("a.jsonl", lines), ("a.json", json.dumps(found))):
+        Path(name).write_text(text)
+        assert read_rows([Path(name)])["text_a"][:] == days
+    choices = [{"choices": days, "label": 0}]
+    Path("b.jsonl").write_text(json.dumps(choices[0]) + "\n")
+    assert read_rows([Path("b.jsonl")])[0] == choices[0]
+
+
+def test_a_damaged_cache_is_made_anew(box):
+    task, tokenizer = data.get_task("rte", "data"), load_tokenizer("model", 32)
+    Path("data/rte/train.jsonl").write_bytes(pair(b"0", b'"a new text"') * 7)
+    cache_in(box / "cache")
+    before = data.load_split(task, "train", tokenizer, "data")["input_ids"][:]
+    for content in (b"", b"x" * 300):
+        files = [path for path in Path("cache").rglob("*.arrow")]
+        assert len(files) == 2  # the rows, and their tokens
+        for path in files:
+            path.unlink()
+            path.write_bytes(content)
+        again = data.load_split(task, "train", tokenizer, "data")["input_ids"][:]
+        assert again == before
+
+
+def test_many_labels_are_looked_up_at_once():
+    task = data.Task(None, None, ("text_a",), tuple(f"c{i}" for i in range(30_000)), ())
+    started = time.monotonic()
+    found = [task.kind.label(task, f"C{i}") for i in range(20_000)]
+    assert found == list(range(20_000)) and time.monotonic() - started < 2
+
+
+def test_out_of_memory_while_the_model_is_built(box, capsys, monkeypatch):
+    def build(*_):
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] can't allocate memory: 9 bytes")
+
+    for error in (build, lambda *_: bytearray(10**15)):
+        monkeypatch.setattr(train, "build", error)
+        with pytest.raises(SystemExit) as exit:
+            train.main(TRAIN)
+        assert exit.value.code == 2
+        check("train.py", capsys.readouterr().err, ["out of memory"])

@@ -10,6 +10,7 @@ import platform
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import time
 import zipfile
@@ -18,12 +19,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import child
+import runtime.directory
 import runtime.run
 import train
 from conftest import assert_equal, command_line, content
+from formats.files import write_json, write_tensors
 from runtime.command import run_command
+from runtime.state import Progress, save_state
 
 KILLS = int(os.environ.get("KILLS", 8))  # of either kind, for each stage
 SEED = int(os.environ["SEED"])  # conftest.py sets and prints it
@@ -376,6 +381,75 @@ def test_a_full_disk(stage, at_the_end, command, whole, tmp_path):
     assert_equal(tmp_path / "result", whole[stage][0])
 
 
+def on_disks_of_all_sizes(directory, result):
+    """To be called in a child: writes a state, tensors and JSON where so many bytes are left, for
+    many numbers, and then ends the process."""
+    mounted = small_disk(directory)
+    path, ballast = directory / "file", directory / "ballast"
+    weight = torch.nn.Parameter(torch.ones(40_000))  # 160 kB
+    optimizer = torch.optim.SGD([weight])
+    old = b"the old state"
+
+    def state(path):
+        values = ({}, {"x": weight}, optimizer, torch.device("cpu"), Progress(), {}, [])
+        save_state(path, *values)
+
+    writers = {
+        "state": state,
+        "tensors": lambda path: write_tensors(path, {"x": weight}),
+        "json": lambda path: write_json(path, {"x": "a" * 100_000}),
+    }
+    counts = {}
+    for name, write in writers.items():
+        for left in range(0, 240_000, 4096 if mounted else 10_000):
+            path.write_bytes(old)
+            if mounted:
+                ballast.write_bytes(bytes(500_000 - left - 8192))
+                os.sync()
+            else:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (left, resource.RLIM_INFINITY))
+            try:
+                write(path)
+                counts[name, "written"] = counts.get((name, "written"), 0) + 1
+                assert path.read_bytes() != old
+            except OSError:
+                counts[name, "refused"] = counts.get((name, "refused"), 0) + 1
+                assert path.read_bytes() == old
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+            assert {*os.listdir(directory)} <= {"file", "ballast"}, os.listdir(directory)
+            path.unlink(), ballast.unlink(missing_ok=True)
+    result.write_text(json.dumps({" ".join(key): value for key, value in counts.items()}))
+    os._exit(0)
+
+
+def test_full_disks_over_a_range_of_sizes(tmp_path):
+    """The old file is intact or the new one is there; no temporary file is left."""
+    before = [(on_disks_of_all_sizes, tmp_path / "disk", tmp_path / "result")]
+    status, text = child.finish(child.start([], tmp_path / "output", before), tmp_path / "output")
+    assert status == 0, text
+    counts = json.loads((tmp_path / "result").read_text())
+    assert len(counts) == 6 and min(counts.values()) >= 5, counts
+
+
+@pytest.mark.parametrize("what", ["trained", "optimizer", "progress", "best", "shape", "random"])
+def test_a_state_that_was_edited(what, command, fails, interrupted, tmp_path):
+    out = interrupted("adapter", tmp_path / "run")
+    state = torch.load(out / "resume.pt", weights_only=True)
+    name = next(iter(state["trained"]))
+    if what == "shape":
+        state["trained"][name] = state["trained"][name][:1]
+    elif what == "trained":
+        del state["trained"][name]
+    elif what == "progress":
+        state["progress"]["epoch"] = "two"
+    elif what == "best":
+        del state["best"][name]
+    else:
+        state[what] = {"optimizer": {}, "random": None}[what]
+    torch.save(state, out / "resume.pt")
+    fails([*command("adapter", out), "--resume"], "resume.pt", "--overwrite")
+
+
 def read_only(directory, run):
     """To be called in a child: `directory` holds a copy of `run`, and cannot be written to."""
     if small_disk(directory):
@@ -412,6 +486,144 @@ def test_a_read_only_directory(command, whole, tmp_path):
             and str(disk / name) in error[0]
         ), text
         assert "Read-only" in error[0] or "Permission" in error[0]
+
+
+@pytest.mark.parametrize("what", ["texts", "encoder", "vocabulary", "weights", "options"])
+def test_resume_with_something_else_at_the_same_path(
+    what, encoder, data_dir, command, fails, interrupted, tmp_path
+):
+    """Other texts of equal length, another encoder, permuted words, other copies of adapters."""
+    data, model = tmp_path / "data", tmp_path / "model"
+    shutil.copytree(data_dir, data), shutil.copytree(encoder, model)
+    places = ["--data-dir", data, "--model", model]
+    out = interrupted("fusion", tmp_path / "run", *places, "--allow-other-encoder")
+    if what == "texts":
+        path = data / "sst2" / "train.jsonl"
+        path.write_text(path.read_text().replace("cat", "dog"))
+    if what == "encoder":
+        weights = load_file(model / "model.safetensors")
+        name = "bert.encoder.layer.1.output.dense.bias"
+        weights[name] = weights[name] + 1
+        save_file(weights, model / "model.safetensors")
+    if what == "vocabulary":
+        path = model / "vocab.txt"
+        words = path.read_text().split()
+        path.write_text("\n".join(words[:5] + words[:4:-1]) + "\n")
+    if what == "weights":
+        path = out / "adapters" / "rte" / "adapter.safetensors"
+        save_file({name: t * 2 for name, t in load_file(path).items()}, path)
+    if what == "options":
+        path = out / "adapters" / "rte" / "adapter_config.json"
+        path.write_text(path.read_text().replace('"relu"', '"gelu"'))
+    say = {
+        "texts": "data_sha256",
+        "encoder": "other weights",
+        "vocabulary": "data_sha256",
+        "weights": "adapter_sha256",
+        "options": "adapter_config_sha256",
+    }
+    fails([*command("fusion", out, *places), "--resume"], say[what])
+
+
+def test_overwrite_keeps_the_old_run_until_there_is_a_new_one(
+    command, fails, at_step, whole, tmp_path, monkeypatch
+):
+    """An epoch of the new run must have been finished; its failures before that leave the old one.
+    Links in it are removed, and not what they lead to."""
+    fusion, neighbour = whole["fusion"][0], tmp_path / "neighbour"
+    out = shutil.copytree(fusion, tmp_path / "run")
+
+    def exhaust():
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def stop():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    overwrite = [*command("adapter", out), "--overwrite"]
+    fails([*overwrite, "--lr", "1e38"], "the loss is nan")
+    assert_equal(out, fusion)
+    at_step(1, exhaust)
+    fails([*overwrite, "--save-minutes", 5], "ran out of memory")
+    assert_equal(out, fusion)
+    at_step(5, stop)
+    with pytest.raises(KeyboardInterrupt):
+        train.main([str(argument) for argument in overwrite])
+    assert_equal(out / "replaced", fusion)
+    train.main([str(argument) for argument in [*command("adapter", out), "--resume"]])
+    assert_equal(out, whole["adapter"][0])
+    shutil.copytree(fusion / "adapters", neighbour)
+    (out / "adapters").symlink_to(neighbour)
+    train.main([str(argument) for argument in overwrite])
+    assert_equal(out, whole["adapter"][0])
+    assert len(list(neighbour.rglob("*.safetensors"))) == 2
+
+
+def test_killed_before_any_operation_of_overwrite(command, whole, tmp_path):
+    """From `set_aside` to the first epoch: the old run is there, or it is when the next process
+    has begun, or the new one is continued."""
+    fusion, output, count = whole["fusion"][0], tmp_path / "output", 0
+    while True:
+        count += 1
+        out = shutil.copytree(fusion, tmp_path / f"run{count}")
+        before = [(child.die_at, count, out)]
+        arguments = [*command("adapter", out), "--overwrite", "--epochs", 1]
+        status, text = child.finish(child.start(arguments, output, before), output)
+        if (out / "resume.pt").exists() and not (out / "replaced").exists():
+            break  # the new one has something to keep
+        assert status == -signal.SIGKILL, text
+        if not (out / "resume.pt").exists() or (out / "replaced.tmp").exists():
+            log = runtime.directory.lock(out)
+            runtime.directory.restore(out, log)
+            log.close()
+            runtime.directory.clear(out, runtime.directory.TEMPORARY)
+            assert_equal(out, fusion)
+        else:
+            assert_equal(out / "replaced", fusion)
+        shutil.rmtree(out)
+        count += count // 8 * (KILLS < 100)
+    assert count > 20
+
+
+def test_damaged_metrics_beside_a_state(command, fails, at_step, whole, tmp_path):
+    """As a power cut leaves them on file systems that write names before content."""
+    out = tmp_path / "run"
+
+    def stop():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    at_step(20, stop)
+    with pytest.raises(KeyboardInterrupt):
+        train.main([str(argument) for argument in command("adapter", out)])
+    (out / "metrics.json").write_bytes(b"")
+    train.main([str(argument) for argument in [*command("adapter", out), "--resume"]])
+    assert_equal(out, whole["adapter"][0])
+    (out / "metrics.json").write_bytes(b"")
+    fails([*command("adapter", out), "--resume"], "metrics.json")
+
+
+def test_what_a_state_depends_on_is_flushed_before_it(command, tmp_path, monkeypatch):
+    """No file takes another's name before its content is on the disk, and the state is written
+    after config.json and the adapters' copies are."""
+    out, flushed, order, sync, replace = tmp_path / "run", set(), [], os.fsync, Path.replace
+
+    def fsync(descriptor):
+        flushed.add(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def rename(path, target):
+        if out in path.parents:  # not the cache of `datasets`
+            assert path.stat().st_ino in flushed, path
+        if Path(target).name == "resume.pt":
+            needed = [out / "config.json", *out.glob("adapters/*/*")]
+            assert len(needed) == 5 and all(file.stat().st_ino in flushed for file in needed)
+        order.append(Path(target).name)
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", rename)
+    train.main([str(argument) for argument in [*command("fusion", out), "--epochs", 1]])
+    assert order.index("config.json") < order.index("resume.pt")
+    assert order[-1] == "metrics.json"
 
 
 def test_a_directory_that_vanishes_under_the_run(command, fails, at_step, whole, tmp_path):
@@ -589,6 +801,10 @@ def test_the_commit(tmp_path, monkeypatch):
     assert runtime.run.commit() == head
     code.write_text("two")
     assert runtime.run.commit() == f"{head}-dirty"
+    with monkeypatch.context() as other:
+        other.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
+        other.setenv("GIT_WORK_TREE", str(tmp_path / "elsewhere"))
+        assert runtime.run.commit() == f"{head}-dirty"
     monkeypatch.setattr(runtime.run, "__file__", str(tmp_path / "below" / "runtime" / "run.py"))
     (tmp_path / "below" / "runtime").mkdir(parents=True)
     assert runtime.run.commit() is None  # the repository is another's

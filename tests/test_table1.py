@@ -1,6 +1,7 @@
 """experiments.table1 and the runner under it. Most runs here are of a stand-in for train.py, which
 takes no time."""
 
+import contextlib
 import csv
 import fcntl
 import json
@@ -441,13 +442,28 @@ def test_ctrl_c_stops_the_children_and_says_how_to_go_on(table, capsys):
     ]
 
 
-def test_kill_9_and_the_same_command_again(table, encoder, tmp_path, capsys):
-    """The children live on: what they are at is waited for, not started twice, and the tables are
-    those of an undisturbed run."""
+def children(tmp_path):
+    """Processes of the stand-in that are alive, wherever they belong."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if f"{tmp_path}/fake/train.py".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="counts processes in /proc")
+@pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "twice", "deaf"])
+def test_no_child_is_left_behind(end, table, encoder, tmp_path):
+    """However table1 ends, with a reader of its output that has gone. The same command then goes on
+    from what the children have saved."""
     words = ["--systems", "st_a_16", "fusion_st_a", "--seeds", "0", "--jobs", "2"]
     assert table(*words, out="undisturbed") == 0
     (table.fake / "log").unlink()
     (table.fake / "slow").touch()
+    if end == "deaf":  # a child that does not stop on SIGTERM
+        path = table.fake / "train.py"
+        path.write_text(FAKE.replace("signal.SIGTERM, stop", "signal.SIGTERM, signal.SIG_IGN"))
     start = [
         sys.executable,
         "-m",
@@ -455,18 +471,48 @@ def test_kill_9_and_the_same_command_again(table, encoder, tmp_path, capsys):
         *command(tmp_path, encoder, ("big", "middle", "small")),
     ]
     process = subprocess.Popen(
-        [*start, *words, "--", "--device", "cpu"], cwd=ROOT, stdout=subprocess.DEVNULL
+        [*start, *words, "--", "--device", "cpu"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         wait_for(lambda: len(table.log()) == 2)
+        time.sleep(0.3)  # until the stand-ins listen
+        assert len(children(tmp_path)) == 2
+        process.stdout.close()
+        process.send_signal(getattr(signal, end, signal.SIGINT))
+        if end in ("twice", "deaf"):
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+        said = process.stderr.read()
+        status = process.wait(20)
     finally:
         process.kill()
         process.wait()
-    threading.Timer(1.0, (table.fake / "slow").unlink).start()
+    if end == "SIGKILL":  # they hear of it, and save
+        wait_for(lambda: not children(tmp_path))
+    assert not children(tmp_path)
+    if end == "SIGKILL":
+        assert (status, said) == (-9, "")
+    else:  # -2: the second signal came when there was nothing left to end
+        assert status in (130, -2) and said.count("\n") == 1, said
+    if end not in ("deaf", "twice"):
+        assert len(list(table.out.glob("runs/*/resume.pt"))) == 2
+    (table.fake / "slow").unlink()
+    assert table(*words) == 0
+    assert tables(tmp_path / "out") == tables(tmp_path / "undisturbed")
+
+
+def test_a_run_that_another_process_is_at_is_waited_for(table, tmp_path, capsys):
+    """It is not started twice."""
+    words = ["--systems", "st_a_16", "--seeds", "0", "--jobs", "2"]
+    log = grid.lock(table.out, "st_a_16-big-0")
+    threading.Timer(1.0, log.close).start()
     assert table(*words) == 0
     assert "st_a_16-big-0: another process is running it" in capsys.readouterr().out
-    assert len(table.log()) == len({line.split()[0] for line in table.log()}) == 6
-    assert tables(tmp_path / "out") == tables(tmp_path / "undisturbed")
+    assert len(table.log()) == 3
 
 
 def test_other_commands_are_told_apart(table, capsys):
