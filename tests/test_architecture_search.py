@@ -303,7 +303,7 @@ def test_the_residual_stays_what_the_second_step_has_chosen(run):
         winners(run)["pretrained"] == "before, residual after it"
         and winners(run)["residual"] == "LN(f + x)"
     )
-    assert {"one-top-before_after-before-f-relu-2-0", "one-top-before-none-ln-swish-8-0"} <= set(
+    assert {"one-top-before-before-ln-relu-2-0", "one-top-before-none-ln-swish-8-0"} <= set(
         run.log()
     )
     assert "one-top-before-before-f-relu-2-0" not in run.log()
