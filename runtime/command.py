@@ -40,7 +40,10 @@ def run_command(name, main, argv=None):
         sys.stdout = open(os.devnull, "w")  # the first process prints for all
     hear_interrupts()
     try:
-        print(json.dumps(main(argv)))
+        result = main(argv)
+        if dist.is_initialized():  # now that the model is gone, whose end may wait for the group's
+            dist.destroy_process_group()
+        print(json.dumps(result))
         return
     except (ValueError, OSError, FloatingPointError, MemoryError) as e:
         status, message = 2, e

@@ -101,8 +101,6 @@ def open_run(args, device, check):
             "another process of this run has ended: see there for the reason, continue "
             "with --resume"
         ) from e
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def progress(batches, description, total):

@@ -167,8 +167,7 @@ def test_a_name_is_one_architecture():
     assert search.architecture(RecipeConfig.pfeiffer()) == "top-before_after-none-f-relu"
     assert search.architecture(RecipeConfig.bapna()) == "top-before-before-ln-relu"
     assert (
-        search.architecture(search.EXTRAS["houlsby"][1])
-        == "both-after-none-f-layer_norms-houlsby"
+        search.architecture(search.EXTRAS["houlsby"][1]) == "both-after-none-f-layer_norms-houlsby"
     )
 
 
