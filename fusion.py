@@ -48,9 +48,8 @@ class Fusion(nn.Module):
     def forward(self, f, x, norm, adapters, layer_input=None):
         """f: sub-layer output, x: its input [B, T, d], norm: BERT's own LayerNorm, adapters: N
         modules, layer_input: what the whole layer read -> [B, T, d]"""
-        last = adapters[
-            -1
-        ]  # the reference: its config says what all of them read, and the residual
+        # the reference: its config says what all of them read, and the residual
+        last = adapters[-1]
         h, residual = last.enter(f, x, norm)
         o = self.compose(h, self.unmasked(adapters), layer_input)
         return last.leave(o + residual, x, norm)

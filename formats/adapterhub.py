@@ -244,9 +244,8 @@ def check_bottleneck(config, non_linearities):
         )
     by_layer = isinstance(config.reduction_factor, Mapping)
     for factor in config.reduction_factor.values() if by_layer else [config.reduction_factor]:
-        if (
-            type(factor) not in (int, float) or not 0.1 <= factor < math.inf
-        ):  # a file may ask for any size
+        # a file may ask for any size
+        if type(factor) not in (int, float) or not 0.1 <= factor < math.inf:
             raise ValueError(
                 f"reduction_factor must be a number of at least 0.1, not {factor!r:.50}"
             )
@@ -526,11 +525,8 @@ def bottleneck_options(path, values, options):
     if "version" not in values:  # then "gelu" is gelu_new
         old = {"gelu": "gelu_new", "gelu_orig": "gelu"}
         options["non_linearity"] = old.get(options["non_linearity"], options["non_linearity"])
-    if options.get("init_weights") not in (
-        "bert",
-        "houlsby",
-        "houlsby_code",
-    ):  # of no effect on a saved adapter
+    # of no effect on a saved adapter
+    if options.get("init_weights") not in ("bert", "houlsby", "houlsby_code"):
         options.pop("init_weights", None)
     return options
 

@@ -137,9 +137,8 @@ def open_encoder(source, modules):
         layers = {
             match[1] for name in names if (match := re.match(r"encoder\.layer\.(\d+)\.", name))
         }
-        if (
-            len(layers) != config.num_hidden_layers
-        ):  # before as many are made as a damaged config may ask for
+        # before as many are made as a damaged config may ask for
+        if len(layers) != config.num_hidden_layers:
             raise ValueError(
                 f"it has {len(layers)} layers, {config_path.name} says {config.num_hidden_layers}"
             )

@@ -64,15 +64,13 @@ def open_run(args, device, check):
     run has ended.
     """
     try:
-        if (
-            dist.is_torchelastic_launched()
-        ):  # nothing is written before all processes have come this far
+        # nothing is written before all processes have come this far
+        if dist.is_torchelastic_launched():
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         rank, _ = processes()
         made = not args.out.exists()
-        with (
-            lock(args.out) if rank == 0 else open(os.devnull, "w") as log
-        ):  # the first process writes
+        # the first process writes
+        with lock(args.out) if rank == 0 else open(os.devnull, "w") as log:
             try:
                 if rank == 0:
                     restore(args.out, log)
