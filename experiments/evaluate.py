@@ -194,7 +194,7 @@ def table(result, most=12):
 
 
 def main(argv=None):
-    with errors_in_one_line("evaluate.py", FloatingPointError, MemoryError):
+    with errors_in_one_line("evaluate.py"):
         result = evaluate_run(arguments(argv))
     print(json.dumps(result))
 

@@ -604,7 +604,7 @@ def main(argv=None):
     )
     add_import(parser)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
-    with errors_in_one_line("predict.py", FloatingPointError):
+    with errors_in_one_line("predict.py"):
         answer(parser.parse_intermixed_args(argv))  # texts may come after options
 
 

@@ -475,8 +475,8 @@ def main(argv=None):
         "--allow-other-encoder", action="store_true", help="even if its weights are others"
     )
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
-    more = (FloatingPointError, torch.OutOfMemoryError)
-    with errors_in_one_line("prune.py", *more, interrupted="interrupted, nothing is written"):
+    ended = "interrupted, nothing is written"
+    with errors_in_one_line("prune.py", torch.OutOfMemoryError, interrupted=ended):
         args = parser.parse_args(argv)
         args.command = shlex.join(["experiments.prune", *(sys.argv[1:] if argv is None else argv)])
         result = prune(args)

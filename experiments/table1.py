@@ -766,7 +766,7 @@ def run(args):
 
 def main(argv=None):
     """Returns the exit status."""
-    with errors_in_one_line("table1", FloatingPointError, interrupted=grid.INTERRUPTED):
+    with errors_in_one_line("table1", interrupted=grid.INTERRUPTED):
         return run(arguments(sys.argv[1:] if argv is None else argv))
 
 

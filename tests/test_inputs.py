@@ -1545,7 +1545,7 @@ def test_paths_are_taken_literally(box, monkeypatch):
     for name in ("$HOME", "zip::x", "~"):
         shutil.copytree("data", name)
         Path(name, "rte/train.jsonl").write_bytes(pair(b"0") + pair(b"1"))
-        _, split, _ = read_split(data.get_task("rte", name), "train", name)
+        _, split, _, _ = read_split(data.get_task("rte", name), "train", name)
         assert len(split) == 2
 
 
@@ -1653,6 +1653,6 @@ def test_out_of_memory_while_the_model_is_built(box, capsys, monkeypatch):
     for error in (build, lambda *_: bytearray(10**15)):
         monkeypatch.setattr(train, "build", error)
         with pytest.raises(SystemExit) as exit:
-            train.main(TRAIN)
+            command_line(TRAIN)
         assert exit.value.code == 2
         check("train.py", capsys.readouterr().err, ["out of memory"])
