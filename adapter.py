@@ -229,7 +229,7 @@ class Head(nn.Module):
     """The prediction head on the last layer's [CLS] vector, AdapterHub's; the paper describes none.
     config: head_type ("classification" | "multiple_choice"), num_labels or num_choices, layers (2:
     dropout, linear d -> d, tanh, dropout, linear; 1: dropout, linear), use_pooler, label2id. Raises
-    ValueError for other fields' values."""
+    ValueError for a head that is none of these."""
 
     def __init__(self, config, bert_config):
         super().__init__()

@@ -195,8 +195,7 @@ def activate(bert, name):
     """Lets one adapter, a fusion (its name is that of its adapters joined by commas; a fusion of
     one goes before that one) or, with None, only the encoder take part. Everything is frozen
     afterwards. Raises ValueError if nothing has that name."""
-    fusions = {slot.fusion.name for _, slot in bert.slots() if slot.fusion is not None}
-    known = known_adapters(bert) | fusions
+    known = known_adapters(bert) | {slot.fusion.name for _, slot in bert.slots() if slot.fusion}
     if name is not None and name not in known:
         there = ", ".join(sorted(known)) or "none"
         raise ValueError(f"there is no adapter called {name!r}; there are: {there}")
@@ -206,6 +205,7 @@ def activate(bert, name):
 
 
 def known_adapters(bert):
+    """The names of all adapters, in whatever slots they sit."""
     return {name for _, slot in bert.slots() for name in slot.adapters}
 
 

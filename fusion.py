@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from adapter import Adapter, activate, find_adapter
-from bert import known_adapters
+from adapter import Adapter, find_adapter
+from bert import activate, known_adapters
 from formats import adapterhub
 from runtime.kernels import chain
 
