@@ -1,14 +1,9 @@
 """Φ: task adapters, the small networks trained in stage 1 (section 2.2, Figure 5), and heads.
 
-    add_adapter(bert, "rte", AdapterConfig.pfeiffer(reduction_factor=16))  # trainable, active
-    load_adapter(bert, "runs/rte")                                         # AdapterHub's files
-    activate(bert, "rte")                                                  # None: plain BERT
-    save_adapter(bert, "rte", "runs/rte")
-
-A kind of adapter is a configuration class (its fields are those of its JSON file; `architecture`
-is its name there; `modules` says where it sits; `tensor_names` what its tensors are called; and
-`no_fusion` why it cannot be fused, or None) and a module with `enter`, `z` and `leave`, from which
-`forward` and fusion are made. `register` makes it known to `--adapter` and `load_adapter`.
+add_adapter(bert, "rte", AdapterConfig.pfeiffer(reduction_factor=16))  # trainable, active
+load_adapter(bert, "runs/rte")                                         # AdapterHub's files
+activate(bert, "rte")                                                  # None: plain BERT
+save_adapter(bert, "rte", "runs/rte")
 """
 
 from collections.abc import Mapping
@@ -18,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from bert import ACTIVATIONS
+from bert import ACTIVATIONS, activate, known_adapters
 from formats import adapterhub
 from formats.encoder import read_pooler
 from formats.files import naming
@@ -86,11 +81,7 @@ class AdapterConfig:
 
     def bottleneck_size(self, hidden_size, layer):
         """r of one layer. The reference rounds down, and never below 1."""
-        factor = self.reduction_factor
-        if isinstance(factor, Mapping):
-            factor = factor.get(str(layer), factor.get("default"))
-            if factor is None:
-                raise ValueError(f"reduction_factor has neither layer {layer} nor a default")
+        factor = adapterhub.factor_of_layer(self.reduction_factor, layer)
         return max(int(hidden_size // factor), 1)
 
     def modules(self, bert):
@@ -170,7 +161,7 @@ KINDS = {}  # architecture in a saved adapter's file: the class of its configura
 
 
 def register(kind, *names):
-    """Makes a kind of adapter known; names: of the class methods that make a configuration."""
+    """Makes a kind known, see docs/forking.md; names: of class methods that make configurations."""
     KINDS[kind.architecture] = kind
     ADAPTERS.update({name: getattr(kind, name) for name in names})
 
@@ -193,13 +184,10 @@ def add_adapter(bert, name, config):
 
 def new_modules(bert, name, config, dtype):
     """[((layer, location), slot, new module)] of a new adapter, frozen, not yet in the slots."""
-    adapterhub.check_name(name)
-    if any(name in slot.adapters for _, slot in bert.slots()):
-        raise ValueError(f"there is already an adapter called {name!r}")
+    adapterhub.check_name(name, taken=known_adapters(bert))
     modules = config.modules(bert)
     if not modules:
-        layers = bert.config.num_hidden_layers
-        raise ValueError(f"adapter {name!r}: leave_out leaves no layer of {layers}")
+        raise ValueError(f"adapter {name!r}: leave_out leaves no layer of {len(bert.layers)}")
     for _, _, module in modules:
         module.to(bert.device, dtype).requires_grad_(False).train(bert.training)
     return modules
@@ -214,49 +202,42 @@ def find_adapter(bert, name):
     return found[0][2].config, found
 
 
-def activate(bert, name):
-    """Lets one adapter, a fusion (its name is that of its adapters joined by commas; a fusion of
-    one goes before that one) or, with None, only the encoder take part. Everything is frozen
-    afterwards. Raises ValueError if nothing has that name."""
-    known = {name for _, slot in bert.slots() for name in slot.adapters}
-    known |= {slot.fusion.name for _, slot in bert.slots() if slot.fusion is not None}
-    if name is not None and name not in known:
-        there = ", ".join(sorted(known)) or "none"
-        raise ValueError(f"there is no adapter called {name!r}; there are: {there}")
-    set_active(bert, name)
-    bert.requires_grad_(False)
+def save_adapter(bert, name, directory):
+    """Writes adapter_config.json and adapter.safetensors, fp32. Raises ValueError without it."""
+    config, modules = find_adapter(bert, name)
+    header = adapterhub.header(name, bert.config, bert.source)
+    adapterhub.write_adapter(directory, config, adapterhub.named(config, modules), header)
 
 
-def set_active(bert, name):
-    """`activate` without freezing: multi-task training turns from one adapter to the next."""
-    for _, slot in bert.slots():
-        slot.active = name
+def load_adapter(bert, directory, name=None):
+    """Plugs a saved adapter into the encoder, frozen and not yet active, in the encoder's dtype.
+    directory: a run, an AdapterHub directory (modern or legacy tensor names, safetensors or .bin),
+    or a hub id; name: what to call it here, otherwise what its config says. Returns the name.
+    Raises FileNotFoundError without an adapter there, ValueError if it does not fit; then the
+    encoder is unchanged."""
+    saved = adapterhub.read_adapter(directory, KINDS, name)
+    with naming(saved.directory):
+        saved.check_encoder(bert.config)
+        modules = new_modules(bert, saved.name, saved.config, bert.dtype)
+    saved.fill(adapterhub.named(saved.config, modules))
+    for _, slot, module in modules:
+        slot.adapters[saved.name] = module
+    return saved.name
 
 
 class Head(nn.Module):
-    """The prediction head, on the last layer's [CLS] vector. The paper does not describe it; this
-    is AdapterHub's. config holds its fields: head_type ("classification" |
-    "multiple_choice"), num_labels or num_choices, layers (2: dropout, linear d -> d, tanh,
-    dropout, linear; 1: dropout, linear), use_pooler, label2id. Raises ValueError for others."""
+    """The prediction head on the last layer's [CLS] vector, AdapterHub's; the paper describes none.
+    config: head_type ("classification" | "multiple_choice"), num_labels or num_choices, layers (2:
+    dropout, linear d -> d, tanh, dropout, linear; 1: dropout, linear), use_pooler, label2id. Raises
+    ValueError for a head that is none of these."""
 
     def __init__(self, config, bert_config):
         super().__init__()
         self.config = adapterhub.head_config(config)
         self.num_outputs = self.config.get("num_labels") or self.config.get("num_choices")
-        dropout = self.config["dropout_prob"]
-        for default in (bert_config.classifier_dropout, bert_config.hidden_dropout_prob):
-            dropout = default if dropout is None else dropout
+        self.layers = adapterhub.head_layers(self.config, bert_config)
         d = bert_config.hidden_size
-        last = 1 if config["head_type"] == "multiple_choice" else self.num_outputs
-        modules = [nn.Dropout(dropout), nn.Linear(d, last)]
-        if self.config["layers"] == 2:
-            modules = [nn.Dropout(dropout), nn.Linear(d, d), nn.Tanh(), *modules]
-        self.layers = nn.Sequential(*modules)
         self.pooler = nn.Linear(d, d) if self.config["use_pooler"] else None  # the encoder's own
-        for module in modules:
-            if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=bert_config.initializer_range)
-                nn.init.zeros_(module.bias)
 
     def forward(self, h):
         """h: hidden states [B·C, T, d], an example's C candidates in a row (1 for classification)
@@ -267,46 +248,10 @@ class Head(nn.Module):
         return self.layers(cls).view(-1, self.num_outputs)
 
 
-def save_adapter(bert, name, directory):
-    """Writes adapter_config.json and adapter.safetensors, fp32. Raises ValueError without it."""
-    config, modules = find_adapter(bert, name)
-    header = adapterhub.header(name, bert.config, bert.source)
-    adapterhub.write_adapter(directory, config, named_tensors(config, modules), header)
-
-
-def named_tensors(config, modules):
-    """{(slot, part): parameter} under AdapterHub's names"""
-    return {
-        (adapterhub.slot_name(key), theirs): module.get_parameter(ours)
-        for key, _, module in modules
-        for theirs, ours in config.tensor_names(module).items()
-    }
-
-
-def load_adapter(bert, directory, name=None):
-    """
-    Plugs a saved adapter into the encoder, frozen and not yet active, in the encoder's dtype.
-
-    directory: a run, an AdapterHub directory (modern or legacy tensor names, safetensors or .bin),
-    or a hub id; name: what to call it here, otherwise what its config says. Returns the name.
-    Raises FileNotFoundError without an adapter there, ValueError if it does not fit; then the
-    encoder is unchanged.
-    """
-    saved = adapterhub.read_adapter(directory, KINDS, name)
-    with naming(saved.directory):
-        saved.check_encoder(bert.config)
-        modules = new_modules(bert, saved.name, saved.config, bert.dtype)
-    saved.fill(named_tensors(saved.config, modules))
-    for _, slot, module in modules:
-        slot.adapters[saved.name] = module
-    return saved.name
-
-
 def save_head(head, bert, name, directory):
     """Writes head_config.json and model_head.safetensors into `directory`."""
-    tensors = {("heads", part): tensor for part, tensor in head.layers.state_dict().items()}
     header = adapterhub.header(name, bert.config, bert.source)
-    adapterhub.write(directory, adapterhub.HEAD, head.config, tensors, header)
+    adapterhub.write_head(directory, head.config, head.layers.state_dict(), header)
 
 
 def load_head(bert, directory):

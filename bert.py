@@ -12,7 +12,6 @@ Shapes: B batch, T tokens, d hidden_size, H heads. References are to Pfeiffer et
 import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
 
 # isort: split
-import math
 import re
 from dataclasses import asdict
 
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from formats.encoder import BertConfig, open_encoder, write_encoder
-from runtime.kernels import dropout, embedding
+from runtime.kernels import attention, dropout, embedding
 
 ACTIVATIONS = {
     "gelu": F.gelu,  # with erf, as transformers computes Google's "gelu"
@@ -49,8 +48,7 @@ class AddNorm(nn.Module):
 
     def forward(self, f, x, layer_input=None):
         """f: the sub-layer's output, x: its input (the residual stream), both [B, T, d] -> the
-        same. layer_input: what the whole layer read and its mask, for what is parallel to it
-        (MT-A)."""
+        same. layer_input: the whole layer's x and mask, for what is parallel to it (MT-A)."""
         if self.fusion is not None and self.active == self.fusion.name:
             adapters = [self.adapters[name] for name in self.fusion.adapter_names]
             return self.fusion(f, x, self.norm, adapters, layer_input)
@@ -89,25 +87,13 @@ class Layer(nn.Module):
             x, T = x[:, :1].contiguous(), 1  # else B small products in place of one
         q = self.query(x).view(B, T, self.num_heads, -1).transpose(1, 2)
         p = self.attention_dropout if self.training else 0.0
-        a = attention(q, k, v, mask, p)  # [B, H, T, d/H]
+        a = attention(q, k, v, mask, p)  # softmax(q kᵀ / √(d/H)) v: [B, H, T, d/H]
         a = a.transpose(1, 2).reshape(B, T, d)
         f = dropout(self.attention_dense(a), self.hidden_dropout, self.training)
         x = self.attention_add_norm(f, x)
         f = self.output_dense(self.activation(self.intermediate(x)))  # d -> 4d -> d
         f = dropout(f, self.hidden_dropout, self.training)
         return self.output_add_norm(f, x, layer_input)
-
-
-def attention(q, k, v, mask, p):
-    """softmax(q kᵀ / √(d/H)) v over the real tokens, each weight dropped with probability p:
-    3 x [B, H, T, d/H] -> the same"""
-    if p == 0 or q.device.type != "cpu":
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
-    # the same with a faster dropout
-    scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)  # [B, H, T, T]
-    if mask is not None:
-        scores += scores.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return dropout(scores.softmax(-1), p, training=True) @ v
 
 
 class Bert(nn.Module):
@@ -203,6 +189,24 @@ class Bert(nn.Module):
         }
         tensors = {hub_name(name): p for name, p in theta.items()}
         write_encoder(directory, asdict(self.config), tensors, prefix=self.config.model_type)
+
+
+def activate(bert, name):
+    """Lets one adapter, a fusion (its name is that of its adapters joined by commas; a fusion of
+    one goes before that one) or, with None, only the encoder take part. Everything is frozen
+    afterwards. Raises ValueError if nothing has that name."""
+    known = known_adapters(bert) | {slot.fusion.name for _, slot in bert.slots() if slot.fusion}
+    if name is not None and name not in known:
+        there = ", ".join(sorted(known)) or "none"
+        raise ValueError(f"there is no adapter called {name!r}; there are: {there}")
+    for _, slot in bert.slots():
+        slot.active = name
+    bert.requires_grad_(False)
+
+
+def known_adapters(bert):
+    """The names of all adapters, in whatever slots they sit."""
+    return {name for _, slot in bert.slots() for name in slot.adapters}
 
 
 NAMES = {  # ours -> Hugging Face's, which differ from Google's in punctuation alone

@@ -15,8 +15,6 @@ over their scores.
 import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
 
 # isort: split
-import difflib
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -27,20 +25,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from formats import task_rows
 from formats.hub_data import HUB
-from formats.rows import (
-    check_row,
-    check_size,
-    count_choices,
-    has_task,
-    label_values,
-    map_cached,
-    naming_line,
-    read_file,
-    read_split,
-    rename,
-    select_columns,
-)
+from formats.rows import check_row, check_size, map_cached, naming_line, read_file, read_split
 from runtime.scores import CLASS_SCORES, accuracy
 
 
@@ -65,21 +52,8 @@ class Classes:
     def label(task, value):
         """A label as the data writes it -> its index in task.labels. Raises ValueError that shows
         the value."""
-        text = str(value).strip()
-        text = task.aliases.get(text, text).lower()
-        if type(value) in (str, int, bool):
-            if str(value) in task.indices:  # own labels may differ in case alone
-                return task.indices[str(value)]
-            if text in task.indices:  # "1".."3" and own integer labels come as their own names
-                return task.indices[text]
-            indices = map(str, range(len(task.labels)))
-            if task.source is not None and not task.labels[0].isdigit() and text in indices:
-                return int(text)  # the hub's integers
-        if text == "-1":
-            raise ValueError(
-                "the label is hidden (-1): experiments.predict --out writes a submission"
-            )
-        raise ValueError(f"label {value!r:.100} is not one of {', '.join(task.labels):.200}")
+        from_hub = task.source is not None
+        return task_rows.label_index(value, task.labels, task.places, task.aliases, from_hub)
 
 
 class Choices(Classes):
@@ -129,11 +103,9 @@ class Task:
         return {name: score for name, score in self.kind.scores.items() if two or name != "f1"}
 
     @cached_property
-    def indices(self):
-        """{label, as it is and in small letters: index}; the first of several alike counts"""
-        spelled = {label: i for i, label in enumerate(self.labels)}
-        small = {label.lower(): i for i, label in reversed([*enumerate(self.labels)])}
-        return {**small, **spelled}
+    def places(self):
+        """{label, as it is and in small letters: its index}"""
+        return task_rows.label_places(self.labels)
 
 
 def fill_blank(sentence, *options):
@@ -191,11 +163,7 @@ def get_task(name, data_dir=None, labels=None, split="train", columns=None):
         raise FileNotFoundError(f"--data-dir {data_dir} is not a directory")
     if name in TASKS:
         return replace(TASKS[name], name=name, renamed=columns or {})
-    if not has_task(data_dir, name):
-        near = difflib.get_close_matches(name, TASKS, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"the paper's are {', '.join(TASKS)};"
-        own = f"{data_dir}/{name}" if data_dir else "--data-dir DIR with DIR/TASK/train.jsonl"
-        raise ValueError(f"unknown task {name!r}: {hint} your own task needs {own}")
+    task_rows.check_own_task(name, data_dir, TASKS)
     return replace(own_task(name, data_dir, labels, split, columns), renamed=columns or {})
 
 
@@ -206,29 +174,18 @@ def own_task(name, data_dir, labels, split, columns):
     `label` (the index of the right one, from 0) and optionally `text_a`.
     """
     path, rows = read_file(Path(data_dir) / name, name, split)
-    rows = rename(rows, columns)
-    if "choices" in rows.column_names:
-        columns = ("text_a", "choices") if "text_a" in rows.column_names else ("choices",)
-        labels = tuple(str(i) for i in range(count_choices(path, rows)))
+    columns, labels, choices = task_rows.own_columns(path, rows, columns, labels)
+    if choices:
         return Task(None, None, columns, labels, (), own_choices, kind=Choices, name=name)
-    columns = ("text_a", "text_b") if "text_b" in rows.column_names else ("text_a",)
-    labels = label_values(path, rows) if labels is None else labels
-    return Task(None, None, columns, tuple(labels), (), name=name)
+    return Task(None, None, columns, labels, (), name=name)
 
 
 def example(task, row):
     """One row -> (candidates, label). Raises ValueError for a missing value or an unknown label."""
     texts = check_row(row, task.columns, task.label)
-    try:
+    with task_rows.naming_columns(task.columns):
         candidates = [(a, b) for a, b in task.candidates(*texts)]
-    except (TypeError, KeyError, AttributeError) as e:
-        columns = ", ".join(task.columns)
-        raise ValueError(f"columns {columns} do not hold what the task expects ({e})") from e
-    longest = max((len(text) for pair in candidates for text in pair if text), default=0)
-    if longest > 1_000_000:
-        raise ValueError(f"a text of {longest:,} characters, at most 1,000,000 are read")
-    if task.choices and len(candidates) != len(task.labels):
-        raise ValueError(f"{len(candidates)} choices, expected {len(task.labels)}")
+    task_rows.check_candidates(candidates, len(task.labels) if task.choices else None)
     return candidates, task.kind.label(task, row[task.label])
 
 
@@ -246,8 +203,7 @@ def load_split(
     file and line for a row that does not fit.
     """
     where, rows, order, revision = read_split(task, split, data_dir, dev_fraction)
-    rows = rename(rows, task.renamed)
-    rows = select_columns(where, rows, [task.label, *task.columns], task.aliases)
+    rows = task_rows.select(task, where, rows)
     if dev_fraction is None:
         check_size(where, len(rows), task, split, strict)
     if limit is not None and limit < len(rows):
@@ -255,27 +211,14 @@ def load_split(
         rows, order = rows.select(some), order[some]
 
     def tokenize(columns, indices):
-        pairs, counts, labels = [], [], []
+        found = []
         for i, *values in zip(indices, *columns.values(), strict=True):
             with naming_line(where, order[i]):
-                row = dict(zip(columns, values, strict=True))
-                candidates, label = example(task, row)
-            pairs += [a if b is None else (a, b) for a, b in candidates]
-            counts.append(len(candidates))
-            labels.append(label)
-        encodings = iter(tokenizer.encode_batch(pairs))  # in Rust, on all cores
-        encodings = [[next(encodings) for _ in range(count)] for count in counts]
-        return {
-            "input_ids": [[encoding.ids for encoding in group] for group in encodings],
-            "token_type_ids": [[encoding.type_ids for encoding in group] for group in encodings],
-            "label": labels,
-            "length": [max(len(encoding.ids) for encoding in group) for group in encodings],
-        }
+                found.append(example(task, dict(zip(columns, values, strict=True))))
+        return task_rows.encode(tokenizer, found)
 
     # what the tokens depend on beside the rows: the cache of `datasets` is keyed by it
-    files = {__file__, task.candidates.__code__.co_filename}
-    files.add(sys.modules[task.kind.__module__].__file__)
-    code = [Path(file).read_text(encoding="utf-8") for file in sorted(files)]
+    code = task_rows.source_code(load_split, task.candidates, task.kind)
     key = [tokenizer.to_str(), task.name, task.labels, code]
     floats = task.kind.dtype.is_floating_point
     result = map_cached(rows, tokenize, key, floats, f"tokenizing {task.name} {split}")
@@ -359,6 +302,4 @@ def main():
 
 
 if __name__ == "__main__":
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python data.py rte | head` ends quietly
     main()

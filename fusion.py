@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from adapter import Adapter, activate, find_adapter
+from adapter import Adapter, find_adapter
+from bert import activate, known_adapters
 from formats import adapterhub
+from runtime.kernels import chain
 
 
 class Fusion(nn.Module):
@@ -150,18 +152,6 @@ def up_projections(adapters, dtype):
     return U.to(dtype), torch.cat([torch.block_diag(*ones), identity]).to(dtype)
 
 
-def chain(x, *weights, weights_first):
-    """x W_1 W_2 ...: all the W multiplied first, or x with one after the other."""
-    if weights_first:
-        product = weights[-1]
-        for W in reversed(weights[:-1]):
-            product = W @ product
-        return x @ product
-    for W in weights:
-        x = x @ W
-    return x
-
-
 def add_fusion(bert, adapter_names, kind=Fusion):
     """
     Adds a new fusion over adapters that are already in the encoder, at every slot where they sit,
@@ -178,29 +168,23 @@ def add_fusion(bert, adapter_names, kind=Fusion):
 
 
 def new_fusions(bert, names, kind, dropout, dtype):
-    """{(layer, location): (slot, new fusion)} over the adapters of these names, not yet in
-    place."""
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"a fusion needs at least one adapter, and each of them once, not {names}")
-    there = {name for _, slot in bert.slots() for name in slot.adapters}
-    if missing := [name for name in names if name not in there]:
-        raise ValueError(f"adapter {missing[0]!r} is to be fused, but has not been loaded")
-    configs = {name: find_adapter(bert, name)[0] for name in names}
-    adapterhub.check_fusion(configs)
+    """{(layer, location): new fusion} over the adapters of these names, not yet in the slots."""
+    adapterhub.check_fused(names, known_adapters(bert))
+    adapterhub.check_fusion({name: find_adapter(bert, name)[0] for name in names})
     p = dropout or bert.config.attention_probs_dropout_prob  # so the reference: 0.0 is not given
     result = {}
     for key, slot in bert.slots():
         if here := [name for name in names if name in slot.adapters]:
             fusion = kind(",".join(names), here, bert.config.hidden_size, p)
-            result[key] = slot, fusion.to(bert.device, dtype).train(bert.training)
+            result[key] = fusion.to(bert.device, dtype).train(bert.training)
     return result
 
 
-def plug_in(bert, found):
+def plug_in(bert, new):
     """Puts new fusions into their slots, active and frozen."""
     for key, slot in bert.slots():
-        slot.fusion = found[key][1] if key in found else None
-    activate(bert, next(iter(found.values()))[1].name)
+        slot.fusion = new.get(key)
+    activate(bert, next(iter(new.values())).name)
 
 
 def fusions(bert):
@@ -234,19 +218,6 @@ def fusion_weights(bert):
     return result
 
 
-# --------------------------------------------------------------------------------------------------
-# Files, in AdapterHub's formats
-
-
-def named_tensors(found):
-    """{(slot, part): parameter} of {(layer, location): fusion} under AdapterHub's names"""
-    return {
-        (adapterhub.slot_name(key), part): parameter
-        for key, fusion in found.items()
-        for part, parameter in fusion.named_parameters()
-    }
-
-
 def save_fusion(bert, directory):
     """Writes adapter_fusion_config.json and model_adapter_fusion.safetensors. Raises ValueError
     without a fusion."""
@@ -254,21 +225,17 @@ def save_fusion(bert, directory):
     if not found:
         raise ValueError("there is no fusion in this encoder")
     fusion = next(iter(found.values()))
-    if fusion.options is None:
-        raise ValueError("a folded fusion cannot be saved: save the one that it was folded from")
     header = adapterhub.header(fusion.name, bert.config, bert.source)
-    adapterhub.write_fusion(directory, fusion.options, named_tensors(found), header)
+    adapterhub.write_fusion(directory, fusion.options, adapterhub.named_fusions(found), header)
 
 
 def load_fusion(bert, directory):
-    """
-    Plugs a saved fusion into the encoder and activates it, frozen. The adapters that it names must
-    have been loaded. Raises FileNotFoundError without a fusion there, ValueError if it does not
-    fit or is no known kind of fusion; then the encoder is unchanged.
-    """
+    """Plugs a saved fusion into the encoder and activates it, frozen. The adapters that it names
+    must have been loaded. Raises FileNotFoundError without a fusion there, ValueError if it does
+    not fit or is no known kind of fusion; then the encoder is unchanged."""
     saved, names, kind, dropout = adapterhub.read_fusion(directory, list(FUSIONS.values()))
-    found = new_fusions(bert, names, kind, dropout, bert.dtype)
+    new = new_fusions(bert, names, kind, dropout, bert.dtype)
     # the reference has weights, which it does not use, also where all adapters are left out
-    idle = [adapterhub.slot_name(key) for key, _ in bert.slots() if key not in found]
-    saved.fill(named_tensors({key: fusion for key, (_, fusion) in found.items()}), without=idle)
-    plug_in(bert, found)
+    idle = [adapterhub.slot_name(key) for key, _ in bert.slots() if key not in new]
+    saved.fill(adapterhub.named_fusions(new), without=idle)
+    plug_in(bert, new)

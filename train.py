@@ -17,39 +17,28 @@ if __name__ == "__main__":  # the first line comes before torch, which takes sec
 
     announce("train.py")
 
-import math
-import shutil
-
 import numpy as np
 import torch
 from torch import nn
 
 import variants.houlsby  # noqa: F401  (kinds of adapters: --adapter-config layer_norms=true,
 import variants.pal  # noqa: F401      --adapter pal | low_rank)
-from adapter import (
-    ADAPTERS,
-    KINDS,
-    Head,
-    add_adapter,
-    load_adapter,
-    save_adapter,
-    save_head,
-    set_active,
-)
+from adapter import ADAPTERS, KINDS, Head, add_adapter, load_adapter, save_adapter, save_head
 from bert import Bert
 from data import batch_order, batches, collate, get_task, length_groups, load_split
 from formats import adapterhub
 from formats.files import write_json
-from formats.tokenizer import TOKENIZER_FILES, load_tokenizer
+from formats.tokenizer import copy_tokenizer, load_tokenizer
 from fusion import FUSIONS, add_fusion, fusion_regularization, save_fusion
 from runtime import options
 from runtime.command import run_command
 from runtime.directory import check_idle, is_finished
-from runtime.processes import all_reduce, choose_device, memory_named, processes
+from runtime.processes import choose_device, memory_named, processes
+from runtime.results import Results
 from runtime.run import describe_data, describe_encoder, describe_machine, open_run, progress
 from runtime.seeds import each_seed
 from variants.masking import check_subset, mask, mask_all_but
-from variants.multitask import multitask_batches
+from variants.multitask import multitask_batches, take_turn
 
 # Section 4.1 and appendix A.2: ST-A 1e-4 and at most 30 epochs, fusion 5e-5 and at most 10. The
 # paper does not give those of its head and full baselines; these are ours. Multi-task training as
@@ -132,21 +121,14 @@ def evaluate(bert, head, task, split, batch_size, dtype):
     Leaves bert and head in eval mode. Raises FloatingPointError for logits that are not finite."""
     rank, world = processes()
     bert.eval(), head.eval()
-    size, rows = batch_size * world, torch.zeros(3, len(split), dtype=torch.float64)
-    parts = batches(split, size, bert.config.pad_token_id, rank=rank, world=world)
-    total = math.ceil(len(split) / size)
-    for i, batch in enumerate(progress(parts, f"evaluating {task.name}", total)):
-        logits = predict(bert, head, batch, dtype)
-        predictions = task.kind.predict(logits).double().where(logits.isfinite().all(-1), math.nan)
-        here = slice(i * size + rank, (i + 1) * size, world)
+    results = Results(len(split), batch_size)
+    parts = batches(split, results.size, bert.config.pad_token_id, rank=rank, world=world)
+    for batch in progress(parts, f"evaluating {task.name}", results.steps):
+        logits = predict(bert, head, batch, dtype)  # [B, K]
+        predictions = task.kind.predict(logits)
         loss = task.kind.loss(logits.cpu(), batch["labels"])  # the mean of the batch
-        rows[:, here] = torch.stack(
-            [batch["labels"].double(), predictions.cpu(), loss.double().expand(len(predictions))]
-        )
-    labels, predictions, losses = all_reduce(rows)  # elsewhere each process has zeros
-    if predictions.isnan().any():
-        raise FloatingPointError("the model's outputs are not finite")
-    return labels.to(task.kind.dtype), predictions.to(task.kind.dtype), losses.mean().item()
+        results.add(batch["labels"], predictions, loss, logits.isfinite().all(-1))
+    return results.gathered(task.kind.dtype)
 
 
 class Model(nn.Module):
@@ -195,8 +177,7 @@ def epoch_batches(args, lengths, epoch):
 def choose_adapters(bert, args, task, at, fused):
     """Who takes part in a step: one task's adapter in multi-task training; in stage 2 all, unless
     --adapters-per-batch has some of them drawn."""
-    if args.stage == "multitask" and args.adapter != "none":
-        set_active(bert, task.name)
+    take_turn(bert, args, task)
     if args.adapters_per_batch is not None:
         draw = (args.seed, at.epoch, at.step + 1)
         mask_all_but(bert, args.adapters_per_batch, list(fused), draw)
@@ -208,8 +189,7 @@ def evaluate_all(bert, heads, tasks, splits, args, dtype):
         mask(bert, [])
     result, size = {}, eval_batch_size(args.batch_size, args.grad_accumulation)
     for task, head, split in zip(tasks, heads, splits, strict=True):
-        if args.stage == "multitask" and args.adapter != "none":
-            set_active(bert, task.name)
+        take_turn(bert, args, task)
         labels, predictions, loss = evaluate(bert, head, task, split, size, dtype)
         scores = {name: score(labels, predictions) for name, score in task.scores.items()}
         result[task.name] = {**scores, "loss": loss}
@@ -235,18 +215,16 @@ def prepare(args):
     bert, heads, fused = build(args, tasks, device, dtype)
     sizes = bert.config.vocab_size, bert.config.type_vocab_size
     options.choose_lengths(args, tasks, bert.config.max_length)
-    splits = {"train": [], "validation": []}
     given = {"data_dir": args.data_dir, "strict": args.strict_data}
     given["dev_fraction"] = args.dev_fraction
+    of_train = {"limit": args.limit_train, "seed": args.seed, **given}
+    of_dev = {"limit": args.limit_dev, **given}
+    train_splits, dev_splits = [], []
     for task in tasks:
         tokenizer = load_tokenizer(bert.directory, args.lengths[task.name], *sizes)
-        train = load_split(
-            task, "train", tokenizer, limit=args.limit_train, seed=args.seed, **given
-        )
-        splits["train"].append(train)
-        dev = load_split(task, "validation", tokenizer, limit=args.limit_dev, **given)
-        splits["validation"].append(dev)
-    return tasks, bert, heads, fused, splits["train"], splits["validation"], device, dtype
+        train_splits.append(load_split(task, "train", tokenizer, **of_train))
+        dev_splits.append(load_split(task, "validation", tokenizer, **of_dev))
+    return tasks, bert, heads, fused, train_splits, dev_splits, device, dtype
 
 
 def train(args):
@@ -308,9 +286,7 @@ def save(args, bert, heads, config):
     write_json(args.out / "config.json", config)
     if args.stage in ("full", "multitask"):  # also a checkpoint directory, which --model accepts
         bert.save_pretrained(args.out)
-        for name in TOKENIZER_FILES:
-            if (bert.directory / name).is_file():
-                shutil.copyfile(bert.directory / name, args.out / name)
+        copy_tokenizer(bert.directory, args.out)
     if args.stage == "adapter":
         save_adapter(bert, args.task, args.out)
     if args.stage == "fusion":

@@ -167,15 +167,17 @@ def paper_adapters(model_type):
     return [(task, ids[model_type == "roberta"]) for task, ids in PAPER_ADAPTERS.items()]
 
 
-def check_name(name):
-    """Raises ValueError for a name that cannot be a directory, a part of a tensor's name, or of a
-    fusion's."""
+def check_name(name, taken=()):
+    """Raises ValueError for an adapter's name that cannot be a directory's, a part of a tensor's
+    name, or of a fusion's, or that another adapter has already."""
     right = isinstance(name, str) and re.fullmatch(r"[\w@+=-][\w@+= -]{0,99}", name)
     if not right or len(name.encode()) > 200 or hasattr(nn.ModuleDict(), name):
         raise ValueError(
             f"{name!r:.120} cannot be an adapter's name: letters, digits, _ and -, at most 100, "
             "no method of ModuleDict"
         )
+    if name in taken:
+        raise ValueError(f"there is already an adapter called {name!r}")
 
 
 def check_dropout(p):
@@ -190,6 +192,25 @@ def slot_name(key):
     location = location.removesuffix(".norm")  # of a LayerNorm's copies
     location = {"attention": "attention.output"}.get(location, location)
     return location if layer is None else f"encoder.layer.{layer}.{location}"
+
+
+def named(config, modules):
+    """{(slot, part): parameter} of an adapter's modules, [((layer, location), slot, module)], which
+    config.tensor_names(module) gives as {name of a part in the file: its name in the module}."""
+    return {
+        (slot_name(key), theirs): module.get_parameter(ours)
+        for key, _, module in modules
+        for theirs, ours in config.tensor_names(module).items()
+    }
+
+
+def named_fusions(found):
+    """The same of {(layer, location): fusion}, whose parts have the names in the file."""
+    return {
+        (slot_name(key), part): parameter
+        for key, fusion in found.items()
+        for part, parameter in fusion.named_parameters()
+    }
 
 
 def header(name, config, source):
@@ -252,6 +273,16 @@ def check_bottleneck(config, non_linearities):
     check_layers(config.leave_out)
 
 
+def factor_of_layer(factor, layer):
+    """The reduction factor of a layer, where {"0": 2, "default": 16} gives it by layer. Raises
+    ValueError."""
+    if not isinstance(factor, Mapping):
+        return factor
+    if (found := factor.get(str(layer), factor.get("default"))) is None:
+        raise ValueError(f"reduction_factor has neither layer {layer} nor a default")
+    return found
+
+
 def without_effect(config):
     """{field: why} of those that change nothing here. They are harmless in a file; to ask for them
     is a mistake."""
@@ -283,6 +314,14 @@ def bottleneck_names(ln_before, ln_after):
         for theirs, ours in names.items()
         for kind in ("weight", "bias")
     }
+
+
+def check_fused(names, there):
+    """Raises ValueError for names of adapters that cannot be a fusion's; there: of those loaded."""
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"a fusion needs at least one adapter, and each of them once, not {names}")
+    if missing := [name for name in names if name not in there]:
+        raise ValueError(f"adapter {missing[0]!r} is to be fused, but has not been loaded")
 
 
 def check_fusion(configs):
@@ -330,6 +369,26 @@ def head_config(config):
     if config["dropout_prob"] is not None:
         check_dropout(config["dropout_prob"])
     return config
+
+
+def head_layers(config, encoder):
+    """The layers of a head, as their places in this nn.Sequential number the tensors in its file.
+    config: the head's, complete; encoder: the configuration of the encoder, for d and defaults."""
+    p = config["dropout_prob"]
+    for default in (encoder.classifier_dropout, encoder.hidden_dropout_prob):
+        p = default if p is None else p
+    d = encoder.hidden_size
+    outputs = config.get("num_labels") or config.get("num_choices")
+    if config["head_type"] == "multiple_choice":  # each choice is scored by itself
+        outputs = 1
+    layers = [nn.Dropout(p), nn.Linear(d, outputs)]
+    if config["layers"] == 2:
+        layers = [nn.Dropout(p), nn.Linear(d, d), nn.Tanh(), *layers]
+    for layer in layers:
+        if isinstance(layer, nn.Linear):
+            nn.init.normal_(layer.weight, std=encoder.initializer_range)
+            nn.init.zeros_(layer.bias)
+    return nn.Sequential(*layers)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -632,8 +691,16 @@ def write_adapter(directory, config, tensors, values):
     write(directory, ADAPTER, dict(sorted({**other, **options}.items())), tensors, values)
 
 
+def write_head(directory, config, tensors, values):
+    """`write` of a head; tensors: {part: tensor}, all of them in the one slot that heads have."""
+    write(directory, HEAD, config, {("heads", part): t for part, t in tensors.items()}, values)
+
+
 def write_fusion(directory, options, tensors, values):
-    """`write` of a fusion; options: in which its kind differs from the paper's."""
+    """`write` of a fusion; options: in which its kind differs from the paper's, None for one that
+    has been folded. Raises ValueError for that."""
+    if options is None:
+        raise ValueError("a folded fusion cannot be saved: save the one that it was folded from")
     config = {"adapter_names": values["name"].split(","), **values}
     write(directory, FUSION, {**FUSION_CONFIG, **options}, tensors, config)
 

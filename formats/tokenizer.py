@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -200,3 +201,10 @@ def byte_level_bpe(directory):
     )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def copy_tokenizer(source, directory):
+    """Copies the files of an encoder's tokenizer from its directory to another one."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)

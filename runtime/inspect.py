@@ -2,6 +2,7 @@
 `python data.py TASK`: what the model will see of a task."""
 
 import re
+import signal
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -56,6 +57,8 @@ def inspect_encoder(load):
 
 def inspect_task(data):
     """`python data.py TASK`: prints what the model will see of a task. data: the module."""
+    if data.__name__ == "__main__" and hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python data.py rte | head` ends quietly
     parser = Parser(description="Shows what the model will see of a task.")
     parser.add_argument("task")
     parser.add_argument(

@@ -25,7 +25,9 @@ MAY_IMPORT = {  # a room or one of the five files, and what of the house it may 
 }
 EXCEPTIONS = {("data", "main"): {"bert"}}  # `python data.py TASK` asks what an encoder will read
 LONGEST_FUNCTION = 62  # lines, its docstring included
-LONGEST_FIVE = 1550  # lines of the five files together; the plan is 1,200, and they may not grow
+# lines of the five files: each at most 15 % over its plan, and 1,380 together, where it is 1,200
+LONGEST = {"bert": 241, "adapter": 264, "fusion": 241, "data": 310, "train": 335}
+LONGEST_FIVE = 1380
 
 
 def files():
@@ -133,6 +135,8 @@ def test_functions_are_short(module):
 def test_the_five_files_are_short():
     lines = {name: len((ROOT / f"{name}.py").read_text().splitlines()) for name in sorted(FIVE)}
     assert sum(lines.values()) <= LONGEST_FIVE, f"{sum(lines.values())} lines: {lines}"
+    longer = {name: count for name, count in lines.items() if count > LONGEST[name]}
+    assert not longer, f"{longer} lines, at most {LONGEST}"
 
 
 def asked_for(tree):

@@ -1,4 +1,5 @@
-"""MT-A's training (section 2.2.2; Stickland and Murray, 2019): which task's batch is next."""
+"""MT-A's training (section 2.2.2; Stickland and Murray, 2019): which task's batch is next, and
+whose adapter takes part in it."""
 
 import math
 
@@ -44,3 +45,11 @@ def multitask_batches(args, lengths, epoch):
         result.append((n, orders[n, turn][step]))
         taken[n] += 1
     return result
+
+
+def take_turn(bert, args, task):
+    """Multi-task training turns to the adapter of one task, where each task has one. Unlike
+    `activate` it freezes nothing."""
+    if args.stage == "multitask" and args.adapter != "none":
+        for _, slot in bert.slots():
+            slot.active = task.name

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from adapter import register
-from bert import attention
 from formats.adapterhub import check_layers
+from runtime.kernels import attention
 
 
 @dataclass(frozen=True)
