@@ -45,6 +45,7 @@ from fusion import FUSIONS, add_fusion, fusion_regularization, save_fusion
 from runtime import options
 from runtime.command import run_command
 from runtime.directory import check_idle, is_finished
+from runtime.kernels import AdamW
 from runtime.processes import all_reduce, choose_device, memory_named, processes
 from runtime.run import describe_data, describe_encoder, describe_machine, open_run, progress
 from runtime.seeds import each_seed
@@ -169,7 +170,7 @@ def make_optimizer(args, trained, device):
         {"params": [trained[name] for name in decayed], "weight_decay": args.weight_decay},
         {"params": [p for name, p in trained.items() if name not in decayed], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=args.lr, fused=device.type != "mps")
+    return AdamW(groups, lr=args.lr, fused=device.type != "mps")
 
 
 def set_learning_rate(optimizer, args, at, steps_per_epoch):
@@ -283,8 +284,7 @@ def train(args):
                 for n, indices in run.steps(epoch_batches(args, lengths, at.epoch), at):
                     set_learning_rate(optimizer, args, at, steps_per_epoch)
                     choose_adapters(bert, args, tasks[n], at, fused)
-                    # zeros let Adam's momentum go on between a task's batches (Stickland and
-                    # Murray)
+                    # with zeros Adam's momentum goes on between batches (Stickland and Murray)
                     optimizer.zero_grad(set_to_none=args.stage != "multitask")
                     for share, examples in run.micro_batches(indices):
                         batch = run.batch = collate(train_splits[n][examples], pad)
