@@ -33,6 +33,7 @@ from fusion import FUSIONS, add_fusion, fusion_regularization, save_fusion
 from runtime import options
 from runtime.command import run_command
 from runtime.directory import check_idle, is_finished
+from runtime.kernels import AdamW
 from runtime.processes import choose_device, memory_named, processes
 from runtime.results import Results
 from runtime.run import describe_data, describe_encoder, describe_machine, open_run, progress
@@ -42,7 +43,7 @@ from variants.multitask import multitask_batches, take_turn
 
 # Section 4.1 and appendix A.2: ST-A 1e-4 and at most 30 epochs, fusion 5e-5 and at most 10. The
 # paper does not give those of its head and full baselines; these are ours. Multi-task training as
-# in Stickland and Murray (2019): 25 epochs of 2400 steps.
+# in Stickland and Murray (2019): 25 epochs of 300 steps for each task.
 STAGES = {  # learning rate, epochs
     "adapter": (1e-4, 30),
     "fusion": (5e-5, 10),
@@ -151,7 +152,7 @@ def make_optimizer(args, trained, device):
         {"params": [trained[name] for name in decayed], "weight_decay": args.weight_decay},
         {"params": [p for name, p in trained.items() if name not in decayed], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=args.lr, fused=device.type != "mps")
+    return AdamW(groups, lr=args.lr, fused=device.type != "mps")
 
 
 def set_learning_rate(optimizer, args, at, steps_per_epoch):
@@ -261,8 +262,7 @@ def train(args):
                 for n, indices in run.steps(epoch_batches(args, lengths, at.epoch), at):
                     set_learning_rate(optimizer, args, at, steps_per_epoch)
                     choose_adapters(bert, args, tasks[n], at, fused)
-                    # zeros let Adam's momentum go on between a task's batches (Stickland and
-                    # Murray)
+                    # with zeros Adam's momentum goes on between batches (Stickland and Murray)
                     optimizer.zero_grad(set_to_none=args.stage != "multitask")
                     for share, examples in run.micro_batches(indices):
                         batch = run.batch = collate(train_splits[n][examples], pad)

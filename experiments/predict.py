@@ -45,6 +45,7 @@ from experiments.load_run import add_import, load_run, task_kind
 from formats.rows import READERS, line_of, read_rows
 from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights
+from runtime.command import hear_interrupts
 from runtime.options import Parser
 from runtime.processes import choose_device
 from train import predict
@@ -609,6 +610,7 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    hear_interrupts()
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `predict ... | head` ends quietly
     main()

@@ -4,6 +4,7 @@
 import contextlib
 import csv
 import errno
+import functools
 import glob
 import hashlib
 import json
@@ -15,16 +16,9 @@ import unicodedata
 from collections import Counter
 from pathlib import Path
 
-import datasets
 import numpy as np
-import pyarrow
 
 from formats.hub import hub_answers
-
-# errors are raised, and reported once; `datasets` logs them too
-logging.getLogger("datasets").setLevel(logging.CRITICAL)
-if sys.stderr is None or not sys.stderr.isatty():
-    datasets.disable_progress_bars()
 
 READERS = {
     ".jsonl": ("json", {}),
@@ -34,6 +28,19 @@ READERS = {
     ".parquet": ("parquet", {}),
 }
 csv.field_size_limit(10**9)  # longer texts than 131,072 characters are refused later, or cut
+
+
+@functools.cache
+def library():
+    """`datasets`, imported when the first rows are read: it takes more than a second, for which
+    --help and a wrong option should not wait."""
+    import datasets
+
+    # errors are raised, and reported once; `datasets` logs them too
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)
+    if sys.stderr is None or not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    return datasets
 
 
 def read_file(directory, task_name, split, other_name=None):
@@ -55,7 +62,7 @@ def with_names(rows):
     """Labels that a file has as numbers beside their names, as `datasets` writes it, by name: the
     file's order is its own."""
     for column, feature in rows.features.items():
-        if isinstance(feature, datasets.ClassLabel):
+        if isinstance(feature, library().ClassLabel):
             names = dict(enumerate(feature.names))
             texts = [
                 value if value is None else names.get(value, str(value)) for value in rows[column]
@@ -72,7 +79,7 @@ def by_content(path):
     for an address or a pattern, as it does with $HOME and ::."""
     with open(path, "rb") as file:
         name = hashlib.file_digest(file, "sha256").hexdigest()
-    place = Path(datasets.config.HF_DATASETS_CACHE) / "by_content"
+    place = Path(library().config.HF_DATASETS_CACHE) / "by_content"
     place.mkdir(parents=True, exist_ok=True)
     link, new = place / f"{name}{path.suffix}", place / f"{name}.{os.getpid()}"
     new.unlink(missing_ok=True)
@@ -105,7 +112,7 @@ def held_out(count, split, part):
 def read_rows(paths):
     """The rows of files of one kind. Raises ValueError naming file and line if they cannot be read
     or are empty."""
-    path, reader = paths[0], READERS[paths[0].suffix][0]
+    datasets, path, reader = library(), paths[0], READERS[paths[0].suffix][0]
     options = options_of(path)
     if reader == "json":
         check_json(path)
@@ -173,7 +180,7 @@ def naming_the_cache():
         yield
     except Exception as e:
         error = e.__cause__ if isinstance(e.__cause__, (OSError, RuntimeError)) else e
-        cache = datasets.config.HF_DATASETS_CACHE
+        cache = library().config.HF_DATASETS_CACHE
         number = getattr(error, "errno", None)
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             raise CacheError(
@@ -193,7 +200,7 @@ def naming_the_cache():
 
 def has_times(kind):
     """Whether a feature is a time, or a list or an object with one."""
-    if isinstance(kind, datasets.Value):
+    if isinstance(kind, library().Value):
         return kind.dtype.startswith(("timestamp", "date", "time", "duration"))
     inside = kind.values() if isinstance(kind, dict) else [getattr(kind, "feature", None)]
     return any(has_times(part) for part in inside if part is not None)
@@ -205,7 +212,7 @@ def as_written(path, rows):
     text = path.read_text(encoding="utf-8-sig")
     is_list = path.suffix == ".json" and text.startswith("[")
     values = json.loads(text) if is_list else [json.loads(x) for x in text.split("\n") if x.strip()]
-    result = datasets.Dataset.from_list(values)
+    result = library().Dataset.from_list(values)
     result._fingerprint = hashlib.sha256(rows._fingerprint.encode()).hexdigest()[:16]
     return result
 
@@ -337,7 +344,7 @@ def read_whole_split(task, split, directory):
     where = f"{task.source} {task.config or ''}".strip() + f", {name}"
     hub_answers()
     try:
-        rows = datasets.load_dataset(task.source, task.config, split=name, revision=task.revision)
+        rows = library().load_dataset(task.source, task.config, split=name, revision=task.revision)
     except Exception as e:  # network, hub and format each raise their own kinds
         reason = (str(e).strip().splitlines() or [repr(e)])[0]
         raise FileNotFoundError(
@@ -394,6 +401,9 @@ def map_cached(rows, function, key, floats, description):
     The cache of `datasets` is keyed by the rows and `key`. floats: whether labels are numbers, not
     indices.
     """
+    import pyarrow
+
+    datasets = library()
     ids, integer = datasets.List(datasets.List(datasets.Value("int32"))), datasets.Value("int32")
     label = datasets.Value("float32") if floats else integer
     features = datasets.Features(input_ids=ids, token_type_ids=ids, label=label, length=integer)

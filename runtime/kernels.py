@@ -2,6 +2,7 @@
 computed."""
 
 import math
+from inspect import unwrap
 
 import torch
 import torch.nn.functional as F
@@ -47,3 +48,14 @@ def chain(x, *weights, weights_first):
     for W in weights:
         x = x @ W
     return x
+
+
+class AdamW(torch.optim.AdamW):
+    """torch.optim.AdamW, which imports PyTorch's compiler only to tell it to keep out, one or two
+    seconds before the first step. Here the same functions are called without it."""
+
+    add_param_group = unwrap(torch.optim.AdamW.add_param_group)
+    load_state_dict = unwrap(torch.optim.AdamW.load_state_dict)
+    state_dict = unwrap(torch.optim.AdamW.state_dict)
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
+    zero_grad = unwrap(torch.optim.AdamW.zero_grad)

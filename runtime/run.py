@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 from formats.adapterhub import ADAPTER
 from formats.files import flush, write_json
-from formats.tokenizer import load_tokenizer, tokenizer_digest
+from formats.tokenizer import read_tokenizer, tokenizer_digest
 from runtime.directory import (
     REPLACED,
     RUN_FILES,
@@ -478,7 +478,8 @@ def most_frequent(splits):
 
 def describe_encoder(bert):
     """What config.json says of the encoder: digests of its weights and of its tokenizer."""
-    tokenizer = load_tokenizer(bert.directory, bert.config.max_length)
+    tokenizer = read_tokenizer(bert.directory)  # which has been checked
+    tokenizer.enable_truncation(bert.config.max_length, strategy="longest_first")
     return {"encoder_sha256": bert.digest, "tokenizer_sha256": tokenizer_digest(tokenizer)}
 
 

@@ -200,6 +200,9 @@ def test_help_loads_only_what_it_must():
         "transformers",
         "adapters",
         "pytest",
+        "datasets",
+        "pandas",
+        "pyarrow",
     }
     assert not loaded & needless
     # `datasets` brings huggingface_hub along; the house itself asks for it where it downloads

@@ -1,11 +1,14 @@
-"""runtime.kernels: dropout is what it says."""
+"""runtime.kernels: dropout and AdamW are what they say."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from runtime.kernels import dropout
+from runtime.kernels import AdamW, dropout
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
@@ -27,3 +30,34 @@ def test_dropout(p):
     torch.rand(1000, 1001)
     assert torch.equal(dropout(x, p, training=True), y)
     assert dropout(x, p, training=False) is x and dropout(x, 0.0, training=True) is x
+
+
+def test_adamw():
+    """The same steps and the same state as torch's own, and its state can be read by it."""
+    torch.manual_seed(0)
+    ours = [torch.randn(5, 7, requires_grad=True) for _ in range(3)]
+    theirs = [p.detach().clone().requires_grad_() for p in ours]
+    optimizers = []
+    for kind, parameters in ((AdamW, ours), (torch.optim.AdamW, theirs)):
+        groups = [{"params": parameters[:2], "weight_decay": 0.1}, {"params": parameters[2:]}]
+        optimizers.append(kind(groups, lr=1e-2, fused=True))
+    for step in range(5):
+        for optimizer, parameters in zip(optimizers, (ours, theirs), strict=True):
+            optimizer.zero_grad()
+            (sum(p.pow(2).sum() for p in parameters) * (step + 1)).backward()
+            optimizer.step()
+        if step == 2:
+            states = [optimizer.state_dict() for optimizer in optimizers]
+            for optimizer, state in zip(optimizers, reversed(states), strict=True):
+                optimizer.load_state_dict(state)
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_a_run_does_without_the_compiler():
+    """Steps of AdamW and dropout import nothing of torch._dynamo, which takes longer than both."""
+    code = "import sys, torch; from runtime.kernels import AdamW, dropout\n"
+    code += "w = torch.ones(3, requires_grad=True); optimizer = AdamW([w], fused=True)\n"
+    code += "optimizer.zero_grad(); dropout(w, 0.5, True).sum().backward(); optimizer.step()\n"
+    code += "optimizer.load_state_dict(optimizer.state_dict())\n"
+    code += "assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)

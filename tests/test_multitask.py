@@ -196,13 +196,13 @@ def test_fusion_over_it(adapter, multitask, launch, tmp_path, capsys):
 
 def test_the_learning_rate(launch, tmp_path, monkeypatch):
     """Bert-n-Pals' warmup_linear: x / warmup, and from there on 1 - x."""
-    rates, step = [], torch.optim.AdamW.step
+    rates, step = [], train.AdamW.step
 
     def spy(self, *values):
         rates.append([group["lr"] for group in self.param_groups])
         return step(self, *values)
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
+    monkeypatch.setattr(train.AdamW, "step", spy)
     launch(
         "--stage",
         "multitask",
@@ -296,7 +296,7 @@ def test_momentum_goes_on_between_a_task_s_batches(launch, tmp_path, monkeypatch
     """Bert-n-Pals fills gradients with zeros: what another task's batch leaves alone still moves,
     as Adam with a gradient of zero does. Transcribed: m <- 0.9 m, v <- 0.999 v, p <- p - lr m̂ /
     (√v̂ + ε)."""
-    seen, step = [], torch.optim.AdamW.step
+    seen, step = [], train.AdamW.step
 
     def spy(self, *values):
         group = self.param_groups[0]
@@ -312,7 +312,7 @@ def test_momentum_goes_on_between_a_task_s_batches(launch, tmp_path, monkeypatch
             return None, None, 0
         return state["exp_avg"].clone(), state["exp_avg_sq"].clone(), int(state["step"])
 
-    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
+    monkeypatch.setattr(train.AdamW, "step", spy)
     launch(
         "--stage",
         "multitask",

@@ -517,11 +517,9 @@ def test_command_line(encoder, data_dir, tmp_path):
 
 def test_weight_decay_spares_biases_norms_and_v(launch, runs, tmp_path, monkeypatch):
     groups = []
-    adamw = torch.optim.AdamW
+    adamw = train.AdamW
     monkeypatch.setattr(
-        train.torch.optim,
-        "AdamW",
-        lambda given, **options: groups.extend(given) or adamw(given, **options),
+        train, "AdamW", lambda given, **options: groups.extend(given) or adamw(given, **options)
     )
     launch(
         "--stage",
