@@ -2,8 +2,11 @@
 PYTHON ?= python3
 PIP = -m pip install -q --disable-pip-version-check
 
+# on as many cores as there are; each process computes with one thread (tests/conftest.py)
+PYTEST = .venv/bin/python -m pytest -q --numprocesses auto --maxprocesses 8 --dist worksteal
+
 test: .venv/installed
-	.venv/bin/python -m pytest -q
+	$(PYTEST)
 
 demo: .venv/installed
 	@echo "demo: PyTorch is being loaded, then four tasks are made of docstrings"
@@ -18,7 +21,7 @@ walkthrough: .venv/walkthrough
 
 # what the tests compare with, where it is there: the reference library and TensorFlow, each in an environment of its own
 test-peers: .venv/installed .venv-peer/installed .venv-tensorflow/installed
-	PEER_PYTHON=$(CURDIR)/.venv-peer/bin/python .venv/bin/python -m pytest -q
+	PEER_PYTHON=$(CURDIR)/.venv-peer/bin/python $(PYTEST) $$(grep -lE 'needs_peer|PEER_PYTHON|TENSORFLOW_PYTHON' tests/test_*.py)
 
 .venv/installed: requirements.txt experiments/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
