@@ -12,11 +12,12 @@ over their scores.
     python data.py TASK [--data-dir DIR] [--model SOURCE]   # what the model will see
 """
 
-import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+if __name__ == "__main__":
+    from runtime.command import announce
 
-# isort: split
+    announce("data.py")
+
 import difflib
-import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -359,6 +360,4 @@ def main():
 
 
 if __name__ == "__main__":
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python data.py rte | head` ends quietly
     main()

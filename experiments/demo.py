@@ -12,7 +12,6 @@ Target: the last question on NumPy, with 150 training examples (`numpy_same`).
 """
 
 if __name__ == "__main__":
-    import runtime.console  # noqa: F401  (first: closed outputs)
     from runtime.command import announce
 
     announce("demo.py")
@@ -34,10 +33,10 @@ import matplotlib.pyplot as plt
 import torch
 
 import train
-from experiments.command import errors_in_one_line
 from experiments.figure4 import mean_weights
 from experiments.report import save_figure
 from formats.files import read_json
+from runtime.command import errors_in_one_line
 from runtime.options import Parser
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"

@@ -20,12 +20,9 @@ slider over the layers. The page needs nothing but itself; page.html#layer=3 ope
 """
 
 if __name__ == "__main__":
-    import sys
-
-    import runtime.console  # noqa: F401  (first: closed outputs)
     from runtime.command import announce
 
-    announce("predict.py", sys.stderr)  # stdout is the predictions'
+    announce("predict.py", stdout_is_data=True)
 
 import csv
 import json
@@ -40,11 +37,11 @@ import numpy as np
 import torch
 
 from data import TASKS, Choices, Classes, Task, batch_order, collate, example, own_choices
-from experiments.command import errors_in_one_line
 from experiments.load_run import add_import, load_run, task_kind
 from formats.rows import READERS, line_of, read_rows
 from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights
+from runtime.command import errors_in_one_line
 from runtime.options import Parser
 from runtime.processes import choose_device
 from train import predict

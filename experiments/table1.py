@@ -20,9 +20,11 @@ so on, so that both kinds can share a directory and their source adapters.
 2005.00247v3).
 """
 
-import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+if __name__ == "__main__":
+    from runtime.command import announce
 
-# isort: split
+    announce("table1")
+
 import contextlib
 import copy
 import csv
@@ -36,7 +38,6 @@ import matplotlib.pyplot as plt
 
 import data
 from experiments import figure4, grid, plan
-from experiments.command import errors_in_one_line
 from experiments.grid import Cell
 from experiments.report import (
     encoder_name,
@@ -51,6 +52,7 @@ from experiments.report import (
     write_text,
 )
 from formats.files import read_json, write_json
+from runtime.command import errors_in_one_line
 from runtime.options import Parser
 from runtime.processes import choose_device
 
