@@ -24,6 +24,7 @@ if __name__ == "__main__":
 
     announce("predict.py", stdout_is_data=True)
 
+import contextlib
 import csv
 import json
 import signal
@@ -475,13 +476,14 @@ def answer(args):
         args.texts, args.file = [], "-"
     check(args)
     device, _ = choose_device(args.device, "float32")
-    bert, head, config = load_run(
-        args.run,
-        device,
-        model=args.model,
-        task=args.task,
-        allow_other_encoder=args.allow_other_encoder,
-    )
+    with contextlib.redirect_stdout(sys.stderr):  # of notes; stdout is the predictions'
+        bert, head, config = load_run(
+            args.run,
+            device,
+            model=args.model,
+            task=args.task,
+            allow_other_encoder=args.allow_other_encoder,
+        )
     if args.explain and config["stage"] != "fusion":
         why = f"one of --stage {config['stage']} has no adapters that share a token"
         raise ValueError(f"--explain needs a fusion run, {args.run} is {why}")
