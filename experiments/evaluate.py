@@ -11,7 +11,6 @@ nothing.
 """
 
 if __name__ == "__main__":
-    import runtime.console  # noqa: F401  (first: closed outputs)
     from runtime.command import announce
 
     announce("evaluate.py")
@@ -24,9 +23,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from experiments.command import errors_in_one_line
 from experiments.load_run import add_import, cast, load_run, load_run_split
-from runtime.command import hear_interrupts
+from runtime.command import errors_in_one_line
 from runtime.options import Parser, check_counts
 from runtime.processes import out_of_memory
 from train import eval_batch_size, evaluate
@@ -200,5 +198,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    hear_interrupts()
     main()

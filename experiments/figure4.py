@@ -15,10 +15,10 @@ Whether a target gains from fusion needs the accuracy of its single adapter: of 
 """
 
 if __name__ == "__main__":
-    import runtime.console  # noqa: F401  (first: closed outputs)
     from runtime.command import announce
 
     announce("figure4.py")
+
 import math
 from collections import Counter
 from pathlib import Path
@@ -28,12 +28,11 @@ import matplotlib.pyplot as plt
 import torch
 
 from data import batches, length_groups
-from experiments.command import errors_in_one_line
 from experiments.load_run import add_import, load_run, load_run_split
 from experiments.report import save_figure, write_csv
 from formats.files import read_json
 from fusion import fusion_weights
-from runtime.command import hear_interrupts
+from runtime.command import errors_in_one_line
 from runtime.options import Parser
 from runtime.processes import choose_device
 
@@ -430,5 +429,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    hear_interrupts()
     main()

@@ -31,9 +31,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 import train
 from formats.files import read_json, write_json
+from runtime.command import first_line
 from runtime.directory import is_finished
 from runtime.processes import STOP, end_with_parent
 
@@ -215,7 +217,23 @@ def cores():
     return len(os.sched_getaffinity(0)) if affinity else os.cpu_count() or 1
 
 
-def run(cells, out, jobs=1, cuda=False, launch=(sys.executable,), part=(0, 1)):
+def unfinished(cells, out, part=(0, 1)):
+    """The cells that are to be run: every n-th of those that are not finished, without any that
+    needs what other parts have not finished."""
+    done, todo = {cell.name for cell in cells if metrics(out, cell.name)}, []
+    for cell in cells[part[0] :: part[1]]:
+        possible = done | {other.name for other in todo}
+        if cell.name not in done and possible.issuperset(cell.needs):
+            todo.append(cell)
+    return todo
+
+
+def devices(jobs, cuda):
+    """How many work at a time: the CPU is one."""
+    return min(jobs, torch.cuda.device_count()) if cuda else 1
+
+
+def run(cells, out, jobs=1, cuda=False, launch=(sys.executable,), part=(0, 1), hours=None):
     """
     Runs all cells that are not finished, `jobs` at a time, in the order of the list, where a cell
     comes after those that it needs. Returns {name: reason} of what failed; a failure only stops the
@@ -223,10 +241,11 @@ def run(cells, out, jobs=1, cuda=False, launch=(sys.executable,), part=(0, 1)):
     cell: then its end is waited for.
 
     launch: what comes before train.py in a command. part: (i, n), every n-th cell only, the i-th
-    first; cells that need what other parts have not finished are left to a later call. Raises
-    KeyboardInterrupt, after Ctrl-C, SIGTERM or SIGHUP, once the children have saved their state.
+    first; cells that need what other parts have not finished are left to a later call. hours:
+    {name: those that are expected of it}, for the time left. Raises KeyboardInterrupt, after
+    Ctrl-C, SIGTERM or SIGHUP, once the children have saved their state.
     """
-    runner = Runner(cells, out, jobs, cuda, launch, part)
+    runner = Runner(cells, out, jobs, cuda, launch, part, hours)
     signals = []
 
     def hear(number, _):
@@ -241,12 +260,12 @@ def run(cells, out, jobs=1, cuda=False, launch=(sys.executable,), part=(0, 1)):
         while (runner.todo or runner.running) and not signals:
             runner.look_after_children()
             runner.start_what_can_start()
+            runner.show()
             time.sleep(0.05)
         if signals:
             raise KeyboardInterrupt
     finally:
-        if runner.running:
-            stop([child.process for child in runner.running.values()])
+        stop([child.process for child in runner.running.values()], runner.status)
         for number, handler in handlers.items():
             signal.signal(number, handler)
     return runner.failed
@@ -260,23 +279,23 @@ class Child:
     process: subprocess.Popen
     started: float  # time.monotonic()
     log_start: int  # where in the cell's log this process began to write
+    from_start: bool  # or continued
 
 
 class Runner:
     """Which cells of a grid are to be run, are running, and have ended. The arguments are those of
     `run`."""
 
-    def __init__(self, cells, out, jobs, cuda, launch, part):
+    def __init__(self, cells, out, jobs, cuda, launch, part, hours):
         self.cells, self.out, self.jobs, self.cuda, self.launch = cells, out, jobs, cuda, launch
         self.done = {cell.name for cell in cells if metrics(out, cell.name)}
-        self.todo = []
-        for cell in cells[part[0] :: part[1]]:
-            possible = self.done | {other.name for other in self.todo}
-            if cell.name not in self.done and possible.issuperset(cell.needs):
-                self.todo.append(cell)
+        self.todo = unfinished(cells, out, part)
         self.left = len(self.todo)
         self.failed = {}  # name: reason
         self.running = {}  # slot: Child
+        self.clock = Clock(hours or {}, jobs, devices(jobs, cuda))
+        self.status = tqdm(bar_format="{desc}", leave=False, disable=None)  # on a terminal alone
+        self.shown = ""
         where = "" if part == (0, 1) else f" in part {part[0]}/{part[1]}"
         finished = f"{len(self.done)} of {len(cells)} runs are finished"
         print(f"{finished}, {self.left} to go{where}", flush=True)
@@ -291,7 +310,10 @@ class Runner:
                 del self.running[slot]
                 log = self.out / "logs" / f"{child.cell.name}.txt"
                 reason = failure_reason(log, child.log_start, child.process.returncode)
-                self.settle(child.cell, time.monotonic() - child.started, reason)
+                seconds = time.monotonic() - child.started
+                if reason is None and child.from_start:
+                    self.clock.finished(child.cell.name, seconds)
+                self.settle(child.cell, seconds, reason)
 
     def start_what_can_start(self):
         for cell in list(self.todo):
@@ -322,6 +344,7 @@ class Runner:
             log.write(f"\n$ {shlex.join(words)}\n".encode())
             log.flush()
             log_start = log.tell()
+            from_start = not (self.out / "runs" / cell.name).exists()
             process = subprocess.Popen(
                 words,
                 stdout=log,
@@ -331,13 +354,14 @@ class Runner:
                 start_new_session=True,  # Ctrl-C reaches the child through this process, once
                 preexec_fn=end_with_parent,
             )
-            self.running[slot] = Child(cell, process, time.monotonic(), log_start)
+            self.running[slot] = Child(cell, process, time.monotonic(), log_start, from_start)
 
     def settle(self, cell, seconds, reason=None):
         """Prints one line about a cell that has ended. A run whose loss diverged has kept its best
         epoch: it has both metrics and a reason."""
         self.left -= 1
         result = metrics(self.out, cell.name)
+        self.status.clear()
         if result is None:
             self.failed[cell.name] = reason
             print(f"{cell.name}: FAILED, {reason}; {self.left} left", flush=True)
@@ -346,15 +370,66 @@ class Runner:
         accuracies = result.get("accuracies") or {cell.name: result["accuracy"]}
         accuracy = 100 * sum(accuracies.values()) / len(accuracies)
         note = f" (note: {reason})" if reason else ""
-        print(f"{cell.name}: {accuracy:.2f} %, {seconds:.0f} s; {self.left} left{note}", flush=True)
+        left = f"{self.left} left{self.time_left()}"
+        print(f"{cell.name}: {accuracy:.2f} %, {seconds:.0f} s; {left}{note}", flush=True)
+
+    def show(self):
+        """A line on a terminal, while runs are going on."""
+        names = ", ".join(child.cell.name for child in self.running.values())
+        text = f"{runs(self.left)} left{self.time_left()}; now {names}"
+        text = text[: shutil.get_terminal_size().columns - 1]
+        if self.running and text != self.shown:
+            self.shown = text
+            self.status.set_description_str(text)
+
+    def time_left(self):
+        """In words, as far as it is known."""
+        now, seconds = time.monotonic(), {cell.name: 0 for cell in self.todo}
+        seconds |= {child.cell.name: now - child.started for child in self.running.values()}
+        known = self.clock.seconds and self.left
+        return f", about {in_words(self.clock.time_left(seconds))}" if known else ""
 
 
-def stop(processes):
+class Clock:
+    """How long a grid still takes, from what was expected of its runs and what finished ones took.
+    hours: {name: hours}, as if a run had one of the devices for itself"""
+
+    def __init__(self, hours, jobs, devices):
+        self.seconds = {name: 3600 * value for name, value in hours.items()}
+        self.jobs, self.devices = jobs, devices
+        self.expected = self.took = 0.0  # seconds of the finished runs
+
+    def finished(self, name, seconds):
+        self.expected += self.seconds.get(name, 0.0)
+        self.took += seconds
+
+    def time_left(self, seconds):
+        """seconds: {name: how long it has been running} of all runs that are not finished."""
+        share = self.took / self.expected if self.expected else self.jobs / self.devices
+        left = [
+            max(0.0, share * self.seconds.get(name, 0.0) - passed)
+            for name, passed in seconds.items()
+        ]
+        return sum(left) / self.jobs
+
+
+def runs(count):
+    return f"{count} run" if count == 1 else f"{count} runs"
+
+
+def in_words(seconds):
+    minutes = max(1, round(seconds / 60))
+    return f"{minutes} min" if minutes < 90 else f"{seconds / 3600:.1f} hours"
+
+
+def stop(processes, status):
     """Ends children: SIGTERM, on which train.py saves its state; a second signal has killed them.
     Nothing is printed before, since that may fail."""
     for process in processes:
         process.terminate()
-    print(f"stopping {len(processes)} runs, they save their state first", flush=True)
+    status.close()
+    if processes:
+        print(f"stopping {runs(len(processes))}; what has been done is saved first", flush=True)
     for process in processes:
         process.wait()
 
@@ -374,6 +449,7 @@ def failure_reason(log, start, status):
         file.seek(start)
         text = file.read().decode(errors="replace")
     lines = [line.strip() for line in text.split("\n") if line.strip()]
+    lines = [line for line in lines if line != first_line("train.py")]
     own = [line for line in lines if line.startswith("train.py: ")]
     last = (own or lines or ["it said nothing"])[-1].removeprefix("train.py: ")
     if status == 2:
@@ -387,7 +463,7 @@ def report(failed, out):
         log = out / "logs" / f"{name}.txt"
         print(f"failed: {name}: {reason}{f' ({log})' if log.exists() else ''}", flush=True)
     if failed:
-        print(f"{len(failed)} runs failed; the same command tries them again", flush=True)
+        print(f"{runs(len(failed))} failed; the same command tries again", flush=True)
     return int(bool(failed))
 
 

@@ -15,9 +15,11 @@ transformers.BertModel.from_pretrained beside ours.
              weights' file, after each of the two
 """
 
-import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+if __name__ == "__main__":
+    from runtime.command import announce
 
-# isort: split
+    announce("loading.py")
+
 import argparse
 import json
 import os
@@ -35,8 +37,8 @@ import torch
 from safetensors.torch import save_file
 
 from bert import Bert, BertConfig, hub_name
-from experiments.command import errors_in_one_line
 from formats.files import write_json
+from runtime.command import errors_in_one_line
 from runtime.options import Parser
 
 # --------------------------------------------------------------------------------------------------

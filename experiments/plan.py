@@ -6,8 +6,11 @@ the same time.
 
 import contextlib
 import io
+import math
+import multiprocessing
 import os
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import torch
 
@@ -21,7 +24,7 @@ from formats.rows import read_split
 from formats.tokenizer import load_tokenizer
 from fusion import add_fusion
 from runtime.options import configure
-from runtime.processes import choose_device
+from runtime.processes import choose_device, out_of_memory
 
 BERT_BASE = ("google-bert/bert-base-uncased", "bert-base-uncased")
 TOKENS_PER_WORD = 1.2  # of BERT's uncased vocabulary: 1.05 to 1.26 in ten of the paper's tasks
@@ -138,7 +141,8 @@ def measure(args, adapters, config):
     def eval_step(batch):
         train.predict(bert, head, batch, dtype)
 
-    rows = args.batch_size if device.type == "cuda" else min(args.batch_size, 8)
+    rows = math.ceil(args.batch_size / args.grad_accumulation)
+    rows = rows if device.type == "cuda" else min(rows, 8)
     short, long = (min(T, config.max_length) for T in (24, 96))
     result = []
     for step in (train_step, eval_step):
@@ -220,18 +224,61 @@ def kind_of_run(args):
     return args.stage, architecture, args.batch_size, args.device, args.dtype
 
 
-def devices_at_once(args):
-    """By how many devices the hours are to be divided."""
-    return min(args.jobs, torch.cuda.device_count()) if args.cuda else 1
+def estimate(cells, args, sizes, config, directory):
+    """{name: hours at most} of the runs that are to be made; prints their number and sum first. The
+    arguments are those of `print_runs`. Empty where nothing is to be made, or memory is too small
+    for the measurement."""
+    todo = grid.unfinished(cells, args.out, args.part)
+    if not todo:
+        return {}
+    tasks = with_tokens(args, sizes, config, directory)
+    print("measuring a few steps of each kind of run ...", flush=True)
+    try:
+        found = in_another_process(hours, todo, args.out, tasks, config, {}, needed=args.cuda)
+    except (MemoryError, RuntimeError) as e:
+        if not (isinstance(e, MemoryError) or out_of_memory(e)):
+            raise
+        print("note: memory is too small to measure how long it takes", flush=True)
+        return {}
+    found = {name: cost for name, (_, _, cost) in found.items()}
+    print(f"{grid.runs(len(todo))}, {on_this_machine(sum(found.values()), args)}", flush=True)
+    return found
+
+
+def in_another_process(function, *arguments, needed):
+    """What the function returns. A process that has used a GPU keeps some of it until it ends, and
+    may shut others out: so it must be one that ends before others need the GPU."""
+    if not needed:
+        return function(*arguments)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def on_this_machine(hours, args, more=""):
+    """A sum of hours in words."""
+    devices = grid.devices(args.jobs, args.cuda)
+    where = f"{devices} GPU{'s' if devices > 1 else ''}"
+    if not args.cuda:
+        where = f"CPU, {os.cpu_count()} cores"
+    words = grid.in_words(3600 * hours / devices)
+    return (
+        f"at most {words} of training on this machine ({where}){more}; early stopping ends most "
+        "runs sooner"
+    )
+
+
+def with_tokens(args, sizes, config, directory):
+    """sizes, with the tokens of an example"""
+    return {
+        task: (*rows, tokens(task, args.data_dir, args.rest, config, directory))
+        for task, rows in sizes.items()
+    }
 
 
 def print_runs(cells, args, sizes, config, directory, measured):
     """Prints every run with its hours, and returns the sum in words. sizes: as `sizes` gives them;
     directory: as `tokens` takes it; measured: as `hours`."""
-    tasks = {
-        task: (*rows, tokens(task, args.data_dir, args.rest, config, directory))
-        for task, rows in sizes.items()
-    }
+    tasks = with_tokens(args, sizes, config, directory)
     print("measuring a few steps of each kind of run ...", flush=True)
     found = hours(cells, args.out, tasks, config, measured)
     left = 0.0
@@ -243,12 +290,7 @@ def print_runs(cells, args, sizes, config, directory, measured):
             f"{name:60} {f'{examples:,} × {epochs}':>20} "
             f"{'finished' if finished else f'{cost:.2f}':>15}"
         )
-    devices = devices_at_once(args)
-    where = f"CPU, {os.cpu_count()} cores"
-    if args.cuda:
-        where = f"{devices} GPU{'s' if devices > 1 else ''}"
     total = sum(cost for _, _, cost in found.values())
-    return (
-        f"{len(found)} runs, at most {total / devices:.1f} hours on this machine ({where}), "
-        f"{left / devices:.1f} of them to go; early stopping ends most runs sooner"
-    )
+    left = grid.in_words(3600 * left / grid.devices(args.jobs, args.cuda))
+    to_go = f", {left} of it to go"
+    return f"{grid.runs(len(found))}, {on_this_machine(total, args, to_go)}"

@@ -20,13 +20,11 @@ slider over the layers. The page needs nothing but itself; page.html#layer=3 ope
 """
 
 if __name__ == "__main__":
-    import sys
-
-    import runtime.console  # noqa: F401  (first: closed outputs)
     from runtime.command import announce
 
-    announce("predict.py", sys.stderr)  # stdout is the predictions'
+    announce("predict.py", stdout_is_data=True)
 
+import contextlib
 import csv
 import json
 import signal
@@ -40,12 +38,11 @@ import numpy as np
 import torch
 
 from data import TASKS, Choices, Classes, Task, batch_order, collate, example, own_choices
-from experiments.command import errors_in_one_line
 from experiments.load_run import add_import, load_run, task_kind
 from formats.rows import READERS, line_of, read_rows
 from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights
-from runtime.command import hear_interrupts
+from runtime.command import errors_in_one_line
 from runtime.options import Parser
 from runtime.processes import choose_device
 from train import predict
@@ -479,13 +476,14 @@ def answer(args):
         args.texts, args.file = [], "-"
     check(args)
     device, _ = choose_device(args.device, "float32")
-    bert, head, config = load_run(
-        args.run,
-        device,
-        model=args.model,
-        task=args.task,
-        allow_other_encoder=args.allow_other_encoder,
-    )
+    with contextlib.redirect_stdout(sys.stderr):  # of notes; stdout is the predictions'
+        bert, head, config = load_run(
+            args.run,
+            device,
+            model=args.model,
+            task=args.task,
+            allow_other_encoder=args.allow_other_encoder,
+        )
     if args.explain and config["stage"] != "fusion":
         why = f"one of --stage {config['stage']} has no adapters that share a token"
         raise ValueError(f"--explain needs a fusion run, {args.run} is {why}")
@@ -610,7 +608,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    hear_interrupts()
     if hasattr(signal, "SIGPIPE"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `predict ... | head` ends quietly
     main()

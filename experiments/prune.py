@@ -20,10 +20,10 @@ nothing is trained again.
 """
 
 if __name__ == "__main__":
-    import runtime.console  # noqa: F401  (first: closed outputs)
     from runtime.command import announce
 
     announce("prune.py")
+
 import hashlib
 import json
 import math
@@ -42,13 +42,12 @@ import torch
 
 from adapter import save_adapter
 from data import batches, length_groups
-from experiments.command import errors_in_one_line
 from experiments.figure4 import average, inputs_of
 from experiments.load_run import cast, load_run, load_run_split, unknown_kind
 from experiments.report import save_figure, write_csv
 from formats.files import read_json, write_json
 from fusion import fusions, save_fusion
-from runtime.command import hear_interrupts
+from runtime.command import errors_in_one_line
 from runtime.directory import resolved
 from runtime.options import Parser
 from runtime.processes import choose_device
@@ -484,5 +483,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    hear_interrupts()
     main()

@@ -11,7 +11,6 @@ AdapterHub's library. It names no path of this machine: for an encoder that was 
 """
 
 if __name__ == "__main__":
-    import runtime.console  # noqa: F401  (first: closed outputs)
     from runtime.command import announce
 
     announce("publish.py")
@@ -23,13 +22,12 @@ import shutil
 from pathlib import Path
 
 from adapter import save_adapter, save_head
-from experiments.command import errors_in_one_line
 from experiments.load_run import load_run, unknown_kind
 from formats.adapterhub import check_name
 from formats.files import read_json
 from formats.hub_data import HUB
 from fusion import fusions, save_fusion
-from runtime.command import hear_interrupts
+from runtime.command import errors_in_one_line
 from runtime.options import Parser
 
 # AdapterHub's names of the paper's tasks
@@ -354,5 +352,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    hear_interrupts()
     main()

@@ -2,6 +2,7 @@
 
 import csv
 import shlex
+import shutil
 import statistics
 from pathlib import Path
 
@@ -33,6 +34,23 @@ def markdown(title, header, rows):
     """A titled table. rows: texts, as many in each as in the header."""
     lines = [f"## {title}", "", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows), ""])
+
+
+def for_terminal(table):
+    """A table of `markdown` as aligned columns. Those that the terminal has no room for stand below
+    the others, after the first column again."""
+    title, _, header, _, *rows = table.rstrip("\n").split("\n")
+    columns = list(zip(*(row[2:-2].split(" | ") for row in (header, *rows)), strict=True))
+    first, *columns = [[cell.ljust(max(map(len, cells))) for cell in cells] for cells in columns]
+    room, blocks = shutil.get_terminal_size((100, 0)).columns, []
+    for cells in columns:
+        if not blocks or sum(2 + len(block[0]) for block in blocks[-1]) + len(cells[0]) > room:
+            blocks.append([first])
+        blocks[-1].append(cells)
+    lines = [title.lstrip("# ")]
+    for block in blocks:
+        lines += ["", *("  ".join(cells).rstrip() for cells in zip(*block, strict=True))]
+    return "\n".join(lines)
 
 
 def write_csv(path, header, rows):

@@ -20,9 +20,11 @@ so on, so that both kinds can share a directory and their source adapters.
 2005.00247v3).
 """
 
-import runtime.console  # noqa: F401  (first: Ctrl-C during imports, closed outputs)
+if __name__ == "__main__":
+    from runtime.command import announce
 
-# isort: split
+    announce("table1")
+
 import contextlib
 import copy
 import csv
@@ -36,10 +38,10 @@ import matplotlib.pyplot as plt
 
 import data
 from experiments import figure4, grid, plan
-from experiments.command import errors_in_one_line
 from experiments.grid import Cell
 from experiments.report import (
     encoder_name,
+    for_terminal,
     markdown,
     mean_and_deviation,
     options_in_words,
@@ -51,6 +53,7 @@ from experiments.report import (
     write_text,
 )
 from formats.files import read_json, write_json
+from runtime.command import errors_in_one_line
 from runtime.options import Parser
 from runtime.processes import choose_device
 
@@ -643,7 +646,8 @@ def weights_tables(path, args, cells, places):
 
 
 def write_results(args, cells, places, sizes, roberta):
-    """All tables and the figure, of what is finished. Returns the path of the Markdown file."""
+    """All tables and the figure, of what is finished. Returns the path of the Markdown file, and
+    the tables of accuracies in it."""
     results, theirs = collect(args, places), paper(roberta)
     ours = {key: mean for key, (mean, _, _) in results.items()}
     suffix = f"-{args.limit_train}" if args.limit_train else ""
@@ -656,15 +660,17 @@ def write_results(args, cells, places, sizes, roberta):
 
     args.out.mkdir(parents=True, exist_ok=True)
     parts = ["# Results", "", caption(args, roberta), ""]
+    tables = []
     if roberta:  # Table 4 has all reduction factors
-        parts.append(accuracies("Table 4", "table4", args.systems))
+        tables.append(accuracies("Table 4", "table4", args.systems))
     else:
         first = [s for s in args.systems if s not in ("st_a_2", "st_a_64")]
         third = [s for s in ("st_a_2", "st_a_16", "st_a_64") if s in args.systems]
         if first:
-            parts.append(accuracies("Table 1", "table1", first))
+            tables.append(accuracies("Table 1", "table1", first))
         if third and third != ["st_a_16"]:
-            parts.append(accuracies("Table 3: reduction factors", "table3", third))
+            tables.append(accuracies("Table 3: reduction factors", "table3", third))
+    parts += tables
     if differences(ours, COMPARISONS, args.tasks):
         parts.append(table2(path("table2"), args, ours, theirs))
         parts.append(
@@ -675,7 +681,7 @@ def write_results(args, cells, places, sizes, roberta):
         parts += ["## Figure 3: difference to full fine-tuning", ""]
         parts += [f"![Figure 3]({path('figure3', 'png').name})", ""]
     parts += weights_tables(path("fusion_weights"), args, cells, places)
-    return write_text(path("results", "md"), "\n".join(parts))
+    return write_text(path("results", "md"), "\n".join(parts)), tables
 
 
 def caption(args, roberta):
@@ -735,7 +741,7 @@ def print_plan(args, cells, sizes, config, directory):
     print(
         f"the paper's grid with this encoder: 16 tasks in full, {len(SYSTEMS)} systems, "
         f"{len(args.seeds)} seeds, train.py's defaults: {len(cells)} runs, at most "
-        f"{total / plan.devices_at_once(args):,.0f} hours",
+        f"{total / grid.devices(args.jobs, args.cuda):,.0f} hours",
         flush=True,
     )
 
@@ -757,10 +763,12 @@ def run(args):
     grid.check(cells, args.out, args.overwrite)
     failed = {}
     if not args.report:
-        failed = grid.run(cells, args.out, args.jobs, args.cuda, args.launch, args.part)
+        hours = plan.estimate(cells, args, both, config, directory)
+        failed = grid.run(cells, args.out, args.jobs, args.cuda, args.launch, args.part, hours)
     if args.part == (0, 1) or all(grid.metrics(args.out, cell.name) for cell in cells):
-        path = write_results(args, cells, places, sizes, config.model_type == "roberta")
-        print(path, flush=True)
+        roberta = config.model_type == "roberta"
+        path, tables = write_results(args, cells, places, sizes, roberta)
+        print(*map(for_terminal, tables), path, sep="\n\n", flush=True)
     return grid.report(failed, args.out)
 
 

@@ -5,6 +5,7 @@ A tensor in them is called by its slot and its part: ("encoder.layer.3.output",
 """
 
 import math
+import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -406,6 +407,8 @@ def fetch(source, files=ADAPTER):
             raise FileNotFoundError(f"{source} has no {files.config}{why}")
         return Path(source)
     if files is ADAPTER and is_local(source):
+        if os.path.exists(source):
+            raise FileNotFoundError(f"{source} is no directory, as an adapter is")
         task = Path(source).name
         raise FileNotFoundError(
             f"there is no directory {str(source)!r}: if it is to be the run on {task!r:.50}, train "

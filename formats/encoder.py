@@ -6,6 +6,7 @@ A checkpoint's tensors are looked up by the names that the Hugging Face hub uses
 
 import hashlib
 import re
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
@@ -297,6 +298,10 @@ def fetch_encoder(source, weights=True):
     needed, with its weights or without them."""
     if Path(source).is_dir():
         return Path(source)
+    hint = ""
+    if Path(source).parent.name == "runs":
+        task = Path(source).name.removeprefix("full-")
+        hint = f": if it is to be a run, train it with --stage full --task {shlex.quote(task):.50}"
     try:
         config = download(source, "config.json")
         if config is None:
@@ -313,7 +318,7 @@ def fetch_encoder(source, weights=True):
                 fetch(name)
     except FileNotFoundError as e:
         raise FileNotFoundError(
-            f"{e}; --model takes a directory with bert_config.json and bert_model.ckpt.*, a "
+            f"{e}{hint}; --model takes a directory with bert_config.json and bert_model.ckpt.*, a "
             "directory with config.json "
             "and model.safetensors (or pytorch_model.bin), or a hub id"
         ) from e

@@ -342,11 +342,14 @@ def read_whole_split(task, split, directory):
         )
     name = task.dev if split == "validation" else split
     where = f"{task.source} {task.config or ''}".strip() + f", {name}"
-    hub_answers()
+    answers = hub_answers()
     try:
         rows = library().load_dataset(task.source, task.config, split=name, revision=task.revision)
     except Exception as e:  # network, hub and format each raise their own kinds
         reason = (str(e).strip().splitlines() or [repr(e)])[0]
+        if not answers:
+            cache = library().config.HF_DATASETS_CACHE
+            reason = f"it cannot be reached, and the cache {cache} does not have them"
         raise FileNotFoundError(
             f"{where} cannot be loaded from the hub ({reason}); --data-dir takes local files"
         ) from e

@@ -1,29 +1,116 @@
-"""How a command begins and ends. Nothing is imported here that takes time: torch takes seconds."""
+"""How a command begins and ends, and what its output may do to it.
 
+    if __name__ == "__main__":  # above all other imports: torch takes seconds, nothing here does
+        from runtime.command import announce
+
+        announce("train.py")
+
+Output never decides how a command ends. Where stdout or stderr is closed, or its reader has gone
+(`train.py ... | head -3`), the rest is not printed, and the work goes on. Letters that a terminal
+does not know are printed as escapes, and so are control characters, which data may hold and a
+terminal would obey. Ctrl-C ends in one line, also while libraries are imported. So does wrong
+input, with exit status 2.
+
+Nothing is changed where another program imports this project.
+"""
+
+import contextlib
 import gc
 import json
 import os
+import re
 import signal
 import sys
+from functools import partial
+
+WRONG = ValueError, OSError, FloatingPointError, MemoryError  # they end a command in one line
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
-def announce(name, stream=None):
-    """The first line of a command, before its imports. Ctrl-C during them ends it in one line. On
-    stderr, which is for errors, it is for a terminal alone."""
-    signal.signal(signal.SIGINT, lambda *_: leave(name, "interrupted", 130))
+# --------------------------------------------------------------------------------------------------
+# The beginning
+
+
+def announce(name, stdout_is_data=False):
+    """The first line of a command, before its imports: what is loaded. Where stdout is for another
+    program it goes to stderr, which is for errors, and so to a terminal alone."""
+    guard_outputs()
+    sys.excepthook = partial(one_line_for_interrupts, name)
+    if callable(signal.getsignal(signal.SIGINT)):  # not ignored, as in the background of a script
+        signal.signal(signal.SIGINT, lambda *_: leave(name, "interrupted", 130))
     gc.disable()  # imports make much that stays, a tenth of their time is looking for what does not
-    stream = stream or sys.stdout
+    stream = sys.stderr if stdout_is_data else sys.stdout
     first = int(os.environ.get("RANK", 0)) == 0  # of torchrun's processes, speaks for all
-    heard = stream is sys.stdout or stream.isatty()
+    heard = not stdout_is_data or stream.isatty()
     if first and heard and not {"-h", "--help"} & {*sys.argv[1:]}:
-        print(f"{name}: loading PyTorch", file=stream, flush=True)
+        print(first_line(name), file=stream, flush=True)
+
+
+def first_line(name):
+    return f"{name}: loading PyTorch"
+
+
+def guard_outputs():
+    for number in (0, 1, 2):  # a file that is opened later must not become stdout or stderr
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name) or open(os.devnull, "w", encoding="utf-8")
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+        setattr(sys, name, Console(stream))
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")
+
+
+class Console:
+    """A text stream that takes everything. What is not written here is the stream's own."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        self.attempt("write", CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text))
+        return len(text)
+
+    def flush(self):
+        self.attempt("flush")
+
+    def attempt(self, name, *values):
+        try:
+            getattr(self.stream, name)(*values)
+        except (OSError, ValueError):  # no reader, a full disk behind ">", closed
+            with contextlib.suppress(OSError, ValueError):  # what waits in its buffer goes nowhere
+                with open(os.devnull, "w") as nowhere:
+                    os.dup2(nowhere.fileno(), self.stream.fileno())
+
+
+# --------------------------------------------------------------------------------------------------
+# The end
+
+
+def say_why(name, message):
+    """One line on stderr."""
+    print(f"{name}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
 
 
 def leave(name, message, status):
     """Ends the process at once, with one line on stderr."""
-    print(f"{name}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    say_why(name, message)
     sys.stdout.flush()
     os._exit(status)
+
+
+def one_line_for_interrupts(name, kind, error, trace):
+    """What the interpreter calls for an error that nothing has caught."""
+    if not issubclass(kind, KeyboardInterrupt):
+        return sys.__excepthook__(kind, error, trace)
+    say_why(name, "interrupted")
 
 
 def hear_interrupts():
@@ -31,13 +118,33 @@ def hear_interrupts():
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
-    if callable(signal.getsignal(signal.SIGINT)):
+    if getattr(signal.getsignal(signal.SIGINT), "__module__", None) == __name__:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@contextlib.contextmanager
+def errors_in_one_line(name, *more, interrupted="interrupted"):
+    """
+    Around the work of a command: wrong input ends it with one line on stderr and exit status 2,
+    Ctrl-C with another line and exit status 130.
+
+    Wrong input is ValueError and OSError, FloatingPointError for a model's outputs, MemoryError;
+    more: other exceptions that are reported like them; interrupted: what is said after Ctrl-C.
+    """
+    hear_interrupts()
+    try:
+        yield
+    except (*WRONG, *more) as e:
+        say_why(name, e)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        say_why(name, interrupted)
+        sys.exit(130)
+
+
 def run_command(name, main, argv=None):
-    """Calls main, and prints what it returns as one line of JSON. For what it raises on wrong input
-    or after Ctrl-C, one line on stderr and the exit status 2 or 130."""
+    """Calls main, and prints what it returns as one line of JSON. Errors end it as in
+    `errors_in_one_line`, in all processes of torchrun, of which the first one prints."""
     import torch.distributed as dist
 
     rank = int(os.environ.get("RANK", 0)) if dist.is_torchelastic_launched() else 0
@@ -50,13 +157,13 @@ def run_command(name, main, argv=None):
             dist.destroy_process_group()
         print(json.dumps(result))
         return
-    except (ValueError, OSError, FloatingPointError, MemoryError) as e:
+    except WRONG as e:
         status, message = 2, e
         prints = rank == 0 or isinstance(e, MemoryError)  # which may be one process's alone
     except KeyboardInterrupt as e:
         status, message, prints = 130, str(e) or "interrupted", rank == 0
     if prints:
-        print(f"{name}: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+        say_why(name, message)
     if dist.is_initialized():  # at once: gloo's threads and the interpreter may wait for each other
         sys.stdout.flush()
         os._exit(status)

@@ -2,8 +2,6 @@
 `python data.py TASK`: what the model will see of a task."""
 
 import re
-import signal
-import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import islice
@@ -14,6 +12,7 @@ import torch
 from formats.encoder import checkpoint_files, fetch_encoder, find_config
 from formats.files import listed
 from formats.tokenizer import load_tokenizer
+from runtime.command import errors_in_one_line
 from runtime.options import Parser
 
 
@@ -23,7 +22,7 @@ def inspect_encoder(load):
     parser = Parser(description="Shows what is in an encoder's checkpoint, and what it computes.")
     parser.add_argument("source", metavar="SOURCE", help="a directory or a hub id")
     parser.add_argument("text", nargs="?", default="", help="some text, default: Hello.")
-    try:
+    with errors_in_one_line("bert.py"):
         args = parser.parse_args()
         bert = load(args.source)
         sizes = bert.config.max_length, bert.config.vocab_size, bert.config.type_vocab_size
@@ -37,9 +36,6 @@ def inspect_encoder(load):
                 f"{bert.directory}: the output is not finite, nor are these weights: "
                 f"{broken or 'none'}"
             )
-    except (OSError, ValueError) as e:
-        print(f"bert.py: {' '.join(str(e).split())}", file=sys.stderr)
-        sys.exit(2)
     print(bert.config)
     count = sum(p.numel() for p in bert.parameters())
     print(f"{count:>12,} parameters from {checkpoint_files(bert.directory)[1]}:")
@@ -57,8 +53,6 @@ def inspect_encoder(load):
 
 def inspect_task(data):
     """`python data.py TASK`: prints what the model will see of a task. data: the module."""
-    if data.__name__ == "__main__" and hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python data.py rte | head` ends quietly
     parser = Parser(description="Shows what the model will see of a task.")
     parser.add_argument("task")
     parser.add_argument(
@@ -68,7 +62,7 @@ def inspect_task(data):
     parser.add_argument(
         "--model", default="google-bert/bert-base-uncased", help="an encoder, for its tokenizer"
     )
-    try:
+    with errors_in_one_line("data.py"):
         args = parser.parse_args()
         task = data.get_task(args.task, args.data_dir)
         directory = fetch_encoder(args.model)
@@ -82,9 +76,6 @@ def inspect_task(data):
             name: data.load_split(task, name, tokenizer, args.data_dir)
             for name in ("train", "validation")
         }
-    except (OSError, ValueError) as e:
-        print(f"data.py: {' '.join(str(e).split())}", file=sys.stderr)
-        sys.exit(2)
     print(
         f"{args.task}: "
         f"{f'one of {len(task.labels)} choices' if task.choices else ', '.join(task.labels)}"

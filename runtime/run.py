@@ -418,7 +418,8 @@ class Run:
         next."""
         last, args = at.epoch - 1, self.args
         if last >= args.epochs:
-            yield f"stopped: all {args.epochs} epochs are done"
+            every = f"all {args.epochs} epochs are" if args.epochs > 1 else "the only epoch is"
+            yield f"stopped: {every} done"
         else:
             yield (
                 f"stopped: early, after epoch {last}; {args.patience} epochs without a better dev "

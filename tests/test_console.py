@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-import runtime.console
+from runtime.command import Console
 
-ROOT = Path(runtime.console.__file__).parent.parent
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
@@ -63,15 +64,44 @@ def test_letters_and_controls(tmp_path):
     assert process.returncode == 2 and process.stderr.count(b"\n") == 1
     assert b"caf\\xe9\\x1b[2J\\x9bb" in process.stderr
     stream = io.StringIO()
-    print("\x1b]0;title\x07 \x9b2J\r\t\x7f caf\u00e9", file=runtime.console.Console(stream))
+    print("\x1b]0;title\x07 \x9b2J\r\t\x7f caf\u00e9", file=Console(stream))
     assert stream.getvalue() == "\\x1b]0;title\\x07 \\x9b2J\r\t\\x7f caf\u00e9\n"
 
 
-def test_ctrl_c_while_libraries_are_imported(train):
+def commands():
+    """The words after `python` that start each command of this project."""
+    files = [*ROOT.glob("*.py"), *(ROOT / "experiments").glob("*.py")]
+    for path in sorted(path for path in files if '\nif __name__ == "' in path.read_text()):
+        if path.stem != "benchmark_worker":  # which benchmark.py talks to
+            yield [path.name] if path.parent == ROOT else ["-m", f"experiments.{path.stem}"]
+
+
+@pytest.mark.parametrize("words", [*commands()], ids=" ".join)
+def test_the_first_line_and_ctrl_c_while_libraries_are_imported(words):
+    """In the place of torch there is a module that is interrupted."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "interrupting")}
-    process = subprocess.run(train, capture_output=True, text=True, env=environment)
-    assert process.returncode == -signal.SIGINT
-    assert process.stderr == "train.py: interrupted\n"
+
+    def start(*more):
+        started = time.monotonic()
+        process = subprocess.Popen(
+            [sys.executable, *words, *more],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        said = process.stdout.readline()
+        assert not said or time.monotonic() - started < 2
+        more, error = process.communicate()
+        assert process.returncode == -signal.SIGINT
+        return said + more, error
+
+    name = words[-1].removeprefix("experiments.").removesuffix(".py")
+    said, error = (re.sub(rf"^{name}(.py)?: ", "", text) for text in start())
+    data = name == "predict"  # its stdout is for programs
+    assert (said, error) == ("" if data else "loading PyTorch\n", "interrupted\n")
+    assert start("--help")[0] == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

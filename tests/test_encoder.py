@@ -394,6 +394,13 @@ def test_what_looks_like_a_path_does_not_wait_for_the_network(path, tmp_path, mo
     fails(path, "no encoder in" if path == "." else "there is no directory")
 
 
+@pytest.mark.parametrize("name, task", [("mnli", "mnli"), ("full-mnli", "mnli")])
+def test_a_run_that_is_not_there(name, task, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = fails(f"runs/{name}", f"train it with --stage full --task {task};")
+    assert f"there is no directory 'runs/{name}'" in message
+
+
 def test_cache_without_network():
     """As a first run leaves the hub's cache: files of one commit, and notes of those that the
     repository does not have."""

@@ -56,6 +56,8 @@ def test_start_table_and_end(trained, tmp_path, encoder):
         best = max(best, entry["dev_accuracy"])
         assert len(row) >= len(titles)  # aligned: each cell ends under its title
     assert lines[5] == "stopped: all 3 epochs are done"
+    again, _ = trained("--stage", "adapter", "--epochs", 1, "--out", tmp_path / "short")
+    assert "stopped: the only epoch is done" in again
     assert lines[6].startswith(f"best epoch: {result['best_epoch']}, dev accuracy {best:.4f}")
     assert lines[8].startswith("next: python -m experiments.predict ")
     assert result["most_frequent_class"] == 0.5
@@ -172,6 +174,17 @@ def test_the_first_line_comes_before_torch():
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert (process.returncode, error) == (130, "train.py: interrupted\n")
+
+
+def test_data_that_no_hub_answers_for(encoder, tmp_path, capsys):
+    words = ["--stage", "head", "--task", "rte", "--model", encoder, "--out", tmp_path / "run"]
+    with pytest.raises(SystemExit) as exit:
+        command_line([str(word) for word in words])
+    error = capsys.readouterr().err
+    assert exit.value.code == 2 and error.count("\n") == 1
+    for text in ("nyu-mll/glue rte, train", "cannot be reached", os.environ["HF_HOME"]):
+        assert text in error
+    assert not (tmp_path / "run").exists()
 
 
 def test_files_have_the_users_permissions(launch, tmp_path):

@@ -309,7 +309,7 @@ for name in ("keys", "training", "_modules", "a.b", "a,b", "a\nb"):
     )
 for value, say in [
     ("", "adapter_config.json"),
-    ("runs/rte/adapter_config.json", "adapter_config.json"),
+    ("runs/rte/adapter_config.json", "is no directory, as an adapter is"),
     (LONG, "too long"),
     ("a\0b", "a"),
     ("a\nb", "no local directory"),

@@ -624,3 +624,12 @@ def test_the_encoder_may_have_moved(say, runs, encoder, tmp_path):
     (run / "config.json").write_text(json.dumps({**config, "model": str(tmp_path / "gone")}))
     assert Bert.from_pretrained(moved).directory == moved
     assert say(run, "red", "one", "--model", moved) == say(runs / "rte", "red", "one")
+
+
+def test_notes_are_no_predictions(runs, tmp_path, capsys):
+    run = shutil.copytree(runs / "rte", tmp_path / "run")
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, "encoder_sha256": "0" * 64}))
+    predict.main([str(run), "red", "one", "--device", "cpu", "--json", "--allow-other-encoder"])
+    said = capsys.readouterr()
+    assert json.loads(said.out)["label"] and said.err.startswith("note: ")

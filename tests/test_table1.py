@@ -4,8 +4,10 @@ takes no time."""
 import contextlib
 import csv
 import fcntl
+import io
 import json
 import os
+import re
 import shutil
 import signal
 import statistics
@@ -20,7 +22,7 @@ import torch
 
 import data
 from conftest import write_rows
-from experiments import grid, table1
+from experiments import grid, plan, report, table1
 from experiments.load_run import load_run
 from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights
@@ -77,9 +79,10 @@ def one_thread_pool(monkeypatch):
 
 
 @pytest.fixture
-def table(encoder, tmp_path):
+def table(encoder, tmp_path, monkeypatch):
     """table(...): table1 with the stand-in on three tiny tasks of 40, 30 and 20 examples -> its
     exit status."""
+    monkeypatch.setattr(plan, "measure", lambda *_: ((0.0, 1e-6), (0.0, 0.0)))  # takes seconds
     fake = tmp_path / "fake"
     fake.mkdir()
     (fake / "train.py").write_text(FAKE)
@@ -312,8 +315,12 @@ def test_tables_of_a_whole_grid(table, capsys):
     log = table.log()
     assert len(log) == len(set(log)) == len(list((table.out / "runs").iterdir()))
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == f"0 of {len(log)} runs are finished, {len(log)} to go"
+    assert lines[0] == "measuring a few steps of each kind of run ..."
+    estimate = rf"{len(log)} runs, at most \d+ min of training on this machine \(CPU, \d+ cores\)"
+    assert re.match(estimate, lines[1])
+    assert lines[2] == f"0 of {len(log)} runs are finished, {len(log)} to go"
     ends = [line for line in lines if " left" in line]
+    assert all(re.search(r" left, about [\d.]+ (min|hours)$", line) for line in ends[:-1])
     assert [int(line.split("; ")[1].split()[0]) for line in ends] == list(range(len(log)))[::-1]
 
     def accuracy(name):
@@ -350,11 +357,90 @@ def test_tables_of_a_whole_grid(table, capsys):
     assert (table.out / "figure3.png").read_bytes().startswith(b"\x89PNG")
     assert str(table.data) not in text
 
+    # the same table at the end
+    ours = [line for line in lines if line.startswith("small ")]
+    assert f"{row['fusion_st_a_mean']} ± {row['fusion_st_a_std']}" in "".join(ours)
+    assert lines[-1] == str(table.out / "results.md")
+
     before = tables(table.out)
     assert (
         table("--seeds", 0, 1, 2, "--jobs", 8) == 0 and table.log() == log
     )  # nothing is run again
     assert tables(table.out) == before
+    again = capsys.readouterr().out.splitlines()
+    assert again[0] == f"{len(log)} of {len(log)} runs are finished, 0 to go"
+    assert again[1:] == lines[1 - len(again) :]
+
+
+def test_time_left():
+    """As expected until a run has finished, then by what finished runs took."""
+    clock = grid.Clock({"a": 1.0, "b": 2.0, "c": 0.5}, jobs=1, devices=1)
+    assert clock.time_left({"a": 0, "b": 0, "c": 0}) == 3.5 * 3600
+    clock.finished("a", 900)  # a quarter
+    assert clock.time_left({"b": 600, "c": 0}) == 1800 - 600 + 450
+    assert clock.time_left({"b": 5000, "c": 0}) == 450
+    on_gpus = grid.Clock({"a": 1.0, "b": 2.0}, jobs=4, devices=2)  # two share one
+    assert on_gpus.time_left({"a": 0, "b": 0}) == 1.5 * 3600
+    on_gpus.finished("a", 3600)
+    assert on_gpus.time_left({"b": 0}) == 0.5 * 3600
+    words = [grid.in_words(seconds) for seconds in (20, 600, 9000)]
+    assert words == ["1 min", "10 min", "2.5 hours"]
+
+
+def test_what_is_left_on_a_terminal(table, monkeypatch):
+    """A line that goes when the grid has ended."""
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert table("--systems", "st_a_16", "--seeds", 0) == 0
+    shown = terminal.getvalue()
+    assert re.search(r"\r3 runs left, .*; now st_a_16-big-0", shown)
+    assert re.search(r"\r1 run left, about .*; now st_a_16-small-0", shown)
+    assert re.search(r"\r +\r+$", shown)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory: 1 byte")])
+def test_a_grid_without_an_estimate(table, capsys, monkeypatch, error):
+    """What has no room for the measurement may have room for the runs."""
+
+    def measure(*_):
+        raise error
+
+    monkeypatch.setattr(plan, "measure", measure)
+    assert table("--systems", "st_a_16", "--seeds", 0) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "note: memory is too small to measure how long it takes"
+    assert lines[3].endswith("; 2 left")
+
+
+def test_a_gpu_is_measured_in_another_process():
+    assert plan.in_another_process(os.getpid, needed=True) != os.getpid()
+    assert plan.in_another_process(os.getpid, needed=False) == os.getpid()
+
+
+def test_why_a_run_failed(tmp_path):
+    log = tmp_path / "log"
+    for text, status, reason in (
+        ("train.py: loading PyTorch\n", -9, "it said nothing (killed by signal 9)"),
+        ("train.py: loading PyTorch\nTraceback\nKeyError: 1\n", 1, "KeyError: 1 (status 1)"),
+        ("train.py: loading PyTorch\ntrain.py: no such task\nbye\n", 2, "no such task"),
+    ):
+        log.write_text(f"before\n{text}")
+        assert grid.failure_reason(log, 7, status) == reason
+
+
+def test_tables_for_a_terminal(monkeypatch):
+    table = report.markdown(
+        "Table", ["task", "a", "b"], [["rte", "1.00 ± 2.00", ""], ["", "–", "3"]]
+    )
+    monkeypatch.setenv("COLUMNS", "30")
+    assert report.for_terminal(table) == (
+        "Table\n\ntask  a            b\nrte   1.00 ± 2.00\n      –            3"
+    )
+    monkeypatch.setenv("COLUMNS", "18")
+    assert report.for_terminal(table) == (
+        "Table\n\ntask  a\nrte   1.00 ± 2.00\n      –\n\ntask  b\nrte\n      3"
+    )
 
 
 def test_the_papers_values_are_beside_ours(table):
@@ -509,7 +595,12 @@ def test_a_run_that_another_process_is_at_is_waited_for(table, tmp_path, capsys)
     """It is not started twice."""
     words = ["--systems", "st_a_16", "--seeds", "0", "--jobs", "2"]
     log = grid.lock(table.out, "st_a_16-big-0")
-    threading.Timer(1.0, log.close).start()
+
+    def release():
+        wait_for(lambda: len(table.log()) == 2)  # the others have run meanwhile
+        log.close()
+
+    threading.Thread(target=release).start()
     assert table(*words) == 0
     assert "st_a_16-big-0: another process is running it" in capsys.readouterr().out
     assert len(table.log()) == 3
