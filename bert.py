@@ -2,11 +2,9 @@
 
     bert = Bert.from_pretrained("google-bert/bert-base-uncased")  # or a directory
     h = bert(input_ids, token_type_ids, attention_mask)           # [B, T] -> [B, T, d]
-
     python bert.py SOURCE "Some text"              # what is in a checkpoint, and does it work?
 
-Shapes: B batch, T tokens, d hidden_size, H heads. References are to Pfeiffer et al., AdapterFusion
-(EACL 2021), and Devlin et al., BERT (NAACL 2019).
+Shapes: B batch, T tokens, d hidden_size, H heads. Figures and sections are the paper's.
 """
 
 if __name__ == "__main__":

@@ -394,7 +394,7 @@ def gradients(encoder, configuration):
     stage, kind, _ = configuration
     changes = {"layer_norms": True} if kind and "layer_norms" in kind else {}
     args = SimpleNamespace(out=None, stage=stage, adapter_config=changes, grad_accumulation=1)
-    run = Run(args, None, torch.device("cpu"))
+    run = Run(args, None, torch.device("cpu"), made=False)
     model = train.Model(bert, heads).eval()  # without dropout
     run.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     run.step_loss, distributed = torch.zeros(()), run.distribute(model)
