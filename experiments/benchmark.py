@@ -109,7 +109,9 @@ def cells(name, row, args):
     ):
         result[name, "bfloat16"] = {**base, "dtype": "bfloat16"}
     if args.compile and name in ("stage 1 step", "fusion step, N = 16"):
-        result[name, "compiled"] = {**base, "compile": True}
+        for (_, column), spec in list(result.items()):
+            name_of = "compiled" if column == "ours" else f"{column}, compiled"
+            result[name, name_of] = {**spec, "compile": True}
     if row["kind"] != "epoch":
         result[name, "reference"] = peer
     else:
@@ -300,6 +302,8 @@ def measure(specs, repeats, args):
         for turn in range(repeats + 1):
             for key, process in processes.items():
                 result = ask(process, key, "go" if turn else "warm")
+                if not turn and specs[key].get("compile"):
+                    results[key]["first"] = result["seconds"]
                 if turn:
                     results[key]["seconds"].append(result.pop("seconds"))
                     for name, value in result.items():
@@ -636,6 +640,13 @@ def report(results, about, args):
         if name.startswith("matrix")
     ]
     lines.append(f"\nRate of the matrix product: {'; '.join(rates) or 'not measured'}.")
+    first = [
+        f"{name}, {column} {result['first']:.0f} s"
+        for (name, column), result in results.items()
+        if "first" in result
+    ]
+    if first:
+        lines.append(f"\nThe first step, in which torch.compile compiles: {'; '.join(first)}.")
     if not args.peer_python:
         lines.append("\nWithout --peer-python: our side alone.")
     shares, costs = evaluation(results)

@@ -287,7 +287,7 @@ def build(spec):
             loss().item()
         )  # the same on both sides, or they do not compute the same function
     if spec["compile"]:
-        side.modules[0].compile(dynamic=False)
+        side.modules[0].compile(dynamic=True)  # as train.py does
     work = (
         training_step(side, spec, loss)
         if spec["kind"] == "step"
