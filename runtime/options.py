@@ -269,6 +269,7 @@ def arguments(argv, stages, adapters, fusions):
     prefix = "" if args.stage == "adapter" else f"{args.stage}-"
     args.adapter_config = dict(map(as_field, args.adapter_config))
     args.lengths = None  # by task, see choose_lengths
+    args.origins = {}  # {name: what --adapters says}, see find_adapters
     args.renamed = as_columns(args.renamed)
     args.out = Path(args.out or ("runs/multitask" if multitask else f"runs/{prefix}{args.task}"))
     args.task, args.tasks = args.task or ",".join(args.tasks), args.tasks or [args.task]
@@ -443,6 +444,7 @@ def find_adapters(args, kinds, model_type):
                 both = f"{found[other]} and {directory}"
                 raise ValueError(f"two adapters are called {name!r}: {both}")
         found[name] = directory
+        args.origins[name] = source  # for messages: a hub id says more than its place in the cache
     return found
 
 
@@ -451,7 +453,8 @@ def check_encoders(args, kinds, found, digest):
     than the one with this digest, unless --allow-other-encoder."""
     for name, directory in found.items():
         values = read_adapter_config(directory, kinds, name)[2]
-        check_encoder(directory, directory, values, args.model, digest, args.allow_other_encoder)
+        source, allow = args.origins[name], args.allow_other_encoder
+        check_encoder(source, directory, values, args.model, digest, allow)
 
 
 def choose_lengths(args, tasks, longest):
@@ -481,6 +484,7 @@ def choose_score(args, scores):
 # How a run goes on, not what it computes; or recorded as it was found: device, dtype, compile
 NOT_RECORDED = {
     "lengths",
+    "origins",
     "out",
     "resume",
     "overwrite",
