@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import tempfile
 import time
 
@@ -15,6 +16,10 @@ os.environ.setdefault(
 os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # for tensors as small as these, and beside other work, one is faster
+
+# a suite in the background of a script ignores both, and so would all that it starts
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
