@@ -1,5 +1,5 @@
 """train.py in processes of its own that can be killed, limited and put side by side. They are
-forked from one that has imported torch already, which takes seconds."""
+forked from one that has imported torch and `datasets` already, which takes seconds."""
 
 import multiprocessing.connection
 import os
@@ -8,7 +8,7 @@ import sys
 import threading
 
 context = multiprocessing.get_context("forkserver")
-context.set_forkserver_preload(["train", "torch._dynamo", "pytest"])
+context.set_forkserver_preload(["train", "torch._dynamo", "pytest", "datasets", "pandas"])
 one_at_a_time = (
     threading.Lock()
 )  # to start a process is also to look for the ends of others, each of which is told once
