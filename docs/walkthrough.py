@@ -175,7 +175,7 @@ print(f"always saying the most frequent class: {100 * labels.bincount().max() / 
 
 # %%
 show(task_probabilities)
-sizes = {"library": 700, "kind": 700, "same": 2000}
+sizes = {"library": 500, "kind": 500, "same": 1600}
 for epoch in (1, 13, 25):
     p = task_probabilities(list(sizes.values()), "annealed", epoch, 25)
     print(
@@ -424,7 +424,7 @@ print("at the start it is", f"{fusion_regularization(bert).item():.1e}")
 settings = ["--model", model, "--seed", 0, "--lr", "5e-4"]
 single = {
     task: run(task, "--stage", "adapter", "--task", task, "--epochs", epochs, *settings)
-    for task, epochs in {"library": 2, "kind": 2, "same": 3, "numpy_same": 6}.items()
+    for task, epochs in {"library": 1, "kind": 1, "same": 2, "numpy_same": 3}.items()
 }
 
 # %% [markdown]
@@ -434,7 +434,7 @@ single = {
 kept, from_pretrained = [], Bert.from_pretrained
 Bert.from_pretrained = lambda source: kept.append(from_pretrained(source)) or kept[-1]
 try:
-    stage = ["--stage", "fusion", "--task", "numpy_same", "--epochs", 6]
+    stage = ["--stage", "fusion", "--task", "numpy_same", "--epochs", 5]
     fused = run("fusion-numpy_same", *stage, "--adapters", *map(RUNS.joinpath, single), *settings)
 finally:
     Bert.from_pretrained = from_pretrained

@@ -137,9 +137,9 @@ def build_tasks(out, rng):
                 text for text in texts if count[text] == 1
             )  # one with two answers is no question
             rows += [
-                {"text_a": text, "label": label} for text in rng.sample(texts, min(300, len(texts)))
+                {"text_a": text, "label": label} for text in rng.sample(texts, min(250, len(texts)))
             ]
-        write(out, task, rows, rng, train=700, dev=200)
+        write(out, task, rows, rng, train=500, dev=200)
 
     def pairs(found, n):
         """n pairs of a docstring's first sentence and a later one, half of them from the same
@@ -157,7 +157,7 @@ def build_tasks(out, rng):
         return rows
 
     source = [texts for name in ("std", "torch") for _, texts in pools[name]]
-    write(out, "same", pairs(source, 2200), rng, train=2000, dev=200)
+    write(out, "same", pairs(source, 1800), rng, train=1600, dev=200)
     # the target's development set is from other docstrings than its training set
     target = [texts for _, texts in pools["numpy"]]
     rng.shuffle(target)
@@ -215,13 +215,13 @@ def train_all(args):
 
     common = ["--data-dir", data_dir, "--model", model, "--seed", args.seed, "--max-length", 48]
     common += ["--lr", "5e-4", "--batch-size", 16, "--overwrite"]
-    sources, target = {"library": 2, "kind": 2, "same": 3}, "numpy_same"
+    sources, target = {"library": 1, "kind": 1, "same": 2}, "numpy_same"
     results = {}
-    for task, epochs in {**sources, target: 6}.items():
+    for task, epochs in {**sources, target: 3}.items():
         stage = ["--stage", "adapter", "--task", task, "--epochs", epochs]
         results[task] = run(args.out / task, *stage, *common)
     fusion = args.out / f"fusion-{target}"
-    stage = ["--stage", "fusion", "--task", target, "--epochs", 6]
+    stage = ["--stage", "fusion", "--task", target, "--epochs", 5]
     adapters = ["--adapters", *(args.out / task for task in results)]
     results["fusion"] = run(fusion, *stage, *adapters, *common)
     picture = args.out / "fusion_weights.png"
