@@ -82,7 +82,7 @@ def attempt(directory, succeeds=None):
     assert (
         peak < 4 * size + 2_000_000
     )  # the model's own Python objects, and those of the index, are in the constant
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 20
     if error is None:
         assert succeeds is not False and same(bert)
     else:

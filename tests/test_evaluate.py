@@ -249,7 +249,7 @@ def test_of_many_classes_only_what_occurs_is_told():
     right, predictions = torch.tensor([7, 7, 29_999]), torch.tensor([7, 8, 29_999])
     started = time.monotonic()
     result = {"examples": 3, **evaluation.by_class(names, right, predictions)}
-    assert time.monotonic() - started < 2
+    assert time.monotonic() - started < 8
     assert result["confusion"] == {
         "class 7": {"class 7": 1, "class 8": 1},
         "class 29999": {"class 29999": 1},

@@ -1645,7 +1645,7 @@ def test_many_labels_are_looked_up_at_once():
     task = data.Task(None, None, ("text_a",), tuple(f"c{i}" for i in range(30_000)), ())
     started = time.monotonic()
     found = [task.kind.label(task, f"C{i}") for i in range(20_000)]
-    assert found == list(range(20_000)) and time.monotonic() - started < 2
+    assert found == list(range(20_000)) and time.monotonic() - started < 8
 
 
 def test_out_of_memory_while_the_model_is_built(box, capsys, monkeypatch):
