@@ -247,6 +247,49 @@ def test_resume(number, encoder, command, tmp_path):
                 assert log_of(out)[0] == pytest.approx(log_of(reference)[0], abs=1e-5)
 
 
+PHASES = {  # what a process is about to do when it is killed
+    "encoder": (train, "build"),
+    "tokens": (train, "load_split"),
+    "start": (runtime.run.Run, "begin"),
+    "evaluation": (train, "evaluate"),
+    "state": (runtime.run.Run, "save"),
+    "end": (runtime.run.Run, "restore_best"),
+    "files": (runtime.run.Run, "finish"),
+}
+
+
+def die_in(phase):
+    """To be called in a child."""
+    owner, name = PHASES[phase]
+    setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_killed_in_any_phase(phase, command, tmp_path):
+    """torchrun ends the others when one is killed; here nobody does, and they end by themselves or
+    wait. The same command continues, or starts where nothing had been saved, and comes to the
+    end."""
+    output, out = tmp_path / "output", tmp_path / "out"
+    rank = list(PHASES).index(phase) % 2
+    options = ["--epochs", 2, "--save-minutes", 0, "--resume"]
+    processes = start(2, command("adapter", out, *options), output, {rank: [(die_in, phase)]})
+    assert child.finish(processes[rank], f"{output}.{rank}")[0] == -signal.SIGKILL
+    other = processes[1 - rank]
+    if child.wait(other, 3) is None:
+        other.terminate()  # as torchrun does
+        if child.wait(other, 3) is None:
+            other.kill()
+    assert "Traceback" not in Path(f"{output}.{1 - rank}").read_text()
+    statuses, texts = finish(start(2, command("adapter", out, *options), output), output)
+    assert statuses == [0, 0], texts
+    undisturbed = tmp_path / "undisturbed"
+    statuses, texts = finish(start(2, command("adapter", undisturbed, *options), output), output)
+    assert statuses == [0, 0], texts
+    ours, theirs = tensors_of(out), tensors_of(undisturbed)
+    assert log_of(out) == log_of(undisturbed) and ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def out_of_memory():
     """To be called in a child."""
 
