@@ -234,7 +234,7 @@ class Head(nn.Module):
     def __init__(self, config, bert_config):
         super().__init__()
         self.config = adapterhub.head_config(config)
-        self.num_outputs = self.config.get("num_labels") or self.config.get("num_choices")
+        self.num_outputs = adapterhub.head_outputs(self.config)
         self.layers = adapterhub.head_layers(self.config, bert_config)
         d = bert_config.hidden_size
         self.pooler = nn.Linear(d, d) if self.config["use_pooler"] else None  # the encoder's own

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from experiments.load_run import add_import, cast, load_run, load_run_split
+from experiments.load_run import add_encoder, add_import, cast, load_run, load_run_split
 from runtime.command import errors_in_one_line
 from runtime.options import Parser, check_counts
 from runtime.processes import out_of_memory
@@ -54,8 +54,7 @@ def arguments(argv=None):
         metavar="ADAPTER",
         help="without these adapters of a fusion",
     )
-    add("--model", help="where the encoder is now, if not where the run found it")
-    add("--allow-other-encoder", action="store_true", help="even if its weights are others")
+    add_encoder(parser)
     add("--data-dir", help="directory with TASK/SPLIT.jsonl")
     add("--max-length", type=int, help="tokens per candidate")
     add("--batch-size", type=int, help="examples at once")

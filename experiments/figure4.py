@@ -28,7 +28,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from data import batches, length_groups
-from experiments.load_run import add_import, load_run, load_run_split
+from experiments.load_run import add_encoder, add_import, load_run, load_run_split
 from experiments.report import save_figure, write_csv
 from formats.files import read_json
 from fusion import fusion_weights
@@ -414,11 +414,8 @@ def main(argv=None):
     parser.add_argument(
         "--data-dir", help="directory with TASK/validation.jsonl; default: where each run had it"
     )
-    parser.add_argument("--model", help="where the encoder is now, if not where the runs found it")
+    add_encoder(parser)
     add_import(parser)
-    parser.add_argument(
-        "--allow-other-encoder", action="store_true", help="even if its weights are others"
-    )
     parser.add_argument("--overwrite", action="store_true", help="replace earlier figures")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     with errors_in_one_line("figure4.py"):

@@ -37,7 +37,7 @@ import train
 from formats.files import read_json, write_json
 from runtime.command import first_line
 from runtime.directory import is_finished
-from runtime.processes import STOP, end_with_parent
+from runtime.processes import end_with_parent, signals_heard
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 INTERRUPTED = "interrupted; the same command goes on from here"
@@ -246,28 +246,22 @@ def run(cells, out, jobs=1, cuda=False, launch=(sys.executable,), part=(0, 1), h
     Ctrl-C, SIGTERM or SIGHUP, once the children have saved their state.
     """
     runner = Runner(cells, out, jobs, cuda, launch, part, hours)
-    signals = []
 
-    def hear(number, _):
-        signals.append(number)
-        if len(signals) > 1:  # at once
-            for child in runner.running.values():
-                kill(child.process)
+    def kill_all():
+        for child in runner.running.values():
+            kill(child.process)
 
-    wanted = [number for number in STOP if signal.getsignal(number) is not signal.SIG_IGN]
-    handlers = {number: signal.signal(number, hear) for number in wanted}
-    try:
-        while (runner.todo or runner.running) and not signals:
-            runner.look_after_children()
-            runner.start_what_can_start()
-            runner.show()
-            time.sleep(0.05)
-        if signals:
-            raise KeyboardInterrupt
-    finally:
-        stop([child.process for child in runner.running.values()], runner.status)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    with signals_heard(again=kill_all) as signals:
+        try:
+            while (runner.todo or runner.running) and not signals:
+                runner.look_after_children()
+                runner.start_what_can_start()
+                runner.show()
+                time.sleep(0.05)
+            if signals:
+                raise KeyboardInterrupt
+        finally:
+            stop([child.process for child in runner.running.values()], runner.status)
     return runner.failed
 
 

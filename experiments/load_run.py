@@ -21,7 +21,7 @@ import torch
 from adapter import activate, load_adapter, load_head
 from bert import Bert
 from data import TASKS, Choices, Classes, get_task, load_split
-from formats.adapterhub import check_name
+from formats.adapterhub import check_name, refuse_or_note
 from formats.files import read_json
 from formats.tokenizer import load_tokenizer
 from fusion import fusions, load_fusion
@@ -39,6 +39,14 @@ def add_import(parser):
         action="append",
         type=import_module,
         help="a module that makes the run's kinds known, for instance examples.lora",
+    )
+
+
+def add_encoder(parser):
+    """The options of such a command that say which encoder is the run's."""
+    parser.add_argument("--model", help="where the encoder is now, if not where the run found it")
+    parser.add_argument(
+        "--allow-other-encoder", action="store_true", help="even if its weights are others"
     )
 
 
@@ -162,9 +170,7 @@ def load_run(
     if other := [name for name in found if config.get(name) not in (None, found[name])]:
         what = other[0].removesuffix("_sha256")
         problem = f"{directory} was trained with another {what} than that in {bert.directory}"
-        if not allow_other_encoder:
-            raise ValueError(f"{problem}: --allow-other-encoder takes it all the same")
-        print(f"note: {problem}")
+        refuse_or_note(problem, allow_other_encoder)
     if stage == "multitask":
         if type(labels.get(task)) is not list:
             raise ValueError(

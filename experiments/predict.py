@@ -38,7 +38,7 @@ import numpy as np
 import torch
 
 from data import TASKS, Choices, Classes, Task, batch_order, collate, example, own_choices
-from experiments.load_run import add_import, load_run, task_kind
+from experiments.load_run import add_encoder, add_import, load_run, task_kind
 from formats.rows import READERS, line_of, read_rows
 from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights
@@ -597,10 +597,7 @@ def main(argv=None):
         help="without these adapters of a fusion",
     )
     parser.add_argument("--task", help="which task of a multi-task run")
-    parser.add_argument("--model", help="where the encoder is now, if not where the run found it")
-    parser.add_argument(
-        "--allow-other-encoder", action="store_true", help="even if its weights are others"
-    )
+    add_encoder(parser)
     add_import(parser)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     with errors_in_one_line("predict.py"):

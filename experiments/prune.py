@@ -43,7 +43,7 @@ import torch
 from adapter import save_adapter
 from data import batches, length_groups
 from experiments.figure4 import average, inputs_of
-from experiments.load_run import cast, load_run, load_run_split, unknown_kind
+from experiments.load_run import add_encoder, cast, load_run, load_run_split, unknown_kind
 from experiments.report import save_figure, write_csv
 from formats.files import read_json, write_json
 from fusion import fusions, save_fusion
@@ -469,10 +469,7 @@ def main(argv=None):
         help="training examples to see the fusion weights on, at most",
     )
     parser.add_argument("--data-dir", help="default: where the run had it")
-    parser.add_argument("--model", help="where the encoder is now, if not where the run found it")
-    parser.add_argument(
-        "--allow-other-encoder", action="store_true", help="even if its weights are others"
-    )
+    add_encoder(parser)
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda", "mps"])
     ended = "interrupted, nothing is written"
     with errors_in_one_line("prune.py", torch.OutOfMemoryError, interrupted=ended):

@@ -364,12 +364,17 @@ def head_config(config):
                 f"a head with {field} = {config.get(field)!r:.50} is not supported, only "
                 f"{values[0]}"
             )
-    outputs = config.get("num_labels") or config.get("num_choices")
+    outputs = head_outputs(config)
     if type(outputs) is not int or not 0 < outputs < 100_000:
         raise ValueError("a head needs num_labels or num_choices")
     if config["dropout_prob"] is not None:
         check_dropout(config["dropout_prob"])
     return config
+
+
+def head_outputs(config):
+    """K: how many labels or choices a head is for, None where its configuration does not say."""
+    return config.get("num_labels") or config.get("num_choices")
 
 
 def head_layers(config, encoder):
@@ -379,9 +384,8 @@ def head_layers(config, encoder):
     for default in (encoder.classifier_dropout, encoder.hidden_dropout_prob):
         p = default if p is None else p
     d = encoder.hidden_size
-    outputs = config.get("num_labels") or config.get("num_choices")
-    if config["head_type"] == "multiple_choice":  # each choice is scored by itself
-        outputs = 1
+    # each choice is scored by itself
+    outputs = 1 if config["head_type"] == "multiple_choice" else head_outputs(config)
     layers = [nn.Dropout(p), nn.Linear(d, outputs)]
     if config["layers"] == 2:
         layers = [nn.Dropout(p), nn.Linear(d, d), nn.Tanh(), *layers]
@@ -642,6 +646,11 @@ def check_encoder(source, directory, values, model, digest, allow=False):
         allow = allow or Path(model).is_dir()
     else:
         return
+    refuse_or_note(problem, allow)
+
+
+def refuse_or_note(problem, allow):
+    """What happens where an encoder is not the one of the training."""
     if not allow:
         raise ValueError(f"{problem}: --allow-other-encoder takes it all the same")
     print(f"note: {problem}")

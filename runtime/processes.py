@@ -67,15 +67,17 @@ STOP = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]  # Ctrl-C, a scheduler, a 
 
 
 @contextlib.contextmanager
-def signals_heard():
+def signals_heard(again=None):
     """A list to which the numbers of the signals that ask for a stop are added, in place of what
-    they would do. The second ends this process at once. One that is ignored, as nohup has SIGHUP
-    ignored, stays so."""
+    they would do. The second ends this process at once, or calls `again` where that is given. One
+    that is ignored, as nohup has SIGHUP ignored, stays so."""
     heard = []
 
     def hear(number, _):
         heard.append(number)
-        if len(heard) > 1:
+        if len(heard) > 1 and again is not None:
+            again()
+        elif len(heard) > 1:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

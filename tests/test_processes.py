@@ -264,15 +264,28 @@ def die_in(phase):
     setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
 
 
+IN_ANY_PHASE = ["--epochs", 2, "--save-minutes", 0, "--resume"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(command, tmp_path_factory):
+    out = tmp_path_factory.mktemp("undisturbed")
+    output = out / "output"
+    arguments = command("adapter", out / "run", *IN_ANY_PHASE)
+    statuses, texts = finish(start(2, arguments, output), output)
+    assert statuses == [0, 0], texts
+    return out / "run"
+
+
 @pytest.mark.parametrize("phase", PHASES)
-def test_killed_in_any_phase(phase, command, tmp_path):
+def test_killed_in_any_phase(phase, command, undisturbed, tmp_path):
     """torchrun ends the others when one is killed; here nobody does, and they end by themselves or
     wait. The same command continues, or starts where nothing had been saved, and comes to the
     end."""
     output, out = tmp_path / "output", tmp_path / "out"
     rank = list(PHASES).index(phase) % 2
-    options = ["--epochs", 2, "--save-minutes", 0, "--resume"]
-    processes = start(2, command("adapter", out, *options), output, {rank: [(die_in, phase)]})
+    arguments = command("adapter", out, *IN_ANY_PHASE)
+    processes = start(2, arguments, output, {rank: [(die_in, phase)]})
     assert child.finish(processes[rank], f"{output}.{rank}")[0] == -signal.SIGKILL
     other = processes[1 - rank]
     if child.wait(other, 3) is None:
@@ -280,10 +293,7 @@ def test_killed_in_any_phase(phase, command, tmp_path):
         if child.wait(other, 3) is None:
             other.kill()
     assert "Traceback" not in Path(f"{output}.{1 - rank}").read_text()
-    statuses, texts = finish(start(2, command("adapter", out, *options), output), output)
-    assert statuses == [0, 0], texts
-    undisturbed = tmp_path / "undisturbed"
-    statuses, texts = finish(start(2, command("adapter", undisturbed, *options), output), output)
+    statuses, texts = finish(start(2, arguments, output), output)
     assert statuses == [0, 0], texts
     ours, theirs = tensors_of(out), tensors_of(undisturbed)
     assert log_of(out) == log_of(undisturbed) and ours.keys() == theirs.keys()
