@@ -407,7 +407,10 @@ def fetch(source, files=ADAPTER):
         if not (Path(source) / files.config).is_file():
             path = Path(source) / "config.json"
             stage = read_json(path).get("stage") if path.is_file() else None
-            why = f", it is a run of --stage {stage}: leave it out" if stage else ""
+            if stage:
+                why = f", it is a run of --stage {stage}: leave it out"
+            else:
+                why = ", so it holds no adapter: leave it out" if files is ADAPTER else ""
             raise FileNotFoundError(f"{source} has no {files.config}{why}")
         return Path(source)
     if files is ADAPTER and is_local(source):

@@ -321,7 +321,7 @@ for value, say in [
     ("nowhere/mnli", "no local directory"),
     ("data/mnli", "--stage adapter --task mnli"),
     ("runs/fusion-rte", "it is a run of --stage fusion: leave it out"),
-    ("data", "adapter_config.json"),
+    ("data", "so it holds no adapter: leave it out"),
 ]:
     case(
         f"--adapters {value[:9]!r}",
