@@ -1,7 +1,8 @@
 """Even weights instead of attention: how much of AdapterFusion's gain is the attention's?
 
-    python examples/mean_fusion.py --stage fusion --task rte --fusion mean --adapters runs/*
-    python examples/mean_fusion.py --stage fusion --task rte --fusion mean_outputs --adapters runs/*
+    python examples/mean_fusion.py --stage fusion --task rte --fusion mean --adapters runs/mnli runs/rte
+    python examples/mean_fusion.py --stage fusion --task rte --fusion mean_outputs --out runs/even \
+        --adapters runs/mnli runs/rte
     python -m experiments.evaluate runs/fusion-rte --import examples.mean_fusion
 
 mean           o = V · 1/N Σ_n z_n, where V is trained as in the paper

@@ -140,8 +140,7 @@ def arguments(argv):
         help="also train " + ", ".join(EXTRAS),
     )
     grid.add_stage_options(parser, STAGES)
-    own, rest = grid.split(argv)
-    args = parser.parse_args(own)
+    args, rest = grid.own_arguments(parser, argv)
     for name in ("tasks", "seeds", "reduction_factors"):
         setattr(args, name, grid.distinct(getattr(args, name)))
     grid.complete(args, rest, STAGES)

@@ -488,6 +488,17 @@ def split(argv):
     return argv[:place], argv[place + 1 :]
 
 
+def own_arguments(parser, argv):
+    """(what the grid's parser understands, the words after "--")"""
+    own, rest = split(argv)
+    args, unknown = parser.parse_known_args(own)
+    if unknown:
+        parser.error(
+            f"unrecognized arguments: {' '.join(unknown)} (options of train.py follow after --)"
+        )
+    return args, rest
+
+
 def check_not_owned(words, owned, where):
     """Raises ValueError for an option of train.py that the grid sets itself. argparse also takes
     beginnings of an option's name."""

@@ -11,7 +11,6 @@ imported that makes the kind known: in a command by --import. No run makes its r
 import argparse
 import contextlib
 import importlib
-import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from formats.tokenizer import load_tokenizer
 from fusion import fusions, load_fusion
 from runtime.options import check_length
 from runtime.processes import choose_device
-from runtime.run import describe_encoder
+from runtime.run import describe_encoder, program_of
 from train import STAGES
 
 
@@ -64,17 +63,12 @@ def naming_program(config):
     try:
         yield
     except ValueError as e:
-        command = config.get("command")
-        try:
-            program = Path(shlex.split(command)[0] if type(command) is str else "train.py")
-        except (ValueError, IndexError):
-            program = Path("train.py")
-        module = ".".join(part for part in program.with_suffix("").parts if part.isidentifier())
-        if program.name == "train.py" or not module or module in sys.modules:
+        program = program_of(config)
+        if program is None or program[1] in sys.modules:
             raise
         raise ValueError(
-            f"{e}; the run was made by {program!s:.100}: if its kind is unknown here, add --import "
-            f"{module:.100}, where this command has it"
+            f"{e}; the run was made by {program[0]!s:.100}: if its kind is unknown here, add "
+            f"--import {program[1]:.100}, where this command has it"
         ) from e
 
 

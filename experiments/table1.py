@@ -107,8 +107,7 @@ WEIGHT_EXAMPLES = 1000  # fusion weights are means over at most so many developm
 
 
 def arguments(argv):
-    own, rest = grid.split(argv)
-    args = parser().parse_args(own)
+    args, rest = grid.own_arguments(parser(), argv)
     for name in ("tasks", "systems", "seeds", "sequence"):
         if getattr(args, name) is not None:
             setattr(args, name, grid.distinct(getattr(args, name)))

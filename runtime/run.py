@@ -453,16 +453,30 @@ def mean_scores(scores):
 def next_command(out, config):
     """What to try with a run that has just finished."""
     stage, place = config["stage"], shlex.quote(str(out))
+    program = program_of(config)
+    fork = f" --import {program[1]}" if program else ""  # what makes its kinds known
     if stage == "multitask":
         first = shlex.quote(next(iter(config["labels"])))
-        return f"python -m experiments.evaluate {place} --task {first}"
+        return f"python -m experiments.evaluate {place} --task {first}{fork}"
     if stage == "fusion":
-        return f"python -m experiments.figure4 {place} --out {shlex.quote(f'{out}-figures')}"
+        figures = shlex.quote(f"{out}-figures")
+        return f"python -m experiments.figure4 {place} --out {figures}{fork}"
     columns = config["columns"][config["task"]]
     if {"choices", "endings"} & {*columns}:
-        return f"python -m experiments.evaluate {place}"
+        return f"python -m experiments.evaluate {place}{fork}"
     texts = " ".join(shlex.quote(f"<{column}>") for column in columns)
-    return f"python -m experiments.predict {place} {texts}"
+    return f"python -m experiments.predict {place} {texts}{fork}"
+
+
+def program_of(config):
+    """(path, name of the module) of the program that made a run, None for train.py itself."""
+    command = config.get("command")
+    try:
+        program = Path(shlex.split(command)[0] if type(command) is str else "train.py")
+    except (ValueError, IndexError):
+        return None
+    module = ".".join(part for part in program.with_suffix("").parts if part.isidentifier())
+    return None if program.name == "train.py" or not module else (program, module)
 
 
 def most_frequent(splits):

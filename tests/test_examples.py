@@ -23,6 +23,7 @@ from examples.sts_b import Regression, pearson, ranks, spearman
 from experiments import evaluate, figure4, predict, prune, publish
 from experiments.load_run import import_module
 from fusion import add_fusion, fusions
+from runtime.run import next_command
 from test_kinds import examples, inputs, new_bert, places, trained  # noqa: F401  (fixtures)
 
 REPOSITORY = Path(train.__file__).resolve().parent
@@ -168,6 +169,12 @@ def test_a_run_is_read_once_its_kind_is_imported(fork_runs):
     )
     accuracy = json.loads((run / "metrics.json").read_text())["accuracy"]
     assert status == 0 and json.loads(out.splitlines()[-1])["accuracy"] == accuracy, err
+    for run in fork_runs.values():  # and the command that a run recommends has the option
+        config = json.loads((run / "config.json").read_text())
+        module = Path(config["command"].split()[0]).stem
+        assert next_command(run, config).endswith(f" --import examples.{module}")
+    assert "--import" not in next_command(run, config | {"command": "train.py --stage adapter"})
+    run = fork_runs["lora"]
     status, out, err = python("-m", "experiments.evaluate", run, "--import", "examples.lor")
     assert status == 2 and err.count("\n") == 1 and "'examples.lor' cannot be imported" in err
 

@@ -720,6 +720,7 @@ def test_lock_is_the_childs(tmp_path):
         (["--model", "nowhere/at/all"], "nowhere/at/all"),
         (["--data-dir", "nowhere"], "nowhere is not a directory"),
         (["--sequence", "nothing"], "unknown task 'nothing'"),
+        (["--epochs", "1"], "--epochs 1 (options of train.py follow after --)"),
         (["--fusion-options", "--task x"], "--task does not belong in --fusion-options"),
         (["--fusion-options=--limit-train=5"], "--limit-train does not belong"),
         (["--fusion-options", "--epochs 0"], "--epochs must be at least 1"),
