@@ -1,6 +1,7 @@
 """Even weights instead of attention: how much of AdapterFusion's gain is the attention's?
 
-    python examples/mean_fusion.py --stage fusion --task rte --fusion mean --adapters runs/mnli runs/rte
+    python examples/mean_fusion.py --stage fusion --task rte --fusion mean \
+        --adapters runs/mnli runs/rte
     python examples/mean_fusion.py --stage fusion --task rte --fusion mean_outputs --out runs/even \
         --adapters runs/mnli runs/rte
     python -m experiments.evaluate runs/fusion-rte --import examples.mean_fusion

@@ -1,7 +1,8 @@
 """Scaled dot products, as in Vaswani et al. (2017): the softmax of scores / √d, which the paper's
 fusion leaves out. The weights start, and stay longer, near 1/N.
 
-    python examples/scaled_fusion.py --stage fusion --task rte --fusion scaled --adapters runs/mnli runs/rte
+    python examples/scaled_fusion.py --stage fusion --task rte --fusion scaled \
+        --adapters runs/mnli runs/rte
     python -m experiments.figure4 runs/fusion-rte --out figures --import examples.scaled_fusion
 """
 
