@@ -1,11 +1,17 @@
 """train.py in processes of its own that can be killed, limited and put side by side. They are
 forked from one that has imported torch and `datasets` already, which takes seconds."""
 
+import contextlib
 import multiprocessing.connection
 import os
+import runpy
 import signal
+import subprocess
 import sys
 import threading
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["train", "torch._dynamo", "pytest", "datasets", "pandas"])
@@ -55,6 +61,69 @@ def finish(process, output, timeout=120):
     assert status is not None, f"still running after {timeout} s"
     with open(output) as file:
         return status, file.read()
+
+
+class Program:
+    """`python WORDS`, as subprocess.Popen starts it with pipes of text. All is as in a process that
+    is started anew, sys.argv, __main__, signals, stdout and stderr; only imports have been made."""
+
+    def __init__(self, words, **environment):
+        (stdin, ours), (out, stdout), (error, stderr) = (
+            context.Pipe(duplex=False) for _ in range(3)
+        )
+        theirs = [stdin, stdout, stderr]
+        words = [str(word) for word in words]
+        self.process = context.Process(target=run_program, args=(words, theirs, environment))
+        with one_at_a_time:
+            self.process.start()
+        self.pid = self.process.pid
+        self.stdin = open(os.dup(ours.fileno()), "w")
+        self.stdout, self.stderr = open(os.dup(out.fileno())), open(os.dup(error.fileno()))
+        for end in (ours, out, error, *theirs):
+            end.close()
+
+    def send_signal(self, number):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def wait(self, timeout=None):
+        status = wait(self.process, timeout)
+        if status is None:
+            raise subprocess.TimeoutExpired(self.process.name, timeout)
+        return status
+
+    def poll(self):
+        return wait(self.process, 0)
+
+    def kill(self):
+        self.process.kill()
+
+
+def output(words, **environment):
+    """(exit status, stdout, stderr) of `python WORDS`"""
+    program, texts = Program(words, **environment), {}
+    reader = threading.Thread(target=lambda: texts.update(error=program.stderr.read()))
+    reader.start()
+    out = program.stdout.read()
+    reader.join()
+    return program.wait(60), out, texts["error"]
+
+
+def run_program(words, ends, environment):
+    for number, end in enumerate(ends):
+        os.dup2(end.fileno(), number)
+        end.close()
+    sys.stdin = open(0, closefd=False)
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)
+    os.environ.update(environment)
+    os.chdir(ROOT)
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = words
+        sys.path.insert(0, str(Path(words[0]).parent))
+        runpy.run_path(words[0], run_name="__main__")
 
 
 operations = 0

@@ -115,7 +115,7 @@ def damaged(draw, content, most=4):
 
 
 bounded = settings(
-    max_examples=250,
+    max_examples=int(os.environ.get("FUZZ", 100)),
     deadline=None,
     derandomize=True,
     database=None,

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+import child
 from adapter import AdapterConfig, Head, add_adapter
 from bert import Bert, BertConfig
 from experiments import benchmark
@@ -104,7 +105,11 @@ def run(encoder, data_dir, out, capsys, *options):
     )
 
 
-def test_our_side_alone(encoder, data_dir, tmp_path, capsys):
+def test_our_side_alone(encoder, data_dir, tmp_path, capsys, monkeypatch):
+    worker = "-m", "experiments.benchmark_worker"
+    monkeypatch.setattr(  # one that has imported torch already
+        benchmark, "start", lambda spec, args: child.Program([*worker, json.dumps(spec)])
+    )
     text, results, values = run(
         encoder,
         data_dir,

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_adapterhub import FIELDS, PEER, needs_peer
 
+import child
 import test_kinds
 import train
 from adapter import activate, add_adapter, find_adapter
@@ -150,23 +151,15 @@ def fork_runs(trained, tmp_path_factory):  # noqa: F811
     return made
 
 
-def python(*command, **options):
-    """(exit status, stdout, stderr) of a process of its own, which knows no example"""
-    command = [sys.executable, *map(str, command)]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, **options)
-    return result.returncode, result.stdout, result.stderr
-
-
 def test_a_run_is_read_once_its_kind_is_imported(fork_runs):
     """No code is executed that the user has not named: the module is in an error's text alone."""
     run = fork_runs["lora"]
-    status, out, err = python("-m", "experiments.evaluate", run, "--device", "cpu")
+    words = ["-m", "experiments.evaluate", run, "--device", "cpu"]
+    status, out, err = child.output(words)  # of a process that knows no example
     assert status == 2 and out == "evaluate.py: loading PyTorch\n" and err.count("\n") == 1
     assert "'query_value_lora'" in err and "made by examples/lora.py" in err
     assert "add --import examples.lora," in err
-    status, out, err = python(
-        *("-m", "experiments.evaluate", run, "--device", "cpu", "--import", "examples.lora")
-    )
+    status, out, err = child.output([*words, "--import", "examples.lora"])
     accuracy = json.loads((run / "metrics.json").read_text())["accuracy"]
     assert status == 0 and json.loads(out.splitlines()[-1])["accuracy"] == accuracy, err
     for run in fork_runs.values():  # and the command that a run recommends has the option
@@ -175,7 +168,7 @@ def test_a_run_is_read_once_its_kind_is_imported(fork_runs):
         assert next_command(run, config).endswith(f" --import examples.{module}")
     assert "--import" not in next_command(run, config | {"command": "train.py --stage adapter"})
     run = fork_runs["lora"]
-    status, out, err = python("-m", "experiments.evaluate", run, "--import", "examples.lor")
+    status, out, err = child.output([*words, "--import", "examples.lor"])
     assert status == 2 and err.count("\n") == 1 and "'examples.lor' cannot be imported" in err
 
 
@@ -238,17 +231,20 @@ def test_even_weights_are_drawn(fork_runs, capsys, tmp_path):
 def test_as_a_user_starts_it(encoder, data_dir, tmp_path):
     """From another directory, by the path of its file."""
     common = ["--model", encoder, "--data-dir", data_dir, "--device", "cpu", "--epochs", 1]
-    status, out, err = python(
+    words = [
         *(REPOSITORY / "examples/lora.py", "--stage", "adapter", "--task", "rte"),
         *("--adapter", "lora", "--adapter-config", "r=2", *common, "--out", tmp_path / "run"),
+    ]
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], cwd=tmp_path, capture_output=True, text=True
     )
-    assert status == 0 and json.loads(out.splitlines()[-1])["trained_parameters"] == 2 * 256 + 1122
+    assert done.returncode == 0, done.stderr
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert last["trained_parameters"] == 2 * 256 + 1122
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["command"].split()[0].endswith("examples/lora.py") and config["adapter"] == "lora"
-    status, out, err = python(
-        *(REPOSITORY / "examples/lora.py", "--stage", "fusion", "--task", "rte"),
-        *("--adapters", tmp_path / "run", *common, "--out", tmp_path / "fusion"),
-    )
+    words = [*words[:2], "fusion", "--task", "rte", "--adapters", tmp_path / "run", *common]
+    status, out, err = child.output([*words, "--out", tmp_path / "fusion"])
     assert status == 2 and err.count("\n") == 1 and "LoRA changes weights" in err
     assert not (tmp_path / "fusion").exists()
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import child
 import train
 from conftest import command_line
 from experiments import evaluate, predict
@@ -153,10 +154,8 @@ def test_help_names_defaults_and_ends_with_examples(capsys):
 
 @pytest.mark.parametrize("command", ["bert.py", "data.py"])
 def test_help_is_help(command):
-    done = subprocess.run(
-        [sys.executable, command, "--help"], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0 and done.stderr == "" and "usage: " in done.stdout
+    status, out, error = child.output([command, "--help"])
+    assert (status, error) == (0, "") and "usage: " in out
 
 
 def test_the_first_line_comes_before_torch():

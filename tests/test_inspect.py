@@ -2,12 +2,12 @@
 task."""
 
 import shutil
-import subprocess
 import sys
 
 import pytest
 
 import bert as bert_module
+import child
 import data
 from damage import EXPECTED, INDEX, ROOT, SAFETENSORS, TENSORFLOW
 
@@ -16,10 +16,7 @@ from damage import EXPECTED, INDEX, ROOT, SAFETENSORS, TENSORFLOW
 
 
 def command(*arguments):
-    process = subprocess.run(
-        [sys.executable, ROOT / "bert.py", *arguments], capture_output=True, text=True, cwd=ROOT
-    )
-    return process.returncode, process.stdout, process.stderr
+    return child.output([ROOT / "bert.py", *arguments])
 
 
 def test_command_line(capsys, monkeypatch):
@@ -92,8 +89,7 @@ def test_data_command_line(encoder, data_dir, capsys, monkeypatch):
 
 def test_a_reader_that_has_seen_enough(encoder, data_dir):
     """python data.py rte | head"""
-    command = [sys.executable, data.__file__, "rte", "--data-dir", data_dir, "--model", encoder]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = child.Program([data.__file__, "rte", "--data-dir", data_dir, "--model", encoder])
     process.stdout.close()
-    assert process.stderr.read() == b""
-    process.wait()
+    assert process.stderr.read() == ""
+    process.wait(60)

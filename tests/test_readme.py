@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import train
+from experiments import grid
 from runtime import options
 
 ROOT = Path(__file__).parent.parent
@@ -71,8 +72,8 @@ class Understood(Exception):
 
 
 def stop_after(parse):
-    def parse_and_stop(self, argv=None, namespace=None):
-        parse(self, argv, namespace)
+    def parse_and_stop(*values):
+        parse(*values)
         raise Understood
 
     return parse_and_stop
@@ -93,7 +94,9 @@ def understand(name, words, monkeypatch):
         return
     for method in ("parse_args", "parse_intermixed_args"):
         parse = getattr(options.Parser, method)
-        monkeypatch.setattr(options.Parser, method, stop_after(parse))
+        if name not in GRIDS:
+            monkeypatch.setattr(options.Parser, method, stop_after(parse))
+    monkeypatch.setattr(grid, "own_arguments", stop_after(grid.own_arguments))
     monkeypatch.setattr(sys, "argv", [name, *words])
     module = importlib.import_module(name.removesuffix(".py"))
     with pytest.raises(Understood):

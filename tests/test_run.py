@@ -38,15 +38,15 @@ MS_RDONLY, MS_REMOUNT, MS_REC, MS_PRIVATE = 1, 32, 16384, 1 << 18
 
 @pytest.fixture(scope="module")
 def command(encoder, data_dir, runs):
-    """command("fusion", out, ...): arguments of three epochs of twelve steps, saved after every one
-    of them."""
+    """command("fusion", out, ...): arguments of two epochs of twelve steps, with several tasks of
+    eight, saved after every one of them."""
 
     def command(stage, out, *options):
         adapters = ["--adapters", runs / "rte", runs / "pick"] if stage == "fusion" else []
         tasks = (
             ["--task", "sst2"]
             if stage != "multitask"
-            else ["--tasks", "sst2", "pick", "--steps-per-epoch", 12]
+            else ["--tasks", "sst2", "pick", "--steps-per-epoch", 8]
         )
         return [
             "--stage",
@@ -59,7 +59,7 @@ def command(encoder, data_dir, runs):
             "cpu",
             *tasks,
             "--epochs",
-            3,
+            2,
             "--batch-size",
             8,
             "--lr",
@@ -628,7 +628,7 @@ def test_what_a_state_depends_on_is_flushed_before_it(command, tmp_path, monkeyp
 
 def test_a_directory_that_vanishes_under_the_run(command, fails, at_step, whole, tmp_path):
     neighbour = shutil.copytree(whole["adapter"][0], tmp_path / "neighbour")
-    for step in (1, 15, 36):
+    for step in (1, 15, 24):
         at_step(step, lambda: shutil.rmtree(tmp_path / "run"))
         fails(
             command("adapter", tmp_path / "run"), str(tmp_path / "run"), "No such file or directory"

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import child
 import data
 from conftest import write_rows
 from experiments import grid, plan, report, table1
@@ -550,19 +551,15 @@ def test_no_child_is_left_behind(end, table, encoder, tmp_path):
     if end == "deaf":  # a child that does not stop on SIGTERM
         path = table.fake / "train.py"
         path.write_text(FAKE.replace("signal.SIGTERM, stop", "signal.SIGTERM, signal.SIG_IGN"))
-    start = [
-        sys.executable,
-        "-m",
-        "experiments.table1",
-        *command(tmp_path, encoder, ("big", "middle", "small")),
-    ]
-    process = subprocess.Popen(
-        [*start, *words, "--", "--device", "cpu"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    start = tmp_path / "start.py"
+    start.write_text(
+        "from runtime.command import announce\nannounce('table1')\n"
+        "from experiments import plan, table1\n"
+        "plan.measure = lambda *_: ((0.0, 1e-6), (0.0, 0.0))\n"  # as in `table`
+        "raise SystemExit(table1.main())"
     )
+    arguments = [*command(tmp_path, encoder, ("big", "middle", "small")), *words]
+    process = child.Program([start, *arguments, "--", "--device", "cpu"])
     try:
         wait_for(lambda: len(table.log()) == 2)
         time.sleep(0.3)  # until the stand-ins listen
@@ -695,11 +692,11 @@ def test_lock_is_the_childs(tmp_path):
     """The lock outlives the process that took it, as long as the child lives."""
     log = grid.lock(tmp_path, "a")
     with log:
-        child = subprocess.Popen(
+        beside = subprocess.Popen(
             [sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE, stdout=log
         )
     assert grid.lock(tmp_path, "a") is None
-    child.communicate(b"\n")
+    beside.communicate(b"\n")
     again = grid.lock(tmp_path, "a")
     assert again is not None
     fcntl.flock(again, fcntl.LOCK_UN)

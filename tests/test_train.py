@@ -6,14 +6,13 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import child
 import train
 from adapter import AdapterConfig, activate, add_adapter, load_adapter
 from bert import Bert
@@ -467,7 +466,6 @@ def test_command_line(encoder, data_dir, tmp_path):
     """As a user types it: progress on stdout, the closing line is JSON, Ctrl-C says how to go
     on."""
     command = [
-        sys.executable,
         "train.py",
         "--stage",
         "adapter",
@@ -482,30 +480,20 @@ def test_command_line(encoder, data_dir, tmp_path):
         "--out",
         tmp_path / "run",
     ]
-    done = subprocess.run(
-        [*command, "--epochs", "2"], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    status, out, error = child.output([*command, "--epochs", "2"])
+    assert status == 0, error
+    result = json.loads(out.splitlines()[-1])
     assert result["stage"] == "adapter" and result["task"] == "rte" and 0 <= result["accuracy"] <= 1
     assert result == json.loads((tmp_path / "run" / "metrics.json").read_text())
-    again = subprocess.run(
-        [*command, "--epochs", "2", "--resume"], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert again.returncode == 0 and json.loads(again.stdout.splitlines()[-1]) == result
+    status, out, _ = child.output([*command, "--epochs", "2", "--resume"])
+    assert status == 0 and json.loads(out.splitlines()[-1]) == result
 
-    process = subprocess.Popen(
-        [*command, "--epochs", "500", "--patience", "500", "--overwrite"],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = child.Program([*command, "--epochs", "500", "--patience", "500", "--overwrite"])
     while not process.stdout.readline().startswith("       1  "):
         pass
-    os.kill(process.pid, signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130
+    process.send_signal(signal.SIGINT)
+    stderr = process.stderr.read()
+    assert process.wait(60) == 130
     assert (
         stderr.splitlines()[-1]
         == f"train.py: interrupted, continue with --resume --out {tmp_path / 'run'}"
