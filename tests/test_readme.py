@@ -182,6 +182,18 @@ def test_every_page_is_reached_from_the_readme():
     assert reached == set(PAGES)
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_names_tests_that_are_there(page):
+    """And it is nobody's unfinished merge."""
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*.py"))
+    assert not re.search(r"^(<{7}|={7}|>{7})", PAGES[page], re.MULTILINE)
+    for words in re.findall(r"`([^`\n]+)`", PAGES[page]):
+        for file in re.findall(r"tests/\w+\.py", words):
+            assert (ROOT / file).exists(), file
+        for name in re.findall(r"\btest_\w+\b(?!\.py)", words):
+            assert f"def {name}(" in tests, name
+
+
 # --------------------------------------------------------------------------------------------------
 # Code
 
