@@ -73,7 +73,8 @@ class Program:
         )
         theirs = [stdin, stdout, stderr]
         words = [str(word) for word in words]
-        self.process = context.Process(target=run_program, args=(words, theirs, environment))
+        values = words, theirs, environment
+        self.process = context.Process(target=run_program, args=values, daemon=True)
         with one_at_a_time:
             self.process.start()
         self.pid = self.process.pid
@@ -102,6 +103,7 @@ class Program:
 def output(words, **environment):
     """(exit status, stdout, stderr) of `python WORDS`"""
     program, texts = Program(words, **environment), {}
+    program.stdin.close()
     reader = threading.Thread(target=lambda: texts.update(error=program.stderr.read()))
     reader.start()
     out = program.stdout.read()
