@@ -469,12 +469,16 @@ def next_command(out, config):
 
 
 def program_of(config):
-    """(path, name of the module) of the program that made a run, None for train.py itself."""
+    """(path, name of the module) of the program that made a run, None for train.py itself. One that
+    was started by its whole path is a module of this directory, or the file alone."""
     command = config.get("command")
     try:
         program = Path(shlex.split(command)[0] if type(command) is str else "train.py")
     except (ValueError, IndexError):
         return None
+    root = Path(__file__).resolve().parent.parent
+    if program.is_absolute():
+        program = Path(program.relative_to(root) if program.is_relative_to(root) else program.name)
     module = ".".join(part for part in program.with_suffix("").parts if part.isidentifier())
     return None if program.name == "train.py" or not module else (program, module)
 

@@ -6,7 +6,6 @@ import multiprocessing.connection
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -67,14 +66,13 @@ class Program:
     """`python WORDS`, as subprocess.Popen starts it with pipes of text. All is as in a process that
     is started anew, sys.argv, __main__, signals, stdout and stderr; only imports have been made."""
 
-    def __init__(self, words, **environment):
+    def __init__(self, words):
         (stdin, ours), (out, stdout), (error, stderr) = (
             context.Pipe(duplex=False) for _ in range(3)
         )
         theirs = [stdin, stdout, stderr]
         words = [str(word) for word in words]
-        values = words, theirs, environment
-        self.process = context.Process(target=run_program, args=values, daemon=True)
+        self.process = context.Process(target=run_program, args=(words, theirs), daemon=True)
         with one_at_a_time:
             self.process.start()
         self.pid = self.process.pid
@@ -89,8 +87,7 @@ class Program:
 
     def wait(self, timeout=None):
         status = wait(self.process, timeout)
-        if status is None:
-            raise subprocess.TimeoutExpired(self.process.name, timeout)
+        assert status is not None, f"still running after {timeout} s"
         return status
 
     def poll(self):
@@ -100,9 +97,9 @@ class Program:
         self.process.kill()
 
 
-def output(words, **environment):
+def output(words):
     """(exit status, stdout, stderr) of `python WORDS`"""
-    program, texts = Program(words, **environment), {}
+    program, texts = Program(words), {}
     program.stdin.close()
     reader = threading.Thread(target=lambda: texts.update(error=program.stderr.read()))
     reader.start()
@@ -111,13 +108,12 @@ def output(words, **environment):
     return program.wait(60), out, texts["error"]
 
 
-def run_program(words, ends, environment):
+def run_program(words, ends):
     for number, end in enumerate(ends):
         os.dup2(end.fileno(), number)
         end.close()
     sys.stdin = open(0, closefd=False)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)
-    os.environ.update(environment)
     os.chdir(ROOT)
     if words[0] == "-m":
         sys.argv = words[1:]

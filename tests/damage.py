@@ -70,7 +70,7 @@ def fails(directory, *words):
 
 def attempt(directory, succeeds=None):
     size = sum(path.stat().st_size for path in directory.iterdir())
-    started = time.perf_counter()
+    started = time.process_time()  # also beside other work
     tracemalloc.start()
     try:
         bert, error = Bert.from_pretrained(directory), None
@@ -82,7 +82,7 @@ def attempt(directory, succeeds=None):
     assert (
         peak < 4 * size + 2_000_000
     )  # the model's own Python objects, and those of the index, are in the constant
-    assert time.perf_counter() - started < 20
+    assert time.process_time() - started < 5
     if error is None:
         assert succeeds is not False and same(bert)
     else:
@@ -115,7 +115,7 @@ def damaged(draw, content, most=4):
 
 
 bounded = settings(
-    max_examples=int(os.environ.get("FUZZ", 100)),
+    max_examples=250,
     deadline=None,
     derandomize=True,
     database=None,

@@ -37,7 +37,7 @@ def test_a_reader_that_goes_away(train, tmp_path):
     assert (tmp_path / "run" / "metrics.json").exists()
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-", "> /dev/full"])
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", "> /dev/full"])
 def test_closed_streams(closed, train, tmp_path):
     """No file of the run becomes stdout or stderr."""
     words = ["sh", "-c", f'exec "$@" {closed}', "sh", *train]

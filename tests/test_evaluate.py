@@ -247,9 +247,9 @@ def test_of_many_classes_only_what_occurs_is_told():
     """30,000 classes: a square matrix of them would have 900 million cells."""
     names = [f"class {i}" for i in range(30_000)]
     right, predictions = torch.tensor([7, 7, 29_999]), torch.tensor([7, 8, 29_999])
-    started = time.monotonic()
+    started = time.process_time()  # also beside other work
     result = {"examples": 3, **evaluation.by_class(names, right, predictions)}
-    assert time.monotonic() - started < 8
+    assert time.process_time() - started < 2
     assert result["confusion"] == {
         "class 7": {"class 7": 1, "class 8": 1},
         "class 29999": {"class 29999": 1},

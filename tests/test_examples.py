@@ -241,6 +241,7 @@ def test_as_a_user_starts_it(encoder, data_dir, tmp_path):
     assert done.returncode == 0, done.stderr
     last = json.loads(done.stdout.splitlines()[-1])
     assert last["trained_parameters"] == 2 * 256 + 1122
+    assert " --import examples.lora\n" in done.stdout
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["command"].split()[0].endswith("examples/lora.py") and config["adapter"] == "lora"
     words = [*words[:2], "fusion", "--task", "rte", "--adapters", tmp_path / "run", *common]

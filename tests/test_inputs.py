@@ -1469,12 +1469,12 @@ def test_as_a_user_sees_it(name, box):
     assert listing(box) == before
 
 
-def test_a_line_of_40_MB(box):
-    Path("data/rte/train.jsonl").write_bytes(pair(b"0", b'"' + b"the " * 10_000_000 + b'"'))
+def test_a_line_of_100_MB(box):
+    Path("data/rte/train.jsonl").write_bytes(pair(b"0", b'"' + b"the " * 25_000_000 + b'"'))
     status, error, memory, seconds = finish("train.py", *TRAIN)
     assert status == 2
-    check("train.py", error, ["data/rte/train.jsonl, line 1", "40,000,000 characters"])
-    assert memory < 1.5e9 and seconds < 60
+    check("train.py", error, ["data/rte/train.jsonl, line 1", "100,000,000 characters"])
+    assert memory < 2.5e9 and seconds < 60
     assert not Path("out").exists()
 
 
@@ -1643,9 +1643,9 @@ def test_a_damaged_cache_is_made_anew(box):
 
 def test_many_labels_are_looked_up_at_once():
     task = data.Task(None, None, ("text_a",), tuple(f"c{i}" for i in range(30_000)), ())
-    started = time.monotonic()
+    started = time.process_time()  # also beside other work
     found = [task.kind.label(task, f"C{i}") for i in range(20_000)]
-    assert found == list(range(20_000)) and time.monotonic() - started < 8
+    assert found == list(range(20_000)) and time.process_time() - started < 2
 
 
 def test_out_of_memory_while_the_model_is_built(box, capsys, monkeypatch):

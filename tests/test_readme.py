@@ -92,11 +92,9 @@ def understand(name, words, monkeypatch):
     if name != "data.py" and not name.startswith("experiments."):  # its options are its own
         assert importlib.util.find_spec(name), name
         return
-    for method in ("parse_args", "parse_intermixed_args"):
-        parse = getattr(options.Parser, method)
-        if name not in GRIDS:
-            monkeypatch.setattr(options.Parser, method, stop_after(parse))
-    monkeypatch.setattr(grid, "own_arguments", stop_after(grid.own_arguments))
+    parsers = [(options.Parser, "parse_args"), (options.Parser, "parse_intermixed_args")]
+    for owner, method in [(grid, "own_arguments")] if name in GRIDS else parsers:
+        monkeypatch.setattr(owner, method, stop_after(getattr(owner, method)))
     monkeypatch.setattr(sys, "argv", [name, *words])
     module = importlib.import_module(name.removesuffix(".py"))
     with pytest.raises(Understood):
