@@ -14,7 +14,6 @@ from torch import nn
 from adapter import Adapter, find_adapter
 from bert import activate, known_adapters
 from formats import adapterhub
-from runtime.kernels import chain
 
 
 class Fusion(nn.Module):
@@ -94,25 +93,29 @@ class Fusion(nn.Module):
             (Q h + b_Q)·K z_n  =  Σ over n's columns of  a ⊙ (Uᵀ Kᵀ (Q h + b_Q))
             Σ_n s_n V z_n      =  V U (s ⊙ a)                 s spread over each adapter's columns
 
-        which leaves two chains of products, Uᵀ Kᵀ Q h and V U (s ⊙ a), in the cheaper order: the
-        weights with each other first where there are more tokens than columns, else the tokens
-        with one weight after the other. That is 3·R·d multiply-adds per token and 3·d²·R once, or
-        3·R·d + 3·d² per token. (Q h + b_Q)·b_K is the same for every n, so the softmax does not
-        see it; dropout on the scores does, so it stays.
+        which leaves two chains of products, Uᵀ Kᵀ Q h and V U (s ⊙ a), in the cheaper order: where
+        there are more tokens than columns, the weights first (3·R·d multiply-adds per token, 3·d²·R
+        once), else the tokens with one weight after the other (3·R·d + 3·d² per token). The softmax
+        does not see (Q h + b_Q)·b_K, the same for every n; dropout on the scores does, so it stays.
         """
         B, T, d = h.shape
         a = bottlenecks(h, adapters)  # [B·T, R]
         U, indicator = up_projections(adapters, a.dtype)  # [d, R], [R, N]
         Q, K, V = self.query.weight, self.key.weight, self.value.weight
         b_Q, b_K = self.query.bias, self.key.bias
-        h = h.reshape(B * T, d)
-        weights_first = B * T > U.shape[1]
-        q = chain(h, Q.T, K, U, weights_first=weights_first) + b_Q @ K @ U  # Uᵀ Kᵀ (Q h + b_Q)
-        scores = (q * a) @ indicator  # (Q h + b_Q)·K z_n: [B·T, N]
-        scores = scores + (h @ (Q.T @ b_K) + b_Q @ b_K)[:, None]  # + (Q h + b_Q)·b_K
-        s = self.attend(scores.view(B, T, -1)).view(B * T, -1)  # [B·T, N]
-        s = s.to(a.dtype) @ indicator.T  # [B·T, R]
-        return chain(s * a, U.T, V.T, weights_first=weights_first).view(B, T, d)  # Σ_n s_n V z_n
+        (R, N), h = indicator.shape, h.reshape(B * T, d)
+        if weights_first := B * T > R:
+            b_K = F.pad(b_K[:, None].expand(d, N), (R - N, 0))  # in the columns of the b_n: [d, R]
+            keys = torch.addmm(b_K, K, U)  # a ⊙ these, summed over n's columns, is K z_n + b_K
+            q = F.linear(h, (Q.T @ keys).T, b_Q @ keys)  # [B·T, R]
+            scores = (q * a) @ indicator  # (Q h + b_Q)·(K z_n + b_K): [B·T, N]
+        else:
+            q = F.linear(h, Q, b_Q)  # [B·T, d]
+            scores = (q @ K @ U * a) @ indicator + (q @ b_K)[:, None]
+        s = self.attend(scores.view(B, T, N)).view(B * T, N)
+        s_a = s.to(a.dtype) @ indicator.T * a  # s ⊙ a: [B·T, R]
+        o = s_a @ (V @ U).T if weights_first else s_a @ U.T @ V.T  # Σ_n s_n V z_n: [B·T, d]
+        return o.view(B, T, d)
 
     def unmasked(self, of_each):
         """`of_each` adapter of this slot -> the same without those that are masked."""
@@ -123,7 +126,7 @@ class Fusion(nn.Module):
         """0.01 · ‖V − I‖²_F"""
         V = self.value.weight
         identity = torch.eye(len(V), device=V.device, dtype=V.dtype)
-        return 0.01 * (V - identity).pow(2).sum()
+        return 0.01 * F.mse_loss(V, identity, reduction="sum")
 
 
 FUSIONS = {"attention": Fusion}  # --fusion
@@ -131,14 +134,14 @@ FUSIONS = {"attention": Fusion}  # --fusion
 
 def bottlenecks(h, adapters):
     """All a_n = act(D_n h + b_n), and a 1 for each adapter: h [B, T, d] -> [B·T, R]"""
-    if all(adapter.read(h) is h for adapter in adapters):  # the same input: one product for all
+    act = adapters[0].act
+    if all(adapter.read(h) is h and adapter.act is act for adapter in adapters):
         D = torch.cat([adapter.down.weight for adapter in adapters])  # [Σ r_n, d]
         b_D = torch.cat([adapter.down.bias for adapter in adapters])
-        down = F.linear(h, D, b_D).split([adapter.down.out_features for adapter in adapters], -1)
+        a = act(F.linear(h, D, b_D))  # one product for all, [B, T, Σ r_n]
     else:
-        down = [adapter.down(adapter.read(h)) for adapter in adapters]
-    a = [adapter.act(part).flatten(0, 1) for adapter, part in zip(adapters, down, strict=True)]
-    return torch.cat([*a, a[0].new_ones(len(a[0]), len(a))], 1)
+        a = torch.cat([adapter.act(adapter.down(adapter.read(h))) for adapter in adapters], -1)
+    return F.pad(a, (0, len(adapters)), value=1.0).flatten(0, 1)
 
 
 def up_projections(adapters, dtype):
@@ -146,10 +149,9 @@ def up_projections(adapters, dtype):
     a column is adapter n's: a product with it sums over each adapter's columns, one with its
     transpose spreads over them."""
     Us, bs = zip(*(adapter.up_projection() for adapter in adapters), strict=True)
-    U = torch.cat([*Us, *(b[:, None] for b in bs)], 1)
-    ones = [U.new_ones(U_n.shape[1], 1) for U_n in Us]
-    identity = torch.eye(len(adapters), dtype=U.dtype, device=U.device)
-    return U.to(dtype), torch.cat([torch.block_diag(*ones), identity]).to(dtype)
+    identity = torch.eye(len(Us), dtype=dtype, device=Us[0].device)  # its rows: e_n
+    rows = [e_n.expand(U_n.shape[1], -1) for e_n, U_n in zip(identity, Us, strict=True)]
+    return torch.cat([*Us, torch.stack(bs, 1)], 1).to(dtype), torch.cat([*rows, identity])
 
 
 def add_fusion(bert, adapter_names, kind=Fusion):

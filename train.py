@@ -253,7 +253,8 @@ def train(args):
             adapterhub.copy_adapters(fused, KINDS, args.out / "adapters", bert.config)
         run.begin(at)
         if args.compile:
-            bert.compile(dynamic=True)
+            for layer in bert.layers:  # one after the other: they share what is compiled
+                layer.compile(dynamic=True)
         model = run.distribute(Model(bert, heads))
         bert.train(), heads.train()  # dropout in the frozen encoder stays on, as in the reference
         with run.guard(at, bert):

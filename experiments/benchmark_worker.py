@@ -287,7 +287,8 @@ def build(spec):
             loss().item()
         )  # the same on both sides, or they do not compute the same function
     if spec["compile"]:
-        side.modules[0].compile(dynamic=True)  # as train.py does
+        for layer in side.modules[0].layers:  # as train.py does
+            layer.compile(dynamic=True)
     work = (
         training_step(side, spec, loss)
         if spec["kind"] == "step"

@@ -37,19 +37,6 @@ def attention(q, k, v, mask, p):
     return dropout(scores.softmax(-1), p, training=True) @ v
 
 
-def chain(x, *weights, weights_first):
-    """x W_1 W_2 ...: all the W multiplied first, or x with one after the other. The cheaper order
-    is the caller's to know."""
-    if weights_first:
-        product = weights[-1]
-        for W in reversed(weights[:-1]):
-            product = W @ product
-        return x @ product
-    for W in weights:
-        x = x @ W
-    return x
-
-
 class AdamW(torch.optim.AdamW):
     """torch.optim.AdamW, which imports PyTorch's compiler only to tell it to keep out, one or two
     seconds before the first step. Here the same functions are called without it."""

@@ -82,6 +82,16 @@ def encoder(tmp_path_factory):
     return directory
 
 
+@pytest.fixture(scope="session")
+def quiet_encoder(encoder, tmp_path_factory):
+    """The tiny encoder without dropout."""
+    directory = shutil.copytree(encoder, tmp_path_factory.mktemp("quiet") / "encoder")
+    config = json.loads((directory / "config.json").read_text())
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
 def write_rows(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -187,6 +197,24 @@ def runs(launch, tmp_path_factory):
         out / "fusion-rte",
     )
     return out
+
+
+@pytest.fixture
+def at_step(monkeypatch):
+    """at_step(n, function): the run calls the function in its n-th step from now on."""
+
+    def at_step(n, function):
+        steps, cross_entropy = [], torch.nn.functional.cross_entropy
+
+        def instead(*values):
+            steps.append(1)
+            if len(steps) == n:
+                function()
+            return cross_entropy(*values)
+
+        monkeypatch.setattr(torch.nn.functional, "cross_entropy", instead)
+
+    return at_step
 
 
 @pytest.fixture

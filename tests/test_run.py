@@ -175,24 +175,6 @@ def fails(capsys):
 
 
 @pytest.fixture
-def at_step(monkeypatch):
-    """at_step(n, function): the run calls the function in its n-th step from now on."""
-
-    def at_step(n, function):
-        steps, cross_entropy = [], torch.nn.functional.cross_entropy
-
-        def instead(*values):
-            steps.append(1)
-            if len(steps) == n:
-                function()
-            return cross_entropy(*values)
-
-        monkeypatch.setattr(torch.nn.functional, "cross_entropy", instead)
-
-    return at_step
-
-
-@pytest.fixture
 def interrupted(command, at_step, tmp_path):
     """interrupted(stage, directory, ...): a run that Ctrl-C has stopped in its second epoch."""
 
@@ -679,16 +661,6 @@ def test_another_error_keeps_its_traceback(command, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "predict", broken)
     with pytest.raises(RuntimeError, match="a mistake"):
         command_line([str(argument) for argument in command("adapter", tmp_path / "run")])
-
-
-@pytest.fixture(scope="module")
-def quiet_encoder(encoder, tmp_path_factory):
-    """The tiny encoder without dropout."""
-    directory = shutil.copytree(encoder, tmp_path_factory.mktemp("quiet") / "encoder")
-    config = json.loads((directory / "config.json").read_text())
-    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
 
 
 @pytest.mark.parametrize("stage, task", [("adapter", "pick"), ("fusion", "sst2"), ("full", "rte")])

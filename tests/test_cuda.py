@@ -1,0 +1,96 @@
+"""The same on a GPU as on a CPU: skipped where there is none."""
+
+import json
+import os
+import signal
+
+import pytest
+import torch
+
+import train
+from adapter import activate, load_adapter
+from conftest import assert_equal, command_line
+from fusion import fusion_regularization
+from reference import ADAPTERS, FUSIONS, GOLDEN, TOLERANCE, difference, encoder, run, with_fusion
+from variants.folding import fold
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@pytest.fixture(scope="module")
+def command(quiet_encoder, data_dir, runs):
+    """command("fusion", out, ...): two epochs on the GPU, without dropout."""
+
+    def command(stage, out, *options):
+        adapters = ["--adapters", runs / "rte", runs / "pick"] if stage == "fusion" else []
+        tasks = ["--task", "sst2"]
+        if stage == "multitask":
+            tasks = ["--tasks", "sst2", "pick", "--steps-per-epoch", 6]
+        fixed = ["--model", quiet_encoder, "--data-dir", data_dir, "--device", "cuda"]
+        size = ["--epochs", 2, "--batch-size", 16, "--lr", "5e-3"]
+        words = ["--stage", stage, *fixed, *tasks, *adapters, *size, *options, "--out", out]
+        return [str(word) for word in words]
+
+    return command
+
+
+def on_gpu(tensors):
+    return {name: tensor.cuda() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("directory", ADAPTERS)
+def test_the_reference_library_s_adapters(directory, expected):
+    model, name = directory.split("/")
+    bert = encoder(model).cuda()
+    activate(bert, load_adapter(bert, GOLDEN / directory))
+    h = run(bert, on_gpu(expected[model]))
+    assert difference(h.cpu(), expected[model][f"{name}.last_hidden_state"]) <= TOLERANCE
+
+
+@pytest.mark.parametrize("directory", FUSIONS)
+def test_the_reference_library_s_fusions(directory, expected):
+    model, name = directory.split("/")
+    bert = with_fusion(directory).cuda()
+    wanted, inputs = expected[model][f"{name}.last_hidden_state"], on_gpu(expected[model])
+    assert difference(run(bert, inputs).cpu(), wanted) <= TOLERANCE
+    assert difference(run(fold(bert), inputs).cpu(), wanted) <= TOLERANCE
+    assert fusion_regularization(bert).device.type == "cuda"
+
+
+@pytest.mark.parametrize("compiled", [[], ["--compile"]], ids=["plain", "compiled"])
+@pytest.mark.parametrize("stage", train.STAGES)
+def test_training_is_that_of_a_cpu(stage, compiled, command, tmp_path):
+    on_cpu = ["--device", "cpu", "--dtype", "float32"]
+    command_line(command(stage, tmp_path / "a", *on_cpu))
+    command_line(command(stage, tmp_path / "b", "--dtype", "float32", *compiled))
+    logs = []
+    for out in ("a", "b"):
+        lines = (tmp_path / out / "log.jsonl").read_text().splitlines()
+        logs.append([json.loads(line)["loss"] for line in lines])
+    assert logs[0] == pytest.approx(logs[1], abs=1e-4) and len(logs[0]) == 2
+
+
+@pytest.mark.parametrize("stage", train.STAGES)
+def test_an_interrupted_run_ends_as_an_undisturbed_one(stage, command, encoder, at_step, tmp_path):
+    """In bf16, which is what a GPU computes in unless told otherwise, and with dropout."""
+    options = ["--model", encoder]
+    command_line(command(stage, tmp_path / "whole", *options))
+    at_step(8, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(SystemExit) as exit:
+        command_line(command(stage, tmp_path / "stopped", *options))
+    assert exit.value.code == 130
+    command_line(command(stage, tmp_path / "stopped", *options, "--resume"))
+    assert_equal(tmp_path / "whole", tmp_path / "stopped")
+    assert json.loads((tmp_path / "whole" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_out_of_memory(command, tmp_path, capsys):
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-5)
+    try:
+        with pytest.raises(SystemExit) as exit:
+            command_line(command("full", tmp_path / "out"))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert exit.value.code == 2 and "out of memory" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
