@@ -6,6 +6,10 @@ PIP = -m pip install -q --disable-pip-version-check
 PYTEST = .venv/bin/python -m pytest -q --numprocesses auto --maxprocesses 8 --dist worksteal
 
 test: .venv/installed
+	$(PYTEST) -m "not thorough"
+
+# also every other signal, moment and phase in which a run can be stopped, and what takes long
+test-all: .venv/installed
 	$(PYTEST)
 
 demo: .venv/installed
@@ -44,4 +48,4 @@ test-peers: .venv/installed .venv-peer/installed .venv-tensorflow/installed
 	.venv-tensorflow/bin/python $(PIP) tensorflow-cpu==2.21.0 numpy==2.4.6
 	touch $@
 
-.PHONY: test demo walkthrough test-peers
+.PHONY: test test-all demo walkthrough test-peers

@@ -32,7 +32,7 @@ from fusion import FUSIONS, add_fusion, fusion_regularization, save_fusion
 from runtime import options
 from runtime.command import run_command
 from runtime.directory import check_idle, is_finished
-from runtime.kernels import AdamW
+from runtime.kernels import AdamW, compile_layers
 from runtime.processes import choose_device, memory_named, processes
 from runtime.results import Results
 from runtime.run import describe_data, describe_encoder, describe_machine, open_run, progress
@@ -253,8 +253,7 @@ def train(args):
             adapterhub.copy_adapters(fused, KINDS, args.out / "adapters", bert.config)
         run.begin(at)
         if args.compile:
-            for layer in bert.layers:  # one after the other: they share what is compiled
-                layer.compile(dynamic=True)
+            compile_layers(bert)
         model = run.distribute(Model(bert, heads))
         bert.train(), heads.train()  # dropout in the frozen encoder stays on, as in the reference
         with run.guard(at, bert):

@@ -287,8 +287,9 @@ def build(spec):
             loss().item()
         )  # the same on both sides, or they do not compute the same function
     if spec["compile"]:
-        for layer in side.modules[0].layers:  # as train.py does
-            layer.compile(dynamic=True)
+        from runtime.kernels import compile_layers
+
+        compile_layers(side.modules[0])
     work = (
         training_step(side, spec, loss)
         if spec["kind"] == "step"

@@ -46,3 +46,20 @@ class AdamW(torch.optim.AdamW):
     state_dict = unwrap(torch.optim.AdamW.state_dict)
     step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
     zero_grad = unwrap(torch.optim.AdamW.zero_grad)
+
+
+def compile_layers(bert):
+    """torch.compile, layer by layer: all of them share what is compiled, which takes minutes for an
+    encoder as a whole. Each form of a layer (the first, the last for [CLS] alone, in evaluation,
+    with another task's adapter) is compiled when it first comes; PyTorch's own limit is 8."""
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = 64
+    for layer in bert.layers:
+        layer.compile(dynamic=True)
+
+
+def compiler_failed(error):
+    """Whether an exception comes from torch.compile."""
+    names = {kind.__name__ for kind in type(error).__mro__}  # its module takes seconds to import
+    return "TorchDynamoException" in names

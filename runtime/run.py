@@ -47,6 +47,7 @@ from runtime.directory import (
     resumes,
     set_aside,
 )
+from runtime.kernels import compiler_failed
 from runtime.processes import all_reduce, micro_batches, out_of_memory, processes, signals_heard
 from runtime.state import Progress, load_state, save_state
 
@@ -216,7 +217,8 @@ class Run:
         """
         Around the loop. Ctrl-C, SIGTERM and SIGHUP are heard between steps, where the state is
         whole: `after_step` raises KeyboardInterrupt; a second one ends the process at once. Raises
-        MemoryError that says how to go on, and FloatingPointError for a loss that is not finite;
+        MemoryError and, where --compile fails, ValueError that say how to go on, and
+        FloatingPointError for a loss that is not finite;
         after a finished epoch it waits until `finish` has kept that.
         """
         self.announce(model)
@@ -224,6 +226,15 @@ class Run:
             with signals_heard() as self.signals:
                 yield
         except RuntimeError as e:
+            resume = "with --resume and " if (self.out / "resume.pt").exists() else ""
+            if compiler_failed(e):
+                from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+                raise ValueError(
+                    f"--compile failed ({str(e).splitlines()[0]}): continue {resume}without it, or "
+                    f"remove {cache_dir()}, where a process that was killed may have left PyTorch "
+                    "half of a file"
+                ) from e
             if not out_of_memory(e):
                 raise
             where = "in evaluation"
@@ -232,12 +243,10 @@ class Run:
                 where = "on a batch of {} examples, {} x {} tokens".format(
                     len(self.batch["labels"]), *shape
                 )
-            resume = "--resume and " if (self.out / "resume.pt").exists() else ""
             raise MemoryError(
-                f"{self.device} ran out of memory {where}: continue with "
-                f"{resume}--grad-accumulation "
-                f"{2 * self.args.grad_accumulation}, which gives the same gradients, or start "
-                "again with a smaller --batch-size"
+                f"{self.device} ran out of memory {where}: continue {resume or 'with '}"
+                f"--grad-accumulation {2 * self.args.grad_accumulation}, which gives the same "
+                "gradients, or start again with a smaller --batch-size"
             ) from e
         except FloatingPointError as e:
             broken = [

@@ -35,6 +35,11 @@ from reference import ENCODERS, GOLDEN  # noqa: E402
 from runtime.command import run_command  # noqa: E402
 
 
+def thorough_after_first(first, *others):
+    """Parameters of a test: the first one always, the others in `make test-all` alone."""
+    return [first, *(pytest.param(other, marks=pytest.mark.thorough) for other in others)]
+
+
 def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(f"SEED={os.environ['SEED']} (tests/test_run.py)")
 

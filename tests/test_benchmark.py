@@ -105,6 +105,7 @@ def run(encoder, data_dir, out, capsys, *options):
     )
 
 
+@pytest.mark.thorough
 def test_our_side_alone(encoder, data_dir, tmp_path, capsys, monkeypatch):
     worker = "-m", "experiments.benchmark_worker"
     monkeypatch.setattr(  # one that has imported torch already

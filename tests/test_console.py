@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import child
+from conftest import thorough_after_first
 from runtime.command import Console
 
 ROOT = Path(__file__).parent.parent
@@ -37,7 +38,9 @@ def test_a_reader_that_goes_away(train, tmp_path):
     assert (tmp_path / "run" / "metrics.json").exists()
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", "> /dev/full"])
+@pytest.mark.parametrize(
+    "closed", thorough_after_first("<&- >&- 2>&-", "<&-", ">&-", "2>&-", "> /dev/full")
+)
 def test_closed_streams(closed, train, tmp_path):
     """No file of the run becomes stdout or stderr."""
     words = ["sh", "-c", f'exec "$@" {closed}', "sh", *train]
@@ -103,7 +106,9 @@ def test_the_first_line_and_ctrl_c_while_libraries_are_imported(words):
     assert start("--help")[0] == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", thorough_after_first(signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+)
 def test_signals(number, train, tmp_path):
     """Each stops the run, which can be continued."""
     process = child.Program([*train[1:], "--epochs", "1000", "--patience", "1000"])
@@ -144,7 +149,7 @@ with signals_heard():
     assert process.wait(5) == -signal.SIGTERM
 
 
-@pytest.mark.parametrize("kind", ["silent", "nobody"])
+@pytest.mark.parametrize("kind", thorough_after_first("nobody", "silent"))
 def test_a_hub_that_does_not_answer(kind, tmp_path):
     """An id that is not in the cache fails within five seconds, imports not counted."""
     with socket.create_server(("127.0.0.1", 0)) as server:

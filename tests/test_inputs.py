@@ -1469,6 +1469,7 @@ def test_as_a_user_sees_it(name, box):
     assert listing(box) == before
 
 
+@pytest.mark.thorough
 def test_a_line_of_100_MB(box):
     Path("data/rte/train.jsonl").write_bytes(pair(b"0", b'"' + b"the " * 25_000_000 + b'"'))
     status, error, memory, seconds = finish("train.py", *TRAIN)

@@ -417,6 +417,7 @@ def share(rank, encoder, directory):
     dist.destroy_process_group()
 
 
+@pytest.mark.thorough
 def test_two_processes_have_the_gradients_of_one(encoder, tmp_path):
     processes = [child.context.Process(target=share, args=(i, encoder, tmp_path)) for i in (0, 1)]
     for process in processes:

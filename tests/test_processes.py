@@ -22,7 +22,7 @@ import runtime.run
 import train
 from adapter import AdapterConfig, Head, add_adapter
 from bert import Bert, BertConfig
-from conftest import command_line
+from conftest import command_line, thorough_after_first
 from experiments.load_run import load_run
 
 
@@ -204,7 +204,7 @@ def stop_at(step, number):
     torch.nn.functional.cross_entropy = instead
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", thorough_after_first(signal.SIGTERM, signal.SIGKILL))
 def test_resume(number, encoder, command, tmp_path):
     """One of two processes hears the signal: both stop. Two continue to the same result, bit by
     bit, one and three to the same without dropout, and to the end with it."""
@@ -244,11 +244,11 @@ def test_resume(number, encoder, command, tmp_path):
 
 
 PHASES = {  # what a process is about to do when it is killed
+    "state": (runtime.run.Run, "save"),
     "encoder": (train, "build"),
     "tokens": (train, "load_split"),
     "start": (runtime.run.Run, "begin"),
     "evaluation": (train, "evaluate"),
-    "state": (runtime.run.Run, "save"),
     "end": (runtime.run.Run, "restore_best"),
     "files": (runtime.run.Run, "finish"),
 }
@@ -273,7 +273,7 @@ def undisturbed(command, tmp_path_factory):
     return out / "run"
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", thorough_after_first(*PHASES))
 def test_killed_in_any_phase(phase, command, undisturbed, tmp_path):
     """torchrun ends the others when one is killed; here nobody does, and they end by themselves or
     wait. The same command continues, or starts where nothing had been saved, and comes to the

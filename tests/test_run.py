@@ -12,6 +12,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +26,7 @@ import child
 import runtime.directory
 import runtime.run
 import train
-from conftest import assert_equal, command_line, content
+from conftest import assert_equal, command_line, content, thorough_after_first
 from formats.files import write_json, write_tensors
 from runtime.command import run_command
 from runtime.state import Progress, save_state
@@ -98,7 +99,7 @@ def whole(command, tmp_path_factory):
     return result
 
 
-@pytest.mark.parametrize("stage", ["adapter", "fusion", "multitask"])
+@pytest.mark.parametrize("stage", thorough_after_first("fusion", "adapter", "multitask"))
 def test_killed_at_random_moments(stage, command, whole, tmp_path):
     """kill -9 after a random time, anywhere from the start-up to the last file; then --resume, and
     again."""
@@ -125,7 +126,7 @@ def test_killed_at_random_moments(stage, command, whole, tmp_path):
         assert sum(pool.map(life, range(2))) >= KILLS
 
 
-@pytest.mark.parametrize("stage", ["adapter", "fusion", "multitask"])
+@pytest.mark.parametrize("stage", thorough_after_first("fusion", "adapter", "multitask"))
 def test_killed_before_any_file_operation(stage, command, whole, tmp_path):
     """The process dies ahead of its n-th opening, renaming or removing of a file in --out; the last
     ones in any case."""
@@ -712,10 +713,29 @@ def test_compile_without_a_compiler(command, fails, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.thorough
+def test_a_compiler_that_fails(command, tmp_path):
+    """Or what it has left in PyTorch's cache. A process of its own: PyTorch reads CXX once."""
+    environment = {"CXX": "false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "train.py", *map(str, command("adapter", tmp_path / "run")), "--compile"],
+        cwd=Path(train.__file__).parent,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+    lines = done.stderr.splitlines()
+    assert done.returncode == 2 and len(lines) == 1, done.stderr
+    assert (
+        "--compile failed (InvalidCxxCompiler: " in lines[0] and "continue without it" in lines[0]
+    )
+    assert str(tmp_path / "cache") in lines[0]
+
+
 @pytest.mark.skipif(
-    "COMPILE" not in os.environ, reason="takes a minute and a half: COMPILE=1 pytest -k compile"
+    "COMPILE" not in os.environ, reason="takes some minutes: COMPILE=1 pytest -k compile"
 )
-@pytest.mark.parametrize("stage", ["adapter", "fusion"])
+@pytest.mark.parametrize("stage", train.STAGES)
 def test_compile(stage, command, quiet_encoder, tmp_path):
     logs = []
     for options in ([], ["--compile"]):

@@ -22,7 +22,7 @@ import torch
 
 import child
 import data
-from conftest import write_rows
+from conftest import thorough_after_first, write_rows
 from experiments import grid, plan, report, table1
 from experiments.load_run import load_run
 from formats.tokenizer import load_tokenizer
@@ -540,7 +540,9 @@ def children(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="counts processes in /proc")
-@pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGHUP", "SIGKILL", "twice", "deaf"])
+@pytest.mark.parametrize(
+    "end", thorough_after_first("SIGTERM", "SIGINT", "SIGHUP", "SIGKILL", "twice", "deaf")
+)
 def test_no_child_is_left_behind(end, table, encoder, tmp_path):
     """However table1 ends, with a reader of its output that has gone. The same command then goes on
     from what the children have saved."""

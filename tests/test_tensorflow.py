@@ -326,6 +326,7 @@ def test_fuzz_index(places, content):
 
 
 @bounded
+@pytest.mark.thorough
 @given(data=st.data())
 def test_fuzz_index_with_right_checksums(places, data):
     """The entries, the handles, or one tensor's entry are damaged, and the checksums are right."""
