@@ -6,11 +6,11 @@ PIP = -m pip install -q --disable-pip-version-check
 PYTEST = .venv/bin/python -m pytest -q --numprocesses auto --maxprocesses 8 --dist worksteal
 
 test: .venv/installed
-	$(PYTEST) -m "not thorough"
+	$(PYTEST)
 
 # also every other signal, moment and phase in which a run can be stopped, and what takes long
 test-all: .venv/installed
-	$(PYTEST)
+	THOROUGH=1 $(PYTEST)
 
 demo: .venv/installed
 	@echo "demo: PyTorch is being loaded, then four tasks are made of docstrings"
@@ -25,7 +25,7 @@ walkthrough: .venv/walkthrough
 
 # what the tests compare with, where it is there: the reference library and TensorFlow, each in an environment of its own
 test-peers: .venv/installed .venv-peer/installed .venv-tensorflow/installed
-	PEER_PYTHON=$(CURDIR)/.venv-peer/bin/python $(PYTEST) $$(grep -lE 'needs_peer|PEER_PYTHON|TENSORFLOW_PYTHON' tests/test_*.py)
+	THOROUGH=1 PEER_PYTHON=$(CURDIR)/.venv-peer/bin/python $(PYTEST) $$(grep -lE 'needs_peer|PEER_PYTHON|TENSORFLOW_PYTHON' tests/test_*.py)
 
 .venv/installed: requirements.txt experiments/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'

@@ -34,10 +34,13 @@ from formats.tokenizer import load_tokenizer  # noqa: E402
 from reference import ENCODERS, GOLDEN  # noqa: E402
 from runtime.command import run_command  # noqa: E402
 
+# the same property once more, slowly
+thorough = pytest.mark.skipif("THOROUGH" not in os.environ, reason="in `make test-all`: THOROUGH=1")
+
 
 def thorough_after_first(first, *others):
     """Parameters of a test: the first one always, the others in `make test-all` alone."""
-    return [first, *(pytest.param(other, marks=pytest.mark.thorough) for other in others)]
+    return [first, *(pytest.param(other, marks=thorough) for other in others)]
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import child
 from adapter import AdapterConfig, Head, add_adapter
 from bert import Bert, BertConfig
+from conftest import thorough
 from experiments import benchmark
 from fusion import add_fusion
 from train import predict
@@ -105,7 +106,7 @@ def run(encoder, data_dir, out, capsys, *options):
     )
 
 
-@pytest.mark.thorough
+@thorough
 def test_our_side_alone(encoder, data_dir, tmp_path, capsys, monkeypatch):
     worker = "-m", "experiments.benchmark_worker"
     monkeypatch.setattr(  # one that has imported torch already

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 import bert
 import data
 import train
-from conftest import VOCABULARY, command_line
+from conftest import VOCABULARY, command_line, thorough
 from experiments import (
     architecture_search,
     demo,
@@ -1469,7 +1469,7 @@ def test_as_a_user_sees_it(name, box):
     assert listing(box) == before
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_line_of_100_MB(box):
     Path("data/rte/train.jsonl").write_bytes(pair(b"0", b'"' + b"the " * 25_000_000 + b'"'))
     status, error, memory, seconds = finish("train.py", *TRAIN)

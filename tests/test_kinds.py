@@ -21,7 +21,7 @@ import child
 import train
 from adapter import ADAPTERS, KINDS, Head, activate, add_adapter, load_adapter, save_adapter
 from bert import Bert
-from conftest import WORDS, sentence, write_rows
+from conftest import WORDS, sentence, thorough, write_rows
 from data import TASKS, Choices, Classes
 from experiments import evaluate
 from fusion import FUSIONS, add_fusion, fusion_regularization, fusions, load_fusion, save_fusion
@@ -417,7 +417,7 @@ def share(rank, encoder, directory):
     dist.destroy_process_group()
 
 
-@pytest.mark.thorough
+@thorough
 def test_two_processes_have_the_gradients_of_one(encoder, tmp_path):
     processes = [child.context.Process(target=share, args=(i, encoder, tmp_path)) for i in (0, 1)]
     for process in processes:

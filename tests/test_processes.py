@@ -22,7 +22,7 @@ import runtime.run
 import train
 from adapter import AdapterConfig, Head, add_adapter
 from bert import Bert, BertConfig
-from conftest import command_line, thorough_after_first
+from conftest import command_line, thorough, thorough_after_first
 from experiments.load_run import load_run
 
 
@@ -367,6 +367,7 @@ def test_errors_end_all_processes(command, tmp_path):
     assert statuses == [2, 2] and "another process is at work" in texts[0] and texts[1] == ""
 
 
+@thorough
 def test_as_a_user_starts_it(command, tmp_path):
     """torchrun itself; Ctrl-C reaches it and its processes."""
     torchrun = [

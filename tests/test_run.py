@@ -26,7 +26,7 @@ import child
 import runtime.directory
 import runtime.run
 import train
-from conftest import assert_equal, command_line, content, thorough_after_first
+from conftest import assert_equal, command_line, content, thorough, thorough_after_first
 from formats.files import write_json, write_tensors
 from runtime.command import run_command
 from runtime.state import Progress, save_state
@@ -713,7 +713,7 @@ def test_compile_without_a_compiler(command, fails, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.thorough
+@thorough
 def test_a_compiler_that_fails(command, tmp_path):
     """Or what it has left in PyTorch's cache. A process of its own: PyTorch reads CXX once."""
     environment = {"CXX": "false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}

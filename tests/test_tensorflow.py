@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert import Bert
+from conftest import thorough
 from damage import (
     GOLDEN,
     INDEX,
@@ -326,7 +327,7 @@ def test_fuzz_index(places, content):
 
 
 @bounded
-@pytest.mark.thorough
+@thorough
 @given(data=st.data())
 def test_fuzz_index_with_right_checksums(places, data):
     """The entries, the handles, or one tensor's entry are damaged, and the checksums are right."""

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from conftest import VOCABULARY
+from damage import tries
 from data import TASKS, batch_order, batches, collate, get_task, length_groups, load_split
 from formats.tokenizer import load_tokenizer
 
@@ -107,7 +108,7 @@ texts = st.lists(
 ).map("".join)
 
 
-@settings(bounded, max_examples=250)
+@settings(bounded, max_examples=tries(250))
 @given(
     pairs=st.lists(st.tuples(texts, st.none() | texts), min_size=1, max_size=8),
     max_length=st.integers(8, 40),
@@ -139,7 +140,7 @@ def test_tokens(directories, pairs, max_length, name):
             assert tokenizer.decode(encoding.ids) == a  # byte-level: nothing is unknown
 
 
-@settings(bounded, max_examples=50)
+@settings(bounded, max_examples=tries(50))
 @given(
     rows=st.lists(st.tuples(texts, texts, st.integers(0, 1)), min_size=1, max_size=30),
     name=st.sampled_from(VOCABULARIES),
@@ -172,7 +173,7 @@ def test_no_example_is_lost(directories, tmp_path_factory, rows, name, ascii, ba
     assert sorted(seen) == sorted(expected)
 
 
-@settings(bounded, max_examples=40)
+@settings(bounded, max_examples=tries(40))
 @given(
     rows=st.lists(
         st.tuples(texts, st.lists(texts, min_size=3, max_size=3), st.integers(0, 2)),
@@ -206,7 +207,7 @@ def test_choices_stay_together(directories, tmp_path_factory, rows, name, batch_
             ]
 
 
-@settings(bounded, max_examples=50)
+@settings(bounded, max_examples=tries(50))
 @given(before=texts, surrogate=st.integers(0xD800, 0xDFFF), after=texts)
 @example(before="", surrogate=0xD83D, after="")
 def test_half_a_surrogate_pair_is_an_error(tmp_path_factory, directories, before, surrogate, after):
@@ -240,7 +241,7 @@ seeds = (
 )
 
 
-@settings(bounded, max_examples=300)
+@settings(bounded, max_examples=tries(300))
 @given(
     lengths=numbers,
     batch_size=st.integers(1, 40) | st.integers(1, 500),
@@ -269,7 +270,7 @@ examples = st.integers(1, 5).flatmap(
 )
 
 
-@settings(bounded, max_examples=250)
+@settings(bounded, max_examples=tries(250))
 @given(examples=examples, pad=st.integers(0, 9))
 def test_collate_and_groups(examples, pad):
     """Also with real tokens that have the padding's id."""
