@@ -39,10 +39,12 @@ def ours(spec, dtype):
     from adapter import activate, load_adapter, load_head
     from bert import Bert
     from fusion import fusion_regularization, load_fusion
+    from runtime.processes import choose_device
     from train import predict
     from variants.folding import fold
 
     idle, root = memory("VmRSS"), Path(spec["root"])
+    choose_device(spec["device"], spec["dtype"])  # as train.py does, which also sets PyTorch up
     bert = Bert.from_pretrained(root / "encoder").to(spec["device"], dtype)
     names = [load_adapter(bert, root / f"a{i}") for i in range(spec["adapters"])]
     if spec["fused"]:
@@ -147,15 +149,16 @@ def training_step(side, spec, loss):
     return work
 
 
-def clock(work, device):
-    """Seconds of one run. On a GPU the mean of ten after a first one, which fills the cache of its
-    allocator."""
-    if device == "cpu":
-        start = time.perf_counter()
-        work()
-        return time.perf_counter() - start
+def clock(work, device, warm=False):
+    """Seconds of one run. On a GPU, unless it is the one that warms up, the mean of ten after a
+    first one, which fills the cache of its allocator."""
+    start = time.perf_counter()
     work()
+    if device == "cpu":
+        return time.perf_counter() - start
     torch.cuda.synchronize()
+    if warm:
+        return time.perf_counter() - start
     start = time.perf_counter()
     for _ in range(10):
         work()
@@ -262,7 +265,7 @@ def build(spec):
     dtype, device = getattr(torch, spec["dtype"]), spec["device"]
     if spec["kind"] == "matrix":
         work = matrix_product(spec, dtype)
-        return lambda warm: {"seconds": clock(work, device)}, {}
+        return lambda warm: {"seconds": clock(work, device, warm)}, {}
     if spec["kind"] == "epoch" and spec["side"] == "ours":
         return our_epoch(spec), {}
     side = {"ours": ours, "peer": peer}[spec["side"]](spec, dtype)
@@ -301,7 +304,7 @@ def build(spec):
         torch.cuda.reset_peak_memory_stats()
 
     def measure(warm):
-        seconds = clock(work, device)
+        seconds = clock(work, device, warm)
         if device == "cuda":
             return {"seconds": seconds, "memory": torch.cuda.max_memory_allocated()}
         return {

@@ -21,6 +21,7 @@ import os
 import re
 import signal
 import sys
+import time
 from functools import partial
 
 WRONG = ValueError, OSError, FloatingPointError, MemoryError  # they end a command in one line
@@ -164,6 +165,8 @@ def run_command(name, main, argv=None):
         status, message, prints = 130, str(e) or "interrupted", rank == 0
     if prints:
         say_why(name, message)
+    elif status == 2:  # the first to end has torchrun end the others: it must not be a silent one
+        time.sleep(3)
     if dist.is_initialized():  # at once: gloo's threads and the interpreter may wait for each other
         sys.stdout.flush()
         os._exit(status)

@@ -221,7 +221,7 @@ def arguments(argv, stages, adapters, fusions):
     add(
         "--compile",
         action="store_true",
-        help="torch.compile the encoder; on a CPU it needs a C++ compiler",
+        help="torch.compile each layer; on a CPU slower than without, and it needs a C++ compiler",
     )
     add(
         "--save-minutes",

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 
 def choose_device(device, dtype):
-    """("auto", "auto") -> (torch.device, torch.dtype). Raises ValueError for a device that is not
-    there."""
+    """("auto", "auto") -> (torch.device, torch.dtype), and PyTorch set up for it. Raises ValueError
+    for a device that is not there."""
     available = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
@@ -31,6 +31,8 @@ def choose_device(device, dtype):
                 f"{torch.cuda.device_count()} GPUs"
             )
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if device == "cuda":  # cuDNN's attention, the default on an H100, plans anew for every length
+        torch.backends.cuda.enable_cudnn_sdp(False)
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported() else "float32"
     return torch.device(device), getattr(torch, dtype)

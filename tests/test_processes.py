@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -323,9 +324,11 @@ def find_nothing():
 
 def test_errors_end_all_processes(command, tmp_path):
     output = tmp_path / "output"
-    statuses, texts = finish(
-        start(2, command("adapter", tmp_path / "a", "--lr", -1), output), output
-    )
+    wrong = command("adapter", tmp_path / "a", "--lr", -1)
+    processes = start(2, wrong, output, {0: [(time.sleep, 1)]})
+    assert child.wait(processes[0], 60) == 2
+    assert child.wait(processes[1], 0) is None  # or torchrun would end the one that says why
+    statuses, texts = finish(processes, output)
     assert (
         statuses == [2, 2]
         and texts[0].count("\n") == 1
