@@ -40,7 +40,8 @@ thorough = pytest.mark.skipif("THOROUGH" not in os.environ, reason="in `make tes
 
 def thorough_after_first(first, *others):
     """Parameters of a test: the first one always, the others in `make test-all` alone."""
-    return [first, *(pytest.param(other, marks=thorough) for other in others)]
+    values = (other if isinstance(other, tuple) else (other,) for other in others)
+    return [first, *(pytest.param(*value, marks=thorough) for value in values)]
 
 
 def pytest_terminal_summary(terminalreporter):

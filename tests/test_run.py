@@ -664,7 +664,9 @@ def test_another_error_keeps_its_traceback(command, tmp_path, monkeypatch):
         command_line([str(argument) for argument in command("adapter", tmp_path / "run")])
 
 
-@pytest.mark.parametrize("stage, task", [("adapter", "pick"), ("fusion", "sst2"), ("full", "rte")])
+@pytest.mark.parametrize(
+    "stage, task", thorough_after_first(("fusion", "sst2"), ("adapter", "pick"), ("full", "rte"))
+)
 def test_grad_accumulation_gives_the_same_gradients(
     stage, task, command, quiet_encoder, tmp_path, monkeypatch
 ):
