@@ -25,7 +25,7 @@ walkthrough: .venv/walkthrough
 
 # what the tests compare with, where it is there: the reference library and TensorFlow, each in an environment of its own
 test-peers: .venv/installed .venv-peer/installed .venv-tensorflow/installed
-	THOROUGH=1 PEER_PYTHON=$(CURDIR)/.venv-peer/bin/python $(PYTEST) $$(grep -lE 'needs_peer|PEER_PYTHON|TENSORFLOW_PYTHON' tests/test_*.py)
+	PEER_PYTHON=$(CURDIR)/.venv-peer/bin/python $(PYTEST) $$(grep -lE 'needs_peer|PEER_PYTHON|TENSORFLOW_PYTHON' tests/test_*.py)
 
 .venv/installed: requirements.txt experiments/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'

@@ -103,10 +103,10 @@ class Fusion(nn.Module):
         U, indicator = up_projections(adapters, a.dtype)  # [d, R], [R, N]
         Q, K, V = self.query.weight, self.key.weight, self.value.weight
         b_Q, b_K = self.query.bias, self.key.bias
-        (R, N), h = indicator.shape, h.reshape(B * T, d)
-        if weights_first := B * T > R:
-            b_K = F.pad(b_K[:, None].expand(d, N), (R - N, 0))  # in the columns of the b_n: [d, R]
-            keys = torch.addmm(b_K, K, U)  # a ⊙ these, summed over n's columns, is K z_n + b_K
+        R, N = indicator.shape
+        h = h.reshape(B * T, d)
+        if weights_first := B * T > R:  # K U, and b_K added to each K b_n: [d, R]
+            keys = torch.addmm(F.pad(b_K[:, None].expand(d, N), (R - N, 0)), K, U)
             q = F.linear(h, (Q.T @ keys).T, b_Q @ keys)  # [B·T, R]
             scores = (q * a) @ indicator  # (Q h + b_Q)·(K z_n + b_K): [B·T, N]
         else:
@@ -114,8 +114,7 @@ class Fusion(nn.Module):
             scores = (q @ K @ U * a) @ indicator + (q @ b_K)[:, None]
         s = self.attend(scores.view(B, T, N)).view(B * T, N)
         s_a = s.to(a.dtype) @ indicator.T * a  # s ⊙ a: [B·T, R]
-        o = s_a @ (V @ U).T if weights_first else s_a @ U.T @ V.T  # Σ_n s_n V z_n: [B·T, d]
-        return o.view(B, T, d)
+        return (s_a @ (V @ U).T if weights_first else s_a @ U.T @ V.T).view(B, T, d)  # Σ s_n V z_n
 
     def unmasked(self, of_each):
         """`of_each` adapter of this slot -> the same without those that are masked."""
@@ -134,11 +133,10 @@ FUSIONS = {"attention": Fusion}  # --fusion
 
 def bottlenecks(h, adapters):
     """All a_n = act(D_n h + b_n), and a 1 for each adapter: h [B, T, d] -> [B·T, R]"""
-    act = adapters[0].act
-    if all(adapter.read(h) is h and adapter.act is act for adapter in adapters):
+    if all(adapter.read(h) is h and adapter.act is adapters[0].act for adapter in adapters):
         D = torch.cat([adapter.down.weight for adapter in adapters])  # [Σ r_n, d]
         b_D = torch.cat([adapter.down.bias for adapter in adapters])
-        a = act(F.linear(h, D, b_D))  # one product for all, [B, T, Σ r_n]
+        a = adapters[0].act(F.linear(h, D, b_D))  # one product for all, [B, T, Σ r_n]
     else:
         a = torch.cat([adapter.act(adapter.down(adapter.read(h))) for adapter in adapters], -1)
     return F.pad(a, (0, len(adapters)), value=1.0).flatten(0, 1)

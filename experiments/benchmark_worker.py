@@ -149,7 +149,7 @@ def training_step(side, spec, loss):
     return work
 
 
-def clock(work, device, warm=False):
+def clock(work, device, warm):
     """Seconds of one run. On a GPU, unless it is the one that warms up, the mean of ten after a
     first one, which fills the cache of its allocator."""
     start = time.perf_counter()
@@ -157,13 +157,13 @@ def clock(work, device, warm=False):
     if device == "cpu":
         return time.perf_counter() - start
     torch.cuda.synchronize()
-    if warm:
-        return time.perf_counter() - start
-    start = time.perf_counter()
-    for _ in range(10):
-        work()
-    torch.cuda.synchronize()
-    seconds = (time.perf_counter() - start) / 10
+    seconds = time.perf_counter() - start
+    if not warm:
+        start = time.perf_counter()
+        for _ in range(10):
+            work()
+        torch.cuda.synchronize()
+        seconds = (time.perf_counter() - start) / 10
     torch.cuda.empty_cache()  # this process now waits, and leaves the memory to the others
     return seconds
 

@@ -218,8 +218,8 @@ class Run:
         Around the loop. Ctrl-C, SIGTERM and SIGHUP are heard between steps, where the state is
         whole: `after_step` raises KeyboardInterrupt; a second one ends the process at once. Raises
         MemoryError and, where --compile fails, ValueError that say how to go on, and
-        FloatingPointError for a loss that is not finite;
-        after a finished epoch it waits until `finish` has kept that.
+        FloatingPointError for a loss that is not finite; after a finished epoch it waits until
+        `finish` has kept that.
         """
         self.announce(model)
         try:

@@ -38,6 +38,9 @@ from runtime.command import run_command  # noqa: E402
 thorough = pytest.mark.skipif("THOROUGH" not in os.environ, reason="in `make test-all`: THOROUGH=1")
 
 
+compiles = pytest.mark.skipif("COMPILE" not in os.environ, reason="takes some minutes: COMPILE=1")
+
+
 def thorough_after_first(first, *others):
     """Parameters of a test: the first one always, the others in `make test-all` alone."""
     values = (other if isinstance(other, tuple) else (other,) for other in others)
@@ -206,6 +209,14 @@ def runs(launch, tmp_path_factory):
         out / "fusion-rte",
     )
     return out
+
+
+def of_stage(stage, runs, steps):
+    """What a stage is trained on: options of train.py. steps: of an epoch with several tasks."""
+    if stage == "multitask":
+        return ["--tasks", "sst2", "pick", "--steps-per-epoch", steps]
+    adapters = ["--adapters", runs / "rte", runs / "pick"] if stage == "fusion" else []
+    return ["--task", "sst2", *adapters]
 
 
 @pytest.fixture

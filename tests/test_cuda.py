@@ -9,7 +9,7 @@ import torch
 
 import train
 from adapter import activate, load_adapter
-from conftest import assert_equal, command_line
+from conftest import assert_equal, command_line, compiles, content, of_stage
 from fusion import fusion_regularization
 from reference import ADAPTERS, FUSIONS, GOLDEN, TOLERANCE, difference, encoder, run, with_fusion
 from variants.folding import fold
@@ -22,13 +22,9 @@ def command(quiet_encoder, data_dir, runs):
     """command("fusion", out, ...): two epochs on the GPU, without dropout."""
 
     def command(stage, out, *options):
-        adapters = ["--adapters", runs / "rte", runs / "pick"] if stage == "fusion" else []
-        tasks = ["--task", "sst2"]
-        if stage == "multitask":
-            tasks = ["--tasks", "sst2", "pick", "--steps-per-epoch", 6]
         fixed = ["--model", quiet_encoder, "--data-dir", data_dir, "--device", "cuda"]
         size = ["--epochs", 2, "--batch-size", 16, "--lr", "5e-3"]
-        words = ["--stage", stage, *fixed, *tasks, *adapters, *size, *options, "--out", out]
+        words = ["--stage", stage, *of_stage(stage, runs, 6), *fixed, *size, *options, "--out", out]
         return [str(word) for word in words]
 
     return command
@@ -57,19 +53,13 @@ def test_the_reference_library_s_fusions(directory, expected):
     assert fusion_regularization(bert).device.type == "cuda"
 
 
-compiles = pytest.mark.skipif("COMPILE" not in os.environ, reason="takes minutes: COMPILE=1")
-
-
 @pytest.mark.parametrize("compiled", [[], pytest.param(["--compile"], marks=compiles)])
 @pytest.mark.parametrize("stage", train.STAGES)
 def test_training_is_that_of_a_cpu(stage, compiled, command, tmp_path):
     on_cpu = ["--device", "cpu", "--dtype", "float32"]
     command_line(command(stage, tmp_path / "a", *on_cpu))
     command_line(command(stage, tmp_path / "b", "--dtype", "float32", *compiled))
-    logs = []
-    for out in ("a", "b"):
-        lines = (tmp_path / out / "log.jsonl").read_text().splitlines()
-        logs.append([json.loads(line)["loss"] for line in lines])
+    logs = [[line["loss"] for line in content(tmp_path / out)[0]] for out in ("a", "b")]
     assert logs[0] == pytest.approx(logs[1], abs=1e-4) and len(logs[0]) == 2
 
 

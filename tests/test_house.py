@@ -26,7 +26,7 @@ MAY_IMPORT = {  # a room or one of the five files, and what of the house it may 
 EXCEPTIONS = {("data", "main"): {"bert"}}  # `python data.py TASK` asks what an encoder will read
 LONGEST_FUNCTION = 62  # lines, its docstring included
 # lines of the five files: each at most 15 % over its plan, and 1,380 together, where it is 1,200
-LONGEST = {"bert": 241, "adapter": 264, "fusion": 243, "data": 310, "train": 335}
+LONGEST = {"bert": 241, "adapter": 264, "fusion": 241, "data": 310, "train": 335}
 LONGEST_FIVE = 1380
 
 

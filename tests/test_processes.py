@@ -23,7 +23,7 @@ import runtime.run
 import train
 from adapter import AdapterConfig, Head, add_adapter
 from bert import Bert, BertConfig
-from conftest import command_line, thorough, thorough_after_first
+from conftest import command_line, of_stage, thorough, thorough_after_first
 from experiments.load_run import load_run
 
 
@@ -33,12 +33,6 @@ def command(quiet_encoder, data_dir, runs):
     dropout."""
 
     def command(stage, out, *options):
-        adapters = ["--adapters", runs / "rte", runs / "pick"] if stage == "fusion" else []
-        tasks = (
-            ["--task", "sst2"]
-            if stage != "multitask"
-            else ["--tasks", "sst2", "pick", "--steps-per-epoch", 6]
-        )
         return [
             "--stage",
             stage,
@@ -48,7 +42,7 @@ def command(quiet_encoder, data_dir, runs):
             data_dir,
             "--device",
             "cpu",
-            *tasks,
+            *of_stage(stage, runs, 6),
             "--epochs",
             3,
             "--batch-size",
@@ -57,7 +51,6 @@ def command(quiet_encoder, data_dir, runs):
             33,
             "--lr",
             "5e-3",
-            *adapters,
             *options,
             "--out",
             out,
@@ -322,13 +315,27 @@ def find_nothing():
     runtime.run.resumes = lambda _: False
 
 
+def take_longer(factor):
+    """To be called in a child: whatever it waits for takes longer."""
+    sleep = time.sleep
+    time.sleep = lambda seconds: sleep(factor * seconds)
+
+
+def test_a_silent_process_does_not_end_first(command, tmp_path):
+    """torchrun would end the one that says why."""
+    output = tmp_path / "output"
+    before = {0: [(time.sleep, 1)], 1: [(take_longer, 20)]}
+    processes = start(2, command("adapter", tmp_path / "a", "--lr", -1), output, before)
+    assert child.finish(processes[0], f"{output}.0")[0] == 2
+    assert child.wait(processes[1], 0) is None
+    processes[1].kill()
+
+
 def test_errors_end_all_processes(command, tmp_path):
     output = tmp_path / "output"
-    wrong = command("adapter", tmp_path / "a", "--lr", -1)
-    processes = start(2, wrong, output, {0: [(time.sleep, 1)]})
-    assert child.wait(processes[0], 60) == 2
-    assert child.wait(processes[1], 0) is None  # or torchrun would end the one that says why
-    statuses, texts = finish(processes, output)
+    statuses, texts = finish(
+        start(2, command("adapter", tmp_path / "a", "--lr", -1), output), output
+    )
     assert (
         statuses == [2, 2]
         and texts[0].count("\n") == 1

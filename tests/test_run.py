@@ -26,7 +26,15 @@ import child
 import runtime.directory
 import runtime.run
 import train
-from conftest import assert_equal, command_line, content, thorough, thorough_after_first
+from conftest import (
+    assert_equal,
+    command_line,
+    compiles,
+    content,
+    of_stage,
+    thorough,
+    thorough_after_first,
+)
 from formats.files import write_json, write_tensors
 from runtime.command import run_command
 from runtime.state import Progress, save_state
@@ -43,12 +51,6 @@ def command(encoder, data_dir, runs):
     eight, saved after every one of them."""
 
     def command(stage, out, *options):
-        adapters = ["--adapters", runs / "rte", runs / "pick"] if stage == "fusion" else []
-        tasks = (
-            ["--task", "sst2"]
-            if stage != "multitask"
-            else ["--tasks", "sst2", "pick", "--steps-per-epoch", 8]
-        )
         return [
             "--stage",
             stage,
@@ -58,7 +60,7 @@ def command(encoder, data_dir, runs):
             data_dir,
             "--device",
             "cpu",
-            *tasks,
+            *of_stage(stage, runs, 8),
             "--epochs",
             2,
             "--batch-size",
@@ -67,7 +69,6 @@ def command(encoder, data_dir, runs):
             "5e-3",
             "--save-minutes",
             0,
-            *adapters,
             *options,
             "--out",
             out,
@@ -734,9 +735,7 @@ def test_a_compiler_that_fails(command, tmp_path):
     assert str(tmp_path / "cache") in lines[0]
 
 
-@pytest.mark.skipif(
-    "COMPILE" not in os.environ, reason="takes some minutes: COMPILE=1 pytest -k compile"
-)
+@compiles
 @pytest.mark.parametrize("stage", train.STAGES)
 def test_compile(stage, command, quiet_encoder, tmp_path):
     logs = []

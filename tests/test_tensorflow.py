@@ -326,8 +326,8 @@ def test_fuzz_index(places, content):
         attempt(places["google"])
 
 
-@bounded
 @thorough
+@bounded
 @given(data=st.data())
 def test_fuzz_index_with_right_checksums(places, data):
     """The entries, the handles, or one tensor's entry are damaged, and the checksums are right."""
