@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from runtime.processes import signals_blocked
+
 
 def dropout(x, p, training):
     """F.dropout, on a CPU in a third of its time: with 16 random bits an element, which hold p to
@@ -53,8 +55,13 @@ def compile_layers(bert):
     encoder as a whole. Each form of a layer (the first, the last for [CLS] alone, in evaluation,
     with another task's adapter) is compiled when it first comes; PyTorch's own limit is 8."""
     import torch._dynamo
+    from torch._inductor.async_compile import maybe_warm_pool
 
     torch._dynamo.config.recompile_limit = 64
+    # For a GPU there are processes that compile. A signal for all, which `timeout` and a terminal
+    # send, would end them, and PyTorch would wait for them forever.
+    with signals_blocked():
+        maybe_warm_pool()
     for layer in bert.layers:
         layer.compile(dynamic=True)
 

@@ -69,14 +69,18 @@ STOP = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]  # Ctrl-C, a scheduler, a 
 
 
 @contextlib.contextmanager
-def signals_heard(again=None):
+def signals_heard(notice="", again=None):
     """A list to which the numbers of the signals that ask for a stop are added, in place of what
-    they would do. The second ends this process at once, or calls `again` where that is given. One
-    that is ignored, as nohup has SIGHUP ignored, stays so."""
+    they would do. The first prints `notice`. The second ends this process at once, or calls `again`
+    where that is given. One that is ignored, as nohup has SIGHUP ignored, stays so."""
     heard = []
 
     def hear(number, _):
         heard.append(number)
+        if len(heard) == 1 and notice:
+            end_of_bar = "\n" * os.isatty(2)
+            with contextlib.suppress(OSError):  # not `print`, which may be what was interrupted
+                os.write(1, f"{end_of_bar}{notice}\n".encode())
         if len(heard) > 1 and again is not None:
             again()
         elif len(heard) > 1:
@@ -90,6 +94,16 @@ def signals_heard(again=None):
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def signals_blocked():
+    """Processes that are started inside do not hear these signals, nor do theirs."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 try:

@@ -54,6 +54,8 @@ from runtime.state import Progress, load_state, save_state
 # its monitor is a thread for the sake of a bar, which waits for ever where memory is short
 tqdm.monitor_interval = 0
 
+STOPPING = "stopping after this step, or this evaluation; a second signal stops without saving"
+
 
 @contextlib.contextmanager
 def open_run(args, device, check):
@@ -216,17 +218,20 @@ class Run:
     def guard(self, at, model):
         """
         Around the loop. Ctrl-C, SIGTERM and SIGHUP are heard between steps, where the state is
-        whole: `after_step` raises KeyboardInterrupt; a second one ends the process at once. Raises
+        whole: `after_step` raises KeyboardInterrupt; a second one ends the process at once. One
+        that has ended PyTorch's compiler, too, interrupts the run where that is. Raises
         MemoryError and, where --compile fails, ValueError that say how to go on, and
         FloatingPointError for a loss that is not finite; after a finished epoch it waits until
         `finish` has kept that.
         """
         self.announce(model)
         try:
-            with signals_heard() as self.signals:
+            with signals_heard(STOPPING * (self.rank == 0)) as self.signals:
                 yield
         except RuntimeError as e:
             resume = "with --resume and " if (self.out / "resume.pt").exists() else ""
+            if compiler_failed(e) and self.signals:
+                raise KeyboardInterrupt from e
             if compiler_failed(e):
                 from torch._inductor.runtime.cache_dir_utils import cache_dir
 

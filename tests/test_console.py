@@ -117,6 +117,8 @@ def test_signals(number, train, tmp_path):
     process.send_signal(number)
     error = process.stderr.read()
     assert process.wait(60) == 130
+    last = process.stdout.read().splitlines()[-1]
+    assert last.startswith("stopping after this step") and "a second signal" in last
     assert "continue with --resume" in error and error.count("\n") == 1
     assert (tmp_path / "run" / "resume.pt").exists()
 

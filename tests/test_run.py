@@ -735,6 +735,55 @@ def test_a_compiler_that_fails(command, tmp_path):
     assert str(tmp_path / "cache") in lines[0]
 
 
+def test_a_compiler_that_a_signal_has_ended(command, at_step, tmp_path):
+    """Ctrl-C in a terminal ends the C++ compiler, too: then it is not this that has failed."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    def stop():
+        os.kill(os.getpid(), signal.SIGINT)
+        raise BackendCompilerFailed(print, RuntimeError("C++ compile error"), None)
+
+    at_step(1, stop)
+    with pytest.raises(KeyboardInterrupt, match="^interrupted$"):
+        train.main([str(argument) for argument in command("adapter", tmp_path / "run")])
+
+
+@thorough
+def test_compiling_processes_do_not_hear_signals(tmp_path):
+    """PyTorch has them for a GPU, and waits forever for those that a signal has ended. Here it has
+    none, the test makes it believe otherwise."""
+    code = """
+import os, signal, time, types
+import torch._inductor.async_compile as inductor
+from runtime.kernels import compile_layers
+signal.signal(signal.SIGTERM, lambda *_: print("heard", flush=True))
+inductor.has_triton_package = lambda: True
+compile_layers(types.SimpleNamespace(layers=[]))
+pool = inductor.AsyncCompile.process_pool()
+pool.submit(os.getpid).result()
+work = pool.submit(time.sleep, 1)
+print("here", flush=True)
+work.result()
+print("done", flush=True)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=Path(train.__file__).parent,
+        env={**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout.readline() == "here\n"
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        assert process.communicate(timeout=30)[0] == "heard\ndone\n"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0
+
+
 @compiles
 @pytest.mark.parametrize("stage", train.STAGES)
 def test_compile(stage, command, quiet_encoder, tmp_path):
