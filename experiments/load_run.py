@@ -158,10 +158,10 @@ def load_run(
     if stage != "multitask" and task not in (None, config["task"]):
         raise ValueError(f"{directory} is a run on {config['task']!r:.50}, not on {task!r:.50}")
     bert = Bert.from_pretrained(directory if own else model or config["model"]).to(device, dtype)
-    found = describe_encoder(bert)
+    found, expected = describe_encoder(bert), config
     if own:  # it has been trained
-        del found["encoder_sha256"]
-    if other := [name for name in found if config.get(name) not in (None, found[name])]:
+        expected = {**config, "encoder_sha256": config.get("weights_sha256")}
+    if other := [name for name in found if expected.get(name) not in (None, found[name])]:
         what = other[0].removesuffix("_sha256")
         problem = f"{directory} was trained with another {what} than that in {bert.directory}"
         refuse_or_note(problem, allow_other_encoder)

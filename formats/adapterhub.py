@@ -660,8 +660,9 @@ def refuse_or_note(problem, allow):
 
 
 def run_encoder(directory):
-    """The digest of the encoder that a run was trained on, from the directory of the run, or of an
-    adapter in it. None where no run says; multi-task training changes the encoder."""
+    """The digest of the encoder that a run's adapters belong to, from the directory of the run, or
+    of an adapter in it: the one it was trained on, or for multi-task training, which changes the
+    encoder, the one it ended with. None where no run says."""
     places = [Path(directory), Path(directory).parent.parent]
     if Path(directory).parent.name != "adapters":
         places.pop()
@@ -669,6 +670,8 @@ def run_encoder(directory):
         config = read_json(path) if path.is_file() else {}
         if config.get("stage") in ("adapter", "fusion"):
             return config.get("encoder_sha256")
+        if config.get("stage") == "multitask":
+            return config.get("weights_sha256")
     return None
 
 

@@ -169,11 +169,13 @@ def read_pooler(directory):
 
 
 def write_encoder(directory, config, tensors, prefix):
-    """Writes config.json, whose other keys stay, and model.safetensors with `prefix` before the
-    names."""
+    """Writes config.json, whose other keys stay, with the digest of these weights, and
+    model.safetensors with `prefix` before the names."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "config.json"
+    tensors = {name: tensor.detach().float().cpu() for name, tensor in tensors.items()}
+    config = {**config, "weights_sha256": digest_of(tensors)}
     write_json(path, {**(read_json(path) if path.exists() else {}), **config})
     write_tensors(
         directory / "model.safetensors", {f"{prefix}.{name}": t for name, t in tensors.items()}

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import train
 from bert import Bert
@@ -155,6 +155,15 @@ def test_a_run(adapter, multitask, encoder, data_dir):
             load_run(out, task=task)
 
 
+def test_its_encoder_is_the_one_it_ended_with(multitask, tmp_path):
+    out = shutil.copytree(multitask["none"]["out"], tmp_path / "run")
+    weights = load_file(out / "model.safetensors")
+    weights["bert.embeddings.LayerNorm.bias"][0] += 1e-3
+    save_file(weights, out / "model.safetensors")
+    with pytest.raises(ValueError, match="was trained with another encoder than that in"):
+        load_run(out, task="rte")
+
+
 @pytest.mark.parametrize("adapter", ["pal", "pfeiffer"])
 def test_fusion_over_it(adapter, multitask, launch, tmp_path, capsys):
     out = shutil.copytree(
@@ -162,6 +171,9 @@ def test_fusion_over_it(adapter, multitask, launch, tmp_path, capsys):
     )
     theta = {name: p.clone() for name, p in Bert.from_pretrained(out).named_parameters()}
     adapters = [out / "adapters" / task for task in TASKS]
+    fuse = ["--stage", "fusion", "--task", "rte", "--adapters", *adapters, "--out", tmp_path / "x"]
+    with pytest.raises(ValueError, match="was trained on an encoder with other weights than"):
+        launch(*fuse)  # Θ, where these belong to Θ′
     launch(
         "--stage",
         "fusion",
