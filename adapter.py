@@ -105,7 +105,7 @@ class AdapterConfig:
 
 
 class Adapter(nn.Module):
-    """One adapter in one slot, around it LayerNorms and a residual (Figure 5)."""
+    """One adapter in one slot, with its LayerNorms and residual (Figure 5)."""
 
     def __init__(self, config, hidden_size, bottleneck_size):
         super().__init__()
@@ -127,7 +127,7 @@ class Adapter(nn.Module):
 
     def z(self, h, layer_input=None):
         """U·act(D·h + b_D) + b_U, without the residual: what fusion mixes; [B, T, d] -> the same.
-        Fusion's fast form works on these four parts of many adapters at once."""
+        Fusion's fast form works on `read`, `down`, `act` and `up_projection` of all at once."""
         U, b_U = self.up_projection()
         a = self.act(self.down(self.read(h)))  # [B, T, d] -> [B, T, r]
         return F.linear(a, U, b_U)  # -> [B, T, d]
@@ -240,7 +240,7 @@ class Head(nn.Module):
         self.pooler = nn.Linear(d, d) if self.config["use_pooler"] else None  # the encoder's own
 
     def forward(self, h):
-        """h: hidden states [B·C, T, d], an example's C candidates in a row (1 for classification)
+        """h: hidden states [B·C, T, d], an example's C candidates one after another
         -> logits [B, K]"""
         cls = h[:, 0].to(self.layers[-1].weight.dtype)  # [B·C, d]
         if self.pooler is not None:

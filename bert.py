@@ -84,7 +84,7 @@ class Layer(nn.Module):
         k = self.key(x).view(B, T, self.num_heads, -1).transpose(1, 2)  # [B, H, T, d/H]
         v = self.value(x).view(B, T, self.num_heads, -1).transpose(1, 2)
         if cls_only:
-            x, T = x[:, :1].contiguous(), 1  # else B small products in place of one
+            x, T = x[:, :1].contiguous(), 1  # contiguous: else B small products for one
         q = self.query(x).view(B, T, self.num_heads, -1).transpose(1, 2)
         p = self.attention_dropout if self.training else 0.0
         a = attention(q, k, v, mask, p)  # softmax(q kᵀ / √(d/H)) v: [B, H, T, d/H]
@@ -145,7 +145,7 @@ class Bert(nn.Module):
 
     def slots(self):
         """Every place where something is plugged in: ((layer, "attention" | "output"), AddNorm) in
-        order, then those that a kind of adapter has added, with `adapters` and `active` as well."""
+        order, then those that a kind of adapter has added, with `adapters`, `fusion`, `active`."""
         for i, layer in enumerate(self.layers):
             yield (i, "attention"), layer.attention_add_norm
             yield (i, "output"), layer.output_add_norm
@@ -170,8 +170,8 @@ class Bert(nn.Module):
         content does not fit; the message names the file, and the tensor with both shapes.
         """
         checkpoint = open_encoder(source, NAMES.values())
-        with torch.device("meta"):  # an empty model, whose parameters become the loaded tensors
-            bert = cls(checkpoint.config)  # themselves: nothing is held twice
+        with torch.device("meta"):  # empty: its parameters become the loaded tensors themselves
+            bert = cls(checkpoint.config)
         shapes = {hub_name(name): p.shape for name, p in bert.named_parameters()}
         tensors = checkpoint.read(shapes)
         state = {name: tensors[hub_name(name)] for name, _ in bert.named_parameters()}
@@ -184,17 +184,15 @@ class Bert(nn.Module):
     def save_pretrained(self, directory):
         """Writes config.json and model.safetensors (Θ alone) under Hugging Face's names, so that
         `transformers` and `from_pretrained` read them. Existing keys of config.json stay."""
-        theta = {
-            n: p for n, p in self.named_parameters() if not re.search(r"\.(adapters|fusion)\.", n)
-        }
-        tensors = {hub_name(name): p for name, p in theta.items()}
+        plugged = re.compile(r"\.(adapters|fusion)\.")
+        tensors = {hub_name(n): p for n, p in self.named_parameters() if not plugged.search(n)}
         write_encoder(directory, asdict(self.config), tensors, prefix=self.config.model_type)
 
 
 def activate(bert, name):
-    """Lets one adapter, a fusion (its name is that of its adapters joined by commas; a fusion of
-    one goes before that one) or, with None, only the encoder take part. Everything is frozen
-    afterwards. Raises ValueError if nothing has that name."""
+    """Lets one adapter take part, or a fusion (called by its adapters joined by commas; a fusion of
+    one comes before that one), or with None neither. Everything is frozen afterwards. Raises
+    ValueError if nothing has that name."""
     known = known_adapters(bert) | {slot.fusion.name for _, slot in bert.slots() if slot.fusion}
     if name is not None and name not in known:
         there = ", ".join(sorted(known)) or "none"

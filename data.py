@@ -1,6 +1,6 @@
 """D: the paper's 16 tasks (section 4.2), your own task, and batches.
 
-A task reduces to K candidate pairs (text_a, text_b or None) and a label. Classification has one
+A task reduces to C candidate pairs (text_a, text_b or None) and a label. Classification has one
 candidate per example and a K-way head; multiple choice has one candidate per choice, and a softmax
 over their scores.
 
@@ -59,7 +59,7 @@ class Classes:
 
 
 class Choices(Classes):
-    """Multiple choice: task.labels are the candidates, each of them scored by itself."""
+    """Multiple choice: a label is a candidate's place; each candidate is scored by itself."""
 
     scores = {"accuracy": accuracy}  # the first and the second choice are no classes
 
@@ -76,13 +76,13 @@ class Task:
     config: str | None  # its configuration
     columns: tuple  # text columns in the order in which `candidates` takes them
     labels: tuple  # label values as the hub writes them; an integer is an index into them
-    sizes: tuple  # rows of train and development set; none: any number
+    sizes: tuple  # rows of train and development set; (): any number
     candidates: Callable = lambda *texts: [(texts[0], texts[1] if len(texts) > 1 else None)]
     label: str = "label"  # its column
-    # At 128 tokens, as in the reference, longer texts are cut: of the training examples 12 % of
+    # At 128 tokens, as in the reference, longer texts are cut: of the examples at hand 12 % of
     # rte's and cb's, 19 % of cosmos_qa's, 47 % of boolq's, 90 % of imdb's. So these have more, by
     # which 0.4 % of cb's are cut, 0.7 % of boolq's, 25 % of imdb's, none of rte's and cosmos_qa's.
-    # At 128, 0.4 % of mnli's are, and under 0.1 % of every other's.
+    # At 128, 0.4 % of mnli's are, under 0.1 % of the others'. hellaswag's 200 is AdapterHub's.
     max_length: int = 128
     dev: str = "validation"  # the split that serves as development set
     held_out: int = 0  # training examples that do, where there is no other than the test set
@@ -250,7 +250,7 @@ def batch_order(lengths, batch_size, seed=None, window=50):
 
 def collate(rows, pad_token_id):
     """rows: {"input_ids": B lists of C lists, ...} -> LongTensors input_ids, token_type_ids,
-    attention_mask [B·C, T], the candidates of an example in a row, and labels [B]"""
+    attention_mask [B·C, T], an example's candidates one after another, and labels [B]"""
     ids = [candidate for row in rows["input_ids"] for candidate in row]
     types = [candidate for row in rows["token_type_ids"] for candidate in row]
     T = max(len(candidate) for candidate in ids)
@@ -280,12 +280,10 @@ def length_groups(batch):
     C = len(batch["input_ids"]) // len(batch["labels"])
     lengths = batch["attention_mask"].sum(1)
     order = lengths.argsort(stable=True) if C > 1 else torch.arange(len(lengths))
+    names = "input_ids", "token_type_ids", "attention_mask"
     for rows in order.chunk(C):
         T = lengths[rows].max()
-        yield (
-            rows,
-            [batch[name][rows, :T] for name in ("input_ids", "token_type_ids", "attention_mask")],
-        )
+        yield rows, [batch[name][rows, :T] for name in names]
 
 
 def batches(split, batch_size, pad_token_id=0, seed=None, rank=0, world=1):

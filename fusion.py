@@ -3,7 +3,6 @@
 add_fusion(bert, ["mnli", "qqp", "rte"])      # over adapters already there; trainable, active
 loss = loss + fusion_regularization(bert)     # keeps V close to the identity
 fusion_weights(bert)                          # s: {(layer, location): [B, T, N]}
-mask(bert, ["qqp"])                           # without it; mask(bert, []): all again
 save_fusion(bert, "runs/fusion-rte"); load_fusion(bert, "runs/fusion-rte")
 """
 
@@ -42,35 +41,34 @@ class Fusion(nn.Module):
         for linear in (self.query, self.key):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
-        # section 4.1: ones on the diagonal, small values elsewhere; o starts as the mean of z_n
+        # section 4.1: ones on the diagonal, small values elsewhere; o starts near the mean of z_n
         with torch.no_grad():
             self.value.weight.fill_(1e-6).fill_diagonal_(1.0)
 
     def forward(self, f, x, norm, adapters, layer_input=None):
         """f: sub-layer output, x: its input [B, T, d], norm: BERT's own LayerNorm, adapters: N
         modules, layer_input: what the whole layer read -> [B, T, d]"""
-        # the reference: its config says what all of them read, and the residual
-        last = adapters[-1]
+        last = adapters[-1]  # as in the reference, its config says what all read, and the residual
         h, residual = last.enter(f, x, norm)
         o = self.compose(h, self.unmasked(adapters), layer_input)
         return last.leave(o + residual, x, norm)
 
     def textbook(self, h, adapters, layer_input=None):
         """The paper's equations, literally: h [B, T, d] -> o [B, T, d]. 2·N·d² multiply-adds per
-        token, and N·d activations."""
+        token, and 3·N·d activations."""
         z = torch.stack([adapter.z(h, layer_input) for adapter in adapters], 2)  # z_n: [B, T, N, d]
         scores = torch.einsum("btd,btnd->btn", self.query(h), self.key(z))  # (Q h)·(K z_n)
         s = self.attend(scores)  # [B, T, N]
         return torch.einsum("btn,btnd->btd", s, self.value(z))  # o = Σ_n s_n V z_n
 
     def attend(self, scores):
-        """s = softmax_n(scores): [B, T, N] -> the same. The reference drops scores, not weights."""
+        """s = softmax_n(scores): [B, T, N] -> the same. Dropout on scores is the reference's."""
         s = self.dropout(scores).softmax(-1)
         self.weights = s.detach()
         return s
 
     def compose(self, h, adapters, layer_input=None):
-        """o in the cheapest of the forms that compute it."""
+        """o by `fast` where every z_n is U_n a_n + b_n, else by `once`, cheaper only if r > d/4."""
         if all(type(adapter).z is Adapter.z for adapter in adapters):
             return self.fast(h, adapters)
         return self.once(h, adapters, layer_input)
@@ -132,7 +130,7 @@ FUSIONS = {"attention": Fusion}  # --fusion
 
 
 def bottlenecks(h, adapters):
-    """All a_n = act(D_n h + b_n), and a 1 for each adapter: h [B, T, d] -> [B·T, R]"""
+    """All a_n = act(D_n h + b_D), and a 1 for each adapter: h [B, T, d] -> [B·T, R]"""
     if all(adapter.read(h) is h and adapter.act is adapters[0].act for adapter in adapters):
         D = torch.cat([adapter.down.weight for adapter in adapters])  # [Σ r_n, d]
         b_D = torch.cat([adapter.down.bias for adapter in adapters])
@@ -171,7 +169,7 @@ def new_fusions(bert, names, kind, dropout, dtype):
     """{(layer, location): new fusion} over the adapters of these names, not yet in the slots."""
     adapterhub.check_fused(names, known_adapters(bert))
     adapterhub.check_fusion({name: find_adapter(bert, name)[0] for name in names})
-    p = dropout or bert.config.attention_probs_dropout_prob  # so the reference: 0.0 is not given
+    p = dropout or bert.config.attention_probs_dropout_prob  # 0.0 means none given: the reference
     result = {}
     for key, slot in bert.slots():
         if here := [name for name in names if name in slot.adapters]:
@@ -195,16 +193,14 @@ def fusions(bert):
 def fusion_regularization(bert):
     """0.01 · Σ_layers ‖V − I‖²_F, a scalar tensor to add to the loss (section 4.1: "l2-norm" on V;
     the reference's form). 0 without a fusion."""
-    result = torch.zeros((), device=bert.device)
-    for _, fusion in fusions(bert):
-        result = result + fusion.regularization()
-    return result
+    zero = torch.zeros((), device=bert.device)
+    return sum((fusion.regularization() for _, fusion in fusions(bert)), zero)
 
 
 def fusion_weights(bert):
-    """s of the last forward: {(layer, "output" | "attention"): [B, T, N]}, padding included; N in
-    the order of the fusion's name, 0 for an adapter that is left out of that layer or masked.
-    Raises ValueError before the first forward."""
+    """s of the last forward: {(layer, "output" | "attention"): [B, T, N]}, padding included, with
+    T = 1 in the last layer after `cls_only`; N in the order of the fusion's name, 0 for an adapter
+    that is left out of that layer or masked. Raises ValueError without a fusion, or a forward."""
     result = {}
     for key, fusion in fusions(bert):
         if fusion.weights is None:

@@ -8,7 +8,7 @@
 
 What a stage trains is what requires a gradient; Θ and Φ are otherwise never written to. A run
 directory holds the best epoch in AdapterHub's files, and is all that `load_run` (experiments) needs
-besides the encoder. `torchrun --nproc_per_node=G train.py ...` computes the same on G devices.
+besides the encoder. `torchrun --nproc_per_node=G train.py ...` takes the same steps on G devices.
 """
 
 if __name__ == "__main__":  # the first line comes before torch, which takes seconds
@@ -16,7 +16,6 @@ if __name__ == "__main__":  # the first line comes before torch, which takes sec
 
     announce("train.py")
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -35,7 +34,7 @@ from runtime.directory import check_idle, is_finished
 from runtime.kernels import AdamW, compile_layers
 from runtime.processes import choose_device, memory_named, processes
 from runtime.results import Results
-from runtime.run import describe_data, describe_encoder, describe_machine, open_run, progress
+from runtime.run import describe_data, describe_encoder, describe_machine, open_run, progress_bar
 from runtime.seeds import each_seed
 from variants.masking import check_subset, mask, mask_all_but
 from variants.multitask import multitask_batches, take_turn
@@ -111,7 +110,7 @@ def predict(bert, head, batch, dtype):
             cls.append(bert(*inputs, cls_only=True))  # [B, T] -> [B, 1, d]
             order.append(rows)
         order = torch.cat(order).argsort().to(bert.device)
-        h = torch.cat(cls)[order]  # [B·C, 1, d], an example's C candidates in a row
+        h = torch.cat(cls)[order]  # [B·C, 1, d], an example's C candidates together
         return head(h).float()
 
 
@@ -123,7 +122,7 @@ def evaluate(bert, head, task, split, batch_size, dtype):
     bert.eval(), head.eval()
     results = Results(len(split), batch_size)
     parts = batches(split, results.size, bert.config.pad_token_id, rank=rank, world=world)
-    for batch in progress(parts, f"evaluating {task.name}", results.steps):
+    for batch in progress_bar(parts, f"evaluating {task.name}", results.steps):
         logits = predict(bert, head, batch, dtype)  # [B, K]
         predictions = task.kind.predict(logits)
         loss = task.kind.loss(logits.cpu(), batch["labels"])  # the mean of the batch
@@ -155,13 +154,12 @@ def make_optimizer(args, trained, device):
 
 
 def set_learning_rate(optimizer, args, at, steps_per_epoch):
-    """Linearly down to 0 (section 4.1), under a warm-up from 0 as Google's BERT has it."""
+    """Linearly down to 0 (section 4.1), after a warm-up from 0, as in Google's BERT."""
     step = (at.epoch - 1) * steps_per_epoch + at.step
     progress = step / (steps_per_epoch * args.epochs)
+    factor = 1 - progress if progress >= args.warmup else progress / args.warmup
     for group in optimizer.param_groups:
-        group["lr"] = args.lr * (
-            1 - progress if progress >= args.warmup else progress / args.warmup
-        )
+        group["lr"] = args.lr * factor
 
 
 def epoch_batches(args, lengths, epoch):
@@ -184,7 +182,7 @@ def choose_adapters(bert, args, task, at, fused):
 
 
 def evaluate_all(bert, heads, tasks, splits, args, dtype):
-    """{task: {score: value}} on the development sets, with all adapters."""
+    """{task: {score: value}} on the development sets, with no adapter masked."""
     if args.adapters_per_batch is not None:
         mask(bert, [])
     result, size = {}, eval_batch_size(args.batch_size, args.grad_accumulation)
@@ -198,8 +196,8 @@ def evaluate_all(bert, heads, tasks, splits, args, dtype):
 
 
 def eval_batch_size(batch_size, grad_accumulation):
-    """Examples at once in evaluation, which needs less memory. The same ever after: padding and
-    order of products decide about close calls."""
+    """Examples at once in evaluation, which needs less memory. It stays the same, because padding
+    and the order of sums can tip a close call."""
     return max(4 * batch_size // grad_accumulation, 1)
 
 
@@ -230,13 +228,13 @@ def prepare(args):
 def train(args):
     """One stage, from the start or from where it was interrupted. Returns the closing line's
     dictionary. Raises ValueError and OSError for wrong input, FloatingPointError for a loss that is
-    not finite (the best epoch before it is saved), MemoryError, and KeyboardInterrupt after Ctrl-C
-    or SIGTERM."""
+    not finite (the best epoch before it is saved), MemoryError, and KeyboardInterrupt after Ctrl-C,
+    SIGTERM or SIGHUP."""
     tasks, bert, heads, fused, train_splits, dev_splits, device, dtype = prepare(args)
     trained = {f"bert.{name}": p for name, p in bert.named_parameters() if p.requires_grad}
     trained |= {f"heads.{name}": p for name, p in heads.named_parameters()}
     optimizer = make_optimizer(args, trained, device)
-    lengths = [np.asarray(split.with_format("numpy")["length"][:]) for split in train_splits]
+    lengths = [split.with_format("numpy")["length"][:] for split in train_splits]
     pad = bert.config.pad_token_id
     steps_per_epoch = len(epoch_batches(args, lengths, 1))
     with open_run(args, device, check) as run:
@@ -265,9 +263,8 @@ def train(args):
                     optimizer.zero_grad(set_to_none=args.stage != "multitask")
                     for share, examples in run.micro_batches(indices):
                         batch = run.batch = collate(train_splits[n][examples], pad)
-                        loss = tasks[n].kind.loss(
-                            model(n, batch, dtype), batch["labels"].to(device)
-                        )
+                        logits = model(n, batch, dtype)  # [B, K]
+                        loss = tasks[n].kind.loss(logits, batch["labels"].to(device))
                         l2 = fusion_regularization(bert)  # on V; 0 without fusion (section 4.1)
                         run.backward(share * loss, share * l2)
                     nn.utils.clip_grad_norm_(trained.values(), 1.0)

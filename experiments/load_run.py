@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import importlib
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -218,8 +217,6 @@ def load_run_split(
             f"{run} has read the columns {columns!r:.100}, the {split} split in {data_dir} has "
             f"{[*task.columns]}"
         )
-    if split not in ("train", "validation"):
-        task = replace(task, sizes=())  # the paper's are of these two
     tokenizer = load_tokenizer(
         bert.directory, max_length, bert.config.vocab_size, bert.config.type_vocab_size
     )

@@ -33,9 +33,7 @@ class Files:
 # layer_text_task_adapters or attention_text_task_adapters. `embeddings` has only LAYER_NORM.
 SLOT = r"(?:\w+\.)?(?P<slot>embeddings|encoder\.layer\.\d+\.(?:[a-z_]+\.)*[a-z_]+)\."
 LISTS = r"(?:adapters|layer_text_task_adapters|attention_text_task_adapters)\."
-LAYER_NORM = (
-    "adapter_layer_norm"  # a task's own copy of a LayerNorm, as AdapterHub does not have it
-)
+LAYER_NORM = "adapter_layer_norm"  # a task's own copy of a LayerNorm, which AdapterHub lacks
 ADAPTER = Files(
     "adapter_config.json",
     ("adapter.safetensors", "pytorch_adapter.bin"),
@@ -174,8 +172,8 @@ def check_name(name, taken=()):
     right = isinstance(name, str) and re.fullmatch(r"[\w@+=-][\w@+= -]{0,99}", name)
     if not right or len(name.encode()) > 200 or hasattr(nn.ModuleDict(), name):
         raise ValueError(
-            f"{name!r:.120} cannot be an adapter's name: letters, digits, _ and -, at most 100, "
-            "no method of ModuleDict"
+            f"{name!r:.120} cannot be an adapter's name: letters, digits, blanks and _-@+=, at "
+            "most 100, no method of ModuleDict"
         )
     if name in taken:
         raise ValueError(f"there is already an adapter called {name!r}")
@@ -362,7 +360,7 @@ def head_config(config):
         if config.get(field) not in values:
             raise ValueError(
                 f"a head with {field} = {config.get(field)!r:.50} is not supported, only "
-                f"{values[0]}"
+                f"{' or '.join(map(str, values))}"
             )
     outputs = head_outputs(config)
     if type(outputs) is not int or not 0 < outputs < 100_000:
@@ -724,7 +722,7 @@ def write_fusion(directory, options, tensors, values):
 
 
 def copy_adapters(sources, kinds, directory, config):
-    """Writes saved adapters, {name: directory}, into `directory`/NAME, bit by bit, in today's
+    """Writes saved adapters, {name: directory}, into `directory`/NAME, as fp32, in today's
     format and under these names. config: their encoder's."""
     for name, path in sources.items():
         saved = read_adapter(path, kinds, name)

@@ -105,7 +105,8 @@ def held_out(count, split, part):
     drawn = np.random.default_rng(0).permutation(count)
     n = min(part, count // 2) if isinstance(part, int) else round(part * count)
     if not 0 < n < count:
-        raise ValueError(f"--dev-fraction {part}: of {count} examples that is all or none")
+        asked = "the development set" if isinstance(part, int) else f"--dev-fraction {part}"
+        raise ValueError(f"{asked} would be all or none of {count} training examples")
     return np.sort(drawn[:n] if split == "validation" else drawn[n:])
 
 
@@ -310,7 +311,7 @@ def read_split(task, split, data_dir=None, fraction=None):
     """
     (where, rows, their places in the file, revision) of "train", "validation" or another split,
     from `data_dir`, or the hub without one. Where there is no development set, "validation" are
-    training examples, always the same ones, and "train" the others: so many as the task says
+    training examples, always the same ones, and "train" the others: as many as the task says
     (`Task.held_out`), or the fraction that is asked for.
     """
     directory = None if data_dir is None else Path(data_dir) / task.name
@@ -379,7 +380,9 @@ def select_columns(where, rows, columns, aliases):
 def check_size(where, count, task, split, strict):
     """A note, or if it is strict a ValueError, about another number of rows than the paper's and
     the hub's."""
-    which = split != "train"
+    if split not in ("train", "validation"):
+        return
+    which = split == "validation"
     known = [sizes[which] for sizes in (task.sizes, task.hub_sizes) if sizes]
     if known and count not in known:
         message = f"{where} has {count} rows, the {task.name} of the paper has {known[0]}"

@@ -37,12 +37,8 @@ def check_out(out, needed, overwrite, resume):
     if out.is_dir():
         check_run(out)
     for source in needed:
-        inside = (
-            (Path(source).resolve(), *Path(source).resolve().parents)
-            if Path(source).is_dir()
-            else ()
-        )
-        if out.is_dir() and out.resolve() in inside:
+        path = Path(source)
+        if path.is_dir() and out.is_dir() and path.resolve().is_relative_to(out.resolve()):
             raise ValueError(f"--out {out} would replace {source}, which this run needs")
     if is_finished(out) and not overwrite:
         raise ValueError(

@@ -12,7 +12,7 @@ from runtime.processes import signals_blocked
 
 
 def dropout(x, p, training):
-    """F.dropout, on a CPU in a third of its time: with 16 random bits an element, which hold p to
+    """F.dropout, on a CPU in a third of its time: with 16 random bits an element, so p is exact to
     1/65,536."""
     if not training or p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p, training)
@@ -29,7 +29,7 @@ def embedding(rows, d):
 
 def attention(q, k, v, mask, p):
     """softmax(q kᵀ / √(d/H)) v over the real tokens, each weight dropped with probability p:
-    3 x [B, H, T, d/H] -> the same. F.scaled_dot_product_attention, on a CPU with the dropout
+    [B, H, T, d/H] each -> q's shape. F.scaled_dot_product_attention, on a CPU with the dropout
     above."""
     if p == 0 or q.device.type != "cpu":
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)

@@ -1,4 +1,4 @@
-"""The command line of train.py: its options, what of them a run records, and which make no sense.
+"""The command line of train.py: its options, which of them a run records, and which make no sense.
 
 An option is entered here alone. What `settings` records of it must be the same to --resume, unless
 it is listed as FREE in state.py.
@@ -308,7 +308,7 @@ def as_field(word):
 
 
 def check_counts(args, names):
-    """Raises ValueError for a count that is given and is none."""
+    """Raises ValueError for a given count that is below 1, or too large."""
     for name in names:
         if getattr(args, name) is not None and not 1 <= getattr(args, name) < 10**9:
             raise ValueError(

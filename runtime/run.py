@@ -1,7 +1,7 @@
 """What a run is beside its mathematics: directory, log, state, signals, processes, the best epoch.
 
 with open_run(args, device, check) as run:  # locked; an error of the disk ends it in one line
-    at = run.open(config, trained, optimizer)  # Progress: none, or where the run was
+    at = run.open(config, trained, optimizer)  # Progress: the start, or where the run was
     run.begin(at)
     model = run.distribute(model)
     with run.guard(at, bert):  # signals wait for the end of a step
@@ -104,7 +104,7 @@ def open_run(args, device, check):
         ) from e
 
 
-def progress(batches, description, total):
+def progress_bar(batches, description, total):
     """The batches of an evaluation, under a bar where somebody looks."""
     return tqdm(batches, description, total, leave=False, disable=processes()[0] > 0 or None)
 
@@ -189,10 +189,12 @@ class Run:
         self.model = model
         return model
 
-    def announce(self, model):
+    def announce(self, bert):
         """One line before the first step: what is trained on what, and where."""
         c = self.config
-        own = [p for n, p in model.named_parameters() if not self.added(n)]
+        own = [
+            p for n, p in bert.named_parameters() if ".adapters." not in n and ".fusion." not in n
+        ]
         self.say(
             f"{c['stage']} on {c['task']}: encoder {c['model']} "
             f"({sum(p.numel() for p in own) / 1e6:.1f} M parameters), "
@@ -200,11 +202,6 @@ class Run:
             f"{c['dtype']}; {c['train_examples']:,} training and {c['dev_examples']:,} development "
             f"examples{self.constant_answer()}; run directory {self.out}"
         )
-
-    @staticmethod
-    def added(name):
-        """Whether a parameter of the model is none of the encoder's own."""
-        return ".adapters." in name or ".fusion." in name or "heads." in name
 
     def constant_answer(self):
         share = self.config["most_frequent_class"]

@@ -12,7 +12,7 @@ from runtime.processes import out_of_memory, processes
 
 STATE_FORMAT = 7
 
-# What a resumed run may have otherwise than the one that it continues. Everything else that
+# What may differ between a resumed run and the one that it continues. Everything else that
 # config.json records must be the same.
 FREE = {
     "patience",

@@ -376,6 +376,11 @@ def test_sick_has_two_sizes(count, said, capsys):
     assert said in capsys.readouterr().out if said else not capsys.readouterr().out
 
 
+def test_the_paper_gives_no_size_of_a_test_set(capsys):
+    check_size("here", 4906, TASKS["sick"], "test", strict=True)
+    assert not capsys.readouterr().out
+
+
 def test_lengths_that_cut_little():
     assert {name: task.max_length for name, task in TASKS.items() if task.max_length != 128} == {
         "imdb": 384,
@@ -436,8 +441,10 @@ def test_the_parts_of_a_held_out_draw():
     assert len(held_out(50, "validation", 10)) == 10  # a number, at most a half
     assert len(held_out(50, "validation", 100)) == 25
     for fraction in (0.001, 0.999):
-        with pytest.raises(ValueError, match="all or none"):
+        with pytest.raises(ValueError, match="^--dev-fraction .* all or none"):
             held_out(50, "train", fraction)
+    with pytest.raises(ValueError, match="^the development set would be all or none of 1 "):
+        held_out(1, "train", 10)
 
 
 @pytest.mark.parametrize("name", ["dev.jsonl", "val.csv"])
