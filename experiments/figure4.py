@@ -396,7 +396,8 @@ def draw(args):
 
 def main(argv=None):
     parser = Parser(
-        description="Heatmaps of fusion weights, target tasks by adapters, and what they say."
+        prog="python -m experiments.figure4",
+        description="Heatmaps of fusion weights, target tasks by adapters, and what they say.",
     )
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUN", help="finished fusion runs, one row each"

@@ -66,8 +66,8 @@ def naming_program(config):
         if program is None or program[1] in sys.modules:
             raise
         raise ValueError(
-            f"{e}; the run was made by {program[0]!s:.100}: if its kind is unknown here, add "
-            f"--import {program[1]:.100}, where this command has it"
+            f"{e}; the run was made by {program[0]!s:.100}: if its kind is unknown here, "
+            f"evaluate, predict and figure4 learn it by --import {program[1]:.100}"
         ) from e
 
 
@@ -86,6 +86,15 @@ def task_kind(config, head):
 
 def is_texts(value):
     return type(value) is list and all(type(text) is str for text in value)
+
+
+def check_stage(directory, stages, verb):
+    """Raises ValueError for a finished run of another stage than these, and as
+    `read_run_config`."""
+    stage = read_run_config(Path(directory))["stage"]
+    if stage not in stages:
+        these = " and ".join(stages)
+        raise ValueError(f"{directory} is of --stage {stage}: only {these} runs can be {verb}")
 
 
 def read_run_config(directory):
@@ -166,10 +175,8 @@ def load_run(
         refuse_or_note(problem, allow_other_encoder)
     if stage == "multitask":
         if type(labels.get(task)) is not list:
-            raise ValueError(
-                f"{directory} holds several tasks, and {task!r:.50} is none of them: "
-                f"{', '.join(labels)}"
-            )
+            which = "choose one with --task" if task is None else f"{task!r:.50} is none of them"
+            raise ValueError(f"{directory} holds several tasks, {which}: {', '.join(labels)}")
         config |= {"task": task, "labels": labels[task]}
         if isinstance(config["max_length"], dict):
             config["max_length"] = config["max_length"].get(task)

@@ -463,7 +463,7 @@ def check(args):
         why = "a directory" if args.explain.is_dir() else "its directory is missing"
         raise ValueError(f"--explain {args.explain}: {why}")
     if args.out and (args.file is None or args.explain or args.json):
-        raise ValueError("--out is of a --file, without --explain and --json")
+        raise ValueError("--out goes with --file alone, without --explain and --json")
     if args.out and (args.out.is_dir() or not args.out.parent.is_dir()):
         why = "a directory" if args.out.is_dir() else "its directory is missing"
         raise ValueError(f"--out {args.out}: {why}")
@@ -485,8 +485,8 @@ def answer(args):
             allow_other_encoder=args.allow_other_encoder,
         )
     if args.explain and config["stage"] != "fusion":
-        why = f"one of --stage {config['stage']} has no adapters that share a token"
-        raise ValueError(f"--explain needs a fusion run, {args.run} is {why}")
+        why = f"{args.run} is of --stage {config['stage']}, where no adapters share a token"
+        raise ValueError(f"--explain needs a fusion run: {why}")
     if args.mask:
         mask(bert, args.mask)
     choices, kind = head.config["head_type"] == "multiple_choice", task_kind(config, head)
@@ -570,7 +570,10 @@ def explain(bert, tokenizer, candidates, encodings, choices):
 
 
 def main(argv=None):
-    parser = Parser(description="Predicts with a finished run, and shows which adapters were used.")
+    parser = Parser(
+        prog="python -m experiments.predict",
+        description="Predicts with a finished run, and shows which adapters were used.",
+    )
     parser.add_argument("run", type=Path, help="any finished run")
     parser.add_argument(
         "texts", nargs="*", help="the input's texts, in the order of the task's columns"

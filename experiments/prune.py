@@ -43,7 +43,14 @@ import torch
 from adapter import save_adapter
 from data import batches, length_groups
 from experiments.figure4 import average, inputs_of
-from experiments.load_run import add_encoder, cast, load_run, load_run_split, unknown_kind
+from experiments.load_run import (
+    add_encoder,
+    cast,
+    check_stage,
+    load_run,
+    load_run_split,
+    unknown_kind,
+)
 from experiments.report import save_figure, write_csv
 from formats.files import read_json, write_json
 from fusion import fusions, save_fusion
@@ -310,10 +317,6 @@ def check(args):
 
 def check_run(args, bert, config):
     """Raises ValueError for a run that cannot be pruned, or not like this."""
-    if config["stage"] != "fusion":
-        raise ValueError(
-            f"{args.run} is of --stage {config['stage']}: only fusion runs can be pruned"
-        )
     if unknown := unknown_kind(bert):
         raise ValueError(
             f"{args.run}: {unknown} cannot be pruned, only the paper's fusion over bottleneck "
@@ -350,6 +353,7 @@ def distinct_layers(bert):
 def prune(args):
     """Measures, and writes OUT. Raises ValueError and OSError before anything is there."""
     check(args)
+    check_stage(args.run, ["fusion"], "pruned")
     bert, head, config = load_run(
         args.run, model=args.model, allow_other_encoder=args.allow_other_encoder
     )
@@ -447,7 +451,8 @@ def write_and_reload(args, bert, chosen, task, split, directory):
 
 def main(argv=None):
     parser = Parser(
-        description="Prunes a fusion, and measures accuracy and speed by the number of adapters."
+        prog="python -m experiments.prune",
+        description="Prunes a fusion, and measures accuracy and speed by the number of adapters.",
     )
     parser.add_argument("run", type=Path, help="a finished fusion run")
     parser.add_argument(

@@ -22,7 +22,7 @@ import shutil
 from pathlib import Path
 
 from adapter import save_adapter, save_head
-from experiments.load_run import load_run, unknown_kind
+from experiments.load_run import check_stage, load_run, unknown_kind
 from formats.adapterhub import check_name
 from formats.files import read_json
 from formats.hub_data import HUB
@@ -244,12 +244,8 @@ def publish(
     nothing is written."""
     check_out(run, out, overwrite)
     try:
+        check_stage(run, ["adapter", "fusion"], "published")
         bert, head, config = load_run(run, model=model)  # so it is whole, and the files will load
-        if config["stage"] not in ("adapter", "fusion"):
-            raise ValueError(
-                f"{run} is of --stage {config['stage']}: only adapter and fusion runs can be "
-                "published"
-            )
         for name in [config["task"], *config["adapters"]]:
             check_name(name)
         if unknown := unknown_kind(bert):
@@ -327,7 +323,10 @@ def write(out, bert, head, config, text):
 
 
 def main(argv=None):
-    parser = Parser(description="Writes a folder that is ready for upload from a finished run.")
+    parser = Parser(
+        prog="python -m experiments.publish",
+        description="Writes a folder that is ready for upload from a finished run.",
+    )
     parser.add_argument("run", type=Path, help="an adapter or a fusion run")
     parser.add_argument("--out", type=Path, help="default published/RUN")
     parser.add_argument("--repo", help="hub repository that the card names; default USER/RUN")

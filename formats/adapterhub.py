@@ -405,7 +405,11 @@ def fetch(source, files=ADAPTER):
         if not (Path(source) / files.config).is_file():
             path = Path(source) / "config.json"
             stage = read_json(path).get("stage") if path.is_file() else None
-            if stage:
+            if stage == "multitask" and files is ADAPTER:
+                why = f", but a multi-task run's adapters are in {source}/adapters"
+            elif (Path(source) / "seeds.json").is_file():
+                why = f": it holds a run for each seed, as {source}/seed-0"
+            elif stage:
                 why = f", it is a run of --stage {stage}: leave it out"
             else:
                 why = ", so it holds no adapter: leave it out" if files is ADAPTER else ""
@@ -558,7 +562,8 @@ def read_adapter_config(directory, kinds, name=None):
     architecture = options.get("architecture") or None
     if architecture not in list(kinds):
         raise ValueError(
-            f"{path}: only bottleneck adapters are supported, this is one {architecture!r:.50}"
+            f"{path}: only bottleneck adapters are supported, and this is of the kind "
+            f"{architecture!r:.50}"
         )
     kind = kinds[architecture]
     if issubclass(kind, kinds[None]):

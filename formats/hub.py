@@ -48,8 +48,8 @@ def hub_answers():
     if not answers:
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
         print(
-            f"note: {constants.ENDPOINT} does not answer within {SECONDS} s, only what is in its "
-            "cache is used"
+            f"note: {constants.ENDPOINT} does not answer, so only what has been downloaded before "
+            "is used"
         )
     return bool(answers)
 

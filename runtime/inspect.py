@@ -13,7 +13,7 @@ from formats.encoder import checkpoint_files, fetch_encoder, find_config
 from formats.files import listed
 from formats.tokenizer import load_tokenizer
 from runtime.command import errors_in_one_line
-from runtime.options import Parser
+from runtime.options import Parser, as_columns
 
 
 def inspect_encoder(load):
@@ -62,9 +62,13 @@ def inspect_task(data):
     parser.add_argument(
         "--model", default="google-bert/bert-base-uncased", help="an encoder, for its tokenizer"
     )
+    parser.add_argument(
+        "--columns", nargs="+", default=[], metavar="COLUMN=NAME", help="as train.py takes them"
+    )
+    parser.add_argument("--dev-fraction", type=float, help="likewise")
     with errors_in_one_line("data.py"):
         args = parser.parse_args()
-        task = data.get_task(args.task, args.data_dir)
+        task = data.get_task(args.task, args.data_dir, columns=as_columns(args.columns))
         directory = fetch_encoder(args.model)
         config = find_config(directory)
         # as train.py has it, so that it finds the tokens in the cache
@@ -73,7 +77,9 @@ def inspect_task(data):
             directory, task.max_length, config.vocab_size, config.type_vocab_size
         )
         splits = {
-            name: data.load_split(task, name, tokenizer, args.data_dir)
+            name: data.load_split(
+                task, name, tokenizer, args.data_dir, dev_fraction=args.dev_fraction
+            )
             for name in ("train", "validation")
         }
     print(

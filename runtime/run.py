@@ -84,7 +84,7 @@ def open_run(args, device, check):
                     restore(args.out, log)
     except KeyboardInterrupt as e:
         kept = (args.out / "resume.pt").exists()
-        saved = f", continue with --resume --out {args.out}" if kept else ""
+        saved = f", continue with --resume --out {args.out} in the same command" if kept else ""
         raise KeyboardInterrupt(f"interrupted{saved}") from e
     except (OSError, SafetensorError) as e:
         if processes()[0] == 0:
@@ -446,9 +446,8 @@ class Run:
                 )
             else:
                 yield (
-                    f"accuracy {result['accuracy']:.4f}: it has learned no more than to answer "
-                    f"with the most frequent class ({share:.4f}); try another --lr, more --epochs, "
-                    "or more training examples"
+                    f"accuracy {result['accuracy']:.4f}, where the most frequent class alone gets "
+                    f"{share:.4f}: try another --lr, more --epochs, or more training examples"
                 )
         yield f"next: {next_command(self.out, self.config)}"
 

@@ -9,8 +9,11 @@ from formats.files import write_json
 def each_seed(args, one):
     """
     one(args) for every seed of --seeds, in OUT/seed-N. Returns the closing line's dictionary: of
-    each score the mean and the sample deviation. It is also OUT/seeds.json.
+    each score the mean and the sample deviation. It is also OUT/seeds.json. Raises ValueError if
+    OUT is a run itself.
     """
+    if (args.out / "config.json").exists():
+        raise ValueError(f"--out {args.out} is itself a run: --seeds needs another directory")
     results = []
     for seed in args.seeds:
         own = argparse.Namespace(**{**vars(args), "seed": seed, "out": args.out / f"seed-{seed}"})

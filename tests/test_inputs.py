@@ -345,6 +345,18 @@ for value in ("a\0b", LONG, "a\nb", "loop", "/dev/zero", "model/config.json"):
         command="bert.py",
         change=link("loop", "loop"),
     )
+case(
+    "--seeds in the directory of a run",
+    "is itself a run: --seeds needs another directory",
+    "--stage",
+    "adapter",
+    "--seeds",
+    "0",
+    "1",
+    "--overwrite",
+    "--out",
+    "runs/rte",
+)
 case("data.py: no such option", "--speed", "--speed", "9", command="data.py")
 case("data.py: one text too many", "unrecognized", "sst2", command="data.py")
 case("publish.py without a run", "run", command="publish.py")

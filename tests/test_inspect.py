@@ -87,6 +87,19 @@ def test_data_command_line(encoder, data_dir, capsys, monkeypatch):
     )
 
 
+def test_columns_and_a_part_that_is_held_out(encoder, tmp_path, capsys, monkeypatch):
+    """What the messages about a file recommend, `data.py` knows, too."""
+    (tmp_path / "mine").mkdir()
+    lines = ["review,stars", *(f"a film,{i % 2}" for i in range(20))]
+    (tmp_path / "mine" / "train.csv").write_text("\n".join(lines))
+    words = ["data.py", "mine", "--data-dir", str(tmp_path), "--model", str(encoder)]
+    words += ["--columns", "text_a=review", "label=stars", "--dev-fraction", "0.1"]
+    monkeypatch.setattr("sys.argv", words)
+    data.main()
+    shown = capsys.readouterr().out
+    assert "train: 18 examples" in shown and "validation: 2 examples" in shown
+
+
 def test_a_reader_that_has_seen_enough(encoder, data_dir):
     """python data.py rte | head"""
     process = child.Program([data.__file__, "rte", "--data-dir", data_dir, "--model", encoder])

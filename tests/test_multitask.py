@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train
+from adapter import load_adapter
 from bert import Bert
 from conftest import command_line, dev_batches
+from experiments import prune, publish
 from experiments.load_run import load_run
 from variants.multitask import task_probabilities
 
@@ -150,9 +152,30 @@ def test_a_run(adapter, multitask, encoder, data_dir):
                 for batch in some
             )
         assert right.item() / 40 == pytest.approx(result["accuracies"][task])
-    for task in (None, "mnli"):
-        with pytest.raises(ValueError, match="several tasks"):
+    for task, why in (
+        (None, "choose one with --task: sst2, rte"),
+        ("mnli", "'mnli' is none of them"),
+    ):
+        with pytest.raises(ValueError, match=f"several tasks, {why}"):
             load_run(out, task=task)
+
+
+def test_what_needs_another_stage_says_so(multitask, encoder, tmp_path, capsys):
+    out = multitask["pfeiffer"]["out"]
+    cases = {
+        "only adapter and fusion runs can be published": (publish, [out, "--encoder", "me/bert"]),
+        "only fusion runs can be pruned": (prune, [out, "--keep", "1"]),
+    }
+    for why, (command, words) in cases.items():
+        with pytest.raises(SystemExit):
+            command.main([*words, "--out", str(tmp_path / "out")])
+        assert f"is of --stage multitask: {why}" in capsys.readouterr().err
+    bert = Bert.from_pretrained(encoder)
+    with pytest.raises(FileNotFoundError, match="a multi-task run's adapters are in .*/adapters"):
+        load_adapter(bert, out)
+    (tmp_path / "seeds.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match="it holds a run for each seed, as .*/seed-0"):
+        load_adapter(bert, tmp_path)
 
 
 def test_its_encoder_is_the_one_it_ended_with(multitask, tmp_path):

@@ -33,8 +33,8 @@ def test_training(encoder, data_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(programs()[1].replace("google-bert/bert-base-uncased", str(encoder)), names)
-    assert names["fusion"]["out"] == "runs/fusion-rte"
-    assert (tmp_path / "runs/fusion-rte/metrics.json").is_file()
+    assert names["fusion"]["out"] == "runs/short/fusion"
+    assert (tmp_path / "runs/short/fusion/metrics.json").is_file()
     assert len([line for line in capsys.readouterr().out.splitlines() if line[:3] == "rte"]) == 1
 
 

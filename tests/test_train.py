@@ -496,7 +496,8 @@ def test_command_line(encoder, data_dir, tmp_path):
     assert process.wait(60) == 130
     assert (
         stderr.splitlines()[-1]
-        == f"train.py: interrupted, continue with --resume --out {tmp_path / 'run'}"
+        == f"train.py: interrupted, continue with --resume --out {tmp_path / 'run'} in the same "
+        "command"
     )
     assert (tmp_path / "run" / "resume.pt").exists() and not (
         tmp_path / "run" / "metrics.json"

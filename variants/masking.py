@@ -44,9 +44,9 @@ def check_subset(bert, count, adapters):
     names."""
     N = len(adapters)
     if not 2 <= count <= N:  # the softmax over one is 1, whatever Q and K are
+        why = ": Q and K learn nothing from one" if count == 1 else ""
         raise ValueError(
-            f"--adapters-per-batch must be in 2 .. {N}, the number of --adapters, not {count}: Q "
-            "and K learn nothing from one"
+            f"--adapters-per-batch must be in 2 .. {N}, the number of --adapters, not {count}{why}"
         )
     for (layer, _), fusion in fusions(bert):
         if (here := len(fusion.adapter_names)) <= N - count:
