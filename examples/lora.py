@@ -31,7 +31,7 @@ class LoRAConfig:
     alpha: float = 8
 
     architecture = "query_value_lora"  # "lora" are the library's files
-    no_fusion = "LoRA changes weights, it has no output of its own that a fusion could mix"
+    no_fusion = "LoRA changes weights and has no output of its own that a fusion could mix"
 
     def __post_init__(self):
         if type(self.r) is not int or not 0 < self.r < 10**5:

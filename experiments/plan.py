@@ -291,6 +291,6 @@ def print_runs(cells, args, sizes, config, directory, measured):
             f"{'finished' if finished else f'{cost:.2f}':>15}"
         )
     total = sum(cost for _, _, cost in found.values())
-    left = grid.in_words(3600 * left / grid.devices(args.jobs, args.cuda))
-    to_go = f", {left} of it to go"
+    hours_left = left / grid.devices(args.jobs, args.cuda)
+    to_go = f", {grid.in_words(3600 * hours_left)} of it to go" if left else ", all of it done"
     return f"{grid.runs(len(found))}, {on_this_machine(total, args, to_go)}"

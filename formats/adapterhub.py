@@ -338,7 +338,9 @@ def check_fusion(configs):
             names = [name for name, other in configs.items() if other.no_fusion == config.no_fusion]
             raise ValueError(f"{config.no_fusion}: {', '.join(names)}")
     if len({config.architecture for config in configs.values()}) > 1:
-        kinds = ", ".join(f"{name} ({type(config).__name__})" for name, config in configs.items())
+        kinds = ", ".join(
+            f"{name} ({c.architecture or 'bottleneck'})" for name, c in configs.items()
+        )
         raise ValueError(f"adapters of one kind cannot be fused with other adapters: {kinds}")
 
 
