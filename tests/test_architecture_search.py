@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import pytest
 
 from adapter import ADAPTERS
-from conftest import command_line, write_rows
+from conftest import command_line, thorough, write_rows
 from experiments import architecture_search as search
 from experiments import grid
 from experiments.load_run import load_run
@@ -202,6 +202,7 @@ def winners(run):
     return dict(zip(search.STEPS, bold, strict=False))
 
 
+@thorough
 def test_equal_options_end_as_in_the_paper(run, capsys):
     assert run("--seeds", 0, 1) == 0
     assert winners(run) == {
@@ -289,6 +290,7 @@ def test_each_step_goes_on_from_the_best(run, capsys):
     assert found["full", "full", ""]["accuracy"] == "0.700000"
 
 
+@thorough
 def test_the_residual_stays_what_the_second_step_has_chosen(run):
     """BERT's LayerNorm before, with the residual after it, wins: so it is until the step of the
     residual compares it with f."""
@@ -308,6 +310,7 @@ def test_the_residual_stays_what_the_second_step_has_chosen(run):
     assert "one-top-before-before-f-relu-2-0" not in run.log()
 
 
+@thorough
 def test_what_diverges_has_lost(run, capsys):
     reason = "the loss is nan in epoch 1: stopped, no epoch was finished, nothing is kept"
     (run.fake / "fail").write_text(f"one-both-before_after-none-f-relu-2: {reason}")
@@ -380,6 +383,7 @@ def test_a_failure_stops_its_task_alone(run, capsys):
     assert again == {f"one-bottom-before_after-none-f-relu-{factor}-0" for factor in (2, 8)}
 
 
+@thorough
 def test_another_command_is_told_apart(run, capsys):
     assert run("--no-extras") == 0
     log = run.log()

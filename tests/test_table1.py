@@ -22,7 +22,7 @@ import torch
 
 import child
 import data
-from conftest import thorough_after_first, write_rows
+from conftest import thorough, thorough_after_first, write_rows
 from experiments import grid, plan, report, table1
 from experiments.load_run import load_run
 from formats.tokenizer import load_tokenizer
@@ -642,6 +642,7 @@ def test_a_fusion_knows_what_its_adapters_were_made_with():
     assert grid.difference(old, new) == "from a with --epochs 1, and is now to be with --epochs 2"
 
 
+@thorough
 def test_parts_share_the_grid(table):
     words = ["--systems", "st_a_16", "fusion_st_a", "sequential", "--seeds", 0, 1]
     for _ in range(2):  # fusions need what the other part has trained
