@@ -33,7 +33,7 @@ from runtime.command import run_command
 from runtime.directory import check_idle, is_finished
 from runtime.kernels import AdamW, compile_layers
 from runtime.processes import choose_device, memory_named, processes
-from runtime.results import Results
+from runtime.results import Results, eval_batch_size
 from runtime.run import describe_data, describe_encoder, describe_machine, open_run, progress_bar
 from runtime.seeds import each_seed
 from variants.masking import check_subset, mask, mask_all_but
@@ -193,12 +193,6 @@ def evaluate_all(bert, heads, tasks, splits, args, dtype):
         result[task.name] = {**scores, "loss": loss}
     bert.train(), heads.train()
     return result
-
-
-def eval_batch_size(batch_size, grad_accumulation):
-    """Examples at once in evaluation, which needs less memory. It stays the same, because padding
-    and the order of sums can tip a close call."""
-    return max(4 * batch_size // grad_accumulation, 1)
 
 
 def prepare(args):

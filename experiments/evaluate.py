@@ -27,7 +27,8 @@ from experiments.load_run import add_encoder, add_import, cast, load_run, load_r
 from runtime.command import errors_in_one_line
 from runtime.options import Parser, check_counts
 from runtime.processes import out_of_memory
-from train import eval_batch_size, evaluate
+from runtime.results import eval_batch_size
+from train import evaluate
 from variants.masking import mask
 
 MOST_CLASSES = 100  # with all of their confusion matrix in the closing line

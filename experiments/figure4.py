@@ -28,7 +28,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from data import batches, length_groups
-from experiments.load_run import add_encoder, add_import, load_run, load_run_split
+from experiments.load_run import add_encoder, add_import, check_stage, load_run, load_run_split
 from experiments.report import save_figure, write_csv
 from formats.files import read_json
 from fusion import fusion_weights
@@ -73,10 +73,7 @@ def mean_weights(
     set, or on `limit` examples of it. Raises ValueError or OSError for another run, or without its
     data."""
     bert, _, config = load_run(run, device, model=model, allow_other_encoder=allow_other_encoder)
-    if config["stage"] != "fusion":
-        raise ValueError(
-            f"{run} is of --stage {config['stage']}: only fusion runs have fusion weights"
-        )
+    check_stage(run, config, ["fusion"], "have fusion weights")
     task, examples = load_run_split(run, bert, config, data_dir=data_dir, limit=limit)
     return config["adapters"], average(bert, inputs_of(bert, examples)), task.name
 

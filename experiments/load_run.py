@@ -88,13 +88,12 @@ def is_texts(value):
     return type(value) is list and all(type(text) is str for text in value)
 
 
-def check_stage(directory, stages, verb):
-    """Raises ValueError for a finished run of another stage than these, and as
-    `read_run_config`."""
-    stage = read_run_config(Path(directory))["stage"]
-    if stage not in stages:
+def check_stage(directory, config, stages, what):
+    """Raises ValueError, saying what only the runs of these stages are good for, for another one's.
+    config: of `read_run_config`."""
+    if config["stage"] not in stages:
         these = " and ".join(stages)
-        raise ValueError(f"{directory} is of --stage {stage}: only {these} runs can be {verb}")
+        raise ValueError(f"{directory} is of --stage {config['stage']}: only {these} runs {what}")
 
 
 def read_run_config(directory):

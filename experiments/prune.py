@@ -49,6 +49,7 @@ from experiments.load_run import (
     check_stage,
     load_run,
     load_run_split,
+    read_run_config,
     unknown_kind,
 )
 from experiments.report import save_figure, write_csv
@@ -58,8 +59,9 @@ from runtime.command import errors_in_one_line
 from runtime.directory import resolved
 from runtime.options import Parser
 from runtime.processes import choose_device
+from runtime.results import eval_batch_size
 from runtime.run import describe_encoder
-from train import eval_batch_size, evaluate
+from train import evaluate
 from variants.folding import fold
 from variants.masking import mask
 
@@ -353,7 +355,7 @@ def distinct_layers(bert):
 def prune(args):
     """Measures, and writes OUT. Raises ValueError and OSError before anything is there."""
     check(args)
-    check_stage(args.run, ["fusion"], "pruned")
+    check_stage(args.run, read_run_config(args.run), ["fusion"], "can be pruned")
     bert, head, config = load_run(
         args.run, model=args.model, allow_other_encoder=args.allow_other_encoder
     )

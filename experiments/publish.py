@@ -22,7 +22,7 @@ import shutil
 from pathlib import Path
 
 from adapter import save_adapter, save_head
-from experiments.load_run import check_stage, load_run, unknown_kind
+from experiments.load_run import check_stage, load_run, read_run_config, unknown_kind
 from formats.adapterhub import check_name
 from formats.files import read_json
 from formats.hub_data import HUB
@@ -244,7 +244,7 @@ def publish(
     nothing is written."""
     check_out(run, out, overwrite)
     try:
-        check_stage(run, ["adapter", "fusion"], "published")
+        check_stage(run, read_run_config(run), ["adapter", "fusion"], "can be published")
         bert, head, config = load_run(run, model=model)  # so it is whole, and the files will load
         for name in [config["task"], *config["adapters"]]:
             check_name(name)

@@ -13,7 +13,7 @@ from formats.encoder import checkpoint_files, fetch_encoder, find_config
 from formats.files import listed
 from formats.tokenizer import load_tokenizer
 from runtime.command import errors_in_one_line
-from runtime.options import Parser, as_columns
+from runtime.options import Parser, add_data_options, as_columns
 
 
 def inspect_encoder(load):
@@ -55,20 +55,13 @@ def inspect_task(data):
     """`python data.py TASK`: prints what the model will see of a task. data: the module."""
     parser = Parser(description="Shows what the model will see of a task.")
     parser.add_argument("task")
-    parser.add_argument(
-        "--data-dir",
-        help="directory with TASK/train.jsonl and TASK/validation.jsonl; without it: the hub",
-    )
+    add_data_options(parser)
     parser.add_argument(
         "--model", default="google-bert/bert-base-uncased", help="an encoder, for its tokenizer"
     )
-    parser.add_argument(
-        "--columns", nargs="+", default=[], metavar="COLUMN=NAME", help="as train.py takes them"
-    )
-    parser.add_argument("--dev-fraction", type=float, help="likewise")
     with errors_in_one_line("data.py"):
         args = parser.parse_args()
-        task = data.get_task(args.task, args.data_dir, columns=as_columns(args.columns))
+        task = data.get_task(args.task, args.data_dir, columns=as_columns(args.renamed))
         directory = fetch_encoder(args.model)
         config = find_config(directory)
         # as train.py has it, so that it finds the tokens in the cache

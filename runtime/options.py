@@ -95,24 +95,7 @@ def arguments(argv, stages, adapters, fusions):
         action="store_true",
         help="fusion: take adapters that were trained on another encoder of the same shape",
     )
-    add(
-        "--data-dir",
-        help="directory with TASK/train.jsonl and TASK/validation.jsonl; without it: the hub",
-    )
-    add(
-        "--columns",
-        nargs="+",
-        default=[],
-        dest="renamed",
-        metavar="COLUMN=NAME",
-        help="what the files call the columns: text_a=premise text_b=hypothesis label=gold",
-    )
-    add(
-        "--dev-fraction",
-        type=float,
-        help="hold this share of the training examples out for development, where --data-dir has "
-        "no file for it; the same ones for every seed",
-    )
+    add_data_options(parser)
     add(
         "--out",
         help="run directory; default runs/TASK, runs/fusion-TASK (likewise head, full), "
@@ -305,6 +288,29 @@ def as_field(word):
         return name, json.loads(value)
     except (ValueError, RecursionError):
         return name, value
+
+
+def add_data_options(parser):
+    """Where the data are and how to read them, which data.py asks, too."""
+    add = parser.add_argument
+    add(
+        "--data-dir",
+        help="directory with TASK/train.jsonl and TASK/validation.jsonl; without it: the hub",
+    )
+    add(
+        "--columns",
+        nargs="+",
+        default=[],
+        dest="renamed",
+        metavar="COLUMN=NAME",
+        help="what the files call the columns: text_a=premise text_b=hypothesis label=gold",
+    )
+    add(
+        "--dev-fraction",
+        type=float,
+        help="hold this share of the training examples out for development, where --data-dir has "
+        "no file for it; the same ones for every seed",
+    )
 
 
 def check_counts(args, names):

@@ -192,9 +192,7 @@ class Run:
     def announce(self, bert):
         """One line before the first step: what is trained on what, and where."""
         c = self.config
-        own = [
-            p for n, p in bert.named_parameters() if ".adapters." not in n and ".fusion." not in n
-        ]
+        own = [bert.get_parameter(name) for name in bert.origin]
         self.say(
             f"{c['stage']} on {c['task']}: encoder {c['model']} "
             f"({sum(p.numel() for p in own) / 1e6:.1f} M parameters), "
@@ -227,9 +225,9 @@ class Run:
                 yield
         except RuntimeError as e:
             resume = "with --resume and " if (self.out / "resume.pt").exists() else ""
-            if compiler_failed(e) and self.signals:
-                raise KeyboardInterrupt from e
             if compiler_failed(e):
+                if self.signals:
+                    raise KeyboardInterrupt from e
                 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
                 raise ValueError(

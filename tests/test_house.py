@@ -25,9 +25,9 @@ MAY_IMPORT = {  # a room or one of the five files, and what of the house it may 
 }
 EXCEPTIONS = {("data", "main"): {"bert"}}  # `python data.py TASK` asks what an encoder will read
 LONGEST_FUNCTION = 62  # lines, its docstring included
-# lines of the five files: each at most 15 % over its plan, and 1,380 together, where it is 1,200
-LONGEST = {"bert": 239, "adapter": 264, "fusion": 237, "data": 305, "train": 319}
-LONGEST_FIVE = 1364
+# lines of the five files: each at most 15 % over its plan, and 1,358 together, where it is 1,200
+LONGEST = {"bert": 239, "adapter": 264, "fusion": 237, "data": 305, "train": 313}
+LONGEST_FIVE = 1358
 
 
 def files():
