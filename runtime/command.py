@@ -22,9 +22,11 @@ import re
 import signal
 import sys
 import time
+import traceback
 from functools import partial
 
-WRONG = ValueError, OSError, FloatingPointError, MemoryError  # they end a command in one line
+WRONG = ValueError, OSError, FloatingPointError, MemoryError  # their messages are for users
+TRACEBACK = "ADAPTERFUSION_TRACEBACK"
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
@@ -123,15 +125,58 @@ def hear_interrupts():
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def describe_error(error):
+    """One line about an exception: its message alone where a user's input explains it, else with
+    the exception's name, and how to see where it was raised."""
+    message = " ".join(str(error).split())
+    if isinstance(error, WRONG) and message:
+        return message
+    return f"{type(error).__name__}: {message} ({TRACEBACK}=1 in the environment shows where)"
+
+
+def run_command(name, main, argv=None, interrupted="interrupted"):
+    """
+    Calls main(argv), and prints what it returns, unless None, as one line of JSON.
+
+    Any exception ends the command with one line on stderr and exit status 2, Ctrl-C with another
+    line (interrupted, where the exception says nothing) and exit status 130; of torchrun's
+    processes the first one prints. With ADAPTERFUSION_TRACEBACK=1 in the environment the traceback
+    is printed, too.
+    """
+    dist = sys.modules.get("torch.distributed")
+    rank = int(os.environ.get("RANK", 0)) if dist and dist.is_torchelastic_launched() else 0
+    if rank > 0:
+        sys.stdout = open(os.devnull, "w")  # the first process prints for all
+    hear_interrupts()
+    try:
+        result = main(argv)
+        if dist and dist.is_initialized():  # now that the model is gone: its end may wait for it
+            dist.destroy_process_group()
+        if result is not None:
+            print(json.dumps(result))
+        return
+    except (SystemExit, GeneratorExit):
+        raise
+    except KeyboardInterrupt as e:
+        status, message, prints = 130, str(e) or interrupted, rank == 0
+    except BaseException as e:  # a panic of the tokenizers' Rust code is no Exception
+        if os.environ.get(TRACEBACK):
+            traceback.print_exc()
+        status, message = 2, describe_error(e)
+        prints = rank == 0 or isinstance(e, MemoryError)  # which may be one process's alone
+    if prints:
+        say_why(name, message)
+    elif status == 2:  # the first to end has torchrun end the others: it must not be a silent one
+        time.sleep(3)
+    if dist and dist.is_initialized():  # at once: gloo's threads and the interpreter may wait
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+# TODO(issue 29): the old entry, until every command goes through run_command
 @contextlib.contextmanager
 def errors_in_one_line(name, *more, interrupted="interrupted"):
-    """
-    Around the work of a command: wrong input ends it with one line on stderr and exit status 2,
-    Ctrl-C with another line and exit status 130.
-
-    Wrong input is ValueError and OSError, FloatingPointError for a model's outputs, MemoryError;
-    more: other exceptions that are reported like them; interrupted: what is said after Ctrl-C.
-    """
     hear_interrupts()
     try:
         yield
@@ -141,33 +186,3 @@ def errors_in_one_line(name, *more, interrupted="interrupted"):
     except KeyboardInterrupt:
         say_why(name, interrupted)
         sys.exit(130)
-
-
-def run_command(name, main, argv=None):
-    """Calls main, and prints what it returns as one line of JSON. Errors end it as in
-    `errors_in_one_line`, in all processes of torchrun, of which the first one prints."""
-    import torch.distributed as dist
-
-    rank = int(os.environ.get("RANK", 0)) if dist.is_torchelastic_launched() else 0
-    if rank > 0:
-        sys.stdout = open(os.devnull, "w")  # the first process prints for all
-    hear_interrupts()
-    try:
-        result = main(argv)
-        if dist.is_initialized():  # now that the model is gone, whose end may wait for the group's
-            dist.destroy_process_group()
-        print(json.dumps(result))
-        return
-    except WRONG as e:
-        status, message = 2, e
-        prints = rank == 0 or isinstance(e, MemoryError)  # which may be one process's alone
-    except KeyboardInterrupt as e:
-        status, message, prints = 130, str(e) or "interrupted", rank == 0
-    if prints:
-        say_why(name, message)
-    elif status == 2:  # the first to end has torchrun end the others: it must not be a silent one
-        time.sleep(3)
-    if dist.is_initialized():  # at once: gloo's threads and the interpreter may wait for each other
-        sys.stdout.flush()
-        os._exit(status)
-    sys.exit(status)

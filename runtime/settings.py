@@ -1,0 +1,195 @@
+"""Options of a command, declared once: a frozen dataclass is its command line and its record.
+
+    @dataclass(frozen=True)
+    class Options:
+        run: Path = argument("the directory of a finished run")
+        epochs: int | None = option(None, "at most", valid=COUNT)
+        device: str = like(Settings, "device")  # the same option as that of another command
+
+    options = parse(Options, argv, "python -m experiments.demo", __doc__)
+    record(options)                 # what config.json says of them
+    difference(old, new, free)      # what --resume asks of two records
+
+Nothing here knows an option by its name.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import types
+import typing
+from pathlib import Path
+
+# (what a value must be, in words; the test)
+COUNT = "at least 1, and under 10^9", lambda value: 1 <= value < 10**9
+POSITIVE = "a positive number", lambda value: 0 < value < math.inf
+NOT_NEGATIVE = "0 or more", lambda value: 0 <= value < math.inf
+FRACTION = "between 0 and 1", lambda value: 0 < value < 1
+SHARE = "in [0, 1)", lambda value: 0 <= value < 1
+SEED = "in 0 .. 2^32 - 1", lambda value: 0 <= value < 2**32
+
+
+def option(default=None, help="", **details):
+    """
+    A field of a dataclass of options, --NAME on the command line. Its annotation says how its words
+    are read: bool (a flag), tuple (any number of words), dict (words NAME=VALUE, a value is JSON or
+    a string), or else one word.
+
+    details: choices; metavar; valid, a pair as above; action, which makes something of each word;
+    group, the heading over it in --help; required; recorded=False, for what a run does not record;
+    free=True, for what may differ between a run and the command that resumes it; and whatever the
+    dataclass itself wants to know of its fields.
+    """
+    metadata = {"help": help, **details}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=default.copy, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def argument(help, default=None, **details):
+    """A field that is given by its position. With a default other than None it may be missing."""
+    return option(default, help, positional=True, **details)
+
+
+def like(options, name, **changes):
+    """A field that is the option `name` of another dataclass, with some details changed."""
+    field = next(field for field in dataclasses.fields(options) if field.name == name)
+    default = changes.pop("default", default_of(field))
+    return option(default, **{**field.metadata, **changes})
+
+
+def default_of(field):
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+class Parser(argparse.ArgumentParser):
+    """One that raises its errors as ValueError, so that they are one line like all others."""
+
+    def error(self, message):
+        raise ValueError(message)
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Names the default of every option whose text does not mention one."""
+
+    def _get_help_string(self, action):
+        text = action.help or ""
+        plain = isinstance(action.default, (int, float, str)) and action.default is not False
+        if plain and "default" not in text:
+            text += f"{'; ' * bool(text)}default {action.default}"
+        return text.replace("%", "%%")
+
+
+def parse(options, argv, prog, description, epilog=""):
+    """argv (None: the command line's) -> an instance of the dataclass. Raises ValueError for what
+    cannot be parsed or is out of range."""
+    parser = Parser(prog=prog, description=description, epilog=epilog, formatter_class=Help)
+    headings = {}
+    hints = typing.get_type_hints(options)
+    for field in dataclasses.fields(options):
+        heading = field.metadata.get("group")
+        if heading and heading not in headings:
+            headings[heading] = parser.add_argument_group(heading)
+        group = headings.get(heading, parser)
+        add_option(group, field, hints[field.name])
+    values = vars(parser.parse_args(argv))
+    for field in dataclasses.fields(options):
+        if isinstance(default_of(field), dict):
+            values[field.name] = pairs(f"--{dashed(field.name)}", values[field.name])
+        elif isinstance(values[field.name], list):
+            values[field.name] = tuple(values[field.name])
+    result = options(**values)
+    check_values(result)
+    return result
+
+
+def dashed(name):
+    return name.replace("_", "-")
+
+
+def add_option(parser, field, hint):
+    """Adds one field to argparse's parser."""
+    details, default = field.metadata, default_of(field)
+    one = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+    kind = one[0] if isinstance(hint, types.UnionType) else hint  # int | None -> int
+    several = typing.get_origin(kind) or kind
+    given = {"help": details["help"], "default": default}
+    if several is bool:
+        given["action"] = "store_true"
+    elif several in (tuple, dict):
+        inner = typing.get_args(kind)
+        given |= {"nargs": "+", "type": inner[0] if several is tuple and inner else str}
+        given["default"] = list(default or []) if default is not None else None
+    else:
+        given["type"] = kind
+    if "action" in details:
+        given["type"] = details["action"]
+    for name in ("choices", "metavar"):
+        if name in details:
+            given[name] = details[name]
+    if details.get("positional"):
+        if several is tuple:
+            given["nargs"] = "*" if default is not None else "+"
+        elif default is not None:
+            given["nargs"] = "?"
+        parser.add_argument(field.name, **given)
+    else:
+        flag = details.get("flag", f"--{dashed(field.name)}")
+        parser.add_argument(flag, dest=field.name, required=details.get("required", False), **given)
+
+
+def pairs(flag, words):
+    """["ln_after=true", "text_a=review"] -> {"ln_after": True, "text_a": "review"}"""
+    result = {}
+    for word in words or []:
+        name, _, value = word.partition("=")
+        if not name or not value:
+            raise ValueError(f"{flag} takes NAME=VALUE, not {word!r:.50}")
+        if name in result:
+            raise ValueError(f"{flag} has {name!r:.50} twice")
+        try:
+            result[name] = json.loads(value)
+        except (ValueError, RecursionError):
+            result[name] = value
+    return result
+
+
+def check_values(settings):
+    """Raises ValueError for a value outside the range of its option."""
+    for field in dataclasses.fields(settings):
+        words, test = field.metadata.get("valid", (None, None))
+        value = getattr(settings, field.name)
+        for one in value if isinstance(value, tuple) else [value]:
+            if test is not None and one is not None and not test(one):
+                raise ValueError(f"--{dashed(field.name)} must be {words}, not {one}")
+
+
+def record(settings):
+    """{name: value} of the recorded fields, as JSON would give them back."""
+    values = {
+        field.name: getattr(settings, field.name)
+        for field in dataclasses.fields(settings)
+        if field.metadata.get("recorded", True)
+    }
+    return json.loads(json.dumps(values, default=str))
+
+
+def free_names(options):
+    """The names of the fields that may differ between a run and what resumes it."""
+    return {field.name for field in dataclasses.fields(options) if field.metadata.get("free")}
+
+
+def difference(old, new, free=()):
+    """The first entry in which two records differ, (name, old value, new value), or None."""
+    for name in [*old, *(name for name in new if name not in old)]:
+        if name not in free and old.get(name) != new.get(name):
+            return name, old.get(name), new.get(name)
+    return None
+
+
+def resolved(source):
+    """A directory's absolute path; a hub id as it is."""
+    return str(Path(source).resolve()) if Path(source).is_dir() else source
