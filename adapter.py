@@ -16,7 +16,7 @@ from torch import nn
 from bert import ACTIVATIONS, activate, known_adapters
 from formats import adapterhub
 from formats.encoder import read_pooler
-from formats.files import naming
+from formats.files import error_prefix
 
 NON_LINEARITIES = {
     "leakyrelu": F.leaky_relu,
@@ -118,7 +118,7 @@ class Adapter(nn.Module):
         for linear in (self.down, self.up):
             config.initialize(linear)
 
-    def enter(self, f, x, norm):
+    def inputs(self, f, x, norm):
         """What the adapter reads, and its residual: f, x [B, T, d] -> h, residual [B, T, d]"""
         h = norm(f + x) if self.config.original_ln_before else f
         if self.config.residual_before_ln == "post_add":
@@ -129,23 +129,23 @@ class Adapter(nn.Module):
         """U·act(D·h + b_D) + b_U, without the residual: what fusion mixes; [B, T, d] -> the same.
         Fusion's fast form works on `read`, `down`, `act` and `up_projection` of all at once."""
         U, b_U = self.up_projection()
-        a = self.act(self.down(self.read(h)))  # [B, T, d] -> [B, T, r]
+        a = self.act(self.down(self.input_norm(h)))  # [B, T, d] -> [B, T, r]
         return F.linear(a, U, b_U)  # -> [B, T, d]
 
-    def read(self, h):
+    def input_norm(self, h):
         return self.norm_before(h) if self.norm_before else h
 
     def up_projection(self):
         """U [d, r] and b_U [d]"""
         return self.up.weight, self.up.bias
 
-    def leave(self, output, x, norm):
+    def add_and_norm(self, output, x, norm):
         """Back into the residual stream."""
         return norm(output + x) if self.config.original_ln_after else output
 
     def forward(self, f, x, norm, layer_input=None):
         """f: sub-layer output, x: its input, norm: BERT's own LayerNorm; [B, T, d] -> [B, T, d]"""
-        h, residual = self.enter(f, x, norm)
+        h, residual = self.inputs(f, x, norm)
         z = self.z(h, layer_input)
         if self.norm_after is None:
             output = z + residual
@@ -153,7 +153,7 @@ class Adapter(nn.Module):
             output = self.norm_after(z + residual)
         else:
             output = self.norm_after(z) + residual
-        return self.leave(output, x, norm)
+        return self.add_and_norm(output, x, norm)
 
 
 ADAPTERS = {}  # --adapter: what makes a configuration
@@ -206,7 +206,9 @@ def save_adapter(bert, name, directory):
     """Writes adapter_config.json and adapter.safetensors, fp32. Raises ValueError without it."""
     config, modules = find_adapter(bert, name)
     header = adapterhub.header(name, bert.config, bert.source)
-    adapterhub.write_adapter(directory, config, adapterhub.named(config, modules), header)
+    adapterhub.write_adapter(
+        directory, config, adapterhub.tensors_by_file_name(config, modules), header
+    )
 
 
 def load_adapter(bert, directory, name=None):
@@ -216,10 +218,10 @@ def load_adapter(bert, directory, name=None):
     Raises FileNotFoundError without an adapter there, ValueError if it does not fit; then the
     encoder is unchanged."""
     saved = adapterhub.read_adapter(directory, KINDS, name)
-    with naming(saved.directory):
+    with error_prefix(saved.directory):
         saved.check_encoder(bert.config)
         modules = new_modules(bert, saved.name, saved.config, bert.dtype)
-    saved.fill(adapterhub.named(saved.config, modules))
+    saved.fill(adapterhub.tensors_by_file_name(saved.config, modules))
     for _, slot, module in modules:
         slot.adapters[saved.name] = module
     return saved.name

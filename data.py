@@ -33,7 +33,7 @@ from formats.rows import check_row, check_size, map_cached, naming_line, read_fi
 from runtime.scores import CLASS_SCORES, accuracy
 
 
-class Classes:
+class Classification:
     """A kind of task: one of K labels for each example. Its functions are not bound to a task."""
 
     dtype = torch.long  # of labels and predictions
@@ -55,10 +55,10 @@ class Classes:
         """A label as the data writes it -> its index in task.labels. Raises ValueError that shows
         the value."""
         from_hub = task.source is not None
-        return task_rows.label_index(value, task.labels, task.places, task.aliases, from_hub)
+        return task_rows.label_index(value, task.labels, task.label_ids, task.aliases, from_hub)
 
 
-class Choices(Classes):
+class MultipleChoice(Classification):
     """Multiple choice: a label is a candidate's place; each candidate is scored by itself."""
 
     scores = {"accuracy": accuracy}  # the first and the second choice are no classes
@@ -89,14 +89,16 @@ class Task:
     hub_sizes: tuple = ()  # rows of the hub's copy, if they are others
     aliases: dict = field(default_factory=dict)  # other names of columns and labels in other copies
     revision: str | None = None
-    renamed: dict = field(default_factory=dict)  # --columns: {our name of a column: the file's}
-    kind: type = Classes
+    column_names: dict = field(
+        default_factory=dict
+    )  # --columns: {our name of a column: the file's}
+    kind: type = Classification
     name: str = ""
 
     @property
     def choices(self):
         """Whether it is multiple choice."""
-        return issubclass(self.kind, Choices)
+        return issubclass(self.kind, MultipleChoice)
 
     @property
     def scores(self):
@@ -105,9 +107,9 @@ class Task:
         return {name: score for name, score in self.kind.scores.items() if two or name != "f1"}
 
     @cached_property
-    def places(self):
+    def label_ids(self):
         """{label, as it is and in small letters: its index}"""
-        return task_rows.label_places(self.labels)
+        return task_rows.make_label_ids(self.labels)
 
 
 def fill_blank(sentence, *options):
@@ -137,14 +139,16 @@ TASKS = {
     "mnli": Task(**HUB["mnli"]),
     "qqp": Task(**HUB["qqp"]),
     "sst2": Task(**HUB["sst2"]),
-    "winogrande": Task(**HUB["winogrande"], candidates=fill_blank, kind=Choices),
+    "winogrande": Task(**HUB["winogrande"], candidates=fill_blank, kind=MultipleChoice),
     "imdb": Task(**HUB["imdb"], max_length=384),
-    "hellaswag": Task(**HUB["hellaswag"], candidates=endings, kind=Choices, max_length=200),
-    "social_i_qa": Task(**HUB["social_i_qa"], candidates=answers, kind=Choices),
-    "cosmos_qa": Task(**HUB["cosmos_qa"], candidates=answers, kind=Choices, max_length=256),
+    "hellaswag": Task(**HUB["hellaswag"], candidates=endings, kind=MultipleChoice, max_length=200),
+    "social_i_qa": Task(**HUB["social_i_qa"], candidates=answers, kind=MultipleChoice),
+    "cosmos_qa": Task(**HUB["cosmos_qa"], candidates=answers, kind=MultipleChoice, max_length=256),
     "scitail": Task(**HUB["scitail"]),
     "argument": Task(**HUB["argument"]),
-    "commonsense_qa": Task(**HUB["commonsense_qa"], candidates=question_choices, kind=Choices),
+    "commonsense_qa": Task(
+        **HUB["commonsense_qa"], candidates=question_choices, kind=MultipleChoice
+    ),
     "boolq": Task(**HUB["boolq"], max_length=384),
     "mrpc": Task(**HUB["mrpc"]),
     "sick": Task(**HUB["sick"]),
@@ -164,9 +168,9 @@ def get_task(name, data_dir=None, labels=None, split="train", columns=None):
     if data_dir is not None and not Path(data_dir).is_dir():
         raise FileNotFoundError(f"--data-dir {data_dir} is not a directory")
     if name in TASKS:
-        return replace(TASKS[name], name=name, renamed=columns or {})
+        return replace(TASKS[name], name=name, column_names=columns or {})
     task_rows.check_own_task(name, data_dir, TASKS)
-    return replace(own_task(name, data_dir, labels, split, columns), renamed=columns or {})
+    return replace(own_task(name, data_dir, labels, split, columns), column_names=columns or {})
 
 
 def own_task(name, data_dir, labels, split, columns):
@@ -178,11 +182,11 @@ def own_task(name, data_dir, labels, split, columns):
     path, rows = read_file(Path(data_dir) / name, name, split)
     columns, labels, choices = task_rows.own_columns(path, rows, columns, labels)
     if choices:
-        return Task(None, None, columns, labels, (), own_choices, kind=Choices, name=name)
+        return Task(None, None, columns, labels, (), own_choices, kind=MultipleChoice, name=name)
     return Task(None, None, columns, labels, (), name=name)
 
 
-def example(task, row):
+def to_candidates(task, row):
     """One row -> (candidates, label). Raises ValueError for a missing value or an unknown label."""
     texts = check_row(row, task.columns, task.label)
     with task_rows.naming_columns(task.columns):
@@ -216,7 +220,7 @@ def load_split(
         found = []
         for i, *values in zip(indices, *columns.values(), strict=True):
             with naming_line(where, order[i]):
-                found.append(example(task, dict(zip(columns, values, strict=True))))
+                found.append(to_candidates(task, dict(zip(columns, values, strict=True))))
         return task_rows.encode(tokenizer, found)
 
     # what the tokens depend on beside the rows: the cache of `datasets` is keyed by it
@@ -228,7 +232,7 @@ def load_split(
     return result
 
 
-def batch_order(lengths, batch_size, seed=None, window=50):
+def length_bucketed_batches(lengths, batch_size, seed=None, window=50):
     """
     Indices of every batch of one epoch. Batches hold examples of similar length, so that little is
     padding: a random order is sorted by length within windows of 50 batches, and the batches are
@@ -268,7 +272,7 @@ def collate(rows, pad_token_id):
     }
 
 
-def length_groups(batch):
+def split_by_length(batch):
     """
     What the encoder sees of a batch: (rows, [input_ids, token_type_ids, attention_mask]) with C
     groups of B candidates.
@@ -290,7 +294,7 @@ def batches(split, batch_size, pad_token_id=0, seed=None, rank=0, world=1):
     """The batches of one epoch over a split from `load_split`, as `collate` makes them; of each,
     the share of one of `world` processes."""
     lengths = split.with_format("numpy")["length"][:]
-    for indices in batch_order(lengths, batch_size, seed):
+    for indices in length_bucketed_batches(lengths, batch_size, seed):
         if len(mine := indices[rank::world]) > 0:
             yield collate(split[mine.tolist()], pad_token_id)
 

@@ -49,9 +49,9 @@ class Fusion(nn.Module):
         """f: sub-layer output, x: its input [B, T, d], norm: BERT's own LayerNorm, adapters: N
         modules, layer_input: what the whole layer read -> [B, T, d]"""
         last = adapters[-1]  # as in the reference, its config says what all read, and the residual
-        h, residual = last.enter(f, x, norm)
+        h, residual = last.inputs(f, x, norm)
         o = self.compose(h, self.unmasked(adapters), layer_input)
-        return last.leave(o + residual, x, norm)
+        return last.add_and_norm(o + residual, x, norm)
 
     def textbook(self, h, adapters, layer_input=None):
         """The paper's equations, literally: h [B, T, d] -> o [B, T, d]. 2·N·d² multiply-adds per
@@ -70,10 +70,10 @@ class Fusion(nn.Module):
     def compose(self, h, adapters, layer_input=None):
         """o by `fast` where every z_n is U_n a_n + b_n, else by `once`, cheaper only if r > d/4."""
         if all(type(adapter).z is Adapter.z for adapter in adapters):
-            return self.fast(h, adapters)
-        return self.once(h, adapters, layer_input)
+            return self.low_rank(h, adapters)
+        return self.absorbed(h, adapters, layer_input)
 
-    def once(self, h, adapters, layer_input):
+    def absorbed(self, h, adapters, layer_input):
         """`textbook` with K and V applied once, to the query and to the sum of z_n, instead of to
         every z_n: (Q h)·(K z_n) = (Kᵀ Q h)·z_n, and Σ s_n V z_n = V Σ s_n z_n."""
         z = torch.stack([adapter.z(h, layer_input) for adapter in adapters], 2)  # [B, T, N, d]
@@ -82,7 +82,7 @@ class Fusion(nn.Module):
         s = self.attend(scores).to(z.dtype)  # [B, T, N]
         return self.value((s[:, :, None] @ z)[:, :, 0])  # [B, T, d]
 
-    def fast(self, h, adapters):
+    def low_rank(self, h, adapters):
         """
         `once` without ever forming z_n, because z_n = U_n a_n + b_n has only r = d/16 dimensions.
         Let a hold all a_n and a constant 1 for each adapter, and U all U_n and b_n as its columns,
@@ -98,20 +98,20 @@ class Fusion(nn.Module):
         """
         B, T, d = h.shape
         a = bottlenecks(h, adapters)  # [B·T, R]
-        U, indicator = up_projections(adapters, a.dtype)  # [d, R], [R, N]
+        U, membership = up_projections(adapters, a.dtype)  # [d, R], [R, N]
         Q, K, V = self.query.weight, self.key.weight, self.value.weight
         b_Q, b_K = self.query.bias, self.key.bias
-        R, N = indicator.shape
+        R, N = membership.shape
         h = h.reshape(B * T, d)
         if weights_first := B * T > R:  # K U, and b_K added to each K b_n: [d, R]
             keys = torch.addmm(F.pad(b_K[:, None].expand(d, N), (R - N, 0)), K, U)
             q = F.linear(h, (Q.T @ keys).T, b_Q @ keys)  # [B·T, R]
-            scores = (q * a) @ indicator  # (Q h + b_Q)·(K z_n + b_K): [B·T, N]
+            scores = (q * a) @ membership  # (Q h + b_Q)·(K z_n + b_K): [B·T, N]
         else:
             q = F.linear(h, Q, b_Q)  # [B·T, d]
-            scores = (q @ K @ U * a) @ indicator + (q @ b_K)[:, None]
+            scores = (q @ K @ U * a) @ membership + (q @ b_K)[:, None]
         s = self.attend(scores.view(B, T, N)).view(B * T, N)
-        s_a = s.to(a.dtype) @ indicator.T * a  # s ⊙ a: [B·T, R]
+        s_a = s.to(a.dtype) @ membership.T * a  # s ⊙ a: [B·T, R]
         return (s_a @ (V @ U).T if weights_first else s_a @ U.T @ V.T).view(B, T, d)  # Σ s_n V z_n
 
     def unmasked(self, of_each):
@@ -131,17 +131,19 @@ FUSIONS = {"attention": Fusion}  # --fusion
 
 def bottlenecks(h, adapters):
     """All a_n = act(D_n h + b_D), and a 1 for each adapter: h [B, T, d] -> [B·T, R]"""
-    if all(adapter.read(h) is h and adapter.act is adapters[0].act for adapter in adapters):
+    if all(adapter.input_norm(h) is h and adapter.act is adapters[0].act for adapter in adapters):
         D = torch.cat([adapter.down.weight for adapter in adapters])  # [Σ r_n, d]
         b_D = torch.cat([adapter.down.bias for adapter in adapters])
         a = adapters[0].act(F.linear(h, D, b_D))  # one product for all, [B, T, Σ r_n]
     else:
-        a = torch.cat([adapter.act(adapter.down(adapter.read(h))) for adapter in adapters], -1)
+        a = torch.cat(
+            [adapter.act(adapter.down(adapter.input_norm(h))) for adapter in adapters], -1
+        )
     return F.pad(a, (0, len(adapters)), value=1.0).flatten(0, 1)
 
 
 def up_projections(adapters, dtype):
-    """U [d, R], whose columns are those of all U_n and then all b_n, and indicator [R, N], 1 where
+    """U [d, R], whose columns are those of all U_n and then all b_n, and membership [R, N], 1 where
     a column is adapter n's: a product with it sums over each adapter's columns, one with its
     transpose spreads over them."""
     Us, bs = zip(*(adapter.up_projection() for adapter in adapters), strict=True)
@@ -160,7 +162,7 @@ def add_fusion(bert, adapter_names, kind=Fusion):
     reference does not fuse either.
     """
     dtype = torch.float64 if bert.dtype == torch.float64 else torch.float32
-    plug_in(bert, new_fusions(bert, list(adapter_names), kind, None, dtype))
+    install(bert, new_fusions(bert, list(adapter_names), kind, None, dtype))
     for _, fusion in fusions(bert):
         fusion.requires_grad_(True)
 
@@ -178,7 +180,7 @@ def new_fusions(bert, names, kind, dropout, dtype):
     return result
 
 
-def plug_in(bert, new):
+def install(bert, new):
     """Puts new fusions into their slots, active and frozen."""
     for key, slot in bert.slots():
         slot.fusion = new.get(key)
@@ -222,7 +224,9 @@ def save_fusion(bert, directory):
         raise ValueError("there is no fusion in this encoder")
     fusion = next(iter(found.values()))
     header = adapterhub.header(fusion.name, bert.config, bert.source)
-    adapterhub.write_fusion(directory, fusion.options, adapterhub.named_fusions(found), header)
+    adapterhub.write_fusion(
+        directory, fusion.options, adapterhub.fusion_tensors_by_file_name(found), header
+    )
 
 
 def load_fusion(bert, directory):
@@ -233,5 +237,5 @@ def load_fusion(bert, directory):
     new = new_fusions(bert, names, kind, dropout, bert.dtype)
     # the reference has weights, which it does not use, also where all adapters are left out
     idle = [adapterhub.slot_name(key) for key, _ in bert.slots() if key not in new]
-    saved.fill(adapterhub.named_fusions(new), without=idle)
-    plug_in(bert, new)
+    saved.fill(adapterhub.fusion_tensors_by_file_name(new), without=idle)
+    install(bert, new)

@@ -23,7 +23,7 @@ import variants.houlsby  # noqa: F401  (kinds of adapters: --adapter-config laye
 import variants.pal  # noqa: F401      --adapter pal | low_rank)
 from adapter import ADAPTERS, KINDS, Head, add_adapter, load_adapter, save_adapter, save_head
 from bert import Bert
-from data import batch_order, batches, collate, get_task, length_groups, load_split
+from data import batches, collate, get_task, length_bucketed_batches, load_split, split_by_length
 from formats import adapterhub
 from formats.files import write_json
 from formats.tokenizer import copy_tokenizer, load_tokenizer
@@ -32,12 +32,12 @@ from runtime import options
 from runtime.command import run_command
 from runtime.directory import check_idle, is_finished
 from runtime.kernels import AdamW, compile_layers
-from runtime.processes import choose_device, memory_named, processes
+from runtime.processes import choose_device, rank_and_world_size, report_out_of_memory
 from runtime.results import Results, eval_batch_size
 from runtime.run import describe_data, describe_encoder, describe_machine, open_run, progress_bar
 from runtime.seeds import each_seed
 from variants.masking import check_subset, mask, mask_all_but
-from variants.multitask import multitask_batches, take_turn
+from variants.multitask import multitask_batches, switch_task
 
 # Section 4.1 and appendix A.2: ST-A 1e-4 and at most 30 epochs, fusion 5e-5 and at most 10. The
 # paper does not give those of its head and full baselines; these are ours. Multi-task training as
@@ -105,7 +105,7 @@ def predict(bert, head, batch, dtype):
     """Logits [B, K] of a batch from data.py."""
     cls, order = [], []
     with torch.autocast(bert.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-        for rows, inputs in length_groups(batch):
+        for rows, inputs in split_by_length(batch):
             inputs = (tensor.to(bert.device) for tensor in inputs)
             cls.append(bert(*inputs, cls_only=True))  # [B, T] -> [B, 1, d]
             order.append(rows)
@@ -118,7 +118,7 @@ def predict(bert, head, batch, dtype):
 def evaluate(bert, head, task, split, batch_size, dtype):
     """(labels, predictions, mean loss) of a split, [examples] each, in the order of `batches`.
     Leaves bert and head in eval mode. Raises FloatingPointError for logits that are not finite."""
-    rank, world = processes()
+    rank, world = rank_and_world_size()
     bert.eval(), head.eval()
     results = Results(len(split), batch_size)
     parts = batches(split, results.size, bert.config.pad_token_id, rank=rank, world=world)
@@ -168,14 +168,15 @@ def epoch_batches(args, lengths, epoch):
     if args.stage == "multitask":
         return multitask_batches(args, lengths, epoch)
     return [
-        (0, indices) for indices in batch_order(lengths[0], args.batch_size, (args.seed, epoch))
+        (0, indices)
+        for indices in length_bucketed_batches(lengths[0], args.batch_size, (args.seed, epoch))
     ]
 
 
 def choose_adapters(bert, args, task, at, fused):
     """Who takes part in a step: one task's adapter in multi-task training; in stage 2 all, unless
     --adapters-per-batch has some of them drawn."""
-    take_turn(bert, args, task)
+    switch_task(bert, args, task)
     if args.adapters_per_batch is not None:
         draw = (args.seed, at.epoch, at.step + 1)
         mask_all_but(bert, args.adapters_per_batch, list(fused), draw)
@@ -187,7 +188,7 @@ def evaluate_all(bert, heads, tasks, splits, args, dtype):
         mask(bert, [])
     result, size = {}, eval_batch_size(args.batch_size, args.grad_accumulation)
     for task, head, split in zip(tasks, heads, splits, strict=True):
-        take_turn(bert, args, task)
+        switch_task(bert, args, task)
         labels, predictions, loss = evaluate(bert, head, task, split, size, dtype)
         scores = {name: score(labels, predictions) for name, score in task.scores.items()}
         result[task.name] = {**scores, "loss": loss}
@@ -200,7 +201,7 @@ def prepare(args):
     check(args)
     check_idle(args.out)
     device, dtype = choose_device(args.device, args.dtype)
-    tasks = [get_task(name, args.data_dir, columns=args.renamed) for name in args.tasks]
+    tasks = [get_task(name, args.data_dir, columns=args.column_names) for name in args.tasks]
     for task in tasks:
         adapterhub.check_name(task.name)  # which all its files have
     options.choose_score(args, [task.scores for task in tasks])
@@ -296,16 +297,16 @@ def main(argv=None):
     """What a command line says, from Python: main(["--stage", "adapter", "--task", "rte"]). Returns
     the closing line's dictionary, and raises as `train` does."""
     args = arguments(argv)
-    return each_seed(args, train_or_read) if args.seeds else train_or_read(args)
+    return each_seed(args, train_or_report) if args.seeds else train_or_report(args)
 
 
-def train_or_read(args):
+def train_or_report(args):
     """A finished run of the same command needs no training: --resume reads its result."""
     if args.resume and is_finished(args.out):
         result = options.finished(args)
         (args.out / "resume.pt").unlink(missing_ok=True)
         return result
-    with memory_named():
+    with report_out_of_memory():
         return train(args)
 
 

@@ -216,10 +216,10 @@ d, r = 8, 2
 adapter, norm = Adapter(AdapterConfig.pfeiffer(), d, r), torch.nn.LayerNorm(d)
 f, x = torch.randn(1, 2, d), torch.randn(1, 2, d)
 with torch.no_grad():
-    h, residual = adapter.enter(f, x, norm)
+    h, residual = adapter.inputs(f, x, norm)
     bottleneck = adapter.act(adapter.down(h))
     z = adapter.z(h)
-    output = adapter.leave(z + residual, x, norm)
+    output = adapter.add_and_norm(z + residual, x, norm)
 tensors = {"f": f, "x": x, "h = LN(f + x)": h, "act(D h + b)": bottleneck, "z": z}
 for name, tensor in {**tensors, "LN(f + z + x)": output}.items():
     print(f"{name:14} {tuple(tensor.shape)}")
@@ -329,7 +329,7 @@ print(f"V starts as the identity, so o starts as Σ_n s_n z_n: they differ by {d
 # the products of the weights with each other):
 
 # %%
-show(Fusion.fast)
+show(Fusion.low_rank)
 
 # %% [markdown]
 # **First claim: it is the same function.** In float64, with adapters of different sizes, outputs

@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from any directory
 
 import train
-from data import Classes
+from data import Classification
 from runtime.command import run_command
 
 
@@ -22,7 +22,7 @@ def balanced_accuracy(labels, predictions):
     return sum(recalls).item() / len(recalls)
 
 
-Classes.scores["balanced_accuracy"] = balanced_accuracy
+Classification.scores["balanced_accuracy"] = balanced_accuracy
 
 if __name__ == "__main__":
     run_command("balanced_accuracy.py", train.main)

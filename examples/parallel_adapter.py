@@ -72,7 +72,7 @@ class ParallelAdapter(Adapter):
         super().__init__(config, hidden_size, bottleneck_size)
         nn.init.kaiming_uniform_(self.down.weight, a=math.sqrt(5))  # U stays 0, so z is 0 at first
 
-    def enter(self, f, x, norm):
+    def inputs(self, f, x, norm):
         return x, f
 
     def up_projection(self):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from any directory
 
 import train
-from data import TASKS, Classes, Task
+from data import TASKS, Classification, Task
 from runtime.command import run_command
 
 
@@ -38,7 +38,7 @@ def spearman(labels, predictions):
     return pearson(ranks(labels), ranks(predictions))
 
 
-class Regression(Classes):
+class Regression(Classification):
     """A number for each example; the head is one for a single class."""
 
     dtype = torch.float32

@@ -27,7 +27,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import torch
 
-from data import batches, length_groups
+from data import batches, split_by_length
 from experiments.load_run import add_encoder, add_import, check_stage, load_run, load_run_split
 from experiments.report import save_figure, write_csv
 from formats.files import read_json
@@ -46,7 +46,7 @@ def inputs_of(bert, examples):
     return (
         inputs
         for batch in batches(examples, 64, bert.config.pad_token_id)
-        for _, inputs in length_groups(batch)
+        for _, inputs in split_by_length(batch)
     )
 
 

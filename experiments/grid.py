@@ -37,7 +37,7 @@ import train
 from formats.files import read_json, write_json
 from runtime.command import first_line
 from runtime.directory import is_finished
-from runtime.processes import end_with_parent, signals_heard
+from runtime.processes import deferred_signals, end_with_parent
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 INTERRUPTED = "interrupted; the same command goes on from here"
@@ -251,7 +251,7 @@ def run(cells, out, jobs=1, cuda=False, launch=(sys.executable,), part=(0, 1), h
         for child in runner.running.values():
             kill(child.process)
 
-    with signals_heard(again=kill_all) as signals:
+    with deferred_signals(again=kill_all) as signals:
         try:
             while (runner.todo or runner.running) and not signals:
                 runner.look_after_children()

@@ -18,7 +18,7 @@ import torch
 
 from adapter import activate, load_adapter, load_head
 from bert import Bert
-from data import TASKS, Choices, Classes, get_task, load_split
+from data import TASKS, Classification, MultipleChoice, get_task, load_split
 from formats.adapterhub import check_name, refuse_or_note
 from formats.files import read_json
 from formats.tokenizer import load_tokenizer
@@ -74,11 +74,11 @@ def naming_program(config):
 def task_kind(config, head):
     """The kind of a run's task, one of data.py or of an imported module. Raises ValueError if it is
     neither."""
-    known = {kind.__name__: kind for kind in (Classes, Choices)}
+    known = {kind.__name__: kind for kind in (Classification, MultipleChoice)}
     known |= {task.kind.__name__: task.kind for task in TASKS.values()}
     name = config["kinds"].get(config["task"])
     if name is None:  # a run from before this was written down
-        return Choices if head.config["head_type"] == "multiple_choice" else Classes
+        return MultipleChoice if head.config["head_type"] == "multiple_choice" else Classification
     if name not in list(known):
         raise ValueError(f"{config['task']!r:.50} is a task of an unknown kind, {name!r:.50}")
     return known[name]
@@ -108,10 +108,10 @@ def read_run_config(directory):
         "limit_dev": None,
         "columns": {},
         "kinds": {},
-        "renamed": {},
+        "column_names": {},
         "dev_fraction": None,
     }
-    config = {**defaults, **read_json(directory / "config.json")}
+    config = {**defaults, **with_names_of_today(read_json(directory / "config.json"))}
     stage, labels = config.get("stage"), config.get("labels")
     lengths = config.get("max_length")
     lengths = (
@@ -127,7 +127,8 @@ def read_run_config(directory):
         "dtype": config.get("dtype") in ("float32", "bfloat16"),
         "data_dir": type(config["data_dir"]) in (str, type(None)),
         "kinds": type(config["kinds"]) is dict,
-        "renamed": type(config["renamed"]) is dict and is_texts([*config["renamed"].values()]),
+        "column_names": type(config["column_names"]) is dict
+        and is_texts([*config["column_names"].values()]),
         "dev_fraction": type(config["dev_fraction"]) in (float, type(None)),
         "columns": type(config["columns"]) is dict
         and all(map(is_texts, config["columns"].values())),
@@ -138,6 +139,20 @@ def read_run_config(directory):
     if wrong := [name for name in right if not right[name]]:
         path = directory / "config.json"
         raise ValueError(f"{path}: not the configuration of a run, {wrong[0]} is missing or wrong")
+    return config
+
+
+def with_names_of_today(config):
+    """config.json of a run, also of one from before some of its entries were renamed."""
+    today = {"Classes": "Classification", "Choices": "MultipleChoice"}
+    if isinstance(config.get("kinds"), dict):
+        config["kinds"] = {task: today.get(kind, kind) for task, kind in config["kinds"].items()}
+    for old, new in {
+        "renamed": "column_names",
+        "most_frequent_class": "majority_class_accuracy",
+    }.items():
+        if old in config:
+            config[new] = config.pop(old)
     return config
 
 
@@ -213,7 +228,7 @@ def load_run_split(
     fraction = config["dev_fraction"] if held_out else None
     file = split if fraction is None else "train"
     with naming_program(config):
-        task = get_task(config["task"], data_dir, config["labels"], file, config["renamed"])
+        task = get_task(config["task"], data_dir, config["labels"], file, config["column_names"])
     if list(task.labels) != config["labels"]:
         raise ValueError(f"{run} and {task.name} in {data_dir} have different labels, or choices")
     # text_b of your own task is optional in training, but not afterwards

@@ -84,7 +84,7 @@ def tokens(task, data_dir, words, config, directory):
     _, rows, _, _ = read_split(task, "train", data_dir)
     counts = []
     for i in range(0, len(rows), max(1, len(rows) // 500)):
-        candidates, _ = data.example(task, rows[i])
+        candidates, _ = data.to_candidates(task, rows[i])
         counts.append(sum(estimated_tokens(pair, longest) for pair in candidates))
     return sum(counts) / len(counts)
 

@@ -37,7 +37,16 @@ from string import ascii_letters
 import numpy as np
 import torch
 
-from data import TASKS, Choices, Classes, Task, batch_order, collate, example, own_choices
+from data import (
+    TASKS,
+    Classification,
+    MultipleChoice,
+    Task,
+    collate,
+    length_bucketed_batches,
+    own_choices,
+    to_candidates,
+)
 from experiments.load_run import add_encoder, add_import, load_run, task_kind
 from formats.rows import READERS, line_of, read_rows
 from formats.tokenizer import load_tokenizer
@@ -84,7 +93,9 @@ def as_row(config, choices, texts, options):
 def as_candidates(config, choices, row):
     """A row -> [(text_a, text_b or None)], checked as in training. Raises ValueError for a column
     that is missing or wrong."""
-    named = {ours: row[name] for ours, name in config.get("renamed", {}).items() if name in row}
+    named = {
+        ours: row[name] for ours, name in config.get("column_names", {}).items() if name in row
+    }
     row = {**row, **named}
     if config["task"] in TASKS:
         task = TASKS[config["task"]]
@@ -103,14 +114,14 @@ def as_candidates(config, choices, row):
             )
         task = Task(None, None, tuple(columns), (), ())
         if choices:
-            task = replace(task, candidates=own_choices, kind=Choices)
+            task = replace(task, candidates=own_choices, kind=MultipleChoice)
     for column in ("endings", "choices"):
         if column in task.columns and isinstance(row.get(column), str):
             raise ValueError(f"column {column!r} holds a text, expected a list")
     # a label is asked for: that of a class will do
-    kind, labels = Choices if choices else Classes, tuple(config["labels"])
+    kind, labels = MultipleChoice if choices else Classification, tuple(config["labels"])
     task = replace(task, labels=labels, kind=kind)
-    candidates, _ = example(task, {**row, task.label: labels[0]})
+    candidates, _ = to_candidates(task, {**row, task.label: labels[0]})
     for text in (text for pair in candidates for text in pair if text is not None):
         # raises ValueError for half a character, which JSON and the command line can smuggle in
         text.encode()
@@ -208,7 +219,7 @@ def predictions(bert, head, tokenizer, inputs, kind):
         encodings = [[next(encoded) for _ in pairs] for pairs in window]
         probabilities = [None] * len(window)
         lengths = np.array([max(len(encoding.ids) for encoding in group) for group in encodings])
-        for indices in batch_order(lengths, BATCH_SIZE):
+        for indices in length_bucketed_batches(lengths, BATCH_SIZE):
             logits = predict(
                 bert, head, as_batch(bert, [encodings[i] for i in indices]), torch.float32
             )

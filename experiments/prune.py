@@ -41,7 +41,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from adapter import save_adapter
-from data import batches, length_groups
+from data import batches, split_by_length
 from experiments.figure4 import average, inputs_of
 from experiments.load_run import (
     add_encoder,
@@ -138,7 +138,7 @@ def measure(bert, head, config, task, split, settings, dtype):
     size = min(SPEED_BATCH, len(split))
     all_batches = batches(split, size, bert.config.pad_token_id)
     middle = next(islice(all_batches, len(split) // size // 2, None))
-    inputs = [[tensor.to(bert.device) for tensor in group] for _, group in length_groups(middle)]
+    inputs = [[tensor.to(bert.device) for tensor in group] for _, group in split_by_length(middle)]
     for i in range(-1, ROUNDS):  # the first is to warm up
         for kept, row in zip(settings, rows, strict=True):
             activate_only(bert, modules, kept)

@@ -145,7 +145,7 @@ def card(config, metrics, bert, head, encoder, repo, license, language=None, cod
     imports, load_here, load_there = loading(fusion, adapters)
     known = {name: SCORES[name] for name in SCORES if type(metrics.get(name)) is float}
     measured = dict.fromkeys(["accuracy", *(there for _, there in known.values() if there)])
-    share = metrics.get("most_frequent_class")
+    share = metrics.get("majority_class_accuracy")
     source = HUB[task]["source"] if task in HUB else None
     language = language or ("en" if task in HUB else None)  # all of the paper's are English
     text = CARD.format(
@@ -267,7 +267,7 @@ def publish(
                 raise ValueError(f"{name!r:.100} is no name for an encoder or a repository")
         metrics = read_json(run / "metrics.json")
         text = card(config, metrics, bert, head, encoder, repo, license, language, code)
-        share = metrics.get("most_frequent_class")
+        share = metrics.get("majority_class_accuracy")
         if share is not None and metrics["accuracy"] <= share and not anyway:
             raise ValueError(
                 f"{run} has learned nothing: accuracy {metrics['accuracy']:.4f}, always the most "

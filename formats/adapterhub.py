@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from formats.files import listed, naming, read_json, read_tensors, write_json, write_tensors
+from formats.files import error_prefix, listed, read_json, read_tensors, write_json, write_tensors
 from formats.hub import commit_of, download, is_local
 
 
@@ -193,7 +193,7 @@ def slot_name(key):
     return location if layer is None else f"encoder.layer.{layer}.{location}"
 
 
-def named(config, modules):
+def tensors_by_file_name(config, modules):
     """{(slot, part): parameter} of an adapter's modules, [((layer, location), slot, module)], which
     config.tensor_names(module) gives as {name of a part in the file: its name in the module}."""
     return {
@@ -203,7 +203,7 @@ def named(config, modules):
     }
 
 
-def named_fusions(found):
+def fusion_tensors_by_file_name(found):
     """The same of {(layer, location): fusion}, whose parts have the names in the file."""
     return {
         (slot_name(key), part): parameter
@@ -502,7 +502,7 @@ def read_head(source):
     path = directory / HEAD.config
     values = read_json(path)
     config = values.get("config")
-    with naming(path):
+    with error_prefix(path):
         config = head_config(config if isinstance(config, dict) else {})
     name = values.get("name")
     return Saved(directory, name, config, values, *read(directory, HEAD, name))

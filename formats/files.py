@@ -19,7 +19,7 @@ def listed(names, most=4):
 
 
 @contextlib.contextmanager
-def naming(place):
+def error_prefix(place):
     """Puts the name of a file or directory before the message of a ValueError."""
     try:
         yield
@@ -42,7 +42,7 @@ def read_json(path):
     return value
 
 
-def flush(*paths):
+def fsync(*paths):
     """Returns when files, and the names in directories, are on the disk."""
     for path in paths:
         if path.is_file() or path.is_dir():
@@ -52,15 +52,15 @@ def flush(*paths):
 
 
 @contextlib.contextmanager
-def replacing(path):
+def atomic_write(path):
     """A temporary path to write to. It takes the place of `path` once its content is on the disk,
     so that a power cut leaves the old file or the new one; after an error it is removed."""
     temporary = Path(f"{path}.tmp")
     try:
         yield temporary
-        flush(temporary)
+        fsync(temporary)
         temporary.replace(path)
-        flush(temporary.parent)
+        fsync(temporary.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -69,7 +69,7 @@ def replacing(path):
 
 def write_json(path, value):
     """Writes JSON under a temporary name and renames it."""
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
@@ -88,7 +88,7 @@ def write_tensors(path, tensors):
         tensor = tensor.detach().float().cpu().contiguous()
         twice = any(tensor.data_ptr() == other.data_ptr() for other in parts.values())
         parts[name] = tensor.clone() if twice else tensor
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         try:
             save_file(parts, temporary, metadata={"format": "pt"})
             temporary.chmod(0o666 & ~umask())  # safetensors makes it the owner's alone

@@ -22,10 +22,10 @@ def check_own_task(name, data_dir, known):
     raise ValueError(f"unknown task {name!r}: {hint} your own task needs {own}")
 
 
-def own_columns(path, rows, renamed, labels=None):
+def own_columns(path, rows, column_names, labels=None):
     """(text columns, labels, whether it is multiple choice) of an own task's rows in the file
-    `path`. renamed: {our name of a column: the file's}; labels: if they are known already."""
-    rows = rename(rows, renamed)
+    `path`. column_names: {our name of a column: the file's}; labels: if they are known already."""
+    rows = rename(rows, column_names)
     if "choices" in rows.column_names:
         columns = ("text_a", "choices") if "text_a" in rows.column_names else ("choices",)
         return columns, tuple(str(i) for i in range(count_choices(path, rows))), True
@@ -35,7 +35,7 @@ def own_columns(path, rows, renamed, labels=None):
 
 def select(task, where, rows):
     """Rows with the columns of a task alone, by its names of them."""
-    rows = rename(rows, task.renamed)
+    rows = rename(rows, task.column_names)
     return select_columns(where, rows, [task.label, *task.columns], task.aliases)
 
 
@@ -59,7 +59,7 @@ def check_candidates(candidates, choices=None):
         raise ValueError(f"{len(candidates)} choices, expected {choices}")
 
 
-def label_places(labels):
+def make_label_ids(labels):
     """{label, as it is and in small letters: its place among them}; the first of several alike
     counts."""
     spelled = {label: i for i, label in enumerate(labels)}
@@ -67,19 +67,19 @@ def label_places(labels):
     return {**small, **spelled}
 
 
-def label_index(value, labels, places, aliases, of_the_hub):
+def label_index(value, labels, label_ids, aliases, of_the_hub):
     """
-    The place in `labels` of a label as the data writes it. places: `label_places`; aliases: {other
-    name: label}; of_the_hub: whether an integer may be the place itself. Raises ValueError that
-    shows the value.
+    The place in `labels` of a label as the data writes it. label_ids: `make_label_ids`; aliases:
+    {other name: label}; of_the_hub: whether an integer may be the place itself. Raises ValueError
+    that shows the value.
     """
     text = str(value).strip()
     text = aliases.get(text, text).lower()
     if type(value) in (str, int, bool):
-        if str(value) in places:  # own labels may differ in case alone
-            return places[str(value)]
-        if text in places:  # "1".."3" and own integer labels come as their own names
-            return places[text]
+        if str(value) in label_ids:  # own labels may differ in case alone
+            return label_ids[str(value)]
+        if text in label_ids:  # "1".."3" and own integer labels come as their own names
+            return label_ids[text]
         if of_the_hub and not labels[0].isdigit() and text in map(str, range(len(labels))):
             return int(text)  # the hub's integers
     if text == "-1":

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from formats.adapterhub import ADAPTER, FUSION, HEAD
-from formats.files import flush, read_json, replacing
+from formats.files import atomic_write, fsync, read_json
 from formats.tokenizer import TOKENIZER_FILES
 
 RUN_FILES = [
@@ -94,13 +94,13 @@ def set_aside(out):
     if (out / REPLACED).is_dir():
         return clear(out, RUN_FILES)
     (out / MOVING).mkdir()
-    with replacing(out / MOVING / "log.jsonl") as temporary:  # which stays in place, locked
+    with atomic_write(out / MOVING / "log.jsonl") as temporary:  # which stays in place, locked
         shutil.copyfile(out / "log.jsonl", temporary)
     for name in RUN_FILES:
         if os.path.lexists(out / name):
             (out / name).rename(out / MOVING / name)
     (out / MOVING).rename(out / REPLACED)
-    flush(out)
+    fsync(out)
 
 
 def restore(out, log):

@@ -61,7 +61,7 @@ def inspect_task(data):
     )
     with errors_in_one_line("data.py"):
         args = parser.parse_args()
-        task = data.get_task(args.task, args.data_dir, columns=as_columns(args.renamed))
+        task = data.get_task(args.task, args.data_dir, columns=as_columns(args.column_names))
         directory = fetch_encoder(args.model)
         config = find_config(directory)
         # as train.py has it, so that it finds the tokens in the cache
@@ -87,7 +87,7 @@ def inspect_task(data):
         )
         tokens = " / ".join(f"{np.percentile(lengths, p):.0f}" for p in (5, 50, 95, 100))
         some = islice(data.batches(split, 32, seed=0), 100)
-        masks = [mask for batch in some for _, (_, _, mask) in data.length_groups(batch)]
+        masks = [mask for batch in some for _, (_, _, mask) in data.split_by_length(batch)]
         padding = 1 - sum(mask.sum().item() for mask in masks) / sum(mask.numel() for mask in masks)
         print(f"{name}: {len(split):,} examples; {balance}")
         print(

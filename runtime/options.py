@@ -253,7 +253,7 @@ def arguments(argv, stages, adapters, fusions):
     args.adapter_config = dict(map(as_field, args.adapter_config))
     args.lengths = None  # by task, see choose_lengths
     args.origins = {}  # {name: what --adapters says}, see find_adapters
-    args.renamed = as_columns(args.renamed)
+    args.column_names = as_columns(args.column_names)
     args.out = Path(args.out or ("runs/multitask" if multitask else f"runs/{prefix}{args.task}"))
     args.task, args.tasks = args.task or ",".join(args.tasks), args.tasks or [args.task]
     args.command = shlex.join(sys.argv if argv is None else ["train.py", *argv])
@@ -301,7 +301,7 @@ def add_data_options(parser):
         "--columns",
         nargs="+",
         default=[],
-        dest="renamed",
+        dest="column_names",
         metavar="COLUMN=NAME",
         help="what the files call the columns: text_a=premise text_b=hypothesis label=gold",
     )

@@ -38,7 +38,7 @@ def choose_device(device, dtype):
     return torch.device(device), getattr(torch, dtype)
 
 
-def processes():
+def rank_and_world_size():
     """(number of this process, how many there are)"""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
@@ -56,7 +56,7 @@ def micro_batches(indices, count):
     Without an example of its own it takes one with share 0, because the others wait for its
     gradients.
     """
-    rank, world = processes()
+    rank, world = rank_and_world_size()
     mine = indices[rank::world]
     if len(mine) == 0:
         return [(0.0, indices[:1])]
@@ -69,7 +69,7 @@ STOP = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]  # Ctrl-C, a scheduler, a 
 
 
 @contextlib.contextmanager
-def signals_heard(notice="", again=None):
+def deferred_signals(notice="", again=None):
     """A list to which the numbers of the signals that ask for a stop are added, in place of what
     they would do. The first prints `notice`. The second ends this process at once, or calls `again`
     where that is given. One that is ignored, as nohup has SIGHUP ignored, stays so."""
@@ -120,7 +120,7 @@ def end_with_parent():
 
 
 @contextlib.contextmanager
-def memory_named():
+def report_out_of_memory():
     """Raises MemoryError in a line for whatever says that there is no memory left: where no batch
     is to blame, a model is too large."""
     try:

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from runtime.processes import all_reduce, processes
+from runtime.processes import all_reduce, rank_and_world_size
 
 
 def eval_batch_size(batch_size, grad_accumulation):
@@ -20,7 +20,7 @@ class Results:
     """
 
     def __init__(self, examples, batch_size):
-        self.rank, self.world = processes()
+        self.rank, self.world = rank_and_world_size()
         self.size = batch_size * self.world  # of a batch of all processes
         self.steps = math.ceil(examples / self.size)
         self.rows = torch.zeros(3, examples, dtype=torch.float64)  # of other processes: zeros

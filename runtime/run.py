@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from formats.adapterhub import ADAPTER
-from formats.files import flush, write_json
+from formats.files import fsync, write_json
 from formats.tokenizer import read_tokenizer, tokenizer_digest
 from runtime.directory import (
     REPLACED,
@@ -48,7 +48,13 @@ from runtime.directory import (
     set_aside,
 )
 from runtime.kernels import compiler_failed
-from runtime.processes import all_reduce, micro_batches, out_of_memory, processes, signals_heard
+from runtime.processes import (
+    all_reduce,
+    deferred_signals,
+    micro_batches,
+    out_of_memory,
+    rank_and_world_size,
+)
 from runtime.state import Progress, load_state, save_state
 
 # its monitor is a thread for the sake of a bar, which waits for ever where memory is short
@@ -70,7 +76,7 @@ def open_run(args, device, check):
         # nothing is written before all processes have come this far
         if dist.is_torchelastic_launched():
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        rank, _ = processes()
+        rank, _ = rank_and_world_size()
         made = not args.out.exists()
         # the first process writes
         with lock(args.out) if rank == 0 else open(os.devnull, "w") as log:
@@ -87,7 +93,7 @@ def open_run(args, device, check):
         saved = f", continue with --resume --out {args.out} in the same command" if kept else ""
         raise KeyboardInterrupt(f"interrupted{saved}") from e
     except (OSError, SafetensorError) as e:
-        if processes()[0] == 0:
+        if rank_and_world_size()[0] == 0:
             clear(args.out, TEMPORARY)
         kept = (
             "; its last state is intact, continue with --resume"
@@ -106,7 +112,9 @@ def open_run(args, device, check):
 
 def progress_bar(batches, description, total):
     """The batches of an evaluation, under a bar where somebody looks."""
-    return tqdm(batches, description, total, leave=False, disable=processes()[0] > 0 or None)
+    return tqdm(
+        batches, description, total, leave=False, disable=rank_and_world_size()[0] > 0 or None
+    )
 
 
 class Run:
@@ -114,7 +122,7 @@ class Run:
         self.args, self.log, self.device = args, log, device
         self.made = made  # whether the directory is new
         self.out = args.out
-        self.rank, self.world = processes()
+        self.rank, self.world = rank_and_world_size()
         self.best, self.history = {}, []
         self.failure = None  # a loss that is not finite, after an epoch that was finished
         self.headed = False  # whether the table of epochs has its first line
@@ -153,7 +161,7 @@ class Run:
         if self.rank == 0:
             self.config |= self.adapter_digests()
             write_json(self.out / "config.json", self.config)
-            flush(*self.out.rglob("*"), self.out)  # before a state depends on them
+            fsync(*self.out.rglob("*"), self.out)  # before a state depends on them
             self.log.truncate(0)
             self.log.write("".join(json.dumps(line) + "\n" for line in self.history))
         self.started = time.monotonic() - at.seconds
@@ -202,7 +210,7 @@ class Run:
         )
 
     def constant_answer(self):
-        share = self.config["most_frequent_class"]
+        share = self.config["majority_class_accuracy"]
         return "" if share is None else f" (the most frequent class: accuracy {share:.4f})"
 
     def say(self, *lines):
@@ -221,7 +229,7 @@ class Run:
         """
         self.announce(model)
         try:
-            with signals_heard(STOPPING * (self.rank == 0)) as self.signals:
+            with deferred_signals(STOPPING * (self.rank == 0)) as self.signals:
                 yield
         except RuntimeError as e:
             resume = "with --resume and " if (self.out / "resume.pt").exists() else ""
@@ -403,7 +411,7 @@ class Run:
             means["dev_loss"] = means.pop("loss")
         fields = (
             *("stage", "task", "seed", "train_examples", "dev_examples"),
-            *("trained_parameters", "most_frequent_class"),
+            *("trained_parameters", "majority_class_accuracy"),
         )
         result = {name: self.config[name] for name in fields}
         result |= {"model": self.args.model, "best_epoch": at.best_epoch, **means}
@@ -413,7 +421,7 @@ class Run:
             }
         result |= {"seconds": round(at.seconds, 2), "out": str(self.out)}
         if self.rank == 0:
-            flush(*self.out.rglob("*"), self.out)
+            fsync(*self.out.rglob("*"), self.out)
             # last: a directory with it is a finished run
             write_json(self.out / "metrics.json", result)
             (self.out / "resume.pt").unlink(missing_ok=True)
@@ -435,7 +443,7 @@ class Run:
                 f"{args.score}"
             )
         yield f"best epoch: {at.best_epoch}, dev {args.score} {at.score:.4f}"
-        if (share := result["most_frequent_class"]) is not None and "accuracy" in result:
+        if (share := result["majority_class_accuracy"]) is not None and "accuracy" in result:
             if result["accuracy"] > share:
                 more = round((result["accuracy"] - share) * result["dev_examples"])
                 yield (
@@ -491,7 +499,7 @@ def program_of(config):
     return None if program.name == "train.py" or not module else (program, module)
 
 
-def most_frequent(splits):
+def majority_class_accuracy(splits):
     """The accuracy of always the same answer, the best of them: a mean over the development sets;
     None where labels are no classes."""
     shares = []
@@ -531,7 +539,7 @@ def describe_data(args, tasks, fused, train_splits, dev_splits):
         "labels": labels if args.stage == "multitask" else labels[tasks[0].name],
         "columns": {task.name: list(task.columns) for task in tasks},
         "kinds": {task.name: task.kind.__name__ for task in tasks},
-        "most_frequent_class": most_frequent(dev_splits),
+        "majority_class_accuracy": majority_class_accuracy(dev_splits),
     }
     if args.stage not in ("full", "multitask"):
         # a checkpoint's config.json has none: there AdapterHub's library takes "adapters" for its
@@ -547,7 +555,7 @@ def describe_machine(args, device, dtype):
         "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
         "compile": args.compile,
         "threads": torch.get_num_threads(),
-        "processes": processes()[1],
+        "processes": rank_and_world_size()[1],
         "versions": {
             name: version(name)
             for name in ("torch", "numpy", "tokenizers", "safetensors", "datasets")

@@ -25,7 +25,7 @@ def each_seed(args, one):
             message = "interrupted, the same command goes on from here with --resume"
             raise KeyboardInterrupt(message) from e
     first = results[0]
-    same = ("stage", "task", "model", "train_examples", "dev_examples", "most_frequent_class")
+    same = ("stage", "task", "model", "train_examples", "dev_examples", "majority_class_accuracy")
     summary = {name: first[name] for name in same} | {"seeds": args.seeds}
     titles = [n for n in first if n not in same and isinstance(first[n], float) and n != "seconds"]
     for name in titles:

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field
 import torch
 import torch.distributed as dist
 
-from formats.files import replacing
-from runtime.processes import out_of_memory, processes
+from formats.files import atomic_write
+from runtime.processes import out_of_memory, rank_and_world_size
 
 STATE_FORMAT = 7
 
@@ -46,7 +46,7 @@ class Progress:
 def save_state(path, config, trained, optimizer, device, at, best, history):
     """Writes the state; it is on the disk under another name before it takes the old one's
     place."""
-    rank, world = processes()
+    rank, world = rank_and_world_size()
     random = torch.get_rng_state()
     if device.type == "cuda":
         random = torch.cat([random, torch.cuda.get_rng_state(device)])
@@ -64,7 +64,7 @@ def save_state(path, config, trained, optimizer, device, at, best, history):
         "best": best,
         "history": history,
     }
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         try:
             with open(temporary, "wb") as file:
                 torch.save(state, file)
@@ -82,7 +82,7 @@ def load_state(path, config, trained, optimizer, device):
     Raises ValueError for a damaged state, one of another version of this file, or one of another
     command.
     """
-    rank, world = processes()
+    rank, world = rank_and_world_size()
     try:
         if not path.is_file():
             raise ValueError("a directory or a pipe")

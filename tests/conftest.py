@@ -147,6 +147,16 @@ def data_dir(tmp_path_factory):
     return directory
 
 
+def cli(text="", **options):
+    """cli("--stage fusion --epochs 2", out=path, adapters=[a, b]) -> the words of a command line:
+    those of `text`, then the options, whose values may hold blanks."""
+    words = text.split()
+    for name, value in options.items():
+        values = value if isinstance(value, (list, tuple)) else [value]
+        words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return words
+
+
 def command_line(argv=None):
     """python train.py ARGV, in this process: ends in SystemExit where that ends with an error."""
     run_command("train.py", train.main, argv)

@@ -136,8 +136,8 @@ def test_the_second_signal_ends_at_once():
     """Also where the first is not listened to."""
     code = """
 import time
-from runtime.processes import signals_heard
-with signals_heard():
+from runtime.processes import deferred_signals
+with deferred_signals():
     print("here", flush=True)
     for _ in range(600):
         time.sleep(0.1)

@@ -11,7 +11,16 @@ import torch
 
 import data
 from conftest import sentence, write_rows
-from data import TASKS, Classes, batch_order, batches, example, get_task, length_groups, load_split
+from data import (
+    TASKS,
+    Classification,
+    batches,
+    get_task,
+    length_bucketed_batches,
+    load_split,
+    split_by_length,
+    to_candidates,
+)
 from experiments import evaluate, predict
 from formats.rows import check_size, held_out, read_split
 from formats.tokenizer import load_tokenizer
@@ -135,7 +144,7 @@ def test_hub_columns(name, tokenizer, tmp_path):
     for ids, (a, b) in zip(split[0]["input_ids"], candidates, strict=True):
         assert ids == tokenizer.encode(*[text for text in (a, b) if text is not None]).ids
     renamed = {task.aliases.get(column, column): value for column, value in row.items()}
-    assert example(task, renamed) == (candidates, label)
+    assert to_candidates(task, renamed) == (candidates, label)
 
 
 def test_other_copies_of_the_data(tokenizer, tmp_path):
@@ -221,11 +230,11 @@ def test_own_labels_are_sorted(tmp_path):
         )
         task = get_task("mine", tmp_path)
         assert task.labels == expected
-        assert [Classes.label(task, label) for label in labels] == [
+        assert [Classification.label(task, label) for label in labels] == [
             expected.index(str(label)) for label in labels
         ]
     with pytest.raises(ValueError, match="'c'"):
-        Classes.label(task, "c")
+        Classification.label(task, "c")
 
 
 @pytest.mark.parametrize(
@@ -246,7 +255,7 @@ def test_own_labels_are_sorted(tmp_path):
 )
 def test_unknown_labels_are_errors(name, value):
     with pytest.raises(ValueError, match="label"):
-        example(
+        to_candidates(
             get_task(name),
             {
                 **{c: v for c, v in ROWS[name][0].items()},
@@ -260,7 +269,7 @@ def test_unknown_labels_are_errors(name, value):
 def test_tokenised_data_is_cached(encoder, tmp_path, monkeypatch):
     """A second start does not tokenise; another text, tokenizer or max_length does."""
     write_rows(tmp_path / "rte" / "train.jsonl", [ROWS["rte"][0]] * 3)
-    calls, encode = [], data.example
+    calls, encode = [], data.to_candidates
     monkeypatch.setattr(data, "example", lambda *args: calls.append(1) or encode(*args))
 
     def load(max_length=48):
@@ -279,7 +288,7 @@ def test_tokenised_data_is_cached(encoder, tmp_path, monkeypatch):
 @pytest.mark.parametrize("seed", [None, (0, 1)])
 def test_no_example_is_lost_or_doubled(n, seed):
     lengths = np.random.default_rng(0).integers(5, 128, n)
-    order = batch_order(lengths, 32, seed)
+    order = length_bucketed_batches(lengths, 32, seed)
     assert sorted(np.concatenate(order).tolist()) == list(range(n))
     assert len(order) == -(-n // 32)
 
@@ -287,7 +296,8 @@ def test_no_example_is_lost_or_doubled(n, seed):
 def test_epochs_differ_and_repeat():
     lengths = np.random.default_rng(0).integers(5, 128, 500)
     one, again, two = (
-        [batch.tolist() for batch in batch_order(lengths, 32, (0, epoch))] for epoch in (1, 1, 2)
+        [batch.tolist() for batch in length_bucketed_batches(lengths, 32, (0, epoch))]
+        for epoch in (1, 1, 2)
     )
     assert one == again != two
 
@@ -312,7 +322,7 @@ def test_little_padding(choices, encoder, tmp_path):
             batch["labels"]
         )  # an example's choices stay together
         seen += len(batch["labels"])
-        parts = list(length_groups(batch))
+        parts = list(split_by_length(batch))
         assert sorted(torch.cat([rows for rows, _ in parts]).tolist()) == list(
             range(len(batch["input_ids"]))
         )

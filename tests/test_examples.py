@@ -16,7 +16,7 @@ import test_kinds
 import train
 from adapter import activate, add_adapter, find_adapter
 from bert import Bert
-from data import Classes
+from data import Classification
 from examples.balanced_accuracy import balanced_accuracy
 from examples.lora import LoRAConfig, merge
 from examples.parallel_adapter import ParallelAdapter, ParallelConfig
@@ -122,10 +122,10 @@ def test_scores():
 
 
 def test_a_score_may_be_negative_but_must_be_a_number(trained, monkeypatch, tmp_path):  # noqa: F811
-    monkeypatch.setitem(Classes.scores, "minus", lambda *_: -7.0)
+    monkeypatch.setitem(Classification.scores, "minus", lambda *_: -7.0)
     result = trained("score accuracy", tmp_path / "minus", "--score", "minus")
     assert result["minus"] == -7.0 and result["best_epoch"] == 1
-    monkeypatch.setitem(Classes.scores, "none", lambda *_: float("nan"))
+    monkeypatch.setitem(Classification.scores, "none", lambda *_: float("nan"))
     with pytest.raises(ValueError, match="--score none is no number in epoch 1"):
         trained("score accuracy", tmp_path / "none", "--score", "none")
 

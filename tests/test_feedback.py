@@ -61,7 +61,7 @@ def test_start_table_and_end(trained, tmp_path, encoder):
     assert "stopped: the only epoch is done" in again
     assert lines[6].startswith(f"best epoch: {result['best_epoch']}, dev accuracy {best:.4f}")
     assert lines[8].startswith("next: python -m experiments.predict ")
-    assert result["most_frequent_class"] == 0.5
+    assert result["majority_class_accuracy"] == 0.5
     chosen = log[result["best_epoch"] - 1]
     for name in ("accuracy", "macro_f1", "f1", "matthews"):
         assert result[name] == chosen[f"dev_{name}"]
@@ -73,7 +73,7 @@ def test_early_stopping_says_so(trained):
     lines, result = trained("--stage", "head", "--lr", "1e-12", "--patience", 2)
     words = [line for line in lines if line.startswith(("stopped", "accuracy"))]
     assert words[0] == "stopped: early, after epoch 3; 2 epochs without a better dev accuracy"
-    learned = result["accuracy"] > result["most_frequent_class"]
+    learned = result["accuracy"] > result["majority_class_accuracy"]
     assert ("the most frequent class alone gets" in words[1]) == (not learned)
 
 

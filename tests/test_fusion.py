@@ -46,7 +46,7 @@ def outputs_and_gradients(form, fusion, h, direction, fused, layer_input=()):
     """[o, the gradients of h, the fusion's parameters, the adapters', and x if there is one]"""
     h = h.clone().requires_grad_()
     torch.manual_seed(1)  # the same scores are dropped
-    if form == fusion.fast:
+    if form == fusion.low_rank:
         o = form(h, fused)
     else:
         o = form(h, fused, layer_input or None)
@@ -90,7 +90,7 @@ def test_mix_is_textbook(configs, training, tokens):
         "key.bias",
         "value.weight",
     ]
-    for form in (fusion.fast, fusion.once, fusion.compose):
+    for form in (fusion.low_rank, fusion.absorbed, fusion.compose):
         same_function(outputs_and_gradients(form, fusion, h, direction, fused), slow, names)
     if tokens > 2:  # without dropout the softmax does not see b_K, with dropout it does
         assert (slow[5].abs().max() > 1e-6) == (training and len(configs) > 1)
@@ -142,7 +142,7 @@ def test_other_kinds_are_fused_by_the_textbook(make, training, monkeypatch):
     slow = outputs_and_gradients(fusion.textbook, fusion, h, direction, fused, layer_input)
     weights = fusion.weights
     names = ["o", "h", *(name for name, _ in fusion.named_parameters())]
-    for form in (fusion.once, fusion.compose):
+    for form in (fusion.absorbed, fusion.compose):
         ours = outputs_and_gradients(form, fusion, h, direction, fused, layer_input)
         same_function(ours, slow, names)
         assert difference(fusion.weights, weights) <= 1e-10

@@ -22,14 +22,14 @@ import train
 from adapter import ADAPTERS, KINDS, Head, activate, add_adapter, load_adapter, save_adapter
 from bert import Bert
 from conftest import WORDS, sentence, thorough, write_rows
-from data import TASKS, Choices, Classes
+from data import TASKS, Classification, MultipleChoice
 from experiments import evaluate
 from fusion import FUSIONS, add_fusion, fusion_regularization, fusions, load_fusion, save_fusion
 from runtime.run import Run
 from variants.folding import fold
 
 REPOSITORY = Path(train.__file__).resolve().parent
-TABLES = (ADAPTERS, KINDS, FUSIONS, TASKS, Classes.scores)
+TABLES = (ADAPTERS, KINDS, FUSIONS, TASKS, Classification.scores)
 EXAMPLES = [
     f"examples.{path.stem}"
     for path in sorted((REPOSITORY / "examples").glob("*.py"))
@@ -241,7 +241,7 @@ def configurations():
     return result
 
 
-def build(encoder, configuration, device="cpu", held=torch.float64, task_kinds=(Classes,)):
+def build(encoder, configuration, device="cpu", held=torch.float64, task_kinds=(Classification,)):
     """The encoder of a configuration, and a head for each kind of task."""
     stage, kind, fusion_kind = configuration
     bert = new_bert(encoder, kind, "ab" if kind else "", held, device)
@@ -257,12 +257,14 @@ def build(encoder, configuration, device="cpu", held=torch.float64, task_kinds=(
 def step(encoder, configuration, device, held, dtype):
     """Forward and backward of one batch, as train.py has them -> all gradients. Every kind of task
     takes part in --stage head."""
-    task_kinds = list(TASK_KINDS) if configuration[0] == "head" else [Classes]
+    task_kinds = list(TASK_KINDS) if configuration[0] == "head" else [Classification]
     bert, heads = build(encoder, configuration, device, held, task_kinds)
     bert.train()
     ids, types, mask = inputs()
     for task_kind, head in zip(task_kinds, heads, strict=True):
-        labels = torch.zeros(1 if issubclass(task_kind, Choices) else 3, dtype=task_kind.dtype)
+        labels = torch.zeros(
+            1 if issubclass(task_kind, MultipleChoice) else 3, dtype=task_kind.dtype
+        )
         batch = {"input_ids": ids, "token_type_ids": types, "attention_mask": mask}
         logits = train.predict(bert, head, {**batch, "labels": labels}, dtype)
         assert logits.dtype == torch.float32 and logits.device.type == device
@@ -319,11 +321,14 @@ def commands():
         result[kind] = ["--stage", "adapter", "--task", "sst2", *options_of(kind)]
     for name in FUSION_KINDS:
         result[f"fusion {name}"] = ["--stage", "fusion", "--task", "sst2", "--fusion", name]
-    of_task = {Classes: "rte", Choices: "pick"}  # `pick` is an own task, without a line in TASKS
+    of_task = {
+        Classification: "rte",
+        MultipleChoice: "pick",
+    }  # `pick` is an own task, without a line in TASKS
     of_task |= {task.kind: name for name, task in TASKS.items() if task.kind not in of_task}
     for kind, name in of_task.items():
         result[f"task {kind.__name__}"] = ["--stage", "head", "--task", name]
-    for score in Classes.scores:
+    for score in Classification.scores:
         result[f"score {score}"] = ["--stage", "head", "--task", "rte", "--score", score]
     return result
 
@@ -402,7 +407,7 @@ def gradients(encoder, configuration):
         ids, types, mask = (tensor[examples] for tensor in inputs())
         batch = {"input_ids": ids, "token_type_ids": types, "attention_mask": mask}
         logits = distributed(0, {**batch, "labels": ids[:, 0]}, torch.float64)
-        loss = Classes.loss(logits, torch.tensor([0, 1, 2])[examples])
+        loss = Classification.loss(logits, torch.tensor([0, 1, 2])[examples])
         run.backward(share * loss, share * fusion_regularization(bert))
     return {name: torch.zeros(()) if p.grad is None else p.grad for name, p in run.trained.items()}
 

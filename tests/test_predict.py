@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from bert import Bert
 from conftest import write_rows
-from data import TASKS, example, get_task
+from data import TASKS, get_task, to_candidates
 from experiments import predict
 from experiments.load_run import load_run
 from formats.tokenizer import load_tokenizer
@@ -95,7 +95,7 @@ def test_probabilities(stage, task, say, runs, launch, encoder, data_dir, tmp_pa
     tokenizer, task = load_tokenizer(encoder, 48), get_task(task, data_dir)
     right = 0
     for i, (row, result) in enumerate(zip(rows, results, strict=True)):
-        candidates, label = example(task, row)
+        candidates, label = to_candidates(task, row)
         assert list(result["probabilities"]) == list(task.labels)
         assert (
             result["probability"]

@@ -102,7 +102,7 @@ def test_publishing_refuses(runs, launch, tmp_path, capsys):
     metrics = (run / "metrics.json").read_text()
     (run / "metrics.json").write_text("{}")
     fails(run, "--out", out, *given, say="metrics.json")
-    nothing = {**json.loads(metrics), "accuracy": 0.5, "most_frequent_class": 0.5}
+    nothing = {**json.loads(metrics), "accuracy": 0.5, "majority_class_accuracy": 0.5}
     (run / "metrics.json").write_text(json.dumps(nothing))
     fails(run, "--out", out, *given[:2], say="learned nothing")
     (run / "metrics.json").write_text(metrics)

@@ -11,7 +11,7 @@ from runtime.results import Results
 
 def test_labels_by_name_and_by_place():
     labels = ("Yes", "no", "NO")
-    places = task_rows.label_places(labels)
+    places = task_rows.make_label_ids(labels)
     assert places == {"Yes": 0, "no": 1, "NO": 2, "yes": 0}  # the first of several alike
 
     def index(value, of_the_hub=False):

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from conftest import VOCABULARY
 from damage import tries
-from data import TASKS, batch_order, batches, collate, get_task, length_groups, load_split
+from data import (
+    TASKS,
+    batches,
+    collate,
+    get_task,
+    length_bucketed_batches,
+    load_split,
+    split_by_length,
+)
 from formats.tokenizer import load_tokenizer
 
 bounded = settings(
@@ -197,7 +205,7 @@ def test_choices_stay_together(directories, tmp_path_factory, rows, name, batch_
     assert split["input_ids"][:] == expected and split["label"][:] == [label for *_, label in rows]
     for batch in batches(split, batch_size, 0, seed=1):
         found = [None] * len(batch["input_ids"])
-        for places, (ids, _, mask) in length_groups(batch):
+        for places, (ids, _, mask) in split_by_length(batch):
             for place, row, real in zip(places.tolist(), ids, mask.bool(), strict=True):
                 assert found[place] is None
                 found[place] = row[real].tolist()
@@ -249,12 +257,12 @@ seeds = (
     window=st.integers(1, 60),
 )
 def test_every_index_once(lengths, batch_size, seed, window):
-    order = batch_order(lengths, batch_size, seed, window)
+    order = length_bucketed_batches(lengths, batch_size, seed, window)
     assert sorted(np.concatenate(order).tolist()) == list(range(len(lengths)))
     assert len(order) == -(-len(lengths) // batch_size) and all(
         1 <= len(batch) <= batch_size for batch in order
     )
-    again = batch_order(lengths, batch_size, seed, window)
+    again = length_bucketed_batches(lengths, batch_size, seed, window)
     assert all(np.array_equal(one, two) for one, two in zip(order, again, strict=True))
     if seed is None:  # the longest batch comes first: what does not fit into memory fails at once
         assert (np.diff(lengths[np.concatenate(order)]) <= 0).all()
@@ -295,7 +303,7 @@ def test_collate_and_groups(examples, pad):
             batch["token_type_ids"][i].tolist() == [k % 2 for k in range(len(ids))] + [0] * padding
         )
     found = {}
-    for places, (ids, types, mask) in length_groups(batch):
+    for places, (ids, types, mask) in split_by_length(batch):
         assert (
             ids.shape == types.shape == mask.shape and mask.any(0).all()
         )  # no column is padding alone

@@ -12,7 +12,7 @@ from fusion import Fusion, bottlenecks, up_projections
 
 
 class FoldedFusion(nn.Module):
-    """Fusion.fast with Uᵀ Kᵀ Q and V U multiplied. It is not for training, and has no file."""
+    """Fusion.low_rank with Uᵀ Kᵀ Q and V U multiplied. It is not for training, and has no file."""
 
     options = None
 
@@ -22,26 +22,26 @@ class FoldedFusion(nn.Module):
         self.masked, self.weights = fusion.masked, None
         # b_K does not change the softmax
         Q, K, V = (fusion.query.weight, fusion.key.weight, fusion.value.weight)
-        U, indicator = up_projections(fusion.unmasked(adapters), Q.dtype)  # [d, R], [R, N]
+        U, membership = up_projections(fusion.unmasked(adapters), Q.dtype)  # [d, R], [R, N]
         self.register_buffer("to_scores", (K @ U).T @ Q)  # [R, d]
         self.register_buffer("to_scores_bias", fusion.query.bias @ K @ U)  # [R]
         self.register_buffer("to_output", V @ U)  # [d, R]
-        self.register_buffer("indicator", indicator)
+        self.register_buffer("membership", membership)
 
     unmasked = Fusion.unmasked
 
     def forward(self, f, x, norm, adapters, layer_input=None):
         """As Fusion.forward."""
         last = adapters[-1]
-        h, residual = last.enter(f, x, norm)
+        h, residual = last.inputs(f, x, norm)
         a = bottlenecks(h, self.unmasked(adapters))  # [B·T, R]
         scores = (
             F.linear(h.flatten(0, 1), self.to_scores, self.to_scores_bias) * a
-        ) @ self.indicator
+        ) @ self.membership
         s = scores.softmax(-1)  # [B·T, N]
         self.weights = s.view(*h.shape[:2], -1)
-        output = F.linear((s @ self.indicator.T) * a, self.to_output).view(h.shape)
-        return last.leave(output + residual, x, norm)
+        output = F.linear((s @ self.membership.T) * a, self.to_output).view(h.shape)
+        return last.add_and_norm(output + residual, x, norm)
 
     def regularization(self):
         raise ValueError("a folded fusion has no regularization: it is not for training")

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from data import batch_order
+from data import length_bucketed_batches
 
 
 def task_probabilities(sizes, sampling, epoch, epochs):
@@ -41,13 +41,15 @@ def multitask_batches(args, lengths, epoch):
     for n in drawn[-1].tolist():
         turn, step = divmod(taken[n], math.ceil(len(lengths[n]) / args.batch_size))
         if (n, turn) not in orders:
-            orders[n, turn] = batch_order(lengths[n], args.batch_size, (args.seed, turn, n))
+            orders[n, turn] = length_bucketed_batches(
+                lengths[n], args.batch_size, (args.seed, turn, n)
+            )
         result.append((n, orders[n, turn][step]))
         taken[n] += 1
     return result
 
 
-def take_turn(bert, args, task):
+def switch_task(bert, args, task):
     """Multi-task training turns to the adapter of one task, where each task has one. Unlike
     `activate` it freezes nothing."""
     if args.stage == "multitask" and args.adapter != "none":

@@ -95,7 +95,7 @@ class PAL(nn.Module):
                 nn.init.normal_(linear.weight, std=bert_config.initializer_range)
                 nn.init.zeros_(linear.bias)
 
-    def enter(self, f, x, norm):
+    def inputs(self, f, x, norm):
         """What fusion's query reads, and the residual, as in the paper's own adapter."""
         return norm(f + x), f
 
@@ -118,7 +118,7 @@ class PAL(nn.Module):
         z = self.up(y)  # size -> d
         return (F.gelu(z) if self.config.num_heads else z)[:, : h.shape[1]]
 
-    def leave(self, output, x, norm):
+    def add_and_norm(self, output, x, norm):
         return norm(output + x)
 
     def forward(self, f, x, norm, layer_input):
