@@ -210,8 +210,8 @@ class Bert(nn.Module):
 
 
 def activate(bert, name):
-    """Activates an adapter, a fusion (its name is that of its adapters, comma-separated; a fusion of
-    one adapter hides that adapter) or, with None, plain BERT, and freezes all parameters. Raises
+    """Activates an adapter, a fusion (named after its adapters, comma-separated; a fusion of one
+    adapter goes before that adapter) or, with None, plain BERT, and freezes all parameters. Raises
     ValueError if nothing has that name."""
     known = known_adapters(bert) | {slot.fusion.name for _, slot in bert.slots() if slot.fusion}
     if name is not None and name not in known:

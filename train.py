@@ -19,9 +19,18 @@ if __name__ == "__main__":  # the first line comes before torch, which takes sec
 import torch
 from torch import nn
 
-import variants.houlsby  # noqa: F401  (kinds of adapters: --adapter-config layer_norms=true,
-import variants.pal  # noqa: F401      --adapter pal | low_rank)
-from adapter import ADAPTERS, KINDS, Head, add_adapter, load_adapter, save_adapter, save_head
+import variants.pal  # noqa: F401  (registers --adapter pal | low_rank)
+from adapter import (
+    ADAPTERS,
+    Head,
+    add_adapter,
+    copy_adapters,
+    load_adapter,
+    read_config,
+    save_adapter,
+    save_head,
+    trained_adapters,
+)
 from bert import Bert
 from data import batches, collate, get_task, length_bucketed_batches, load_split, split_by_length
 from formats import adapterhub
@@ -91,10 +100,10 @@ def add_adapters(args, bert, tasks):
 
 def fuse_adapters(args, bert):
     """Stage 2: all Φ_n, frozen, and a new Ψ over them. Returns {name: directory}."""
-    fused = options.find_adapters(args, KINDS, bert.config.model_type)
+    fused = options.find_adapters(args, read_config, bert.config.model_type)
     for name, directory in fused.items():
         load_adapter(bert, directory, name)
-    options.check_encoders(args, KINDS, fused, bert.digest)
+    options.check_encoders(args, read_config, fused, bert.digest)
     add_fusion(bert, fused, FUSIONS[args.fusion])
     if args.adapters_per_batch is not None:
         check_subset(bert, args.adapters_per_batch, list(fused))
@@ -243,7 +252,7 @@ def train(args):
         }
         at = run.open(config, trained, optimizer)
         if run.is_new and run.rank == 0:  # their sources may be gone by the end
-            adapterhub.copy_adapters(fused, KINDS, args.out / "adapters", bert.config)
+            copy_adapters(fused, args.out / "adapters", bert.config)
         run.begin(at)
         if args.compile:
             compile_layers(bert)
@@ -282,6 +291,8 @@ def save(args, bert, heads, config):
         save_adapter(bert, args.task, args.out)
     if args.stage == "fusion":
         save_fusion(bert, args.out)
+        for name in trained_adapters(bert):  # a fork may train one together with Ψ
+            save_adapter(bert, name, args.out / "adapters" / name)
     if args.stage != "multitask":
         save_head(heads[0], bert, args.task, args.out)
         return

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from adapter import Adapter
-from fusion import Fusion, bottlenecks, up_projections
+from fusion import Fusion, are_low_rank, bottlenecks, up_projections
 
 
 class FoldedFusion(nn.Module):
@@ -60,6 +59,6 @@ def fold(bert):
     for _, slot in folded.slots():
         if type(slot.fusion) is Fusion and slot.active == slot.fusion.name:
             adapters = [slot.adapters[name] for name in slot.fusion.adapter_names]
-            if all(type(adapter).z is Adapter.z for adapter in adapters):
+            if are_low_rank(adapters):
                 slot.fusion = FoldedFusion(slot.fusion, adapters).to(bert.dtype)
     return folded
