@@ -276,13 +276,16 @@ def new_modules(bert, name, config, dtype):
 
 
 def insert(bert, name, modules):
-    """Puts an adapter's modules into their slots. Raises ValueError for a slot in `more_slots` that
-    is no submodule of the encoder: nothing in it would be trained."""
-    inside = {id(module) for module in bert.modules()}
-    for key, slot, module in modules:
-        if id(slot) not in inside:
-            raise ValueError(f"the slot {key} is no submodule of the encoder")
+    """Puts an adapter's modules into their slots. Raises ValueError if the encoder does not own
+    one of these slots, as nothing there would be trained or saved."""
+    for _, slot, module in modules:
         slot.adapters[name] = module
+    owned = {id(p) for p in bert.parameters()}
+    for key, _, module in modules:
+        if any(id(p) not in owned for p in module.parameters()):
+            for _, slot, _ in modules:
+                del slot.adapters[name]
+            raise ValueError(f"the slot {key} of adapter {name!r} is no submodule of the encoder")
 
 
 def find_adapter(bert, name):
@@ -346,16 +349,15 @@ def layer_norm_slots(bert):
 def tensors_by_file_name(config, modules):
     """{(slot, part): tensor} of an adapter's modules, [((layer, location), slot, module)]. Raises
     ValueError for one that `tensor_names` forgets."""
-    result = {}
+    result, names = {}, {}
     for key, _, module in modules:
         tensors = module.state_dict(keep_vars=True)
+        names |= {id(tensor): name for name, tensor in tensors.items()}
         for theirs, ours in config.tensor_names(module).items():
             result[adapterhub.slot_name(key), theirs] = tensors[ours]
-    saved = {id(tensor) for tensor in result.values()}
-    for _, _, module in modules:
-        for name, tensor in module.state_dict(keep_vars=True).items():
-            if id(tensor) not in saved:
-                raise ValueError(f"tensor_names of {type(config).__name__} forgets {name}")
+    if forgotten := names.keys() - {id(tensor) for tensor in result.values()}:
+        name = names[forgotten.pop()]
+        raise ValueError(f"tensor_names of {type(config).__name__} forgets {name}")
     return result
 
 
@@ -393,10 +395,11 @@ def load_adapter(bert, directory, name=None):
     or a hub id; name: what to call it here, otherwise what its config says. Returns the name.
     Raises FileNotFoundError without an adapter there, ValueError if it does not fit; then the
     encoder is unchanged."""
+    directory = adapterhub.fetch(directory)
+    name, config, _ = read_config(directory, name)
     saved = adapterhub.read_adapter(directory, name)
-    name, config, _ = read_config(saved.directory, name)
-    with error_prefix(saved.directory):
-        saved.check_encoder(bert.config)
+    with error_prefix(directory):
+        saved.check_size(bert.config)
         modules = new_modules(bert, name, config, bert.dtype)
         tensors = tensors_by_file_name(config, modules)
     saved.fill(tensors)
@@ -408,8 +411,8 @@ def copy_adapters(sources, directory, bert_config):
     """Writes saved adapters, {name: directory}, to `directory`/NAME, in today's format, as fp32 and
     under these names. bert_config: their encoder's."""
     for name, source in sources.items():
+        options = options_of(read_config(source, name)[1])
         saved = adapterhub.read_adapter(source, name)
-        options = options_of(read_config(saved.directory, name)[1])
         header = adapterhub.header(name, bert_config, str(saved.values.get("model_name", "")))
         adapterhub.write_adapter(directory / name, options, saved.tensors, header)
 
@@ -465,7 +468,8 @@ class Head(nn.Module):
 def save_head(head, bert, name, directory):
     """Writes head_config.json and model_head.safetensors into `directory`."""
     header = adapterhub.header(name, bert.config, bert.source)
-    adapterhub.write_head(directory, head.config, head.layers.state_dict(), header)
+    tensors = {("heads", part): tensor for part, tensor in head.layers.state_dict().items()}
+    adapterhub.write(directory, adapterhub.HEAD, head.config, tensors, header)
 
 
 def load_head(bert, directory):

@@ -112,10 +112,8 @@ def check_name(name, taken=()):
     name, or of a fusion's, or that another adapter has already."""
     right = isinstance(name, str) and re.fullmatch(r"[\w@+=-][\w@+= -]{0,99}", name)
     if not right or len(name.encode()) > 200 or hasattr(torch.nn.ModuleDict, name):
-        raise ValueError(
-            f"{name!r:.120} cannot be an adapter's name: letters, digits, blanks and _-@+=, at "
-            "most 100, no method of ModuleDict"
-        )
+        rule = "letters, digits, blanks and _-@+=, at most 100, no method of ModuleDict"
+        raise ValueError(f"{name!r:.120} cannot be an adapter's name: {rule}")
     if name in taken:
         raise ValueError(f"there is already an adapter called {name!r}")
 
@@ -146,8 +144,10 @@ def header(name, config, source):
 # What options may be
 
 
-def is_dropout(p):
-    return type(p) in (int, float) and 0 <= p < 1
+def check_dropout(p):
+    """Raises ValueError for a dropout rate that is none; None leaves it to the encoder."""
+    if p is not None and (type(p) not in (int, float) or not 0 <= p < 1):
+        raise ValueError(f"dropout_prob must be a number in [0, 1), not {p!r:.50}")
 
 
 def is_factor(value):  # a file may ask for a bottleneck of any size
@@ -172,13 +172,10 @@ def check_bottleneck(config, non_linearities, init_weights):
         if not right:
             raise ValueError(f"{field} must be {words}, not {getattr(config, field)!r:.50}")
     if not (config.mh_adapter or config.output_adapter):
-        raise ValueError(
-            "an adapter without mh_adapter and output_adapter has no place in the encoder"
-        )
+        raise ValueError("without mh_adapter and output_adapter it has no place in the encoder")
     if config.residual_before_ln == "post_add" and not config.original_ln_before:
-        raise ValueError(
-            "residual_before_ln 'post_add' is the input of original_ln_before, which is off"
-        )
+        off = "residual_before_ln 'post_add' is the input of original_ln_before, which is off"
+        raise ValueError(off)
 
 
 def without_effect(config):
@@ -231,15 +228,12 @@ def head_config(config):
     }
     for field, supported in rules.items():
         if supported and config.get(field) not in supported:
-            raise ValueError(
-                f"a head with {field} = {config.get(field)!r:.50} is not supported, only "
-                f"{' or '.join(map(str, supported))}"
-            )
+            value, only = config.get(field), " or ".join(map(str, supported))
+            raise ValueError(f"a head with {field} = {value!r:.50} is not supported, only {only}")
     outputs = config.get("num_choices" if choices else "num_labels")
     if type(outputs) is not int or not 0 < outputs < 100_000:
         raise ValueError(f"a head needs {'num_choices' if choices else 'num_labels'}")
-    if config["dropout_prob"] is not None and not is_dropout(config["dropout_prob"]):
-        raise ValueError(f"dropout_prob must be in [0, 1), not {config['dropout_prob']!r:.50}")
+    check_dropout(config["dropout_prob"])
     return config
 
 
@@ -256,9 +250,8 @@ def fetch(source, files=ADAPTER):
             stage = read_json(path).get("stage") if path.is_file() else None
             if files is ADAPTER and stage == "multitask":
                 hint = f", but a multi-task run's adapters are in {source}/adapters"
-            elif files is ADAPTER:
-                hint = f", it is a run of --stage {stage}" if stage else ", so it holds no adapter"
-                hint += ": leave it out"
+            elif files is ADAPTER and stage:
+                hint = f", it is a run of --stage {stage}: leave it out"
             raise FileNotFoundError(f"{source} has no {files.config}{hint}")
         return Path(source)
     if files is ADAPTER and is_local(source):
@@ -271,9 +264,8 @@ def fetch(source, files=ADAPTER):
     if config is None:
         raise FileNotFoundError(f"hub repository {source} has no {files.config}")
     if not any(download(source, name, revision=commit_of(config)) for name in files.weights):
-        raise FileNotFoundError(
-            f"hub repository {source} has neither {' nor '.join(files.weights)}"
-        )
+        missing = " nor ".join(files.weights)
+        raise FileNotFoundError(f"hub repository {source} has neither {missing}")
     return config.parent
 
 
@@ -288,14 +280,13 @@ class Saved:
     path: Path  # of its tensors
     tensors: dict  # {(slot, part): tensor}
 
-    def check_encoder(self, config):
-        """Raises ValueError if the file is for another kind of encoder."""
+    def check_size(self, config):
+        """Raises ValueError if the file is for another kind or size of encoder."""
         for field in ("hidden_size", "model_type"):
             ours = getattr(config, field)
             if self.values.get(field, ours) != ours:
-                raise ValueError(
-                    f"an adapter for {field} {self.values[field]!r:.50}, the encoder has {ours!r}"
-                )
+                theirs = f"{field} {self.values[field]!r:.50}"
+                raise ValueError(f"an adapter for {theirs}, the encoder has {ours!r}")
 
     def fill(self, parameters, without=()):
         """
@@ -313,10 +304,10 @@ class Saved:
                         continue
                     raise ValueError(f"{name} is missing")
                 if tensor.shape != parameter.shape or not tensor.is_floating_point():
-                    shape = f"{tensor.dtype} {list(tensor.shape)}"
-                    raise ValueError(
-                        f"{name} is {shape}, here it must be a float {list(parameter.shape)}"
+                    shapes = (
+                        f"{list(tensor.shape)}, here it must be a float {list(parameter.shape)}"
                     )
+                    raise ValueError(f"{name} is {tensor.dtype} {shapes}")
                 tensor = tensor.to(parameter.dtype)  # float8 knows no isfinite
                 if not tensor.isfinite().all():
                     raise ValueError(f"{name} holds values that are not finite")
@@ -357,8 +348,7 @@ def read_fusion(source):
         right = isinstance(names, list) and all(isinstance(name, str) for name in names)
         if not isinstance(options, dict) or not right:
             raise ValueError("not the configuration of a fusion")
-        if options.get("dropout_prob") is not None and not is_dropout(options["dropout_prob"]):
-            raise ValueError(f"dropout_prob must be in [0, 1), not {options['dropout_prob']!r:.50}")
+        check_dropout(options.get("dropout_prob"))
     return Saved(directory, name, options, values, *read(directory, FUSION, name)), names
 
 
@@ -392,11 +382,9 @@ def read_adapter_config(directory, name=None):
 def bottleneck_options(values, options):
     """A file's options with what the reference assumes where it does not say, under today's
     names."""
-    required = ("mh_adapter", "output_adapter", "reduction_factor", "non_linearity")
-    if missing := [field for field in required if field not in options]:
-        raise ValueError(
-            f"only bottleneck adapters are supported, this is one without {listed(missing)}"
-        )
+    for field in ("mh_adapter", "output_adapter", "reduction_factor", "non_linearity"):
+        if field not in options:
+            raise ValueError(f"only bottleneck adapters are supported: this one has no {field}")
     # what changes a saved adapter's output; inv_adapter does only if the file has its weights,
     # which `read` refuses
     for field in ("is_parallel", "phm_layer", "scaling", "use_gating", "cross_adapter"):
@@ -415,19 +403,14 @@ def bottleneck_options(values, options):
 
 
 def read(directory, files, name):
-    """
-    (path, {(slot, part): tensor}) of what is called `name` in the first of files.weights that is in
-    `directory`.
-
-    Alone there, it may be called anything. It need not be alone: the reference writes a head
-    (fusion) "rte2" also into the file of one called "rte". Raises FileNotFoundError without a file,
-    ValueError for a tensor that does not belong.
-    """
+    """(path, {(slot, part): tensor}) of what is called `name` in the first of files.weights that
+    exists. Alone there, it may be called anything; but the reference writes a head (fusion) "rte2"
+    also into the file of one called "rte". Raises FileNotFoundError without a file, ValueError for
+    a tensor that does not belong."""
     paths = [directory / file for file in files.weights if (directory / file).is_file()]
     if not paths:
-        raise FileNotFoundError(
-            f"no weights in {directory}: it has neither {' nor '.join(files.weights)}"
-        )
+        missing = " nor ".join(files.weights)
+        raise FileNotFoundError(f"no weights in {directory}: it has neither {missing}")
     by_name = {}
     with error_prefix(paths[0]):
         for key, tensor in read_tensors(paths[0]).items():
@@ -470,12 +453,11 @@ def run_encoder(directory):
     """The digest of the encoder that a run's adapters belong to, from the directory of the run, or
     of an adapter in it: the one it was trained on, or for multi-task training, which changes the
     encoder, the one it ended with. None where no run says."""
-    directory = Path(directory)
-    runs = (
-        [directory, directory.parent.parent] if directory.parent.name == "adapters" else [directory]
-    )
-    for path in (run / "config.json" for run in runs):
-        config = read_json(path) if path.is_file() else {}
+    runs = [Path(directory)]
+    if runs[0].parent.name == "adapters":
+        runs.append(runs[0].parent.parent)
+    for run in runs:
+        config = read_json(run / "config.json") if (run / "config.json").is_file() else {}
         if config.get("stage") in ("adapter", "fusion"):
             return config.get("encoder_sha256")
         if config.get("stage") == "multitask":
@@ -510,11 +492,6 @@ def write_adapter(directory, options, tensors, values):
         options.pop("layer_norms", None)  # the library has no such field
         options = {**NOT_IN_THE_PAPER, **options}
     write(directory, ADAPTER, dict(sorted(options.items())), tensors, values)
-
-
-def write_head(directory, options, tensors, values):
-    """`write` of a head; tensors: {part: tensor}, all of them in the one slot that heads have."""
-    write(directory, HEAD, options, {("heads", part): t for part, t in tensors.items()}, values)
 
 
 def write_fusion(directory, options, tensors, values):

@@ -12,14 +12,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train
-from adapter import ADAPTERS, add_adapter, save_adapter
+from adapter import ADAPTERS, AdapterConfig, add_adapter, save_adapter
 from bert import Bert, BertConfig
 from conftest import IDS, MASK
 from experiments.load_run import load_run
 from formats.adapterhub import without_effect
 from reference import PEER, needs_peer, spread
 from runtime.options import configure
-from variants.houlsby import RecipeConfig
 
 # --------------------------------------------------------------------------------------------------
 # --adapter-config
@@ -50,7 +49,7 @@ def test_fields_of_the_preset_are_changed(launch, tmp_path):
         *words,
     )
     bert, _, config = load_run(tmp_path / "run")
-    assert bert.layers[0].output_add_norm.adapters["rte"].config == RecipeConfig(
+    assert bert.layers[0].output_add_norm.adapters["rte"].config == AdapterConfig(
         mh_adapter=True,
         ln_before=True,
         original_ln_after=False,
@@ -143,12 +142,12 @@ def test_it_belongs_to_new_bottleneck_adapters(fails, runs):
 
 
 def test_files_may_have_what_changes_nothing():
-    config = RecipeConfig(
+    config = AdapterConfig(
         original_ln_before=False, residual_before_ln=False, adapter_residual_before_ln=True
     )
     assert set(without_effect(config)) == {"residual_before_ln", "adapter_residual_before_ln"}
     assert not without_effect(
-        RecipeConfig(residual_before_ln=False, ln_after=True, adapter_residual_before_ln=True)
+        AdapterConfig(residual_before_ln=False, ln_after=True, adapter_residual_before_ln=True)
     )
 
 
@@ -220,7 +219,7 @@ def test_every_architecture_trains_or_is_refused(encoder):
         if (options["non_linearity"], options["reduction_factor"]) != ("swish", 8):
             continue
         try:
-            add_adapter(bert, "a", RecipeConfig(**options))
+            add_adapter(bert, "a", AdapterConfig(**options))
         except ValueError as e:
             refused += 1
             assert (
@@ -273,7 +272,7 @@ def both(tmp_path_factory):
         spread(made, generator)
         weights |= {f"{layer}.{location}.{part}.{r}": p.data.double() for part, p in made}
     save_file(weights, root / "weights.safetensors")
-    add_adapter(bert, "own", RecipeConfig(layer_norms=True))
+    add_adapter(bert, "own", AdapterConfig(layer_norms=True))
     save_adapter(bert, "own", root / "own")
     plan = {"encoder": str(root / "encoder"), "configs": GRID, "cannot_read": str(root / "own")}
     (root / "plan.json").write_text(json.dumps(plan))
@@ -295,7 +294,7 @@ def both(tmp_path_factory):
     with torch.no_grad():
         for number, options in enumerate(GRID):
             try:
-                add_adapter(bert, "a", RecipeConfig(**options))
+                add_adapter(bert, "a", AdapterConfig(**options))
             except ValueError as e:
                 ours[number] = str(e)
                 continue
@@ -383,7 +382,7 @@ def test_the_grid_tells_architectures_apart(both):
         len(theirs) == 2880
         and len([number for number in refused if number != "own"]) == 3456 - 2880
     )
-    meaningful = [number for number in theirs if not without_effect(RecipeConfig(**GRID[number]))]
+    meaningful = [number for number in theirs if not without_effect(AdapterConfig(**GRID[number]))]
     assert len({theirs[number].numpy().round(6).tobytes() for number in meaningful}) == len(
         meaningful
     )
@@ -394,7 +393,7 @@ def test_bapna_is_bapna_and_firat_s_formula(encoder):
     """h + U·relu(D·LN_new(h) + b_D) + b_U, h the layer's output, and nothing after it."""
     torch.manual_seed(0)
     bert = Bert.from_pretrained(encoder)
-    add_adapter(bert, "a", RecipeConfig.bapna(reduction_factor=4))
+    add_adapter(bert, "a", AdapterConfig.bapna(reduction_factor=4))
     slot = bert.layers[0].output_add_norm
     for p in slot.adapters["a"].parameters():
         torch.nn.init.normal_(p, std=0.5)

@@ -36,7 +36,6 @@ from formats.adapterhub import PAPER_ADAPTERS
 from formats.tokenizer import load_tokenizer
 from fusion import add_fusion, fusion_regularization, fusion_weights, load_fusion, save_fusion
 from reference import PEER, needs_peer, spread
-from variants.houlsby import RecipeConfig
 
 TOLERANCE = 2e-5
 ENCODERS = ("bert", "roberta")
@@ -602,7 +601,7 @@ def test_fields_that_old_configs_lack_are_the_reference_s_defaults(ours, tmp_pat
     values["config"] = {key: values["config"][key] for key in required} | {"leave_out": None}
     (source / "adapter_config.json").write_text(json.dumps(values))
     load_adapter(bert, source)
-    assert next(bert.slots())[1].adapters["bottom"].config == RecipeConfig(
+    assert next(bert.slots())[1].adapters["bottom"].config == AdapterConfig(
         mh_adapter=True,
         output_adapter=False,
         reduction_factor=4,

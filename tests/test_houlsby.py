@@ -10,18 +10,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import train
-from adapter import activate, add_adapter, load_adapter, save_adapter
+from adapter import AdapterConfig, activate, add_adapter, load_adapter, save_adapter
+from adapter import layer_norm_slots as own_layer_norms
 from bert import Bert, BertConfig
 from conftest import IDS, MASK, WORDS, dev_batches
 from experiments import predict
 from experiments.load_run import load_run
 from fusion import add_fusion
-from variants.houlsby import RecipeConfig, own_layer_norms
 
 SHAPES = {
-    "houlsby": RecipeConfig.houlsby(layer_norms=True, reduction_factor=4),
-    "top, not in layer 0": RecipeConfig.pfeiffer(layer_norms=True, leave_out=[0]),
-    "bottom": RecipeConfig(
+    "houlsby": AdapterConfig.houlsby(layer_norms=True, reduction_factor=4),
+    "top, not in layer 0": AdapterConfig.pfeiffer(layer_norms=True, leave_out=[0]),
+    "bottom": AdapterConfig(
         mh_adapter=True, output_adapter=False, ln_before=True, ln_after=True, layer_norms=True
     ),
 }
@@ -52,8 +52,8 @@ def truncated(x):
 def test_initial_weights():
     torch.manual_seed(0)
     bert = Bert(BertConfig(10, 256, 1, 2, 8, max_position_embeddings=4))
-    add_adapter(bert, "bert", RecipeConfig(reduction_factor=2))
-    add_adapter(bert, "houlsby", RecipeConfig(reduction_factor=2, init_weights="houlsby"))
+    add_adapter(bert, "bert", AdapterConfig(reduction_factor=2))
+    add_adapter(bert, "houlsby", AdapterConfig(reduction_factor=2, init_weights="houlsby"))
     laws = {"bert": lambda x: normal(x, 0.02), "houlsby": truncated}
     for name, adapter in bert.layers[0].output_add_norm.adapters.items():
         for linear in (adapter.down, adapter.up):
@@ -110,7 +110,7 @@ def test_own_layer_norms_stand_in_for_bert_s(encoder, shape):
     torch.manual_seed(0)
     bert, other = Bert.from_pretrained(encoder), Bert.from_pretrained(encoder)
     plain = bert(IDS, None, MASK)
-    add_adapter(bert, "alone", RecipeConfig(**{**vars(SHAPES[shape]), "layer_norms": False}))
+    add_adapter(bert, "alone", AdapterConfig(**{**vars(SHAPES[shape]), "layer_norms": False}))
     add_adapter(bert, "a", SHAPES[shape])
     own = norms_of(bert, "a")
     assert len(own) == 2 * 2 + 1 and not norms_of(bert, "alone")
@@ -293,8 +293,8 @@ def test_multitask_with_own_layer_norms(launch, encoder, data_dir, tmp_path):
 
 def test_they_cannot_be_fused(fails, launch, encoder, runs, tmp_path):
     bert = Bert.from_pretrained(encoder)
-    add_adapter(bert, "a", RecipeConfig())
-    add_adapter(bert, "b", RecipeConfig(layer_norms=True))
+    add_adapter(bert, "a", AdapterConfig())
+    add_adapter(bert, "b", AdapterConfig(layer_norms=True))
     for names in (["a", "b"], ["b"]):
         with pytest.raises(
             ValueError, match=r"LayerNorms of their own \(layer_norms\) cannot be fused: b$"
@@ -321,7 +321,7 @@ def test_houlsby_s_recipe_is_their_code_s(encoder):
     trained."""
     torch.manual_seed(0)
     bert = Bert.from_pretrained(encoder)
-    add_adapter(bert, "a", RecipeConfig.houlsby_recipe(reduction_factor=1))
+    add_adapter(bert, "a", AdapterConfig.houlsby_recipe(reduction_factor=1))
     adapters = [slot.adapters["a"] for key, slot in bert.slots() if not key[1].endswith("norm")]
     assert len(adapters) == 4 and len(own_layer_norms(bert)) == 5
     weights = torch.cat(
