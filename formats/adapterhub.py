@@ -4,6 +4,7 @@ A tensor in them is called by its slot and its part: ("encoder.layer.3.output",
 "adapter_up.weight").
 """
 
+import hashlib
 import math
 import os
 import re
@@ -662,6 +663,16 @@ def refuse_or_note(problem, allow):
     if not allow:
         raise ValueError(f"{problem}: --allow-other-encoder takes it all the same")
     print(f"note: {problem}")
+
+
+def digest(directory, kinds):
+    """SHA-256 of a saved adapter: its configuration and tensors, whatever its name and its kind of
+    file."""
+    saved = read_adapter(directory, kinds)
+    result = hashlib.sha256(repr(saved.config).encode())
+    for key, tensor in sorted(saved.tensors.items()):
+        result.update(repr(key).encode() + tensor.float().numpy().tobytes())
+    return result.hexdigest()
 
 
 def run_encoder(directory):
