@@ -76,8 +76,6 @@ from variants.multitask import multitask_batches, switch_task
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage trains, and the defaults of its learning rate and number of epochs."""
-
     help: str
     lr: float
     epochs: int
@@ -96,33 +94,31 @@ STAGES = {
 }
 
 everyday = partial(option, group="everyday options")
-paper = partial(option, group="the paper's variants and hyper-parameters")
-operation = partial(option, group="operation: where, how fast, how often saved")
-of_fusion = partial(paper, stages=("fusion",))
+paper = partial(option, group="hyper-parameters and variants of the paper")
 of_new_adapter = partial(paper, stages=("adapter", "multitask"))
 of_multitask = partial(paper, stages=("multitask",))
+operation = partial(option, group="operation", recorded=False)
 
 
 @dataclass(frozen=True)
 class Settings:
     """
-    Everything that can be chosen about a run; each field is an option of the command line, and most
-    are recorded in config.json. None: `resolved` fills in what the stage, the tasks or the encoder
-    decide. A fork adds options by a subclass (docs/forking.md).
+    Everything that can be chosen about a run: each field is an option of the command line, and its
+    value is recorded in config.json unless it only says how to run. Where the default is None, the
+    stage (`resolved`), or the tasks and the encoder (`of_tasks`) decide. A fork adds options in a
+    subclass (docs/forking.md).
     """
 
     stage: str = everyday(None, "see above", choices=[*STAGES], required=True)
     task: str | None = everyday(None, "one of the paper's 16 tasks, or your own in --data-dir")
     adapters: tuple = everyday(
-        (),
-        "fusion: runs, AdapterHub directories, hub ids; paper: its authors' 16",
-        stages=("fusion",),
+        (), "fusion: runs, AdapterHub directories, hub ids; paper: its authors' 16"
     )
     model: str = everyday("google-bert/bert-base-uncased", "encoder: a directory or a hub id")
     data_dir: str | None = everyday(
         None,
-        "directory with TASK/train.jsonl and TASK/validation.jsonl; without it: the hub",
-        free=True,  # the data themselves are compared
+        "directory with TASK/train.jsonl and TASK/validation.jsonl; default: the hub",
+        free=True,
     )
     column_names: dict = everyday(
         {},
@@ -136,31 +132,22 @@ class Settings:
         "file for it; the same ones for every seed",
         valid=FRACTION,
     )
-    out: Path | None = everyday(
-        None,
-        "run directory; default runs/TASK, runs/fusion-TASK (likewise head, full), runs/multitask",
-        recorded=False,
-    )
-    epochs: int | None = everyday(
-        None, "at most; default adapter 30, fusion 10, head 30, full 10, multitask 25", valid=COUNT
-    )
-    lr: float | None = everyday(
-        None,
-        "then linearly to 0; default adapter 1e-4, fusion 5e-5, head 1e-3, full and multitask 2e-5",
-        valid=POSITIVE,
-    )
-    batch_size: int = everyday(
-        32, "examples per step, over all devices together; the paper does not say", valid=COUNT
-    )
+    epochs: int | None = everyday(None, "at most; default as above", valid=COUNT)
+    lr: float | None = everyday(None, "then linearly to 0; default as above", valid=POSITIVE)
+    batch_size: int = everyday(32, "examples per step, over all devices", valid=COUNT)
     seed: int | None = everyday(None, "default 0", valid=SEED)
+    out: Path | None = everyday(
+        None, "run directory; default runs/TASK, runs/STAGE-TASK, runs/multitask", recorded=False
+    )
     resume: bool = everyday(
         False, "continue an interrupted run: the same command, and this", recorded=False
     )
     overwrite: bool = everyday(False, "replace a run that is already in --out", recorded=False)
 
+    # Section 3.1, appendix A.2: the adapter
     adapter: str | None = of_new_adapter(
         None,
-        "architecture of a new adapter; default pfeiffer (section 3.1), multitask pal",
+        "architecture of a new adapter; default pfeiffer, multitask pal",
         choices=lambda: [*ADAPTERS, "none"],
     )
     reduction_factor: float | None = of_new_adapter(
@@ -172,16 +159,20 @@ class Settings:
         "ln_after=true residual_before_ln=post_add leave_out=[5]",
         metavar="FIELD=VALUE",
     )
-    fusion: str | None = of_fusion(
-        None, "kind of fusion; default attention (section 3.2)", choices=lambda: [*FUSIONS]
+    # Section 3.2: fusion
+    fusion: str | None = paper(
+        None, "kind of fusion; default attention", choices=lambda: [*FUSIONS], stages=("fusion",)
     )
-    adapters_per_batch: int | None = of_fusion(
-        None, "train each step on K of them, drawn anew; evaluate with all", metavar="K"
+    adapters_per_batch: int | None = paper(
+        None,
+        "train each step on K of the adapters, drawn anew; evaluate with all",
+        metavar="K",
+        stages=("fusion",),
     )
+    # Section 4.1: training. The paper does not give the batch size, the patience and the length.
     patience: int | None = paper(
         None,
-        "stop after this many epochs without a better dev score (section 4.1: early stopping); "
-        "default 5, multitask: never",
+        "stop after this many epochs without a better dev score; default 5, multitask: never",
         valid=COUNT,
         free="unfinished",
     )
@@ -192,8 +183,8 @@ class Settings:
     )
     warmup: float | None = paper(
         None,
-        "share of the steps before that, in which the learning rate rises from 0; default "
-        "multitask 0.1, else 0",
+        "share of the steps in which the learning rate first rises from 0; default multitask 0.1, "
+        "else 0",
         valid=SHARE,
     )
     weight_decay: float | None = paper(
@@ -202,7 +193,7 @@ class Settings:
         valid=NOT_NEGATIVE,
     )
     max_length: int | None = paper(
-        None, "tokens per candidate; default 128, for texts of paragraphs 256 or 384", valid=COUNT
+        None, "tokens per candidate; default 128, for texts of paragraphs 200 to 384", valid=COUNT
     )
     limit_train: int | None = paper(
         None, "train on this many examples, drawn with the seed; default: all", valid=COUNT
@@ -210,54 +201,42 @@ class Settings:
     limit_dev: int | None = paper(
         None, "evaluate on this many development examples, the same for every seed", valid=COUNT
     )
+    # Section 2.2.2: multi-task training as in Stickland and Murray (2019)
     tasks: tuple = paper((), "multitask: all of them", recorded=False)
     sampling: str | None = of_multitask(
         None,
-        "how the next task is drawn (Stickland and Murray, section 3.3); default annealed",
-        choices=["annealed", "proportional", "sqrt", "round_robin"],
+        "how the next task is drawn (their section 3.3); default annealed",
+        choices="annealed proportional sqrt round_robin".split(),
     )
-    steps_per_epoch: int | None = of_multitask(
-        None, "multitask; default 300 for each task", valid=COUNT
-    )
+    steps_per_epoch: int | None = of_multitask(None, "default 300 for each task", valid=COUNT)
 
     seeds: tuple[int, ...] = operation(
-        (),
-        "a run for each of them, in OUT/seed-N; at the end their mean and sample deviation",
-        valid=SEED,
-        recorded=False,
+        (), "a run for each, in OUT/seed-N; at the end mean and sample deviation", valid=SEED
     )
     grad_accumulation: int = operation(
-        1, "run a batch in this many parts: less memory, the same gradients", valid=COUNT, free=True
+        1,
+        "run a batch in this many parts: less memory, the same gradients",
+        valid=COUNT,
+        free=True,
+        recorded=True,
     )
-    device: str = operation(
-        "auto", "auto: the best", choices=["auto", "cpu", "cuda", "mps"], recorded=False
-    )
+    device: str = operation("auto", "auto: the best", choices="auto cpu cuda mps".split())
     dtype: str = operation(
         "auto",
-        "of frozen weights and products; auto: bf16 on a GPU that has it",
-        choices=["auto", "float32", "bfloat16"],
-        recorded=False,  # as given: what was found is
+        "of products and frozen weights; auto: bf16 on a GPU that has it",
+        choices="auto float32 bfloat16".split(),
     )
     compile: bool = operation(
-        False,
-        "torch.compile each layer; on a CPU slower than without, and it needs a C++ compiler",
-        recorded=False,
+        False, "torch.compile each layer; slower on a CPU, and it needs a C++ compiler"
     )
     save_minutes: float = operation(
-        5.0,
-        "how much work an interrupted run may have to repeat; 0: none",
-        valid=NOT_NEGATIVE,
-        recorded=False,
+        5.0, "how much work an interrupted run may have to repeat; 0: none", valid=NOT_NEGATIVE
     )
     allow_other_encoder: bool = operation(
-        False,
-        "fusion: take adapters that were trained on another encoder of the same shape",
-        recorded=False,
+        False, "fusion: take adapters that were trained on another encoder of the same shape"
     )
-    strict_data: bool = operation(
-        False, "refuse data with other row counts than the paper's", recorded=False
-    )
-    command: str | None = option(None, flag=None, recorded=False)  # the words that became this
+    strict_data: bool = operation(False, "refuse data with other row counts than the paper's")
+    command: str | None = option(None, flag=None, recorded=False)  # the command line itself
 
     def resolved(self):
         """The same with the stage's defaults. Raises ValueError for options that make no sense
@@ -355,75 +334,44 @@ def check_length(max_length, longest):
 # The model: what a stage trains, and what it computes
 
 
-def new_adapter_config(settings, hidden_size, layers):
+def new_adapter_config(settings, bert):
     """The configuration of a new adapter. Raises ValueError for a field that is wrong, that the
     architecture lacks, or that would change nothing."""
-    name, preset = settings.adapter, ADAPTERS[settings.adapter]
-    factor, changes = settings.reduction_factor, settings.adapter_config
-    known = {one.name for one in fields(preset())}
-    if "reduction_factor" in changes:
-        raise ValueError("--adapter-config: reduction_factor is set by --reduction-factor")
-    if unknown := [change for change in changes if change not in known]:
-        choices = ", ".join(sorted(known - {"reduction_factor"}))
+    preset, changes = ADAPTERS[settings.adapter], dict(settings.adapter_config)
+    if (factor := settings.reduction_factor) is not None:
+        changes["reduction_factor"] = int(factor) if factor.is_integer() else factor
+    known = [one.name for one in fields(preset())]
+    if unknown := [name for name in changes if name not in known]:
         raise ValueError(
-            f"--adapter-config: {unknown[0]!r:.50} is no field of --adapter {name}, which has "
-            f"{choices}"
+            f"--adapter {settings.adapter} has no {unknown[0]!r:.50}, its fields are "
+            f"{', '.join(known)}"
         )
-    if "reduction_factor" in known:
-        factor = 16 if factor is None else factor  # section 4.1
-        if not 0 < factor <= hidden_size:
-            raise ValueError(
-                f"--reduction-factor {factor:g} leaves no bottleneck in hidden size {hidden_size}"
-            )
-        changes = {"reduction_factor": int(factor) if factor == int(factor) else factor, **changes}
-    elif factor is not None:
-        raise ValueError(f"--reduction-factor: --adapter {name} has none")
-    try:
-        config = preset(**changes)
-    except ValueError as e:
-        raise ValueError(f"--adapter-config: {e}") from e
-    for name, reason in adapterhub.without_effect(config).items():
-        if name in changes:
-            raise ValueError(f"--adapter-config: {reason}")
-    left_out = getattr(config, "leave_out", ())
-    if not {*left_out} <= {*range(layers)}:
-        raise ValueError(
-            f"--adapter-config: leave_out {[*left_out]!r:.50} has others than the layers 0 .. "
-            f"{layers - 1}"
-        )
+    config = preset(**changes)
+    if reasons := [
+        why for name, why in adapterhub.without_effect(config).items() if name in changes
+    ]:
+        raise ValueError(reasons[0])
+    layers, d = len(bert.layers), bert.config.hidden_size
+    if not {*getattr(config, "leave_out", ())} <= {*range(layers)}:
+        raise ValueError(f"leave_out has others than the layers 0 .. {layers - 1}")
+    if factor is not None and factor > d:
+        raise ValueError(f"--reduction-factor {factor:g} leaves no bottleneck in hidden size {d}")
     return config
 
 
 def find_adapters(settings, bert):
-    """{name: directory} of --adapters. Raises ValueError if two have the same name, or if one was
-    trained on another encoder; FileNotFoundError for one that is not there."""
-    sources = []
-    for source in settings.adapters:
-        paper = source == "paper"
-        sources += adapterhub.paper_adapters(bert.config.model_type) if paper else [(None, source)]
-    if settings.resume and (settings.out / "config.json").exists():
-        # the run's own copies: a source may be gone, or newer; a finished run is compared with
-        # those that are there
-        names = read_json(settings.out / "config.json")["adapters"]
-        copies = [(name, settings.out / "adapters" / name) for name in names]
-        if resumes(settings) or len(copies) != len(sources):
+    """{name: directory} of --adapters. Under --resume the run's own copies stand in for sources
+    that are gone, and an unfinished run keeps to them. Raises ValueError and FileNotFoundError."""
+    sources, out = [*settings.adapters], settings.out
+    if settings.resume and (out / "config.json").exists():
+        names = read_json(out / "config.json")["adapters"]
+        copies = [(name, out / "adapters" / name) for name in names]
+        there = len(copies) == len(sources) and all(Path(source).is_dir() for source in sources)
+        if resumes(settings) or not there:
             sources = copies
-        else:
-            both = zip(sources, copies, strict=True)
-            sources = [own if Path(own[1]).is_dir() else copy for own, copy in both]
-    found = {}
-    for name, source in sources:
-        directory = adapterhub.fetch(source)
-        name, _, values = adapterhub.read_adapter_config(directory, KINDS, name)
-        for other in found:  # rte and RTE are one name to some file systems
-            if other.lower() == name.lower():
-                both = f"{found[other]} and {directory}"
-                raise ValueError(f"two adapters are called {name!r}: {both}")
-        adapterhub.check_encoder(
-            source, directory, values, settings.model, bert.digest, settings.allow_other_encoder
-        )
-        found[name] = directory
-    return found
+    return adapterhub.find_adapters(
+        sources, KINDS, bert.config, settings.model, bert.digest, settings.allow_other_encoder
+    )
 
 
 def build(settings, tasks, device, dtype):
@@ -435,7 +383,7 @@ def build(settings, tasks, device, dtype):
     torch.manual_seed(settings.seed)
     adapter_dirs = {}
     if settings.stage in ("adapter", "multitask") and settings.adapter != "none":
-        config = new_adapter_config(settings, bert.config.hidden_size, len(bert.layers))
+        config = new_adapter_config(settings, bert)
         for task in tasks:
             add_adapter(bert, task.name, config)  # stage 1: a new Φ_n
     if trains_encoder:
@@ -800,7 +748,8 @@ def train_or_report(settings):
 
 
 DESCRIPTION = "Trains one stage of AdapterFusion on one task.\n\n" + "\n".join(
-    f"  {name:10} {stage.help}" for name, stage in STAGES.items()
+    f"  {name:10} {stage.help}\n{'':13}(--lr {stage.lr:g}, at most {stage.epochs} --epochs)"
+    for name, stage in STAGES.items()
 )
 EXAMPLES = """examples:
   python train.py --stage adapter --task rte --data-dir data
