@@ -489,11 +489,11 @@ def encoder_of(sources):
     return next(iter(models), None)
 
 
-def digest(directory, config):
-    """SHA-256 of a saved adapter: its configuration and tensors, whatever its name and its kind of
-    file."""
+def digest(directory, name, config):
+    """SHA-256 of a saved adapter: its configuration and tensors, whatever its own name and its kind
+    of file."""
     result = hashlib.sha256(repr(config).encode())
-    for key, tensor in sorted(read_adapter(directory).tensors.items()):
+    for key, tensor in sorted(read_adapter(directory, name).tensors.items()):
         result.update(repr(key).encode() + tensor.float().numpy().tobytes())
     return result.hexdigest()
 
