@@ -242,7 +242,7 @@ def content(run):
     files = {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file()}
     config = json.loads(files.pop("config.json").read_text())
     metrics = json.loads(files.pop("metrics.json").read_text())
-    del files["log.jsonl"], config["command"], metrics["seconds"], metrics["out"]
+    del files["log.jsonl"], config["command"], config["commit"], metrics["seconds"], metrics["out"]
     texts = {name: path.read_bytes().replace(bytes(run), b"--out") for name, path in files.items()}
     return log, config, metrics, texts
 
