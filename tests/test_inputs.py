@@ -459,8 +459,9 @@ def text(name, segment=0):
     return {"Sequence": {"id": name, "type_id": segment}}
 
 
-def template(pair, single=(text("A"),), frame=FRAME, ids=(0,)):
+def template(pair, single=None, frame=FRAME, ids=(0,)):
     """tokenizer.json with templates of its own."""
+    single = [text("A")] if single is None else single
     special = {"a": {"id": "a", "ids": list(ids), "tokens": ["a"]}}
     templates = {"single": [*frame, *single], "pair": [*frame, *pair], "special_tokens": special}
     return {**TOKENIZER, "post_processor": {"type": "TemplateProcessing", **templates}}
