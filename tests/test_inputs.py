@@ -248,7 +248,7 @@ for line in f"""
 --out runs/rte --task rtx --overwrite | unknown task
 --out runs/rte --seeds 0 1 --overwrite | is itself a run
 {FUSE} runs/none | runs/none
-{FUSE} runs/rte/adapter_config.json | is no directory, as an adapter is
+{FUSE} runs/rte/adapter_config.json | there is no directory
 {FUSE} runs/rte | two adapters are called 'rte'
 {FUSE} runs/mnli | --stage adapter --task mnli
 {FUSE} runs/fusion-rte | it is a run of --stage fusion
