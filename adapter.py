@@ -298,15 +298,6 @@ def find_adapter(bert, name):
     return modules[0][2].config, modules
 
 
-def trained_adapters(bert):
-    """The names of the adapters that are being trained, whole or in part."""
-    return [
-        name
-        for name in sorted(known_adapters(bert))
-        if any(p.requires_grad for _, _, m in find_adapter(bert, name)[1] for p in m.parameters())
-    ]
-
-
 # --------------------------------------------------------------------------------------------------
 # Task-dependent copies of BERT's LayerNorms (appendix A.2), `layer_norms` of a configuration
 
