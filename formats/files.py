@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-MAX_HEADER = 10**6  # bytes of a safetensors file's header; BERT-large's has 40,000
+MAX_HEADER = 10**6  # bytes of a safetensors file's header; BERT-large's has 47,000
 
 
 def listed(names, most=4):
