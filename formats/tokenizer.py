@@ -108,7 +108,7 @@ def wordpiece(directory):
         strip_accents=options.get("strip_accents"),  # None: if lowercase
         handle_chinese_chars=bool(options.get("tokenize_chinese_chars", True)),
     )
-    return wrapped._tokenizer
+    return wrapped._tokenizer  # like the others a plain Tokenizer
 
 
 def byte_level_bpe(directory):
