@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 from formats.adapterhub import ADAPTER
 from formats.files import fsync, write_json
+from formats.rows import origin
 from formats.tokenizer import read_tokenizer, tokenizer_digest
 from runtime.directory import (
     REPLACED,
@@ -529,7 +530,7 @@ def describe_data(args, tasks, fused, train_splits, dev_splits):
                     digest.update(values.value_lengths().to_numpy().tobytes())
                     values = values.flatten()
                 digest.update(values.to_numpy().tobytes())
-    revisions = ",".join(split.info.description for split in train_splits).strip(",")
+    revisions = ",".join(origin(split)["revision"] or "" for split in train_splits).strip(",")
     labels = {task.name: list(task.labels) for task in tasks}
     result = {
         "data_sha256": digest.hexdigest(),
