@@ -285,7 +285,9 @@ def load_split(
                 yield to_candidates(task, values)
 
     def tokenize():
-        chosen = iter(tqdm(examples(wanted), f"tokenizing {task.name} {split}", disable=None))
+        chosen = iter(
+            tqdm(examples(wanted), f"tokenizing {task.name} {split}", leave=False, disable=None)
+        )
         while chunk := list(itertools.islice(chosen, 1000)):
             yield task_rows.encode(tokenizer, chunk)
 

@@ -41,14 +41,14 @@ def in_one_line(error):
 
 
 def reason_of(error):
-    """Why a hub's library gave up, in one line: the whole of its message, and what the hub answered
-    where the message does not say so."""
-    reason = re.sub(r" ?\(Request ID: [^)]*\)", "", in_one_line(error)).rstrip(". ")
+    """Why a hub's library gave up, in one line: what the hub answered, if that is what is behind
+    the error, or else the whole of its message."""
     cause = error
     while cause is not None and getattr(cause, "response", None) is None:
         cause = cause.__cause__ or cause.__context__
-    status = f"{cause.response.status_code}" if cause is not None else ""
-    return f"{status * (status not in reason)} {reason:.600}".strip()
+    reason = in_one_line(error if cause is None else cause)
+    reason = re.sub(r"\(Request ID: [^)]*\)|For more information check: \S+", "", reason)
+    return in_one_line(reason)[:600]
 
 
 @functools.cache
@@ -91,7 +91,9 @@ def download(repo_id, filename, revision=None):
     repo_id = str(repo_id)
     if is_local(repo_id):
         raise FileNotFoundError(f"there is no directory {repo_id!r}")
-    errors, constants = library().errors, library().constants
+    constants = library().constants
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
     try:
         cached = library().try_to_load_from_cache(repo_id, filename, revision=revision)
         reached = hub_answers()
@@ -102,7 +104,7 @@ def download(repo_id, filename, revision=None):
         if cached is None and reached:
             print(f"downloading {filename} of {repo_id}", flush=True)
         return Path(library().hf_hub_download(repo_id, filename, revision=revision))
-    except errors.LocalEntryNotFoundError as e:  # an EntryNotFoundError, so it must come first
+    except LocalEntryNotFoundError as e:  # an EntryNotFoundError, so it must come first
         reason = f"{constants.ENDPOINT} does not give it: {reason_of(e.__cause__ or e)}"
         if not reached:
             reason = f"the Hugging Face hub cannot be reached ({constants.ENDPOINT})"
@@ -110,7 +112,7 @@ def download(repo_id, filename, revision=None):
             f"{repo_id!r} is no local directory, not in the cache {constants.HF_HUB_CACHE}, and "
             f"{reason}"
         ) from e
-    except errors.EntryNotFoundError:
+    except EntryNotFoundError:
         return None
     except Exception as e:  # not found, no access, no id, a full disk: of many kinds
         raise FileNotFoundError(

@@ -67,7 +67,8 @@ def read_jsonl(lines):
 
 def read_json(lines):
     """A list of objects, or else objects in lines, as in .jsonl"""
-    is_list = next(iter(lines)).lstrip().startswith("[")
+    first = next((line for line in lines if line.strip()), "")
+    is_list = first.lstrip().startswith("[")
     lines.number = 0
     if not is_list:
         return read_jsonl(lines)
@@ -223,7 +224,7 @@ def of_argument(directory, split):
 def load_from_hub(source, config, revision):
     """{split: rows} of a data set, all of which `datasets` downloads at once."""
     cache = Path(library().config.HF_DATASETS_CACHE)
-    if not any(cache.glob(f"{source.replace('/', '___')}/{config or '*'}")):
+    if hub.hub_answers() and not any(cache.glob(f"{source.replace('/', '___')}/{config or '*'}")):
         print(f"downloading the data set {source} {config or ''}".rstrip(), flush=True)
     return library().load_dataset(source, config, revision=revision)
 
