@@ -52,7 +52,7 @@ pfeiffer | non_linearity=["relu"] | not ['relu']
 pfeiffer | init_weights=mam_adapter | init_weights must be one of bert, houlsby, houlsby_code
 pfeiffer | layer_norms=all | layer_norms must be true or false
 pfeiffer | leave_out=5 | leave_out must be a list
-pfeiffer | leave_out=[2] | leave_out has others than the layers 0 .. 1
+pfeiffer | leave_out=[2] | leave_out [2] has others than the layers 0 .. 1
 pfeiffer | leave_out=[0,1] | leaves no layer
 pfeiffer | mh_adapter=false output_adapter=false | no place in the encoder
 pfeiffer | residual_before_ln=post_add original_ln_before=false | 'post_add' is the input
