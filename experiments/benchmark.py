@@ -18,6 +18,7 @@ if __name__ == "__main__":
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -218,7 +219,8 @@ def measure(specs, repeats, options):
     finally:
         for process in processes.values():
             process.kill()
-            process.communicate()
+            process.wait()
+            process.stdin.close(), process.stdout.close()
     return results
 
 
@@ -282,35 +284,28 @@ on a GPU, what is allocated there. *floor*: the time of the row's multiply-adds 
 of a feed-forward layer's matrix product measured in the same turns."""
 
 
-def processor():
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
 def describe(results, config, options):
-    """Lines: what the figures depend on."""
+    """What the figures depend on."""
+    cpu, cpuinfo = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
+    if cpuinfo.exists() and (names := re.findall(r"model name\s*: (.*)", cpuinfo.read_text())):
+        cpu = names[0]
     gpu = f", {torch.cuda.get_device_name()}" if options.device == "cuda" else ""
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    for (_, column), result in results.items():
-        if column == "reference":
-            versions |= result["versions"]
-    layers, d = config.num_hidden_layers, config.hidden_size
+    for result in results.values():
+        versions |= result["versions"]
     weights = Path(options.model).name if options.model else "random weights"
-    return [
-        f"{date.today()}. {processor()}, {os.cpu_count()} cores, {options.threads} threads{gpu}; "
-        + ", ".join(f"{name} {version}" for name, version in versions.items())
-        + f". Encoder: {layers} layers, hidden size {d}, {weights}. {options.dtype}, "
-        f"{options.batch} × {options.length} tokens unless said; {options.repeats} repeats, "
-        "median (fastest–slowest).",
-        EXPLANATION,
-    ]
+    return (
+        f"{date.today()}. {cpu}, {os.cpu_count()} cores, {options.threads} threads{gpu}; "
+        f"{', '.join(f'{name} {version}' for name, version in versions.items())}. Encoder: "
+        f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}, {weights}; "
+        f"{options.dtype}, {options.batch} × {options.length} tokens unless said. "
+        f"{options.repeats} repeats, median (fastest–slowest).\n{EXPLANATION}"
+    )
 
 
 def main(argv=None):
     options = parse(Options, argv, "python -m experiments.benchmark", __doc__)
-    command = shlex.join(["python -m experiments.benchmark", *(argv or sys.argv[1:])])
+    command = "python -m experiments.benchmark " + shlex.join(argv or sys.argv[1:])
     choose_device(options.device, options.dtype)
     groups = row_groups(options)
     if options.out and (options.out.suffix != ".md" or not options.out.parent.is_dir()):
@@ -330,12 +325,12 @@ def main(argv=None):
         for group in groups:
             results |= measure_group(group, config, options, root)
     about = describe(results, config, options)
-    text = "\n".join([markdown("Benchmark", COLUMNS, table(results)), f"`{command}`\n", *about])
+    text = "\n".join([markdown(table(results), COLUMNS), f"`{command}`\n", about])
     print(text)
     if options.out:
         write_text(options.out, text + "\n")
         measured = [{"row": row, "column": column, **r} for (row, column), r in results.items()]
-        values = {"command": command, "about": about[0], "options": asdict(options)}
+        values = {"command": command, "about": about, "options": asdict(options)}
         text = json.dumps({**values, "results": measured}, indent=1, default=str)
         write_text(options.out.with_suffix(".json"), text + "\n")
 

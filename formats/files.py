@@ -61,9 +61,11 @@ def atomic_write(path):
         fsync(temporary)
         temporary.replace(path)
         fsync(temporary.parent)
-    except BaseException:
+    except BaseException as e:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if isinstance(e, OSError) and e.errno and not e.filename:  # a full disk, for instance
+            e.filename = str(path)
         raise
 
 
