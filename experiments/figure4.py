@@ -23,6 +23,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 from typing import NamedTuple
 
 import torch
@@ -132,14 +133,14 @@ def is_even(target):
 # Single adapters to compare with
 
 
-def differs(run, baseline):
+def difference(run, baseline):
     """What a baseline has otherwise than a fusion, in words, or None. data_sha256 covers the
     training examples that --limit-train draws with the seed, so it is compared within a seed."""
     ours, theirs = read_json(run / "config.json"), read_json(baseline / "config.json")
-    drawn = ours.get("seed") != theirs.get("seed") and ours.get("limit_train")
     for name, what in (("model", "encoder"), ("dev_examples", "number of development examples")):
         if ours.get(name) != theirs.get(name):
             return f"another {what} than {run}: {theirs.get(name)}, not {ours.get(name)}"
+    drawn = ours.get("seed") != theirs.get("seed") and ours.get("limit_train")
     if not drawn and ours.get("data_sha256") != theirs.get("data_sha256"):
         return f"other data, or other tokens of them, than {run}"
     return None
@@ -149,21 +150,21 @@ def find_baselines(runs, given):
     """{task: mean development accuracy of its single adapters}. A given run must be comparable with
     the fusions of its task; one that only lies beside a fusion is passed over if it is not."""
     tasks, found = {run: read_json(run / "metrics.json").get("task") for run in runs}, {}
-    for directory in given:
+    beside = [run.resolve().parent / task for run, task in tasks.items()]
+    beside = [path for path in beside if (path / "metrics.json").is_file()]
+    for i, directory in enumerate([*given, *beside]):
         metrics = read_json(directory / "metrics.json")
-        if metrics.get("stage") != "adapter" or "accuracy" not in metrics:
-            raise ValueError(f"--baseline {directory}: not the run of a single adapter, or a score")
-        for run, task in tasks.items():
-            if task == metrics["task"] and (why := differs(run, directory)) is not None:
-                raise ValueError(f"--baseline {directory} has {why}: they cannot be compared")
-        found.setdefault(metrics["task"], []).append(metrics["accuracy"])
-    for run, task in tasks.items():
-        beside = run.resolve().parent / task
-        if task not in found and (beside / "metrics.json").is_file():
-            metrics = read_json(beside / "metrics.json")
-            if metrics.get("stage") == "adapter" and "accuracy" in metrics:
-                found |= {} if differs(run, beside) else {task: [metrics["accuracy"]]}
-    return {task: sum(accuracies) / len(accuracies) for task, accuracies in found.items()}
+        task, problem = metrics.get("task"), "is not the run of a single adapter with an accuracy"
+        if metrics.get("stage") == "adapter" and "accuracy" in metrics:
+            different = (difference(run, directory) for run in runs if tasks[run] == task)
+            problem = next((f"has {what}: not comparable" for what in different if what), None)
+        if problem and i < len(given):
+            raise ValueError(f"--baseline {directory} {problem}")
+        if i < len(given):
+            found.setdefault(task, []).append(metrics["accuracy"])
+        elif not problem:
+            found.setdefault(task, [metrics["accuracy"]])
+    return {task: mean(accuracies) for task, accuracies in found.items()}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -213,39 +214,39 @@ def figure_4_layers(count):
 
 def heat_maps(values, titles, rows, columns, path):
     """values: a [targets, adapters] table for every title, all on one scale."""
-    rows, columns = (
-        [name if len(name) <= 32 else f"{name[:31]}…" for name in names]
-        for names in (rows, columns)
-    )
     panels, top = len(titles), math.ceil(10 * values.nan_to_num().max().item()) / 10
+    rows, columns = ([shorten(name) for name in names] for names in (rows, columns))
     width, height = len(columns) * 0.34 + 0.3, len(rows) * 0.34 + 0.4  # of a panel, in inches
     left, below = (0.085 * max(map(len, names)) + 0.7 for names in (rows, columns))
-    sizes = [  # (width, height) of the figure by the number of panels side by side
-        (max(4.5, left + n * width + 1.2), max(3, below + math.ceil(panels / n) * height + 0.3))
-        for n in range(1, panels + 1)
-    ]
-    # near to landscape, with few empty places
-    across = 1 + min(
-        range(panels),
-        key=lambda i: (
-            abs(math.log(sizes[i][0] / sizes[i][1] / 1.4)) + 2 * (-panels % (i + 1)) / panels
-        ),
-    )
-    grid = math.ceil(panels / across), across
-    figure, axes = subplots(*grid, figsize=sizes[across - 1], squeeze=False)
-    for panel in axes.flat[panels:]:
-        panel.set_visible(False)
-    for i, panel in enumerate(axes.flat[:panels]):
-        y = rows if i % across == 0 else [""] * len(rows)
-        x = columns if i + across >= panels else [""] * len(columns)
-        image = heat_map(panel, values[i], y, x, top)
-        panel.set_title(titles[i], fontsize=9)
+
+    def size(across):
+        down = math.ceil(panels / across)
+        return max(4.5, left + across * width + 1.2), max(3, below + down * height + 0.3)
+
+    def ugliness(across):  # near to landscape, with few empty places
+        ratio = size(across)[0] / size(across)[1]
+        return abs(math.log(ratio / 1.4)) + 2 * (-panels % across) / panels
+
+    across = min(range(1, panels + 1), key=ugliness)
+    down = math.ceil(panels / across)
+    figure, axes = subplots(down, across, size(across), squeeze=False)
+    for i, panel in enumerate(axes.flat):
+        panel.set_visible(i < panels)
+        if i < panels:
+            y = rows if i % across == 0 else [""] * len(rows)
+            x = columns if i + across >= panels else [""] * len(columns)
+            image = heat_map(panel, values[i], y, x, top)
+            panel.set_title(titles[i], fontsize=9)
     figure.suptitle("What each target task takes from each adapter", fontsize=10)
     figure.supylabel("target task", fontsize=9)
     hatched = " (hatched: not in this layer of this target)" if values.isnan().any() else ""
     figure.supxlabel(f"adapter{hatched}", fontsize=9)
     figure.colorbar(image, ax=axes, label="mean fusion weight", fraction=0.05, shrink=0.9)
     save_figure(figure, path)
+
+
+def shorten(name):
+    return name if len(name) <= 32 else f"{name[:31]}…"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -263,15 +264,16 @@ def strengths(target):
 def describe(target):
     """Lines about one target."""
     names, (weights, even) = target.names, strengths(target)
-    mean, titles = weights.mean(0), slot_names(list(target.weights))
-    strongest = ", ".join(f"{names[n]} {mean[n]:.3f}" for n in mean.argsort(descending=True)[:3])
+    means, titles = weights.mean(0), slot_names(list(target.weights))
+    order = means.argsort(descending=True)[:3]
+    strongest = ", ".join(f"{names[n]} {means[n]:.3f}" for n in order)
     lines = [f"{target.label}: {len(names)} adapters", f"  largest mean weights: {strongest}"]
     if target.task in names:
         own = names.index(target.task)
         where = [title for title, s in zip(titles, weights, strict=True) if s.argmax() == own]
         lines.append(
             f"  its own ({target.task}) is the strongest in: {', '.join(where) or 'no layer'}; "
-            f"mean weight {mean[own]:.3f}, {mean[own] / even:.2f} of an even one ({even:.3f})"
+            f"mean weight {means[own]:.3f}, {means[own] / even:.2f} of an even one ({even:.3f})"
         )
     else:
         lines.append(f"  no adapter of its own task ({target.task}) is among them")
@@ -298,13 +300,11 @@ def last_layer(targets):
         yes += max(spreads, key=spreads.get)[0] == top
         last += [value for (layer, _), value in spreads.items() if layer == top]
         before += [value for (layer, _), value in spreads.items() if layer < top]
-    start = "The last layer is the most spread: "
-    if not targets:
-        return start + "cannot be told, no fusion prefers an adapter in any layer."
-    return (
-        f"{start}so in {yes} of {len(targets)} targets; mean entropy {mean_of(last)} there, "
-        f"{mean_of(before)} in the layers before."
-    )
+    answer = "cannot be told, no fusion prefers an adapter in any layer."
+    if last and before:
+        answer = f"so in {yes} of {len(targets)} targets; mean entropy {mean(last):.3f} there, "
+        answer += f"{mean(before):.3f} in the layers before."
+    return f"The last layer is the most spread: {answer}"
 
 
 def own_adapters(targets):
@@ -321,27 +321,21 @@ def own_adapters(targets):
             share = (weights.argmax(1) == own).double().mean().item()
             gains = target.metrics["accuracy"] > target.baseline
             found[gains].append((share, weights[:, own].mean().item() / even))
-    if not found[True] and not found[False]:
-        return start + (
-            "cannot be told, which needs weights that are not even, the accuracy of the single "
-            "adapter (--baseline), and that adapter in the fusion."
-        )
     sentences, weight = [], {}
     for gains, pairs in found.items():
         if pairs:
-            shares, owns = zip(*pairs, strict=True)
-            weight[gains] = sum(owns) / len(owns)
+            share, weight[gains] = (mean(values) for values in zip(*pairs, strict=True))
             sentences.append(
                 f"{len(pairs)} with{'' if gains else 'out'} a gain: own adapter the strongest in "
-                f"{mean_of(shares)} of the layers, its mean weight {mean_of(owns)} of an even one"
+                f"{share:.3f} of the layers, its mean weight {weight[gains]:.3f} of an even one"
             )
-    if len(weight) == 1:
-        return start + f"there is nothing to compare with; {sentences[0]}."
-    return start + f"{'yes' if weight[False] > weight[True] else 'no'}; {'; '.join(sentences)}."
-
-
-def mean_of(values):
-    return f"{sum(values) / len(values):.3f}" if values else "-"
+    answer = "there is nothing to compare with"
+    if len(weight) == 2:
+        answer = "yes" if weight[False] > weight[True] else "no"
+    elif not weight:
+        answer = "cannot be told, which needs weights that are not even, the accuracy of the "
+        answer += "single adapter (--baseline), and that adapter in the fusion"
+    return f"{start}{'; '.join([answer, *sentences])}."
 
 
 # --------------------------------------------------------------------------------------------------
