@@ -208,7 +208,7 @@ def measure(specs, repeats, options):
                 loss = result["loss"]
                 raise ValueError(f"{name}: the loss is {expected}, but {loss} here: {column}")
         for repeat in range(repeats + 1):
-            print(f"  repeat {repeat} of {repeats}", file=sys.stderr, flush=True)
+            print(f"  repeat {repeat} of {repeats}", flush=True)
             for key, process in processes.items():
                 answer = ask(process, key, "go" if repeat else "warm")
                 if repeat:
@@ -236,7 +236,7 @@ def measure_group(group, config, options, root):
     same = {"device": options.device, "threads": options.threads}
     for dtype in {spec["dtype"] for spec in specs.values()}:
         specs["matrix product", dtype] = {**product, **same, "dtype": dtype}
-    print(f"{', '.join(group)}: {len(specs)} processes", file=sys.stderr, flush=True)
+    print(f"{', '.join(group)}: {len(specs)} processes", flush=True)
     results = measure(specs, options.repeats, options)
     for (name, column), spec in specs.items():
         if name in group and spec["side"] == "ours":

@@ -18,7 +18,6 @@ if __name__ == "__main__":
     announce("prune.py")
 
 import contextlib
-import hashlib
 import io
 import os
 import shlex
@@ -27,7 +26,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from adapter import save_adapter
+from adapter import KINDS, save_adapter
 from experiments.figure4 import average, inputs_of
 from experiments.load_run import (
     cast,
@@ -38,6 +37,7 @@ from experiments.load_run import (
     unknown_kind,
 )
 from experiments.report import write_csv
+from formats.adapterhub import digest, run_encoder
 from formats.files import read_json, write_json
 from fusion import fusions, save_fusion
 from runtime.command import run_command
@@ -125,19 +125,21 @@ def write_run(options, kept, changes, out):
             "files, but runs no such fusion"
         )
     remove_others(bert, names, kept)
-    sums = {}
     for name in names:
         directory, file = out / "adapters" / name, "adapter_config.json"
         save_adapter(bert, name, directory)
         saved = read_json(options.run / "adapters" / name / file)  # what else it says stays
         write_json(directory / file, {**saved, "config": read_json(directory / file)["config"]})
-        sums[name] = hashlib.sha256((directory / "adapter.safetensors").read_bytes()).hexdigest()
     save_fusion(bert, out)
     for name in ("head_config.json", "model_head.safetensors", "log.jsonl"):
         if (options.run / name).is_file():
             shutil.copyfile(options.run / name, out / name)
-    config = {**read_json(options.run / "config.json"), **changes}
-    write_json(out / "config.json", {**config, "adapters": names, "adapter_sha256": sums})
+    config = {**read_json(options.run / "config.json"), **changes, "adapters": names}
+    config["adapter_digests"] = {name: digest(out / "adapters" / name, KINDS) for name in names}
+    config["adapter_encoders"] = {  # those of their training, also after --allow-other-encoder
+        name: run_encoder(options.run / "adapters" / name) for name in names
+    }
+    write_json(out / "config.json", config)
 
 
 def remove_others(bert, names, kept):
@@ -187,11 +189,42 @@ def check_run(options, bert, config):
         )
 
 
+def accuracies(options, bert, head, config, mean, task, split, dtype):
+    """[k, layers left out, accuracy] of the whole run and then for all K down to one, printed as
+    they are found."""
+    modules, N = dict(fusions(bert)), len(config["adapters"])
+    present = {layer: fusion.adapter_names for (layer, _), fusion in modules.items()}
+    print(f"accuracy on {len(split)} development examples, by adapters in a layer", flush=True)
+    sizes, rows = [(N, ()), *((k, options.leave_out) for k in range(N, 0, -1))], []
+    for k, left_out in dict.fromkeys(sizes):
+        activate_only(bert, modules, strongest(mean, present, k, left_out))
+        accuracy = scores_of(bert, head, config, task, split, dtype)["accuracy"]
+        without = " ".join(map(str, left_out))
+        print(f"{k:>4}  {accuracy:.4f}{'  without layers ' * bool(without)}{without}", flush=True)
+        rows.append([k, without, accuracy])
+    return rows, strongest(mean, present, options.keep or N, options.leave_out)
+
+
+@contextlib.contextmanager
+def complete(out):
+    """A directory to write to, which takes the place of `out` at the end, or is removed."""
+    out.parent.mkdir(parents=True, exist_ok=True)  # before the long work: it may be impossible
+    temporary = out.with_name(f".{out.name}.{os.getpid()}")
+    temporary.mkdir()
+    try:
+        yield temporary
+        temporary.rename(out)
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+
+
 def main(argv=None):
     options = parse(Options, argv, "python -m experiments.prune", __doc__)
+    options = replace(options, leave_out=tuple(sorted(set(options.leave_out))))
     command = shlex.join(["experiments.prune", *(sys.argv[1:] if argv is None else argv)])
-    run, out, left_out = options.run, options.out, sorted(set(options.leave_out))
-    if options.keep is None and not left_out:
+    run, out = options.run, options.out
+    if options.keep is None and not options.leave_out:
         raise ValueError(
             "give --keep, --leave-out, or both: how many adapters stay in a layer, which layers "
             "stay without"
@@ -199,65 +232,40 @@ def main(argv=None):
     if out.is_symlink() or out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out {out} is already there: choose an empty or a new directory")
     check_stage(run, read_run_config(run), ["fusion"], "can be pruned")
-    bert, head, config = load_run(
-        run, model=options.model, allow_other_encoder=options.allow_other_encoder
-    )
+    given = {"model": options.model, "allow_other_encoder": options.allow_other_encoder}
+    bert, head, config = load_run(run, **given)
     check_run(options, bert, config)
-    names, N = config["adapters"], len(config["adapters"])
     task, split = load_run_split(run, bert, config, "validation", options.data_dir)
     _, seen = load_run_split(run, bert, config, "train", options.data_dir, limit=options.limit)
     device, _ = choose_device(options.device, "float32")
-    out.parent.mkdir(parents=True, exist_ok=True)  # before the long work: it may be impossible
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    temporary.mkdir()
-    try:
+    with complete(out) as temporary:
         print(f"{run}: mean fusion weights on {len(seen)} training examples", flush=True)
-        mean = mean_by_layer(bert.to(device), names, seen)
+        mean = mean_by_layer(bert.to(device), config["adapters"], seen)
         _, dtype = cast(bert, head, config, options.device)
-        modules = dict(fusions(bert))
-        present = {layer: fusion.adapter_names for (layer, _), fusion in modules.items()}
-        print(f"accuracy on {len(split)} development examples, by adapters in a layer", flush=True)
-        rows, keep = [], options.keep or N
-        for k, without in [(N, []), *((k, left_out) for k in range(N, 0, -1) if k < N or left_out)]:
-            activate_only(bert, modules, strongest(mean, present, k, without))
-            accuracy = scores_of(bert, head, config, task, split, dtype)["accuracy"]
-            rows.append([k, " ".join(map(str, without)), accuracy])
-            note = f"  without layer {', '.join(map(str, without))}" if without else ""
-            print(f"{k:>4}  {accuracy:.4f}{note}", flush=True)
+        rows, kept = accuracies(options, bert, head, config, mean, task, split, dtype)
         write_csv(temporary / "prune.csv", ["k", "left_out", "accuracy"], rows)
+        pruned = {"from": str(run.resolve()), "keep": options.keep, "limit": options.limit}
+        pruned |= {"leave_out": options.leave_out, "command": command}
+        pruned["kept"] = {layer + 1: names for layer, names in kept.items()}
+        moved = {name: getattr(options, name) for name in ("model", "data_dir")}
+        moved = {name: resolved(place) for name, place in moved.items() if place is not None}
+        write_run(options, kept, {**moved, "pruned": pruned}, temporary)
 
-        kept = strongest(mean, present, keep, left_out)
-        changes = {
-            "pruned": {
-                "from": str(run.resolve()),
-                "keep": options.keep,
-                "leave_out": left_out,
-                "limit": options.limit,
-                "kept": {layer + 1: names for layer, names in kept.items()},
-                "command": command,
-            }
-        }
-        for name in ("model", "data_dir"):
-            if getattr(options, name) is not None:
-                changes[name] = resolved(getattr(options, name))
-        write_run(options, kept, changes, temporary)
         metrics = read_json(run / "metrics.json")
         write_json(temporary / "metrics.json", metrics)
-        print("the smaller run, read from its own files", flush=True)
+        print("accuracy of the smaller run, read from its own files", flush=True)
         with contextlib.redirect_stdout(io.StringIO()):
             bert, head, config = load_run(temporary, allow_other_encoder=True)
         _, dtype = cast(bert, head, config, options.device)
         scores = scores_of(bert, head, config, task, split, dtype)
         said = {"model": config["model"], "dev_examples": len(split), "out": str(out)}
         write_json(temporary / "metrics.json", {**metrics, **said, **scores})
-        temporary.rename(out)  # OUT is there once it is complete
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-    left, accuracy = config["adapters"], scores["accuracy"]
+    left, N, accuracy = config["adapters"], rows[0][0], scores["accuracy"]
+    keep = options.keep or N
     print(f"{out}: {len(left)} of {N} adapters, at most {keep} a layer, accuracy {accuracy:.4f}")
-    result = {"run": str(run), "out": str(out), "keep": options.keep, "left_out": left_out}
-    return {**result, "adapters": left, "accuracy": accuracy, "accuracy_of_all": rows[0][2]}
+    result = {"run": str(run), "out": str(out), "keep": options.keep}
+    result |= {"left_out": options.leave_out, "adapters": left}
+    return {**result, "accuracy": accuracy, "accuracy_of_all": rows[0][2]}
 
 
 if __name__ == "__main__":

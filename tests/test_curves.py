@@ -6,7 +6,6 @@ import pytest
 
 from conftest import cli
 from experiments import curves
-from runtime.command import run_command
 
 
 @pytest.fixture
@@ -61,10 +60,8 @@ def test_table_and_picture(run, runs, tmp_path, capsys, monkeypatch):
         ("config.json", "{", "config.json, line 1: not JSON"),
     ],
 )
-def test_a_directory_that_is_no_run(run, tmp_path, capsys, file, content, message):
+def test_a_directory_that_is_no_run(run, tmp_path, refused, file, content, message):
     (run / file).write_text(content)
-    with pytest.raises(SystemExit) as exit:
-        run_command("curves.py", curves.main, cli(str(run), out=tmp_path / "curves.png"))
-    err = capsys.readouterr().err
-    assert exit.value.code == 2 and message in err and err.count("\n") == 1
+    words = cli(str(run), out=tmp_path / "curves.png")
+    refused(words, message, name="curves.py", main=curves.main)
     assert not (tmp_path / "curves.png").exists()

@@ -19,7 +19,6 @@ from experiments.report import subplots
 from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights
 from reference import FUSIONS, GOLDEN, TOLERANCE, with_fusion
-from runtime.command import run_command
 
 INPUTS = ("input_ids", "token_type_ids", "attention_mask")
 
@@ -29,15 +28,15 @@ def fused(runs, launch, tmp_path_factory):
     """Three fusion runs: rte over three adapters; sst2 over two, of which one is not in layer 2;
     rte over one at both locations of a layer."""
     out = tmp_path_factory.mktemp("figure4")
-    launch(*cli("--stage adapter --task rte --adapter houlsby --epochs 1", out=out / "houlsby"))
+    launch("--stage adapter --task rte --adapter houlsby --epochs 1", out=out / "houlsby")
     words = "--stage adapter --task rte --epochs 1 --adapter-config leave_out=[1]"
-    launch(*cli(words, out=out / "low" / "rte"))
+    launch(words, out=out / "low" / "rte")
     for task, name, adapters in (
         ("sst2", "sst2", [out / "low" / "rte", runs / "sst2"]),
         ("rte", "both", [out / "houlsby"]),
     ):
         words = f"--stage fusion --task {task} --epochs 1 --lr 5e-3"
-        launch(*cli(words, adapters=adapters, out=out / name))
+        launch(words, adapters=adapters, out=out / name)
     return [runs / "fusion-rte", out / "sst2", out / "both"]
 
 
@@ -101,7 +100,7 @@ def test_files(fused, encoder, data_dir, tmp_path, capsys):
     assert f"single adapter {single:.1f} %" in printed
 
 
-def test_a_full_disk_leaves_the_earlier_figures(fused, tmp_path, capsys, monkeypatch):
+def test_a_full_disk_leaves_the_earlier_figures(fused, tmp_path, refused, monkeypatch):
     arguments = cli(f"{fused[0]} --device cpu --overwrite", out=tmp_path / "out")
     figure4.main(arguments)
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
@@ -110,18 +109,15 @@ def test_a_full_disk_leaves_the_earlier_figures(fused, tmp_path, capsys, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("formats.files.fsync", full)
-    capsys.readouterr()
-    with pytest.raises(SystemExit):
-        run_command("figure4.py", figure4.main, arguments)
-    error = capsys.readouterr().err
-    assert "No space left" in error and str(tmp_path / "out" / "figure4.png") in error
+    place = str(tmp_path / "out" / "figure4.png")
+    refused(arguments, "No space left", place, name="figure4.py", main=figure4.main)
     assert before == {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
 
 
 def test_multiple_choice_counts_every_candidate(runs, launch, encoder, data_dir, tmp_path):
     adapters = [runs / "rte", runs / "pick"]
     words = "--stage fusion --task pick --epochs 1"
-    launch(*cli(words, adapters=adapters, out=tmp_path / "run"))
+    launch(words, adapters=adapters, out=tmp_path / "run")
     _, weights, _ = figure4.mean_weights(tmp_path / "run")
     (bert, _, _), task = load_run(tmp_path / "run"), get_task("pick", data_dir)
     seen = []
@@ -267,10 +263,8 @@ def test_baselines_are_averaged_and_must_be_comparable(runs, tmp_path):
         ("FUSION --out RUNS/rte/metrics.json", "is a file"),
     ],
 )
-def test_errors(words, message, runs, tmp_path, capsys):
+def test_errors(words, message, runs, tmp_path, refused):
     words = words.replace("FUSION", f"{runs}/fusion-rte").replace("RUNS", str(runs))
-    with pytest.raises(SystemExit) as exit:
-        run_command("figure4.py", figure4.main, [*cli(out=tmp_path / "out"), *words.split()])
-    error = capsys.readouterr().err
-    assert exit.value.code == 2 and error.startswith("figure4.py: ") and error.count("\n") == 1
-    assert message in error and not list(tmp_path.iterdir())
+    words = [*cli(out=tmp_path / "out"), *words.split()]
+    refused(words, message, name="figure4.py", main=figure4.main)
+    assert not list(tmp_path.iterdir())
