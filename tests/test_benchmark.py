@@ -17,26 +17,25 @@ from experiments import benchmark
 PEER = os.environ.get("PEER_PYTHON")
 
 
-@pytest.mark.parametrize("kind", ["inference", "step"])
 @pytest.mark.parametrize("adapters, fused", [(0, False), (1, False), (4, True)])
-def test_the_floor_counts_the_products(kind, adapters, fused):
-    """By the formulas of DESIGN's count: per token and layer 4·d² + 2·m·d for BERT, 2·d·T for its
-    attention; an adapter 2·d·r; a fusion Q, K, V and one product each for all D_n and U_n."""
-    if kind == "step" and not adapters:
-        pytest.skip("nothing to train")
-    B, T, d, m, L = 5, 12, 64, 128, 3
-    r, N = d // 16, adapters
-    row = {"kind": kind, "adapters": N, "fused": fused, "batch": B}
-    count = benchmark.multiply_adds(BertConfig(100, d, L, 4, m), row, T)
-    encoder = B * T * L * (4 * d * d + 2 * d * m + 2 * T * d)
-    if kind == "inference" and not fused:
-        assert count == encoder + B * T * L * N * 2 * d * r
-    if kind == "inference" and fused:
-        R = N * (r + 1)
-        least = encoder + B * T * L * (N * r * d + 2 * R * d)  # folded: D_n, scores, mixture
-        assert least < count < encoder + B * T * L * 2 * N * d * d  # the textbook's K and V
-    if kind == "step":
-        assert encoder < count < 3 * encoder
+def test_the_floor_counts_the_products(adapters, fused):
+    """Per token and layer, BERT takes 4·d² + 2·m·d, its attention 2·T·d, and an adapter 2·r·d; a
+    fusion takes less than the textbook form's 2·N·d², and folded only D_n, scores and mixture."""
+    B, T, d, m, L, N = 5, 12, 64, 128, 3, adapters
+    row = {"kind": "inference", "adapters": N, "fused": fused, "batch": B}
+    config, r = BertConfig(100, d, L, 4, m), d // 16
+    encoder, tokens = B * T * L * (4 * d * d + 2 * d * m + 2 * T * d), B * T * L
+    count = benchmark.multiply_adds(config, row, T)
+    if fused:
+        R = N * (r + 1)  # columns of all U_n and b_n
+        folded = encoder + tokens * (N * r * d + 2 * R * d + 2 * R * N)
+        assert benchmark.multiply_adds(config, row, T, folded=True) == folded
+        assert folded < count < encoder + tokens * 2 * N * d * d
+    else:
+        assert count == encoder + tokens * N * 2 * r * d
+    if N:
+        step = benchmark.multiply_adds(config, {**row, "kind": "step"}, T)
+        assert encoder < step < 3 * encoder
 
 
 def run(encoder, out, capsys, **options):
