@@ -17,7 +17,6 @@ if __name__ == "__main__":
 
     announce("data.py")
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,6 +29,7 @@ import torch.nn.functional as F
 from formats import task_rows
 from formats.hub_data import HUB
 from formats.rows import check_row, check_size, map_cached, naming_line, read_file, read_split
+from runtime.command import run_command
 from runtime.scores import CLASS_SCORES, accuracy
 
 
@@ -299,11 +299,11 @@ def batches(split, batch_size, pad_token_id=0, seed=None, rank=0, world=1):
             yield collate(split[mine.tolist()], pad_token_id)
 
 
-def main():
-    from runtime.inspect import inspect_task
+def main(argv=None):
+    from experiments.inspect import inspect_task
 
-    inspect_task(sys.modules[__name__])
+    return inspect_task(argv)
 
 
 if __name__ == "__main__":
-    main()
+    run_command("data.py", main)

@@ -61,9 +61,11 @@ def atomic_write(path):
         fsync(temporary)
         temporary.replace(path)
         fsync(temporary.parent)
-    except BaseException:
+    except BaseException as e:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if isinstance(e, OSError) and e.filename is None:  # a full disk's error names no file
+            e.filename = str(path)
         raise
 
 

@@ -518,10 +518,10 @@ def describe_encoder(bert):
     return {"encoder_sha256": bert.digest, "tokenizer_sha256": tokenizer_digest(tokenizer)}
 
 
-def describe_data(args, tasks, fused, train_splits, dev_splits):
-    """What config.json says of the data and the fused adapters."""
-    digest = hashlib.sha256()  # of all tokens and labels
-    for split in (*train_splits, *dev_splits):
+def data_digest(splits):
+    """SHA-256 of all tokens and labels."""
+    digest = hashlib.sha256()
+    for split in splits:
         for rows in split.with_format("arrow").iter(10_000):
             for name in ("input_ids", "token_type_ids", "label"):
                 values = rows[name].combine_chunks()
@@ -529,10 +529,15 @@ def describe_data(args, tasks, fused, train_splits, dev_splits):
                     digest.update(values.value_lengths().to_numpy().tobytes())
                     values = values.flatten()
                 digest.update(values.to_numpy().tobytes())
+    return digest.hexdigest()
+
+
+def describe_data(args, tasks, fused, train_splits, dev_splits):
+    """What config.json says of the data and the fused adapters."""
     revisions = ",".join(split.info.description for split in train_splits).strip(",")
     labels = {task.name: list(task.labels) for task in tasks}
     result = {
-        "data_sha256": digest.hexdigest(),
+        "data_sha256": data_digest([*train_splits, *dev_splits]),
         "data_revision": revisions or None,
         "train_examples": sum(map(len, train_splits)),
         "dev_examples": sum(map(len, dev_splits)),

@@ -95,7 +95,7 @@ def parse(options, argv, prog, description, epilog=""):
             headings[heading] = parser.add_argument_group(heading)
         group = headings.get(heading, parser)
         add_option(group, field, hints[field.name])
-    values = vars(parser.parse_args(argv))
+    values = vars(parser.parse_intermixed_args(argv))
     for field in dataclasses.fields(options):
         if isinstance(default_of(field), dict):
             values[field.name] = pairs(f"--{dashed(field.name)}", values[field.name])
