@@ -376,6 +376,8 @@ def load_run_split(
     longest = bert.config.max_length
     if not 8 <= max_length <= longest:
         raise ValueError(f"--max-length must be in 8 .. {longest} for this encoder")
+    if data_dir is not None and not Path(data_dir).is_dir():
+        raise FileNotFoundError(f"{data_dir} is not a directory: --data-dir names that of the data")
     with naming_program(config):
         task = task_of(config)
     sizes = bert.config.vocab_size, bert.config.type_vocab_size
