@@ -14,7 +14,6 @@ import contextlib
 import importlib
 import sys
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -31,17 +30,17 @@ from data import (
     collate,
     length_bucketed_batches,
     load_split,
-    own_choices,
+    own_task,
     to_candidates,
 )
 from formats.adapterhub import check_name, refuse_or_note
 from formats.files import read_json
-from formats.rows import find_file
+from formats.task_rows import apply_column_names
 from formats.tokenizer import load_tokenizer, silence
 from fusion import fusion_weights, fusions, load_fusion
 from runtime.directory import MOVING, REPLACED
 from runtime.processes import choose_device
-from runtime.run import data_digest, describe_encoder, program_of, progress_bar
+from runtime.run import describe_encoder, program_of, progress_bar
 from runtime.settings import argument, option
 
 BATCH_SIZE = 64  # of predictions
@@ -101,9 +100,13 @@ class LoadedRun:
         order of the task's columns, the choices of multiple choice behind them as one list; or a
         row of a file, {column: value}. Raises ValueError for an input that does not fit.
         """
-        row = given if isinstance(given, dict) else self.as_row(given)
-        task = self.task if isinstance(given, dict) else replace(self.task, column_names={})
-        candidates = row_candidates(task, row)
+        if isinstance(given, dict):
+            row = apply_column_names(given, self.task.column_names)
+        else:
+            row = self.as_row(given)
+        # a label is asked for, and not looked at
+        task = replace(self.task, kind=MultipleChoice if self.task.choices else Classification)
+        candidates, _ = to_candidates(task, {**row, task.label: task.labels[0]})
         for text in (text for pair in candidates for text in pair if text is not None):
             text.encode()  # raises ValueError for half a character
         return candidates
@@ -201,22 +204,6 @@ class LoadedRun:
         return result
 
 
-def row_candidates(task, row):
-    """A row -> candidates, by the mapping of columns that training uses."""
-    names = task.column_names
-    renamed = {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
-    row = {column: row[column] for column in row if column not in names.values()} | renamed
-    for other, column in task.aliases.items():
-        if other in row and column not in row:
-            row[column] = row[other]
-    unused = {"text_a", "text_b"} - {*task.columns}
-    if task.source is None and (more := [c for c in unused if row.get(c) is not None]):
-        raise ValueError(f"column {more[0]!r} is one that {task.name} did not have in training")
-    kind = MultipleChoice if task.choices else Classification  # a label is asked for
-    task = replace(task, kind=kind)
-    return to_candidates(task, {**row, task.label: task.labels[0]})[0]
-
-
 # --------------------------------------------------------------------------------------------------
 # config.json
 
@@ -233,7 +220,8 @@ def read_run_config(directory):
     config = with_names_of_today(read_json(directory / "config.json"))
     if "stage" not in config:
         raise ValueError(f"{directory / 'config.json'}: not the configuration of a run, no stage")
-    return {"adapters": [], **config}  # full and multitask runs have no such entry
+    # full and multitask runs have no "adapters", runs from before it was recorded no "held_out"
+    return {"adapters": [], "held_out": [None] * len(config["labels"]), **config}
 
 
 def with_names_of_today(config):
@@ -293,11 +281,8 @@ def task_of(config):
     if kind is None:
         unknown = config["kinds"][name]
         raise ValueError(f"{name!r:.50} is a task of an unknown kind, {unknown!r:.50}")
-    changes = {"name": name, "labels": labels, "column_names": config["column_names"]}
-    if name in TASKS:
-        return replace(TASKS[name], **changes)
-    task = Task(None, None, tuple(config["columns"][name]), kind=kind, sizes=(), **changes)
-    return replace(task, candidates=own_choices) if task.choices else task
+    task = TASKS[name] if name in TASKS else own_task(config["columns"][name], labels)
+    return replace(task, name=name, labels=labels, kind=kind, column_names=config["column_names"])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -329,8 +314,9 @@ def load_run(
             raise ValueError(
                 f"{directory} holds several tasks, {which}: {', '.join(config['labels'])}"
             )
+        n = list(config["labels"]).index(task)
         of_task = {name: config[name][task] for name in ("labels", "max_length")}
-        config = {**config, **of_task, "task": task}
+        config = {**config, **of_task, "task": task, "held_out": [config["held_out"][n]]}
         check_name(task)  # it is a directory's
         part = directory / ("heads" if adapter == "none" else "adapters") / task
     elif task not in (None, config["task"]):
@@ -381,25 +367,10 @@ def load_run_split(
     with naming_program(config):
         task = task_of(config)
     sizes = bert.config.vocab_size, bert.config.type_vocab_size
-    load = partial(load_split, task, data_dir=data_dir)
-    fraction = config["dev_fraction"] if split in ("train", "validation") else None
-    if fraction is not None and data_dir is not None:
-        other = Path(data_dir).resolve() != Path(config["data_dir"]).resolve()
-        if other and find_file(Path(data_dir) / task.name, "validation", task.dev):
-            fraction = None  # other data, with a development set of their own
-    if fraction is not None and config["stage"] != "multitask":
-        tokenizer = load_tokenizer(bert.directory, config["max_length"], *sizes)
-        limits = {"train": config["limit_train"], "validation": config["limit_dev"]}
-        known = {"tokenizer": tokenizer, "seed": config["seed"], "dev_fraction": fraction}
-        parts = [load(name, limit=limit, **known) for name, limit in limits.items()]
-        if data_digest(parts) != config["data_sha256"]:
-            raise ValueError(
-                f"{data_dir} has other rows for {task.name} than {run} had in training, so it is "
-                "not known which of them were held out: --data-dir names the directory that has "
-                "them, or --split a file of its own"
-            )
     tokenizer = load_tokenizer(bert.directory, max_length, *sizes)
-    return task, load(split, tokenizer=tokenizer, limit=limit, strict=strict, dev_fraction=fraction)
+    given = {"limit": limit, "strict": strict, "dev_fraction": config["dev_fraction"]}
+    held_out = config["held_out"][0]
+    return task, load_split(task, split, tokenizer, data_dir, held_out=held_out, **given)
 
 
 def unknown_kind(bert):

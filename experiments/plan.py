@@ -20,7 +20,7 @@ from adapter import ADAPTERS, Head, add_adapter
 from bert import Bert, BertConfig
 from experiments import grid
 from formats.encoder import fetch_encoder, find_config
-from formats.rows import read_split
+from formats.rows import find_split
 from formats.tokenizer import load_tokenizer
 from fusion import add_fusion
 from runtime.options import configure
@@ -50,11 +50,19 @@ def find_encoder(model, whole=False):
     return find_config(directory), directory
 
 
+def read_split(task, split, data_dir):
+    """The rows of a split; where training examples are held out, as many as there will be."""
+    source = find_split(task, split, data_dir)
+    rows = [row for _, row in source.read()]
+    held = min(source.part or 0, len(rows) // 2)
+    return rows[:held] if held and split == "validation" else rows[held:]
+
+
 def sizes(tasks, data_dir):
     """{task: (training examples, development examples)}"""
     return {
         task: tuple(
-            len(read_split(data.get_task(task, data_dir), split, data_dir)[1])
+            len(read_split(data.get_task(task, data_dir), split, data_dir))
             for split in ("train", "validation")
         )
         for task in tasks
@@ -81,7 +89,7 @@ def tokens(task, data_dir, words, config, directory):
         counts = [len(ids) for candidates in sample["input_ids"] for ids in candidates]
         return sum(counts) / len(sample)
     print(f"note: without the encoder's tokenizer, tokens of {task.name} are an estimate")
-    _, rows, _, _ = read_split(task, "train", data_dir)
+    rows = read_split(task, "train", data_dir)
     counts = []
     for i in range(0, len(rows), max(1, len(rows) // 500)):
         candidates, _ = data.to_candidates(task, rows[i])

@@ -39,7 +39,7 @@ import torch
 
 from experiments.load_run import Reading, load_run
 from formats.files import atomic_write, error_prefix
-from formats.rows import READERS, line_of, read_rows
+from formats.rows import READERS, read_rows
 from runtime.command import run_command
 from runtime.processes import choose_device
 from runtime.settings import argument, like, option, parse
@@ -108,14 +108,6 @@ def read_stdin(model):
             yield i, [*fields[:-K], fields[-K:]] if model.task.choices else fields
 
 
-def read_file(path):
-    """(line, row) of a file that training can read."""
-    if path.suffix not in READERS:
-        raise ValueError(f"--file {path}: only {', '.join(READERS)} are read, and - for stdin")
-    for i, row in enumerate(read_rows([path])):
-        yield line_of(path, i), row
-
-
 def read_inputs(options, model):
     """[(line, input)], all of which fit the task. Raises ValueError that names file and line."""
     if options.file is None:
@@ -124,9 +116,11 @@ def read_inputs(options, model):
         return [(1, given)]
     stdin = options.file == "-"
     where = "stdin" if stdin else options.file
-    inputs = list(read_stdin(model) if stdin else read_file(Path(options.file)))
+    if not stdin and Path(where).suffix not in READERS:
+        raise ValueError(f"--file {where}: only {', '.join(READERS)} are read, and - for stdin")
+    inputs = list(read_stdin(model) if stdin else read_rows(where))
     if not inputs:
-        raise ValueError(f"{where} is empty")
+        raise ValueError("stdin is empty")
     for line, given in inputs:
         with error_prefix(f"{where}, line {line}"):
             model.candidates(given)

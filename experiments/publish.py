@@ -24,10 +24,10 @@ from pathlib import Path
 from string import Template
 
 from adapter import save_adapter, save_head
+from data import TASKS
 from experiments.load_run import Reading, check_stage, load_run, read_run_config, unknown_kind
 from formats.adapterhub import check_name
 from formats.files import read_json
-from formats.hub_data import HUB
 from fusion import fusions, save_fusion
 from runtime.command import run_command
 from runtime.settings import argument, like, option, parse
@@ -76,9 +76,9 @@ def card(config, metrics, bert, head, encoder, repo, options):
     choices = head.config["head_type"] == "multiple_choice"
     scores = {name: SCORES[name] for name in SCORES if metrics.get(name) is not None}
     share = metrics.get("majority_class_accuracy")
-    source = HUB[task]["source"] if task in HUB else None
+    source = TASKS[task].source if task in TASKS else None
     front = {
-        "language": options.language or ("en" if task in HUB else None),
+        "language": options.language or ("en" if task in TASKS else None),
         "datasets": [source] if source else None,
         "base_model": encoder if encoder.count("/") == 1 else None,
     }

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from formats.files import atomic_write, fsync, read_json, write_json
+from formats.rows import origin
 from formats.tokenizer import read_tokenizer, tokenizer_digest
 from runtime.directory import (
     RUN_FILES,
@@ -440,8 +441,9 @@ def describe_data(tasks, train_sets, dev_sets):
                     digest.update(values.value_lengths().to_numpy().tobytes())
                     values = values.flatten()
                 digest.update(values.to_numpy().tobytes())
-    revisions = ",".join(split.info.description for split in train_sets).strip(",")
+    revisions = ",".join(origin(split)["revision"] or "" for split in train_sets).strip(",")
     return {
+        "held_out": [origin(split)["held_out"] for split in dev_sets],
         "data_sha256": digest.hexdigest(),
         "data_revision": revisions or None,
         "train_examples": sum(map(len, train_sets)),
