@@ -103,7 +103,9 @@ def read_stdin(model):
         fields = line.split("\t")
         if lines[0][1].lstrip().startswith("{"):
             with error_prefix(f"stdin, line {i}"):
-                yield i, dict(json.loads(line))
+                if not isinstance(row := json.loads(line), dict):
+                    raise ValueError("not a JSON object")
+            yield i, row
         else:
             yield i, [*fields[:-K], fields[-K:]] if model.task.choices else fields
 

@@ -175,8 +175,7 @@ def launch(encoder, data_dir):
         given = [
             text for option, value in pairs if option not in options for text in (option, value)
         ]
-        args = train.arguments([*given, *options])
-        return train.train(args)
+        return train.main([*given, *options])
 
     return launch
 

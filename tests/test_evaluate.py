@@ -262,7 +262,7 @@ def test_held_out_rows(launch, evaluate, refused, data_dir, tmp_path, monkeypatc
     assert evaluate("run", "--data-dir", "gone", "--max-length", 12)[1]["examples"] == 24
     rows = Path("moved/rte/train.jsonl").read_text()
     more = json.dumps({"sentence1": "a", "sentence2": "b", "label": 0}) + "\n"
-    for changed in (rows + more, rows.replace("cat", "dog", 1)):
+    for changed in (rows + more, rows.replace("cat", "dog")):
         Path("moved/rte/train.jsonl").write_text(changed)
         for split in ("train", "validation"):
             said = refused("run", "--data-dir", "moved", "--split", split)

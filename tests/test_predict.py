@@ -202,7 +202,7 @@ def test_columns_are_those_of_training():
     names = {"text_a": "text_b", "text_b": "text_c"}
     own = {"labels": ["0", "1"], "columns": {"own": ["text_a", "text_b"]}, "column_names": names}
     shifted = without_model("own", **own)
-    assert shifted.candidates({"text_a": "a", "text_b": "b", "text_c": "c"}) == [("b", "c")]
+    assert shifted.candidates({"text_b": "b", "text_c": "c"}) == [("b", "c")]
     assert shifted.candidates(["a", "b"]) == [("a", "b")]
     single = without_model("own", **{**own, "columns": {"own": ["text_a"]}, "column_names": {}})
     with pytest.raises(ValueError, match="'text_b' is one that own did not have in training"):
@@ -386,7 +386,8 @@ def test_hostile_text_stays_text_in_a_browser(say, fusion, tmp_path):
         ("rte red one\udcff", "", "surrogates"),
         ("rte -", "", "stdin is empty"),
         ("rte -", "red\tone\nred\n", "stdin, line 2: rte takes"),
-        ("rte -", '{"sentence1": "a"}', "stdin, line 1: column 'sentence2' is missing"),
+        ("rte -", '{"sentence1": "a"}', "stdin, line 1: no column 'sentence2'"),
+        ("rte -", '{"sentence1": "a", "sentence2": "b"}\n[1]', "stdin, line 2: not a JSON"),
         ("rte -", '{"sentence1": "a", "sentence2": "\\ud800"}', "stdin, line 1: 'utf-8'"),
         ("pick -", "red\tone\n", "stdin, line 1: pick has 3 choices, 2 were given"),
         ("rte --file rows.txt", "", "only .jsonl, .json, .csv, .tsv, .parquet"),
