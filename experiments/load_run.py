@@ -53,15 +53,6 @@ def import_module(name):
         raise argparse.ArgumentTypeError(f"{name!r:.100} cannot be imported: {e}") from e
 
 
-def add_import(parser):  # until figure4 and prune take `Reading`
-    parser.add_argument("--import", metavar="MODULE", action="append", type=import_module)
-
-
-def add_encoder(parser):
-    parser.add_argument("--model")
-    parser.add_argument("--allow-other-encoder", action="store_true")
-
-
 @dataclass(frozen=True)
 class Reading:
     """Options of every command that reads runs."""
@@ -328,7 +319,7 @@ def load_run(
             what = name.removesuffix("_sha256")
             problem = f"{directory} was trained with another {what} than that in {bert.directory}"
             refuse_or_note(problem, allow_other_encoder)
-    others = [name for name, sha in config.get("adapter_encoders", {}).items() if sha != trained]
+    others = [name for name, sha in config.get("adapter_encoders", {}).items() if sha not in (None, trained)]
     if others:
         print(f"note: {directory} fuses adapters of another encoder: {', '.join(others)}")
     with naming_program(config):

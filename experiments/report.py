@@ -1,14 +1,20 @@
-"""The tables, files and pictures in which experiments report their results."""
+"""How experiments report: tables as text and Markdown, CSV files and pictures. Every file replaces
+an earlier one only once it is complete.
+
+    header, rows = ["task", "accuracy"], [["rte", 71.04], ["cb", None]]
+    print(*table(rows, header), sep="\\n")
+    markdown(rows, header)
+    write_csv("table.csv", header, rows)
+"""
 
 import csv
-import shlex
+import re
 import shutil
 import statistics
-from pathlib import Path
 
-import matplotlib.pyplot as plt
+from formats.files import atomic_write
 
-plt.switch_backend("Agg")  # pictures go into files, never to a window
+NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+( ?%)?|[-–]?")  # or nothing, where there is no number
 
 
 def mean_and_deviation(accuracies):
@@ -30,76 +36,65 @@ def with_deviation(mean, deviation):
     return two_decimals(mean) + ("" if deviation is None else f" ± {deviation:.2f}")
 
 
-def markdown(title, header, rows):
-    """A titled table. rows: texts, as many in each as in the header."""
-    lines = [f"## {title}", "", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows), ""])
+def as_text(value):
+    """A cell of a table: a float with two decimals, – for None, anything else as it is."""
+    return two_decimals(value) if value is None or isinstance(value, float) else str(value)
 
 
-def for_terminal(table):
-    """A table of `markdown` as aligned columns. Those that the terminal has no room for stand below
-    the others, after the first column again."""
-    title, _, header, _, *rows = table.rstrip("\n").split("\n")
-    columns = list(zip(*(row[2:-2].split(" | ") for row in (header, *rows)), strict=True))
-    first, *columns = [[cell.ljust(max(map(len, cells))) for cell in cells] for cells in columns]
+def table(rows, header=(), wrap=False):
+    """The lines of a table in aligned columns; numbers are flush right. With wrap, the columns for
+    which the terminal has no room stand below the others, after the first column again."""
+    lines = [[as_text(value) for value in row] for row in ([header] if header else []) + [*rows]]
+    first, *columns = [aligned(cells, bool(header)) for cells in zip(*lines, strict=True)]
     room, blocks = shutil.get_terminal_size((100, 0)).columns, []
     for cells in columns:
-        if not blocks or sum(2 + len(block[0]) for block in blocks[-1]) + len(cells[0]) > room:
+        width = sum(2 + len(block[0]) for block in blocks[-1]) if blocks else 0
+        if not blocks or wrap and width + len(cells[0]) > room:
             blocks.append([first])
         blocks[-1].append(cells)
-    lines = [title.lstrip("# ")]
-    for block in blocks:
-        lines += ["", *("  ".join(cells).rstrip() for cells in zip(*block, strict=True))]
-    return "\n".join(lines)
+    texts = [
+        ["  ".join(cells).rstrip() for cells in zip(*block, strict=True)]
+        for block in blocks or [[first]]
+    ]
+    return [line for i, block in enumerate(texts) for line in ([""] * (i > 0) + block)]
+
+
+def aligned(cells, titled):
+    """The texts of one column, padded to one width; titled: the first one is a title."""
+    width = max(map(len, cells))
+    right = all(NUMBER.fullmatch(cell) for cell in cells[titled:])
+    return [cell.rjust(width) if right else cell.ljust(width) for cell in cells]
+
+
+def markdown(rows, header):
+    """A table in Markdown, one text."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join("| " + " | ".join(map(as_text, line)) + " |\n" for line in lines)
 
 
 def write_csv(path, header, rows):
-    """Writes the file under another name first, so that it is never there in half."""
-    temporary = Path(f"{path}.tmp")
-    with open(temporary, "w", newline="", encoding="utf-8") as file:
+    with (
+        atomic_write(path) as temporary,
+        open(temporary, "w", newline="", encoding="utf-8") as file,
+    ):
         csv.writer(file, lineterminator="\n").writerows([header, *rows])
-    temporary.replace(path)
 
 
 def write_text(path, text):
-    """As write_csv. Returns the path."""
-    temporary = Path(f"{path}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    return temporary.replace(path)
+    """Returns the path."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+    return path
+
+
+def subplots(rows=1, columns=1, figsize=None, **options):
+    """As pyplot's (`layout="constrained"`), but for a file: it never opens a window."""
+    from matplotlib.figure import Figure  # takes most of a second: not for tables alone
+
+    figure = Figure(figsize=figsize, layout="constrained")
+    return figure, figure.subplots(rows, columns, **options)
 
 
 def save_figure(figure, path):
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-# --------------------------------------------------------------------------------------------------
-# What stands above the results of a grid
-
-
-def encoder_name(model, config):
-    """How results call an encoder: of a directory the last part alone, so that nothing of this
-    machine stands in them."""
-    name = Path(model).absolute().name if Path(model).is_dir() else model
-    return f"{name} ({config.num_hidden_layers} layers, hidden size {config.hidden_size})"
-
-
-def what_is_measured(args):
-    seeds = ", ".join(map(str, args.seeds))
-    over = f"seed {seeds}"
-    if len(args.seeds) > 1:
-        over = f"mean ± standard deviation over seeds {seeds}"
-    return (
-        f"Encoder: {args.encoder}. Accuracy on the development set in %, {over}; the best epoch "
-        "is chosen on the same set, as in the paper."
-    )
-
-
-def options_in_words(args):
-    """Lines: the options of train.py, for all runs and for those of single stages."""
-    given = {"all": args.rest, **args.options}
-    return [
-        f"Options of {stage} runs: `{shlex.join(words)}`."
-        for stage, words in given.items()
-        if words
-    ]
+    with atomic_write(path) as temporary:
+        figure.savefig(temporary, format=path.suffix[1:], dpi=150)

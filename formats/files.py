@@ -64,7 +64,7 @@ def atomic_write(path):
     except BaseException as e:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        if isinstance(e, OSError) and e.filename is None:  # a full disk's error names no file
+        if isinstance(e, OSError) and e.errno and not e.filename:  # a full disk, for instance
             e.filename = str(path)
         raise
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tensorflow_bundle import block, field, google_name, masked_crc, table, varint, write_data
 
 from bert import Bert
 from conftest import thorough
@@ -30,7 +31,6 @@ from damage import (
     same,
     tensors,
 )
-from experiments.loading import block, field, google_name, masked_crc, table, varint, write_data
 
 
 def bundle(directory, change=lambda arrays: None, shards=1):
