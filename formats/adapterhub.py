@@ -723,8 +723,10 @@ def run_encoder(directory):
         places.pop()
     for path in (place / "config.json" for place in places):
         config = read_json(path) if path.is_file() else {}
-        if "adapter_encoders" in config:  # a fusion's copies, also those of --allow-other-encoder
-            return config["adapter_encoders"].get(name)
+        if name in config.get(
+            "adapter_encoders", ()
+        ):  # a fusion's copies, also those of --allow-other-encoder
+            return config["adapter_encoders"][name]
         if config.get("stage") in ("adapter", "fusion"):
             return config.get("encoder_sha256")
         if config.get("stage") == "multitask":
