@@ -33,7 +33,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import train
-from experiments.figure4 import mean_weights
+from experiments.figure4 import heat_map, mean_weights
 from experiments.report import save_figure
 from formats.files import read_json
 from runtime.command import run_command
@@ -189,13 +189,7 @@ def heatmap(run, data_dir, path):
     names, weights, _ = mean_weights(run, data_dir)
     weights = torch.stack(list(weights.values()))  # [layers, N]
     figure, axes = plt.subplots(figsize=(5.5, 3.2), layout="constrained")
-    image = axes.imshow(weights.T, cmap="Greys_r", vmin=0, vmax=1, aspect="auto")
-    for layer, row in enumerate(weights.tolist()):
-        for n, value in enumerate(row):
-            where = {"ha": "center", "va": "center", "color": "black" if value > 0.5 else "white"}
-            axes.text(layer, n, f"{value:.2f}", **where)
-    axes.set_xticks(range(len(weights)), range(1, len(weights) + 1))
-    axes.set_yticks(range(len(names)), names)
+    image = heat_map(axes, weights.T, names, range(1, len(weights) + 1))
     axes.set(xlabel="layer", ylabel="adapter", title=f"{Path(run).name}: mean fusion weight")
     figure.colorbar(image)
     save_figure(figure, path)

@@ -26,7 +26,7 @@ from experiments.load_run import Reading, cast, load_run, load_run_split
 from runtime.command import run_command
 from runtime.processes import out_of_memory
 from runtime.results import eval_batch_size
-from runtime.settings import COUNT, option, parse
+from runtime.settings import COUNT, like, option, parse
 from variants.masking import mask
 
 MOST_CLASSES = 12  # in the table; the closing line has all
@@ -40,9 +40,9 @@ class Options(Reading):
     max_length: int | None = option(None, "tokens per candidate", valid=COUNT)
     batch_size: int | None = option(None, "examples at once", valid=COUNT)
     limit_dev: int | None = option(None, "evaluate on this many examples", valid=COUNT)
-    strict_data: bool = option(False, "refuse data with other row counts than the paper's")
-    device: str = option("auto", choices=["auto", "cpu", "cuda", "mps"])  # like(Settings)
-    dtype: str | None = option(None, choices=["auto", "float32", "bfloat16"])
+    strict_data: bool = like(train.Settings, "strict_data", group=None)
+    device: str = like(train.Settings, "device", group=None)
+    dtype: str | None = like(train.Settings, "dtype", group=None, default=None)
 
 
 def evaluate_split(options):

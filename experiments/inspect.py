@@ -13,7 +13,8 @@ from data import batches, get_task, load_split, split_by_length
 from formats.encoder import checkpoint_files, fetch_encoder, find_config
 from formats.files import listed
 from formats.tokenizer import load_tokenizer
-from runtime.settings import FRACTION, argument, option, parse
+from runtime.settings import argument, like, option, parse
+from train import Settings
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,9 @@ def inspect_encoder(argv=None):
 @dataclass(frozen=True)
 class TaskOptions:
     task: str = argument("one of the paper's tasks, or your own")
-    data_dir: str | None = option(None, "directory with TASK/train.jsonl")  # like(Settings)
-    column_names: dict = option({}, "columns", flag="--columns", metavar="COLUMN=NAME")  # like
-    dev_fraction: float | None = option(None, "held out", valid=FRACTION)  # like(Settings)
+    data_dir: str | None = like(Settings, "data_dir", group=None)
+    column_names: dict = like(Settings, "column_names", group=None)
+    dev_fraction: float | None = like(Settings, "dev_fraction", group=None)
     model: str = option("google-bert/bert-base-uncased", "an encoder, for its tokenizer")
 
 

@@ -72,7 +72,7 @@ class Reading:
 
 @dataclass
 class LoadedRun:
-    """What `load_run` returns: frozen, in eval mode, everything active that was active in training.
+    """A finished run, frozen, in eval mode, with everything active that was active in training.
     bert, head, config = load_run(...) takes the first three."""
 
     bert: Bert
@@ -88,13 +88,11 @@ class LoadedRun:
     def candidates(self, given):
         """
         An input -> [(text_a, text_b or None)], as in training. given: a text; the texts in the
-        order of the task's columns, the choices of multiple choice behind them as one list; or a
+        order of the task's columns, with multiple choice the choices behind them as one list; or a
         row of a file, {column: value}. Raises ValueError for an input that does not fit.
         """
-        if isinstance(given, dict):
-            row = apply_column_names(given, self.task.column_names)
-        else:
-            row = self.as_row(given)
+        is_row = isinstance(given, dict)
+        row = apply_column_names(given, self.task.column_names) if is_row else self.as_row(given)
         # a label is asked for, and not looked at
         task = replace(self.task, kind=MultipleChoice if self.task.choices else Classification)
         candidates, _ = to_candidates(task, {**row, task.label: task.labels[0]})
@@ -102,25 +100,20 @@ class LoadedRun:
             text.encode()  # raises ValueError for half a character
         return candidates
 
-    def as_row(self, texts):
+    def as_row(self, given):
         """Texts in the order of the task's columns -> {column: text}."""
-        texts, columns, options = list(texts if type(texts) is not str else [texts]), [], []
-        name, K = self.task.name, len(self.task.labels)
-        if texts and isinstance(texts[-1], (list, tuple)):
+        task, K = self.task, len(self.task.labels)
+        texts, options = [given] if isinstance(given, str) else list(given), []
+        if task.choices and texts and not isinstance(texts[-1], str):
             options = list(texts.pop())
-        if options and not self.task.choices:
-            raise ValueError(f"{name} is not multiple choice: it takes no choices")
-        if self.task.choices and len(options) != K:
-            raise ValueError(f"{name} has {K} choices, {len(options)} were given")
-        columns = self.task.columns
-        if columns[-1] in ("endings", "choices"):  # one column holds all of them
-            options = [{"text": options} if name == "commonsense_qa" else options]
-        wanted = columns[: len(columns) - len(options)]
-        if len(texts) != len(wanted):
-            takes = " and ".join([*wanted, "choices"] if options else wanted)
-            count = "1 text was" if len(texts) == 1 else f"{len(texts)} texts were"
-            raise ValueError(f"{name} takes {takes}: {count} given")
-        return dict(zip(columns, [*texts, *options], strict=True))
+        together = task.columns[-1] in ("endings", "choices")  # one column holds all choices
+        wanted = task.columns[: -1 if together else -K] if task.choices else task.columns
+        if len(texts) != len(wanted) or len(options) != K * task.choices:
+            takes = " and ".join([*wanted, *[f"{K} choices"] * task.choices])
+            raise ValueError(f"{task.name} takes {takes}, not {given!r:.200}")
+        if together:
+            options = [{"text": options} if task.name == "commonsense_qa" else options]
+        return dict(zip(task.columns, [*texts, *options], strict=True))
 
     def encode(self, inputs):
         """Inputs -> of each the encodings of its candidates. Raises ValueError."""
@@ -147,9 +140,9 @@ class LoadedRun:
     @torch.inference_mode()
     def predict(self, inputs):
         """
-        [{"label", "probability", "probabilities": {label: probability}, "truncated"}] of inputs
-        (see `candidates`), where truncated says whether a text was longer than in training and
-        therefore cut. A task that predicts a number has {its label: the number} instead.
+        [{"label", "probability", "probabilities": {label: probability}, "truncated"}] of inputs as
+        `candidates` takes them. truncated: whether a text was longer than in training, and cut. A
+        task that predicts a number has {its one label: the number, "truncated"}.
         """
         groups = self.encode(inputs)
         lengths = np.array([max(len(encoding.ids) for encoding in group) for group in groups])
@@ -174,9 +167,9 @@ class LoadedRun:
     @torch.inference_mode()
     def fusion_weights(self, inputs):
         """
-        [{"tokens": T texts, "weights": {location: for every layer a tensor [T, N], or None where it
-        has no fusion}}] of inputs, with multiple choice one for each of the choices. N adapters, in
-        the order of config["adapters"]. Raises ValueError for a run without fusion.
+        [{"tokens": T texts, "weights": {location: for every layer a tensor [T, N], or None where
+        there is no fusion}}] of inputs; with multiple choice one for each of their choices. The N
+        adapters are in the order of config["adapters"]. Raises ValueError for other runs.
         """
         result = []
         for group in self.encode(inputs):
@@ -237,30 +230,26 @@ def check_stage(directory, config, stages, what):
         raise ValueError(f"{directory} is of --stage {config['stage']}: only {these} runs {what}")
 
 
-def fork_of(config):
-    """(the program that made a run, how to import it) if that is neither train.py nor imported. A
-    file inside a run's directory, which may be a stranger's, is never recommended."""
+def made_by(config):
+    """Which program has made a run, in words, if it is neither train.py nor imported: without it,
+    its kinds are unknown, and what else it changes has no effect. A file inside a run's directory,
+    which may be a stranger's, is never recommended."""
     program, module = program_of(config) or (None, None)
     if program is None or module in sys.modules:
-        return None
-    file = Path(*module.split(".")).with_suffix(".py").absolute()
-    if any((parent / "config.json").exists() for parent in file.parents):
-        return f"{program!s:.100}", ""
-    return f"{program!s:.100}", f": --import {module:.100}"
+        return ""
+    parents = Path(*module.split(".")).absolute().parents
+    hint = f" (evaluate, predict and figure4 do by --import {module:.100})"
+    hint *= not any((parent / "config.json").exists() for parent in parents)
+    return f"the run was made by {program!s:.100}, which is not imported{hint}"
 
 
 @contextlib.contextmanager
 def naming_program(config):
-    """Adds to an error which program has made the run, if it is one that is not imported: that one
-    may know a kind that is unknown here."""
+    """Adds `made_by` to an error."""
     try:
         yield
     except ValueError as e:
-        if (fork := fork_of(config)) is None:
-            raise
-        raise ValueError(
-            f"{e}; the run was made by {fork[0]}, which is not imported{fork[1]}"
-        ) from e
+        raise ValueError(f"{e}; {made_by(config)}" if made_by(config) else str(e)) from e
 
 
 def task_of(config):
@@ -319,24 +308,29 @@ def load_run(
             what = name.removesuffix("_sha256")
             problem = f"{directory} was trained with another {what} than that in {bert.directory}"
             refuse_or_note(problem, allow_other_encoder)
-    others = [name for name, sha in config.get("adapter_encoders", {}).items() if sha not in (None, trained)]
+    others = [
+        name
+        for name, sha in config.get("adapter_encoders", {}).items()
+        if sha not in (None, trained)
+    ]
     if others:
         print(f"note: {directory} fuses adapters of another encoder: {', '.join(others)}")
     with naming_program(config):
         run_task = task_of(config)
         if stage == "adapter" or stage == "multitask" and adapter != "none":
             activate(bert, load_adapter(bert, part))
+        for name in config["adapters"]:
+            check_name(name)
+            load_adapter(bert, directory / "adapters" / name)
         if stage == "fusion":
-            for name in config["adapters"]:
-                check_name(name)
-                load_adapter(bert, directory / "adapters" / name)
             load_fusion(bert, directory)
+        elif config["adapters"]:  # a head on one of them
+            activate(bert, *config["adapters"])
         head = load_head(bert, part)
     if head.config.get("label2id") != {label: i for i, label in enumerate(config["labels"])}:
         raise ValueError(f"{part}: config.json and head_config.json have different labels")
-    if fork := fork_of(config):
-        program, hint = fork
-        print(f"note: {directory} was made by {program}, which is not imported{hint}")
+    if made_by(config):
+        print(f"note: {directory}: {made_by(config)}")
     sizes = bert.config.vocab_size, bert.config.type_vocab_size
     tokenizer = load_tokenizer(bert.directory, config["max_length"], *sizes)
     return LoadedRun(bert, head, config, run_task, tokenizer, directory)
@@ -350,9 +344,7 @@ def load_run_split(
     as there. Raises as load_split does."""
     data_dir, max_length = data_dir or config["data_dir"], max_length or config["max_length"]
     limit = limit or (config["limit_dev"] if split == "validation" else None)
-    longest = bert.config.max_length
-    if not 8 <= max_length <= longest:
-        raise ValueError(f"--max-length must be in 8 .. {longest} for this encoder")
+    train.check_length(max_length, bert.config.max_length)
     if data_dir is not None and not Path(data_dir).is_dir():
         raise FileNotFoundError(f"{data_dir} is not a directory: --data-dir names that of the data")
     with naming_program(config):

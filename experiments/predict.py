@@ -43,6 +43,7 @@ from formats.rows import READERS, read_rows
 from runtime.command import run_command
 from runtime.processes import choose_device
 from runtime.settings import argument, like, option, parse
+from train import Settings
 from variants.masking import mask
 
 WINDOW = 3200  # inputs that are sorted by length together
@@ -68,7 +69,7 @@ class Options:
     model: str | None = like(Reading, "model")
     allow_other_encoder: bool = like(Reading, "allow_other_encoder")
     imports: str | None = like(Reading, "imports")
-    device: str = option("auto", choices=["auto", "cpu", "cuda", "mps"])  # like(Settings)
+    device: str = like(Settings, "device", group=None)
 
 
 def check(options):

@@ -380,16 +380,16 @@ def test_hostile_text_stays_text_in_a_browser(say, fusion, tmp_path):
     [
         ("rte", "", "give either texts, or --file"),
         ("rte red one --file -", "", "give either texts, or --file"),
-        ("rte red", "", "rte takes sentence1 and sentence2: 1 text was given"),
-        ("rte red one --choices a b", "", "not multiple choice"),
-        ("pick red one --choices a b c", "", "pick takes text_a and choices: 2 texts"),
+        ("rte red", "", "rte takes sentence1 and sentence2, not"),
+        ("rte red one --choices a b", "", "takes sentence1 and sentence2, not"),
+        ("pick red one --choices a b c", "", "pick takes text_a and 3 choices, not"),
         ("rte red one\udcff", "", "surrogates"),
         ("rte -", "", "stdin is empty"),
         ("rte -", "red\tone\nred\n", "stdin, line 2: rte takes"),
         ("rte -", '{"sentence1": "a"}', "stdin, line 1: no column 'sentence2'"),
         ("rte -", '{"sentence1": "a", "sentence2": "b"}\n[1]', "stdin, line 2: not a JSON"),
         ("rte -", '{"sentence1": "a", "sentence2": "\\ud800"}', "stdin, line 1: 'utf-8'"),
-        ("pick -", "red\tone\n", "stdin, line 1: pick has 3 choices, 2 were given"),
+        ("pick -", "red\tone\n", "stdin, line 1: pick takes"),
         ("rte --file rows.txt", "", "only .jsonl, .json, .csv, .tsv, .parquet"),
         ("rte --file a.jsonl --out a.jsonl", "", "would replace the input"),
         ("fusion-rte --file a.jsonl --explain ./a.jsonl", "", "would replace the input"),
@@ -495,8 +495,8 @@ def test_what_a_fork_changes_is_in_effect_once_it_is_imported(runs, tmp_path, mo
     words = [str(run), "red", "one", "--device", "cpu", "--json"]
     predict.main(words)
     said = capsys.readouterr()
-    assert f"note: {run} was made by my_fork.py, which is not imported" in said.err
-    assert ": --import my_fork" in said.err
+    assert f"note: {run}: the run was made by my_fork.py, which is not imported" in said.err
+    assert "predict and figure4 do by --import my_fork" in said.err
     monkeypatch.setattr(train, "predict", train.predict)  # to be restored
     predict.main([*words, "--import", "my_fork"])
     forked = capsys.readouterr()
