@@ -72,38 +72,41 @@ def escape(text):
 
 def card(config, metrics, bert, head, encoder, repo, options):
     """The text of README.md. Raises KeyError if the run's files lack something it must say."""
-    fusion, task, adapters = config["stage"] == "fusion", config["task"], config["adapters"]
+    task, adapters, values = config["task"], config["adapters"], {**config, **metrics}
     choices = head.config["head_type"] == "multiple_choice"
-    scores = {name: SCORES[name] for name in SCORES if metrics.get(name) is not None}
-    share = metrics.get("majority_class_accuracy")
+    inputs = "input_ids", "token_type_ids", "attention_mask"
     source = TASKS[task].source if task in TASKS else None
     front = {
+        "license": options.license,
         "language": options.language or ("en" if task in TASKS else None),
         "datasets": [source] if source else None,
         "base_model": encoder if encoder.count("/") == 1 else None,
     }
+    scores = {name: SCORES[name] for name in SCORES if metrics.get(name) is not None}
+    metric_names = dict.fromkeys(["accuracy", *(hub for _, hub in scores.values() if hub)])
+    labels = ", ".join(f'"{escape(label)}"' for label in config["labels"])
+    share = metrics.get("majority_class_accuracy")
+    template = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
+    # the parts on adapters and on fusions, of which a card has one
+    unwanted = "adapter" if config["stage"] == "fusion" else "fusion"
+    template = re.sub(rf"<!-- {unwanted} -->\n.*?<!-- end -->\n", "", template, flags=re.DOTALL)
+    template = re.sub(r"<!-- \w+ -->\n", "", template)
     said = "epochs lr batch_size max_length seed dev_examples train_examples best_epoch".split()
-    values = {**config, **metrics}
-    inputs = "input_ids", "token_type_ids", "attention_mask"
-    text = Template(Path(__file__).with_name("card.md").read_text(encoding="utf-8")).substitute(
+    text = Template(template).substitute(
         {name: escape(values[name]) for name in said},
         model_type=bert.config.model_type,
         tag=TAGS.get(task, task),
-        metric_names="\n".join(
-            f"- {name}" for name in {"accuracy": 0, **{hub: 0 for _, hub in scores.values() if hub}}
-        ),
-        license=json.dumps(options.license),
         front="".join(f"{name}: {json.dumps(value)}\n" for name, value in front.items() if value),
-        title=f"{'AdapterFusion' if fusion else 'Adapter'} `{task}` for {encoder}",
-        what=what_it_is(config),
+        metric_names="\n".join(f"- {name}" for name in metric_names),
         encoder=encoder,
         repo=repo,
         task=task,
-        labels=f"{len(config['labels'])} choices"
-        if choices
-        else ", ".join(f'"{escape(label)}"' for label in config["labels"]),
+        kind=kind_of(config, bert),
+        adapters=", ".join(f"`{name}`" for name in adapters),
+        names=json.dumps(adapters),
+        labels=f"{len(config['labels'])} choices" if choices else labels,
         accuracy=f"{metrics['accuracy']:.4f}",
-        constant="" if share is None else f"; majority class: {share:.4f}",
+        majority="" if share is None else f"; majority class: {share:.4f}",
         scores="".join(
             f"| {title} on the development set | {metrics[name]:.4f} |\n"
             for name, (title, _) in scores.items()
@@ -112,48 +115,21 @@ def card(config, metrics, bert, head, encoder, repo, options):
         column="choice" if choices else "label, in the order above",
         code=f"The code is at <{options.code}>." if options.code else "Run it where that code is.",
         inputs=", ".join(f"{name}.flatten(0, 1)" if choices else name for name in inputs),
-        **loading(fusion, adapters),
     )
     if all(adapters[-1] in module.adapter_names for _, module in fusions(bert)):
         return text
-    why = (
-        f"The `adapters` library cannot run this fusion: `{adapters[-1]}` is not in all of "
-        "its layers."
-    )
+    why = f"The `adapters` library cannot run this fusion: `{adapters[-1]}` is not in all layers."
     return f"{text[: text.index('## With `adapters`')]}{why}\n\n{text[text.index('## Paper') :]}"
 
 
-def what_it_is(config):
-    """The card's first sentence."""
-    task, adapters = config["task"], config["adapters"]
+def kind_of(config, bert):
+    """The architecture of an adapter, in words."""
     if config["stage"] == "fusion":
-        names = ", ".join(f"`{name}`" for name in adapters)
-        return f"AdapterFusion over {len(adapters)} adapters, {names}, trained on `{task}`."
-    kind = f"{config['adapter']}, reduction factor {config['reduction_factor']:g}"
-    for field, value in config["adapter_config"].items():
-        kind += f", {field} {json.dumps(value)}"
-    return f"A bottleneck adapter ({escape(kind)}) trained on `{task}`."
-
-
-def loading(fusion, adapters):
-    """The card's code: imports, how the five files load the folder, how `adapters` does."""
-    if not fusion:
-        return {
-            "imports": "from adapter import activate, load_adapter, load_head\n"
-            "from bert import Bert",
-            "load_here": "activate(bert, load_adapter(bert, directory))",
-            "load_there": "model.load_adapter(directory, use_safetensors=True, set_active=True)",
-        }
-    each = f"for name in {json.dumps(adapters)}:\n    "
-    return {
-        "imports": "from adapter import load_adapter, load_head\nfrom bert import Bert\n"
-        "from fusion import load_fusion",
-        "load_here": f'{each}load_adapter(bert, f"{{directory}}/adapters/{{name}}")\n'
-        "load_fusion(bert, directory)",
-        "load_there": f'{each}model.load_adapter(f"{{directory}}/adapters/{{name}}", '
-        "use_safetensors=True)\n"
-        "model.load_adapter_fusion(directory, use_safetensors=True, set_active=True)",
-    }
+        return ""
+    (adapter, *_) = (slot.adapters[config["task"]] for _, slot in bert.slots() if slot.adapters)
+    changes = {"reduction factor": adapter.config.reduction_factor, **config["adapter_config"]}
+    words = ", ".join(f"{field} {json.dumps(value)}" for field, value in changes.items())
+    return escape(f"{config['adapter']}, {words}")
 
 
 def publish(options, out, repo):
