@@ -981,7 +981,7 @@ def test_sources_can_be_mixed(hub, runs, launch, tmp_path):
         "--adapters",
     ]
     launch(*options, *sources)
-    assert load_run(tmp_path / "run")[2]["adapters"] == ["rte", "sentiment", "pick"]
+    assert load_run(tmp_path / "run").config["adapters"] == ["rte", "sentiment", "pick"]
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(ValueError, match="two adapters are called 'pick': .*USER/pick"):
         launch(*options, *sources, runs / "pick")

@@ -409,4 +409,4 @@ def test_each_task_has_its_own_length(launch, encoder, data_dir, tmp_path, monke
     launch(*options, "--out", out)
     assert set(seen) == {("sst2", 20), ("rte", 31)}
     assert json.loads((out / "config.json").read_text())["max_length"] == lengths
-    assert load_run(out, task="rte")[2]["max_length"] == 31
+    assert load_run(out, task="rte").config["max_length"] == 31
