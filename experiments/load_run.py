@@ -202,8 +202,14 @@ def read_run_config(directory):
                 why += f"; the run that --overwrite has put aside is in {directory / name}"
         raise FileNotFoundError(why)
     config = with_names_of_today(read_json(directory / "config.json"))
-    if "stage" not in config:
-        raise ValueError(f"{directory / 'config.json'}: not the configuration of a run, no stage")
+    if (
+        config.get("stage") not in [*train.STAGES]
+        or not config.get("model")
+        or not config.get("labels")
+    ):
+        raise ValueError(
+            f"{directory / 'config.json'} is no run's, which has stage, model and labels"
+        )
     # full and multitask runs have no "adapters", runs from before it was recorded no "held_out"
     return {"adapters": [], "held_out": [None] * len(config["labels"]), **config}
 

@@ -15,7 +15,9 @@ from conftest import cli, write_rows
 from data import TASKS, batches
 from experiments import evaluate as evaluation
 from experiments.load_run import load_run, load_run_split
-from runtime.command import run_command
+
+
+EVALUATE = {"name": "evaluate.py", "main": evaluation.main}
 
 
 @pytest.fixture
@@ -28,22 +30,6 @@ def evaluate(capsys, encoder):
         return capsys.readouterr().out.splitlines(), json.loads(json.dumps(result))
 
     return evaluate
-
-
-@pytest.fixture
-def refused(capsys):
-    """refused(words) -> the one line on stderr, after exit status 2."""
-
-    def refused(*words):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit:
-            run_command("evaluate.py", evaluation.main, [*map(str, words)])
-        out, error = capsys.readouterr()
-        assert (exit.value.code, error.count("\n")) == (2, 1), error
-        assert not out or out.startswith("note: ") and out.count("\n") == 1
-        return error
-
-    return refused
 
 
 def read(path):
@@ -114,7 +100,7 @@ def test_everything_is_as_in_training(
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     if options[:4] in ("full", "mult"):
         words = [out, "--task", task, "--model", encoder]
-        assert "has an encoder of its own" in refused(*words)
+        refused(words, "has an encoder of its own", **EVALUATE)
 
 
 def test_report(runs, data_dir, evaluate, tmp_path, monkeypatch):
@@ -192,7 +178,7 @@ def test_your_own_task_has_the_columns_of_its_training(
     words = cli("--stage adapter --task mine --epochs 1", data_dir=tmp_path, out=tmp_path / "run")
     launch(*words)
     assert evaluate(tmp_path / "run", "--split", "train")[1]["examples"] == len(rows)
-    assert "no column 'text_b'" in refused(tmp_path / "run", "--split", "other")
+    refused([tmp_path / "run", "--split", "other"], "no column 'text_b'", **EVALUATE)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +210,7 @@ def test_errors(words, message, runs, data_dir, tmp_path, refused, monkeypatch):
     write_rows(tmp_path / "pick/train.jsonl", [choices] * 5)
     places = {"RTE": runs / "rte", "FUSION": runs / "fusion-rte", "PICK": runs / "pick"}
     before = sorted(tmp_path.rglob("*"))
-    assert message in refused(*(places.get(word, word) for word in words.split()))
+    refused([places.get(word, word) for word in words.split()], message, **EVALUATE)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -233,14 +219,14 @@ def test_outputs_that_are_not_finite(runs, refused, monkeypatch):
         return torch.full((len(batch["labels"]), 2), torch.nan)
 
     monkeypatch.setattr(train, "predict", predict)
-    assert refused(runs / "rte") == "evaluate.py: the model's outputs are not finite\n"
+    refused([runs / "rte"], "the model's outputs are not finite", **EVALUATE)
 
 
 def test_a_run_that_was_put_aside_is_mentioned(runs, tmp_path, refused):
     """After a kill in the first epoch of --overwrite."""
     run = tmp_path / "run"
     shutil.copytree(runs / "rte", run / "replaced")
-    assert f"--overwrite has put aside is in {run / 'replaced'}" in refused(run)
+    refused([run], f"--overwrite has put aside is in {run / 'replaced'}", **EVALUATE)
 
 
 def test_held_out_rows(launch, evaluate, refused, data_dir, tmp_path, monkeypatch):
@@ -258,15 +244,15 @@ def test_held_out_rows(launch, evaluate, refused, data_dir, tmp_path, monkeypatc
         found = evaluate("run", "--data-dir", place)[1]
         assert (found["examples"], found["accuracy"]) == (24, result["accuracy"])
     Path("data").rename("gone")
-    assert "data is not a directory: --data-dir names" in refused("run")
+    refused(["run"], "data is not a directory: --data-dir names", **EVALUATE)
     assert evaluate("run", "--data-dir", "gone", "--max-length", 12)[1]["examples"] == 24
     rows = Path("moved/rte/train.jsonl").read_text()
     more = json.dumps({"sentence1": "a", "sentence2": "b", "label": 0}) + "\n"
     for changed in (rows + more, rows.replace("cat", "dog")):
         Path("moved/rte/train.jsonl").write_text(changed)
         for split in ("train", "validation"):
-            said = refused("run", "--data-dir", "moved", "--split", split)
-            assert "held out cannot be told from the others" in said
+            words = ["run", "--data-dir", "moved", "--split", split]
+            refused(words, "held out cannot be told from the others", **EVALUATE)
     shutil.copyfile(data_dir / "rte" / "validation.jsonl", "moved/rte/validation.jsonl")
     assert evaluate("run", "--data-dir", "moved")[1]["examples"] == 40  # a set of its own
 

@@ -22,7 +22,6 @@ from data import TASKS, get_task, to_candidates
 from experiments import evaluate, predict
 from experiments.load_run import LoadedRun, load_run, task_of
 from fusion import fusion_weights
-from runtime.command import run_command
 
 CHROMIUM = (
     os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
@@ -30,6 +29,7 @@ CHROMIUM = (
 needs_chromium = pytest.mark.skipif(
     not CHROMIUM, reason="no chromium: CHROMIUM names one, or apt-get install chromium"
 )
+PREDICT = {"name": "predict.py", "main": predict.main}
 HOSTILE = (
     '</script><script>document.title = "hacked"</script>'
     """<img src=x onerror="document.title = 'hacked'"> <!-- & 'dog'"""
@@ -47,23 +47,6 @@ def say(capsys, monkeypatch):
         return capsys.readouterr().out.splitlines()
 
     return say
-
-
-@pytest.fixture
-def refused(capsys, monkeypatch):
-    """refused(words, stdin="...") -> the one line on stderr, after exit status 2."""
-
-    def refused(*words, stdin="", name="predict.py", main=predict.main):
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
-        with pytest.raises(SystemExit) as exit:
-            run_command(name, main, [*map(str, words)])
-        out, error = capsys.readouterr()
-        assert (exit.value.code, out, error.count("\n")) == (2, "", 1), error
-        assert error.startswith(f"{name}: ")
-        return error
-
-    return refused
 
 
 @pytest.fixture(scope="module")
@@ -405,7 +388,8 @@ def test_errors(words, stdin, message, refused, runs, tmp_path, monkeypatch):
     run, *words = words.split()
     Path("a.jsonl").write_text('{"sentence1": "a", "sentence2": "b"}\n')
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    assert message in refused(runs / run, *words, stdin=stdin)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+    refused([runs / run, *words], message, **PREDICT)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -418,8 +402,8 @@ def test_a_full_disk_leaves_the_earlier_page(refused, fusion, tmp_path, monkeypa
 
     monkeypatch.setattr(os, "fsync", full)
     for words in (["red", "one", "--explain"], ["--file", rows, "--out"]):
-        error = refused(fusion, *words, page)
-        assert "No space left" in error and str(page) in error and page.read_text() == "earlier"
+        refused([fusion, *words, page], "No space left", str(page), **PREDICT)
+        assert page.read_text() == "earlier"
     assert sorted(tmp_path.iterdir()) == [page, rows]
 
 
@@ -432,8 +416,8 @@ def test_a_tokenizer_that_panics(refused, runs, monkeypatch):
             raise PanicException("index out of bounds\nnote: run with RUST_BACKTRACE=1")
 
     monkeypatch.setattr("experiments.load_run.load_tokenizer", lambda *sizes: Panics())
-    error = refused(runs / "rte", "red", "one")
-    assert error.endswith("its tokenizer failed: index out of bounds\n")
+    line = refused([runs / "rte", "red", "one"], **PREDICT)
+    assert line.endswith("its tokenizer failed: index out of bounds\n")
 
 
 def test_the_encoder_may_have_moved(say, runs, encoder, tmp_path):
@@ -453,9 +437,8 @@ def test_labels_that_were_swapped(refused, runs, tmp_path):
     """config.json and head_config.json must agree on the order of the labels."""
     for i, labels in enumerate((["not_entailment", "entailment"], ["entailment", 0], ["a"])):
         run = changed(runs / "rte", tmp_path / f"{i}", labels=labels)
-        for name, main in (("predict.py", predict.main), ("evaluate.py", evaluate.main)):
-            words = ["a", "b"] * (main is predict.main)
-            assert "different labels" in refused(run, *words, name=name, main=main)
+        refused([run, "a", "b"], "different labels", **PREDICT)
+        refused([run], "different labels", name="evaluate.py", main=evaluate.main)
 
 
 def test_notes_are_no_predictions(runs, tmp_path, capsys):
@@ -476,7 +459,6 @@ def test_notes_are_no_predictions(runs, tmp_path, capsys):
 
 
 FORK = """import train
-from runtime.command import run_command
 
 def predict(bert, head, batch, dtype, usual=train.predict):
     return -usual(bert, head, batch, dtype)  # a head that is read the other way round
@@ -519,7 +501,7 @@ def test_no_file_inside_a_run_is_recommended(runs, tmp_path, monkeypatch, capsys
         (run / "config.json").write_text(json.dumps(values))
         for main in (evaluate.main, lambda words: predict.main([*words, "red", "one"])):
             if kind == "Unknown":
-                error = refused(run, main=main)
+                error = refused([run], main=main)
             else:
                 main([str(run), "--device", "cpu"])
                 said = capsys.readouterr()

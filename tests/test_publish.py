@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from conftest import cli
 from experiments import publish
-from runtime.command import run_command
 
 
 @pytest.mark.parametrize("run", ["rte", "pick", "fusion-rte"])
@@ -81,36 +80,33 @@ def test_labels_from_data_are_text_in_the_card(launch, data_dir, tmp_path):
         assert f'"{label}"' in unescaped(line)
 
 
-def test_publishing_refuses(runs, launch, tmp_path, capsys):
-    def refused(message, run, *words):
+def test_publishing_refuses(runs, launch, tmp_path, refused):
+    def is_refused(message, *words):
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-        with pytest.raises(SystemExit) as exit:
-            run_command("publish.py", publish.main, [str(word) for word in (run, *words)])
-        error = capsys.readouterr().err
-        assert exit.value.code == 2 and error.count("\n") == 1 and message in error
+        refused(words, message, name="publish.py", main=publish.main)
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
     out, head, norms = tmp_path / "out", tmp_path / "head", tmp_path / "norms"
-    refused("no finished run", runs / "none", "--out", out)
+    is_refused("no finished run", runs / "none", "--out", out)
     launch(*cli("--stage head --task rte --epochs 1", out=head))
-    refused("--stage head", head, "--out", out)
+    is_refused("--stage head", head, "--out", out)
     launch(
         *cli("--stage adapter --task rte --epochs 1 --adapter-config layer_norms=true", out=norms)
     )
-    refused("AdapterHub's library has no adapters like rte", norms, "--out", out)
+    is_refused("AdapterHub's library has no adapters like rte", norms, "--out", out)
     run = shutil.copytree(runs / "rte", tmp_path / "run")
-    refused("say with --encoder", run, "--out", out)  # it was a local directory
+    is_refused("say with --encoder", run, "--out", out)  # it was a local directory
     tiny = ["--encoder", "tiny", "--anyway"]
-    refused("the run itself", run, "--out", run, "--overwrite")
-    refused("a file", run, "--out", run / "config.json")
-    refused("not empty", run, "--out", head)
-    refused("not a folder that this command wrote", run, "--out", head, "--overwrite")
-    refused("is no name for", run, "--out", out, "--repo", "a\nb", *tiny)
-    refused("is no name for", run, "--out", out, "--code", "https://a.b/<script>", *tiny)
+    is_refused("the run itself", run, "--out", run, "--overwrite")
+    is_refused("a file", run, "--out", run / "config.json")
+    is_refused("not empty", run, "--out", head)
+    is_refused("not a folder that this command wrote", run, "--out", head, "--overwrite")
+    is_refused("is no name for", run, "--out", out, "--repo", "a\nb", *tiny)
+    is_refused("is no name for", run, "--out", out, "--code", "https://a.b/<script>", *tiny)
     metrics = json.loads((run / "metrics.json").read_text())
     nothing = {**metrics, "accuracy": 0.5, "majority_class_accuracy": 0.5}
     (run / "metrics.json").write_text(json.dumps(nothing))
-    refused("learned nothing", run, "--out", out, "--encoder", "tiny")
+    is_refused("learned nothing", run, "--out", out, "--encoder", "tiny")
     (run / "metrics.json").write_text(json.dumps(metrics))
     assert not out.exists()
 
@@ -131,7 +127,7 @@ def test_publishing_refuses(runs, launch, tmp_path, capsys):
     ):
         assert text in card
     assert json.loads((out / "adapter_config.json").read_text())["model_name"] == name
-    refused("not empty", run, "--out", out)
+    is_refused("not empty", run, "--out", out)
     (out / ".git").mkdir()
     (out / ".git" / "config").write_text("mine")
     publish.main([str(runs / "fusion-rte"), "--out", str(out), "--overwrite", *tiny])
