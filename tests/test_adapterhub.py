@@ -287,9 +287,8 @@ def ours(tmp_path_factory, runs, launch, encoder, data_dir):
         root / "tiny.safetensors",
     )
     for run in ("rte", "pick", "fusion-rte"):
-        publish.publish(
-            runs / run, root / "published" / run, f"USER/{run}", str(encoder), anyway=True
-        )
+        words = [str(runs / run), "--out", str(root / "published" / run), "--anyway"]
+        publish.main([*words, "--encoder", str(encoder), "--repo", f"USER/{run}"])
         plan["cards"].append(
             {
                 "key": f"card.{run}",

@@ -438,8 +438,8 @@ def test_own_columns_and_a_held_out_development_set(launch, tmp_path, separator,
     configs = [json.loads((tmp_path / n / "config.json").read_text()) for n in ("run", "other")]
     assert configs[0]["data_sha256"] == configs[1]["data_sha256"]  # the same ones for every seed
     assert other["dev_examples"] == 12
-    evaluate.main([str(tmp_path / "run"), "--device", "cpu"])
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found = evaluate.main([str(tmp_path / "run"), "--device", "cpu"])
+    capsys.readouterr()
     assert (found["examples"], found["accuracy"]) == (12, result["accuracy"])
     predict.main([str(tmp_path / "run"), "--file", str(tmp_path / "mine" / "train.csv")])
     assert len(capsys.readouterr().out.splitlines()) == 60

@@ -16,7 +16,6 @@ from data import TASKS, batches
 from experiments import evaluate as evaluation
 from experiments.load_run import load_run, load_run_split
 
-
 EVALUATE = {"name": "evaluate.py", "main": evaluation.main}
 
 
