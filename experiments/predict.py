@@ -80,9 +80,10 @@ def check(options):
         raise ValueError("--out goes with --file alone, without --explain and --json")
     for name in ("explain", "out"):
         if path := getattr(options, name):
-            if path.is_dir() or not path.parent.is_dir():
-                why = "is a directory" if path.is_dir() else "lies in no directory that is there"
-                raise ValueError(f"--{name} {path} {why}")
+            if path.exists() and not path.is_file():  # a device would be replaced by a file
+                raise ValueError(f"--{name} {path} is not a file")
+            if not path.parent.is_dir():
+                raise ValueError(f"--{name} {path} lies in no directory that is there")
             if options.file and path.exists() and Path(options.file).exists():
                 if path.samefile(options.file):
                     raise ValueError(f"--{name} {path} would replace the input, --file")

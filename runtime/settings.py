@@ -82,6 +82,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
         text = action.help or ""
         plain = (
             action.dest != "help"
+            and action.default != argparse.SUPPRESS
             and isinstance(action.default, (int, float, str))
             and action.default is not False
         )
