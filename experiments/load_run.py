@@ -34,9 +34,9 @@ from data import (
     to_candidates,
 )
 from formats.adapterhub import check_name, refuse_or_note
-from formats.files import read_json
-from formats.task_rows import apply_column_names
-from formats.tokenizer import load_tokenizer, silence
+from formats.files import error_prefix, read_json
+from formats.task_rows import apply_column_names, encode_pairs
+from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights, fusions, load_fusion
 from runtime.directory import MOVING, REPLACED
 from runtime.processes import choose_device
@@ -118,15 +118,9 @@ class LoadedRun:
     def encode(self, inputs):
         """Inputs -> of each the encodings of its candidates. Raises ValueError."""
         groups = [self.candidates(given) for given in inputs]
-        pairs = [a if b is None else (a, b) for group in groups for a, b in group]
-        try:
-            with silence():
-                encodings = iter(self.tokenizer.encode_batch(pairs))
-        except (Exception, KeyboardInterrupt):
-            raise
-        except BaseException as e:  # a panic of its Rust code
-            reason = (str(e).splitlines() or [type(e).__name__])[0]
-            raise ValueError(f"{self.bert.directory}: its tokenizer failed: {reason:.200}") from e
+        pairs = [pair for group in groups for pair in group]
+        with error_prefix(self.bert.directory):
+            encodings = iter(encode_pairs(self.tokenizer, pairs))
         return [[next(encodings) for _ in group] for group in groups]
 
     def batch(self, groups):
