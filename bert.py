@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from formats.encoder import BertConfig, open_encoder, write_encoder
+from runtime.command import run_command
 from runtime.kernels import attention, dropout, embedding
 
 ACTIVATIONS = {
@@ -249,11 +250,11 @@ def hub_name(name):
     return (f"encoder.layer.{layer}." if layer else "") + f"{NAMES[module]}.{part}"
 
 
-def main():
-    from runtime.inspect import inspect_encoder
+def main(argv=None):
+    from experiments.inspect import inspect_encoder
 
-    inspect_encoder(Bert.from_pretrained)
+    return inspect_encoder(argv)
 
 
 if __name__ == "__main__":
-    main()
+    run_command("bert.py", main)

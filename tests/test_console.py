@@ -88,17 +88,6 @@ def test_the_first_line_and_ctrl_c_while_libraries_are_imported(words):
         assert (said, error) == ("" if quiet else "loading PyTorch\n", "interrupted\n")
 
 
-def test_the_first_line_comes_before_torch():
-    """And Ctrl-C during the imports is one line."""
-    started = time.monotonic()
-    process = start([sys.executable, "train.py", "--stage", "adapter"])
-    assert process.stdout.readline() == "train.py: loading PyTorch\n"
-    assert time.monotonic() - started < 2
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert (process.returncode, error) == (130, "train.py: interrupted\n")
-
-
 @pytest.mark.parametrize("name", thorough_after_first("SIGINT", "SIGTERM", "SIGHUP"))
 def test_signals(name, train, tmp_path):
     """Each stops the run, which can be continued."""

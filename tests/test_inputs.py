@@ -9,7 +9,6 @@ import gzip
 import importlib
 import json
 import os
-import random
 import shlex
 import shutil
 import signal
@@ -26,7 +25,7 @@ from safetensors.torch import load_file, save_file
 import data
 import train
 from bert import Bert, BertConfig
-from conftest import VOCABULARY, cli, thorough, write_rows
+from conftest import VOCABULARY, cli, write_rows
 from formats.tokenizer import load_tokenizer
 
 ROOT = Path(train.__file__).parent
@@ -698,19 +697,6 @@ def test_a_user_sees_one_line(box):
     assert done.stderr.count("\n") == 1 and "line 1: label 7 is not one of entail" in done.stderr
 
 
-@thorough
-def test_a_line_of_100_MB(box):
-    put("data/rte/train.jsonl", pair(b"0", b'"' + b"the " * 25_000_000 + b'"'))()
-    with open("stderr", "w") as error:
-        process = subprocess.Popen([sys.executable, ROOT / "train.py", *TRAIN], stderr=error)
-        _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    said, unit = Path("stderr").read_text(), 1 if sys.platform == "darwin" else 1024
-    assert process.returncode == 2 and said.count("\n") == 1
-    assert "train.jsonl, line 1" in said and "100,000,000 characters" in said
-    assert usage.ru_maxrss * unit < 2.5e9 and not Path("out").exists()
-
-
 # --------------------------------------------------------------------------------------------------
 # What only looks wrong
 
@@ -805,30 +791,6 @@ def test_the_digest_is_of_the_numbers(box):
     first.layers[1].query.bias.data[3] += 1e-7
     first.save_pretrained("other")
     assert Bert.from_pretrained("other").digest != first.digest
-
-
-def damaged(value, rng):
-    """A JSON value with one place changed."""
-    value = part = json.loads(json.dumps(value))
-    while True:
-        key = rng.choice(list(part) if isinstance(part, dict) else range(len(part)))
-        if isinstance(part[key], (dict, list)) and part[key] and rng.random() < 0.8:
-            part = part[key]
-            continue
-        part[key] = rng.choice([None, -1, 2**40, "", "x" * 1000, [], {}, True, 1e300])
-        return value
-
-
-def test_damaged_tokenizers(box):
-    """They load, or are refused in a line. A panic of the Rust side is no Exception."""
-    rng = random.Random(int(os.environ["SEED"]))
-    source = json.loads((ROOT / "tests/golden/roberta/encoder/tokenizer.json").read_text())
-    for _ in range(100):
-        put("model/tokenizer.json", json.dumps(damaged(source, rng)))()
-        try:
-            load_tokenizer("model", 32, 10**6, 2).encode("a text", "another")
-        except ValueError as e:
-            assert "model" in str(e) and "\n" not in str(e)
 
 
 def test_out_of_memory_while_the_model_is_built(box, refused, monkeypatch):

@@ -430,8 +430,7 @@ def test_interrupted_and_resumed_is_the_same(name, trained, monkeypatch, tmp_pat
     }
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
     # and it is what was evaluated in training
-    args = evaluate.arguments([str(tmp_path / "cut"), "--device", "cpu"])
-    result = evaluate.evaluate_run(args)
+    result = evaluate.main([str(tmp_path / "cut"), "--device", "cpu"])
     config = json.loads((tmp_path / "cut" / "config.json").read_text())
     assert result[config["score"]] == whole[config["score"]]
 

@@ -209,4 +209,4 @@ def test_each_task_has_its_own_length(launch, tmp_path, monkeypatch):
     launch(f"{MULTITASK} --epochs 1 --steps-per-epoch 2", out=tmp_path / "run")
     assert seen == lengths
     assert json.loads((tmp_path / "run" / "config.json").read_text())["max_length"] == lengths
-    assert load_run(tmp_path / "run", task="rte")[2]["max_length"] == 31
+    assert load_run(tmp_path / "run", task="rte").config["max_length"] == 31

@@ -275,12 +275,9 @@ def others(launch, runs, registered, tmp_path_factory):
         (prune.main, "even", "fusions like this one (EvenFusion) cannot be pruned"),
     ],
 )
-def test_another_kind_is_refused_by_name(others, tmp_path, capsys, main, run, say):
+def test_another_kind_is_refused_by_name(others, tmp_path, refused, main, run, say):
     options = ["--keep", "1"] if main is prune.main else []
-    with pytest.raises(SystemExit) as exit:
-        main([str(others / run), *options, "--out", str(tmp_path / "out")])
-    error = capsys.readouterr().err
-    assert exit.value.code == 2 and error.count("\n") == 1 and say in error, error
+    refused([others / run, *options, "--out", tmp_path / "out"], say, main=main)
     assert not list(tmp_path.iterdir())
 
 

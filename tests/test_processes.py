@@ -8,20 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import bert
 import child
 import train
-from adapter import AdapterConfig, Head, add_adapter
 from conftest import cli, of_stage, thorough, thorough_after_first
-from runtime import processes
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 
@@ -118,23 +113,6 @@ def test_fewer_examples_than_processes(command, data_dir, tmp_path):
     assert log_of(many)[1] == log_of(one)[1]
 
 
-@pytest.mark.parametrize("world", range(1, 6))
-def test_every_example_once(world, monkeypatch):
-    for size in (1, 2, 3, 7, 16, 33):
-        for count in (1, 2, 5):
-            seen, total = [], 0
-            for rank in range(world):
-                place = rank, world
-                monkeypatch.setattr(processes, "rank_and_world_size", lambda place=place: place)
-                parts = processes.micro_batches(np.arange(size), count)
-                assert 1 <= len(parts) <= count and all(len(examples) for _, examples in parts)
-                seen += [i for weight, examples in parts if weight > 0 for i in examples]
-                total += sum(weight for weight, _ in parts)
-                for weight, examples in parts:
-                    assert weight in (0, pytest.approx(len(examples) / size))
-            assert sorted(seen) == list(range(size)) and total == pytest.approx(1)
-
-
 # --------------------------------------------------------------------------------------------------
 # One of them is stopped. The functions are called in its process
 
@@ -162,12 +140,6 @@ def run_out(_):
 
 def explode(loss):
     return loss * float("inf")
-
-
-def take_longer(factor):
-    """Whatever it waits for takes longer."""
-    sleep = time.sleep
-    time.sleep = lambda seconds: sleep(factor * seconds)
 
 
 def die_in(module, name):
@@ -242,15 +214,6 @@ def test_killed_in_any_phase(rank, phase, command, undisturbed, tmp_path):
     assert_same_bits(out, undisturbed)
 
 
-def test_a_silent_process_does_not_end_first(command, tmp_path):
-    """torchrun would end the one that says why."""
-    output, before = tmp_path / "output", {0: [(time.sleep, 1)], 1: [(take_longer, 20)]}
-    started = start(2, command("adapter", tmp_path / "a", "--lr -1"), output, before)
-    assert child.finish(started[0], f"{output}.0")[0] == 2
-    assert child.wait(started[1], 0) is None
-    started[1].kill()
-
-
 def test_errors_end_all_processes(command, tmp_path):
     """With one line, and never a traceback."""
 
@@ -288,14 +251,3 @@ def test_as_a_user_starts_it(command, tmp_path):
     _, errors = process.communicate(timeout=60)
     assert f"train.py: interrupted, continue with --resume --out {tmp_path / 'run'}" in errors
     assert (tmp_path / "run" / "resume.pt").exists()
-
-
-def test_bytes_per_step():
-    """What BERT-base's processes exchange: gradients of the Pfeiffer adapters (16) and of the
-    head."""
-    with torch.device("meta"):
-        model = bert.Bert(bert.BertConfig(30522, 768, 12, 12, 3072)).requires_grad_(False)
-        add_adapter(model, "rte", AdapterConfig.pfeiffer())
-    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == 894_528
-    head = Head({"head_type": "classification", "num_labels": 2, "layers": 2}, model.config)
-    assert sum(p.numel() for p in head.parameters()) == 592_130

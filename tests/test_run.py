@@ -13,7 +13,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -26,8 +25,7 @@ from safetensors.torch import load_file, save_file
 import child
 import train
 from bert import Bert
-from conftest import assert_equal, cli, compiles, content, of_stage, thorough, thorough_after_first
-from formats.files import atomic_write, write_json, write_tensors
+from conftest import assert_equal, cli, compiles, content, of_stage, thorough_after_first
 from runtime.command import run_command
 
 ROOT = Path(train.__file__).parent
@@ -70,32 +68,6 @@ def whole(command, tmp_path_factory):
 
 # --------------------------------------------------------------------------------------------------
 # Killed
-
-
-@every_stage
-def test_killed_at_random_moments(stage, command, whole, tmp_path):
-    """kill -9 after a random time, anywhere from the start-up to the last file; then --resume, and
-    again."""
-    reference, seconds, _ = whole[stage]
-
-    def life(worker):
-        rng, kills, directory = random.Random(f"{SEED} {stage} {worker}"), 0, 0
-        while True:
-            out, output = tmp_path / f"{worker}.{directory}", tmp_path / f"{worker}.output"
-            process = child.start(command(stage, out, "--resume"), output)
-            if kills < KILLS / 2 and child.wait(process, rng.uniform(0, seconds)) is None:
-                process.kill()
-                kills += child.wait(process) == -9
-                continue
-            status, text = child.finish(process, output)
-            assert status == 0, text
-            assert_equal(out, reference)
-            if kills >= KILLS / 2:
-                return kills
-            directory += 1
-
-    with ThreadPoolExecutor(2) as pool:
-        assert sum(pool.map(life, range(2))) >= KILLS
 
 
 @every_stage
@@ -453,50 +425,6 @@ def test_a_full_disk(stage, at_the_end, command, whole, tmp_path):
     assert_equal(tmp_path / "result", whole[stage][0])
 
 
-def on_disks_of_all_sizes(directory, result):
-    """To be called in a child: writes a state, tensors and JSON where so many bytes are left, for
-    many numbers, and then ends the process."""
-    mounted = small_disk(directory)
-    path, ballast = directory / "file", directory / "ballast"
-    values, old = {"x": torch.ones(40_000)}, b"the old file"  # 160 kB
-
-    def state(path):
-        with atomic_write(path) as temporary, open(temporary, "wb") as file:
-            torch.save(values, file)
-
-    writers = [state, lambda path: write_tensors(path, values)]
-    writers.append(lambda path: write_json(path, {"x": "a" * 100_000}))
-    counts = {}
-    for i, write in enumerate(writers):
-        for left in range(0, 240_000, 4096 if mounted else 10_000):
-            path.write_bytes(old)
-            if mounted:
-                ballast.write_bytes(bytes(500_000 - left - 8192))
-            else:
-                limit_file_size(left)
-            try:
-                write(path)
-                end = "written"
-            except (OSError, RuntimeError):  # the latter is PyTorch's
-                end = "refused"
-            assert (path.read_bytes() == old) == (end == "refused")
-            counts[f"{i} {end}"] = counts.get(f"{i} {end}", 0) + 1
-            limit_file_size()
-            assert {*os.listdir(directory)} <= {"file", "ballast"}, os.listdir(directory)
-            path.unlink(), ballast.unlink(missing_ok=True)
-    result.write_text(json.dumps(counts))
-    os._exit(0)
-
-
-def test_full_disks_over_a_range_of_sizes(tmp_path):
-    """The old file is intact or the new one is there; no temporary file is left."""
-    before = [(on_disks_of_all_sizes, tmp_path / "disk", tmp_path / "result")]
-    status, text = child.finish(child.start([], tmp_path / "output", before), tmp_path / "output")
-    assert status == 0, text
-    counts = json.loads((tmp_path / "result").read_text())
-    assert len(counts) == 6 and min(counts.values()) >= 5, counts
-
-
 def read_only(directory, run):
     """To be called in a child: `directory` holds a copy of `run`, and cannot be written to."""
     mounted = small_disk(directory)
@@ -615,62 +543,6 @@ def test_compile_without_a_compiler(command, refused, tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     refused(command("adapter", tmp_path / "run", "--compile"), "--compile needs a C++ compiler")
     assert not (tmp_path / "run").exists()
-
-
-@thorough
-def test_a_compiler_that_fails(command, tmp_path):
-    """Or what it has left in PyTorch's cache. A process of its own: PyTorch reads CXX once."""
-    environment = {"CXX": "false", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    words = [sys.executable, ROOT / "train.py", *command("adapter", tmp_path / "run", "--compile")]
-    environment = {**os.environ, **environment}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    for text in ("--compile failed (InvalidCxxCompiler: ", "without it", str(tmp_path / "cache")):
-        assert text in done.stderr
-
-
-def test_a_compiler_that_a_signal_has_ended(command, at_step, tmp_path):
-    """Ctrl-C in a terminal ends the C++ compiler, too: then it is not this that has failed."""
-    from torch._dynamo.exc import BackendCompilerFailed
-
-    def stop():
-        os.kill(os.getpid(), signal.SIGINT)
-        raise BackendCompilerFailed(print, RuntimeError("C++ compile error"), None)
-
-    at_step(1, stop)
-    with pytest.raises(KeyboardInterrupt, match="^interrupted$"):
-        train.main(command("adapter", tmp_path / "run"))
-
-
-@thorough
-def test_compiling_processes_do_not_hear_signals(tmp_path):
-    """PyTorch has them for a GPU, and waits forever for those that a signal has ended. Here it has
-    none, the test makes it believe otherwise."""
-    code = """
-import os, signal, time, types
-import torch._inductor.async_compile as inductor
-from runtime.kernels import compile_layers
-signal.signal(signal.SIGTERM, lambda *_: print("heard", flush=True))
-inductor.has_triton_package = lambda: True
-compile_layers(types.SimpleNamespace(layers=[]))
-pool = inductor.AsyncCompile.process_pool()
-pool.submit(os.getpid).result()
-work = pool.submit(time.sleep, 1)
-print("here", flush=True)
-work.result()
-print("done", flush=True)
-"""
-    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
-    options = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
-    words = [sys.executable, "-c", code]
-    process = subprocess.Popen(words, cwd=ROOT, env=environment, **options)
-    assert process.stdout.readline() == "here\n"
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        assert process.communicate(timeout=30)[0] == "heard\ndone\n"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 @compiles

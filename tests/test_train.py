@@ -18,7 +18,7 @@ from adapter import AdapterConfig, activate, add_adapter, load_adapter
 from bert import Bert
 from conftest import cli, dev_batches, of_stage, sentence, write_rows
 from experiments.load_run import load_run
-from fusion import add_fusion, fusion_regularization, fusion_weights
+from fusion import add_fusion
 
 STAGES = pytest.mark.parametrize("stage", ["adapter", "fusion", "head", "full"])
 
@@ -51,11 +51,6 @@ def logits_of(run, batches, **options):
     bert, head, _ = load_run(run, **options)
     with torch.inference_mode():
         return torch.cat([train.predict(bert, head, batch, bert.dtype) for batch in batches])
-
-
-def right_answers(run, batches):
-    labels = torch.cat([batch["labels"] for batch in batches])
-    return (logits_of(run, batches).argmax(-1) == labels).float().mean().item()
 
 
 @STAGES
@@ -92,21 +87,23 @@ def test_a_stage_trains_exactly_what_it_should(stage, launch, runs, berts, befor
 
 
 def test_requires_grad_is_the_contract(encoder, runs):
-    def trainable(bert):
-        return {name for name, p in bert.named_parameters() if p.requires_grad}
+    """What is added is trained; what is loaded or activated is frozen."""
+
+    def trainable(part="no name"):
+        trained = {name for name, p in bert.named_parameters() if p.requires_grad}
+        return trained == {name for name, _ in bert.named_parameters() if part in name}
 
     bert = Bert.from_pretrained(encoder)
-    assert not trainable(bert) and not bert.training
+    assert trainable() and not bert.training
     load_adapter(bert, runs / "rte")
-    assert not trainable(bert)
+    assert trainable()
     add_adapter(bert, "new", AdapterConfig.houlsby(reduction_factor=4))
-    names = [name for name, _ in bert.named_parameters()]
-    assert trainable(bert) == {name for name in names if ".adapters.new." in name}
+    assert trainable(".adapters.new.")
     activate(bert, "rte")
-    assert not trainable(bert)
+    assert trainable()
     load_adapter(bert, runs / "sst2")
     add_fusion(bert, ["rte", "sst2"])
-    assert trainable(bert) == {name for name, _ in bert.named_parameters() if ".fusion." in name}
+    assert trainable(".fusion.")
 
 
 def test_run_directories(runs):
@@ -154,7 +151,7 @@ def test_a_run_reloads_exactly(stage, launch, encoder, data_dir, runs, tmp_path,
 def test_it_learns(launch, tmp_path):
     """Classification and multiple choice, your own tasks, far above chance on held-out examples."""
     rng = random.Random(1)
-    for split, n in (("train", 600), ("validation", 200)):
+    for split, n in (("train", 400), ("validation", 100)):
         texts = [sentence(rng, 5) for _ in range(n)]
         labels = ["cat" if "cat" in text or "dog" in text else "none" for text in texts]
         pairs = zip(texts, labels, strict=True)
@@ -166,18 +163,11 @@ def test_it_learns(launch, tmp_path):
             choices[i % 3] += " yes"
             affirmations.append({"choices": choices, "label": i % 3})
         write_rows(tmp_path / "data" / "affirm" / f"{split}.jsonl", affirmations)
-    options = "--epochs 8 --lr 1e-2 --batch-size 16 --reduction-factor 2 --stage adapter"
+    options = "--epochs 6 --lr 1e-2 --batch-size 16 --reduction-factor 2 --stage adapter"
     for task, chance in (("animal", 0.65), ("affirm", 0.35)):
         places = {"data_dir": tmp_path / "data", "out": tmp_path / task}
         assert launch(options, task=task, **places)["accuracy"] > chance + 0.2
     assert json.loads((tmp_path / "animal/config.json").read_text())["labels"] == ["cat", "none"]
-
-
-def test_the_best_epoch_is_what_is_saved(launch, encoder, data_dir, tmp_path):
-    words = "--stage adapter --task sst2 --epochs 6 --lr 2e-2"
-    result = launch(words, out=tmp_path / "run")
-    found = right_answers(tmp_path / "run", dev_batches(encoder, data_dir, "sst2"))
-    assert found == pytest.approx(result["accuracy"], abs=1e-6)
 
 
 def test_early_stopping(launch, tmp_path):
@@ -197,20 +187,6 @@ def test_limits_are_drawn_with_the_seed(launch, tmp_path):
         digests.append(json.loads((tmp_path / str(i) / "config.json").read_text())["data_sha256"])
         weights.append((tmp_path / str(i) / "adapter.safetensors").read_bytes())
     assert digests[0] == digests[1] != digests[2] and weights[0] == weights[1] != weights[2]
-
-
-def test_fusion_regularization_enters_the_loss_and_weights_sum_to_one(encoder, data_dir, runs):
-    bert = Bert.from_pretrained(encoder)
-    for name in ("rte", "sst2"):
-        load_adapter(bert, runs / name)
-    add_fusion(bert, ["rte", "sst2"])
-    two_layers = 2 * 0.01 * 32 * 31 * 1e-12
-    assert fusion_regularization(bert).item() == pytest.approx(two_layers, rel=1e-3)
-    batch = dev_batches(encoder, data_dir)[0]
-    bert(batch["input_ids"], batch["token_type_ids"], batch["attention_mask"])
-    weights = fusion_weights(bert)
-    assert set(weights) == {(0, "output"), (1, "output")}
-    assert all(torch.allclose(s.sum(-1), torch.ones(s.shape[:2])) for s in weights.values())
 
 
 @pytest.mark.parametrize("run, task", [("fusion-rte", "rte"), ("pick", "pick")])
