@@ -4,6 +4,7 @@ A tensor in them is called by its slot and its part: ("encoder.layer.3.output",
 "adapter_up.weight").
 """
 
+import hashlib
 import math
 import os
 import re
@@ -662,6 +663,41 @@ def refuse_or_note(problem, allow):
     if not allow:
         raise ValueError(f"{problem}: --allow-other-encoder takes it all the same")
     print(f"note: {problem}")
+
+
+def find_adapters(sources, kinds, encoder, model, digest, allow_other_encoder=False):
+    """
+    {name: directory} of saved adapters that are to be fused. sources: directories, hub ids, pairs
+    (name, directory), or "paper" for its authors' 16; encoder: its configuration, model: its name,
+    digest: that of its weights. Raises ValueError if two have the same name, or if one was trained
+    on another encoder; FileNotFoundError for one that is not there.
+    """
+    named, found = [], {}
+    for source in sources:
+        if source == "paper":
+            named += paper_adapters(encoder.model_type)
+        else:
+            named.append(source if isinstance(source, tuple) else (None, source))
+    for name, source in named:
+        directory = fetch(source)
+        name, _, values = read_adapter_config(directory, kinds, name)
+        for other in found:  # rte and RTE are one name to some file systems
+            if other.lower() == name.lower():
+                both = f"{found[other]} and {directory}"
+                raise ValueError(f"two adapters are called {name!r}: {both}")
+        check_encoder(source, directory, values, model, digest, allow_other_encoder)
+        found[name] = directory
+    return found
+
+
+def digest(directory, kinds):
+    """SHA-256 of a saved adapter: its configuration and tensors, whatever its name and its kind of
+    file."""
+    saved = read_adapter(directory, kinds)
+    result = hashlib.sha256(repr(saved.config).encode())
+    for key, tensor in sorted(saved.tensors.items()):
+        result.update(repr(key).encode() + tensor.float().numpy().tobytes())
+    return result.hexdigest()
 
 
 def run_encoder(directory):
