@@ -27,7 +27,6 @@ from pathlib import Path
 
 import train
 from adapter import ADAPTERS
-from bert import Bert
 from experiments import grid, report
 from formats.adapterhub import without_effect
 from runtime import settings
@@ -163,9 +162,8 @@ def label(step, name):
 class Search:
     options: Options
     best: dict  # task: {field: value}, what its steps have chosen
-    places: dict = field(
-        default_factory=dict
-    )  # (task, step): {option: {factor: [run of each seed]}}
+    # (task, step): {option: {factor: [name of each seed's run]}}
+    places: dict = field(default_factory=dict)
     results: dict = field(default_factory=dict)  # name: closing line
     failed: dict = field(default_factory=dict)  # name: reason
     skipped: dict = field(default_factory=dict)  # (task, step): {option: reason}
@@ -179,13 +177,12 @@ class Search:
             by_factor = self.places.setdefault((task, step), {}).setdefault(option, {})
             for factor in factors:
                 size = [] if factor is None else ["--reduction-factor", f"{factor:g}"]
-                by_factor[factor] = [
-                    "-".join([task, name, *size[1:], str(s)]) for s in self.options.seeds
-                ]
-                for seed, cell in zip(self.options.seeds, by_factor[factor], strict=True):
+                by_factor[factor] = []
+                for seed in self.options.seeds:
+                    run = "-".join([task, name, *size[1:], str(seed)])
                     given = ["--task", task, *words, *size]
-                    command = grid.command(self.options, stage, given, seed)
-                    cells[cell] = grid.Cell(cell, command)
+                    cells[run] = grid.Cell(run, grid.command(self.options, stage, given, seed))
+                    by_factor[factor].append(run)
 
         factors = self.options.reduction_factors
         for task in tasks:
@@ -432,13 +429,13 @@ def main(argv=None):
     grid.train_examples(options.tasks, options.data_dir)  # whatever is not there is found now
     search = Search(options, best={task: {} for task in options.tasks})
     cells = search.build(options.tasks, "position")
-    grid.check(cells)
+    commands = [grid.settings_of(cell, options.out) for cell in cells]  # wrong ones are found now
     if options.plan:
         return search.plan()
-    bert = Bert.from_pretrained(options.model)
-    for cell in cells:  # a factor that leaves no bottleneck would be found by the last runs
-        if "adapter" in cell.command:
-            train.new_adapter_config(grid.settings_of(cell, options.out), bert)
+    bert = grid.encoder(options.model)
+    for command in commands:  # and so is a factor that leaves no bottleneck
+        if command.stage == "adapter":
+            train.new_adapter_config(command, bert)
     search.run(bert.config)
 
 

@@ -15,6 +15,7 @@ adapters: for a finished run by `train.finished_result`, for any other by --resu
 
 import contextlib
 import datetime
+import functools
 import os
 import shlex
 import shutil
@@ -30,10 +31,11 @@ import torch
 
 import data
 import train
+from bert import Bert
 from formats.rows import read_split
 from runtime.directory import check_idle, is_finished
 from runtime.processes import deferred_signals, end_with_parent
-from runtime.settings import COUNT, SEED, argument, option, parse
+from runtime.settings import COUNT, SEED, argument, like, option, parse
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 INTERRUPTED = "interrupted; the same command goes on from here"
@@ -52,8 +54,8 @@ def stage_options(stage):
 class Options:
     """The options that all grids share."""
 
-    model: str = option("google-bert/bert-base-uncased", "encoder: a directory or a hub id")
-    data_dir: str | None = option(None, "directory with TASK/train.jsonl; without it: the hub")
+    model: str = like(train.Settings, "model", group=None)
+    data_dir: str | None = like(train.Settings, "data_dir", group=None)
     tasks: tuple = option(())
     seeds: tuple[int, ...] = option((0,), valid=SEED)
     out: Path = option(Path("runs/grid"), "directory of all runs and results")
@@ -123,13 +125,14 @@ def words_of(cell, out):
 
 
 def settings_of(cell, out):
-    return train.arguments(words_of(cell, out))
+    """Raises ValueError for a command that train.py would refuse before it loads anything."""
+    return parse(train.Settings, words_of(cell, out), "train.py", "").resolved()
 
 
-def check(cells):
-    """Raises ValueError for a cell that train.py would refuse before it loads anything."""
-    for cell in cells:
-        train.check(settings_of(cell, Path("a directory that is not there")))
+@functools.lru_cache(1)
+def encoder(source):
+    """Loaded once for all the cells that are compared with it."""
+    return Bert.from_pretrained(source)
 
 
 def train_examples(tasks, data_dir):
@@ -140,11 +143,14 @@ def train_examples(tasks, data_dir):
     return {task.name: len(read_split(task, "train", data_dir)[1]) for task in found}
 
 
-def result_of(cell, out):
+def result_of(cell, options):
     """The closing line of a finished cell, else None. Raises ValueError if it was made by another
     command than today's, or from other data, weights or adapters."""
-    if is_finished(out / "runs" / cell.name):
-        return train.finished_result(settings_of(cell, out))
+    if not is_finished(options.out / "runs" / cell.name):
+        return None
+    settings = settings_of(cell, options.out)
+    own = settings.model != options.model  # another run's, which may be made anew meanwhile
+    return train.finished_result(settings, None if own else encoder(options.model))
 
 
 def finished(cells, options):
@@ -156,13 +162,12 @@ def finished(cells, options):
             other[cell.name] = "made from another run"
         elif results.keys() >= {*cell.needs}:  # else --resume compares it once they are finished
             try:
-                if result := result_of(cell, options.out):
+                if result := result_of(cell, options):
                     results[cell.name] = result
             except ValueError as e:
                 other[cell.name] = str(e)
     if other and not options.overwrite:
-        reason, many = next(iter(other.values())), len(other)
-        raise ValueError(f"{reason}: choose another --out, or --overwrite such runs ({many})")
+        raise ValueError(f"{next(iter(other.values()))} (such runs: {len(other)})")
     paths = [options.out / "runs" / name for name in other]
     return results, [path for path in paths if path.exists()]
 
@@ -206,7 +211,7 @@ def run(cells, options, part=(0, 1)):
     def settle(cell, process, started):
         reason, took = failure(cell, out, process.returncode), time.monotonic() - started
         try:
-            result = result_of(cell, out)
+            result = result_of(cell, options)
         except (ValueError, OSError) as e:
             result, reason = None, str(e)
         if result is None:
@@ -215,9 +220,8 @@ def run(cells, options, part=(0, 1)):
         else:  # also where the loss diverged, and the best epoch was kept
             results[cell.name] = result
             seconds.append(took)
-            text = (
-                f"{100 * accuracy(result):.2f} %, {took:.0f} s{f' (note: {reason})' * bool(reason)}"
-            )
+            note = f" (note: {reason})" if reason else ""
+            text = f"{100 * accuracy(result):.2f} %, {took:.0f} s{note}"
         left, mean = len(todo) + len(running), statistics.mean(seconds or [0])
         text += f"; {left} left"
         if left and mean:

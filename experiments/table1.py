@@ -34,7 +34,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import data
-from bert import Bert
 from experiments import figure4, grid, report
 from experiments.report import two_decimals
 from formats.files import read_json, write_json
@@ -189,13 +188,8 @@ class Runs:
             source = other != task
             of_seed = self.source_seed(other, seed) if source else seed
             needs.append(self.single("st_a_16", other, of_seed, source))
-        words = [
-            "fusion",
-            "--task",
-            task,
-            "--adapters",
-            *(f"{{out}}/runs/{need}" for need in needs),
-        ]
+        adapters = [f"{{out}}/runs/{need}" for need in needs]
+        words = ["fusion", "--task", task, "--adapters", *adapters]
         return self.add(f"fusion_st_a-{task}", words, task, seed, needs=needs)
 
     def fusion_of_joint_adapters(self, task, seed):
@@ -457,9 +451,8 @@ def weights_tables(path, options, cells, places, results):
             title = f"{SYSTEMS[system]}: mean weight of each adapter"
             texts += [f"## {title}\n", report.markdown(lines, ["target", *options.tasks])]
     if rows:
-        report.write_csv(
-            path, ["system", "target", "seed", "layer", "place", "adapter", "weight"], rows
-        )
+        header = "system target seed layer place adapter weight".split()
+        report.write_csv(path, header, rows)
         texts.append(
             f"Averaged over the real tokens of the development set (at most {WEIGHT_EXAMPLES:,} "
             "examples), layers and seeds; the target's own adapter in bold; even weights would be "
@@ -540,10 +533,11 @@ def main(argv=None):
     options = arguments(argv)
     sizes = grid.train_examples(options.tasks, options.data_dir)
     cells, places = build(options, sizes)
-    grid.check(cells)
+    for cell in cells:
+        grid.settings_of(cell, options.out)  # a wrong option is found now
     if options.plan:
         return grid.print_plan(cells, options)
-    config = Bert.from_pretrained(options.model).config  # read whole: it is found now if damaged
+    config = grid.encoder(options.model).config  # if it is damaged, that is found now
     part = part_of(options)
     results, failed = grid.run(cells, options, part)
     if part == (0, 1) or len(results) == len(cells):

@@ -64,12 +64,11 @@ def patch(set_attribute):
     from experiments import figure4, grid
     from formats.files import read_json
 
-    def result_of(cell, out):
-        if not (out / "runs" / cell.name / "metrics.json").exists():
-            return None
-        result = read_json(out / "runs" / cell.name / "metrics.json")
-        if result["words"] != grid.words_of(cell, out):
-            raise ValueError(f"{out / 'runs' / cell.name} is another run")
+    def result_of(cell, options):
+        path = options.out / "runs" / cell.name / "metrics.json"
+        result = read_json(path) if path.exists() else None
+        if result and result["words"] != grid.words_of(cell, options.out):
+            raise ValueError(f"{path.parent} was made by another command")
         return result
 
     def mean_weights(run, *_):
