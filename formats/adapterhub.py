@@ -690,6 +690,20 @@ def find_adapters(sources, kinds, encoder, model, digest, allow_other_encoder=Fa
     return found
 
 
+def encoder_of(sources):
+    """The encoder that the runs among `sources` have recorded; None if none has. Raises ValueError
+    if they differ."""
+    models = {}
+    for source in sources:
+        path = Path(source) / "config.json"
+        if path.is_file() and isinstance(model := read_json(path).get("model"), str):
+            models.setdefault(model, source)
+    if len(models) > 1:
+        found = ", ".join(f"{source} on {model}" for model, source in models.items())
+        raise ValueError(f"--adapters were trained on different encoders ({found}): add --model")
+    return next(iter(models), None)
+
+
 def digest(directory, kinds):
     """SHA-256 of a saved adapter: its configuration and tensors, whatever its name and its kind of
     file."""
@@ -704,11 +718,15 @@ def run_encoder(directory):
     """The digest of the encoder that a run's adapters belong to, from the directory of the run, or
     of an adapter in it: the one it was trained on, or for multi-task training, which changes the
     encoder, the one it ended with. None where no run says."""
-    places = [Path(directory), Path(directory).parent.parent]
+    name, places = Path(directory).name, [Path(directory), Path(directory).parent.parent]
     if Path(directory).parent.name != "adapters":
         places.pop()
     for path in (place / "config.json" for place in places):
         config = read_json(path) if path.is_file() else {}
+        if name in config.get(
+            "adapter_encoders", ()
+        ):  # a fusion's copies, also those of --allow-other-encoder
+            return config["adapter_encoders"][name]
         if config.get("stage") in ("adapter", "fusion"):
             return config.get("encoder_sha256")
         if config.get("stage") == "multitask":

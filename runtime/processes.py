@@ -131,5 +131,6 @@ def report_out_of_memory():
 
 
 def out_of_memory(error):
-    # the latter on a CPU
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    # the last two on a CPU: PyTorch's allocator, and oneDNN
+    words = "can't allocate memory", "could not create a primitive"
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)

@@ -320,8 +320,9 @@ class Run:
             "gradients, or start again with a smaller --batch-size"
         )
 
-    def finish(self, state):
-        """Makes the run a finished one, and returns the closing line."""
+    def finish(self, state, failure=None):
+        """Makes the run a finished one, and returns the closing line. Raises `failure`, which has
+        ended the training after an epoch that is kept."""
         c, means = self.config, mean_scores(state.best_scores)
         if "loss" in means:
             means["dev_loss"] = means.pop("loss")
@@ -338,6 +339,8 @@ class Run:
             # last: a directory with it is a finished run
             write_json(self.out / "metrics.json", result)
             (self.out / "resume.pt").unlink(missing_ok=True)
+        if failure is not None:
+            raise failure
         self.print_on_rank_0(*self.closing_words(state, result))
         return result
 
@@ -365,6 +368,11 @@ class Run:
                 more = round((accuracy - share) * result["dev_examples"])
                 of = f"{more} of {result['dev_examples']} development examples"
                 yield f"{comparison}: {of} more than it"
+        if settings.stage == "adapter" and result["train_examples"] < 2000 and settings.lr <= 1e-4:
+            yield (
+                "hint: on a few hundred examples --lr 5e-4 to 1e-3 and more --epochs did better in "
+                "docs/results.md than the paper's 1e-4"
+            )
         yield f"next: {next_command(self.out, self.config)}"
 
 
@@ -429,7 +437,7 @@ def describe_encoder(bert):
     return {"encoder_sha256": bert.digest, "tokenizer_sha256": tokenizer_digest(tokenizer)}
 
 
-def describe_data(tasks, train_sets, dev_sets):
+def describe_data(train_sets, dev_sets):
     """A digest of all tokens and labels, the revision of the hub's data, and the sizes."""
     digest = hashlib.sha256()
     for split in (*train_sets, *dev_sets):

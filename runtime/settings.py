@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import types
 import typing
 from pathlib import Path
@@ -38,9 +39,10 @@ def option(default=None, help="", **details):
 
     details: choices; metavar; valid, a pair as above; action, which makes something of each word;
     group, the heading over it in --help; required; recorded=False, for what a run does not record;
-    free=True, for what may differ between a run and the command that resumes it (see `free_names`);
-    flag, another name, or None for a field that is no option; and whatever the dataclass itself
-    wants to know of its fields. choices may be a function that returns them.
+    env, a variable of the environment that sets the default; free=True, for what may differ between
+    a run and the command that resumes it (see `free_names`); flag, another name, or None for a
+    field that is no option; and whatever the dataclass itself wants to know of its fields. choices
+    may be a function that returns them.
     """
     metadata = {"help": help, **details}
     if isinstance(default, dict):
@@ -124,6 +126,9 @@ def add_option(parser, field, hint):
     kind = one[0] if isinstance(hint, types.UnionType) else hint  # int | None -> int
     several = typing.get_origin(kind) or kind
     given = {"help": details["help"], "default": default}
+    if env := details.get("env"):
+        given["help"] += f"; the variable {env} in the environment sets it"
+        given["default"] = os.environ.get(env, default)
     if several is bool:
         given["action"] = "store_true"
     elif several in (tuple, dict):

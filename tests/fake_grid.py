@@ -109,12 +109,13 @@ class Fake:
         return [*words, "--", "--device", "cpu", *rest.split()]
 
     def __call__(self, text="", **options):
+        return self.exit_status(self.words(text, **options))
+
+    def exit_status(self, words):
         from runtime.command import run_command
 
         try:
-            run_command(
-                self.grid.__name__.split(".")[-1], self.grid.main, self.words(text, **options)
-            )
+            run_command(self.grid.__name__.split(".")[-1], self.grid.main, words)
         except SystemExit as e:
             return e.code
         return 0
