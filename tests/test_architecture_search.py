@@ -295,10 +295,8 @@ def test_a_search_for_real(encoder, data_dir, tmp_path, monkeypatch):
         if (name := f"sst2-{search.architecture(config)}-8-0") in names:
             bert, _, _ = load_run(tmp_path / "real" / "runs" / name)
             slots = [slot.adapters for _, slot in bert.slots() if "sst2" in slot.adapters]
-            assert search.changes(slots[0]["sst2"].config) == [
-                *search.changes(config),
-                "reduction_factor=8",
-            ]
+            made = search.changes(slots[0]["sst2"].config)
+            assert {*made} == {*search.changes(config), "reduction_factor=8"}
             assert len(slots) == 2 * (config.mh_adapter + config.output_adapter)
     rows, best = rows_of(tmp_path / "real"), {}
     for step in search.STEPS:  # the search by hand
