@@ -32,6 +32,7 @@ import torch
 import data
 import train
 from bert import Bert
+from formats.files import read_json
 from formats.rows import read_split
 from runtime.directory import check_idle, is_finished
 from runtime.processes import deferred_signals, end_with_parent
@@ -159,13 +160,24 @@ def result_of(cell, options):
     return train.finished_result(settings, None if own else encoder(options.model))
 
 
+def begun_otherwise(cell, out):
+    """Whether an unfinished cell is that of another command."""
+    path = out / "runs" / cell.name / "config.json"
+    if is_finished(path.parent) or not path.exists():
+        return False
+    return shlex.split(read_json(path)["command"])[1:] != words_of(cell, out)
+
+
 def finished(cells, options):
     """({name: closing line} of finished cells, [directories that --overwrite is to remove]). Raises
-    ValueError for a cell that was made otherwise, without --overwrite."""
+    ValueError for a finished cell that was made otherwise, without --overwrite; of an unfinished
+    one, --resume will say so."""
     results, other = {}, {}
     for cell in cells:
         if not other.keys().isdisjoint(cell.needs):
             other[cell.name] = "made from another run"
+        elif options.overwrite and begun_otherwise(cell, options.out):
+            other[cell.name] = "begun by another command"
         elif results.keys() >= {*cell.needs}:  # else --resume compares it once they are finished
             try:
                 if result := result_of(cell, options):
@@ -207,7 +219,8 @@ def run(cells, options, part=(0, 1)):
         possible = {*results, *(earlier.name for earlier in todo)}
         if cell.name not in results and possible.issuperset(cell.needs):
             todo.append(cell)
-    cuda = torch.cuda.is_available() and settings_of(cells[0], out).device in ("auto", "cuda")
+    asked = {settings_of(cell, out).device for cell in cells[:1]}
+    cuda = torch.cuda.is_available() and asked <= {"auto", "cuda"}
     jobs = options.jobs or (torch.cuda.device_count() if cuda else 1)
     print(f"{len(results)} of {len(cells)} runs are finished, {len(todo)} to go", flush=True)
     for cell in todo:
@@ -324,9 +337,8 @@ def environment(slot, jobs, cuda, options):
         own = devices[slot::jobs] or [devices[slot % len(devices)]]
         values["CUDA_VISIBLE_DEVICES"] = ",".join(own)
     if jobs > 1:
-        values.setdefault(
-            "OMP_WAIT_POLICY", "PASSIVE"
-        )  # a waiting thread leaves its core to others
+        # a thread that waits must leave its core to the other jobs
+        values.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if "torchrun" not in options.launch and "torch.distributed" not in options.launch:
             affinity = hasattr(os, "sched_getaffinity")  # macOS has none
             cores = len(os.sched_getaffinity(0)) if affinity else os.cpu_count() or 1
