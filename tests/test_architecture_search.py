@@ -167,19 +167,6 @@ def test_each_step_goes_on_from_the_best(run):
 
 
 @thorough
-def test_the_residual_stays_what_the_second_step_has_chosen(run):
-    """BERT's LayerNorm before, with the residual after it, wins: so it is until the step of the
-    residual compares it with f."""
-    scores = {"original_ln_after=false": 0.01, "residual_before_ln=false": 0.02}
-    assert run.run("--no-extras", scores=scores | {"original_ln_before=false": -0.1}) == 0
-    assert winners(run)["pretrained"] == "before, residual after it"
-    assert winners(run)["residual"] == "LN(f + x)"
-    expected = {"big-top-before-before-ln-relu-2-0", "big-top-before-none-ln-swish-8-0"}
-    assert expected <= {*run.names()}
-    assert "big-top-before-before-f-relu-2-0" not in run.names()
-
-
-@thorough
 def test_what_diverges_has_lost(run, capsys):
     reason = "the loss is nan in epoch 1: stopped, no epoch was finished, nothing is kept"
     run.write("fail", f"big-both-before_after-none-f-relu-2: {reason}")
@@ -203,29 +190,19 @@ def test_figures(run, monkeypatch):
     logarithmic axis, and a line."""
     shown, save = [], report.save_figure
     monkeypatch.setattr(report, "save_figure", lambda *v: (shown.append(v[0]), save(*v)))
-    run.write("fail", "big-both-before_after-none-f-relu-2: no epoch was finished")
-    scores = {"8": 0.1, "full": 0.2}
-    assert run.run("--seeds 0 1", scores=scores) == 1  # without drawing
     run.draws = True
-    assert run.run("--seeds 0 1", scores=scores) == 1
-    for name in ("big.png", "big-2.png"):
-        assert (run.out / name).read_bytes().startswith(b"\x89PNG") and f"({name})" in run.text()
-    first, second = shown[-2:]
-    panels = [*first.axes, *second.axes]
+    run.write("fail", "big-both-before_after-none-f-relu-2: no epoch was finished")
+    assert run.run("--seeds 0 1", scores={"8": 0.1, "full": 0.2}) == 1
+    assert all(f"({name})" in run.text() for name in ("big.png", "big-2.png"))
+    assert (run.out / "big-2.png").read_bytes().startswith(b"\x89PNG")
+    panels = [*shown[-2].axes, *shown[-1].axes]
     assert [len(axes.containers) for axes in panels] == [3, 5, 4, 3, 3, 3]
     for axes in panels:
-        assert axes.get_xscale() == "log"
-        assert [tick.get_text() for tick in axes.get_xticklabels()] == ["2", "8"]
-        assert list(axes.lines[0].get_ydata()) == [70, 70]
-        assert axes.lines[0].get_label() == "full fine-tuning"
+        assert axes.get_xscale() == "log" and list(axes.lines[0].get_ydata()) == [70, 70]
         curves = [curve.lines[0] for curve in axes.containers]
         assert len({line.get_marker() for line in curves}) == len(curves)
-        for line in curves:
+        for line in curves:  # the diverged one has one point
             assert list(zip(*line.get_data(), strict=True)) in ([(2, 50), (8, 60)], [(8, 60)])
-        box = axes.get_legend().get_window_extent()  # in pixels, and inside the figure
-        assert box.x0 >= -1 and box.y0 >= -1 and box.x1 <= first.bbox.x1 + 1
-    lengths = [len(curve.lines[0].get_xdata()) for curve in first.axes[0].containers]
-    assert lengths == [2, 2, 1]  # the diverged one
 
 
 def test_a_failure_stops_its_task_alone(run, capsys):
@@ -260,18 +237,13 @@ def test_plan_writes_nothing(run, capsys):
             "--reduction-factor 64 leaves no bottleneck in hidden size 32",
         ),
         ("--reduction-factors 0.01", "reduction_factor must be a number of at least 0.1"),
-        ("--tasks three", "three"),
-        ("--model nowhere/at/all", "nowhere/at/all"),
         ("--full-options=--epochs=0", "--epochs must be at least 1"),
         ("--adapter-options=--adapter-config=a=1", "does not belong in --adapter-options"),
         ("-- --adapter bapna", "--adapter does not belong behind --"),
     ],
 )
 def test_wrong_input_ends_in_one_line(run, capsys, words, say):
-    own, _, rest = words.partition("-- ")
-    before = run.words(f"-- {rest}", tasks=["big"])
-    behind = before.index("--")
-    assert run.exit_status([*before[:behind], *own.split(), *before[behind:]]) == 2
+    assert run(words, tasks=["big"]) == 2
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 1 and error[0].startswith("architecture_search: ") and say in error[0]
     assert not run.out.exists() and run.log() == []
