@@ -65,6 +65,7 @@ from runtime.settings import (
     SHARE,
     dashed,
     default_of,
+    field_names,
     option,
     parse,
     record,
@@ -271,6 +272,9 @@ class Settings:
             defaults |= {"adapter": "pfeiffer"}
         elif self.stage == "fusion":
             defaults |= {"fusion": "attention"}
+        if adapter := self.adapter or defaults.get("adapter"):
+            if adapter != "none" and "reduction_factor" in field_names(ADAPTERS[adapter]()):
+                defaults["reduction_factor"] = 16.0  # section 4.1
         missing = {name: v for name, v in defaults.items() if getattr(self, name) in (None, ())}
         return replace(self, **missing)
 
@@ -351,20 +355,26 @@ def new_adapter_config(settings, bert):
     preset, changes = ADAPTERS[settings.adapter], dict(settings.adapter_config)
     if (factor := settings.reduction_factor) is not None:
         changes["reduction_factor"] = int(factor) if factor.is_integer() else factor
-    known = [one.name for one in fields(preset())]
+    known = field_names(preset())
     if unknown := [name for name in changes if name not in known]:
         raise ValueError(
             f"--adapter {settings.adapter} has no {unknown[0]!r:.50}, its fields are "
             f"{', '.join(known)}"
         )
-    config = preset(**changes)
+    try:
+        config = preset(**changes)
+    except ValueError as e:
+        raise ValueError(f"--adapter-config: {e}") from e
     if reasons := [
         why for name, why in adapterhub.without_effect(config).items() if name in changes
     ]:
-        raise ValueError(reasons[0])
+        raise ValueError(f"--adapter-config: {reasons[0]}")
     layers, d = len(bert.layers), bert.config.hidden_size
     if not {*getattr(config, "leave_out", ())} <= {*range(layers)}:
-        raise ValueError(f"leave_out has others than the layers 0 .. {layers - 1}")
+        raise ValueError(
+            f"--adapter-config: leave_out {list(config.leave_out)} has others than the layers 0 .. "
+            f"{layers - 1}"
+        )
     if factor is not None and factor > d:
         raise ValueError(f"--reduction-factor {factor:g} leaves no bottleneck in hidden size {d}")
     return config
@@ -646,11 +656,12 @@ def lr_factor(progress, warmup):
 def get_tasks(settings):
     """The Task of every name; it is also the name of an adapter. Raises ValueError and
     FileNotFoundError."""
-    for name in settings.tasks:
-        adapterhub.check_name(name)
-    return [
+    tasks = [
         get_task(name, settings.data_dir, columns=settings.column_names) for name in settings.tasks
     ]
+    for task in tasks:
+        adapterhub.check_name(task.name)
+    return tasks
 
 
 def load_data(settings, tasks, bert):

@@ -68,6 +68,10 @@ def default_of(field):
     return field.default
 
 
+def field_names(options):
+    return [field.name for field in dataclasses.fields(options)]
+
+
 class Parser(argparse.ArgumentParser):
     """One that raises its errors as ValueError, so that they are one line like all others."""
 
