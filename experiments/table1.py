@@ -68,6 +68,11 @@ PAPER = Path(__file__).parent / "paper_results.csv"
 WEIGHT_EXAMPLES = 1000  # fusion weights are means over at most so many development examples
 
 
+def is_part(text):
+    i, _, n = text.partition("/")
+    return i.isdigit() and n.isdigit() and int(i) < int(n)
+
+
 @dataclass(frozen=True)
 class Options(grid.Options):
     tasks: tuple = option((), "default: those of the paper's 16 that are in --data-dir")
@@ -98,7 +103,12 @@ class Options(grid.Options):
     adapter_options: str = grid.stage_options("adapter")
     fusion_options: str = grid.stage_options("fusion")
     multitask_options: str = grid.stage_options("multitask")
-    part: str = option("0/1", "of N parts the I-th alone, from 0, for job arrays", metavar="I/N")
+    part: str = option(
+        "0/1",
+        "run every N-th run only, from the I-th on, for job arrays",
+        metavar="I/N",
+        valid=("I/N with I in 0 .. N-1", is_part),
+    )
 
 
 def arguments(argv):
@@ -121,17 +131,9 @@ def arguments(argv):
     if unknown := [task for task in options.one_seed if task not in options.tasks]:
         known = ", ".join(options.tasks)
         raise ValueError(f"--one-seed {unknown[0]!r:.50} is none of --tasks: {known}")
-    if options.overwrite and part_of(options) != (0, 1):
+    if options.overwrite and options.part != "0/1":
         raise ValueError("--overwrite removes runs: not with --part, beside which others run")
     return options
-
-
-def part_of(options):
-    """--part 2/16 as (2, 16)."""
-    i, _, n = options.part.partition("/")
-    if not (i.isdigit() and n.isdigit() and int(i) < int(n)):
-        raise ValueError(f"--part must be I/N with I in 0 .. N-1, not {options.part!r}")
-    return int(i), int(n)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -538,9 +540,8 @@ def main(argv=None):
     if options.plan:
         return grid.print_plan(cells, options)
     config = grid.encoder(options.model).config  # if it is damaged, that is found now
-    part = part_of(options)
-    results, failed = grid.run(cells, options, part)
-    if part == (0, 1) or len(results) == len(cells):
+    results, failed = grid.run(cells, options, tuple(map(int, options.part.split("/"))))
+    if options.part == "0/1" or len(results) == len(cells):
         path, tables = write_results(options, cells, places, results, sizes, config)
         for title, header, rows in tables:
             print(f"{title}\n", *report.table(rows, header, wrap=True), "", sep="\n")
