@@ -211,6 +211,7 @@ def run(cells, options, part=(0, 1)):
     once the children have saved their state.
     """
     out, failed, running, todo, seconds = options.out, {}, {}, [], []
+    out.mkdir(parents=True, exist_ok=True)
     results, other = finished(cells, options)
     for path in other:
         check_idle(path)

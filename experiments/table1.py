@@ -480,14 +480,15 @@ def write_results(options, cells, places, results, sizes, config):
 
     first = [s for s in options.systems if s not in ("st_a_2", "st_a_64")]
     third = [s for s in ("st_a_2", "st_a_16", "st_a_64") if s in options.systems]
-    wanted = {"Table 1": first, "Table 3: reduction factors": third * (third != ["st_a_16"])}
+    wanted = [("table1", "Table 1", first)] if first else []
+    if third and third != ["st_a_16"]:
+        wanted.append(("table3", "Table 3: reduction factors", third))
     if roberta:  # Table 4 has all reduction factors
-        wanted = {"Table 4": options.systems}
-    tables = []
-    for title, systems in wanted.items():
-        if systems:
-            file = path(title.lower().replace(" ", "")[:6])
-            tables.append(accuracy_table(title, file, systems, options, sizes, found, theirs))
+        wanted = [("table4", "Table 4", options.systems)]
+    tables = [
+        accuracy_table(title, path(name), systems, options, sizes, found, theirs)
+        for name, title, systems in wanted
+    ]
     parts = ["# Results\n", caption(options, config, roberta) + "\n"]
     for title, header, rows in tables:
         parts += [f"## {title}\n", report.markdown(rows, header)]
