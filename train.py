@@ -759,13 +759,13 @@ def save(out, stage, tasks, bert, heads, trained):
 # The command
 
 
-def finished_result(settings):
-    """The closing line of the finished run in --out: --resume has nothing left to do there. Raises
-    ValueError, naming the first difference, if it was made by another command, or of an encoder,
-    adapters or data that have changed since."""
+def finished_result(settings, bert=None):
+    """The closing line of the finished run in --out: --resume has nothing left to do there. bert:
+    its encoder, if that has been loaded. Raises ValueError, naming the first difference, if it was
+    made by another command, or of an encoder, adapters or data that have changed since."""
     settings = settings.resolved()
     _, dtype = choose_device(settings.device, settings.dtype)
-    tasks, bert = get_tasks(settings), Bert.from_pretrained(settings.model)
+    tasks, bert = get_tasks(settings), bert or Bert.from_pretrained(settings.model)
     adapter_dirs = find_adapters(settings, bert) if settings.adapters else {}
     settings = settings.of_tasks(tasks, bert.config)
     return finished(settings, describe(settings, tasks, bert, adapter_dirs, dtype))

@@ -1,0 +1,137 @@
+"""A grid whose train.py is a stand-in that takes no time.
+
+The stand-in writes what train.py would; its accuracy is made up from its command, or from
+FAKE/scores, {word: points}. It refuses to run before what it needs is there. FAKE/fail has lines
+"beginning of a run's name: why it fails"; while FAKE/slow is there, runs last until they are told
+to stop; FAKE/log gets a line a run.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import zlib
+from pathlib import Path
+
+
+def train(fake, words):
+    out = Path(words[words.index("--out") + 1])
+    resumed = (out / "resume.pt").exists()
+    with open(fake / "log", "a") as log:
+        log.write(f"{out.name} {'resumed' if resumed else 'new'}\n")
+    for line in (fake / "fail").read_text().splitlines() if (fake / "fail").exists() else ():
+        if out.name.startswith(line.split(": ")[0]):
+            print("train.py: " + line.split(": ", 1)[1], file=sys.stderr)
+            sys.exit(2)
+    for word in words:
+        if word.startswith(str(out.parent)) and word != str(out):
+            assert os.path.isfile(word.split("/adapters/")[0] + "/metrics.json"), word
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "log.jsonl").touch()
+
+    def stop(*_):
+        (out / "resume.pt").touch()
+        sys.exit(130)
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if (fake / "deaf").exists() else stop)
+    (fake / "listening").mkdir(exist_ok=True)
+    (fake / "listening" / out.name).touch()
+    while (fake / "slow").exists():
+        time.sleep(0.02)
+
+    def accuracy(task=None):
+        if (fake / "scores").exists():
+            scores = json.loads((fake / "scores").read_text())
+            return 0.5 + sum(scores.get(word, 0) for word in words)
+        same = [word for word in words if "/" not in word]
+        return zlib.crc32(f"{same} {task}".encode()) % 1000 / 1000
+
+    result = {"words": words, "seconds": 1.0, "accuracy": accuracy(), "dev_examples": 40}
+    result |= {"trained_parameters": len(words)}
+    if "--tasks" in words:
+        tasks = words[words.index("--tasks") + 1 : words.index("--adapter")]
+        result["accuracies"] = {task: accuracy(task) for task in tasks}
+    (out / "metrics.json").write_text(json.dumps(result))
+    (out / "config.json").write_text("{}")
+    (out / "resume.pt").unlink(missing_ok=True)
+
+
+def patch(set_attribute):
+    """What the grids ask about a finished run, of the stand-in's."""
+    import torch
+
+    from experiments import figure4, grid
+    from formats.files import read_json
+
+    def result_of(cell, options):
+        path = options.out / "runs" / cell.name / "metrics.json"
+        result = read_json(path) if path.exists() else None
+        if result and result["words"] != grid.words_of(cell, options.out):
+            raise ValueError(f"{path.parent} was made by another command")
+        return result
+
+    def mean_weights(run, *_):
+        words = read_json(run / "metrics.json")["words"]
+        names = words[words.index("--adapters") + 1 : words.index("--model")]
+        names = [name.split("/")[-1].removeprefix("st_a_16-").split("-")[0] for name in names]
+        return names, {(0, "output"): torch.full((len(names),), 1 / len(names))}, None
+
+    set_attribute(grid, "result_of", result_of)
+    set_attribute(figure4, "mean_weights", mean_weights)
+
+
+class Fake:
+    """One of the grids on tiny tasks of 40, 30 and 20 examples: fake("--seeds 0 1 -- --lr 1e-3")
+    -> its exit status."""
+
+    def __init__(self, grid, directory, encoder):
+        self.grid, self.encoder = grid, encoder
+        self.fake, self.out, self.data = (directory / name for name in ("fake", "out", "data"))
+        self.fake.mkdir()
+        for task, n in (("big", 40), ("middle", 30), ("small", 20)):
+            (self.data / task).mkdir(parents=True)
+            rows = [{"text_a": "a cat", "label": i % 2} for i in range(n)]
+            text = "".join(json.dumps(row) + "\n" for row in rows)
+            for split in ("train", "validation"):
+                (self.data / task / f"{split}.jsonl").write_text(text)
+
+    def words(self, text="", **options):
+        """Of the command line. What follows -- goes to train.py."""
+        own, _, rest = text.partition("-- ")
+        launch = f"{sys.executable} -S {__file__} {self.fake}"
+        given = {"model": self.encoder, "data_dir": self.data, "out": self.out, "launch": launch}
+        given |= {"tasks": "big middle small".split(), **options}
+        words = own.split()
+        for name, value in given.items():
+            values = value if isinstance(value, list) else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+        return [*words, "--", "--device", "cpu", *rest.split()]
+
+    def __call__(self, text="", **options):
+        return self.exit_status(self.words(text, **options))
+
+    def exit_status(self, words):
+        from runtime.command import run_command
+
+        try:
+            run_command(self.grid.__name__.split(".")[-1], self.grid.main, words)
+        except SystemExit as e:
+            return e.code
+        return 0
+
+    def log(self):
+        """["name new", "name resumed", ...] of the runs so far"""
+        path = self.fake / "log"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def write(self, name, text=""):
+        (self.fake / name).write_text(text)
+
+    def results(self, out=None):
+        files = sorted((out or self.out).iterdir())
+        return {path.name: path.read_bytes() for path in files if path.suffix in (".csv", ".md")}
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]), sys.argv[3:])
