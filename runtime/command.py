@@ -176,17 +176,3 @@ def run_command(name, main, argv=None, interrupted="interrupted"):
         sys.stdout.flush()
         os._exit(status)
     sys.exit(status)
-
-
-# TODO(issue 29): the old entry, until every command goes through run_command
-@contextlib.contextmanager
-def errors_in_one_line(name, *more, interrupted="interrupted"):
-    hear_interrupts()
-    try:
-        yield
-    except (*WRONG, *more) as e:
-        say_why(name, e)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        say_why(name, interrupted)
-        sys.exit(130)
