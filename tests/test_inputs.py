@@ -38,8 +38,8 @@ COMMANDS = {  # name: (module, the words that a case's are appended to)
     "evaluate": ("experiments.evaluate", []),
     "predict": ("experiments.predict", []),
     "figure4": ("experiments.figure4", ["--out", "out"]),
-    "prune": ("experiments.prune", cli("--out out --keep 1")),
     "publish": ("experiments.publish", cli("--anyway --encoder me/bert --out out")),
+    "prune": ("experiments.prune", cli("--out out --keep 1")),
 }
 FUSE = "--stage fusion --adapters runs/rte runs/sst2"
 CASES = {}  # name: (command, change, what the message says, words)
@@ -757,22 +757,6 @@ def test_a_damaged_cache_is_made_anew(box):
             path.unlink()
             path.write_bytes(content)
         assert tokens() == before
-
-
-@pytest.mark.parametrize("task, names", [("rte", ["not_entailment", "entailment"]), ("mine", "ba")])
-def test_labels_with_names_of_their_own(task, names, box):
-    """A parquet file with names for its numbers: they decide, in whatever order."""
-    columns = ["sentence1", "sentence2"] if task == "rte" else ["text_a", "text_b"]
-    labels = datasets.ClassLabel(names=list(names))
-    features = {**dict.fromkeys(columns, datasets.Value("string")), "label": labels}
-    found = [{**dict.fromkeys(columns, text), "label": i} for i, text in enumerate(names)]
-    Path("data", task).mkdir(exist_ok=True)
-    Path("data", task, "train.jsonl").unlink(missing_ok=True)
-    rows = datasets.Dataset.from_list(found, features=datasets.Features(features))
-    rows.to_parquet(f"data/{task}/train.parquet")
-    task = data.get_task(task, "data")
-    split = data.load_split(task, "train", load_tokenizer("model", 32), "data")
-    assert [task.labels[i] for i in split["label"]] == list(names)
 
 
 def test_another_encoder_is_allowed_on_request(box, capsys):
