@@ -50,6 +50,7 @@ from runtime.results import Results, eval_batch_size, mean_scores
 from runtime.run import (
     describe_data,
     describe_encoder,
+    describe_files,
     describe_machine,
     finished,
     open_run,
@@ -461,7 +462,7 @@ def evaluate(bert, head, task, split, batch_size, dtype):
     head.eval()
     results = Results(len(split), batch_size)
     parts = batches(
-        split, batch_size * world_size, bert.config.pad_token_id, rank=rank, world=world_size
+        split, batch_size * world_size, bert.config.pad_token_id, rank=rank, world_size=world_size
     )
     for batch in progress_bar(parts, f"evaluating {task.name}", results.steps):
         logits = predict(bert, head, batch, dtype)  # [B, K]
@@ -699,6 +700,7 @@ def describe(settings, tasks, bert, adapter_dirs, dtype):
         "dtype": str(dtype).removeprefix("torch."),
         "encoder_parameters": sum(bert.get_parameter(name).numel() for name in bert.origin),
         **describe_encoder(bert),
+        **describe_files(tasks, settings.data_dir, settings.dev_fraction),
     }
     result["sources"] = result.pop("adapters")  # as given: they may be gone by the end
     del result["steps_per_epoch"]

@@ -48,7 +48,7 @@ from data import (
     to_candidates,
 )
 from experiments.load_run import add_encoder, add_import, load_run, task_kind
-from formats.rows import READERS, line_of, read_rows
+from formats.rows import READERS, read_rows
 from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights
 from runtime.command import errors_in_one_line
@@ -179,12 +179,12 @@ def read_table(path, config, choices):
     if not path.is_file():
         raise FileNotFoundError(f"--file {path}: there is no such file")
     rows = []
-    for i, row in enumerate(read_rows([path])):
+    for line, row in read_rows(path):
         try:
-            rows.append((i, as_candidates(config, choices, row), row))
+            rows.append((line, as_candidates(config, choices, row), row))
         except ValueError as e:
-            raise ValueError(f"{path}, line {line_of(path, i)}: {e}") from e
-    return [(line_of(path, i), candidates, row) for i, candidates, row in rows]
+            raise ValueError(f"{path}, line {line}: {e}") from e
+    return rows
 
 
 # --------------------------------------------------------------------------------------------------

@@ -22,10 +22,10 @@ import shutil
 from pathlib import Path
 
 from adapter import save_adapter, save_head
+from data import TASKS
 from experiments.load_run import check_stage, load_run, read_run_config, unknown_kind
 from formats.adapterhub import check_name
 from formats.files import read_json
-from formats.hub_data import HUB
 from fusion import fusions, save_fusion
 from runtime.command import errors_in_one_line
 from runtime.options import Parser
@@ -146,8 +146,8 @@ def card(config, metrics, bert, head, encoder, repo, license, language=None, cod
     known = {name: SCORES[name] for name in SCORES if type(metrics.get(name)) is float}
     measured = dict.fromkeys(["accuracy", *(there for _, there in known.values() if there)])
     share = metrics.get("majority_class_accuracy")
-    source = HUB[task]["source"] if task in HUB else None
-    language = language or ("en" if task in HUB else None)  # all of the paper's are English
+    source = TASKS[task].source if task in TASKS else None
+    language = language or ("en" if task in TASKS else None)  # all of the paper's are English
     text = CARD.format(
         scores="".join(
             f"\n| {title} on the development set | {metrics[name]:.4f} |"

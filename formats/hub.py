@@ -1,17 +1,29 @@
 """Files from the Hugging Face hub, or from its cache where there is no network."""
 
 import functools
-import logging
+import os
 import re
+import sys
 import threading
 from pathlib import Path
 
-# errors are raised, and reported once; the hub's library logs them too, and retries with a line
-# each
-logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-
-
 SECONDS = 4  # for the hub to answer
+COMMIT = re.compile("[0-9a-f]{40}")
+
+
+@functools.cache
+def library():
+    """`huggingface_hub`, imported when it is first needed: most runs read local files, and it takes
+    half a second."""
+    if "HF_ENDPOINT" in os.environ:  # `datasets` appends "/datasets/..." to it as it is
+        os.environ["HF_ENDPOINT"] = os.environ["HF_ENDPOINT"].rstrip("/")
+    import huggingface_hub
+
+    # Errors are raised, and reported once; downloads are announced by a line, since the bars of
+    # several files move the cursor.
+    huggingface_hub.logging.set_verbosity_error()
+    huggingface_hub.utils.disable_progress_bars()
+    return huggingface_hub
 
 
 def is_local(source):
@@ -24,20 +36,34 @@ def is_local(source):
     return bool(slash) and (first == "runs" or "\0" not in first and Path(first).is_dir())
 
 
+def in_one_line(error):
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def reason_of(error):
+    """Why a hub's library gave up, in one line: what the hub answered, if that is what is behind
+    the error, or else the whole of its message."""
+    cause = error
+    while cause is not None and getattr(cause, "response", None) is None:
+        cause = cause.__cause__ or cause.__context__
+    reason = in_one_line(error if cause is None else cause)
+    reason = re.sub(r"\(Request ID: [^)]*\)|For more information check: \S+", "", reason)
+    return in_one_line(reason)[:600]
+
+
 @functools.cache
 def hub_answers():
-    """Whether the hub answers within SECONDS, asked once. If not, its libraries are told that there
-    is no network: they would try for minutes."""
-    import datasets
-    from huggingface_hub import constants, get_session
-
+    """Whether the hub answers within SECONDS, whatever it says, asked once. If not, its libraries
+    are told that there is no network: they would try for minutes."""
+    constants, session = library().constants, library().get_session
     if constants.HF_HUB_OFFLINE:
         return False
     answers = []
 
     def ask():
         try:
-            get_session().head(constants.ENDPOINT, timeout=SECONDS)
+            # a mirror's first page may lead to a host that cannot be reached
+            session().head(constants.ENDPOINT, timeout=SECONDS, follow_redirects=False)
             answers.append(True)
         except Exception:  # no name, no route, a proxy's error, time-out: of many kinds
             pass
@@ -46,7 +72,9 @@ def hub_answers():
     thread.start()
     thread.join(SECONDS)
     if not answers:
-        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        constants.HF_HUB_OFFLINE = True
+        if "datasets" in sys.modules:  # else it reads the constant when it is imported
+            sys.modules["datasets"].config.HF_HUB_OFFLINE = True
         print(
             f"note: {constants.ENDPOINT} does not answer, so only what has been downloaded before "
             "is used"
@@ -58,34 +86,37 @@ def download(repo_id, filename, revision=None):
     """Path of one file of a hub repository, from the cache when there is no network; None if it
     has no such file.
 
-    Raises FileNotFoundError if the hub cannot be reached and the cache does not have it, or the id
+    Raises FileNotFoundError if the hub does not give it and the cache does not have it, or the id
     is not one."""
     repo_id = str(repo_id)
     if is_local(repo_id):
         raise FileNotFoundError(f"there is no directory {repo_id!r}")
-    # imported here: most runs read local files, and the library takes half a second to import
-    from huggingface_hub import _CACHED_NO_EXIST, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.constants import ENDPOINT, HF_HUB_CACHE
+    constants = library().constants
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
-        if try_to_load_from_cache(repo_id, filename, revision=revision) is _CACHED_NO_EXIST:
-            return None
-        hub_answers()
-        return Path(hf_hub_download(repo_id, filename, revision=revision))
-    except LocalEntryNotFoundError as e:  # a kind of EntryNotFoundError: must come first
+        cached = library().try_to_load_from_cache(repo_id, filename, revision=revision)
+        reached = hub_answers()
+        if cached is library()._CACHED_NO_EXIST and (
+            COMMIT.fullmatch(revision or "") or not reached
+        ):
+            return None  # a branch may have it by now
+        if cached is None and reached:
+            print(f"downloading {filename} of {repo_id}", flush=True)
+        return Path(library().hf_hub_download(repo_id, filename, revision=revision))
+    except LocalEntryNotFoundError as e:  # an EntryNotFoundError, so it must come first
+        reason = f"{constants.ENDPOINT} does not give it: {reason_of(e.__cause__ or e)}"
+        if not reached:
+            reason = f"the Hugging Face hub cannot be reached ({constants.ENDPOINT})"
         raise FileNotFoundError(
-            f"{repo_id!r} is no local directory, not in the cache {HF_HUB_CACHE}, and the "
-            f"Hugging Face hub cannot be reached ({ENDPOINT})"
+            f"{repo_id!r} is no local directory, not in the cache {constants.HF_HUB_CACHE}, and "
+            f"{reason}"
         ) from e
     except EntryNotFoundError:
         return None
-    except (
-        Exception
-    ) as e:  # not found, no access, no id, a broken proxy, a full disk: of many kinds
-        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+    except Exception as e:  # not found, no access, no id, a full disk: of many kinds
         raise FileNotFoundError(
-            f"{repo_id!r} is no local directory, and does not come from the hub: {reason}"
+            f"{repo_id!r} is no local directory, and does not come from the hub: {reason_of(e)}"
         ) from e
 
 

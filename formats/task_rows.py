@@ -1,20 +1,23 @@
-"""The rows of a task: its columns, and how candidates and label become tokens. A candidate is a
-pair (text_a, text_b or None)."""
+"""The rows of a task, as strangers write them: their columns, texts and labels, and how candidates
+become tokens. A candidate is a pair (text_a, text_b or None)."""
 
-import contextlib
 import difflib
 import inspect
+import re
+import unicodedata
 from pathlib import Path
 
-from formats.rows import count_choices, has_task, label_values, rename, select_columns
+from formats.files import error_prefix
 
 LONGEST_TEXT = 1_000_000  # characters
+OWN_COLUMNS = ("text_a", "text_b", "choices")  # of your own task
 
 
 def check_own_task(name, data_dir, known):
     """Raises ValueError if neither `data_dir` nor `known`, the paper's tasks, has one of this
     name."""
-    if has_task(data_dir, name):
+    is_name = data_dir is not None and name not in ("", "..") and Path(name).name == name
+    if is_name and (Path(data_dir) / name).is_dir():
         return
     near = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {near[0]!r}?" if near else f"the paper's are {', '.join(known)};"
@@ -22,55 +25,145 @@ def check_own_task(name, data_dir, known):
     raise ValueError(f"unknown task {name!r}: {hint} your own task needs {own}")
 
 
-def own_columns(path, rows, column_names, labels=None):
-    """(text columns, labels, whether it is multiple choice) of an own task's rows in the file
-    `path`. column_names: {our name of a column: the file's}; labels: if they are known already."""
-    rows = rename(rows, column_names)
-    if "choices" in rows.column_names:
-        columns = ("text_a", "choices") if "text_a" in rows.column_names else ("choices",)
-        return columns, tuple(str(i) for i in range(count_choices(path, rows))), True
-    columns = ("text_a", "text_b") if "text_b" in rows.column_names else ("text_a",)
-    return columns, tuple(label_values(path, rows) if labels is None else labels), False
+def apply_column_names(row, names):
+    """A row under our names of its columns; names: {our name of a column: the file's}, all of which
+    are replaced at the same time. Raises ValueError for a name that would be there twice."""
+    if not names:
+        return row
+    rest = {column: value for column, value in row.items() if column not in names.values()}
+    named = {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
+    for ours in named:
+        if ours in rest:
+            raise ValueError(f"--columns {ours}={names[ours]}: there is a column {ours!r} already")
+    return {**rest, **named}
 
 
-def select(task, where, rows):
-    """Rows with the columns of a task alone, by its names of them."""
-    rows = rename(rows, task.column_names)
-    return select_columns(where, rows, [task.label, *task.columns], task.aliases)
+def own_columns(where, rows, names, labels=None):
+    """(text columns, labels) of your own task. rows: (line, row) one after another; names: as
+    above; labels: if they are known already. Raises ValueError that names the line."""
+    filled, values, choices = set(), set(), 0
+    for i, (line, row) in enumerate(rows):
+        with error_prefix(f"{where}, line {line}"):
+            row = apply_column_names(row, names)
+            if i == 0 and "choices" in row:
+                choices = count_choices(row)
+            filled |= {column for column in OWN_COLUMNS if row.get(column) is not None}
+            if choices and "text_b" in filled:
+                raise ValueError("'text_b' beside 'choices': what the choices share is 'text_a'")
+            if not choices and labels is None:
+                check_own_label(row)
+                values.add(str(row["label"]))
+    if choices:
+        columns = ("text_a", "choices") if "text_a" in filled else ("choices",)
+        return columns, tuple(str(i) for i in range(choices))
+    columns = ("text_a", "text_b") if "text_b" in filled else ("text_a",)
+    return columns, tuple(sorted_labels(where, values) if labels is None else labels)
 
 
-@contextlib.contextmanager
-def naming_columns(columns):
-    """Raises ValueError in place of the errors of a function that takes a row's values apart."""
-    try:
-        yield
-    except (TypeError, KeyError, AttributeError) as e:
-        names = ", ".join(columns)
-        raise ValueError(f"columns {names} do not hold what the task expects ({e})") from e
+def count_choices(row):
+    choices = row["choices"]
+    if not isinstance(choices, list) or len(choices) < 2:
+        raise ValueError("'choices' must be a list of at least two texts")
+    return len(choices)
+
+
+def missing(column, row):
+    if column in row:
+        return f"column {column!r} is missing"
+    return f"no column {column!r}; it has {', '.join(map(str, row)) or 'none: it is empty':.200}"
+
+
+def check_own_label(row):
+    """Raises ValueError unless it is a text or an integer."""
+    if "label" not in row:
+        raise ValueError(f"{missing('label', row)}: --columns label=NAME says which one it is")
+    value = row["label"]
+    fraction = isinstance(value, str) and re.fullmatch(r"[-+]?\d*\.\d+(e[-+]?\d+)?", value)
+    if type(value) not in (str, int, bool) or value == "" or fraction:
+        raise ValueError(f"label {value!r:.100} is neither a text nor an integer")
+
+
+def sorted_labels(where, values):
+    """Numbers by value, texts by their letters. Raises ValueError for labels that only look
+    different, or where all are the same."""
+    numbers = all(value.removeprefix("-").isdecimal() for value in values)
+    alike = {}
+    for value in sorted(values):
+        other = alike.setdefault(unicodedata.normalize("NFC", value).strip(), value)
+        if other != value:
+            raise ValueError(
+                f"{where}: the labels {ascii(other):.100} and {ascii(value):.100} differ in blanks "
+                "at their ends, or in how an accent is written: make them one"
+            )
+    if len(values) == 1:
+        raise ValueError(
+            f"{where}: all labels are {[*values][0]!r:.100}, there is nothing to learn"
+        )
+    return sorted(values, key=lambda value: (int(value), value) if numbers else value)
+
+
+def check_row(row, task):
+    """
+    (texts of a task's columns, label) of a row. Other copies' names of columns count where ours are
+    not there; numbers are texts; `endings` and `choices` are lists of texts, or dictionaries with
+    one. Raises ValueError, naming the column, for what is missing, of another kind, or would be
+    left out without a word.
+    """
+    for other, column in task.aliases.items():
+        if row.get(column) is None and other in row:
+            row = {**row, column: row[other]}
+    for column in task.absent:
+        if row.get(column) is not None:
+            raise ValueError(f"column {column!r} is one that {task.name} did not have in training")
+    texts = []
+    for column in task.columns:
+        value = row.get(column)
+        if value is None or value != value:  # NaN: how some write a missing text
+            raise ValueError(missing(column, row))
+        if column in ("endings", "choices"):
+            of_the_hub = isinstance(value, dict) and column == "choices" and not task.absent
+            options = value.get("text") if of_the_hub else value
+            if not isinstance(options, list) or not all(type(option) is str for option in options):
+                raise ValueError(f"column {column!r} does not hold a list of texts")
+        elif type(value) not in (str, int, float):
+            raise ValueError(f"column {column!r} holds {type(value).__name__}, expected a text")
+        texts.append(str(value) if type(value) in (int, float) else value)
+    if row.get(task.label) is None:
+        raise ValueError(missing(task.label, row))
+    return texts, row[task.label]
+
+
+def by_key(choices, keys):
+    """{"label": the key of each text, "text": texts} -> the texts, in the order of `keys`"""
+    found = (choices.get("label") or list(keys)) if isinstance(choices, dict) else []
+    if sorted(map(str, found)) != list(keys) or len(choices["text"]) != len(keys):
+        raise ValueError(f"'choices' must hold one text for each of {keys}, not for {found!r:.100}")
+    return [choices["text"][found.index(key)] for key in keys]
 
 
 def check_candidates(candidates, choices=None):
-    """Raises ValueError for a text that is too long, or another number of candidates than
-    `choices`, where that is given."""
-    longest = max((len(text) for pair in candidates for text in pair if text), default=0)
-    if longest > LONGEST_TEXT:
-        raise ValueError(f"a text of {longest:,} characters, at most {LONGEST_TEXT:,} are read")
+    """Raises ValueError for a text that is too long or holds half a character, as JSON can write
+    one, or for another number of candidates than `choices`, where that is given."""
+    for text in (text for pair in candidates for text in pair if text):
+        text.encode()
+        if len(text) > LONGEST_TEXT:
+            raise ValueError(
+                f"a text of {len(text):,} characters, at most {LONGEST_TEXT:,} are read"
+            )
     if choices is not None and len(candidates) != choices:
         raise ValueError(f"{len(candidates)} choices, expected {choices}")
 
 
 def make_label_ids(labels):
-    """{label, as it is and in small letters: its place among them}; the first of several alike
-    counts."""
-    spelled = {label: i for i, label in enumerate(labels)}
-    small = {label.lower(): i for i, label in reversed([*enumerate(labels)])}
-    return {**small, **spelled}
+    """{label, as written and in lower case: its index}; the first of several alike counts."""
+    lower = {label.lower(): i for i, label in reversed([*enumerate(labels)])}
+    return {**lower, **{label: i for i, label in enumerate(labels)}}
 
 
-def label_index(value, labels, label_ids, aliases, of_the_hub):
+def label_index(value, labels, label_ids, aliases, from_hub):
     """
-    The place in `labels` of a label as the data writes it. label_ids: `make_label_ids`; aliases:
-    {other name: label}; of_the_hub: whether an integer may be the place itself. Raises ValueError
+    The index in `labels` of a label as the data writes it. label_ids: `make_label_ids`; aliases:
+    {other name: label}; from_hub: whether an integer may be the index itself. Raises ValueError
     that shows the value.
     """
     text = str(value).strip()
@@ -80,19 +173,28 @@ def label_index(value, labels, label_ids, aliases, of_the_hub):
             return label_ids[str(value)]
         if text in label_ids:  # "1".."3" and own integer labels come as their own names
             return label_ids[text]
-        if of_the_hub and not labels[0].isdigit() and text in map(str, range(len(labels))):
+        if from_hub and not labels[0].isdigit() and text in map(str, range(len(labels))):
             return int(text)  # the hub's integers
     if text == "-1":
         raise ValueError("the label is hidden (-1): experiments.predict --out writes a submission")
     raise ValueError(f"label {value!r:.100} is not one of {', '.join(labels):.200}")
 
 
+def encode_pairs(tokenizer, pairs):
+    """The tokenizer's encodings of candidates, made on all cores. Raises ValueError where it
+    fails."""
+    try:
+        return tokenizer.encode_batch([a if b is None else (a, b) for a, b in pairs])
+    except (Exception, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as e:  # a panic of its Rust code
+        raise ValueError(f"its tokenizer failed: {(str(e).splitlines() or [e])[0]:.200}") from e
+
+
 def encode(tokenizer, examples):
     """[(candidates, label)] -> the columns of a split: input_ids and token_type_ids, for every
     candidate a list of ids; label; length, the tokens of the longest candidate."""
-    pairs = [pair for candidates, _ in examples for pair in candidates]
-    # in Rust, on all cores
-    encodings = iter(tokenizer.encode_batch([a if b is None else (a, b) for a, b in pairs]))
+    encodings = iter(encode_pairs(tokenizer, [p for candidates, _ in examples for p in candidates]))
     groups = [[next(encodings) for _ in candidates] for candidates, _ in examples]
     return {
         "input_ids": [[encoding.ids for encoding in group] for group in groups],

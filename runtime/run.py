@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from formats.files import atomic_write, fsync, read_json, write_json
+from formats.rows import find_split, origin
 from formats.tokenizer import read_tokenizer, tokenizer_digest
 from runtime.directory import (
     RUN_FILES,
@@ -438,7 +439,8 @@ def describe_encoder(bert):
 
 
 def describe_data(train_sets, dev_sets):
-    """A digest of all tokens and labels, the revision of the hub's data, and the sizes."""
+    """Digests of all tokens and labels and of the examples held out for development, the revision
+    of the hub's data, and the sizes."""
     digest = hashlib.sha256()
     for split in (*train_sets, *dev_sets):
         for rows in split.with_format("arrow").iter(10_000):
@@ -448,13 +450,28 @@ def describe_data(train_sets, dev_sets):
                     digest.update(values.value_lengths().to_numpy().tobytes())
                     values = values.flatten()
                 digest.update(values.to_numpy().tobytes())
-    revisions = ",".join(split.info.description for split in train_sets).strip(",")
+    origins = [origin(split) for split in train_sets]
+    revisions = ",".join(of["revision"] for of in origins if of["revision"])
     return {
         "data_sha256": digest.hexdigest(),
         "data_revision": revisions or None,
+        "held_out": [of["held_out"] for of in origins],  # digests, where --dev-fraction did
         "train_examples": sum(map(len, train_sets)),
         "dev_examples": sum(map(len, dev_sets)),
         "majority_class_accuracy": majority_class_accuracy(dev_sets),
+    }
+
+
+def describe_files(tasks, data_dir, dev_fraction):
+    """The SHA-256 of each task's local files, {task: {file: digest}}; of the hub's there is the
+    revision."""
+    return {
+        "data_files": {
+            task.name: find_split(task, "train", data_dir, dev_fraction).files
+            | find_split(task, "validation", data_dir, dev_fraction).files
+            for task in tasks
+            if data_dir is not None
+        }
     }
 
 

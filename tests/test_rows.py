@@ -1,66 +1,250 @@
-"""formats.rows: every format of a file with rows, and the lines that errors name."""
+"""formats.rows: files are read as they are written, the lines that errors name, and the hub's
+answers (formats.hub)."""
 
+import csv
+import http.server
 import json
+import os
+import threading
+from pathlib import Path
 
 import datasets
+import huggingface_hub
+import numpy as np
 import pytest
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-import data
 from conftest import write_rows
 from data import get_task, load_split
+from formats import hub
+from formats.rows import library, origin, read_rows
 
 
-@pytest.mark.parametrize("ending", ["jsonl", "json", "csv", "tsv", "parquet"])
+def write(path, rows):
+    """Rows in the format that the name of the file says, written by others' code."""
+    path.parent.mkdir(exist_ok=True)
+    if path.suffix == ".jsonl":
+        datasets.Dataset.from_list(rows).to_json(path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif path.suffix == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    else:
+        plain = {"dialect": "excel-tab", "quoting": csv.QUOTE_NONE, "quotechar": None}
+        with open(path, "w", newline="") as file:
+            table = csv.DictWriter(file, rows[0], **(plain if path.suffix == ".tsv" else {}))
+            table.writeheader()
+            table.writerows(rows)
+
+
+@pytest.mark.parametrize("ending", "jsonl json csv tsv parquet".split())
 def test_file_formats(ending, tokenizer, tmp_path):
     rows = [
         {"sentence1": 'the "red cat', "sentence2": "NA, or None", "label": 0},
-        {"sentence1": "a", "sentence2": "b", "label": 1},
+        {"sentence1": "007", "sentence2": "1.10", "label": 1},
     ]
-    path = tmp_path / "rte" / f"train.{ending}"
-    path.parent.mkdir()
-    if ending == "jsonl":
-        write_rows(path, rows)
-    elif ending == "json":
-        path.write_text(json.dumps(rows))
-    elif ending == "tsv":
-        path.write_text(
-            "".join(
-                "\t".join(map(str, values)) + "\n"
-                for values in (rows[0], *(row.values() for row in rows))
-            )
-        )
-    else:
-        getattr(datasets.Dataset.from_list(rows), f"to_{ending}")(path)
+    write(path := tmp_path / "rte" / f"train.{ending}", rows)
+    texts = ending in ("csv", "tsv")
+    found = [row for _, row in read_rows(path)]
+    assert found == [{**row, "label": str(row["label"]) if texts else row["label"]} for row in rows]
     split = load_split(get_task("rte", tmp_path), "train", tokenizer, tmp_path)
     assert split["label"][:] == [0, 1]
-    assert split[0]["input_ids"] == [
-        tokenizer.encode(rows[0]["sentence1"], rows[0]["sentence2"]).ids
-    ]
+    assert split[0]["input_ids"] == [tokenizer.encode('the "red cat', "NA, or None").ids]
+    assert len(origin(split)["files"][path.name]) == 64
 
 
-@pytest.mark.parametrize("ending", ["csv", "tsv"])
-def test_cells_are_texts(ending, tmp_path):
-    """What looks like a number stays as it is written, in every split; the classes 1 to 10 are
-    sorted as numbers."""
-    comma = "," if ending == "csv" else "\t"
-    cells = [["007", "10"], ["1.10", "2"], ["1e3", "01"], ["NA", "1"]]
+VALUES = ["2020-01-31", "2021-02-28T10:00:00Z", 7, 7.5, 9007199254740993, True, None, [], {"a": 1}]
+
+
+@pytest.mark.parametrize("ending", ["json", "jsonl"])
+def test_json_is_read_as_it_is_written(ending, tmp_path):
+    """No type is guessed: not of dates, nor of numbers beside others, nor for columns that are not
+    in every row."""
+    rows = [{"a": "x"}, *({"a": value, f"only {i}": i} for i, value in enumerate(VALUES))]
+    texts = [json.dumps(row) for row in rows]
+    text = "\n\n".join(texts) if ending == "jsonl" else f"\n[{', '.join(texts)}]"
+    (tmp_path / f"x.{ending}").write_text(text, encoding="utf-8-sig")
+    found = [row for _, row in read_rows(tmp_path / f"x.{ending}")]
+    assert found == rows and repr(found) == repr(rows)
+
+
+def test_columns_that_nobody_uses(tokenizer, tmp_path):
+    """They may hold anything; a number in a text column is the text that was written."""
+    odd = [{"date": "2020-01-31"}, {"date": 1}, {"date": {"a": [1]}}, {"more": None}]
+    texts = [7, "7.0", 9007199254740993, "x"]
+    rows = [{**row, "text_a": text, "text_b": "b"} for row, text in zip(odd, texts, strict=True)]
+    write_rows(tmp_path / "own/train.jsonl", [{**row, "label": i} for i, row in enumerate(rows)])
+    split = load_split(task := get_task("own", tmp_path), "train", tokenizer, tmp_path)
+    assert task.columns == ("text_a", "text_b")
+    assert split["input_ids"][:] == [[tokenizer.encode(str(text), "b").ids] for text in texts]
+
+
+@pytest.mark.parametrize("task, names", [("rte", ["not_entailment", "entailment"]), ("mine", "ba")])
+def test_labels_with_names_of_their_own(task, names, tokenizer, tmp_path):
+    """A parquet file with names for its numbers: they decide, in whatever order."""
+    columns = ["sentence1", "sentence2"] if task == "rte" else ["text_a", "text_b"]
+    rows = [{**dict.fromkeys(columns, text), "label": i} for i, text in enumerate(names)]
+    rows = datasets.Dataset.from_list(rows)
+    (tmp_path / task).mkdir()
+    path = tmp_path / task / "train.parquet"
+    rows.cast_column("label", datasets.ClassLabel(names=list(names))).to_parquet(path)
+    task = get_task(task, tmp_path)
+    split = load_split(task, "train", tokenizer, tmp_path)
+    assert [task.labels[i] for i in split["label"]] == list(names)
+
+
+LINES = [  # name, content, what is said of it
+    ("jsonl", '\n{"text_a": "a", "label": "x"}\n \n{"text_a": "b", "label": ""}', "4: label ''"),
+    ("csv", 'text_a,label\n"a\n\nb",x\n\nb,\n', "6: label ''"),
+    ("tsv", 'text_a\tlabel\n"a\tx\n\nb\t\n', "4: label ''"),
+    ("csv", 'text_a,label\na,x\n"b,y\n', "3: unexpected end"),
+    ("csv", "text_a,label\na,x\n\nb,y,z\n", "4: 3 fields, the first line has 2"),
+    ("csv", "text_a,text_a\na,x\n", "1: two columns are called 'text_a'"),
+    ("jsonl", '{"text_a": "a", "text_a": "b", "label": 0}\n', "1: one of the keys .* is twice"),
+    ("jsonl", '{"label": 0}\n{"label": "\n', "2: broken JSON"),
+    ("json", '[{"label": 0},\n\n"a"', "3: broken JSON"),
+    ("json", '[{"label": 0}, 1]', "1: not a JSON object"),
+    ("jsonl", '{"text_a": "a", "label": 0}\n' + "[" * 100_000, "2: maximum recursion depth"),
+]
+
+
+@pytest.mark.parametrize("ending, content, said", LINES)
+def test_errors_name_the_line(ending, content, said, tmp_path):
     path = tmp_path / "mine" / f"train.{ending}"
     path.parent.mkdir()
-    path.write_text("".join(comma.join(row) + "\n" for row in [["text_a", "label"], *cells]))
-    _, rows = data.read_file(path.parent, "mine", "train")
-    assert [[row["text_a"], row["label"]] for row in rows] == cells
-    assert get_task("mine", tmp_path).labels == ("01", "1", "2", "10")
+    path.write_text(content)
+    with pytest.raises(ValueError, match=f"train.{ending}, line {said}"):
+        get_task("mine", tmp_path)
 
 
-def test_lines_are_counted_as_in_the_file(tokenizer, tmp_path):
-    lines = {
-        "jsonl": '\n{"text_a": "a", "label": "x"}\n \n{"text_a": "b", "label": ""}\n',
-        "csv": 'text_a,label\n"a\n\nb",x\n\nb,\n',
-        "tsv": 'text_a\tlabel\n"a\tx\n\nb\t\n',
-    }
-    for (ending, text), line in zip(lines.items(), (4, 6, 4), strict=True):
-        write_rows(tmp_path / ending / "train.jsonl", [])
-        (tmp_path / ending / "train.jsonl").unlink()
-        (tmp_path / ending / f"train.{ending}").write_text(text)
-        with pytest.raises(ValueError, match=f"train.{ending}, line {line}: label ''"):
-            get_task(ending, tmp_path)
+@pytest.mark.parametrize("ending", "jsonl json csv tsv parquet".split())
+def test_files_without_rows_or_of_another_kind(ending, tmp_path):
+    path = tmp_path / f"x.{ending}"
+    for content in (b"", b"\n\n", b"[]", b"a,b\n", b"a\tb"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=f"x.{ending}"):
+            assert not list(read_rows(path))
+    path.write_bytes(b"\n\xff\xfe\x00")
+    with pytest.raises(ValueError, match=f"x.{ending}.*(line 2: not UTF-8|not a readable parquet)"):
+        list(read_rows(path))
+
+
+def test_a_damaged_cache_is_made_anew(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(library().config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    write_rows(
+        tmp_path / "own/train.jsonl", [{"text_a": f"a {i}", "label": i} for i in range(2500)]
+    )
+    load = lambda: load_split(get_task("own", tmp_path), "train", tokenizer, tmp_path)  # noqa: E731
+    before = load()["input_ids"][:]
+    (path,) = (tmp_path / "cache").rglob("*.arrow")
+    whole = path.read_bytes()
+    for content in (b"", b"x" * 300, whole[:-100], whole[: len(whole) // 2]):
+        path.unlink()
+        path.write_bytes(content)
+        assert load()["input_ids"][:] == before
+    assert os.listdir(path.parent) == [path.name]
+    monkeypatch.setattr(library().config, "HF_DATASETS_CACHE", Path("/proc/none"))
+    with pytest.raises(OSError, match="the cache of `datasets`, /proc/none, cannot be .*HF_DATASE"):
+        load()
+
+
+# --------------------------------------------------------------------------------------------------
+# The hub
+
+
+class Answer(Exception):
+    """What the hub's library raises for an answer that is an error."""
+
+    response = "the hub's"
+
+
+NO = Answer("no\n\nYou may not. (Request ID: Root=1-2)")
+
+
+def behind(message, cause=None):
+    error = LocalEntryNotFoundError(message)
+    error.__cause__ = cause
+    return error
+
+
+def test_the_whole_reason_in_one_line():
+    assert hub.reason_of(NO) == "no You may not."
+    assert hub.reason_of(behind("check", Answer("503 Unavailable"))) == "503 Unavailable"
+    assert hub.reason_of(ValueError()) == "ValueError"
+
+
+@pytest.fixture
+def online(monkeypatch):
+    monkeypatch.setattr(hub, "hub_answers", lambda: True)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
+
+    def hf_hub_download(error):
+        def download(*_, **__):
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+
+    return hf_hub_download
+
+
+def test_what_the_hub_said_is_said(online, capsys):
+    """A hub that answers is not called one that cannot be reached."""
+    for error, said in (
+        (behind("check", Answer("429 Too\nMany")), "does not give it: 429 Too Many"),
+        (behind("a sign-in page"), "does not give it: a sign-in page"),
+        (NO, "does not come from the hub: no You may not."),
+    ):
+        online(error)
+        with pytest.raises(FileNotFoundError, match=said) as e:
+            hub.download("me/it", "x.json")
+        assert "cannot be reached" not in str(e.value)
+    assert capsys.readouterr().out == "downloading x.json of me/it\n" * 3
+
+
+def test_a_file_that_a_branch_lacked_may_be_there_now(online, monkeypatch):
+    lacks = huggingface_hub._CACHED_NO_EXIST
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: lacks)
+    online(NO)
+    assert hub.download("me/it", "x.json", "0" * 40) is None  # a commit does not change
+    with pytest.raises(FileNotFoundError):
+        hub.download("me/it", "x.json")
+    online(EntryNotFoundError("404"))
+    assert hub.download("me/it", "x.json") is None
+    monkeypatch.setattr(hub, "hub_answers", lambda: False)
+    online(ValueError("asked"))
+    assert hub.download("me/it", "x.json") is None
+
+
+def test_a_mirror_whose_first_page_leads_elsewhere(monkeypatch):
+    class Elsewhere(http.server.BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            self.send_response(302)
+            self.send_header("Location", "http://127.0.0.1:9/")
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        constants = huggingface_hub.constants
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        assert hub.hub_answers.__wrapped__()
+        server.shutdown()
+
+
+def test_the_revision_is_the_commit(tmp_path, monkeypatch, tokenizer):
+    """`datasets` keeps the rows of a commit in a directory of that name."""
+    from formats import rows
+
+    commit = "0123456789" * 4
+    found = [{"sentence": "red", "label": 0}] * 3
+    path = tmp_path / commit / "x.arrow"
+    path.parent.mkdir()
+    datasets.Dataset.from_list(found).map(lambda row: row, cache_file_name=str(path))
+    split = datasets.Dataset.from_file(str(path))
+    monkeypatch.setattr(rows, "load_from_hub", lambda *_: {"train": split})
+    result = load_split(get_task("sst2"), "train", tokenizer)
+    assert origin(result) == {"revision": commit, "files": {}, "held_out": None}
+    assert np.array_equal(result["label"][:], [0] * 3)

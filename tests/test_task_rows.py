@@ -1,12 +1,92 @@
-"""formats.task_rows and runtime.results, without an encoder."""
+"""formats.task_rows: what a stranger's row may hold, and what becomes of it; runtime.results."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+import data
+from conftest import write_rows
+from data import get_task, load_split, own_task, to_candidates
 from formats import task_rows
+from formats.task_rows import apply_column_names
 from runtime.results import Results
+
+
+@pytest.mark.parametrize(
+    "names, row, expected",
+    [
+        ({}, {"a": 1}, {"a": 1}),
+        ({"a": "b", "b": "c"}, {"b": 2, "c": 3}, {"a": 2, "b": 3}),
+        ({"a": "b", "b": "a"}, {"a": 1, "b": 2, "c": 3}, {"a": 2, "b": 1, "c": 3}),
+        ({"a": "b", "c": "b"}, {"b": 2}, {"a": 2, "c": 2}),
+        ({"a": "a", "b": "no"}, {"a": 1}, {"a": 1}),
+        ({"a": "b"}, {"a": 1, "b": 2}, "--columns a=b: there is a column 'a' already"),
+    ],
+)
+def test_columns_are_renamed_at_the_same_time(names, row, expected):
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            apply_column_names(row, names)
+    else:
+        assert apply_column_names(row, names) == expected
+
+
+def test_renamed_columns_are_trained_on(tokenizer, tmp_path):
+    """Names that shift: every text where it belongs."""
+    rows = [{"text_b": "red", "text_c": "cat", "label": i} for i in range(2)]
+    write_rows(tmp_path / "own/train.jsonl", rows)
+    task = get_task("own", tmp_path, columns={"text_a": "text_b", "text_b": "text_c"})
+    split = load_split(task, "train", tokenizer, tmp_path)
+    assert split[0]["input_ids"] == [tokenizer.encode("red", "cat").ids]
+
+
+PAIR, CHOICE = {"text_a": "a", "text_b": "b"}, {"choices": ["x", "y"]}
+OWN = [  # rows of the training file, columns or what is said of them
+    ([{"text_a": "a"}, {"text_a": "b"}], "text_a"),
+    ([{"text_a": "a", "text_b": None}, {"text_a": "b"}], "text_a"),
+    ([PAIR, PAIR], "text_a text_b"),
+    ([{"text_a": "a"}, PAIR], "text_a text_b"),
+    ([CHOICE, CHOICE], "choices"),
+    ([CHOICE, {**CHOICE, "text_a": "a"}], "text_a choices"),
+    ([CHOICE, {**CHOICE, **PAIR}], ValueError("train.jsonl, line 2: 'text_b' beside 'choices'")),
+    ([{"choices": ["x"]}], ValueError("line 1: 'choices' must be a list of at least two texts")),
+]
+
+
+@pytest.mark.parametrize("rows, expected", OWN)
+def test_columns_of_your_own_task(rows, expected, tmp_path):
+    """Those that any row has, in whatever row they begin."""
+    write_rows(tmp_path / "own/train.jsonl", [{**row, "label": i} for i, row in enumerate(rows)])
+    if isinstance(expected, str):
+        assert get_task("own", tmp_path).columns == tuple(expected.split())
+    else:
+        with pytest.raises(ValueError, match=str(expected)):
+            get_task("own", tmp_path)
+
+
+BAD = [  # columns of training, another row, what is said of it
+    ("text_a", PAIR, "column 'text_b' is one that mine did not have in training"),
+    ("text_a", {"text_a": "a", **CHOICE}, "column 'choices' is one that mine did not have"),
+    ("choices", {"text_a": "a", **CHOICE}, "column 'text_a' is one that mine did not have"),
+    ("text_a text_b", {"text_a": "a"}, "no column 'text_b'; it has text_a, label"),
+    ("text_a text_b", {"text_a": "a", "text_b": None}, "column 'text_b' is missing"),
+    ("text_a", {"text_a": float("nan")}, "column 'text_a' is missing"),
+    ("text_a", {"text_a": ["a"]}, "column 'text_a' holds list, expected a text"),
+    ("text_a", {"text_a": "\ud800"}, "surrogates not allowed"),
+    ("text_a", {"text_a": "a" * 1_000_001}, "a text of 1,000,001 characters"),
+    ("choices", {"choices": {"text": ["x", "y"]}}, "does not hold a list of texts"),
+    ("choices", {"choices": ["x", 1]}, "does not hold a list of texts"),
+    ("choices", {"choices": ["x", "y", "z"]}, "3 choices, expected 2"),
+]
+
+
+@pytest.mark.parametrize("columns, row, said", BAD)
+def test_nothing_is_left_out_without_a_word(columns, row, said):
+    task = replace(own_task(columns.split(), ("0", "1")), name="mine")
+    with pytest.raises(ValueError, match=said):
+        to_candidates(task, {**row, "label": 0})
 
 
 def test_labels_by_name_and_by_place():
@@ -14,35 +94,47 @@ def test_labels_by_name_and_by_place():
     places = task_rows.make_label_ids(labels)
     assert places == {"Yes": 0, "no": 1, "NO": 2, "yes": 0}  # the first of several alike
 
-    def index(value, of_the_hub=False):
-        return task_rows.label_index(value, labels, places, {"nope": "no"}, of_the_hub)
+    def index(value, from_hub=False):
+        return task_rows.label_index(value, labels, places, {"nope": "no"}, from_hub)
 
     assert [index(value) for value in ("Yes", " yes\n", "NO", "nope")] == [0, 0, 2, 1]
-    assert [index(value, of_the_hub=True) for value in (2, "1")] == [2, 1]
+    assert [index(value, from_hub=True) for value in (2, "1")] == [2, 1]
     for value in (1, 3, None, 0.0, "maybe"):
         with pytest.raises(ValueError, match=f"label {value!r} is not one of Yes, no, NO"):
             index(value)
     with pytest.raises(ValueError, match="hidden"):
-        index(-1, of_the_hub=True)
+        index(-1, from_hub=True)
 
 
-def test_candidates_stay_together(tokenizer):
-    examples = [([("red cat", None), ("a", "dog")], 1), ([("one", "two"), ("not", None)], 0)]
-    columns = task_rows.encode(tokenizer, examples)
-    ids = [
-        [tokenizer.encode(*filter(None, pair)).ids for pair in candidates]
-        for candidates, _ in examples
-    ]
-    assert columns["input_ids"] == ids and columns["label"] == [1, 0]
-    assert columns["length"] == [max(map(len, group)) for group in ids]
-    task_rows.check_candidates(examples[0][0], 2)
-    with pytest.raises(ValueError, match="2 choices, expected 3"):
-        task_rows.check_candidates(examples[0][0], 3)
+def test_own_labels_that_are_no_classes():
+    for values, said in (
+        (["0.5", "1"], "label '0.5' is neither"),
+        ([0.5], "label 0.5 is neither"),
+        ([None], "label None is neither"),
+        ([1, "1"], "all labels are '1'"),
+        (["yes", "yes "], "make them one"),
+        (["caf\u00e9", "cafe\u0301"], "make them one"),
+    ):
+        rows = [(i, {"text_a": "a", "label": value}) for i, value in enumerate(values, 1)]
+        with pytest.raises(ValueError, match=f"^here.*{said}"):
+            task_rows.own_columns("here", rows, {})
+
+
+def test_a_tokenizer_that_panics():
+    class Panic(BaseException):
+        """As PyO3's, which is no Exception"""
+
+    class Tokenizer:
+        def encode_batch(self, pairs):
+            raise Panic("index out of bounds\nat src/lib.rs")
+
+    with pytest.raises(ValueError, match="^its tokenizer failed: index out of bounds$"):
+        task_rows.encode_pairs(Tokenizer(), [("a", None)])
 
 
 def test_what_other_code_has_made_is_made_anew():
-    code = task_rows.source_code(Results, Results.add)
-    assert len(code) == 2 and any("class Results" in text for text in code)
+    code = task_rows.source_code(data.load_split, data.to_candidates)
+    assert len(code) == 2 and any("def load_split" in text for text in code)
 
 
 def test_results_keep_the_order_of_the_batches():
