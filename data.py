@@ -18,7 +18,6 @@ if __name__ == "__main__":
     announce("data.py")
 
 import itertools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -32,6 +31,7 @@ from tqdm import tqdm
 from formats import task_rows
 from formats.files import error_prefix
 from formats.rows import cached, check_size, find_file, find_split, hold_out, read_rows, set_origin
+from runtime.command import run_command
 from runtime.scores import CLASS_SCORES, accuracy
 
 
@@ -379,11 +379,11 @@ def batches(split, batch_size, pad_token_id=0, seed=None, rank=0, world_size=1):
             yield collate(split[mine.tolist()], pad_token_id)
 
 
-def main():
-    from runtime.inspect import inspect_task
+def main(argv=None):
+    from experiments.inspect import inspect_task
 
-    inspect_task(sys.modules[__name__])
+    return inspect_task(argv)
 
 
 if __name__ == "__main__":
-    main()
+    run_command("data.py", main)

@@ -27,9 +27,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import variants.houlsby  # noqa: F401  (kinds of adapters: --adapter houlsby_recipe,
-import variants.pal  # noqa: F401      --adapter pal | low_rank)
-from adapter import ADAPTERS, KINDS, Head, add_adapter, load_adapter, save_adapter, save_head
+import variants.pal  # noqa: F401  (registers --adapter pal | low_rank)
+from adapter import (
+    ADAPTERS,
+    Head,
+    add_adapter,
+    copy_adapters,
+    load_adapter,
+    read_config,
+    save_adapter,
+    save_head,
+)
 from bert import Bert, activate, known_adapters
 from data import batches, collate, get_task, length_bucketed_batches, load_split, split_by_length
 from formats import adapterhub
@@ -172,6 +180,9 @@ class Settings:
     # Section 3.2: fusion
     fusion: str | None = paper(
         None, "kind of fusion; default attention", choices=lambda: [*FUSIONS], stages=("fusion",)
+    )
+    fusion_config: dict = paper(
+        {}, "fields of a fusion of your own", metavar="FIELD=VALUE", stages=("fusion",)
     )
     adapters_per_batch: int | None = paper(
         None,
@@ -392,7 +403,7 @@ def find_adapters(settings, bert):
         if resumes(settings) or not there:
             sources = copies
     return adapterhub.find_adapters(
-        sources, KINDS, bert.config, settings.model, bert.digest, settings.allow_other_encoder
+        sources, bert.config, settings.model, bert.digest, settings.allow_other_encoder
     )
 
 
@@ -417,7 +428,8 @@ def build(settings, tasks, device, dtype):
     if settings.stage == "head" and adapter_dirs:
         activate(bert, *adapter_dirs)  # what one task's adapter alone gives another task
     if settings.stage == "fusion":
-        add_fusion(bert, adapter_dirs, FUSIONS[settings.fusion])  # a new Ψ over them
+        kind = FUSIONS[settings.fusion]
+        add_fusion(bert, adapter_dirs, kind, **settings.fusion_config)  # a new Ψ over them
         if settings.adapters_per_batch is not None:
             check_subset(bert, settings.adapters_per_batch, [*adapter_dirs])
     heads = nn.ModuleList()
@@ -536,7 +548,7 @@ def train(settings):
     with open_run(settings, config, device) as run:  # locks --out; keeps its log and checkpoints
         state = TrainState(loss=torch.zeros((), device=device))
         if run.is_new and run.rank == 0:  # the sources may be gone by the end
-            adapterhub.copy_adapters(adapter_dirs, KINDS, settings.out / "adapters", bert.config)
+            copy_adapters(adapter_dirs, settings.out / "adapters", bert.config)
         run.restore(state, trained, optimizer)  # --resume: to the bit, random numbers included
         if settings.compile:
             compile_layers(bert)
@@ -709,7 +721,8 @@ def describe(settings, tasks, bert, adapter_dirs, dtype):
         # own.
         result["adapters"] = [*adapter_dirs]
         result["adapter_digests"] = {
-            name: adapterhub.digest(directory, KINDS) for name, directory in adapter_dirs.items()
+            name: adapterhub.digest(directory, name, read_config(directory, name)[1])
+            for name, directory in adapter_dirs.items()
         }
         # of the encoders that they were trained on, null where no run says
         result["adapter_encoders"] = {

@@ -57,7 +57,6 @@ from adapter import Adapter, AdapterConfig, add_adapter, load_adapter
 from bert import AddNorm, Bert
 from experiments import curves, demo, evaluate, figure4
 from experiments.load_run import load_run, load_run_split
-from experiments.predict import weights_of
 from formats.tokenizer import load_tokenizer
 from fusion import Fusion, add_fusion, fusion_regularization, fusions
 from variants.multitask import task_probabilities
@@ -528,14 +527,12 @@ print("entropy by layer (1: all alike):", ", ".join(f"{value:.2f}" for value in 
 # --explain page.html` makes a page of it.)
 
 # %%
-bert, head, config = load_run(RUNS / "fusion-numpy_same")
-tokenizer = load_tokenizer(bert.directory, 48, bert.config.vocab_size, bert.config.type_vocab_size)
+fused = load_run(RUNS / "fusion-numpy_same")
 pair = (
     "Return the cumulative sum of the elements.",
     "The sum is taken over the flattened array by default.",
 )
-encoding = tokenizer.encode(*pair)
-(explained,) = weights_of(bert, tokenizer, [encoding])
+(explained,) = fused.fusion_weights([pair])
 letters = {name: name[0].upper() for name in names}
 assert len(set(letters.values())) == len(names)
 print("  ".join(f"{letter} {name}" for name, letter in letters.items()), "     (the weight in %)\n")
@@ -544,8 +541,8 @@ layers = explained["weights"]["output"]
 for t, token in enumerate(explained["tokens"]):
     cells = [f"{letters[names[s[t].argmax()]]} {100 * s[t].max():3.0f}" for s in layers]
     print(f"{token:12}", " ".join(f"{cell:>8}" for cell in cells))
-logits = head(bert(torch.tensor([encoding.ids]), torch.tensor([encoding.type_ids])))
-print("\nthe two are said to be from docstrings that are:", config["labels"][logits.argmax()])
+(answer,) = fused.predict([pair])
+print("\nPrediction: the two are from docstrings that are", answer["label"])
 
 # %% [markdown]
 # ## 8.2 Fewer adapters
@@ -559,7 +556,7 @@ print("\nthe two are said to be from docstrings that are:", config["labels"][log
 def accuracy(*masked):
     words = [str(RUNS / "fusion-numpy_same"), *(["--mask", *masked] if masked else [])]
     with contextlib.redirect_stdout(io.StringIO()):
-        return evaluate.evaluate_run(evaluate.arguments(words))["accuracy"]
+        return evaluate.main(words)["accuracy"]
 
 
 order = [names[i] for i in mean.argsort()]

@@ -1,10 +1,10 @@
-"""How did training go? Loss and accuracy of any number of runs, epoch by epoch.
+"""How did training go? Losses and scores of any number of runs, epoch by epoch.
 
     python -m experiments.curves runs/rte runs/fusion-rte [--out curves.png]
 
-Every RUN is a directory that `train.py` writes, finished or not. The picture has the mean training
-loss of each epoch on the left, and on the right the score on the development set that chooses the
-best epoch, which is the larger dot. The same is printed as a table, the best epoch with a star.
+Every RUN is a directory that `train.py` writes, finished or not. The picture shows each run's
+training and development loss, and the score on the development set that chooses its best epoch.
+The same is printed as a table.
 """
 
 if __name__ == "__main__":
@@ -12,43 +12,33 @@ if __name__ == "__main__":
 
     announce("curves.py")
 
-import argparse
 import json
-import math
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-
-from formats.files import read_json  # noqa: E402
-from runtime.command import errors_in_one_line  # noqa: E402
-from runtime.options import Parser  # noqa: E402
+from experiments.report import save_figure, subplots, table
+from formats.files import error_prefix, read_json
+from runtime.command import run_command
+from runtime.settings import argument, option, parse
 
 MARKERS = "osv^D<>P"  # curves can be told apart without colours
 
 
+@dataclass(frozen=True)
+class Options:
+    runs: tuple[Path, ...] = argument("finished or not", metavar="RUN")
+    out: Path = option(Path("curves.png"), "the picture: .png, .svg or .pdf")
+
+
 def read_log(run):
-    """(name of the score, [(epoch, loss, score)]) of a run. Raises FileNotFoundError or ValueError
-    for a directory that has no log of an epoch."""
-    path = run / "log.jsonl"
-    if not path.is_file():
-        raise FileNotFoundError(f"{run} is not a run: it has no log.jsonl")
+    """(name of the score, [(epoch, training loss, dev loss, score)]) of a run."""
     score = read_json(run / "config.json").get("score") or "accuracy"
     points = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
+    for number, line in enumerate((run / "log.jsonl").read_text(encoding="utf-8").splitlines(), 1):
+        with error_prefix(f"{run / 'log.jsonl'}, line {number}"):
             values = json.loads(line)
-            point = values["epoch"], values["loss"], values[f"dev_{score}"]
-            if not all(type(value) in (int, float) and math.isfinite(value) for value in point):
-                raise ValueError("not a number")
-        except (ValueError, KeyError, TypeError, RecursionError) as e:
-            raise ValueError(
-                f"{path}, line {number}: not an epoch with epoch, loss and dev_{score}"
-            ) from e
-        points.append(point)
+            points.append([values[name] for name in ("epoch", "loss", "dev_loss", f"dev_{score}")])
     if not points:
         raise ValueError(f"{run} has not finished an epoch yet")
     return score, points
@@ -56,64 +46,49 @@ def read_log(run):
 
 def best(points):
     """The index of the best epoch: the first with the highest score, as in training."""
-    scores = [score for _, _, score in points]
+    scores = [score for *_, score in points]
     return scores.index(max(scores))
 
 
 def draw(logs, path):
-    """logs: {run: (name of the score, points)}"""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for (run, (_, points)), marker in zip(logs.items(), cycle(MARKERS), strict=False):
-        epochs, losses, scores = zip(*points, strict=True)
-        left.plot(epochs, losses, f"{marker}-", markersize=4, label=str(run))
-        (line,) = right.plot(epochs, scores, f"{marker}-", markersize=4)
-        i = best(points)
-        right.plot(epochs[i], scores[i], marker, markersize=10, color=line.get_color())
-    names = " / ".join(dict.fromkeys(score for score, _ in logs.values()))
-    left.set(xlabel="epoch", ylabel="training loss", ylim=(0, None))
-    right.set(xlabel="epoch", ylabel=f"{names}, development set")
-    for axes in (left, right):
+    """logs: {run: what `read_log` returns}. A score has a panel of its own."""
+    scores = list(dict.fromkeys(score for score, _ in logs.values()))
+    figure, (left, *others) = subplots(1, 1 + len(scores), (4.6 * (1 + len(scores)), 4))
+    for (run, (score, points)), marker in zip(logs.items(), cycle(MARKERS), strict=False):
+        epochs, losses, dev_losses, values = zip(*points, strict=True)
+        (line,) = left.plot(epochs, losses, f"{marker}-", markersize=4, label=f"{run}: training")
+        colour, i = line.get_color(), best(points)
+        style = {"color": colour, "markersize": 4, "label": f"{run}: development"}
+        left.plot(epochs, dev_losses, f"{marker}--", fillstyle="none", **style)
+        right = others[scores.index(score)]
+        right.plot(epochs, values, f"{marker}-", color=colour, markersize=4, label=str(run))
+        label = f"best epoch of {run}, the one that is kept"
+        right.plot(epochs[i], values[i], marker, color=colour, markersize=10, label=label)
+    left.set(title="Loss", ylabel="mean loss of an example")
+    for score, right in zip(scores, others, strict=True):
+        right.set(title="Score on the development set", ylabel=score)
+    for axes in (left, *others):
+        axes.set(xlabel="epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=min(len(logs), 3))
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def table(logs):
-    """Lines of text."""
-    width = max(len("run"), *(len(str(run)) for run in logs))
-    lines = [f"{'run':{width}}  epoch      loss     score"]
-    for run, (_, points) in logs.items():
-        for i, (epoch, loss, score) in enumerate(points):
-            star = " *" if i == best(points) else ""
-            lines.append(f"{str(run):{width}}  {epoch:5}  {loss:8.4f}  {score:8.4f}{star}")
-    return lines
-
-
-def arguments(argv=None):
-    parser = Parser(
-        prog="python -m experiments.curves",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="finished or not")
-    parser.add_argument("--out", type=Path, default=Path("curves.png"), help="the picture")
-    return parser.parse_args(argv)
+        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.15))
+    save_figure(figure, path)
 
 
 def main(argv=None):
-    with errors_in_one_line("curves.py"):
-        args = arguments(argv)
-        if args.out.suffix not in (".png", ".svg", ".pdf") or not args.out.parent.is_dir():
-            raise ValueError(
-                f"--out {args.out} is not a .png, .svg or .pdf file in a directory that exists"
-            )
-        logs = {run: read_log(run) for run in args.runs}
-        draw(logs, args.out)
-    print("\n".join(table(logs)))
-    print(f"\n{args.out}")
+    options = parse(Options, argv, "python -m experiments.curves", __doc__)
+    if options.out.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"--out {options.out} is not a .png, .svg or .pdf file")
+    logs = {run: read_log(run) for run in options.runs}
+    draw(logs, options.out)
+    rows = [
+        [str(run), epoch, *(f"{value:.4f}" for value in values), "best" * (i == best(points))]
+        for run, (_, points) in logs.items()
+        for i, (epoch, *values) in enumerate(points)
+    ]
+    print(*table(rows, ["run", "epoch", "loss", "dev loss", "score", ""]), sep="\n")
+    print(f"\n{options.out}")
 
 
 if __name__ == "__main__":
-    main()
+    run_command("curves.py", main)

@@ -26,19 +26,26 @@ import shlex
 import sysconfig
 import time
 from collections import Counter, defaultdict, deque
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import torch
 
 import train
-from experiments.figure4 import mean_weights
+from experiments.figure4 import heat_map, mean_weights
 from experiments.report import save_figure
 from formats.files import read_json
-from runtime.command import errors_in_one_line
-from runtime.options import Parser
+from runtime.command import run_command
+from runtime.settings import SEED, option, parse
 
 MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+
+@dataclass(frozen=True)
+class Options:
+    out: Path = option(Path("runs/demo"), "default runs/demo")
+    seed: int = option(0, "of data and training", valid=SEED)
 
 
 def find_minilm():
@@ -89,19 +96,18 @@ def docstrings(library):
 
 
 def definitions(tree):
-    """("function" | "class" | "method", node) of every definition, level by level. Expressions,
-    most of a tree, are not looked into: they hold none."""
-    statements = (ast.stmt, ast.excepthandler, ast.match_case)
+    """("function" | "class" | "method", node) of every definition, level by level."""
+    statements = (ast.stmt, ast.excepthandler, ast.match_case)  # expressions hold no definition
     todo = deque([tree])
     while todo:
         node = todo.popleft()
         for child in ast.iter_child_nodes(node):
             if isinstance(child, statements):
                 todo.append(child)
-                if isinstance(child, ast.ClassDef):
-                    yield "class", child
-                elif isinstance(child, ast.FunctionDef):
-                    yield "method" if isinstance(node, ast.ClassDef) else "function", child
+            if isinstance(child, ast.ClassDef):
+                yield "class", child
+            if isinstance(child, ast.FunctionDef):
+                yield "method" if isinstance(node, ast.ClassDef) else "function", child
 
 
 def sentences(text):
@@ -125,44 +131,41 @@ def build_tasks(out, rng):
     pools = {library: list(docstrings(library)) for library in ("std", "numpy", "torch")}
     library, kind = defaultdict(set), defaultdict(set)
     for name, pool in pools.items():
-        for what, found in pool:
-            library[name].update(found)
-            kind[what].update(found[:1])  # the summary line
-    singles = {"library": library, "kind": kind}
-    for task, classes in singles.items():
+        for what, texts in pool:
+            library[name].update(texts)
+            kind[what].update(texts[:1])  # the summary line
+    for task, classes in {"library": library, "kind": kind}.items():
         count = Counter(text for texts in classes.values() for text in texts)
         rows = []
         for label, texts in sorted(classes.items()):
-            texts = sorted(
-                text for text in texts if count[text] == 1
-            )  # one with two answers is no question
-            rows += [
-                {"text_a": text, "label": label} for text in rng.sample(texts, min(250, len(texts)))
-            ]
+            texts = sorted(text for text in texts if count[text] == 1)  # not those of two classes
+            chosen = rng.sample(texts, min(250, len(texts)))
+            rows += [{"text_a": text, "label": label} for text in chosen]
         write(out, task, rows, rng, train=500, dev=200)
 
-    def pairs(found, n):
-        """n pairs of a docstring's first sentence and a later one, half of them from the same
-        docstring."""
-        found = [list(dict.fromkeys(texts)) for texts in found]
-        found = [texts for texts in found if len(texts) > 1]
-        rows, seen = [], set()
-        while len(rows) < n:
-            one, other = rng.sample(found, 2)
-            same = len(rows) % 2 == 0
-            a, b = one[0], rng.choice(one[1:] if same else other[1:])
-            if (a, b) not in seen:
-                seen.add((a, b))
-                rows.append({"text_a": a, "text_b": b, "label": "same" if same else "different"})
-        return rows
-
     source = [texts for name in ("std", "torch") for _, texts in pools[name]]
-    write(out, "same", pairs(source, 1800), rng, train=1600, dev=200)
+    write(out, "same", pairs(source, 1800, rng), rng, train=1600, dev=200)
     # the target's development set is from other docstrings than its training set
     target = [texts for _, texts in pools["numpy"]]
     rng.shuffle(target)
-    write(out, "numpy_same", pairs(target[: len(target) // 3], 150), rng, train=150, dev=0)
-    write(out, "numpy_same", pairs(target[len(target) // 3 :], 300), rng, train=0, dev=300)
+    write(out, "numpy_same", pairs(target[: len(target) // 3], 150, rng), rng, train=150, dev=0)
+    write(out, "numpy_same", pairs(target[len(target) // 3 :], 300, rng), rng, train=0, dev=300)
+
+
+def pairs(docs, n, rng):
+    """n pairs of a docstring's first sentence and a later one, half of them from the same
+    docstring."""
+    docs = [list(dict.fromkeys(texts)) for texts in docs]
+    docs = [texts for texts in docs if len(texts) > 1]
+    rows, seen = [], set()
+    while len(rows) < n:
+        one, other = rng.sample(docs, 2)
+        same = len(rows) % 2 == 0
+        a, b = one[0], rng.choice(one[1:] if same else other[1:])
+        if (a, b) not in seen:
+            seen.add((a, b))
+            rows.append({"text_a": a, "text_b": b, "label": "same" if same else "different"})
+    return rows
 
 
 def write(out, task, rows, rng, train, dev):
@@ -186,81 +189,56 @@ def heatmap(run, data_dir, path):
     names, weights, _ = mean_weights(run, data_dir)
     weights = torch.stack(list(weights.values()))  # [layers, N]
     figure, axes = plt.subplots(figsize=(5.5, 3.2), layout="constrained")
-    image = axes.imshow(weights.T, cmap="Greys_r", vmin=0, vmax=1, aspect="auto")
-    for layer, row in enumerate(weights.tolist()):
-        for n, value in enumerate(row):
-            axes.text(
-                layer,
-                n,
-                f"{value:.2f}",
-                ha="center",
-                va="center",
-                color="black" if value > 0.5 else "white",
-            )
-    axes.set_xticks(range(len(weights)), range(1, len(weights) + 1))
-    axes.set_yticks(range(len(names)), names)
+    image = heat_map(axes, weights.T, names, range(1, len(weights) + 1))
     axes.set(xlabel="layer", ylabel="adapter", title=f"{Path(run).name}: mean fusion weight")
     figure.colorbar(image)
     save_figure(figure, path)
 
 
-def train_all(args):
+def main(argv=None):
     """The five runs. Returns what the last line of the demo says of them."""
-    model, data_dir = find_minilm(), args.out / "data"
-    args.out.mkdir(parents=True, exist_ok=True)
-    build_tasks(data_dir, random.Random(args.seed))
+    words = "Adapters and their fusion on docstrings, with MiniLM, on two cores."
+    options = parse(Options, argv, "python -m experiments.demo", words)
+    out, started = options.out, time.monotonic()
+    model, data_dir = find_minilm(), out / "data"
+    print("reading the docstrings of Python, NumPy and PyTorch", flush=True)
+    build_tasks(data_dir, random.Random(options.seed))
     for path in sorted(data_dir.glob("*/*.jsonl")):
         lines = path.read_text(encoding="utf-8").splitlines()
         print(f"{path}: {len(lines)} examples, the first: {lines[0]}")
 
-    common = ["--data-dir", data_dir, "--model", model, "--seed", args.seed, "--max-length", 48]
-    common += ["--lr", "5e-4", "--batch-size", 16, "--overwrite"]
-    sources, target = {"library": 1, "kind": 1, "same": 2}, "numpy_same"
-    results = {}
+    common = ["--data-dir", data_dir, "--model", model, "--seed", options.seed]
+    common += "--max-length 48 --lr 5e-4 --batch-size 16 --overwrite".split()
+    sources, target, results = {"library": 1, "kind": 1, "same": 2}, "numpy_same", {}
     for task, epochs in {**sources, target: 3}.items():
         stage = ["--stage", "adapter", "--task", task, "--epochs", epochs]
-        results[task] = run(args.out / task, *stage, *common)
-    fusion = args.out / f"fusion-{target}"
+        results[task] = run(out / task, *stage, *common)
+    fusion, picture = out / f"fusion-{target}", out / "fusion_weights.png"
     stage = ["--stage", "fusion", "--task", target, "--epochs", 5]
-    adapters = ["--adapters", *(args.out / task for task in results)]
+    adapters = ["--adapters", *(out / task for task in results)]
     results["fusion"] = run(fusion, *stage, *adapters, *common)
-    picture = args.out / "fusion_weights.png"
     heatmap(fusion, data_dir, picture)
 
     print(f"\n{'task':12} {'examples':>8} {'adapter':>8} {'fusion':>8}      dev accuracy, %")
     for task in (*sources, target):
-        of_fusion = f"{100 * results['fusion']['accuracy']:.1f}" if task == target else "-"
-        print(
-            f"{task:12} {results[task]['train_examples']:8} "
-            f"{100 * results[task]['accuracy']:8.1f} {of_fusion:>8}"
-        )
+        examples, own = results[task]["train_examples"], 100 * results[task]["accuracy"]
+        fused = f"{100 * results['fusion']['accuracy']:.1f}" if task == target else "-"
+        print(f"{task:12} {examples:8} {own:8.1f} {fused:>8}")
     print(f"\nfusion weights by adapter and layer: {picture}")
     print(
-        f"next: python -m experiments.curves {args.out / target} {fusion}\n"
+        f"next: python -m experiments.curves {out / target} {fusion}\n"
         f"      python -m experiments.predict {fusion} 'Return the sum.' 'The axis is optional.' "
-        f"--explain {args.out / 'page.html'}\n"
-        f"      python -m experiments.figure4 {fusion} --out {args.out / 'figures'}\n"
+        f"--explain {out / 'page.html'}\n"
+        f"      python -m experiments.figure4 {fusion} --out {out / 'figures'}\n"
         f"the encoder, for runs of your own: --model {model}"
     )
     return {
         "st_a": results[target]["accuracy"],
         "fusion": results["fusion"]["accuracy"],
         "heatmap": str(picture),
+        "seconds": round(time.monotonic() - started, 1),
     }
 
 
-def main():
-    parser = Parser(
-        description="Adapters and their fusion on docstrings, with MiniLM, on two cores."
-    )
-    parser.add_argument("--out", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--seed", type=int, default=0)
-    started = time.monotonic()
-    with errors_in_one_line("demo.py"):
-        args = parser.parse_args()
-        result = train_all(args)
-    print(json.dumps(result | {"seconds": round(time.monotonic() - started, 1)}))
-
-
 if __name__ == "__main__":
-    main()
+    run_command("demo.py", main)

@@ -1,51 +1,49 @@
 """A finished run, put together again from its directory.
 
-bert, head, config = load_run("runs/rte")
-task, split = load_run_split("runs/rte", bert, config)
-logits = predict(bert, head, batch, torch.float32)  # of train.py
+    model = load_run("runs/fusion-rte")
+    model.predict([("It rains.", "It is wet.")])         # labels and probabilities
+    model.fusion_weights([("It rains.", "It is wet.")])  # of every token, at every layer
 
-A run of a kind that is not this project's own, as those of examples/, loads once the module is
-imported that makes the kind known: in a command by --import. No run makes its reader execute code.
+A run of another program than train.py, as those of examples/, is read with that program's kinds,
+loss and `predict` once its module is imported: in a command by --import. No run makes its reader
+execute code.
 """
 
 import argparse
 import contextlib
 import importlib
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from adapter import activate, load_adapter, load_head
+import train
+from adapter import Head, activate, load_adapter, load_head
 from bert import Bert
-from data import TASKS, Classification, MultipleChoice, get_task, load_split
+from data import (
+    TASKS,
+    Classification,
+    MultipleChoice,
+    Task,
+    collate,
+    length_bucketed_batches,
+    load_split,
+    own_task,
+    to_candidates,
+)
 from formats.adapterhub import check_name, refuse_or_note
-from formats.files import read_json
+from formats.files import error_prefix, read_json
+from formats.task_rows import apply_column_names, encode_pairs
 from formats.tokenizer import load_tokenizer
-from fusion import fusions, load_fusion
-from runtime.options import check_length
+from fusion import fusion_weights, fusions, load_fusion
+from runtime.directory import MOVING, REPLACED
 from runtime.processes import choose_device
-from runtime.run import describe_encoder, program_of
-from train import STAGES
+from runtime.run import describe_encoder, program_of, progress_bar
+from runtime.settings import argument, option
 
-
-def add_import(parser):
-    """The option --import of a command that reads runs."""
-    parser.add_argument(
-        "--import",
-        metavar="MODULE",
-        action="append",
-        type=import_module,
-        help="a module that makes the run's kinds known, for instance examples.lora",
-    )
-
-
-def add_encoder(parser):
-    """The options of such a command that say which encoder is the run's."""
-    parser.add_argument("--model", help="where the encoder is now, if not where the run found it")
-    parser.add_argument(
-        "--allow-other-encoder", action="store_true", help="even if its weights are others"
-    )
+BATCH_SIZE = 64  # of predictions
 
 
 def import_module(name):
@@ -55,91 +53,159 @@ def import_module(name):
         raise argparse.ArgumentTypeError(f"{name!r:.100} cannot be imported: {e}") from e
 
 
-@contextlib.contextmanager
-def naming_program(config):
-    """An error in the block names the program that has made the run, unless it is train.py or
-    imported: that one may know a kind that is unknown here."""
-    try:
-        yield
-    except ValueError as e:
-        program = program_of(config)
-        if program is None or program[1] in sys.modules:
-            raise
-        raise ValueError(
-            f"{e}; the run was made by {program[0]!s:.100}: if its kind is unknown here, "
-            f"evaluate, predict and figure4 learn it by --import {program[1]:.100}"
-        ) from e
+@dataclass(frozen=True)
+class Reading:
+    """Options of every command that reads runs."""
+
+    run: Path = argument("the directory of a finished run")
+    task: str | None = option(None, "which task of a multi-task run")
+    model: str | None = option(None, "where the encoder is now, if not where the run found it")
+    allow_other_encoder: bool = option(False, "even if the encoder's weights are others")
+    imports: str | None = option(
+        None,
+        "a module that the run needs, for instance examples.lora",
+        flag="--import",
+        metavar="MODULE",
+        action=import_module,
+    )
 
 
-def task_kind(config, head):
-    """The kind of a run's task, one of data.py or of an imported module. Raises ValueError if it is
-    neither."""
-    known = {kind.__name__: kind for kind in (Classification, MultipleChoice)}
-    known |= {task.kind.__name__: task.kind for task in TASKS.values()}
-    name = config["kinds"].get(config["task"])
-    if name is None:  # a run from before this was written down
-        return MultipleChoice if head.config["head_type"] == "multiple_choice" else Classification
-    if name not in list(known):
-        raise ValueError(f"{config['task']!r:.50} is a task of an unknown kind, {name!r:.50}")
-    return known[name]
+@dataclass
+class LoadedRun:
+    """A finished run, frozen, in eval mode, with everything active that was active in training.
+    bert, head, config = load_run(...) takes the first three."""
+
+    bert: Bert
+    head: Head
+    config: dict  # config.json; of a multi-task run the entries of the one task
+    task: Task
+    tokenizer: object
+    directory: Path
+
+    def __iter__(self):
+        return iter((self.bert, self.head, self.config))
+
+    def candidates(self, given):
+        """
+        An input -> [(text_a, text_b or None)], as in training. given: a text; the texts in the
+        order of the task's columns, with multiple choice the choices behind them as one list; or a
+        row of a file, {column: value}. Raises ValueError for an input that does not fit.
+        """
+        is_row = isinstance(given, dict)
+        row = apply_column_names(given, self.task.column_names) if is_row else self.as_row(given)
+        # a label is asked for, and not looked at
+        task = replace(self.task, kind=MultipleChoice if self.task.choices else Classification)
+        candidates, _ = to_candidates(task, {**row, task.label: task.labels[0]})
+        for text in (text for pair in candidates for text in pair if text is not None):
+            text.encode()  # raises ValueError for half a character
+        return candidates
+
+    def as_row(self, given):
+        """Texts in the order of the task's columns -> {column: text}."""
+        task, K = self.task, len(self.task.labels)
+        texts, options = [given] if isinstance(given, str) else list(given), []
+        if task.choices and texts and not isinstance(texts[-1], str):
+            options = list(texts.pop())
+        together = task.columns[-1] in ("endings", "choices")  # one column holds all choices
+        wanted = task.columns[: -1 if together else -K] if task.choices else task.columns
+        if len(texts) != len(wanted) or len(options) != K * task.choices:
+            takes = " and ".join([*wanted, *[f"{K} choices"] * task.choices])
+            raise ValueError(f"{task.name} takes {takes}, not {given!r:.200}")
+        if together:
+            options = [{"text": options} if task.name == "commonsense_qa" else options]
+        return dict(zip(task.columns, [*texts, *options], strict=True))
+
+    def encode(self, inputs):
+        """Inputs -> of each the encodings of its candidates. Raises ValueError."""
+        groups = [self.candidates(given) for given in inputs]
+        pairs = [pair for group in groups for pair in group]
+        with error_prefix(self.bert.directory):
+            encodings = iter(encode_pairs(self.tokenizer, pairs))
+        return [[next(encodings) for _ in group] for group in groups]
+
+    def batch(self, groups):
+        rows = {
+            "input_ids": [[encoding.ids for encoding in group] for group in groups],
+            "token_type_ids": [[encoding.type_ids for encoding in group] for group in groups],
+            "label": [0] * len(groups),
+        }
+        return collate(rows, self.bert.config.pad_token_id)
+
+    @torch.inference_mode()
+    def predict(self, inputs):
+        """
+        [{"label", "probability", "probabilities": {label: probability}, "truncated"}] of inputs as
+        `candidates` takes them. truncated: whether a text was longer than in training, and cut. A
+        task that predicts a number has {its one label: the number, "truncated"}.
+        """
+        groups = self.encode(inputs)
+        lengths = np.array([max(len(encoding.ids) for encoding in group) for group in groups])
+        result = [None] * len(groups)
+        batches = length_bucketed_batches(lengths, BATCH_SIZE)
+        for rows in progress_bar(batches, "predicting", len(batches)):
+            batch = self.batch([groups[i] for i in rows])
+            logits = train.predict(self.bert, self.head, batch, torch.float32)
+            if not logits.isfinite().all():
+                raise FloatingPointError("the model's outputs are not finite")
+            classes = self.task.kind.dtype == torch.long
+            values = logits.softmax(-1) if classes else self.task.kind.predict(logits)
+            for i, value in zip(rows, values.tolist(), strict=True):
+                result[i] = {self.task.labels[0]: value}
+                if classes:
+                    best, labels = int(np.argmax(value)), self.task.labels
+                    result[i] = {"label": labels[best], "probability": value[best]}
+                    result[i]["probabilities"] = dict(zip(labels, value, strict=True))
+                result[i]["truncated"] = any(encoding.overflowing for encoding in groups[i])
+        return result
+
+    @torch.inference_mode()
+    def fusion_weights(self, inputs):
+        """
+        [{"tokens": T texts, "weights": {location: for every layer a tensor [T, N], or None where
+        there is no fusion}}] of inputs; with multiple choice one for each of their choices. The N
+        adapters are in the order of config["adapters"]. Raises ValueError for other runs.
+        """
+        result = []
+        for group in self.encode(inputs):
+            batch = self.batch([group])
+            names = "input_ids", "token_type_ids", "attention_mask"
+            self.bert(*(batch[name].to(self.bert.device) for name in names))
+            s = {slot: weights.cpu() for slot, weights in fusion_weights(self.bert).items()}
+            for c, encoding in enumerate(group):
+                tokens = [
+                    self.tokenizer.decode([i], skip_special_tokens=False) for i in encoding.ids
+                ]
+                layers = {location: [None] * len(self.bert.layers) for _, location in sorted(s)}
+                for (layer, location), weights in s.items():
+                    layers[location][layer] = weights[c, : len(tokens)]
+                result.append({"tokens": tokens, "weights": layers})
+        return result
 
 
-def is_texts(value):
-    return type(value) is list and all(type(text) is str for text in value)
-
-
-def check_stage(directory, config, stages, what):
-    """Raises ValueError, saying what only the runs of these stages are good for, for another one's.
-    config: of `read_run_config`."""
-    if config["stage"] not in stages:
-        these = " and ".join(stages)
-        raise ValueError(f"{directory} is of --stage {config['stage']}: only {these} runs {what}")
+# --------------------------------------------------------------------------------------------------
+# config.json
 
 
 def read_run_config(directory):
-    """config.json of a finished run. Raises FileNotFoundError or ValueError for a directory that is
-    none."""
+    """config.json of a finished run. Raises FileNotFoundError for a directory that holds none."""
+    directory = Path(directory)
     if not (directory / "metrics.json").is_file():
-        raise FileNotFoundError(f"no finished run in {directory}: it has no metrics.json")
-    defaults = {
-        "adapters": [],
-        "data_dir": None,
-        "grad_accumulation": 1,
-        "limit_dev": None,
-        "columns": {},
-        "kinds": {},
-        "column_names": {},
-        "dev_fraction": None,
-    }
-    config = {**defaults, **with_names_of_today(read_json(directory / "config.json"))}
-    stage, labels = config.get("stage"), config.get("labels")
-    lengths = config.get("max_length")
-    lengths = (
-        list(lengths.values()) if stage == "multitask" and type(lengths) is dict else [lengths]
-    )
-    counts = ["batch_size", "grad_accumulation"]
-    if config["limit_dev"] is not None:
-        counts.append("limit_dev")
-    right = {
-        "stage": stage in list(STAGES),
-        "adapters": is_texts(config["adapters"]),
-        "labels": type(labels) is (dict if stage == "multitask" else list),
-        "dtype": config.get("dtype") in ("float32", "bfloat16"),
-        "data_dir": type(config["data_dir"]) in (str, type(None)),
-        "kinds": type(config["kinds"]) is dict,
-        "column_names": type(config["column_names"]) is dict
-        and is_texts([*config["column_names"].values()]),
-        "dev_fraction": type(config["dev_fraction"]) in (float, type(None)),
-        "columns": type(config["columns"]) is dict
-        and all(map(is_texts, config["columns"].values())),
-        "max_length": bool(lengths) and all(type(n) is int and n > 0 for n in lengths),
-        **{name: type(config.get(name)) is str for name in ("task", "model")},
-        **{name: type(config.get(name)) is int and config[name] > 0 for name in counts},
-    }
-    if wrong := [name for name in right if not right[name]]:
-        path = directory / "config.json"
-        raise ValueError(f"{path}: not the configuration of a run, {wrong[0]} is missing or wrong")
-    return config
+        why = f"no finished run in {directory}: it has no metrics.json"
+        for name in (REPLACED, MOVING):  # of a command that was killed in its first epoch
+            if (directory / name / "metrics.json").is_file():
+                why += f"; the run that --overwrite has put aside is in {directory / name}"
+        raise FileNotFoundError(why)
+    config = with_names_of_today(read_json(directory / "config.json"))
+    if (
+        config.get("stage") not in [*train.STAGES]
+        or not config.get("model")
+        or not config.get("labels")
+    ):
+        raise ValueError(
+            f"{directory / 'config.json'} is no run's, which has stage, model and labels"
+        )
+    # full and multitask runs have no "adapters", runs from before it was recorded no "held_out"
+    return {"adapters": [], "held_out": [None] * len(config["labels"]), **config}
 
 
 def with_names_of_today(config):
@@ -156,62 +222,121 @@ def with_names_of_today(config):
     return config
 
 
+def check_stage(directory, config, stages, what):
+    """Raises ValueError, saying what only the runs of these stages are good for, for another one's.
+    config: of `read_run_config`."""
+    if config["stage"] not in stages:
+        these = " and ".join(stages)
+        raise ValueError(f"{directory} is of --stage {config['stage']}: only {these} runs {what}")
+
+
+def made_by(config):
+    """Which program has made a run, in words, if it is neither train.py nor imported: without it,
+    its kinds are unknown, and what else it changes has no effect. A file inside a run's directory,
+    which may be a stranger's, is never recommended."""
+    program, module = program_of(config) or (None, None)
+    if program is None or module in sys.modules:
+        return ""
+    parents = Path(*module.split(".")).absolute().parents
+    hint = f" (evaluate, predict and figure4 do by --import {module:.100})"
+    hint *= not any((parent / "config.json").exists() for parent in parents)
+    return f"the run was made by {program!s:.100}, which is not imported{hint}"
+
+
+@contextlib.contextmanager
+def naming_program(config):
+    """Adds `made_by` to an error."""
+    try:
+        yield
+    except ValueError as e:
+        raise ValueError(f"{e}; {made_by(config)}" if made_by(config) else str(e)) from e
+
+
+def task_of(config):
+    """The Task of a run, with the columns and labels of its training."""
+    name, labels = config["task"], tuple(config["labels"])
+    kinds = {kind.__name__: kind for kind in (Classification, MultipleChoice)}
+    kinds |= {task.kind.__name__: task.kind for task in TASKS.values()}
+    kind = kinds.get(config["kinds"][name])
+    if kind is None:
+        unknown = config["kinds"][name]
+        raise ValueError(f"{name!r:.50} is a task of an unknown kind, {unknown!r:.50}")
+    task = TASKS[name] if name in TASKS else own_task(config["columns"][name], labels)
+    return replace(task, name=name, labels=labels, kind=kind, column_names=config["column_names"])
+
+
+# --------------------------------------------------------------------------------------------------
+# Loading
+
+
 def load_run(
     directory, device="cpu", dtype=torch.float32, model=None, task=None, allow_other_encoder=False
 ):
     """
-    (bert, head, config) of a finished run, frozen, in eval mode, everything active that was active
-    in training.
+    The LoadedRun of a finished run.
 
     Needs the directory, and the encoder that config.json names unless the run has one of its own
     (full, multitask); `model` says where that encoder is now. `task` is which of a multi-task run's
-    is meant; another run has but one. Raises FileNotFoundError or ValueError for a directory that
-    is not a finished run, and for an encoder or a tokenizer that is not the one of its training,
-    unless `allow_other_encoder`.
+    is meant. Raises FileNotFoundError or ValueError for a directory that is not a finished run, and
+    for an encoder or a tokenizer that is not the one of its training, unless `allow_other_encoder`.
     """
-    directory = Path(directory)
+    directory = part = Path(directory)
     config = read_run_config(directory)
-    stage, labels = config["stage"], config["labels"]
+    stage, adapter = config["stage"], config.get("adapter")
     own = stage in ("full", "multitask")
     if own and model is not None:
         raise ValueError(
             f"{directory} has an encoder of its own: --model is for runs that take another's"
         )
-    if stage != "multitask" and task not in (None, config["task"]):
+    if stage == "multitask":
+        if task not in config["labels"]:
+            which = "choose one with --task" if task is None else f"{task!r:.50} is none of them"
+            raise ValueError(
+                f"{directory} holds several tasks, {which}: {', '.join(config['labels'])}"
+            )
+        n = list(config["labels"]).index(task)
+        of_task = {name: config[name][task] for name in ("labels", "max_length")}
+        config = {**config, **of_task, "task": task, "held_out": [config["held_out"][n]]}
+        check_name(task)  # it is a directory's
+        part = directory / ("heads" if adapter == "none" else "adapters") / task
+    elif task not in (None, config["task"]):
         raise ValueError(f"{directory} is a run on {config['task']!r:.50}, not on {task!r:.50}")
     bert = Bert.from_pretrained(directory if own else model or config["model"]).to(device, dtype)
-    found, expected = describe_encoder(bert), config
-    if own:  # it has been trained
-        expected = {**config, "encoder_sha256": config.get("weights_sha256")}
-    if other := [name for name in found if expected.get(name) not in (None, found[name])]:
-        what = other[0].removesuffix("_sha256")
-        problem = f"{directory} was trained with another {what} than that in {bert.directory}"
-        refuse_or_note(problem, allow_other_encoder)
-    if stage == "multitask":
-        if type(labels.get(task)) is not list:
-            which = "choose one with --task" if task is None else f"{task!r:.50} is none of them"
-            raise ValueError(f"{directory} holds several tasks, {which}: {', '.join(labels)}")
-        config |= {"task": task, "labels": labels[task]}
-        if isinstance(config["max_length"], dict):
-            config["max_length"] = config["max_length"].get(task)
-        check_name(task)
-        directory /= f"{'heads' if config.get('adapter') == 'none' else 'adapters'}/{task}"
+    trained = config["weights_sha256"] if own else config["encoder_sha256"]
+    for name, digest in describe_encoder(bert).items():
+        if digest != (trained if name == "encoder_sha256" else config[name]):
+            what = name.removesuffix("_sha256")
+            problem = f"{directory} was trained with another {what} than that in {bert.directory}"
+            refuse_or_note(problem, allow_other_encoder)
+    others = [
+        name
+        for name, sha in config.get("adapter_encoders", {}).items()
+        if sha not in (None, trained)
+    ]
+    if others:
+        print(f"note: {directory} fuses adapters of another encoder: {', '.join(others)}")
     with naming_program(config):
-        if stage == "adapter" or stage == "multitask" and config.get("adapter") != "none":
-            activate(bert, load_adapter(bert, directory))
+        run_task = task_of(config)
+        if stage == "adapter" or stage == "multitask" and adapter != "none":
+            activate(bert, load_adapter(bert, part))
+        names = config["adapters"]
+        if stage == "fusion":  # also one that was trained together with it, as a fork may do
+            names = sorted(path.name for path in (directory / "adapters").iterdir())
+        for name in names:
+            check_name(name)
+            load_adapter(bert, directory / "adapters" / name)
         if stage == "fusion":
-            for name in config["adapters"]:
-                check_name(name)  # it is a directory's
-                load_adapter(bert, directory / "adapters" / name)
             load_fusion(bert, directory)
-        head = load_head(bert, directory)
-        task_kind(config, head)
-    if head.num_outputs != len(config["labels"]):
-        raise ValueError(
-            f"{directory}: its head is for {head.num_outputs} labels, config.json has "
-            f"{len(config['labels'])}"
-        )
-    return bert, head, config
+        elif config["adapters"]:  # a head on one of them
+            activate(bert, *config["adapters"])
+        head = load_head(bert, part)
+    if head.config.get("label2id") != {label: i for i, label in enumerate(config["labels"])}:
+        raise ValueError(f"{part}: config.json and head_config.json have different labels")
+    if made_by(config):
+        print(f"note: {directory}: {made_by(config)}")
+    sizes = bert.config.vocab_size, bert.config.type_vocab_size
+    tokenizer = load_tokenizer(bert.directory, config["max_length"], *sizes)
+    return LoadedRun(bert, head, config, run_task, tokenizer, directory)
 
 
 def load_run_split(
@@ -222,27 +347,16 @@ def load_run_split(
     as there. Raises as load_split does."""
     data_dir, max_length = data_dir or config["data_dir"], max_length or config["max_length"]
     limit = limit or (config["limit_dev"] if split == "validation" else None)
-    check_length(max_length, bert.config.max_length)
-    # a part of the training file; other data have splits of their own
-    held_out = data_dir == config["data_dir"] and split in ("train", "validation")
-    fraction = config["dev_fraction"] if held_out else None
-    file = split if fraction is None else "train"
+    train.check_length(max_length, bert.config.max_length)
+    if data_dir is not None and not Path(data_dir).is_dir():
+        raise FileNotFoundError(f"{data_dir} is not a directory: --data-dir names that of the data")
     with naming_program(config):
-        task = get_task(config["task"], data_dir, config["labels"], file, config["column_names"])
-    if list(task.labels) != config["labels"]:
-        raise ValueError(f"{run} and {task.name} in {data_dir} have different labels, or choices")
-    # text_b of your own task is optional in training, but not afterwards
-    columns = config["columns"].get(task.name, [*task.columns])
-    if columns != [*task.columns]:
-        raise ValueError(
-            f"{run} has read the columns {columns!r:.100}, the {split} split in {data_dir} has "
-            f"{[*task.columns]}"
-        )
-    tokenizer = load_tokenizer(
-        bert.directory, max_length, bert.config.vocab_size, bert.config.type_vocab_size
-    )
-    given = {"limit": limit, "strict": strict, "dev_fraction": fraction}
-    return task, load_split(task, split, tokenizer, data_dir, **given)
+        task = task_of(config)
+    sizes = bert.config.vocab_size, bert.config.type_vocab_size
+    tokenizer = load_tokenizer(bert.directory, max_length, *sizes)
+    given = {"limit": limit, "strict": strict, "dev_fraction": config["dev_fraction"]}
+    held_out = config["held_out"][0]
+    return task, load_split(task, split, tokenizer, data_dir, held_out=held_out, **given)
 
 
 def unknown_kind(bert):

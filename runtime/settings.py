@@ -86,6 +86,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
         text = action.help or ""
         plain = (
             action.dest != "help"
+            and action.default != argparse.SUPPRESS
             and isinstance(action.default, (int, float, str))
             and action.default is not False
         )
@@ -107,7 +108,7 @@ def parse(options, argv, prog, description, epilog=""):
             headings[heading] = parser.add_argument_group(heading)
         group = headings.get(heading, parser)
         add_option(group, field, hints[field.name])
-    values = vars(parser.parse_args(argv))
+    values = vars(parser.parse_intermixed_args(argv))
     for field in known:
         if isinstance(default_of(field), dict):
             flag = field.metadata.get("flag", f"--{dashed(field.name)}")

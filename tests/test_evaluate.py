@@ -2,33 +2,36 @@
 
 import json
 import shutil
-import time
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import train
-from conftest import command_line, write_rows
+from conftest import cli, write_rows
 from data import TASKS, batches
 from experiments import evaluate as evaluation
 from experiments.load_run import load_run, load_run_split
 
+EVALUATE = {"name": "evaluate.py", "main": evaluation.main}
+
 
 @pytest.fixture
 def evaluate(capsys, encoder):
-    """evaluate(run, ...): (what the command prints before the closing line, the closing line's
-    dictionary)"""
+    """evaluate(run, ...): (the lines before the closing one, the closing line's dictionary)"""
 
     def evaluate(run, *options):
         capsys.readouterr()
-        evaluation.main([str(run), "--device", "cpu", *map(str, options)])
-        *lines, last = capsys.readouterr().out.splitlines()
-        return lines, json.loads(last)
+        result = evaluation.main([str(run), "--device", "cpu", *map(str, options)])
+        return capsys.readouterr().out.splitlines(), json.loads(json.dumps(result))
 
     return evaluate
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture
@@ -57,46 +60,27 @@ def wide(runs, tmp_path_factory):
     return run
 
 
-STAGES = [
-    ["--stage", "adapter", "--adapter", "bapna"],
-    ["--stage", "adapter", "--task", "pick"],
-    ["--stage", "fusion"],
-    ["--stage", "head"],
-    ["--stage", "full"],
-    ["--stage", "multitask", "--tasks", "rte", "pick", "--steps-per-epoch", 3],
-]
-
-
 @pytest.mark.parametrize(
-    "options, dtype", [*((stage, "bfloat16") for stage in STAGES), (STAGES[2], "float32")]
+    "options, dtype",
+    [
+        ("adapter --task rte --adapter bapna", "bfloat16"),
+        ("adapter --task pick", "bfloat16"),
+        ("fusion --task rte", "bfloat16"),
+        ("fusion --task rte", "float32"),
+        ("head --task rte", "bfloat16"),
+        ("full --task rte", "bfloat16"),
+        ("multitask --tasks rte pick --steps-per-epoch 3", "bfloat16"),
+    ],
 )
 def test_everything_is_as_in_training(
-    options, dtype, launch, evaluate, logits, runs, encoder, tmp_path, capsys
+    options, dtype, launch, evaluate, logits, runs, encoder, tmp_path, refused
 ):
     """Bit by bit: the small runs guess nearly one class, so the accuracy alone would prove
     little."""
-    out, task = (
-        tmp_path / "run",
-        ["--task", "rte"] * ("--task" not in options and "--tasks" not in options),
-    )
+    out = tmp_path / "run"
     adapters = ["--adapters", runs / "rte", runs / "sst2"] if "fusion" in options else []
-    metrics = launch(
-        *options,
-        *task,
-        *adapters,
-        "--dtype",
-        dtype,
-        "--epochs",
-        1,
-        "--lr",
-        "5e-2",
-        "--out",
-        out,
-        "--batch-size",
-        8,
-        "--limit-dev",
-        39,
-    )
+    common = "--epochs 1 --lr 5e-2 --batch-size 8 --limit-dev 39 --stage"
+    metrics = launch(*cli(f"{common} {options}", dtype=dtype, out=out), *adapters)
     before, in_training = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}, [*logits]
     logits.clear()
     for task in metrics["task"].split(","):
@@ -109,15 +93,12 @@ def test_everything_is_as_in_training(
         )
         assert any("--limit-dev" in line for line in lines)
     assert len(logits) == len(in_training) and all(map(torch.equal, logits, in_training))
-    assert (
-        torch.cat([batch for batch in logits if batch.shape[1] == logits[0].shape[1]]).std(0).min()
-        > 0
-    )
+    same = [batch for batch in logits if batch.shape[1] == logits[0].shape[1]]
+    assert torch.cat(same).std(0).min() > 0
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-    if options[1] in ("full", "multitask"):
-        with pytest.raises(SystemExit) as exit:
-            evaluate(out, "--task", task, "--model", encoder)
-        assert exit.value.code == 2 and "has an encoder of its own" in capsys.readouterr().err
+    if options[:4] in ("full", "mult"):
+        words = [out, "--task", task, "--model", encoder]
+        refused(words, "has an encoder of its own", **EVALUATE)
 
 
 def test_report(runs, data_dir, evaluate, tmp_path, monkeypatch):
@@ -128,63 +109,33 @@ def test_report(runs, data_dir, evaluate, tmp_path, monkeypatch):
         return nn.functional.one_hot(batch["input_ids"].sum(1) // 3 % 2, 2).float()
 
     monkeypatch.setattr(train, "predict", predict)
-    rows = [
-        json.loads(line) for line in (data_dir / "rte" / "train.jsonl").read_text().splitlines()
-    ][:50]
+    rows = read(data_dir / "rte" / "train.jsonl")[:50]
     write_rows(tmp_path / "rte" / "test.jsonl", rows)
     lines, result = evaluate(runs / "rte", "--split", "test", "--data-dir", tmp_path)
-    assert not any(line.startswith("note") for line in lines)
-
     bert, _, config = load_run(runs / "rte")
-    _, split = load_run_split(runs / "rte", bert, config, "test", tmp_path)
-    for name, examples in (
-        ("validation", 7),
-        ("test", 50),
-    ):  # --limit-dev is about the development set
-        cut = {**config, "limit_dev": 7}
-        directory = tmp_path if name == "test" else data_dir
-        assert len(load_run_split(runs / "rte", bert, cut, name, directory)[1]) == examples
-    pairs = np.array(
-        [
-            (batch["labels"].item(), batch["input_ids"].sum().item() // 3 % 2)
-            for batch in batches(split, 1)
-        ]
-    )
-    assert min((pairs == (k, j)).all(1).sum() for k in range(2) for j in range(2)) > 0
-    assert result["accuracy"] == (pairs[:, 0] == pairs[:, 1]).mean() and result["examples"] == 50
+    cut = {**config, "limit_dev": 7}  # which is about the development set
+    assert len(load_run_split(runs / "rte", bert, cut, "validation", data_dir)[1]) == 7
+    _, split = load_run_split(runs / "rte", bert, cut, "test", tmp_path)
+    assert len(split) == result["examples"] == 50
+    found = [(b["labels"].item(), b["input_ids"].sum().item() // 3 % 2) for b in batches(split, 1)]
+    confusion = [[found.count((k, j)) for j in range(2)] for k in range(2)]
+    assert min(map(min, confusion)) > 0 and result["confusion"] == confusion
+    right = confusion[0][0] + confusion[1][1]
+    assert result["accuracy"] == right / 50
     assert result["labels"] == list(TASKS["rte"].labels) == list(result["classes"])
     for k, label in enumerate(result["labels"]):
-        assert result["confusion"][k] == [((pairs == (k, j)).all(1)).sum() for j in range(2)]
-        right = (pairs == (k, k)).all(1).sum()
-        values = result["classes"][label]
-        assert values["count"] == (pairs[:, 0] == k).sum() and values["recall"] == pytest.approx(
-            right / values["count"]
-        )
-        assert values["precision"] == pytest.approx(right / (pairs[:, 1] == k).sum())
+        values, count = result["classes"][label], sum(confusion[k])
+        precision = confusion[k][k] / sum(row[k] for row in confusion)
+        assert values == {"precision": precision, "recall": confusion[k][k] / count, "count": count}
         (line,) = (line for line in lines if line.split()[:2] == [str(k + 1), label])
-        assert line.split()[2:] == [
-            f"{values['precision']:.3f}",
-            f"{values['recall']:.3f}",
-            str(values["count"]),
-            *map(str, result["confusion"][k]),
-        ]
+        cells = [f"{precision:.3f}", f"{values['recall']:.3f}", count, *confusion[k]]
+        assert line.split()[2:] == list(map(str, cells))
 
     write_rows(tmp_path / "rte" / "ones.jsonl", [{**row, "label": 1} for row in rows])
-    lines, result = evaluate(
-        runs / "rte",
-        "--split",
-        "ones",
-        "--data-dir",
-        tmp_path,
-        "--batch-size",
-        7,
-        "--max-length",
-        12,
-    )
-    assert (
-        result["classes"]["entailment"]["recall"] is None
-        and result["classes"]["entailment"]["count"] == 0
-    )
+    words = cli("--split ones --batch-size 7 --max-length 12", data_dir=tmp_path)
+    lines, result = evaluate(runs / "rte", *words)
+    nothing = result["classes"]["entailment"]
+    assert nothing["recall"] is None and nothing["count"] == 0
     assert "-" in next(line for line in lines if "1 entailment" in line).split()
     assert result["accuracy"] == result["classes"]["not_entailment"]["recall"] > 0
 
@@ -201,134 +152,87 @@ def test_your_own_task_needs_no_other_split(runs, data_dir, evaluate, tmp_path):
 
 
 def test_your_own_task_has_the_columns_of_its_training(
-    launch, evaluate, data_dir, tmp_path, capsys
+    launch, evaluate, refused, data_dir, tmp_path
 ):
     """text_b may be missing from a task, but not from a file of a task that was trained with it."""
-    rows = [
-        json.loads(line) for line in (data_dir / "rte" / "train.jsonl").read_text().splitlines()
-    ]
-    for name in ("text_b", "hypothesis"):
-        split = [
-            {"text_a": row["sentence1"], name: row["sentence2"], "label": row["label"]}
-            for row in rows
-        ]
-        write_rows(tmp_path / "mine" / f"{name}.jsonl", split)
-    for split in ("train", "validation"):
-        shutil.copyfile(tmp_path / "mine" / "text_b.jsonl", tmp_path / "mine" / f"{split}.jsonl")
-    launch(
-        "--stage",
-        "adapter",
-        "--task",
-        "mine",
-        "--data-dir",
-        tmp_path,
-        "--epochs",
-        1,
-        "--out",
-        tmp_path / "run",
-    )
-    assert evaluate(tmp_path / "run", "--split", "text_b")[1]["examples"] == len(rows)
-    with pytest.raises(SystemExit):
-        evaluate(tmp_path / "run", "--split", "hypothesis")
-    assert "['text_a', 'text_b'], the hypothesis split" in capsys.readouterr().err
+    rows = read(data_dir / "rte" / "train.jsonl")
+    for split, name in (("train", "text_b"), ("validation", "text_b"), ("other", "hypothesis")):
+        texts = [{"text_a": row["sentence1"], name: row["sentence2"]} for row in rows]
+        labelled = [{**text, "label": row["label"]} for text, row in zip(texts, rows, strict=True)]
+        write_rows(tmp_path / "mine" / f"{split}.jsonl", labelled)
+    words = cli("--stage adapter --task mine --epochs 1", data_dir=tmp_path, out=tmp_path / "run")
+    launch(*words)
+    assert evaluate(tmp_path / "run", "--split", "train")[1]["examples"] == len(rows)
+    refused([tmp_path / "run", "--split", "other"], "no column 'text_b'", **EVALUATE)
 
 
-def test_a_table_of_many_classes_stays_narrow():
-    labels = [f"label {i}" * (1 + 9 * (i == 3)) for i in range(150)]
-    right, predictions = torch.arange(150), torch.arange(150).roll(1)
-    result = {"examples": 150, **evaluation.by_class(labels, right, predictions)}
-    lines = list(evaluation.table(result))
-    assert (
-        len(lines) == 151 and max(map(len, lines)) < 80 and len({len(line) for line in lines}) == 1
-    )
-
-
-def test_of_many_classes_only_what_occurs_is_told():
-    """30,000 classes: a square matrix of them would have 900 million cells."""
-    names = [f"class {i}" for i in range(30_000)]
-    right, predictions = torch.tensor([7, 7, 29_999]), torch.tensor([7, 8, 29_999])
-    started = time.process_time()  # also beside other work
-    result = {"examples": 3, **evaluation.by_class(names, right, predictions)}
-    assert time.process_time() - started < 2
-    assert result["confusion"] == {
-        "class 7": {"class 7": 1, "class 8": 1},
-        "class 29999": {"class 29999": 1},
-    }
-    assert result["classes"]["class 7"] == {"precision": 1.0, "recall": 0.5, "count": 2}
-    assert result["classes"]["class 8"] == {"precision": 0.0, "recall": None, "count": 0}
-    assert len(list(evaluation.table(result))) == 4
-
-
-def test_options_of_training_are_refused(runs, data_dir, tmp_path, capsys, encoder, monkeypatch):
-    rows = [
-        json.loads(line) for line in (data_dir / "rte" / "train.jsonl").read_text().splitlines()
-    ][:5]
-    write_rows(
-        tmp_path / "rte" / "nolabel.jsonl",
-        [{k: v for k, v in row.items() if k != "label"} for row in rows],
-    )
-    write_rows(tmp_path / "rte" / "hidden.jsonl", [{**row, "label": -1} for row in rows])
-    write_rows(
-        tmp_path / "pick" / "train.jsonl", [{"text_a": "a", "choices": ["a", "b"], "label": 0}] * 5
-    )
-    broken = shutil.copytree(runs / "rte", tmp_path / "broken")
-    config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps({**config, "batch_size": "32"}))
-    no_stage = shutil.copytree(broken, tmp_path / "no stage")
-    (no_stage / "config.json").write_text(json.dumps({**config, "stage": ["adapter"]}))
-    other = tmp_path / "other"
-    other.mkdir()
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("RTE --task sst2", "a run on 'rte', not on 'sst2'"),
+        ("RTE --split test", "no test split"),
+        ("RTE --data-dir . --split nolabel", "no column 'label'"),
+        ("RTE --data-dir . --split hidden", "line 1: the label is hidden (-1)"),
+        ("RTE --max-length 1000", "--max-length must be in 8 .. 48"),
+        ("RTE --mask rte", "no fusion"),
+        ("FUSION --mask rte sst2 pick", "layer 1 would be left without"),
+        ("PICK --data-dir . --split train", "2 choices, expected 3"),
+    ],
+)
+def test_errors(words, message, runs, data_dir, tmp_path, refused, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = read(data_dir / "rte" / "train.jsonl")[:5]
+    write_rows(tmp_path / "rte/nolabel.jsonl", [{"sentence1": "a", "sentence2": "b"}] * 5)
+    write_rows(tmp_path / "rte/hidden.jsonl", [{**row, "label": -1} for row in rows])
+    choices = {"text_a": "a", "choices": ["a", "b"], "label": 0}
+    write_rows(tmp_path / "pick/train.jsonl", [choices] * 5)
+    places = {"RTE": runs / "rte", "FUSION": runs / "fusion-rte", "PICK": runs / "pick"}
     before = sorted(tmp_path.rglob("*"))
-    run, fusion = [runs / "rte"], [runs / "fusion-rte"]
-    for arguments, say in (
-        ([], "required: run"),
-        ([*run, "--epochs", 3], "unrecognized arguments: --epochs"),
-        ([*run, "--seed", 0], "unrecognized arguments: --seed"),
-        ([*run, "--out", tmp_path / "x"], "unrecognized arguments: --out"),
-        ([*run, "--overwrite"], "unrecognized arguments: --overwrite"),
-        ([*run, "--task", "sst2"], "a run on 'rte', not on 'sst2'"),
-        ([other], "no finished run"),
-        ([broken], "not the configuration of a run"),
-        ([no_stage], "not the configuration of a run"),
-        ([*run, "--split", "test"], "no test split"),
-        ([*run, "--data-dir", tmp_path / "none"], "not a directory"),
-        ([*run, "--data-dir", tmp_path, "--split", "nolabel"], "no column 'label'"),
-        ([*run, "--data-dir", tmp_path, "--split", "hidden"], "line 1: the label is hidden (-1)"),
-        ([*run, "--max-length", 1000], "--max-length must be in 8 .. 48"),
-        ([*run, "--batch-size", 0], "--batch-size"),
-        ([*run, "--model", other], str(other)),
-        ([*run, "--mask", "rte"], "no fusion"),
-        ([*fusion, "--mask", "mnli"], "'mnli' is not in the fusion of rte, sst2, pick"),
-        ([*fusion, "--mask", "rte", "sst2", "pick"], "layer 1 would be left without"),
-        (
-            [runs / "pick", "--data-dir", tmp_path, "--split", "train"],
-            "different labels, or choices",
-        ),
-    ):
-        with pytest.raises(SystemExit) as exit:
-            evaluation.main([*map(str, arguments)])
-        output = capsys.readouterr()
-        assert exit.value.code == 2 and output.out == "" and output.err.count("\n") == 1, output
-        assert output.err.startswith("evaluate.py: ") and say in output.err
-    for option in ("--run", "--split", "--mask"):
-        with pytest.raises(SystemExit) as exit:
-            command_line(["--stage", "adapter", "--task", "rte", option, "x"])
-        assert (
-            exit.value.code == 2 and f"unrecognized arguments: {option}" in capsys.readouterr().err
-        )
+    refused([places.get(word, word) for word in words.split()], message, **EVALUATE)
     assert sorted(tmp_path.rglob("*")) == before
 
-    monkeypatch.setattr(
-        train,
-        "predict",
-        lambda bert, head, batch, dtype: torch.full((len(batch["labels"]), 2), torch.nan),
-    )
-    with pytest.raises(SystemExit) as exit:
-        evaluation.main([str(runs / "rte")])
-    assert (
-        exit.value.code == 2
-        and capsys.readouterr().err == "evaluate.py: the model's outputs are not finite\n"
-    )
+
+def test_outputs_that_are_not_finite(runs, refused, monkeypatch):
+    def predict(bert, head, batch, dtype):
+        return torch.full((len(batch["labels"]), 2), torch.nan)
+
+    monkeypatch.setattr(train, "predict", predict)
+    refused([runs / "rte"], "the model's outputs are not finite", **EVALUATE)
+
+
+def test_a_run_that_was_put_aside_is_mentioned(runs, tmp_path, refused):
+    """After a kill in the first epoch of --overwrite."""
+    run = tmp_path / "run"
+    shutil.copytree(runs / "rte", run / "replaced")
+    refused([run], f"--overwrite has put aside is in {run / 'replaced'}", **EVALUATE)
+
+
+def test_held_out_rows(launch, evaluate, refused, data_dir, tmp_path, monkeypatch):
+    """The rows that --dev-fraction held out are never scored as training examples, whatever the
+    directory is called; of other rows it is not known which they are."""
+    monkeypatch.chdir(tmp_path)
+    Path("data/rte").mkdir(parents=True)
+    shutil.copyfile(data_dir / "rte" / "train.jsonl", "data/rte/train.jsonl")
+    words = "--stage head --task rte --epochs 1 --dev-fraction 0.25"
+    result = launch(*cli(words, data_dir="data", out="run"))
+    assert (result["train_examples"], result["dev_examples"]) == (72, 24)
+    shutil.copytree("data", "moved"), Path("link").symlink_to("data")
+    for place in ("data/", "./data", "../" + tmp_path.name + "/data", "link", "moved"):
+        assert evaluate("run", "--split", "train", "--data-dir", place)[1]["examples"] == 72
+        found = evaluate("run", "--data-dir", place)[1]
+        assert (found["examples"], found["accuracy"]) == (24, result["accuracy"])
+    Path("data").rename("gone")
+    refused(["run"], "data is not a directory: --data-dir names", **EVALUATE)
+    assert evaluate("run", "--data-dir", "gone", "--max-length", 12)[1]["examples"] == 24
+    rows = Path("moved/rte/train.jsonl").read_text()
+    more = json.dumps({"sentence1": "a", "sentence2": "b", "label": 0}) + "\n"
+    for changed in (rows + more, rows.replace("cat", "dog")):
+        Path("moved/rte/train.jsonl").write_text(changed)
+        for split in ("train", "validation"):
+            words = ["run", "--data-dir", "moved", "--split", split]
+            refused(words, "held out cannot be told from the others", **EVALUATE)
+    shutil.copyfile(data_dir / "rte" / "validation.jsonl", "moved/rte/validation.jsonl")
+    assert evaluate("run", "--data-dir", "moved")[1]["examples"] == 40  # a set of its own
 
 
 def test_mask_on_the_command_line(wide, evaluate, logits, tmp_path):

@@ -3,18 +3,19 @@ picture is legible; the words follow from the numbers."""
 
 import csv
 import json
+import math
 import shutil
-from unittest.mock import Mock
 
 import matplotlib.pyplot as plt
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import load_file
 
+from conftest import cli
 from data import get_task, load_split
 from experiments import figure4
 from experiments.load_run import load_run
+from experiments.report import subplots
 from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights
 from reference import FUSIONS, GOLDEN, TOLERANCE, with_fusion
@@ -23,51 +24,20 @@ INPUTS = ("input_ids", "token_type_ids", "attention_mask")
 
 
 @pytest.fixture(scope="module")
-def fusions(runs, launch, tmp_path_factory):
-    """Three fusion runs: rte over three adapters, sst2 over two of them, rte over one at both
-    locations of a layer."""
+def fused(runs, launch, tmp_path_factory):
+    """Three fusion runs: rte over three adapters; sst2 over two, of which one is not in layer 2;
+    rte over one at both locations of a layer."""
     out = tmp_path_factory.mktemp("figure4")
-    options = ["--epochs", 1, "--lr", "5e-3"]
-    launch(
-        "--stage",
-        "adapter",
-        "--task",
-        "rte",
-        "--adapter",
-        "houlsby",
-        "--out",
-        out / "houlsby",
-        *options,
-    )
-    launch(
-        "--stage",
-        "fusion",
-        "--task",
-        "sst2",
-        "--adapters",
-        runs / "rte",
-        runs / "sst2",
-        "--out",
-        out / "sst2",
-        *options,
-    )
-    launch(
-        "--stage",
-        "fusion",
-        "--task",
-        "rte",
-        "--adapters",
-        out / "houlsby",
-        "--out",
-        out / "both",
-        *options,
-    )
+    launch("--stage adapter --task rte --adapter houlsby --epochs 1", out=out / "houlsby")
+    words = "--stage adapter --task rte --epochs 1 --adapter-config leave_out=[1]"
+    launch(words, out=out / "low" / "rte")
+    for task, name, adapters in (
+        ("sst2", "sst2", [out / "low" / "rte", runs / "sst2"]),
+        ("rte", "both", [out / "houlsby"]),
+    ):
+        words = f"--stage fusion --task {task} --epochs 1 --lr 5e-3"
+        launch(words, adapters=adapters, out=out / name)
     return [runs / "fusion-rte", out / "sst2", out / "both"]
-
-
-def read_csv(directory):
-    with open(directory / "weights.csv", newline="") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.mark.parametrize("directory", FUSIONS)
@@ -77,10 +47,8 @@ def test_the_mean_is_the_reference_librarys_over_real_tokens(directory):
     inputs = [expected[key] for key in INPUTS]
     real = expected["attention_mask"].bool()
     assert not real.all()
-    longer = [
-        torch.nn.functional.pad(tensor, (0, 3), value=pad)
-        for tensor, pad in zip(inputs, (bert.config.pad_token_id, 0, 0), strict=True)
-    ]
+    pads = zip(inputs, (bert.config.pad_token_id, 0, 0), strict=True)
+    longer = [torch.nn.functional.pad(tensor, (0, 3), value=pad) for tensor, pad in pads]
     rows = [[tensor[i : i + 1, : real[i].sum()] for tensor in inputs] for i in range(len(real))]
     for batches in ([inputs], [longer], rows):
         weights = figure4.average(bert, batches)
@@ -91,81 +59,70 @@ def test_the_mean_is_the_reference_librarys_over_real_tokens(directory):
             assert (s - reference).abs().max() <= TOLERANCE
 
 
-def test_files(fusions, encoder, data_dir, tmp_path, capsys):
-    figure4.main([*map(str, fusions), "--out", str(tmp_path / "out"), "--device", "cpu"])
+def test_files(fused, encoder, data_dir, tmp_path, capsys):
+    arguments = cli(" ".join(map(str, fused)) + " --device cpu", out=tmp_path / "out")
+    figure4.main(arguments)
     printed = capsys.readouterr().out
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "figure4.png",
-        "figure6.png",
-        "weights.csv",
-        "summary.txt",
-    }
-    assert (tmp_path / "out" / "summary.txt").read_text() in printed
+    files = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    assert set(files) == set(figure4.WRITTEN) and files["summary.txt"].decode() in printed
 
-    rows = read_csv(tmp_path / "out")
+    with open(tmp_path / "out" / "weights.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
     adapters = list(rows[0])[4:]
     assert adapters == ["rte", "sst2", "pick"]  # the targets' own first, in the order of the rows
-    assert [(row["target"], row["layer"], row["location"]) for row in rows] == [
-        ("rte", "1", "output"),
-        ("rte", "2", "output"),
-        ("sst2", "1", "output"),
-        ("sst2", "2", "output"),
-        ("rte", "1", "attention"),
-        ("rte", "1", "output"),
-        ("rte", "2", "attention"),
-        ("rte", "2", "output"),
-    ]
+    filled = {}
     for row in rows:
-        filled = {name: float(row[name]) for name in adapters if row[name]}
-        assert sum(filled.values()) == pytest.approx(1, abs=1e-6)
-        assert (
-            list(filled)
-            == {0: adapters, 1: ["rte", "sst2"], 2: ["rte"]}[
-                [str(run) for run in fusions].index(row["run"])
-            ]
-        )
+        weights = {name: float(row[name]) for name in adapters if row[name]}
+        assert sum(weights.values()) == pytest.approx(1, abs=1e-6)
+        filled[row["run"], row["layer"], row["location"]] = list(weights)
+    one, two, both = map(str, fused)
+    assert filled == {
+        **{(one, layer, "output"): adapters for layer in "12"},
+        (two, "1", "output"): ["rte", "sst2"],
+        (two, "2", "output"): ["sst2"],  # where there is no other
+        **{(both, layer, at): ["rte"] for layer in "12" for at in ("attention", "output")},
+    }
 
     # the same, from every development example on its own
-    bert, _, config = load_run(fusions[0])
-    split = load_split(get_task("rte"), "validation", load_tokenizer(encoder, 48), data_dir)
+    bert, _, config = load_run(fused[0])
     seen = []
     with torch.no_grad():
-        for row in split:
+        for row in load_split(get_task("rte"), "validation", load_tokenizer(encoder, 48), data_dir):
             bert(torch.tensor(row["input_ids"]), torch.tensor(row["token_type_ids"]))
             seen.append(fusion_weights(bert)[1, "output"][0])
-    expected = torch.cat(seen).mean(0)
-    for name, value in zip(config["adapters"], expected.tolist(), strict=True):
+    for name, value in zip(config["adapters"], torch.cat(seen).mean(0).tolist(), strict=True):
         assert float(rows[1][name]) == pytest.approx(value, abs=1e-5)
 
-    assert (
-        printed.count("rte (fusion-rte):") == 1
-        and printed.count("rte (both):") == 1
-        and printed.count("\nsst2:") == 1
-    )
-    single, fused = (
-        json.loads((run / "metrics.json").read_text())["accuracy"]
-        for run in (fusions[0].parent / "rte", fusions[0])
-    )
-    assert (
-        f"fusion {100 * fused:.1f} %, single adapter {100 * single:.1f} %" in printed
-    )  # found beside the fusion's run
-    for name in ("figure4.png", "figure6.png"):
-        with Image.open(tmp_path / "out" / name) as image:
-            assert min(image.size) > 200
+    assert all(f"\n{label}" in printed for label in ("rte (fusion-rte):", "rte (both):", "sst2:"))
+    assert all(f"{run}: fusion weights" in printed for run in fused)  # before each of them
+    metrics = fused[0].parent / "rte" / "metrics.json"  # found beside the fusion's run
+    single = 100 * json.loads(metrics.read_text())["accuracy"]
+    assert f"single adapter {single:.1f} %" in printed
+
+
+def test_a_full_disk_leaves_the_earlier_figures(fused, tmp_path, refused, monkeypatch):
+    arguments = cli(f"{fused[0]} --device cpu --overwrite", out=tmp_path / "out")
+    figure4.main(arguments)
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+    def full(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("formats.files.fsync", full)
+    place = str(tmp_path / "out" / "figure4.png")
+    refused(arguments, "No space left", place, name="figure4.py", main=figure4.main)
+    assert before == {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
 
 
 def test_multiple_choice_counts_every_candidate(runs, launch, encoder, data_dir, tmp_path):
-    adapters = ["--adapters", runs / "rte", runs / "pick"]
-    launch(
-        "--stage", "fusion", "--task", "pick", *adapters, "--epochs", 1, "--out", tmp_path / "run"
-    )
+    adapters = [runs / "rte", runs / "pick"]
+    words = "--stage fusion --task pick --epochs 1"
+    launch(words, adapters=adapters, out=tmp_path / "run")
     _, weights, _ = figure4.mean_weights(tmp_path / "run")
-    bert, _, _ = load_run(tmp_path / "run")
+    (bert, _, _), task = load_run(tmp_path / "run"), get_task("pick", data_dir)
     seen = []
     with torch.no_grad():
-        for row in load_split(
-            get_task("pick", data_dir), "validation", load_tokenizer(encoder, 48), data_dir
-        ):
+        for row in load_split(task, "validation", load_tokenizer(encoder, 48), data_dir):
             for ids, types in zip(row["input_ids"], row["token_type_ids"], strict=True):
                 bert(torch.tensor([ids]), torch.tensor([types]))
                 seen.append(fusion_weights(bert)[0, "output"][0])
@@ -179,184 +136,135 @@ def test_only_the_papers_layers_are_in_figure_4():
         assert {0, count - 1} <= figure4.figure_4_layers(count) <= set(range(count))
 
 
-def test_the_picture_is_legible(tmp_path, monkeypatch):
+@pytest.mark.parametrize("panels, M, N", [(1, 1, 1), (5, 2, 3), (4, 4, 16)])
+def test_the_picture_is_legible(panels, M, N, tmp_path, monkeypatch):
     kept = []
-    monkeypatch.setattr(figure4.plt, "close", kept.append)
+    monkeypatch.setattr(figure4, "save_figure", lambda figure, path: kept.append(figure))
     names = ["rte", "a long name that would not end before the page does", "$x_$y^", "mnli"]
-    shapes = [(1, 1, 1), (5, 2, 3), (4, 4, 16)]
-    for panels, M, N in shapes:
-        values = torch.rand(panels, M, N, dtype=torch.float64)
-        values[0, 0, 0] = torch.nan
-        columns = (names * 4)[:N]
-        figure4.heatmaps(
-            values,
-            [f"layer {i}" for i in range(panels)],
-            names[:M],
-            columns,
-            0.8,
-            tmp_path / "a.png",
-        )
-    for figure, (panels, _, N) in zip(kept, shapes, strict=True):
-        figure.canvas.draw()
-        inside = figure.bbox
-        texts = [
-            text
-            for text in figure.findobj(plt.Text)
-            if text.get_text().strip() and text.get_visible()
-        ]
-        drawn = [
-            text.get_window_extent()
-            for text in texts
-            if text.axes is None or text.axes.get_visible()
-        ]
-        assert len(drawn) > N
-        for box in drawn:  # no label is cut
-            assert (
-                inside.x0 <= box.x0
-                and box.x1 <= inside.x1
-                and inside.y0 <= box.y0
-                and box.y1 <= inside.y1
-            )
-        images = [panel.images[0] for panel in figure.axes if panel.images]
-        assert len(images) == panels and {image.get_clim() for image in images} == {
-            (0, 0.8)
-        }  # one scale
-        assert images[0].get_array().mask[0, 0] == 1  # blank
-        bottom = [
-            [label.get_text() for label in panel.get_xticklabels()]
-            for panel in figure.axes
-            if panel.images
-        ][-1]
-        assert len(bottom) == N and "rte" in bottom
-    monkeypatch.undo()
-    for figure in kept:
-        plt.close(figure)
+    values = torch.rand(panels, M, N, dtype=torch.float64)
+    values[-1, -1, -1] = torch.nan
+    titles, columns = [f"layer {i}" for i in range(panels)], (names * 4)[:N]
+    figure4.heat_maps(values, titles, names[:M], columns, tmp_path / "a.png")
+    (figure,) = kept
+    figure.savefig(tmp_path / "a.png")
+    shown = [axes for axes in figure.axes if axes.get_visible()]
+    texts = [text for text in figure.findobj(plt.Text) if text.get_text().strip()]
+    boxes = [t.get_window_extent() for t in texts if t.axes is None or t.axes in shown]
+    inside = figure.bbox
+    assert len(boxes) > N and all(inside.x0 <= b.x0 and b.x1 <= inside.x1 for b in boxes)
+    assert all(inside.y0 <= b.y0 and b.y1 <= inside.y1 for b in boxes)  # no label is cut
+    drawn = [axes for axes in shown if axes.images]
+    assert len(drawn) == panels and len({axes.images[0].get_clim() for axes in drawn}) == 1
+    assert drawn[-1].images[0].get_array().mask[-1, -1] == 1  # blank
+    for axes in drawn:
+        width = axes.get_window_extent().width / N
+        assert all(text.get_window_extent().width < width for text in axes.texts)
 
-    steps = torch.tensor(plt.colormaps[figure4.COLOURS](range(256)))[:, :3]
-    linear = torch.where(steps <= 0.04045, steps / 12.92, ((steps + 0.055) / 1.055) ** 2.4)
-    luminance = linear @ torch.tensor([0.2126, 0.7152, 0.0722], dtype=torch.float64)
-    assert (luminance.diff() > 0).all()  # in grey, too, more is lighter
+
+def luminance(colours):
+    """WCAG 2.1's relative luminance of RGB colours [..., 3]."""
+    linear = torch.where(colours <= 0.04045, colours / 12.92, ((colours + 0.055) / 1.055) ** 2.4)
+    return linear @ torch.tensor([0.2126, 0.7152, 0.0722], dtype=torch.float64)
+
+
+def test_every_number_is_readable_on_its_cell():
+    """Text needs a contrast of 4.5 : 1 (WCAG 2.1, AA). In grey, too, more is lighter."""
+    steps = luminance(torch.tensor(plt.colormaps[figure4.COLOURS](range(256)))[:, :3])
+    assert (steps.diff() > 0).all()
+    _, axes = subplots()
+    values = torch.linspace(0, 0.8, 50, dtype=torch.float64)[None]
+    image = figure4.heat_map(axes, values, [""], [""] * 50, top=0.8)
+    for text, value in zip(axes.texts, values[0].tolist(), strict=True):
+        assert text.get_text() == f"{value:.2f}"
+        behind = luminance(torch.tensor(image.cmap(image.norm(value)))[:3].double()).item()
+        front = {"black": 0.0, "white": 1.0}[text.get_color()]
+        high, low = max(front, behind), min(front, behind)
+        assert (high + 0.05) / (low + 0.05) >= 4.5
 
 
 def test_spread():
-    assert figure4.spread(torch.tensor([0.0, 1.0, 0.0])) == 0
-    assert figure4.spread(torch.full((5,), 0.2)) == pytest.approx(1)
-    assert figure4.spread(torch.tensor([1.0])) == 0
-    assert figure4.spread(torch.tensor([0.5, 0.5, 0.0, 0.0])) == pytest.approx(0.5)
+    nan = math.nan
+    for weights, entropy in (
+        ([0.0, 1.0, 0.0], 0),
+        ([0.2] * 5, 1),
+        ([1.0], 0),
+        ([0.5, 0.5, 0.0, 0.0], 0.5),
+        ([0.5, 0.5, nan, nan], 1),  # all alike, of the adapters that are in the layer
+        ([1.0, nan, nan], 0),
+    ):
+        assert figure4.spread(torch.tensor(weights)) == pytest.approx(entropy)
 
 
 def target(name, own, accuracy, baseline, last=0.5):
-    """A target with two adapters, its own and another one, in two layers; the weights of its own
-    are given."""
-    weights = {
-        (0, "output"): torch.tensor([own, 1 - own]),
-        (1, "output"): torch.tensor([last, 1 - last]),
-    }
-    return name, [name, "other"], weights, name, {"accuracy": accuracy}, baseline
+    """Two adapters, the target's own and another one, in two layers; the weights of its own are
+    given."""
+    pairs = {(0, "output"): [own, 1 - own], (1, "output"): [last, 1 - last]}
+    weights = {slot: torch.tensor(pair) for slot, pair in pairs.items()}
+    return figure4.Target(name, [name, "other"], weights, name, {"accuracy": accuracy}, baseline)
 
 
 def test_the_papers_observations_are_checked():
-    gains, loses = target("cb", 0.1, 0.8, 0.7), target("mnli", 0.9, 0.8, 0.8)
+    gains, loses = target("cb", 0.1, 0.8, 0.7), target("mnli", 0.9, 0.8, 0.8, last=0.9)
     text = figure4.own_adapters([gains, loses])
     assert ": yes; " in text and "1 with a gain" in text and "1 without a gain" in text
-    assert ": no; " in figure4.own_adapters(
-        [target("cb", 0.9, 0.8, 0.7), target("mnli", 0.1, 0.8, 0.8)]
-    )
+    # relative to an even mixture: of two adapters 0.1 is 0.2 of an even weight
+    assert "its mean weight 0.600 of an even one" in text and "1.800 of an even one" in text
+    swapped = [target("cb", 0.9, 0.8, 0.7), target("mnli", 0.1, 0.8, 0.8)]
+    assert ": no; " in figure4.own_adapters(swapped)
     assert "nothing to compare" in figure4.own_adapters([gains, gains])
     assert "--baseline" in figure4.own_adapters([target("cb", 0.1, 0.8, None)])
+    three = {slot: torch.tensor([*s * 0.5, 0.5]) for slot, s in loses.weights.items()}
+    wider = loses._replace(names=[*loses.names, "third"], weights=three)
+    for different in (wider, loses._replace(metrics={"accuracy": 0.8, "model": "another"})):
+        assert ": not compared, " in figure4.own_adapters([gains, different])
     assert "in 1 of 2 targets" in figure4.last_layer([gains, target("x", 0.4, 0.8, None, last=0.1)])
-    lines = "\n".join(figure4.describe(*target("cb", 0.1, 0.75, 0.7, last=0.8)))
-    assert (
-        "other 0.550, cb 0.450" in lines
-        and "strongest in: layer 2;" in lines
-        and "+5.0 points" in lines
-    )
-    assert "no layer" in "\n".join(figure4.describe(*target("cb", 0.1, 0.75, 0.7, last=0.4)))
+    lines = "\n".join(figure4.describe(target("cb", 0.1, 0.75, 0.7, last=0.8)))
+    assert "other 0.550, cb 0.450" in lines and "strongest in: layer 2;" in lines
+    assert "+5.0 points" in lines and "0.90 of an even one (0.500)" in lines
 
 
-def test_baselines_are_averaged(runs, tmp_path):
-    shutil.copytree(runs / "rte", tmp_path / "seed-1")
-    metrics = json.loads((runs / "rte" / "metrics.json").read_text())
-    (tmp_path / "seed-1" / "metrics.json").write_text(
-        json.dumps({**metrics, "accuracy": metrics["accuracy"] + 0.1})
-    )
-    found = figure4.find_baselines([runs / "fusion-rte"], [runs / "rte", tmp_path / "seed-1"])
+def test_nothing_is_concluded_from_even_weights():
+    even = target("cb", 0.499, 0.8, 0.7, last=0.501)
+    assert figure4.is_even(even) and not figure4.is_even(target("cb", 0.3, 0.8, 0.7))
+    assert "leave this target out" in "\n".join(figure4.describe(even))
+    assert "cannot be told" in figure4.last_layer([]) and "told" in figure4.own_adapters([])
+
+
+def test_baselines_are_averaged_and_must_be_comparable(runs, tmp_path):
+    """A run with something else is refused where it is given, and passed over where it only lies
+    beside the fusion."""
+    seed = shutil.copytree(runs / "rte", tmp_path / "seed-1")
+    metrics = json.loads((seed / "metrics.json").read_text())
+    higher = {**metrics, "accuracy": metrics["accuracy"] + 0.1}
+    (seed / "metrics.json").write_text(json.dumps(higher))
+    found = figure4.find_baselines([runs / "fusion-rte"], [runs / "rte", seed])
     assert found == {"rte": pytest.approx(metrics["accuracy"] + 0.05)}
-
-
-def test_an_interrupt_is_one_line(runs, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(figure4, "average", Mock(side_effect=KeyboardInterrupt))
-    with pytest.raises(SystemExit) as exit:
-        figure4.main([str(runs / "fusion-rte"), "--out", str(tmp_path / "out"), "--device", "cpu"])
-    assert exit.value.code == 130 and capsys.readouterr().err == "figure4.py: interrupted\n"
-    assert not (tmp_path / "out").exists()
-
-
-def test_errors(runs, tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    fusion = runs / "fusion-rte"
-    (tmp_path / "data").mkdir()
-    for arguments, say in (
-        ([runs / "rte"], "is of --stage adapter"),
-        ([fusion, runs / "rte"], "is of --stage adapter"),
-        ([tmp_path / "nowhere"], "no finished run"),
-        ([fusion, "--data-dir", tmp_path / "data"], "no data for task 'rte'"),
-        ([fusion, "--baseline", fusion], "is of --stage fusion"),
-        ([fusion, "--baseline", tmp_path / "nowhere"], "nowhere"),
-        ([fusion, "--out", tmp_path / "file"], "is a file"),
-        ([], "RUN"),
-        ([fusion, "--layer", "3"], "--layer"),
-    ):
-        before = sorted(tmp_path.rglob("*"))
-        with pytest.raises(SystemExit) as exit:
-            figure4.main(
-                [
-                    *map(
-                        str,
-                        ["--out", tmp_path / "out", *arguments][
-                            0 if "--out" not in arguments else 2 :
-                        ],
-                    )
-                ]
-            )
-        error = capsys.readouterr().err
-        assert (
-            exit.value.code == 2 and error.startswith("figure4.py: ") and error.count("\n") == 1
-        ), error
-        assert say in error
-        assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_baseline_with_something_else_is_refused(runs, tmp_path):
-    """By name, where it is given; passed over, where it only lies beside the fusion."""
     config = json.loads((runs / "rte" / "config.json").read_text())
-    changes = {
-        "model": ("/elsewhere/encoder", "encoder.*/elsewhere/encoder"),
-        "dev_examples": (39, "development examples.*39, not 40"),
-        "data_sha256": ("0" * 64, "data"),
-    }
-    for name, (value, say) in changes.items():
+    for name, value, message in (
+        ("model", "/elsewhere/encoder", "encoder.*/elsewhere/encoder"),
+        ("dev_examples", 39, "number of development examples.*39, not 40"),
+        ("data_sha256", "0" * 64, "data"),
+    ):
         run = shutil.copytree(runs / "rte", tmp_path / name / "rte")
         (run / "config.json").write_text(json.dumps({**config, name: value}))
-        with pytest.raises(ValueError, match=f"--baseline {run} has other {say}"):
+        with pytest.raises(ValueError, match=f"--baseline {run} has .*other {message}"):
             figure4.find_baselines([runs / "fusion-rte"], [run])
         beside = shutil.copytree(runs / "fusion-rte", tmp_path / name / "fusion-rte")
         assert figure4.find_baselines([beside], []) == {}
     assert "rte" in figure4.find_baselines([runs / "fusion-rte"], [])
 
 
-def test_own_weights_are_relative_to_an_even_mixture(capsys):
-    """Of two adapters 0.1 is 0.2 of an even weight. Fusions of 2 and 3 adapters, or over two
-    encoders, do not come into one sentence."""
-    gains, loses = target("cb", 0.1, 0.8, 0.7), target("mnli", 0.9, 0.8, 0.8, last=0.9)
-    text = figure4.own_adapters([gains, loses])
-    assert "its mean weight 0.600 of an even one" in text and "1.800 of an even one" in text
-    assert "0.60 of an even one (1/2)" in "\n".join(figure4.describe(*gains))
-    label, names, weights, task, metrics, baseline = loses
-    three = {
-        slot: torch.cat([weight * 0.5, torch.tensor([0.5])]) for slot, weight in weights.items()
-    }
-    wider = (label, [*names, "third"], three, task, metrics, baseline)
-    other = (label, names, weights, task, {**metrics, "model": "another"}, baseline)
-    for different in (wider, other):
-        assert ": not compared, " in figure4.own_adapters([gains, different])
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ("RUNS/rte", "is of --stage adapter"),
+        ("FUSION --baseline FUSION", "not the run of a single adapter"),
+        ("FUSION --baseline nowhere", "nowhere"),
+        ("FUSION --out RUNS/rte/metrics.json", "is a file"),
+    ],
+)
+def test_errors(words, message, runs, tmp_path, refused):
+    words = words.replace("FUSION", f"{runs}/fusion-rte").replace("RUNS", str(runs))
+    words = [*cli(out=tmp_path / "out"), *words.split()]
+    refused(words, message, name="figure4.py", main=figure4.main)
+    assert not list(tmp_path.iterdir())

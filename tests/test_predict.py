@@ -1,5 +1,6 @@
-"""experiments/predict.py: the probabilities are the run's, in the order of the lines, from every
-kind of input; the page shows the fusion's weights, its slider works, and text stays text."""
+"""experiments/predict.py and `load_run`: the probabilities are the run's, in the order of the
+lines, from every kind of input; the page shows the fusion's weights, its slider works, and text
+stays text."""
 
 import io
 import json
@@ -8,18 +9,17 @@ import re
 import shutil
 import subprocess
 import sys
-from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bert import Bert
-from conftest import write_rows
+import train
+from conftest import cli
 from data import TASKS, get_task, to_candidates
-from experiments import predict
-from experiments.load_run import load_run
-from formats.tokenizer import load_tokenizer
+from experiments import evaluate, predict
+from experiments.load_run import LoadedRun, load_run, task_of
 from fusion import fusion_weights
 
 CHROMIUM = (
@@ -28,6 +28,7 @@ CHROMIUM = (
 needs_chromium = pytest.mark.skipif(
     not CHROMIUM, reason="no chromium: CHROMIUM names one, or apt-get install chromium"
 )
+PREDICT = {"name": "predict.py", "main": predict.main}
 HOSTILE = (
     '</script><script>document.title = "hacked"</script>'
     """<img src=x onerror="document.title = 'hacked'"> <!-- & 'dog'"""
@@ -38,9 +39,9 @@ HOSTILE = (
 def say(capsys, monkeypatch):
     """say(run, ..., stdin="...") -> the lines that main prints."""
 
-    def say(*arguments, stdin=b""):
+    def say(*arguments, stdin=""):
         capsys.readouterr()  # of training, for instance
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         predict.main([*map(str, arguments), "--device", "cpu"])
         return capsys.readouterr().out.splitlines()
 
@@ -54,7 +55,7 @@ def fusion(runs, tmp_path_factory):
     run = shutil.copytree(runs / "fusion-rte", tmp_path_factory.mktemp("predict") / "fusion")
     path = run / "model_adapter_fusion.safetensors"
     save_file(
-        {name: 100 * p if ".query." in name else p for name, p in load_file(path).items()}, path
+        {name: p * (100 if ".query." in name else 1) for name, p in load_file(path).items()}, path
     )
     return run
 
@@ -63,86 +64,68 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def alone(run, tokenizer, candidates):
+def alone(model, candidates):
     """The run's probabilities for one input, computed without any batch."""
-    bert, head, _ = load_run(run)
     encodings = [
-        tokenizer.encode(a) if b is None else tokenizer.encode(a, b) for a, b in candidates
+        model.tokenizer.encode(a) if b is None else model.tokenizer.encode(a, b)
+        for a, b in candidates
     ]
     with torch.no_grad():
         h = [
-            bert(torch.tensor([encoding.ids]), torch.tensor([encoding.type_ids]))[:, :1]
-            for encoding in encodings
+            model.bert(torch.tensor([e.ids]), torch.tensor([e.type_ids]))[:, :1] for e in encodings
         ]
-        return head(torch.cat(h)).softmax(-1)[0]
+        return model.head(torch.cat(h)).softmax(-1)[0].tolist()
 
 
 @pytest.mark.parametrize(
     "stage, task", [("adapter", "pick"), ("fusion", "rte"), ("head", "sst2"), ("full", "rte")]
 )
-def test_probabilities(stage, task, say, runs, launch, encoder, data_dir, tmp_path):
+def test_probabilities(stage, task, say, runs, launch, data_dir, tmp_path):
     run = {"adapter": runs / "pick", "fusion": runs / "fusion-rte"}.get(stage, tmp_path / stage)
     if not run.exists():
-        launch("--stage", stage, "--task", task, "--epochs", 1, "--lr", "1e-3", "--out", run)
-    rows = read(data_dir / task / "validation.jsonl")
-    results = [
-        json.loads(line)
-        for line in say(run, "--file", data_dir / task / "validation.jsonl", "--json")
-    ]
-    assert [result["line"] for result in results] == list(range(1, len(rows) + 1))
-    assert not any(result["truncated"] for result in results)
-
-    tokenizer, task = load_tokenizer(encoder, 48), get_task(task, data_dir)
+        launch(*cli("--epochs 1 --lr 1e-3", stage=stage, task=task, out=run))
+    file, model = data_dir / task / "validation.jsonl", load_run(run)
+    rows, task = read(file), get_task(task, data_dir)
+    results = [json.loads(line) for line in say(run, "--file", file, "--json")]
+    assert [result.pop("line") for result in results] == list(range(1, len(rows) + 1))
+    assert results == model.predict(rows)
     right = 0
     for i, (row, result) in enumerate(zip(rows, results, strict=True)):
         candidates, label = to_candidates(task, row)
+        assert candidates == model.candidates(row) and not result["truncated"]
         assert list(result["probabilities"]) == list(task.labels)
-        assert (
-            result["probability"]
-            == max(result["probabilities"].values())
-            == result["probabilities"][result["label"]]
-        )
+        largest = max(result["probabilities"].values())
+        assert result["probability"] == largest == result["probabilities"][result["label"]]
         if i % 7 == 0:
-            expected = alone(run, tokenizer, candidates).tolist()
-            assert list(result["probabilities"].values()) == pytest.approx(expected, abs=1e-5)
+            found = list(result["probabilities"].values())
+            assert found == pytest.approx(alone(model, candidates), abs=1e-5)
         right += result["label"] == task.labels[label]
     assert right / len(rows) == json.loads((run / "metrics.json").read_text())["accuracy"]
 
 
 def test_every_kind_of_input_says_the_same(say, runs, data_dir, tmp_path):
-    rows = [row for row in read(data_dir / "rte" / "validation.jsonl")[:6]]
-    write_rows(tmp_path / "rows.jsonl", rows)
-    (tmp_path / "rows.jsonl").write_bytes(
-        b"\xef\xbb\xbf" + (tmp_path / "rows.jsonl").read_bytes().replace(b"\n", b"\r\n\r\n")
-    )
-    columns = ("sentence1", "sentence2")
-    text = "".join("\t".join(row[column] for column in columns) + "\n" for row in rows)
-    (tmp_path / "rows.tsv").write_text(
-        "sentence2\tidx\tsentence1\n"
-        + "".join(f"{row['sentence2']}\t7\t{row['sentence1']}\n" for row in rows)
-    )
+    rows = read(data_dir / "rte" / "validation.jsonl")[:6]
+    lines = [json.dumps(row) for row in rows]
+    texts = [(row["sentence1"], row["sentence2"]) for row in rows]
+    # empty lines are passed over
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join(lines).encode())
+    (tmp_path / "a.json").write_text(f"[{','.join(lines)}]")
+    table = ["sentence2\tidx\tsentence1", *(f"{b}\t7\t{a}" for a, b in texts)]
+    (tmp_path / "a.tsv").write_text("\n".join(table))
+    (tmp_path / "a.csv").write_text("\n".join(table).replace("\t", ","))
+    run, tabs = runs / "rte", "\n".join(map("\t".join, texts))
     outputs = [
-        say(runs / "rte", "--file", tmp_path / "rows.jsonl", "--json"),
-        say(runs / "rte", "--file", tmp_path / "rows.tsv", "--json"),
-        say(runs / "rte", "--file", "-", "--json", stdin=text.encode()),
-        say(
-            runs / "rte",
-            "-",
-            "--json",
-            stdin="".join(json.dumps(row) + "\n" for row in rows).encode(),
-        ),
-        [say(runs / "rte", *(row[column] for column in columns), "--json")[0] for row in rows],
+        say(run, "--json", "--file", tmp_path / f"a{kind}")
+        for kind in predict.READERS
+        if kind != ".parquet"
     ]
+    outputs += [say(run, "--file", "-", "--json", stdin=tabs)]
+    outputs += [say(run, "-", "--json", stdin="\n".join(lines))]
+    outputs += [[say(run, "--json", *pair)[0] for pair in texts]]
     results = [[json.loads(line) for line in lines] for lines in outputs]
-    assert [result["line"] for result in results[0]] == [
-        1,
-        3,
-        5,
-        7,
-        9,
-        11,
-    ]  # empty lines are passed over
-    assert [result["line"] for result in results[1]] == [2, 3, 4, 5, 6, 7]
+    results.append(load_run(run).predict(texts))
+    assert [result["line"] for result in results[0]] == [1, 3, 5, 7, 9, 11]
+    assert [result["line"] for result in results[2]] == [2, 3, 4, 5, 6, 7]
     for kind in results[1:]:
         for result, first in zip(kind, results[0], strict=True):
             assert result["label"] == first["label"]
@@ -150,88 +133,74 @@ def test_every_kind_of_input_says_the_same(say, runs, data_dir, tmp_path):
 
 
 def test_multiple_choice(say, runs):
-    options = ["red cat", "one dog yes", "a bird"]
-    (line,) = say(runs / "pick", "the question", "--choices", *options, "--json")
-    result = json.loads(line)
-    (line,) = say(
-        runs / "pick", "--file", "-", "--json", stdin="\t".join(["the question", *options]).encode()
-    )
+    options, run = ["red cat", "one dog yes", "a bird"], runs / "pick"
+    (result,) = load_run(run).predict([("the question", options)])
+    (line,) = say(run, "-", "--json", stdin="\t".join(["the question", *options]))
     assert json.loads(line)["probabilities"] == pytest.approx(result["probabilities"])
-    (line,) = say(
-        "--model",
-        load_run(runs / "pick")[0].directory,
-        runs / "pick",
-        "--device",
-        "cpu",
-        "the question",
-        "--choices",
-        *options,
-    )
+    (line,) = say("--device", "cpu", run, "--task", "pick", "the question", "--choices", *options)
     label, probability, text = line.split("\t")
-    assert label == result["label"] and float(probability) == pytest.approx(
-        result["probability"], abs=1e-3
-    )
-    assert text == f"the question | {options[int(label)]}"
+    assert label == result["label"] and text == f"the question | {options[int(label)]}"
+    assert float(probability) == pytest.approx(result["probability"], abs=1e-3)
+
+
+def without_model(name, **changes):
+    kind = TASKS[name].kind.__name__ if name in TASKS else "Classification"
+    config = {"task": name, "kinds": {name: kind}, "column_names": {}}
+    config |= {"labels": list(TASKS[name].labels)} if name in TASKS else {}
+    return LoadedRun(None, None, config, task_of(config | changes), None, Path(name))
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_texts_take_the_place_they_have_in_training(name):
-    task = TASKS[name]
-    config = {"task": name, "labels": list(task.labels)}
+    model, task = without_model(name), TASKS[name]
     options = [f"option {i}" for i in range(len(task.labels))] * task.choices
-    count = {
-        "winogrande": 1,
-        "commonsense_qa": 1,
-        "hellaswag": 2,
-        "social_i_qa": 2,
-        "cosmos_qa": 2,
-        "sst2": 1,
-        "imdb": 1,
-    }
-    texts = ["first _", "second"][: count.get(name, 2)]
-    row = predict.as_row(config, task.choices, texts, options)
-    assert set(row) == set(task.columns)
-    candidates = predict.as_candidates(config, task.choices, row)
+    short = "winogrande commonsense_qa sst2 imdb".split()
+    texts = ["first _", "second"][: 1 if name in short else 2]
+    candidates = model.candidates([*texts, options] if options else texts)
     if not task.choices:
         assert candidates == [(*texts, None)[:2]]
     for pair, option in zip(candidates, options, strict=task.choices):
         joined = predict.joined(pair)
         assert joined.count("option") == 1 and option in joined and joined.startswith("first")
         assert ("second" in joined) == (len(texts) == 2)
-    for wrong in ([], [*texts, "more"]):
-        with pytest.raises(ValueError, match=name):
-            predict.as_row(config, task.choices, wrong, options)
-    with pytest.raises(ValueError, match="choices"):
-        predict.as_row(config, task.choices, texts, [*options, "more"])
+    for wrong in ([options], [*texts, "more", options], [*texts, [*options, "more"]]):
+        with pytest.raises(ValueError):
+            model.candidates(wrong)
 
 
-def test_other_columns_of_the_same_task():
-    config = {"task": "boolq", "labels": ["False", "True"]}
-    assert predict.as_candidates(
-        config, False, {"passage": "p", "question": "q", "answer": True}
-    ) == [("p", "q")]
+def test_columns_are_those_of_training():
+    """Other names of a task's columns; names that --columns shifts, in files alone; both pairs of
+    names in one row; a column that training did not have."""
+    boolq = without_model("boolq")
+    assert boolq.candidates({"passage": "p", "question": "q", "answer": True}) == [("p", "q")]
+    both = {"sentence1": "a", "sentence2": "b", "premise": "c", "hypothesis": "d"}
+    label = {"gold_label": "entails"}
+    scitail = without_model("scitail")
+    assert (
+        scitail.candidates(both) == to_candidates(TASKS["scitail"], both | {"label": "neutral"})[0]
+    )
+    assert scitail.candidates(both) == [("c", "d")]
+    assert scitail.candidates({"sentence1": "a", "sentence2": "b", **label}) == [("a", "b")]
+    names = {"text_a": "text_b", "text_b": "text_c"}
+    own = {"labels": ["0", "1"], "columns": {"own": ["text_a", "text_b"]}, "column_names": names}
+    shifted = without_model("own", **own)
+    assert shifted.candidates({"text_b": "b", "text_c": "c"}) == [("b", "c")]
+    assert shifted.candidates(["a", "b"]) == [("a", "b")]
+    single = without_model("own", **{**own, "columns": {"own": ["text_a"]}, "column_names": {}})
+    with pytest.raises(ValueError, match="'text_b' is one that own did not have in training"):
+        single.candidates({"text_a": "a", "text_b": "b"})
 
 
-def test_long_inputs_are_cut_and_it_says_so(say, runs, capsys, monkeypatch):
-    line = " ".join(["red"] * 100)
-    stdin = f"one\tred\n{line}\t{line}\n".encode()
-    assert [
-        json.loads(line)["truncated"] for line in say(runs / "rte", "-", "--json", stdin=stdin)
-    ] == [False, True]
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-    predict.main([str(runs / "rte"), "-"])
-    assert "1 of 2 inputs were cut to 48 tokens" in capsys.readouterr().err
-
-
-def test_a_text_cannot_command_the_terminal(say, runs, tmp_path):
-    nasty = "red\x1b[2J\x07 cat\r\ndog\u202e"
-    lines = say(runs / "fusion-rte", nasty, "one", "--explain", tmp_path / "page.html")
-    assert all(character.isprintable() for line in lines for character in line.replace("\t", ""))
-    assert lines[0].endswith("dog  | one")
+def test_long_inputs_are_cut_and_it_says_so(runs, capsys):
+    long = " ".join(["red"] * 100)
+    answers = load_run(runs / "rte").predict([("one", "red"), (long, long)])
+    assert [answer["truncated"] for answer in answers] == [False, True]
+    predict.main([str(runs / "rte"), long, "one"])
+    assert "note: 1 of 1 inputs were cut to 48 tokens" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------
-# Which adapter spoke
+# Fusion weights
 
 
 def page_data(path):
@@ -242,394 +211,270 @@ def page_data(path):
 
 
 def test_the_explanation_is_the_fusions_weights(say, fusion, tmp_path):
-    lines = say(fusion, "red cat", "the dog sleeps .", "--explain", tmp_path / "page.html")
-    data = page_data(tmp_path / "page.html")
-    bert, _, config = load_run(fusion)
-    encoding = load_tokenizer(bert.directory, 48).encode("red cat", "the dog sleeps .")
+    text = "red\x1b[2J\x07 cat\r\n\u202e", "the dog sleeps ."
+    page, model = tmp_path / "page.html", load_run(fusion)
+    lines = say(fusion, *text, "--explain", page)
+    data, encoding = page_data(page), model.tokenizer.encode(*text)
     with torch.no_grad():
-        bert(torch.tensor([encoding.ids]), torch.tensor([encoding.type_ids]))
-    expected = fusion_weights(bert)
-
+        model.bert(torch.tensor([encoding.ids]), torch.tensor([encoding.type_ids]))
+    s = fusion_weights(model.bert)
+    (ours,) = model.fusion_weights([text])
     (candidate,) = data["examples"][0]["candidates"]
-    assert (
-        candidate["tokens"] == encoding.tokens and candidate["text"] == "red cat | the dog sleeps ."
-    )
-    assert (
-        [adapter["name"] for adapter in data["adapters"]]
-        == config["adapters"]
-        == ["rte", "sst2", "pick"]
-    )
-    assert len(candidate["weights"]["output"]) == data["layers"] == 2
+    assert candidate["tokens"] == ours["tokens"] == encoding.tokens
+    assert candidate["text"] == " | ".join(text)
+    assert [adapter["name"] for adapter in data["adapters"]] == ["rte", "sst2", "pick"]
     for layer, weights in enumerate(candidate["weights"]["output"]):
-        assert (torch.tensor(weights) - expected[layer, "output"][0]).abs().max() < 1e-4
+        assert (torch.tensor(weights) - s[layer, "output"][0]).abs().max() < 1e-4
+        assert torch.equal(ours["weights"]["output"][layer], s[layer, "output"][0])
 
+    assert all(letter.isprintable() for line in lines for letter in line.replace("\t", ""))
     label, probability, _ = lines[0].split("\t")
-    assert (
-        data["examples"][0]["label"] == label
-        and f"{data['examples'][0]['probability']:.3f}" == probability
-    )
+    assert data["examples"][0]["label"] == label
+    assert f"{data['examples'][0]['probability']:.3f}" == probability
     assert lines[1] == "a = rte  b = sst2  c = pick" and lines[2].split() == ["layer", "1", "2"]
-    means = [expected[layer, "output"][0].mean(0, keepdim=True) for layer in (0, 1)]
-    tokens = [*encoding.tokens, "(mean)"]
-    for t, (token, line) in enumerate(zip(tokens, lines[3 : 3 + len(tokens)], strict=True)):
+    for t, token in enumerate([*encoding.tokens, "(mean)"]):
         cells = [token]
         for layer in (0, 1):
-            s = torch.cat([expected[layer, "output"][0], means[layer]])[t]
-            cells += ["abc"[s.argmax()], f"{100 * s.max():.0f}"]
-        assert line.split() == cells
+            weights = s[layer, "output"][0]
+            weights = torch.cat([weights, weights.mean(0, keepdim=True)])[t]
+            cells += ["abc"[weights.argmax()], f"{100 * weights.max():.0f}"]
+        assert lines[3 + t].split() == cells
+    # it is one file
+    assert not re.search(r"https?:|//\w|url\(|@import|\ssrc=|\shref=", page.read_text())
+    assert "default-src 'none'" in page.read_text()
+
+    masked = say(fusion, *text, "--mask", "rte", "sst2", "--explain", page)
+    cells = [line.split() for line in masked if line.split()[:1] == ["(mean)"]]
+    assert cells == [["(mean)", *["c", "100"] * 2]]  # what is left has all the weight
 
 
-def test_both_locations_and_every_choice_are_explained(say, runs, launch, tmp_path):
-    options = ["--adapter", "houlsby", "--epochs", 1, "--lr", "5e-3"]
-    launch("--stage", "adapter", "--task", "pick", "--out", tmp_path / "pick", *options)
-    launch(
-        "--stage",
-        "fusion",
-        "--task",
-        "pick",
-        "--adapters",
-        tmp_path / "pick",
-        "--epochs",
-        1,
-        "--out",
-        tmp_path / "run",
-    )
+def test_both_locations_and_every_choice_are_explained(say, launch, tmp_path):
+    launch(*cli("--stage adapter --task pick --adapter houlsby --epochs 1", out=tmp_path / "pick"))
+    fused = cli("--stage fusion --task pick --epochs 1", adapters=tmp_path / "pick")
+    launch(*fused, "--out", tmp_path / "run")
     choices = ["--choices", "a", "the cat", "one two three"]
     lines = say(tmp_path / "run", "red", *choices, "--explain", tmp_path / "page.html")
     candidates = page_data(tmp_path / "page.html")["examples"][0]["candidates"]
-    assert [candidate["text"] for candidate in candidates] == [
-        "0: red | a",
-        "1: red | the cat",
-        "2: red | one two three",
-    ]
-    for candidate, tokens in zip(
-        candidates, (5, 6, 7), strict=True
-    ):  # each without the others' padding
+    texts = [f"{i}: red | {choice}" for i, choice in enumerate(choices[1:])]
+    assert [candidate["text"] for candidate in candidates] == texts
+    for candidate, tokens in zip(candidates, (5, 6, 7), strict=True):  # without padding
         assert list(candidate["weights"]) == ["attention", "output"]
-        assert all(
-            len(weights) == tokens for layers in candidate["weights"].values() for weights in layers
-        )
-    assert [line.split()[:2] for line in lines if "layer" in line] == [
-        ["attention,", "layer"],
-        ["output,", "layer"],
-    ] * 3
-
-
-def test_the_page_is_one_file(say, fusion, tmp_path):
-    say(fusion, "red", "one", "--explain", tmp_path / "page.html")
-    text = (tmp_path / "page.html").read_text()
-    assert not re.search(r"https?:|//\w|url\(|@import|\ssrc=|\shref=", text)
-    assert "default-src 'none'" in text
-
-
-class Page(HTMLParser):
-    """What a browser made of the page: its tags, the tokens on display, the text of elements by
-    id."""
-
-    def __init__(self, dom):
-        super().__init__()
-        self.tags, self.tokens, self.texts, self.open = [], [], {}, []
-        self.feed(dom)
-
-    def handle_starttag(self, tag, attributes):
-        attributes = dict(attributes)
-        self.tags.append(tag)
-        if attributes.get("class") == "token":
-            self.tokens.append([attributes["title"], ""])
-        if tag not in ("meta", "input", "br", "img", "link"):
-            self.open.append(attributes.get("id"))
-
-    def handle_endtag(self, tag):
-        self.open.pop()
-
-    def handle_data(self, text):
-        for id in filter(None, self.open):
-            self.texts[id] = self.texts.get(id, "") + text
-        if self.tokens and "inputs" in self.open and text.strip():
-            self.tokens[-1][1] += text + " "
+        assert {len(s) for layers in candidate["weights"].values() for s in layers} == {tokens}
+    titles = [line.split()[0] for line in lines if "layer" in line]
+    assert titles == ["attention,", "output,"] * 3
 
 
 def browse(path, tmp_path, fragment=""):
-    """(Page, console lines) of headless Chromium."""
-    result = subprocess.run(
-        [
-            CHROMIUM,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--enable-logging=stderr",
-            "--v=0",
-            f"--user-data-dir={tmp_path / 'profile'}",
-            "--dump-dom",
-            f"{path.as_uri()}{fragment}",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert "</html>" in result.stdout, result.stderr
-    return Page(result.stdout), [line for line in result.stderr.splitlines() if ":CONSOLE" in line]
+    """(titles of the tokens on display, {id: text}, tags, console lines) of headless Chromium."""
+    words = [CHROMIUM, *"--headless --no-sandbox --disable-gpu --enable-logging=stderr".split()]
+    words += [f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", path.as_uri() + fragment]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert "</html>" in done.stdout, done.stderr
+    tokens = re.findall(r'class="token"[^>]* title="([^"]*)"', done.stdout)
+    texts = re.findall(r'<(\w+)[^>]* id="(\w+)"[^>]*>(.*?)</\1>', done.stdout, re.DOTALL)
+    texts = {id: re.sub(r"<[^>]*>", " ", text) for _, id, text in texts}
+    console = [line for line in done.stderr.splitlines() if ":CONSOLE" in line]
+    return tokens, texts, re.findall(r"<(\w+)", done.stdout), console
 
 
-def titles(data, layer):
-    """What pointing at every token must show."""
-    (candidate,) = data["examples"][0]["candidates"]
-    return [
-        "\n".join(
-            f"{adapter['name']} {value:.3f}"
-            for adapter, value in zip(data["adapters"], s, strict=True)
-        )
-        for s in candidate["weights"]["output"][layer - 1]
-    ]
-
-
-def rounded(page_titles):
-    return [
-        [float(number) for number in re.findall(r"(?<= )\d\.\d{3}", title)] for title in page_titles
-    ]
+def numbers(text):
+    return [float(number) for number in re.findall(r"\d\.\d{3}", text)]
 
 
 @needs_chromium
 def test_the_page_in_a_browser(say, fusion, tmp_path):
     path = tmp_path / "page.html"
     say(fusion, "red cat", "the dog sleeps .", "--explain", path)
-    data = page_data(path)
-
-    def check(page, layer):
-        assert page.texts["shown"] == f"{layer} of 2" and f"layer {layer}" in page.texts["heading"]
-        expected = rounded(titles(data, layer))
-        for values, s in zip(rounded(title for title, _ in page.tokens), expected, strict=True):
-            assert values == pytest.approx(s, abs=0.0011)
-        tokens = data["examples"][0]["candidates"][0]["tokens"]
-        assert [text.split()[:2] for _, text in page.tokens] == [
-            [token, "abc"[s.index(max(s))]] for token, s in zip(tokens, expected, strict=True)
-        ]
-
-    best = [[s.index(max(s)) for s in rounded(titles(data, layer))] for layer in (1, 2)]
-    assert best[0] != best[1] and len(set(best[0] + best[1])) > 1  # a mistake would show
-    page, console = browse(path, tmp_path)
-    assert console == []
-    check(page, 1)
-    page, console = browse(path, tmp_path, "#layer=2")
-    assert console == []
-    check(page, 2)
+    (candidate,) = page_data(path)["examples"][0]["candidates"]
+    weights = candidate["weights"]["output"]
+    for layer, fragment in ((1, ""), (2, "#layer=2")):
+        tokens, texts, _, console = browse(path, tmp_path, fragment)
+        assert console == [] and texts["shown"] == f"{layer} of 2"
+        for title, s in zip(tokens, weights[layer - 1], strict=True):
+            assert numbers(title) == pytest.approx(s, abs=0.0011)
     # a user moves the slider, and points at the second token
-    moved = tmp_path / "moved.html"
-    moved.write_text(
-        path.read_text().replace(
-            "</body>",
-            """<script>
+    script = """<script>
         const slider = document.getElementById("layer");
         slider.value = 2;
         slider.dispatchEvent(new Event("input", { bubbles: true }));
         document.querySelectorAll(".token")[1].focus();
         console.error("probe");
-        </script></body>""",
-        )
-    )
-    page, console = browse(moved, tmp_path)
+        </script></body>"""
+    path.write_text(path.read_text().replace("</body>", script))
+    _, texts, _, console = browse(path, tmp_path)
     assert len(console) == 1 and "probe" in console[0]  # so that errors would have been seen above
-    assert page.texts["shown"] == "2 of 2" and page.texts["heading"] == "red, layer 2"
-    shown = [float(number) for number in re.findall(r"\d\.\d{3}", page.texts["legend"])]
-    assert shown == pytest.approx(rounded(titles(data, 2))[1], abs=0.0011)
+    assert texts["shown"] == "2 of 2" and texts["heading"] == "red, layer 2"
+    assert numbers(texts["legend"]) == pytest.approx(weights[1][1], abs=0.0011)
+    _, _, tags, console = browse(hostile_page(say, fusion, path), tmp_path)
+    assert console == [] and tags.count("script") == 2 and "img" not in tags
 
 
-@needs_chromium
+def hostile_page(say, run, path):
+    """A page on which texts, tokens, adapters, labels and the run's name are hostile."""
+    say(run, HOSTILE, "one", "--explain", path)
+    data = json.loads(json.dumps(page_data(path)).replace('"[UNK]"', json.dumps(HOSTILE)))
+    data["run"] = data["examples"][0]["label"] = data["adapters"][0]["name"] = HOSTILE
+    path.write_text(predict.page(data))
+    assert path.read_text().count("<script") == 2 and "<img" not in path.read_text()
+    assert page_data(path) == data
+    return path
+
+
 def test_hostile_text_stays_text(say, fusion, tmp_path):
-    path = tmp_path / "page.html"
-    say(fusion, HOSTILE, "one", "--explain", path)
-    honest, _ = browse(path, tmp_path)
-    # tokens, adapters, labels and the run's name can be hostile, too
-    data = page_data(path)
-    examples = json.loads(json.dumps(data["examples"]).replace('"[UNK]"', json.dumps(HOSTILE)))
-    examples[0]["label"] = examples[0]["candidates"][0]["tokens"][1] = HOSTILE
-    config = {"adapters": [HOSTILE, "sst2", "pick"], "max_length": 48}
-    path.write_text(predict.page(HOSTILE, config, 2, examples, "abc"))
-    hostile, console = browse(path, tmp_path)
-    assert console == []
-    for page in (honest, hostile):
-        assert page.tags.count("script") == 2 and "img" not in page.tags
-        assert HOSTILE in page.texts["inputs"]
-    assert hostile.texts["title"] == f"{HOSTILE}: which adapter spoke?"
-    assert HOSTILE in hostile.texts["legend"] and HOSTILE in hostile.texts["prediction"]
-    assert honest.tags == hostile.tags
+    hostile_page(say, fusion, tmp_path / "page.html")
 
 
 # --------------------------------------------------------------------------------------------------
-# Errors
+# What is refused, and what is said
 
 
-def test_errors(runs, launch, encoder, tmp_path, capsys, monkeypatch):
-    for split in ("train", "validation"):
-        write_rows(
-            tmp_path / "data" / "single" / f"{split}.jsonl",
-            [{"text_a": text, "label": text} for text in ("red", "one")],
-        )
-    single = tmp_path / "single"
-    launch(
-        "--stage",
-        "full",
-        "--task",
-        "single",
-        "--data-dir",
-        tmp_path / "data",
-        "--epochs",
-        1,
-        "--out",
-        single,
-    )
-    capsys.readouterr()
-
-    def write(name, content):
-        (tmp_path / name).write_bytes(content)
-        return tmp_path / name
-
-    rte, sst2, pick, fusion = (runs / name for name in ("rte", "sst2", "pick", "fusion-rte"))
-    page = tmp_path / "page.html"
-    broken = shutil.copytree(rte, tmp_path / "broken")
-    config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(
-        json.dumps({key: value for key, value in config.items() if key != "labels"})
-    )
-    cases = [
-        ([tmp_path / "nowhere", "red"], "no finished run"),
-        ([broken, "red", "one"], "not the configuration of a run"),
-        ([rte, "red", "one", "--model", tmp_path], str(tmp_path)),
-        ([rte], "no text"),
-        ([rte, "red"], "rte takes sentence1 and sentence2: 1 text was given"),
-        ([rte, "red", "one", "two"], "3 texts were given"),
-        ([sst2, "red", "one"], "sst2 takes sentence: 2 texts"),
-        ([rte, "red", "one", "--choices", "a", "b"], "not multiple choice"),
-        ([pick, "red"], "3 choices, 0 were given"),
-        ([pick, "red", "--choices", "a", "b"], "3 choices, 2 were given"),
-        (
-            [pick, "red", "one", "--choices", "a", "b", "c"],
-            "pick takes text_a and choices: 2 texts",
-        ),
-        ([pick, "--choices", "a", "b", "c"], "pick takes text_a and choices: 0 texts"),
-        ([single, "red", "one"], "single takes text_a: 2 texts"),
-        (
-            [single, "--file", write("h.jsonl", b'{"text_a": "a", "text_b": "b"}\n')],
-            "line 1: column 'text_b' is one that single",
-        ),
-        (
-            [
-                pick,
-                "--file",
-                write("i.jsonl", b'{"text_a": "a", "choices": {"text": ["b", "c"]}}\n'),
-            ],
-            "'choices' holds dict",
-        ),
-        ([rte, "red", "one", "--task", "sst2"], "is a run on 'rte', not on 'sst2'"),
-        ([single, "red", "--model", encoder], "has an encoder of its own"),
-        ([rte, "red", "one\udcff"], "surrogates"),
-        ([rte, "red", "one", "--file", "-"], "not both"),
-        ([rte, "--file", tmp_path / "missing.jsonl"], "missing.jsonl"),
-        ([rte, "--file", write("rows.txt", b"red")], "only .jsonl, .json, .csv, .tsv, .parquet"),
-        ([rte, "--file", write("empty.jsonl", b"\n \n")], "empty.jsonl is empty"),
-        ([rte, "--file", "-"], "stdin is empty"),
-        ([rte, "--file", write("header.tsv", b"sentence1\tsentence2\n")], "no line after"),
-        (
-            [
-                rte,
-                "--file",
-                write("a.jsonl", b'{"sentence1": "a", "sentence2": "b"}\n{"sentence1"\n'),
-            ],
-            "line 2: broken JSON",
-        ),
-        ([rte, "--file", write("b.jsonl", b"\n[1]\n")], "line 2: not a JSON object"),
-        (
-            [rte, "--file", write("c.jsonl", b'{"sentence1": "a"}\n')],
-            "line 1: column 'sentence2' is missing",
-        ),
-        (
-            [rte, "--file", write("d.jsonl", b'{"sentence1": "a", "sentence2": ["b"]}\n')],
-            "line 1: column 'sentence2' holds list",
-        ),
-        (
-            [rte, "--file", write("e.jsonl", b'{"sentence1": "a", "sentence2": "\\ud800"}\n')],
-            "line 1: 'utf-8'",
-        ),
-        (
-            [rte, "--file", write("f.jsonl", b'{"sentence1": "a", "sentence2": "b"}\n\xff\n')],
-            "line 2: not UTF-8",
-        ),
-        ([rte, "--file", write("g.jsonl", b"[" * 100_000 + b"\n")], "line 1"),
-        (
-            [rte, "--file", write("a.tsv", b"sentence1\tsentence2\na\tb\na\n")],
-            "line 3: 1 fields, the first line has 2",
-        ),
-        (
-            [rte, "--file", write("b.tsv", b"one\ttwo\na\tb\n")],
-            "line 2: column 'sentence1' is missing",
-        ),
-        (
-            [pick, "--file", write("c.tsv", b"text_a\tchoices\na\tabc\n")],
-            "line 2: column 'choices' holds a text",
-        ),
-        ([rte, "--file", "-", b"red\tone\nred\n"], "stdin, line 2: rte takes"),
-        ([pick, "--file", "-", b"red\tone\n"], "stdin, line 1: pick has 3 choices, 2 were given"),
-        ([rte, "red", "one", "--explain", page], "--explain needs a fusion run"),
-        ([fusion, "red", "one", "--explain", tmp_path], "a directory"),
-        ([fusion, "red", "one", "--explain", tmp_path / "no" / "page.html"], "is missing"),
-        (
-            [fusion, "--file", "-", "--explain", page, b"red\tone\n" * 51],
-            "at most 50 inputs, there are 51",
-        ),
-        ([rte, "red", "one", "--mask", "rte"], "no fusion"),
-        ([fusion, "red", "one", "--mask", "mnli"], "'mnli' is not in the fusion"),
-        (
-            [fusion, "red", "one", "--mask", "rte", "sst2", "pick"],
-            "layer 1 would be left without adapter",
-        ),
-        ([rte, "red", "one", "--beams", "3"], "--beams"),
-    ]
-    before = sorted(tmp_path.rglob("*"))
-    for arguments, text in cases:
-        stdin = b"".join(argument for argument in arguments if isinstance(argument, bytes))
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        with pytest.raises(SystemExit) as exit:
-            predict.main(
-                [str(argument) for argument in arguments if not isinstance(argument, bytes)]
-            )
-        out, error = capsys.readouterr()
-        assert (
-            exit.value.code == 2
-            and out == ""
-            and error.startswith("predict.py: ")
-            and error.count("\n") == 1
-        ), error
-        assert text in error
-        assert sorted(tmp_path.rglob("*")) == before
+@pytest.mark.parametrize(
+    "words, stdin, message",
+    [
+        ("rte", "", "give either texts, or --file"),
+        ("rte red one --file -", "", "give either texts, or --file"),
+        ("rte red", "", "rte takes sentence1 and sentence2, not"),
+        ("rte red one --choices a b", "", "takes sentence1 and sentence2, not"),
+        ("pick red one --choices a b c", "", "pick takes text_a and 3 choices, not"),
+        ("rte red one\udcff", "", "surrogates"),
+        ("rte -", "", "stdin is empty"),
+        ("rte -", "red\tone\nred\n", "stdin, line 2: rte takes"),
+        ("rte -", '{"sentence1": "a"}', "stdin, line 1: no column 'sentence2'"),
+        ("rte -", '{"sentence1": "a", "sentence2": "b"}\n[1]', "stdin, line 2: not a JSON"),
+        ("rte -", '{"sentence1": "a", "sentence2": "\\ud800"}', "stdin, line 1: 'utf-8'"),
+        ("pick -", "red\tone\n", "stdin, line 1: pick takes"),
+        ("rte --file rows.txt", "", "only .jsonl, .json, .csv, .tsv, .parquet"),
+        ("rte --file a.jsonl --out a.jsonl", "", "would replace the input"),
+        ("fusion-rte --file a.jsonl --explain ./a.jsonl", "", "would replace the input"),
+        ("rte red one --out a.tsv", "", "--out goes with --file alone"),
+        ("rte red one --explain page.html", "", "--explain needs a fusion run"),
+        ("fusion-rte red one --explain no/page.html", "", "lies in no directory"),
+        ("fusion-rte red one --explain .", "", "is not a file"),
+        ("fusion-rte - --explain page.html", "red\tone\n" * 51, "at most 50 inputs"),
+        ("fusion-rte red one --mask mnli", "", "'mnli' is not in the fusion"),
+    ],
+)
+def test_errors(words, stdin, message, refused, runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run, *words = words.split()
+    Path("a.jsonl").write_text('{"sentence1": "a", "sentence2": "b"}\n')
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+    refused([runs / run, *words], message, **PREDICT)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_masked_adapters_do_not_speak(say, fusion, tmp_path):
-    text = ("red cat", "one dog")
-    (whole,), (masked,) = (
-        say(fusion, *text, "--json"),
-        say(fusion, *text, "--mask", "sst2", "--json"),
-    )
-    assert json.loads(whole)["probability"] != json.loads(masked)["probability"]
-    lines = say(
-        fusion, *text, "--mask", "rte", "sst2", "--explain", tmp_path / "page.html"
-    )  # c is left, with all the weight
-    tokens = [line.split() for line in lines if line.split()[:1] in (["red"], ["one"], ["(mean)"])]
-    assert len(tokens) == 3 and all(cells[1:] == ["c", "100"] * 2 for cells in tokens)
+def test_a_full_disk_leaves_the_earlier_page(refused, fusion, tmp_path, monkeypatch):
+    page, rows = tmp_path / "page.html", tmp_path / "rows.jsonl"
+    page.write_text("earlier"), rows.write_text('{"sentence1": "a", "sentence2": "b"}\n')
+
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    for words in (["red", "one", "--explain"], ["--file", rows, "--out"]):
+        refused([fusion, *words, page], "No space left", str(page), **PREDICT)
+        assert page.read_text() == "earlier"
+    assert sorted(tmp_path.iterdir()) == [page, rows]
+
+
+def test_a_tokenizer_that_panics(refused, runs, monkeypatch):
+    class PanicException(BaseException):
+        """As pyo3 raises it."""
+
+    class Panics:
+        def encode_batch(self, texts):
+            raise PanicException("index out of bounds\nnote: run with RUST_BACKTRACE=1")
+
+    monkeypatch.setattr("experiments.load_run.load_tokenizer", lambda *sizes: Panics())
+    line = refused([runs / "rte", "red", "one"], **PREDICT)
+    assert line.endswith("its tokenizer failed: index out of bounds\n")
 
 
 def test_the_encoder_may_have_moved(say, runs, encoder, tmp_path):
     moved = shutil.copytree(encoder, tmp_path / "encoder")
-    run = shutil.copytree(runs / "rte", tmp_path / "run")
-    config = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps({**config, "model": str(tmp_path / "gone")}))
-    assert Bert.from_pretrained(moved).directory == moved
+    run = changed(runs / "rte", tmp_path / "run", model=str(tmp_path / "gone"))
     assert say(run, "red", "one", "--model", moved) == say(runs / "rte", "red", "one")
 
 
+def changed(run, copy, name="config.json", **changes):
+    """A copy of a run with other entries in one of its files."""
+    shutil.copytree(run, copy)
+    (copy / name).write_text(json.dumps({**json.loads((copy / name).read_text()), **changes}))
+    return copy
+
+
+def test_labels_that_were_swapped(refused, runs, tmp_path):
+    """config.json and head_config.json must agree on the order of the labels."""
+    for i, labels in enumerate((["not_entailment", "entailment"], ["entailment", 0], ["a"])):
+        run = changed(runs / "rte", tmp_path / f"{i}", labels=labels)
+        refused([run, "a", "b"], "different labels", **PREDICT)
+        refused([run], "different labels", name="evaluate.py", main=evaluate.main)
+
+
 def test_notes_are_no_predictions(runs, tmp_path, capsys):
-    run = shutil.copytree(runs / "rte", tmp_path / "run")
-    config = json.loads((run / "config.json").read_text())
-    (run / "config.json").write_text(json.dumps({**config, "encoder_sha256": "0" * 64}))
-    predict.main([str(run), "red", "one", "--device", "cpu", "--json", "--allow-other-encoder"])
+    """Another encoder than that of the training, and adapters of another than the fusion's."""
+    other = changed(runs / "rte", tmp_path / "other", encoder_sha256="0" * 64)
+    mixed = changed(runs / "fusion-rte", tmp_path / "mixed", adapter_encoders={"pick": "0" * 64})
+    for run, options, note in (
+        (other, ["--allow-other-encoder"], "was trained with another encoder"),
+        (mixed, [], "fuses adapters of another encoder: pick"),
+    ):
+        predict.main([str(run), "red", "one", "--device", "cpu", "--json", *options])
+        said = capsys.readouterr()
+        assert json.loads(said.out)["label"] and said.err.startswith("note: ") and note in said.err
+
+
+# --------------------------------------------------------------------------------------------------
+# Runs of other programs
+
+
+FORK = """import train
+
+def predict(bert, head, batch, dtype, usual=train.predict):
+    return -usual(bert, head, batch, dtype)  # a head that is read the other way round
+
+train.predict = predict
+if __name__ == "__main__":
+    run_command("my_fork.py", train.main)
+"""
+
+
+def test_what_a_fork_changes_is_in_effect_once_it_is_imported(runs, tmp_path, monkeypatch, capsys):
+    (tmp_path / "my_fork.py").write_text(FORK)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = changed(runs / "rte", tmp_path / "run", command="my_fork.py --stage adapter --task rte")
+    words = [str(run), "red", "one", "--device", "cpu", "--json"]
+    predict.main(words)
     said = capsys.readouterr()
-    assert json.loads(said.out)["label"] and said.err.startswith("note: ")
+    assert f"note: {run}: the run was made by my_fork.py, which is not imported" in said.err
+    assert "predict and figure4 do by --import my_fork" in said.err
+    monkeypatch.setattr(train, "predict", train.predict)  # to be restored
+    predict.main([*words, "--import", "my_fork"])
+    forked = capsys.readouterr()
+    assert forked.err == ""
+    first, second = json.loads(said.out), json.loads(forked.out)
+    assert first["probability"] == pytest.approx(second["probability"])
+    assert first["label"] != second["label"]
+    evaluate.main([str(run), "--device", "cpu"])
+    assert "not imported" not in capsys.readouterr().out
+    sys.modules.pop("my_fork")
+
+
+def test_no_file_inside_a_run_is_recommended(runs, tmp_path, monkeypatch, capsys, refused):
+    """A stranger's run may name a program that came with it."""
+    monkeypatch.chdir(tmp_path)
+    run = changed(runs / "rte", tmp_path / "got" / "run", command="got/run/payload.py --stage x")
+    (run / "payload.py").write_text("raise SystemExit('executed')")
+    for kind in ("Classification", "Unknown"):
+        values = json.loads((run / "config.json").read_text()) | {"kinds": {"rte": kind}}
+        (run / "config.json").write_text(json.dumps(values))
+        for main in (evaluate.main, lambda words: predict.main([*words, "red", "one"])):
+            if kind == "Unknown":
+                error = refused([run], main=main)
+            else:
+                main([str(run), "--device", "cpu"])
+                said = capsys.readouterr()
+                error = said.out + said.err
+            assert "made by got/run/payload.py" in error and "--import" not in error

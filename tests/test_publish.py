@@ -1,12 +1,15 @@
 """experiments.publish: a folder ready for upload, and a card that says what is in it."""
 
 import json
+import re
 import shutil
+from html.parser import HTMLParser
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from conftest import cli
 from experiments import publish
 
 
@@ -15,143 +18,120 @@ def test_published_folder(runs, tmp_path, capsys, monkeypatch, encoder, run):
     monkeypatch.chdir(tmp_path)
     publish.main([str(runs / run), "--encoder", encoder.name, "--anyway"])
     assert "published" in capsys.readouterr().out
-    folder, repository = (
-        tmp_path / "published" / run,
-        {"README.md", "head_config.json", "model_head.safetensors"},
-    )
-    kind = "adapter_fusion_config.json" if run == "fusion-rte" else "adapter_config.json"
-    expected = repository | (
-        {kind, "model_adapter_fusion.safetensors", "adapters"}
-        if run == "fusion-rte"
-        else {kind, "adapter.safetensors"}
-    )
-    assert {path.name for path in folder.iterdir()} == expected
+    folder, fusion = tmp_path / "published" / run, run == "fusion-rte"
+    names = "adapter_fusion_config.json model_adapter_fusion.safetensors adapters".split()
+    expected = names if fusion else ["adapter_config.json", "adapter.safetensors"]
+    expected += ["README.md", "head_config.json", "model_head.safetensors"]
+    assert {path.name for path in folder.iterdir()} == set(expected)
     assert [path.name for path in folder.parent.iterdir()] == [run]
     for path in folder.rglob("*.safetensors"):
         same, original = load_file(path), load_file(runs / run / path.relative_to(folder))
-        assert same.keys() == original.keys() and all(
-            torch.equal(same[name], original[name]) for name in same
-        )
+        assert same.keys() == original.keys()
+        assert all(torch.equal(same[name], original[name]) for name in same)
     for path in (path for path in folder.rglob("*") if path.suffix in (".json", ".md")):
         assert str(encoder) not in path.read_text() and str(runs) not in path.read_text()
-    metrics, card = (
-        json.loads((runs / run / "metrics.json").read_text()),
-        (folder / "README.md").read_text(),
-    )
+    metrics = json.loads((runs / run / "metrics.json").read_text())
+    card = (folder / "README.md").read_text()
     tag = {"pick": "adapterhub:pick"}.get(run, "adapterhub:nli/rte")
     front = card.split("---\n")[1].splitlines()
     assert card.startswith("---\n") and {f'- "{tag}"', "- adapters", "- bert"} <= set(front)
-    assert (
-        f"{metrics['accuracy']:.4f}, {metrics['dev_examples']} examples" in card
-        and encoder.name in card
-    )
-    if run != "pick":
-        assert '"entailment", "not_entailment"' in card
-    if run == "fusion-rte":
+    assert f"{metrics['accuracy']:.4f}, {metrics['dev_examples']} examples" in card
+    labels = "3 choices" if run == "pick" else '"entailment", "not_entailment"'
+    assert labels in card and encoder.name in card
+    if fusion:
         assert sorted(path.name for path in (folder / "adapters").iterdir()) == [
-            "pick",
-            "rte",
-            "sst2",
+            *"pick rte sst2".split()
         ]
 
 
-def test_a_card_names_changes_of_the_architecture(launch, tmp_path, encoder):
-    changes = ["--adapter-config", "ln_after=true", "non_linearity=gelu"]
-    launch(
-        "--stage", "adapter", "--task", "rte", "--epochs", 1, *changes, "--out", tmp_path / "run"
-    )
-    publish.publish(tmp_path / "run", tmp_path / "out", "USER/it", str(encoder), anyway=True)
-    assert (
-        '(pfeiffer, reduction factor 16, ln_after true, non_linearity "gelu")'
-        in (tmp_path / "out" / "README.md").read_text()
-    )
+def test_a_card_names_changes_of_the_architecture(launch, tmp_path):
+    words = "--stage adapter --task rte --epochs 1 --adapter-config ln_after=true "
+    launch(*cli(f"{words} non_linearity=gelu", out=tmp_path / "run"))
+    publish.main([str(tmp_path / "run"), *cli("--encoder tiny --anyway", out=tmp_path / "out")])
+    what = '(pfeiffer, reduction factor 16, ln_after true, non_linearity "gelu")'
+    assert what in unescaped((tmp_path / "out" / "README.md").read_text())
 
 
-def test_publishing_refuses(runs, launch, tmp_path, capsys):
-    def fails(*arguments, say):
+def unescaped(text):
+    return re.sub(r"&#(\d+);", lambda found: chr(int(found[1])), text)
+
+
+LABELS = ["<img src=x onerror=alert(1)>", "</script>", "![a](https://b) | `c`\n## d", "not_so"]
+
+
+def test_labels_from_data_are_text_in_the_card(launch, data_dir, tmp_path):
+    """Neither HTML nor Markdown sees anything in them that it obeys."""
+    rows = [json.dumps({"text_a": f"cat {i}", "label": LABELS[i % 4]}) for i in range(16)]
+    for split in ("train", "validation"):
+        (tmp_path / "own").mkdir(exist_ok=True)
+        (tmp_path / "own" / f"{split}.jsonl").write_text("\n".join(rows))
+    words = "--stage adapter --task own --epochs 1"
+    launch(*cli(words, data_dir=tmp_path, out=tmp_path / "run"))
+    publish.main([str(tmp_path / "run"), *cli("--encoder tiny --anyway", out=tmp_path / "out")])
+    card, tags = (tmp_path / "out" / "README.md").read_text(), []
+    parser = HTMLParser()
+    parser.handle_starttag = parser.handle_endtag = lambda tag, *attributes: tags.append(tag)
+    parser.feed(card)
+    assert tags == []
+    (line,) = [line for line in card.splitlines() if line.startswith("| task |")]
+    shown = line.removeprefix("| task | `own`: ").removesuffix(" |")
+    assert not re.search(r"[][()<>!`|\\*#~:/]", re.sub(r"&#\d+;", "", shown))
+    for label in LABELS:
+        assert f'"{label}"' in unescaped(line)
+
+
+def test_publishing_refuses(runs, launch, tmp_path, refused):
+    def is_refused(message, *words):
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-        with pytest.raises(SystemExit) as exit:
-            publish.main([str(argument) for argument in arguments])
-        error = capsys.readouterr().err
-        assert (
-            exit.value.code == 2
-            and error.count("\n") == 1
-            and error.startswith("publish.py: ")
-            and say in error
-        )
+        refused(words, message, name="publish.py", main=publish.main)
         assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
-    out = tmp_path / "out"
-    fails(runs / "none", "--out", out, say="no finished run")
-    launch("--stage", "head", "--task", "rte", "--epochs", 1, "--out", tmp_path / "head")
-    fails(tmp_path / "head", "--out", out, say="--stage head")
-    norms = ["--adapter-config", "layer_norms=true", "--out", tmp_path / "norms"]
-    launch("--stage", "adapter", "--task", "rte", "--epochs", 1, *norms)
-    fails(tmp_path / "norms", "--out", out, say="AdapterHub's library has no adapters like rte")
-    run = shutil.copytree(runs / "rte", tmp_path / "run")
-    fails(run, "--out", out, say="--encoder")  # it was a local directory
-    given = ["--encoder", "tiny", "--anyway"]
-    fails(run, "--out", run, "--overwrite", say="the run itself")
-    fails(run, "--out", run / "config.json", say="a file")
-    fails(run, "--out", tmp_path / "head", say="not empty")
-    fails(
-        run, "--out", tmp_path / "head", "--overwrite", say="not a folder that this command wrote"
+    out, head, norms = tmp_path / "out", tmp_path / "head", tmp_path / "norms"
+    is_refused("no finished run", runs / "none", "--out", out)
+    launch(*cli("--stage head --task rte --epochs 1", out=head))
+    is_refused("--stage head", head, "--out", out)
+    launch(
+        *cli("--stage adapter --task rte --epochs 1 --adapter-config layer_norms=true", out=norms)
     )
-    fails(run, "--out", out, "--model", tmp_path / "nowhere", say="no directory")
-    fails(run, "--out", out, "--repo", "a\nb", *given, say="unprintable")
-    metrics = (run / "metrics.json").read_text()
-    (run / "metrics.json").write_text("{}")
-    fails(run, "--out", out, *given, say="metrics.json")
-    nothing = {**json.loads(metrics), "accuracy": 0.5, "majority_class_accuracy": 0.5}
+    is_refused("AdapterHub's library has no adapters like rte", norms, "--out", out)
+    run = shutil.copytree(runs / "rte", tmp_path / "run")
+    is_refused("say with --encoder", run, "--out", out)  # it was a local directory
+    tiny = ["--encoder", "tiny", "--anyway"]
+    is_refused("the run itself", run, "--out", run, "--overwrite")
+    is_refused("a file", run, "--out", run / "config.json")
+    is_refused("not empty", run, "--out", head)
+    is_refused("not a folder that this command wrote", run, "--out", head, "--overwrite")
+    is_refused("is no name for", run, "--out", out, "--repo", "a\nb", *tiny)
+    is_refused("is no name for", run, "--out", out, "--code", "https://a.b/<script>", *tiny)
+    metrics = json.loads((run / "metrics.json").read_text())
+    nothing = {**metrics, "accuracy": 0.5, "majority_class_accuracy": 0.5}
     (run / "metrics.json").write_text(json.dumps(nothing))
-    fails(run, "--out", out, *given[:2], say="learned nothing")
-    (run / "metrics.json").write_text(metrics)
-    weights = (run / "adapter.safetensors").read_bytes()
-    (run / "adapter.safetensors").write_bytes(weights[:-100])
-    fails(run, "--out", out, say="adapter.safetensors")
-    (run / "adapter.safetensors").write_bytes(weights)
+    is_refused("learned nothing", run, "--out", out, "--encoder", "tiny")
+    (run / "metrics.json").write_text(json.dumps(metrics))
     assert not out.exists()
 
-    publish.main(
-        [
-            str(run),
-            "--out",
-            str(out),
-            "--encoder",
-            "google-bert/bert-base-uncased",
-            "--repo",
-            "me/it",
-            "--anyway",
-            *("--license", "cc-by-4.0", "--code", "https://example.org/code"),
-        ]
-    )
-    card = (out / "README.md").read_text()
-    assert (
-        'base_model: "google-bert/bert-base-uncased"' in card
-        and 'snapshot_download("me/it")' in card
-    )
-    front = card.split("---\n")[1]
-    for line in (
+    words = "--encoder google-bert/bert-base-uncased --repo me/it --anyway --license cc-by-4.0"
+    publish.main([str(run), *cli(words, out=out, code="https://example.org/code")])
+    card, name = (out / "README.md").read_text(), "google-bert/bert-base-uncased"
+    for text in (
+        f'base_model: "{name}"',
+        'snapshot_download("me/it")',
         'license: "cc-by-4.0"',
         'language: "en"',
-        'datasets:\n- "nyu-mll/glue"',
+        'datasets: ["nyu-mll/glue"]',
         "metrics:\n- accuracy\n- f1\n- matthews_correlation\n",
+        f"| Matthews' correlation on the development set | {metrics['matthews']:.4f} |\n",
+        f"| macro-F1 on the development set | {metrics['macro_f1']:.4f} |\n",
+        "<https://example.org/code>",
+        "96 examples, the best of",
     ):
-        assert line in front
-    found = json.loads(metrics)
-    assert f"| Matthews' correlation on the development set | {found['matthews']:.4f} |" in card
-    assert f"| macro-F1 on the development set | {found['macro_f1']:.4f} |" in card
-    assert "<https://example.org/code>" in card and "96 examples, the best of" in card
-    assert (
-        json.loads((out / "adapter_config.json").read_text())["model_name"]
-        == "google-bert/bert-base-uncased"
-    )
-    fails(run, "--out", out, say="not empty")
+        assert text in card
+    assert json.loads((out / "adapter_config.json").read_text())["model_name"] == name
+    is_refused("not empty", run, "--out", out)
     (out / ".git").mkdir()
     (out / ".git" / "config").write_text("mine")
-    publish.main([str(runs / "fusion-rte"), "--out", str(out), "--overwrite", *given])
-    assert (out / ".git" / "config").read_text() == "mine" and not (
-        out / "adapter_config.json"
-    ).exists()
+    publish.main([str(runs / "fusion-rte"), "--out", str(out), "--overwrite", *tiny])
+    assert (out / ".git" / "config").read_text() == "mine"
+    assert not (out / "adapter_config.json").exists()
     assert (out / "adapters/sst2/adapter.safetensors").is_file()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head", "norms", "out", "run"]

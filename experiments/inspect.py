@@ -1,0 +1,102 @@
+"""`python bert.py SOURCE ["Some text"]`: what is in a checkpoint, and what does it compute?
+`python data.py TASK`: what will the model see of a task?"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from bert import Bert
+from data import batches, get_task, load_split, split_by_length
+from formats.encoder import checkpoint_files, fetch_encoder, find_config
+from formats.files import listed
+from formats.tokenizer import load_tokenizer
+from runtime.settings import argument, like, option, parse
+from train import Settings
+
+
+@dataclass(frozen=True)
+class EncoderOptions:
+    source: str = argument("a directory or a hub id", metavar="SOURCE")
+    text: str = argument("some text", default="Hello.")
+
+
+def inspect_encoder(argv=None):
+    """Prints the configuration, where each group of weights came from, and the output at [CLS]."""
+    options = parse(EncoderOptions, argv, "python bert.py", "Shows what is in a checkpoint.")
+    bert = Bert.from_pretrained(options.source)
+    sizes = bert.config.max_length, bert.config.vocab_size, bert.config.type_vocab_size
+    encoding = load_tokenizer(bert.directory, *sizes).encode(options.text or "Hello.")
+    h = bert(torch.tensor([encoding.ids]), torch.tensor([encoding.type_ids]))  # [1, T, d]
+    if not h.isfinite().all():
+        broken = listed([name for name, p in bert.named_parameters() if not p.isfinite().all()])
+        raise ValueError(f"{bert.directory}: not finite: the output, and of the weights {broken}")
+    print(bert.config)
+    count = sum(p.numel() for p in bert.parameters())
+    print(f"{count:>12,} parameters from {checkpoint_files(bert.directory)[1]}:")
+    groups = {}  # module, all layers together -> (parameters, {weight or bias: name in the file})
+    for name, parameter in bert.named_parameters():
+        module, kind = re.sub(r"layers\.\d+", "layers.*", name).rsplit(".", 1)
+        stored = re.sub(r"layer([._])\d+", r"layer\1*", bert.origin[name])
+        size, names = groups.get(module, (0, {}))
+        groups[module] = size + parameter.numel(), {**names, kind: stored}
+    for module, (size, names) in groups.items():
+        print(f"{size:>12,} {module:<35} from {', '.join(names.values())}")
+    print(" ".join(encoding.tokens))
+    print("[CLS]", " ".join(f"{value:.5f}" for value in h[0, 0, :8].tolist()))
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    task: str = argument("one of the paper's tasks, or your own")
+    data_dir: str | None = like(Settings, "data_dir", group=None)
+    column_names: dict = like(Settings, "column_names", group=None)
+    dev_fraction: float | None = like(Settings, "dev_fraction", group=None)
+    model: str = option("google-bert/bert-base-uncased", "an encoder, for its tokenizer")
+
+
+def inspect_task(argv=None):
+    """Prints sizes, classes, lengths, padding and the first examples of a task."""
+    options = parse(TaskOptions, argv, "python data.py", "Shows what the model will see of a task.")
+    data_dir, directory = options.data_dir, fetch_encoder(options.model)
+    task, config = (
+        get_task(options.task, data_dir, columns=options.column_names),
+        find_config(directory),
+    )
+    # the length of train.py, which then finds the tokens in the cache
+    task = replace(task, max_length=min(task.max_length, config.max_length))
+    tokenizer = load_tokenizer(
+        directory, task.max_length, config.vocab_size, config.type_vocab_size
+    )
+    splits = {
+        name: load_split(task, name, tokenizer, data_dir, dev_fraction=options.dev_fraction)
+        for name in ("train", "validation")
+    }
+    labels = f"one of {len(task.labels)} choices" if task.choices else ", ".join(task.labels)
+    print(f"{task.name}: {labels}")
+    for name, split in splits.items():
+        lengths = split.with_format("numpy")["length"][:]
+        counts = Counter(split["label"][:])
+        shares = [f"{label} {counts[i] / len(split):.1%}" for i, label in enumerate(task.labels)]
+        tokens = " / ".join(f"{np.percentile(lengths, p):.0f}" for p in (5, 50, 95, 100))
+        real = total = 0
+        for _, batch in zip(range(100), batches(split, 32, seed=0), strict=False):
+            for _, (_, _, mask) in split_by_length(batch):
+                real, total = real + mask.sum().item(), total + mask.numel()
+        print(f"{name}: {len(split):,} examples; {', '.join(shares)}")
+        print(
+            f"    {tokens} tokens (5th, 50th, 95th, 100th percentile), "
+            f"{np.mean(lengths >= task.max_length):.1%} at the "
+            f"limit of {task.max_length}, {1 - real / total:.1%} padding in batches of 32"
+        )
+    for row in splits["train"].select(range(min(3, len(splits["train"])))):
+        print(f"\n{task.labels[row['label']]}")
+        for i, (ids, types) in enumerate(zip(row["input_ids"], row["token_type_ids"], strict=True)):
+            print("  *" if task.choices and i == row["label"] else "   ", end="")
+            tokens = [tokenizer.id_to_token(id) for id in ids]
+            for segment in sorted(set(types)):
+                part = [token for token, type in zip(tokens, types, strict=True) if type == segment]
+                print(f" {segment}: {' '.join(part)}", end="")
+            print()
