@@ -510,7 +510,6 @@ def test_a_small_grid_for_real(encoder, data_dir, tmp_path, capsys):
     grid.encoder.cache_clear()
 
 
-@pytest.mark.xfail(reason="config.json has no data_files_sha256 yet")
 def test_other_data_at_the_same_path(encoder, data_dir, tmp_path):
     data_dir = shutil.copytree(data_dir, tmp_path / "data")
     places = {"model": encoder, "data_dir": data_dir, "out": tmp_path / "out"}
