@@ -36,7 +36,7 @@ from formats.files import read_json
 from formats.rows import find_split
 from runtime.directory import check_idle, is_finished
 from runtime.processes import deferred_signals, end_with_parent
-from runtime.settings import COUNT, SEED, argument, like, option, parse
+from runtime.settings import COUNT, SEED, like, option, parse
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 INTERRUPTED = "interrupted; the same command goes on from here"
@@ -76,15 +76,17 @@ class Options:
     )
     overwrite: bool = option(False, "do runs again that were made by another command")
     plan: bool = option(False, "list the runs, and run nothing")
-    train_options: tuple = argument("after --: options of train.py for all runs", (), metavar="...")
+    train_options: tuple = option((), flag=None)  # what follows --
 
 
 def read_options(options, argv, name, description):
     """The command line of a grid -> an instance of its dataclass."""
     epilog = "Everything after -- goes to each train.py."
-    result = parse(options, argv, f"python -m experiments.{name}", description, epilog)
+    words = sys.argv[1:] if argv is None else list(argv)
+    end = words.index("--") if "--" in words else len(words)
+    result = parse(options, words[:end], f"python -m experiments.{name}", description, epilog)
     distinct = {name: tuple(dict.fromkeys(getattr(result, name))) for name in ("tasks", "seeds")}
-    return replace(result, **distinct)
+    return replace(result, train_options=tuple(words[end + 1 :]), **distinct)
 
 
 def check_owned(options, owned=OWNED):
