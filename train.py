@@ -552,8 +552,9 @@ def train(settings):
         run.restore(state, trained, optimizer)  # --resume: to the bit, random numbers included
         if settings.compile:
             compile_layers(bert)
-        own_norms = settings.adapter_config.get("layer_norms", False)  # not all of them are read
-        model = run.distribute(network, trained, unused=multitask or own_norms)
+        # a step may leave parameters out: other tasks' adapters, or LayerNorms that nothing reads
+        some_unused = settings.stage in ("adapter", "multitask")
+        model = run.distribute(network, trained, some_unused)  # itself, but under torchrun
         batch = failure = None
         try:
             while state.epoch <= settings.epochs and (
@@ -592,8 +593,9 @@ def train(settings):
                     optimizer.step()
                     state.loss += all_reduce(step_loss)
                     state.step += 1
-                    if state.step % 10 == 0 or state.step == steps:
+                    if state.step % 10 == 0 or state.step == steps:  # reading it waits for a GPU
                         check_finite(state)
+                        run.report_step(state)
                     run.checkpoint_if_due(state)  # after a signal also, which then ends the loop
 
                 size = eval_batch_size(settings.batch_size, settings.grad_accumulation)
