@@ -169,7 +169,9 @@ class Settings:
         choices=lambda: [*ADAPTERS, "none"],
     )
     reduction_factor: float | None = of_new_adapter(
-        None, "hidden size / bottleneck size of a new adapter; default 16 (section 4.1)"
+        None,
+        "hidden size / bottleneck size of a new adapter; default 16 (section 4.1)",
+        valid=POSITIVE,
     )
     adapter_config: dict = of_new_adapter(
         {},
@@ -553,7 +555,7 @@ def train(settings):
         if settings.compile:
             compile_layers(bert)
         # a step may leave parameters out: other tasks' adapters, or LayerNorms that nothing reads
-        some_unused = settings.stage in ("adapter", "multitask")
+        some_unused = multitask or settings.adapter_config.get("layer_norms", False)
         model = run.distribute(network, trained, some_unused)  # itself, but under torchrun
         batch = failure = None
         try:
@@ -619,7 +621,7 @@ def train(settings):
             if state.best_epoch == 0:
                 raise failure from error
         except RuntimeError as error:  # of memory, or of --compile
-            raise run.explain(error, batch if network.training else None) from error
+            raise run.explain(error, batch if bert.training else None) from error
 
         with torch.no_grad():  # the best epoch's parameters are the result
             for name, p in trained.items():
@@ -766,6 +768,8 @@ def finished_result(settings, bert=None):
     its encoder, if that has been loaded. Raises ValueError, naming the first difference, if it was
     made by another command, or of an encoder, adapters or data that have changed since."""
     settings = settings.resolved()
+    names = {"stage": settings.stage, "task": ",".join(settings.tasks)}
+    finished(settings, names)  # before anything is loaded
     _, dtype = choose_device(settings.device, settings.dtype)
     tasks, bert = get_tasks(settings), bert or Bert.from_pretrained(settings.model)
     adapter_dirs = find_adapters(settings, bert) if settings.adapters else {}

@@ -321,7 +321,7 @@ def load_run(
             activate(bert, load_adapter(bert, part))
         names = config["adapters"]
         if stage == "fusion":  # also one that was trained together with it, as a fork may do
-            names = sorted(path.name for path in (directory / "adapters").iterdir())
+            names = sorted(path.name for path in (directory / "adapters").glob("*"))
         for name in names:
             check_name(name)
             load_adapter(bert, directory / "adapters" / name)

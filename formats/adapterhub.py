@@ -112,7 +112,7 @@ def check_name(name, taken=()):
     """Raises ValueError for an adapter's name that cannot be a directory's, a part of a tensor's
     name, or of a fusion's, or that another adapter has already."""
     right = isinstance(name, str) and re.fullmatch(r"[\w@+=-][\w@+= -]{0,99}", name)
-    if not right or len(name.encode()) > 200 or hasattr(torch.nn.ModuleDict, name):
+    if not right or len(name.encode()) > 200 or hasattr(torch.nn.ModuleDict(), name):
         rule = "letters, digits, blanks and _-@+=, at most 100, no method of ModuleDict"
         raise ValueError(f"{name!r:.120} cannot be an adapter's name: {rule}")
     if name in taken:

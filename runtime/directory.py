@@ -19,11 +19,11 @@ RUN_FILES = [
     *TOKENIZER_FILES,
 ]
 # of a killed or failed write; the last is safetensors' own
-TEMPORARY = [f"{name}.tmp" for name in RUN_FILES] + [".tmp??????"]
+TEMPORARY = [f"{name}.tmp" for name in RUN_FILES] + [".tmp??????", "forgotten.tmp"]
 
 # With --overwrite the old run waits here until the new one has finished an epoch. The first is its
 # name while the files are on their way there or back.
-MOVING, REPLACED = "replaced.tmp", "replaced"
+MOVING, REPLACED, FORGOTTEN = "replaced.tmp", "replaced", "forgotten.tmp"
 
 
 def check_out(out, needed, overwrite, resume):
@@ -42,11 +42,9 @@ def check_out(out, needed, overwrite, resume):
         return
     aside = " (an earlier run waits in its directory replaced)" * (out / REPLACED).is_dir()
     if is_finished(out):
-        if not resume:
-            raise ValueError(
-                f"{out} already holds a finished run{aside}: choose another --out, or --overwrite "
-                "it"
-            )
+        raise ValueError(
+            f"{out} already holds a finished run{aside}: choose another --out, or --overwrite it"
+        )
     elif (out / "resume.pt").exists():
         if not resume:
             raise ValueError(
@@ -130,9 +128,10 @@ def put_back(out):
 
 
 def forget_replaced(out):
-    """The old run goes."""
+    """The old run goes, all of it at once."""
     if (out / REPLACED).is_dir():
-        shutil.rmtree(out / REPLACED)
+        (out / REPLACED).rename(out / FORGOTTEN)
+        shutil.rmtree(out / FORGOTTEN)
 
 
 @contextlib.contextmanager

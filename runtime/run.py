@@ -117,10 +117,11 @@ def progress_bar(batches, description, total):
 
 class Run:
     def __init__(self, settings, config, device, signals):
-        self.settings, self.config, self.device = settings, config, device
+        self.settings, self.device = settings, device
         self.signals = signals  # the numbers of those that have come
         self.out = settings.out
         self.rank, self.world_size = rank_and_world_size()
+        self.config = config = {**config, "processes": self.world_size}
         self.is_new = not resumes(settings)
         self.history = []  # the lines of log.jsonl
         self.header_printed = False
@@ -142,7 +143,8 @@ class Run:
         if self.rank > 0:
             torch.manual_seed(self.settings.seed + self.rank)  # dropout of its own
         if not self.is_new:
-            free = free_names(self.settings) | {*MACHINE}
+            # the tokens are compared, in whatever files they are
+            free = free_names(self.settings) | {*MACHINE, "data_files"}
             saved = load_state(self.out / "resume.pt", self.config, free, self.device)
             saved.restore(state, trained, optimizer, self.device)
             self.history, seconds = saved.history, saved.seconds
@@ -382,7 +384,7 @@ def finished(settings, config):
     another command, encoder, data or adapters than `config` describes; an entry that the run's
     config.json does not know is one that its version did not record."""
     old = read_json(settings.out / "config.json")
-    free = {name for name in free_names(settings, finished=True)} | {*MACHINE}
+    free = free_names(settings, finished=True) | {*MACHINE}
     known = {name: value for name, value in config.items() if name in old}
     if found := difference({name: old[name] for name in known}, known, free):
         name, before, now = found
@@ -494,7 +496,6 @@ def describe_machine(device, command, compiled):
         "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
         "compile": compiled,
         "threads": torch.get_num_threads(),
-        "processes": rank_and_world_size()[1],
         "versions": {name: version(name) for name in packages},
         "python": platform.python_version(),
         "commit": commit(),

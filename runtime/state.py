@@ -78,11 +78,13 @@ def load_state(path, config, free, device):
     """The Saved checkpoint at `path`. Raises ValueError if it is damaged, of another version, or of
     a run that differs from `config` in an entry that is not `free`."""
     try:
+        if not path.is_file():
+            raise ValueError("a pipe would never end")
         with zipfile.ZipFile(path) as file:  # torch does not look at the checksums
             if file.testzip() is not None:
                 raise ValueError("wrong checksum")
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        version, old = saved.pop("format"), saved.pop("config")
+        version, old = saved.pop("format", None), saved.pop("config", {})
     except Exception as e:  # zipfile and torch raise many kinds here
         raise ValueError(
             f"{path} is damaged and cannot be continued: start again with --overwrite"

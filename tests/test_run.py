@@ -3,7 +3,6 @@ once."""
 
 import contextlib
 import ctypes
-import hashlib
 import json
 import os
 import platform
@@ -167,17 +166,11 @@ def test_a_finished_run_of_another_command(command, refused, whole, tmp_path, en
     resume, before = command("adapter", out, "--resume"), content(out)
     for change in (
         *("--seed 9", "--lr 0.1", "--epochs 9", "--adapter houlsby", "--limit-train 9"),
-        *(
-            "--max-length 9",
-            "--reduction-factor 2",
-            f"--data-dir {tmp_path}",
-            f"--model {tmp_path}",
-        ),
+        *("--max-length 9", "--reduction-factor 2"),
     ):
         name, value = change.removeprefix("--").replace("-", "_", 1).split()
-        say = f"{name} = " if name not in ("data_dir", "model") else name
-        refused([*resume, *change.split()], "holds a finished run with", say)
-    refused([*resume, "--stage", "head"], "holds a finished run of --stage adapter")
+        refused([*resume, *change.split()], "holds a finished run with", f"{name} = ")
+    refused([*resume, "--stage", "head"], "holds a finished run with stage = adapter")
     monkeypatch.chdir(encoder.parent)
     train.main([*resume, "--model", encoder.name])  # the same, spelt otherwise
     assert content(out) == before
@@ -227,9 +220,17 @@ def test_resume_with_something_else_at_the_same_path(
         (data, lambda: replace_in(data / "sst2" / "train.jsonl", "cat", "dog"), "data_sha256"),
         (data, lambda: replace_in(data / "sst2" / "validation.jsonl", rows[0], ""), "data_sha256"),
         (model, lambda: change_tensors(model / "model.safetensors", lambda t: t + 1e-3), "encoder"),
-        (model, lambda: reverse_words(model / "vocab.txt"), "data_sha256"),
-        (out, lambda: change_tensors(copy / "adapter.safetensors", lambda t: t * 2), "sha256"),
-        (out, lambda: replace_in(copy / "adapter_config.json", '"relu"', '"gelu"'), "sha256"),
+        (model, lambda: reverse_words(model / "vocab.txt"), "tokenizer_sha256"),
+        (
+            out,
+            lambda: change_tensors(copy / "adapter.safetensors", lambda t: t * 2),
+            "adapter_digests",
+        ),
+        (
+            out,
+            lambda: replace_in(copy / "adapter_config.json", '"relu"', '"gelu"'),
+            "adapter_digests",
+        ),
     ]:
         shutil.copytree(place, tmp_path / "kept")
         change()
@@ -512,7 +513,7 @@ def test_grad_accumulation_gives_the_same_gradients(
     assert losses == pytest.approx([losses[0]] * 4, abs=1e-5)
 
 
-def test_the_config_says_what_a_run_was_made_with(whole, runs):
+def test_the_config_says_what_a_run_was_made_with(whole):
     config = json.loads((whole["fusion"][0] / "config.json").read_text())
     assert config["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert {"torch", "numpy", "tokenizers", "safetensors", "datasets"} == set(config["versions"])
@@ -520,9 +521,7 @@ def test_the_config_says_what_a_run_was_made_with(whole, runs):
     assert config["command"].startswith("train.py ") and "--save-minutes 0" in config["command"]
     found = [config[name] for name in ("device", "dtype", "threads", "processes")]
     assert found == ["cpu", "float32", 1, 1]
-    for name in ("rte", "pick"):  # copied bit by bit, so the hash is also that of the source
-        digest = hashlib.sha256((runs / name / "adapter.safetensors").read_bytes()).hexdigest()
-        assert config["adapter_sha256"][name] == digest
+    assert [*config["adapter_digests"]] == [*config["adapter_encoders"]] == config["adapters"]
 
 
 def test_the_commit(command, tmp_path, monkeypatch):
