@@ -507,14 +507,13 @@ def commit():
     """The commit of this file's repository, "-dirty" behind it with changes that are not committed;
     None without one."""
     here = Path(__file__).resolve().parent.parent
+    if not (here / ".git").exists():  # not the repository of a directory above
+        return None
     command = "git --no-optional-locks describe --always --dirty --abbrev=40 --exclude=*".split()
-    # not the repository of a directory above, nor one that the environment names
+    # nor one that the environment names
     environment = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
-    environment["GIT_CEILING_DIRECTORIES"] = str(here.parent)
     try:
-        done = subprocess.run(
-            command, cwd=here, env=environment, capture_output=True, text=True, timeout=10
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True)
+    except OSError:
         return None
     return done.stdout.strip() or None
