@@ -16,8 +16,8 @@ demo: .venv/installed
 	@echo "demo: PyTorch is being loaded, then four tasks are made of docstrings"
 	.venv/bin/python -m experiments.demo
 
-# the paper section by section: runs docs/walkthrough.py from nothing and writes what it gives as a notebook
-NOTEBOOK = docs/walkthrough.ipynb
+# the paper section by section: runs docs/walkthrough.py from nothing and writes the executed page (NOTEBOOK=docs/walkthrough.ipynb: the published one)
+NOTEBOOK = runs/walkthrough.ipynb
 walkthrough: .venv/walkthrough
 	mkdir -p runs
 	@echo "walkthrough: every cell is run, which takes some minutes"

@@ -114,8 +114,8 @@ def error_while_importing(name, kind, error, trace):
     if issubclass(kind, KeyboardInterrupt):
         say_why(name, "interrupted")
     elif issubclass(kind, ImportError):
-        how = "with the requirements in .venv (make .venv/installed), . .venv/bin/activate"
-        leave(name, f"{error}: {how} makes python that one", 2)
+        how = "activate the environment first: . .venv/bin/activate (make .venv/installed makes it)"
+        leave(name, f"{error}; {how}", 2)
     else:
         sys.__excepthook__(kind, error, trace)
 
