@@ -550,6 +550,7 @@ for name, change, say in [
     ("task ../x", edit(RUN, task="../x"), "../x"),
     ("another task", edit(RUN, task="sst2"), "sst2"),
     ("no labels", edit(RUN, labels=None), "labels"),
+    ("labels of two types", edit(RUN, labels=["a", 0]), "labels"),
     ("no config.json", gone(RUN), "config.json"),
 ]:
     add(f"evaluate a run: {name}", change, say, "runs/rte", "evaluate")
@@ -589,6 +590,9 @@ for name, change in [
     for option in ("--overwrite", "--resume"):
         add(f"{option} of {name}", change, "out", option)
 add("--lr 1e38 beside a stranger's log", LOG, "holds other files", "--lr 1e38")
+change = both(put("out/config.json", A_RUN), special("out/log.jsonl", "fifo"))
+for option in ("", "--resume", "--overwrite"):
+    add(f"a pipe for log.jsonl {option}", change, "log.jsonl", option)
 for content in (b"[1]", b"{"):
     change = put("runs/rte/metrics.json", content)
     add(f"metrics.json is {content}", change, "metrics.json", "--resume --out runs/rte")
