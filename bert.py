@@ -169,7 +169,7 @@ class Bert(nn.Module):
         Face hub id. Raises FileNotFoundError if there is no such checkpoint, ValueError if its
         content does not fit; the message names the file, and the tensor with both shapes.
         """
-        checkpoint = open_encoder(source, NAMES.values())
+        checkpoint = open_encoder(source)
         with torch.device("meta"):  # empty: its parameters become the loaded tensors themselves
             bert = cls(checkpoint.config)
         shapes = {hub_name(name): p.shape for name, p in bert.named_parameters()}

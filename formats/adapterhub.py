@@ -4,6 +4,7 @@ A tensor in them is called by its slot and its part: ("encoder.layer.3.output",
 "adapter_up.weight").
 """
 
+import hashlib
 import math
 import os
 import re
@@ -664,15 +665,68 @@ def refuse_or_note(problem, allow):
     print(f"note: {problem}")
 
 
+def find_adapters(sources, kinds, encoder, model, digest, allow_other_encoder=False):
+    """
+    {name: directory} of saved adapters that are to be fused. sources: directories, hub ids, pairs
+    (name, directory), or "paper" for its authors' 16; encoder: its configuration, model: its name,
+    digest: that of its weights. Raises ValueError if two have the same name, or if one was trained
+    on another encoder; FileNotFoundError for one that is not there.
+    """
+    named, found = [], {}
+    for source in sources:
+        if source == "paper":
+            named += paper_adapters(encoder.model_type)
+        else:
+            named.append(source if isinstance(source, tuple) else (None, source))
+    for name, source in named:
+        directory = fetch(source)
+        name, _, values = read_adapter_config(directory, kinds, name)
+        for other in found:  # rte and RTE are one name to some file systems
+            if other.lower() == name.lower():
+                both = f"{found[other]} and {directory}"
+                raise ValueError(f"two adapters are called {name!r}: {both}")
+        check_encoder(source, directory, values, model, digest, allow_other_encoder)
+        found[name] = directory
+    return found
+
+
+def encoder_of(sources):
+    """The encoder that the runs among `sources` have recorded; None if none has. Raises ValueError
+    if they differ."""
+    models = {}
+    for source in sources:
+        path = Path(source) / "config.json"
+        if path.is_file() and isinstance(model := read_json(path).get("model"), str):
+            models.setdefault(model, source)
+    if len(models) > 1:
+        found = ", ".join(f"{source} on {model}" for model, source in models.items())
+        raise ValueError(f"--adapters were trained on different encoders ({found}): add --model")
+    return next(iter(models), None)
+
+
+def digest(directory, kinds):
+    """SHA-256 of a saved adapter: its configuration and tensors, whatever its name and its kind of
+    file."""
+    saved = read_adapter(directory, kinds)
+    result = hashlib.sha256(repr(saved.config).encode())
+    for key, tensor in sorted(saved.tensors.items()):
+        result.update(repr(key).encode() + tensor.float().numpy().tobytes())
+    return result.hexdigest()
+
+
 def run_encoder(directory):
     """The digest of the encoder that a run's adapters belong to, from the directory of the run, or
     of an adapter in it: the one it was trained on, or for multi-task training, which changes the
     encoder, the one it ended with. None where no run says."""
-    places = [Path(directory), Path(directory).parent.parent]
+    name, places = Path(directory).name, [Path(directory), Path(directory).parent.parent]
     if Path(directory).parent.name != "adapters":
         places.pop()
     for path in (place / "config.json" for place in places):
         config = read_json(path) if path.is_file() else {}
+        if name in config.get(
+            "adapter_encoders", ()
+        ):  # a fusion's copies, also those of --allow-other-encoder
+            return config["adapter_encoders"][name]
         if config.get("stage") in ("adapter", "fusion"):
             return config.get("encoder_sha256")
         if config.get("stage") == "multitask":

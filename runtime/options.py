@@ -22,8 +22,10 @@ from formats.adapterhub import (
     without_effect,
 )
 from formats.files import read_json
-from runtime.directory import check_out, resolved, resumes
-from runtime.state import FREE
+from runtime.directory import check_out, resumes
+from runtime.settings import resolved
+
+FREE = {"data_dir", "data_revision"}  # deleted once no command imports this file
 
 
 class Parser(argparse.ArgumentParser):

@@ -94,7 +94,7 @@ def test_help_names_defaults_and_ends_with_examples(capsys):
     assert exit.value.code == 0
     for stage in train.STAGES:
         assert re.search(rf"^  {stage} +\w+", text, re.MULTILINE)
-    for words in ("300 for each task", "default annealed", "default 32", "else 0", "default 16.0"):
+    for words in ("300 for each task", "default annealed", "default 32", "else 0"):
         assert words in " ".join(text.split())
     assert text[text.index("examples:") :].count("python train.py") == 3
 

@@ -5,7 +5,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from adapter import load_adapter
 from bert import Bert
 from conftest import dev_batches
 from experiments.load_run import load_run
+from variants.multitask import multitask_batches
 
 TASKS = ["sst2", "rte", "pick"]
 MULTITASK = "--stage multitask --tasks sst2 rte --lr 1e-3"
@@ -38,9 +38,7 @@ def multitask(launch, tmp_path_factory):
 
 def drawn(lengths, epoch, sampling, steps_per_epoch=50, epochs=5):
     """[(number of a task, its examples)] of an epoch's steps"""
-    options = {"stage": "multitask", "sampling": sampling, "steps_per_epoch": steps_per_epoch}
-    options |= {"epochs": epochs, "seed": 3, "batch_size": 8}
-    return train.epoch_batches(SimpleNamespace(**options), lengths, epoch)
+    return multitask_batches(lengths, sampling, steps_per_epoch, 8, 3, epoch, epochs)
 
 
 SAMPLING = [("annealed", 1, 1.0), ("annealed", 3, 0.6), ("annealed", 5, 0.2)]
