@@ -197,7 +197,6 @@ class Settings:
         None,
         "stop after this many epochs without a better dev score; default 5, multitask: never",
         valid=COUNT,
-        free="unfinished",
     )
     score: str | None = paper(
         None,

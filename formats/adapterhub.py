@@ -253,6 +253,8 @@ def fetch(source, files=ADAPTER):
                 hint = f", but a multi-task run's adapters are in {source}/adapters"
             elif files is ADAPTER and stage:
                 hint = f", it is a run of --stage {stage}: leave it out"
+            if (aside := Path(source) / "replaced").is_dir():
+                hint += f"; the run that --overwrite has put aside is in {aside}"
             raise FileNotFoundError(f"{source} has no {files.config}{hint}")
         return Path(source)
     if files is ADAPTER and is_local(source):

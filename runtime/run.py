@@ -384,7 +384,7 @@ def finished(settings, config):
     another command, encoder, data or adapters than `config` describes; an entry that the run's
     config.json does not know is one that its version did not record."""
     old = read_json(settings.out / "config.json")
-    free = free_names(settings, finished=True) | {*MACHINE}
+    free = free_names(settings) | {*MACHINE}
     known = {name: value for name, value in config.items() if name in old}
     if found := difference({name: old[name] for name in known}, known, free):
         name, before, now = found

@@ -195,11 +195,9 @@ def record(settings):
     return json.loads(json.dumps(values, default=str))
 
 
-def free_names(options, finished=False):
-    """The names of the fields that may differ between a run and what resumes it; those with
-    free="unfinished" decide when a run ends, so that a finished one is another run with them."""
-    free = {True} if finished else {True, "unfinished"}
-    return {f.name for f in dataclasses.fields(options) if f.metadata.get("free", False) in free}
+def free_names(options):
+    """The names of the fields that may differ between a run and the command that resumes it."""
+    return {field.name for field in dataclasses.fields(options) if field.metadata.get("free")}
 
 
 def difference(old, new, free=()):

@@ -543,6 +543,7 @@ for name, change, say in [
     ("task ../x", edit(RUN, task="../x"), "../x"),
     ("another task", edit(RUN, task="sst2"), "sst2"),
     ("no labels", edit(RUN, labels=None), "labels"),
+    ("labels of two types", edit(RUN, labels=["a", 0]), "labels"),
     ("no config.json", gone(RUN), "config.json"),
 ]:
     add(f"evaluate a run: {name}", change, say, "runs/rte", "evaluate")
@@ -582,6 +583,9 @@ for name, change in [
     for option in ("--overwrite", "--resume"):
         add(f"{option} of {name}", change, "out", option)
 add("--lr 1e38 beside a stranger's log", LOG, "holds other files", "--lr 1e38")
+change = both(put("out/config.json", A_RUN), special("out/log.jsonl", "fifo"))
+for option in ("", "--resume", "--overwrite"):
+    add(f"a pipe for log.jsonl {option}", change, "log.jsonl", option)
 CODE = {"x": torch.ones(2), "y": Writes()}
 for file, command, words in [
     ("model/pytorch_model.bin", "train.py", ""),

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import test_processes
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -25,6 +26,7 @@ import child
 import train
 from bert import Bert
 from conftest import assert_equal, cli, compiles, content, of_stage, thorough_after_first
+from experiments import evaluate
 from runtime.command import run_command
 
 ROOT = Path(train.__file__).parent
@@ -151,7 +153,7 @@ def test_a_state_that_is_torn_or_old_or_of_another_command(
         assert (out / "resume.pt").read_bytes() == bad and (out / "log.jsonl").read_text() == log
     (out / "resume.pt").write_bytes(good)
     state = torch.load(out / "resume.pt")
-    del state["format"]
+    state["format"] = 0
     torch.save(state, out / "resume.pt")
     refused(resume, "resume.pt was written by another version")
     (out / "resume.pt").write_bytes(good)
@@ -557,3 +559,150 @@ def test_compile(stage, command, quiet_encoder, tmp_path):
     for plain, compiled in zip(*logs, strict=True):
         assert compiled["loss"] == pytest.approx(plain["loss"], abs=1e-5)
         assert compiled["dev_accuracy"] == plain["dev_accuracy"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Which run is this? A finished run, an unfinished one and --seeds give the same answer
+
+OPTIONS = "--max-length 9|--score f1|--dtype bfloat16|--patience 9|--weight-decay 0.1|--limit-dev 9"
+
+
+@pytest.fixture(scope="module")
+def places(encoder, data_dir, runs, tmp_path_factory):
+    """Copies of the encoder, the data and two adapters, to be changed and put back."""
+    out = tmp_path_factory.mktemp("places")
+    for name, source in (("model", encoder), ("data", data_dir), ("runs", runs)):
+        shutil.copytree(source, out / name)
+    return out
+
+
+@pytest.fixture(scope="module")
+def both(command, places, tmp_path_factory):
+    """(a finished fusion, one that was stopped in its second epoch, the words of either)"""
+    out = tmp_path_factory.mktemp("both")
+    options = {"model": places / "model", "data_dir": places / "data"}
+    options["adapters"] = [places / "runs" / name for name in ("rte", "pick")]
+
+    def words(out, text=""):
+        return command("fusion", out, f"--allow-other-encoder {text}", **options)
+
+    train.main(words(out / "finished"))
+    before = [(test_processes.at_step, 15, test_processes.stop, signal.SIGTERM)]
+    process = child.start(words(out / "cut"), out / "output", before)
+    assert child.finish(process, out / "output")[0] == 130
+    return out / "finished", out / "cut", words
+
+
+def answers(both, tmp_path, text=""):
+    """What --resume of a copy of either says: "" where it goes on, or has nothing to do."""
+    for run in both[:2]:
+        out = shutil.copytree(run, tmp_path / run.name)
+        try:
+            train.main(both[2](out, f"--resume {text}"))
+            yield ""
+        except (ValueError, OSError) as e:
+            yield str(e)
+
+
+@pytest.mark.parametrize("option", OPTIONS.split("|"))
+def test_another_option_is_free_or_refused_but_the_same_for_both(option, both, tmp_path):
+    said = list(answers(both, tmp_path, option))
+    name = option.split()[0].removeprefix("--").replace("-", "_")
+    assert said == ["", ""] or all(name in text for text in said), said
+
+
+def swap_labels(path):
+    text = path.read_text().replace('"label": 1', '"label": 2').replace('"label": 0', '"label": 1')
+    path.write_text(text.replace('"label": 2', '"label": 0'))
+
+
+OTHER_FILES = [  # (what changes, how, what the finished run's message says)
+    ("data/sst2/train.jsonl", swap_labels, "data_files"),
+    ("data/sst2/validation.jsonl", swap_labels, "data_files"),
+    ("data/sst2/train.jsonl", Path.unlink, "sst2"),
+    ("model/model.safetensors", lambda p: change_tensors(p, lambda t: t + 1e-3), "encoder"),
+    ("model/vocab.txt", reverse_words, "sha256"),
+    ("runs/rte/adapter.safetensors", lambda p: change_tensors(p, lambda t: t * 2), "rte"),
+]
+
+
+@pytest.mark.parametrize("place, change, say", OTHER_FILES)
+def test_other_files_at_the_same_path_are_another_command(
+    place, change, say, both, places, tmp_path
+):
+    """Also for a finished run. One that goes on does so with its own copies of the adapters."""
+    path = places / place
+    before = path.read_bytes()
+    change(path)
+    finished, cut = answers(both, tmp_path)
+    path.write_bytes(before)
+    assert say in finished
+    assert cut == "" if place.startswith("runs") else cut != ""
+
+
+def test_nothing_else_is_another_command(both, tmp_path):
+    assert list(answers(both, tmp_path)) == ["", ""]
+
+
+def test_seeds_are_of_one_command(command, refused, encoder, data_dir, tmp_path):
+    """A seed's finished run is read by --resume only where it is one of this command and data."""
+    out, data = tmp_path / "out", shutil.copytree(data_dir, tmp_path / "data")
+    words = command("head", out, "--epochs 1 --resume", data_dir=data)
+    train.main([*words, "--seeds", "0"])
+    for option in ("--max-length 9", "--score f1"):
+        refused([*words, *option.split(), "--seeds", "0", "1"], option.split()[0][2:5])
+    swap_labels(data / "sst2" / "train.jsonl")
+    refused([*words, "--seeds", "0", "1"], "data_files")
+
+
+# --------------------------------------------------------------------------------------------------
+# Nothing is lost that nobody asked to lose
+
+
+@pytest.mark.parametrize("stage", ["full", "multitask", "adapter", "fusion"])
+def test_weights_are_never_cleared_unasked(stage, command, refused, tmp_path):
+    """A copy of a run without metrics.json is no run that is finished, but it holds weights."""
+    out = tmp_path / "run"
+    train.main(command(stage, out, "--epochs 1"))
+    (out / "metrics.json").unlink()
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    for option in ("", "--resume", "--seeds 0 1"):
+        refused(command("head", out, option), "--o")
+        refused(command(stage, out, option), "--o")
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_a_hard_linked_log_keeps_its_lines(command, interrupted, whole, tmp_path):
+    """As backups of unchanged files are made."""
+    out = shutil.copytree(whole["adapter"][0], tmp_path / "run")
+    os.link(out / "log.jsonl", tmp_path / "first")
+    first = (tmp_path / "first").read_text()
+    interrupted("adapter", out, "--overwrite")
+    os.link(out / "log.jsonl", tmp_path / "second")
+    second = (tmp_path / "second").read_text()
+    train.main(command("adapter", out, "--resume"))
+    assert (tmp_path / "first").read_text() == first and first.count("\n") == 2
+    assert (tmp_path / "second").read_text() == second and second.count("\n") == 1
+    assert_equal(out, whole["adapter"][0])
+
+
+def test_the_seeds_of_a_stranger_stay(command, refused, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "seeds.json").write_text("mine")
+    refused(command("head", out, "--epochs 1 --seeds 0 1"), "seeds.json")
+    assert (out / "seeds.json").read_text() == "mine"
+    train.main(command("head", out, "--epochs 1 --seeds 0 1 --overwrite"))
+    assert json.loads((out / "seeds.json").read_text())["seeds"] == [0, 1]
+    refused(command("head", out, "--epochs 1 --seeds 0"), "--overwrite")
+
+
+def test_a_run_that_was_set_aside_is_mentioned(command, refused, interrupted, whole, tmp_path):
+    """Where the run that replaces it was interrupted."""
+    out = shutil.copytree(whole["fusion"][0], tmp_path / "run")
+    interrupted("adapter", out, "--overwrite", step=5)
+    for name, main, words in [
+        ("evaluate.py", evaluate.main, [out, "--device", "cpu"]),
+        ("train.py", train.main, command("fusion", tmp_path / "new", adapters=[out])),
+    ]:
+        refused(words, str(out / "replaced"), name=name, main=main)
