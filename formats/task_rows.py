@@ -115,11 +115,13 @@ def check_row(row, task):
     for column in task.absent:
         if row.get(column) is not None:
             raise ValueError(f"column {column!r} is one that {task.name} did not have in training")
+    for column in (task.label, *task.columns):
+        value = row.get(column)
+        if value is None or (value != value and column != task.label):  # NaN: a missing text
+            raise ValueError(missing(column, row))
     texts = []
     for column in task.columns:
-        value = row.get(column)
-        if value is None or value != value:  # NaN: how some write a missing text
-            raise ValueError(missing(column, row))
+        value = row[column]
         if column in ("endings", "choices"):
             of_the_hub = isinstance(value, dict) and column == "choices" and not task.absent
             options = value.get("text") if of_the_hub else value
@@ -128,8 +130,6 @@ def check_row(row, task):
         elif type(value) not in (str, int, float):
             raise ValueError(f"column {column!r} holds {type(value).__name__}, expected a text")
         texts.append(str(value) if type(value) in (int, float) else value)
-    if row.get(task.label) is None:
-        raise ValueError(missing(task.label, row))
     return texts, row[task.label]
 
 
