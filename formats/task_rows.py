@@ -38,6 +38,18 @@ def apply_column_names(row, names):
     return {**rest, **named}
 
 
+def check_column_names(names, task):
+    """Raises ValueError for a name that would rename nothing of a task: a column that is misspelt
+    would be left out without a word."""
+    for ours, theirs in (names or {}).items():
+        if ours not in (task.label, *task.columns):
+            has = ", ".join([*task.columns, task.label])
+            raise ValueError(
+                f"--columns {ours}={theirs}: there is no column {theirs!r}, or the task does not "
+                f"take {ours!r}; it takes {has}"
+            )
+
+
 def own_columns(where, rows, names, labels=None):
     """(text columns, labels) of your own task. rows: (line, row) one after another; names: as
     above; labels: if they are known already. Raises ValueError that names the line."""
