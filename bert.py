@@ -1,8 +1,8 @@
-"""Θ: the frozen BERT encoder, with the slots where adapters and their fusion are plugged in.
+"""Θ: the frozen BERT encoder, with the slots where adapters and their fusion are inserted.
 
     bert = Bert.from_pretrained("google-bert/bert-base-uncased")  # or a directory
     h = bert(input_ids, token_type_ids, attention_mask)           # [B, T] -> [B, T, d]
-    python bert.py SOURCE "Some text"              # what is in a checkpoint, and does it work?
+    python bert.py SOURCE "Some text"                             # what a checkpoint holds
 
 Shapes: B batch, T tokens, d hidden_size, H heads. Figures and sections are the paper's.
 """
@@ -32,11 +32,14 @@ ACTIVATIONS = {
 
 
 class AddNorm(nn.Module):
-    """The "Add & Norm" that closes a sub-layer: the slot for what is plugged in (Figures 1, 2, 5).
+    """
+    The "Add & Norm" that closes a sub-layer: the insertion point for adapters and fusion, called a
+    slot in this project (Figures 1, 2, 5).
 
-    `adapters` holds Φ_n by name (adapter.py), `fusion` holds Ψ (fusion.py). `active` names who
-    takes part: None (plain BERT), an adapter, or the fusion, called by its adapters joined with
-    commas.
+    adapters   every Φ_n that sits here, by name (adapter.py)
+    fusion     Ψ, or None (fusion.py)
+    active     None for plain BERT, an adapter's name, or the fusion's name (its adapters,
+               comma-separated)
     """
 
     def __init__(self, config):
@@ -47,8 +50,11 @@ class AddNorm(nn.Module):
         self.active = None
 
     def forward(self, f, x, layer_input=None):
-        """f: the sub-layer's output, x: its input (the residual stream), both [B, T, d] -> the
-        same. layer_input: the whole layer's x and mask, for what is parallel to it (MT-A)."""
+        """
+        f: the sub-layer's output, x: its input (the residual stream), both [B, T, d] -> the same.
+        layer_input: what the whole layer read, (its x, its mask), for adapters that work in
+        parallel to the layer (MT-A, variants/pal.py). Only the slot on top of a layer is given it.
+        """
         if self.fusion is not None and self.active == self.fusion.name:
             adapters = [self.adapters[name] for name in self.fusion.adapter_names]
             return self.fusion(f, x, self.norm, adapters, layer_input)
@@ -79,21 +85,28 @@ class Layer(nn.Module):
     def forward(self, x, mask, cls_only=False):
         """x: [B, T, d], mask: [B, 1, 1, T], True = real token -> [B, T, d], or with cls_only the
         first token's [B, 1, d]"""
-        B, T, d = x.shape
         layer_input = (x, mask)
-        k = self.key(x).view(B, T, self.num_heads, -1).transpose(1, 2)  # [B, H, T, d/H]
-        v = self.value(x).view(B, T, self.num_heads, -1).transpose(1, 2)
+        k, v = self.heads(self.key(x)), self.heads(self.value(x))  # [B, H, T, d/H]
         if cls_only:
-            x, T = x[:, :1].contiguous(), 1  # contiguous: else B small products for one
-        q = self.query(x).view(B, T, self.num_heads, -1).transpose(1, 2)
-        p = self.attention_dropout if self.training else 0.0
-        a = attention(q, k, v, mask, p)  # softmax(q kᵀ / √(d/H)) v: [B, H, T, d/H]
-        a = a.transpose(1, 2).reshape(B, T, d)
+            x = x[:, :1].contiguous()  # so that each projection is one matmul instead of B
+        q = self.heads(self.query(x))  # [B, H, T, d/H], or with cls_only [B, H, 1, d/H]
+        a = self.attend(q, k, v, mask).transpose(1, 2).reshape(x.shape)
         f = dropout(self.attention_dense(a), self.hidden_dropout, self.training)
         x = self.attention_add_norm(f, x)
         f = self.output_dense(self.activation(self.intermediate(x)))  # d -> 4d -> d
         f = dropout(f, self.hidden_dropout, self.training)
         return self.output_add_norm(f, x, layer_input)
+
+    def heads(self, x):
+        """[B, T, d] -> [B, H, T, d/H]"""
+        B, T, _ = x.shape
+        return x.view(B, T, self.num_heads, -1).transpose(1, 2)
+
+    def attend(self, q, k, v, mask):
+        """softmax(q kᵀ / √(d/H)) v over the real tokens, with dropout on the softmax in training:
+        q, k, v [B, H, T, d/H] -> q's shape"""
+        p = self.attention_dropout if self.training else 0.0
+        return attention(q, k, v, mask, p)
 
 
 class Bert(nn.Module):
@@ -102,11 +115,17 @@ class Bert(nn.Module):
     def __init__(self, config: BertConfig):
         super().__init__()
         self.config = config
-        self.source = None  # what from_pretrained was given, written into the files of adapters
-        self.directory = None  # where its files are, the tokenizer's among them
-        self.digest = None  # of its weights, as from_pretrained has read them
-        self.more_slots = {}  # places that a kind of adapter has added, see `slots`
+        # set by from_pretrained:
+        self.source = None  # its argument, which the files of adapters mention
+        self.directory = None  # of the checkpoint's files, the tokenizer's among them
+        self.digest = None  # SHA-256 of the weights in the checkpoint
+        self.origin = {}  # {our name of a parameter: its name in the checkpoint}
+        # {(layer, location): module} of slots beside the AddNorms, for adapters that sit elsewhere
+        # (LoRA in the query projection, say): submodules of this encoder, with `adapters`, `fusion`
+        # and `active` as AddNorm has them
+        self.more_slots = {}
         d = config.hidden_size
+        # an nn.Embedding each; see runtime/kernels.py for why not by its own constructor
         self.word_embeddings = embedding(config.vocab_size, d)
         self.position_embeddings = embedding(config.max_position_embeddings, d)
         self.token_type_embeddings = embedding(config.type_vocab_size, d)
@@ -118,8 +137,8 @@ class Bert(nn.Module):
         input_ids, token_type_ids, attention_mask: LongTensors [B, T]; attention_mask is 1 on real
         tokens. Without token types all are 0, without a mask all tokens are real.
         Returns the last layer's hidden states [B, T, d], or with cls_only the first token's
-        [B, 1, d]: a head reads no other, and the last layer then needs only keys and values of the
-        rest. Raises ValueError if T exceeds the position embeddings.
+        [B, 1, d]. (The head reads only [CLS], so in the last layer the other tokens need only keys
+        and values.) Raises ValueError if T exceeds the position embeddings.
         """
         T, longest = input_ids.shape[1], self.config.max_length
         if T > longest:
@@ -137,15 +156,16 @@ class Bert(nn.Module):
         x = self.word_embeddings(input_ids) + self.token_type_embeddings(token_type_ids)
         x = self.embeddings_norm(x + self.position_embeddings(positions))  # [B, T, d]
         x = dropout(x, self.config.hidden_dropout_prob, self.training)
-        for layer in self.layers:
-            # one example alone is computed whole: a matrix-vector product's rounding depends on
-            # where in memory the weights are
-            x = layer(x, mask, cls_only and len(x) > 1 and layer is self.layers[-1])
+        for layer in self.layers[:-1]:
+            x = layer(x, mask)
+        # For a single example the shortcut would turn matrix products into matrix-vector products,
+        # whose rounding depends on where in memory the weights are. So it is computed whole.
+        x = self.layers[-1](x, mask, cls_only=cls_only and len(x) > 1)
         return x[:, :1] if cls_only else x
 
     def slots(self):
-        """Every place where something is plugged in: ((layer, "attention" | "output"), AddNorm) in
-        order, then those that a kind of adapter has added, with `adapters`, `fusion`, `active`."""
+        """Every slot: ((layer, "attention" | "output"), AddNorm) from bottom to top, then those of
+        `more_slots`."""
         for i, layer in enumerate(self.layers):
             yield (i, "attention"), layer.attention_add_norm
             yield (i, "output"), layer.output_add_norm
@@ -169,7 +189,7 @@ class Bert(nn.Module):
         Face hub id. Raises FileNotFoundError if there is no such checkpoint, ValueError if its
         content does not fit; the message names the file, and the tensor with both shapes.
         """
-        checkpoint = open_encoder(source, NAMES.values())
+        checkpoint = open_encoder(source)
         with torch.device("meta"):  # empty: its parameters become the loaded tensors themselves
             bert = cls(checkpoint.config)
         shapes = {hub_name(name): p.shape for name, p in bert.named_parameters()}
@@ -184,30 +204,30 @@ class Bert(nn.Module):
     def save_pretrained(self, directory):
         """Writes config.json and model.safetensors (Θ alone) under Hugging Face's names, so that
         `transformers` and `from_pretrained` read them. Existing keys of config.json stay."""
-        plugged = re.compile(r"\.(adapters|fusion)\.")
-        tensors = {hub_name(n): p for n, p in self.named_parameters() if not plugged.search(n)}
+        inserted = re.compile(r"\.(adapters|fusion)\.")
+        tensors = {hub_name(n): p for n, p in self.named_parameters() if not inserted.search(n)}
         write_encoder(directory, asdict(self.config), tensors, prefix=self.config.model_type)
 
 
 def activate(bert, name):
-    """Lets one adapter take part, or a fusion (called by its adapters joined by commas; a fusion of
-    one comes before that one), or with None neither. Everything is frozen afterwards. Raises
+    """Activates an adapter, a fusion (named after its adapters, comma-separated; a fusion of one
+    adapter goes before that adapter) or, with None, plain BERT, and freezes all parameters. Raises
     ValueError if nothing has that name."""
     known = known_adapters(bert) | {slot.fusion.name for _, slot in bert.slots() if slot.fusion}
     if name is not None and name not in known:
-        there = ", ".join(sorted(known)) or "none"
-        raise ValueError(f"there is no adapter called {name!r}; there are: {there}")
+        names = ", ".join(sorted(known)) or "none"
+        raise ValueError(f"there is no adapter called {name!r}; there are: {names}")
     for _, slot in bert.slots():
         slot.active = name
     bert.requires_grad_(False)
 
 
 def known_adapters(bert):
-    """The names of all adapters, in whatever slots they sit."""
+    """The names of all adapters in this encoder."""
     return {name for _, slot in bert.slots() for name in slot.adapters}
 
 
-NAMES = {  # ours -> Hugging Face's, which differ from Google's in punctuation alone
+NAMES = {  # our module -> Hugging Face's; Google's differ from those only in punctuation
     "word_embeddings": "embeddings.word_embeddings",
     "position_embeddings": "embeddings.position_embeddings",
     "token_type_embeddings": "embeddings.token_type_embeddings",
@@ -225,8 +245,8 @@ NAMES = {  # ours -> Hugging Face's, which differ from Google's in punctuation a
 
 def hub_name(name):
     """Of our parameter: layers.0.query.weight -> encoder.layer.0.attention.self.query.weight"""
-    layer, module, kind = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)\.(\w+)", name).groups()
-    return (f"encoder.layer.{layer}." if layer else "") + f"{NAMES[module]}.{kind}"
+    layer, module, part = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)\.(\w+)", name).groups()
+    return (f"encoder.layer.{layer}." if layer else "") + f"{NAMES[module]}.{part}"
 
 
 def main():

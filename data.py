@@ -372,12 +372,12 @@ def split_by_length(batch):
         yield rows, [batch[name][rows, :T] for name in names]
 
 
-def batches(split, batch_size, pad_token_id=0, seed=None, rank=0, world=1):
+def batches(split, batch_size, pad_token_id=0, seed=None, rank=0, world_size=1):
     """The batches of one epoch over a split from `load_split`, as `collate` makes them; of each,
-    the share of one of `world` processes."""
+    the share of one of `world_size` processes."""
     lengths = split.with_format("numpy")["length"][:]
     for indices in length_bucketed_batches(lengths, batch_size, seed):
-        if len(mine := indices[rank::world]) > 0:
+        if len(mine := indices[rank::world_size]) > 0:
             yield collate(split[mine.tolist()], pad_token_id)
 
 

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from adapter import Adapter, find_adapter
+from adapter import find_adapter
 from bert import activate, known_adapters
 from formats import adapterhub
+from formats.files import error_prefix
 
 
 class Fusion(nn.Module):
@@ -22,21 +23,27 @@ class Fusion(nn.Module):
 
         s = softmax_n( (Q h + b_Q) · (K z_n + b_K) )        o = Σ_n s_n V z_n
 
-    `textbook` is this as written, `fast` the same function at a fraction of its cost. Another kind
-    of fusion is a subclass with another `attend` or `compose`, and a line in FUSIONS.
+    where the biases are the reference's. `textbook` computes it as written, `low_rank` the same
+    function at a fraction of the cost. Another kind of fusion is a subclass with another `attend`
+    or `compose`, registered under a name of its own (docs/forking.md).
     """
 
-    options = {}  # AdapterHub's fields, and others, in which a kind differs from the paper's fusion
+    options = {}  # what adapter_fusion_config.json says of a kind that is not the paper's
+    config = {}  # a kind's own fields with their defaults: --fusion-config, in the file, too
 
-    def __init__(self, name, adapter_names, hidden_size, dropout):
+    def __init__(self, name, adapter_names, hidden_size, dropout, **config):
         super().__init__()
-        self.name = name  # all fused adapters, joined by commas
+        if unknown := [field for field in config if field not in self.config]:
+            known = ", ".join(self.config) or "none"
+            raise ValueError(f"{unknown[0]!r:.50} is no field of {type(self).__name__}: {known}")
+        self.name = name  # all fused adapters, comma-separated
         self.adapter_names = adapter_names  # those of them that sit in this slot
+        self.config = {**self.config, **config}
         self.query = nn.Linear(hidden_size, hidden_size)  # Q
         self.key = nn.Linear(hidden_size, hidden_size)  # K
         self.value = nn.Linear(hidden_size, hidden_size, bias=False)  # V
         self.dropout = nn.Dropout(dropout)
-        self.masked = frozenset()  # names of adapters that are left out, see variants/masking.py
+        self.masked = frozenset()  # names of adapters that are left out (variants/masking.py)
         self.weights = None  # s of the last forward [B, T, N], N without those masked
         for linear in (self.query, self.key):
             nn.init.normal_(linear.weight, std=0.02)
@@ -48,28 +55,32 @@ class Fusion(nn.Module):
     def forward(self, f, x, norm, adapters, layer_input=None):
         """f: sub-layer output, x: its input [B, T, d], norm: BERT's own LayerNorm, adapters: N
         modules, layer_input: what the whole layer read -> [B, T, d]"""
-        last = adapters[-1]  # as in the reference, its config says what all read, and the residual
+        # As in the reference, the last adapter's configuration says what all of them read, and how
+        # the result goes back into the residual stream.
+        last = adapters[-1]
         h, residual = last.inputs(f, x, norm)
         o = self.compose(h, self.unmasked(adapters), layer_input)
         return last.add_and_norm(o + residual, x, norm)
 
     def textbook(self, h, adapters, layer_input=None):
-        """The paper's equations, literally: h [B, T, d] -> o [B, T, d]. 2·N·d² multiply-adds per
-        token, and 3·N·d activations."""
+        """The paper's equations as they are written: h [B, T, d] -> o [B, T, d]. 2·N·d²
+        multiply-adds per token, and 3·N·d activations."""
         z = torch.stack([adapter.z(h, layer_input) for adapter in adapters], 2)  # z_n: [B, T, N, d]
         scores = torch.einsum("btd,btnd->btn", self.query(h), self.key(z))  # (Q h)·(K z_n)
         s = self.attend(scores)  # [B, T, N]
         return torch.einsum("btn,btnd->btd", s, self.value(z))  # o = Σ_n s_n V z_n
 
     def attend(self, scores):
-        """s = softmax_n(scores): [B, T, N] -> the same. Dropout on scores is the reference's."""
+        """s = softmax_n(scores): [B, T, N] -> [B, T, N]. As in the reference, dropout is applied to
+        the raw scores."""
         s = self.dropout(scores).softmax(-1)
         self.weights = s.detach()
         return s
 
     def compose(self, h, adapters, layer_input=None):
-        """o by `fast` where every z_n is U_n a_n + b_n, else by `once`, cheaper only if r > d/4."""
-        if all(type(adapter).z is Adapter.z for adapter in adapters):
+        """o: [B, T, d]. By `low_rank` if every z_n is a linear map of a bottleneck, otherwise by
+        `absorbed`."""
+        if are_low_rank(adapters):
             return self.low_rank(h, adapters)
         return self.absorbed(h, adapters, layer_input)
 
@@ -77,45 +88,61 @@ class Fusion(nn.Module):
         """`textbook` with K and V applied once, to the query and to the sum of z_n, instead of to
         every z_n: (Q h)·(K z_n) = (Kᵀ Q h)·z_n, and Σ s_n V z_n = V Σ s_n z_n."""
         z = torch.stack([adapter.z(h, layer_input) for adapter in adapters], 2)  # [B, T, N, d]
-        q = self.query(h)  # [B, T, d]
-        scores = (z @ (q @ self.key.weight)[..., None])[..., 0] + (q @ self.key.bias)[..., None]
+        q = self.query(h)  # Q h + b_Q: [B, T, d]
+        scores = (z @ (q @ self.key.weight)[..., None])[..., 0]  # (Kᵀ q)·z_n: [B, T, N]
+        scores = scores + (q @ self.key.bias)[..., None]  # + q·b_K, the same for every n
         s = self.attend(scores).to(z.dtype)  # [B, T, N]
-        return self.value((s[:, :, None] @ z)[:, :, 0])  # [B, T, d]
+        mixture = (s[:, :, None] @ z)[:, :, 0]  # Σ s_n z_n: [B, T, d]
+        return self.value(mixture)  # V Σ s_n z_n: [B, T, d]
 
     def low_rank(self, h, adapters):
         """
-        `once` without ever forming z_n, because z_n = U_n a_n + b_n has only r = d/16 dimensions.
-        Let a hold all a_n and a constant 1 for each adapter, and U all U_n and b_n as its columns,
-        R = Σ r_n + N of them. Then, with one matrix product for all D_n and one for all U_n,
+        The same without ever forming the d numbers of a z_n, which is U_n a_n + b_n with an a_n of
+        only r = d/16 numbers. Three matrices hold all N adapters side by side, in R = Σ r_n + N
+        columns: first those of every U_n, then one for each b_n (docs/figures/low_rank.svg).
 
-            (Q h + b_Q)·K z_n  =  Σ over n's columns of  a ⊙ (Uᵀ Kᵀ (Q h + b_Q))
-            Σ_n s_n V z_n      =  V U (s ⊙ a)                 s spread over each adapter's columns
+            a           [B·T, R]   a_1 … a_N of each token, then a 1 for each b_n
+            U           [d, R]     U_1 … U_N, then b_1 … b_N
+            membership  [R, N]     1 where a column belongs to adapter n
 
-        which leaves two chains of products, Uᵀ Kᵀ Q h and V U (s ⊙ a), in the cheaper order: where
-        there are more tokens than columns, the weights first (3·R·d multiply-adds per token, 3·d²·R
-        once), else the tokens with one weight after the other (3·R·d + 3·d² per token). The softmax
-        does not see (Q h + b_Q)·b_K, the same for every n; dropout on the scores does, so it stays.
+        Then U (a ⊙ membership's column n) is z_n, and with q = Q h + b_Q
+
+            q·(K z_n + b_K)  =  ((Uᵀ Kᵀ q) ⊙ a) @ membership + q·b_K
+            Σ_n s_n V z_n    =  V U (a ⊙ (s @ membershipᵀ))
+
+        Each chain of products is evaluated in the cheaper order. With more tokens than columns,
+        K U and V U come first: 3·R·d multiply-adds per token, and 3·d²·R once. Otherwise each token
+        meets one matrix after the other: 3·R·d + 3·d² per token. q·b_K is the same for every n:
+        the softmax alone would not see it, but dropout on the scores does.
         """
         B, T, d = h.shape
         a = bottlenecks(h, adapters)  # [B·T, R]
         U, membership = up_projections(adapters, a.dtype)  # [d, R], [R, N]
-        Q, K, V = self.query.weight, self.key.weight, self.value.weight
-        b_Q, b_K = self.query.bias, self.key.bias
         R, N = membership.shape
+        Q, K, V = self.query.weight, self.key.weight, self.value.weight  # [d, d] each
+        b_Q, b_K = self.query.bias, self.key.bias  # [d] each
         h = h.reshape(B * T, d)
-        if weights_first := B * T > R:  # K U, and b_K added to each K b_n: [d, R]
-            keys = torch.addmm(F.pad(b_K[:, None].expand(d, N), (R - N, 0)), K, U)
-            q = F.linear(h, (Q.T @ keys).T, b_Q @ keys)  # [B·T, R]
-            scores = (q * a) @ membership  # (Q h + b_Q)·(K z_n + b_K): [B·T, N]
+        weights_first = B * T > R
+        if weights_first:
+            # every a has one 1 per adapter, so b_K is added in the columns of the b_n
+            b_K_columns = F.pad(b_K[:, None].expand(d, N), (R - N, 0))  # 0 … 0, b_K … b_K: [d, R]
+            keys = torch.addmm(b_K_columns, K, U)  # K U + b_K: [d, R]
+            q_keys = F.linear(h, (Q.T @ keys).T, b_Q @ keys)  # qᵀ (K U + b_K): [B·T, R]
+            scores = (q_keys * a) @ membership  # q·(K z_n + b_K): [B·T, N]
         else:
-            q = F.linear(h, Q, b_Q)  # [B·T, d]
-            scores = (q @ K @ U * a) @ membership + (q @ b_K)[:, None]
+            q = F.linear(h, Q, b_Q)  # Q h + b_Q: [B·T, d]
+            q_keys = q @ K @ U  # qᵀ K U: [B·T, R]
+            scores = (q_keys * a) @ membership + (q @ b_K)[:, None]  # [B·T, N]
         s = self.attend(scores.view(B, T, N)).view(B * T, N)
-        s_a = s.to(a.dtype) @ membership.T * a  # s ⊙ a: [B·T, R]
-        return (s_a @ (V @ U).T if weights_first else s_a @ U.T @ V.T).view(B, T, d)  # Σ s_n V z_n
+        s_a = s.to(a.dtype) @ membership.T * a  # each a_n times its s_n: [B·T, R]
+        if weights_first:
+            o = s_a @ (V @ U).T  # Σ_n s_n V z_n: [B·T, d]
+        else:
+            o = s_a @ U.T @ V.T  # the same: [B·T, R] -> [B·T, d] -> [B·T, d]
+        return o.view(B, T, d)
 
     def unmasked(self, of_each):
-        """`of_each` adapter of this slot -> the same without those that are masked."""
+        """Drops the masked adapters' entries from a list with one entry per adapter here."""
         pairs = zip(self.adapter_names, of_each, strict=True)
         return [value for name, value in pairs if name not in self.masked]
 
@@ -123,61 +150,106 @@ class Fusion(nn.Module):
         """0.01 · ‖V − I‖²_F"""
         V = self.value.weight
         identity = torch.eye(len(V), device=V.device, dtype=V.dtype)
-        return 0.01 * F.mse_loss(V, identity, reduction="sum")
+        return 0.01 * (V - identity).square().sum()
 
 
 FUSIONS = {"attention": Fusion}  # --fusion
 
 
+def register(name, kind):
+    """Registers a kind of fusion for --fusion NAME. Raises ValueError if the name, or what the kind
+    says in the file, is another's."""
+    for other_name, other in FUSIONS.items():
+        if other is not kind and (other_name == name or other.options == kind.options):
+            raise ValueError(
+                f"{kind.__name__}: {name}, {kind.options} is {other.__name__}'s already"
+            )
+    FUSIONS[name] = kind
+
+
+def are_low_rank(adapters):
+    """Whether every adapter promises that its z_n is U_n a_n + b_n (Adapter.low_rank)."""
+    return all(getattr(adapter, "low_rank", False) for adapter in adapters)
+
+
 def bottlenecks(h, adapters):
     """All a_n = act(D_n h + b_D), and a 1 for each adapter: h [B, T, d] -> [B·T, R]"""
-    if all(adapter.input_norm(h) is h and adapter.act is adapters[0].act for adapter in adapters):
+    same_act = all(adapter.act is adapters[0].act for adapter in adapters)
+    if same_act and all(isinstance(adapter.norm_before, nn.Identity) for adapter in adapters):
         D = torch.cat([adapter.down.weight for adapter in adapters])  # [Σ r_n, d]
         b_D = torch.cat([adapter.down.bias for adapter in adapters])
         a = adapters[0].act(F.linear(h, D, b_D))  # one product for all, [B, T, Σ r_n]
     else:
-        a = torch.cat(
-            [adapter.act(adapter.down(adapter.input_norm(h))) for adapter in adapters], -1
-        )
+        a = [adapter.act(adapter.down(adapter.norm_before(h))) for adapter in adapters]
+        a = torch.cat(a, -1)
     return F.pad(a, (0, len(adapters)), value=1.0).flatten(0, 1)
 
 
 def up_projections(adapters, dtype):
     """U [d, R], whose columns are those of all U_n and then all b_n, and membership [R, N], 1 where
     a column is adapter n's: a product with it sums over each adapter's columns, one with its
-    transpose spreads over them."""
+    transpose repeats a number for each of them."""
     Us, bs = zip(*(adapter.up_projection() for adapter in adapters), strict=True)
     identity = torch.eye(len(Us), dtype=dtype, device=Us[0].device)  # its rows: e_n
     rows = [e_n.expand(U_n.shape[1], -1) for e_n, U_n in zip(identity, Us, strict=True)]
-    return torch.cat([*Us, torch.stack(bs, 1)], 1).to(dtype), torch.cat([*rows, identity])
+    U = torch.cat([*Us, torch.stack(bs, 1)], 1)
+    return U.to(dtype), torch.cat([*rows, identity])
 
 
-def add_fusion(bert, adapter_names, kind=Fusion):
+def add_fusion(bert, adapter_names, kind=Fusion, **config):
     """
     Adds a new fusion over adapters that are already in the encoder, at every slot where they sit,
-    activates it, and leaves exactly it trainable. It takes the place of an earlier one.
+    activates it, and makes it the only trainable part. It takes the place of an earlier one.
+    config: fields of the kind's own.
 
     Raises ValueError for an unknown or repeated adapter, fewer than one, adapters of different
     kinds, or at different locations (some only on top, some also at the bottom), which the
     reference does not fuse either.
     """
+    names = list(adapter_names)
     dtype = torch.float64 if bert.dtype == torch.float64 else torch.float32
-    install(bert, new_fusions(bert, list(adapter_names), kind, None, dtype))
+    install(bert, new_fusions(bert, names, kind, config, None, dtype))
+    configs = [find_adapter(bert, name)[0] for name in names]
+    for field in configs[-1].fields_in_stream():
+        values = [getattr(config, field) for config in configs]
+        if any(value != values[-1] for value in values):
+            each = ", ".join(f"{v} in {n}" for n, v in zip(names, values, strict=True))
+            print(f"note: {field} is {each}: all are read and go back as the last one's says")
     for _, fusion in fusions(bert):
         fusion.requires_grad_(True)
 
 
-def new_fusions(bert, names, kind, dropout, dtype):
+def new_fusions(bert, names, kind, config, dropout, dtype):
     """{(layer, location): new fusion} over the adapters of these names, not yet in the slots."""
-    adapterhub.check_fused(names, known_adapters(bert))
-    adapterhub.check_fusion({name: find_adapter(bert, name)[0] for name in names})
-    p = dropout or bert.config.attention_probs_dropout_prob  # 0.0 means none given: the reference
+    check_adapters(bert, names)
+    p = dropout or bert.config.attention_probs_dropout_prob  # as the reference, which takes 0.0 too
     result = {}
     for key, slot in bert.slots():
-        if here := [name for name in names if name in slot.adapters]:
-            fusion = kind(",".join(names), here, bert.config.hidden_size, p)
+        if present := [name for name in names if name in slot.adapters]:
+            fusion = kind(",".join(names), present, bert.config.hidden_size, p, **config)
             result[key] = fusion.to(bert.device, dtype).train(bert.training)
     return result
+
+
+def check_adapters(bert, names):
+    """Raises ValueError for adapters that cannot be fused."""
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"a fusion needs at least one adapter, and each of them once, not {names}")
+    if missing := [name for name in names if name not in known_adapters(bert)]:
+        raise ValueError(f"adapter {missing[0]!r} is to be fused, but has not been loaded")
+    found = {name: find_adapter(bert, name) for name in names}
+    for reason in [config.no_fusion for config, _ in found.values() if config.no_fusion]:
+        these = [name for name, (config, _) in found.items() if config.no_fusion == reason]
+        raise ValueError(f"{reason}: {', '.join(these)}")
+    kinds = {name: config.architecture or "bottleneck" for name, (config, _) in found.items()}
+    places = {
+        name: " and ".join(sorted({location for (_, location), _, _ in modules}))
+        for name, (_, modules) in found.items()
+    }
+    for what, values in (("of different kinds", kinds), ("at different locations", places)):
+        if len(set(values.values())) > 1:
+            each = ", ".join(f"{value} in {name}" for name, value in values.items())
+            raise ValueError(f"adapters {what} cannot be fused: {each}")
 
 
 def install(bert, new):
@@ -209,8 +281,8 @@ def fusion_weights(bert):
             raise ValueError("no fusion weights yet: run a batch through the encoder first")
         names = fusion.name.split(",")
         result[key] = fusion.weights.new_zeros(*fusion.weights.shape[:-1], len(names))
-        there = [names.index(name) for name in fusion.unmasked(fusion.adapter_names)]
-        result[key][..., there] = fusion.weights
+        present = [names.index(name) for name in fusion.unmasked(fusion.adapter_names)]
+        result[key][..., present] = fusion.weights
     if not result:
         raise ValueError("there is no fusion in this encoder")
     return result
@@ -218,24 +290,50 @@ def fusion_weights(bert):
 
 def save_fusion(bert, directory):
     """Writes adapter_fusion_config.json and model_adapter_fusion.safetensors. Raises ValueError
-    without a fusion."""
-    found = dict(fusions(bert))
-    if not found:
+    without a fusion, or for one that has been folded."""
+    by_key = dict(fusions(bert))
+    if not by_key:
         raise ValueError("there is no fusion in this encoder")
-    fusion = next(iter(found.values()))
+    fusion = next(iter(by_key.values()))
+    if fusion.options is None:
+        raise ValueError("a folded fusion cannot be saved: save the one that it was folded from")
     header = adapterhub.header(fusion.name, bert.config, bert.source)
-    adapterhub.write_fusion(
-        directory, fusion.options, adapterhub.fusion_tensors_by_file_name(found), header
-    )
+    options = {**fusion.options, **fusion.config}
+    adapterhub.write_fusion(directory, options, tensors_by_file_name(by_key), header)
+
+
+def tensors_by_file_name(by_key):
+    """{(slot, part): tensor} of {(layer, location): fusion}, whose parts have the file's names."""
+    return {
+        (adapterhub.slot_name(key), part): tensor
+        for key, fusion in by_key.items()
+        for part, tensor in fusion.state_dict(keep_vars=True).items()
+    }
 
 
 def load_fusion(bert, directory):
-    """Plugs a saved fusion into the encoder and activates it, frozen. The adapters that it names
+    """Inserts a saved fusion into the encoder and activates it, frozen. The adapters that it names
     must have been loaded. Raises FileNotFoundError without a fusion there, ValueError if it does
     not fit or is no known kind of fusion; then the encoder is unchanged."""
-    saved, names, kind, dropout = adapterhub.read_fusion(directory, list(FUSIONS.values()))
-    new = new_fusions(bert, names, kind, dropout, bert.dtype)
+    saved, names = adapterhub.read_fusion(directory)
+    with error_prefix(saved.directory / adapterhub.FUSION.config):
+        kind, config = kind_of(adapterhub.own_options(saved.options))
+        dropout = saved.options.get("dropout_prob")
+        new = new_fusions(bert, names, kind, config, dropout, bert.dtype)
     # the reference has weights, which it does not use, also where all adapters are left out
-    idle = [adapterhub.slot_name(key) for key, _ in bert.slots() if key not in new]
-    saved.fill(adapterhub.fusion_tensors_by_file_name(new), without=idle)
+    unused = [adapterhub.slot_name(key) for key, _ in bert.slots() if key not in new]
+    saved.fill(tensors_by_file_name(new), without=unused)
     install(bert, new)
+
+
+def kind_of(options):
+    """(kind of fusion, its fields) that a file means by the options in which it is not the paper's
+    fusion: all of them decide, but a kind's own fields may have any value."""
+    for kind in FUSIONS.values():
+        config = {field: value for field, value in options.items() if field in kind.config}
+        if {k: v for k, v in options.items() if k not in config} == adapterhub.own_options(
+            kind.options
+        ):
+            return kind, config
+    field, value = next(iter(options.items()))
+    raise ValueError(f"a fusion with {field} = {value!r:.50} is not supported")

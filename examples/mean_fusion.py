@@ -20,15 +20,15 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from any directory
 
 import train
-from fusion import FUSIONS, Fusion
+from fusion import Fusion, register
 from runtime.command import run_command
 
 
 class MeanFusion(Fusion):
     options = {"kind": "mean", "query": False, "key": False}  # its adapter_fusion_config.json
 
-    def __init__(self, name, adapter_names, hidden_size, dropout):
-        super().__init__(name, adapter_names, hidden_size, dropout)
+    def __init__(self, *values):
+        super().__init__(*values)
         self.query = self.key = None
 
     def textbook(self, h, adapters, layer_input=None):
@@ -45,15 +45,16 @@ class MeanFusion(Fusion):
 class MeanOutputs(MeanFusion):
     options = {"kind": "mean_outputs", "query": False, "key": False, "value": False}
 
-    def __init__(self, name, adapter_names, hidden_size, dropout):
-        super().__init__(name, adapter_names, hidden_size, dropout)
+    def __init__(self, *values):
+        super().__init__(*values)
         self.value = nn.Identity()
 
     def regularization(self):
         return 0.0
 
 
-FUSIONS |= {"mean": MeanFusion, "mean_outputs": MeanOutputs}
+register("mean", MeanFusion)
+register("mean_outputs", MeanOutputs)
 
 if __name__ == "__main__":
     run_command("mean_fusion.py", train.main)

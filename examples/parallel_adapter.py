@@ -19,29 +19,26 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from any directory
 
 import train
-from adapter import Adapter, register
+from adapter import Adapter, Kind, register
 from formats.adapterhub import bottleneck_names
 from runtime.command import run_command
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(Kind):
     """reduction_factor: bottleneck r = hidden_size // reduction_factor, at least 1; scaling: of the
-    adapter's output. Raises ValueError, naming the field, for what has no meaning."""
+    adapter's output."""
 
     reduction_factor: float = 16
     scaling: float = 4.0
 
     architecture = "parallel"  # in adapter_config.json
-    no_fusion = None  # parallel adapters can be fused with each other
     # what Adapter asks for, and is always so here
     non_linearity, ln_before, ln_after, original_ln_after = "relu", False, False, True
 
     def __post_init__(self):
-        for field, least in (("reduction_factor", 0.1), ("scaling", -math.inf)):
-            value = getattr(self, field)
-            if type(value) not in (int, float) or not least <= value < math.inf:
-                raise ValueError(f"{field} = {value!r:.50} has no meaning")
+        if not self.reduction_factor > 0 or not math.isfinite(self.scaling):
+            raise ValueError(f"reduction_factor and scaling cannot be {self}")
 
     @classmethod
     def parallel(cls, **changes):
@@ -58,6 +55,9 @@ class ParallelConfig:
 
     def tensor_names(self, module):
         return bottleneck_names(ln_before=False, ln_after=False)
+
+    def fields_in_stream(self):
+        return []  # whatever the fields, it reads x and its residual is f
 
     def initialize(self, linear):
         nn.init.zeros_(linear.weight)

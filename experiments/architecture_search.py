@@ -28,6 +28,7 @@ from dataclasses import fields
 
 import matplotlib.pyplot as plt
 
+from adapter import AdapterConfig
 from experiments import grid, plan
 from experiments.grid import Cell
 from experiments.report import (
@@ -45,9 +46,8 @@ from experiments.report import (
 from formats.adapterhub import without_effect
 from runtime.command import errors_in_one_line
 from runtime.options import Parser
-from variants.houlsby import RecipeConfig
 
-# step: (title, {option: (label, fields of RecipeConfig)}), the paper's outcome first
+# step: (title, {option: (label, fields of AdapterConfig)}), the paper's outcome first
 STEPS = {
     "position": (
         "Adapter positions",
@@ -106,10 +106,10 @@ STEPS = {
 EXTRAS = {
     "houlsby": (
         "Houlsby et al. (2019), LayerNorms too",
-        RecipeConfig.houlsby_recipe(init_weights="houlsby"),
+        AdapterConfig.houlsby_recipe(init_weights="houlsby"),
     ),
-    "houlsby_adapters": ("Houlsby et al. (2019), adapters alone", RecipeConfig.houlsby()),
-    "bapna": ("Bapna and Firat (2019)", RecipeConfig.bapna()),
+    "houlsby_adapters": ("Houlsby et al. (2019), adapters alone", AdapterConfig.houlsby()),
+    "bapna": ("Bapna and Firat (2019)", AdapterConfig.bapna()),
 }
 # (marker, line style) of a panel's options
 LINES = [("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"), ("v", (0, (5, 1, 1, 1, 1, 1)))]
@@ -168,7 +168,7 @@ def cell(args, task, seed, config=None, factor=None):
 def changes(config):
     """In what a configuration differs from --adapter pfeiffer: FIELD=VALUE ..., as train.py takes
     it."""
-    papers, words = RecipeConfig.pfeiffer(), []
+    papers, words = AdapterConfig.pfeiffer(), []
     for field in fields(config):
         value = getattr(config, field.name)
         if value != getattr(papers, field.name):
@@ -196,12 +196,12 @@ def architecture(config):
 
 
 def options_of(step, best):
-    """({option: RecipeConfig}, {option: why it is not trained}) of a step. best: {field: value},
+    """({option: AdapterConfig}, {option: why it is not trained}) of a step. best: {field: value},
     what the steps before it have chosen"""
     found, skipped = {}, {}
     for option, (_, values) in STEPS[step][1].items():
         try:
-            config = RecipeConfig(**{**best, **values})
+            config = AdapterConfig(**{**best, **values})
         except ValueError as e:
             skipped[option] = str(e)
             continue
@@ -418,7 +418,7 @@ def outcome(args, places, winners, task):
     best = {}
     for step in STEPS:
         best |= STEPS[step][1][winners[task, step]][1]
-    words = changes(RecipeConfig(**best))
+    words = changes(AdapterConfig(**best))
     last = list(STEPS)[-1]
     value = mean(args, collect(args, places, task, last)[winners[task, last]])
     command = "`--adapter pfeiffer`"
@@ -545,7 +545,7 @@ def run(args):
     config, directory = plan.find_encoder(args.model, whole=not args.plan)
     args.encoder = encoder_name(args.model, config)
     for factor in args.reduction_factors:
-        RecipeConfig(reduction_factor=factor)  # raises ValueError for what no adapter takes
+        AdapterConfig(reduction_factor=factor)  # raises ValueError for what no adapter takes
         if factor > config.hidden_size:
             raise ValueError(
                 f"--reduction-factors: {factor:g} leaves no bottleneck in hidden size "

@@ -200,9 +200,9 @@ def load_run(
         if stage == "adapter" or stage == "multitask" and config.get("adapter") != "none":
             activate(bert, load_adapter(bert, directory))
         if stage == "fusion":
-            for name in config["adapters"]:
-                check_name(name)  # it is a directory's
-                load_adapter(bert, directory / "adapters" / name)
+            # also one that was trained together with the fusion, and that no --adapters named
+            for path in sorted((directory / "adapters").iterdir()):
+                load_adapter(bert, path)
             load_fusion(bert, directory)
         head = load_head(bert, directory)
         task_kind(config, head)

@@ -56,11 +56,11 @@ from experiments.report import save_figure, write_csv
 from formats.files import read_json, write_json
 from fusion import fusions, save_fusion
 from runtime.command import errors_in_one_line
-from runtime.directory import resolved
 from runtime.options import Parser
 from runtime.processes import choose_device
 from runtime.results import eval_batch_size
 from runtime.run import describe_encoder
+from runtime.settings import resolved
 from train import evaluate
 from variants.folding import fold
 from variants.masking import mask

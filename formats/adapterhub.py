@@ -1,19 +1,19 @@
 """AdapterHub's files (the `adapters` library, version 1.3): adapters, prediction heads and fusions.
 
-A tensor in them is called by its slot and its part: ("encoder.layer.3.output",
-"adapter_up.weight").
+Each is a name, options (a JSON object) and tensors, {(slot, part): tensor}, such as
+("encoder.layer.3.output", "adapter_up.weight"). What modules they become is not known here.
 """
 
+import hashlib
+import json
 import math
-import os
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from formats.files import error_prefix, listed, read_json, read_tensors, write_json, write_tensors
 from formats.hub import commit_of, download, is_local
@@ -21,23 +21,23 @@ from formats.hub import commit_of, download, is_local
 
 @dataclass(frozen=True)
 class Files:
-    """One of AdapterHub's kinds of saved modules: a JSON file and a file of tensors."""
+    """The files of a saved adapter, head or fusion: a JSON file and a file of tensors."""
 
     config: str
-    weights: tuple  # names of today and of old
+    weights: tuple  # their names of today and of old
     pattern: re.Pattern  # of a tensor's name
     tensor: str  # the name that is written
 
 
 # [bert.]encoder.layer.0[.attention].output.adapters.NAME.adapter_up.weight, where old files have
-# layer_text_task_adapters or attention_text_task_adapters. `embeddings` has only LAYER_NORM.
+# layer_text_task_adapters or attention_text_task_adapters. `embeddings` has only copies of a
+# LayerNorm, adapter_layer_norm, which AdapterHub's library lacks.
 SLOT = r"(?:\w+\.)?(?P<slot>embeddings|encoder\.layer\.\d+\.(?:[a-z_]+\.)*[a-z_]+)\."
 LISTS = r"(?:adapters|layer_text_task_adapters|attention_text_task_adapters)\."
-LAYER_NORM = "adapter_layer_norm"  # a task's own copy of a LayerNorm, which AdapterHub lacks
 ADAPTER = Files(
     "adapter_config.json",
     ("adapter.safetensors", "pytorch_adapter.bin"),
-    re.compile(SLOT + LISTS + r"(?P<name>.+)\.(?P<part>adapter_\w+(?:\.\d)?\.\w+)"),
+    re.compile(SLOT + LISTS + r"(?P<name>.+)\.(?P<part>adapter_\w+(?:\.\w+)*)"),
     "{model_type}.{slot}.adapters.{name}.{part}",
 )
 HEAD = Files(
@@ -49,51 +49,28 @@ HEAD = Files(
 FUSION = Files(
     "adapter_fusion_config.json",
     ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin"),
-    re.compile(SLOT + r"adapter_fusion_layer\.(?P<name>.+)\.(?P<part>(?:query|key|value)\.\w+)"),
+    re.compile(SLOT + r"adapter_fusion_layer\.(?P<name>.+)\.(?P<part>\w+\.\w+)"),
     "{model_type}.{slot}.adapter_fusion_layer.{name}.{part}",
 )
 
-# What AdapterHub's bottleneck configuration has beyond the paper's grid, with the values without
-# effect
-NOT_IN_THE_PAPER = {
-    "cross_adapter": False,
-    "dropout": 0.0,
-    "factorized_phm_W": True,
-    "factorized_phm_rule": False,
-    "hypercomplex_nonlinearity": "glorot-uniform",
-    "init_weights": "bert",
-    "init_weights_seed": None,
-    "inv_adapter": None,
-    "inv_adapter_reduction_factor": None,
-    "is_parallel": False,
-    "learn_phm": True,
-    "phm_bias": True,
-    "phm_c_init": "normal",
-    "phm_dim": 4,
-    "phm_init_range": 0.0001,
-    "phm_layer": False,
-    "phm_rank": 1,
-    "scaling": 1.0,
-    "shared_W_phm": False,
-    "shared_phm_rule": True,
-    "stochastic_depth": 0.0,
-    "use_gating": False,
-}
+# What AdapterHub's bottleneck configuration has beyond the paper's grid, where it has no effect
+NOT_IN_THE_PAPER = json.loads("""{
+    "cross_adapter": false, "dropout": 0.0, "factorized_phm_W": true, "factorized_phm_rule": false,
+    "hypercomplex_nonlinearity": "glorot-uniform", "init_weights": "bert",
+    "init_weights_seed": null, "inv_adapter": null, "inv_adapter_reduction_factor": null,
+    "is_parallel": false, "learn_phm": true, "phm_bias": true, "phm_c_init": "normal", "phm_dim": 4,
+    "phm_init_range": 0.0001, "phm_layer": false, "phm_rank": 1, "scaling": 1.0,
+    "shared_W_phm": false, "shared_phm_rule": true, "stochastic_depth": 0.0, "use_gating": false
+}""")
 
-# The paper's fusion in the reference's terms. value_before_softmax: V z_n or V Σ s_n z_n, which are
-# equal
-FUSION_CONFIG = {
-    "dropout_prob": None,
-    "key": True,
-    "query": True,
-    "query_before_ln": False,
-    "regularization": True,
-    "residual_before": False,
-    "temperature": False,
-    "value": True,
-    "value_before_softmax": True,
-    "value_initialized": True,
-}
+# The paper's fusion in the reference's terms, and the fields that may differ and change nothing
+# (value_before_softmax: V z_n or V Σ s_n z_n, which are equal)
+FUSION_CONFIG = json.loads("""{
+    "dropout_prob": null, "key": true, "query": true, "query_before_ln": false,
+    "regularization": true, "residual_before": false, "temperature": false, "value": true,
+    "value_before_softmax": true, "value_initialized": true
+}""")
+SAME_FUNCTION = ("dropout_prob", "regularization", "value_before_softmax", "value_initialized")
 
 # The single-task adapters that the paper's authors published (version "AdapterFusion", reduction
 # factor 16), for BERT-base-uncased and RoBERTa-base, called by the task under which they are loaded
@@ -101,88 +78,45 @@ FUSION_CONFIG = {
 # and rte are not the paper's own: these were released, too, and replaced on 24 August 2020
 # (repository adapter-hub/Hub, commits 6780757 and 7fe32f7) by those of the AdapterHub paper, of the
 # same architecture. Their heads are BertForSequenceClassification's: the pretrained pooler, which
-# is in the encoder's files, and one linear layer.
-PAPER_ADAPTERS = {
-    "mnli": (
-        "AdapterHub/bert-base-uncased_nli_multinli_pfeiffer",
-        "AdapterHub/roberta-base-multinli_pfeiffer",
-    ),
-    "qqp": (
-        "AdapterHub/bert-base-uncased_sts_qqp_pfeiffer",
-        "AdapterHub/roberta-base-qqp_pfeiffer",
-    ),
-    "sst2": (
-        "AdapterHub/bert-base-uncased_sentiment_sst-2_pfeiffer",
-        "AdapterHub/roberta-base-sst_pfeiffer",
-    ),
-    "winogrande": (
-        "AdapterHub/bert-base-uncased-winogrande_pfeiffer",
-        "AdapterHub/roberta-base-winogrande_pfeiffer",
-    ),
-    "imdb": ("AdapterHub/bert-base-uncased-imdb_pfeiffer", "AdapterHub/roberta-base-imdb_pfeiffer"),
-    "hellaswag": (
-        "AdapterHub/bert-base-uncased-hellaswag_pfeiffer",
-        "AdapterHub/roberta-base-hellaswag_pfeiffer",
-    ),
-    "social_i_qa": (
-        "AdapterHub/bert-base-uncased-siqa_pfeiffer",
-        "AdapterHub/roberta-base-siqa_pfeiffer",
-    ),
-    "cosmos_qa": (
-        "AdapterHub/bert-base-uncased-cosmosqa_pfeiffer",
-        "AdapterHub/roberta-base-cosmosqa_pfeiffer",
-    ),
-    "scitail": (
-        "AdapterHub/bert-base-uncased-scitail_pfeiffer",
-        "AdapterHub/roberta-base-scitail_pfeiffer",
-    ),
-    "argument": (
-        "AdapterHub/bert-base-uncased-ukpsent1_pfeiffer",
-        "AdapterHub/roberta-base-ukpsent1_pfeiffer",
-    ),
-    "commonsense_qa": (
-        "AdapterHub/bert-base-uncased-csqa_pfeiffer",
-        "AdapterHub/roberta-base-csqa_pfeiffer",
-    ),
-    "boolq": (
-        "AdapterHub/bert-base-uncased-boolq_pfeiffer",
-        "AdapterHub/roberta-base-boolq_pfeiffer",
-    ),
-    "mrpc": (
-        "AdapterHub/bert-base-uncased_sts_mrpc_pfeiffer",
-        "AdapterHub/roberta-base-mrpc_pfeiffer",
-    ),
-    "sick": ("AdapterHub/bert-base-uncased-sick_pfeiffer", "AdapterHub/roberta-base-sick_pfeiffer"),
-    "rte": (
-        "AdapterHub/bert-base-uncased_nli_rte_pfeiffer",
-        "AdapterHub/roberta-base-rte_pfeiffer",
-    ),
-    "cb": ("AdapterHub/bert-base-uncased-cb_pfeiffer", "AdapterHub/roberta-base-cb_pfeiffer"),
-}
+# is in the encoder's files, and one linear layer. A row: the task, and what hub ids have after
+# AdapterHub/bert-base-uncased and AdapterHub/roberta-base-, before _pfeiffer.
+PAPER_ADAPTERS = """
+mnli            _nli_multinli     multinli
+qqp             _sts_qqp          qqp
+sst2            _sentiment_sst-2  sst
+winogrande      -winogrande       winogrande
+imdb            -imdb             imdb
+hellaswag       -hellaswag        hellaswag
+social_i_qa     -siqa             siqa
+cosmos_qa       -cosmosqa         cosmosqa
+scitail         -scitail          scitail
+argument        -ukpsent1         ukpsent1
+commonsense_qa  -csqa             csqa
+boolq           -boolq            boolq
+mrpc            _sts_mrpc         mrpc
+sick            -sick             sick
+rte             _nli_rte          rte
+cb              -cb               cb
+"""
 
 
 def paper_adapters(model_type):
     """[(task, hub id)] of the paper's 16 adapters for "bert" or "roberta"."""
-    return [(task, ids[model_type == "roberta"]) for task, ids in PAPER_ADAPTERS.items()]
+    rows = [row.split() for row in PAPER_ADAPTERS.split("\n") if row]
+    if model_type == "roberta":
+        return [(task, f"AdapterHub/roberta-base-{name}_pfeiffer") for task, _, name in rows]
+    return [(task, f"AdapterHub/bert-base-uncased{name}_pfeiffer") for task, name, _ in rows]
 
 
 def check_name(name, taken=()):
     """Raises ValueError for an adapter's name that cannot be a directory's, a part of a tensor's
     name, or of a fusion's, or that another adapter has already."""
     right = isinstance(name, str) and re.fullmatch(r"[\w@+=-][\w@+= -]{0,99}", name)
-    if not right or len(name.encode()) > 200 or hasattr(nn.ModuleDict(), name):
-        raise ValueError(
-            f"{name!r:.120} cannot be an adapter's name: letters, digits, blanks and _-@+=, at "
-            "most 100, no method of ModuleDict"
-        )
+    if not right or len(name.encode()) > 200 or hasattr(torch.nn.ModuleDict, name):
+        rule = "letters, digits, blanks and _-@+=, at most 100, no method of ModuleDict"
+        raise ValueError(f"{name!r:.120} cannot be an adapter's name: {rule}")
     if name in taken:
         raise ValueError(f"there is already an adapter called {name!r}")
-
-
-def check_dropout(p):
-    """Raises ValueError for what a file calls a dropout rate and is none."""
-    if type(p) not in (int, float) or not 0 <= p < 1:
-        raise ValueError(f"dropout_prob must be a number in [0, 1), not {p!r:.50}")
 
 
 def slot_name(key):
@@ -191,25 +125,6 @@ def slot_name(key):
     location = location.removesuffix(".norm")  # of a LayerNorm's copies
     location = {"attention": "attention.output"}.get(location, location)
     return location if layer is None else f"encoder.layer.{layer}.{location}"
-
-
-def tensors_by_file_name(config, modules):
-    """{(slot, part): parameter} of an adapter's modules, [((layer, location), slot, module)], which
-    config.tensor_names(module) gives as {name of a part in the file: its name in the module}."""
-    return {
-        (slot_name(key), theirs): module.get_parameter(ours)
-        for key, _, module in modules
-        for theirs, ours in config.tensor_names(module).items()
-    }
-
-
-def fusion_tensors_by_file_name(found):
-    """The same of {(layer, location): fusion}, whose parts have the names in the file."""
-    return {
-        (slot_name(key), part): parameter
-        for key, fusion in found.items()
-        for part, parameter in fusion.named_parameters()
-    }
 
 
 def header(name, config, source):
@@ -227,76 +142,63 @@ def header(name, config, source):
 
 
 # --------------------------------------------------------------------------------------------------
-# What a configuration may be
+# What options may be
 
 
-def check_layers(leave_out):
-    """Raises ValueError for what is no list of layers."""
-    if not isinstance(leave_out, (list, tuple)) or any(
-        type(layer) is not int for layer in leave_out
-    ):
-        raise ValueError(f"leave_out must be a list of layers, not {leave_out!r:.50}")
+def check_dropout(p):
+    """Raises ValueError for a dropout rate that is none; None leaves it to the encoder."""
+    if p is not None and (type(p) not in (int, float) or not 0 <= p < 1):
+        raise ValueError(f"dropout_prob must be a number in [0, 1), not {p!r:.50}")
 
 
-def check_bottleneck(config, non_linearities):
-    """Raises ValueError, naming the field, for a bottleneck adapter's configuration that has no
-    meaning."""
-    for field in fields(config):
-        if field.type is bool and type(getattr(config, field.name)) is not bool:
-            raise ValueError(
-                f"{field.name} must be true or false, not {getattr(config, field.name)!r:.50}"
-            )
+def is_factor(value):  # a file may ask for a bottleneck of any size
+    return type(value) in (int, float) and 0.1 <= value < math.inf
+
+
+def check_bottleneck(config, non_linearities, init_weights):
+    """Raises ValueError, naming the field, for an invalid configuration of a bottleneck adapter."""
+    factors = config.reduction_factor
+    factors = list(factors.values()) if isinstance(factors, Mapping) else [factors]
+    flags = "mh_adapter output_adapter original_ln_before original_ln_after ln_before ln_after "
+    flags += "adapter_residual_before_ln layer_norms"
+    rules = [
+        *((name, "true or false", type(getattr(config, name)) is bool) for name in flags.split()),
+        one_of("non_linearity", config.non_linearity, non_linearities),
+        one_of("init_weights", config.init_weights, init_weights),
+        one_of("residual_before_ln", config.residual_before_ln, (True, False, "post_add")),
+        ("reduction_factor", "a number of at least 0.1", all(map(is_factor, factors))),
+        ("leave_out", "a list of layers", is_list_of_layers(config.leave_out)),
+    ]
+    for field, words, right in rules:
+        if not right:
+            raise ValueError(f"{field} must be {words}, not {getattr(config, field)!r:.50}")
     if not (config.mh_adapter or config.output_adapter):
-        raise ValueError(
-            "an adapter without mh_adapter and output_adapter has no place in the encoder"
-        )
-    if config.non_linearity not in list(non_linearities):
-        raise ValueError(
-            f"non_linearity {config.non_linearity!r:.50} is not one of {', '.join(non_linearities)}"
-        )
-    if config.residual_before_ln not in (True, False, "post_add"):
-        raise ValueError(
-            f"residual_before_ln {config.residual_before_ln!r:.50} is not true, false or 'post_add'"
-        )
+        raise ValueError("without mh_adapter and output_adapter it has no place in the encoder")
     if config.residual_before_ln == "post_add" and not config.original_ln_before:
-        raise ValueError(
-            "residual_before_ln 'post_add' is the input of original_ln_before, which is off"
-        )
-    by_layer = isinstance(config.reduction_factor, Mapping)
-    for factor in config.reduction_factor.values() if by_layer else [config.reduction_factor]:
-        # a file may ask for any size
-        if type(factor) not in (int, float) or not 0.1 <= factor < math.inf:
-            raise ValueError(
-                f"reduction_factor must be a number of at least 0.1, not {factor!r:.50}"
-            )
-    check_layers(config.leave_out)
-
-
-def factor_of_layer(factor, layer):
-    """The reduction factor of a layer, where {"0": 2, "default": 16} gives it by layer. Raises
-    ValueError."""
-    if not isinstance(factor, Mapping):
-        return factor
-    if (found := factor.get(str(layer), factor.get("default"))) is None:
-        raise ValueError(f"reduction_factor has neither layer {layer} nor a default")
-    return found
+        off = "residual_before_ln 'post_add' is the input of original_ln_before, which is off"
+        raise ValueError(off)
 
 
 def without_effect(config):
     """{field: why} of those that change nothing here. They are harmless in a file; to ask for them
     is a mistake."""
+    off = {field for field, value in vars(config).items() if value is False}
     reasons = {}
-    if not hasattr(config, "original_ln_before"):  # of another kind
-        return reasons
-    if not (config.residual_before_ln or config.original_ln_before):
-        reasons["residual_before_ln"] = (
-            "residual_before_ln=false takes LN(f + x), which original_ln_before=false leaves out"
-        )
-    if config.adapter_residual_before_ln and not config.ln_after:
-        reasons["adapter_residual_before_ln"] = (
-            "adapter_residual_before_ln=true needs the new LayerNorm of ln_after=true"
-        )
+    if {"residual_before_ln", "original_ln_before"} <= off:
+        why = "residual_before_ln=false takes LN(f + x), which original_ln_before=false leaves out"
+        reasons["residual_before_ln"] = why
+    if "ln_after" in off and getattr(config, "adapter_residual_before_ln", False):
+        why = "adapter_residual_before_ln=true needs the new LayerNorm of ln_after=true"
+        reasons["adapter_residual_before_ln"] = why
     return reasons
+
+
+def one_of(field, value, values):
+    return field, f"one of {', '.join(map(str, values))}", value in list(values)
+
+
+def is_list_of_layers(value):
+    return isinstance(value, (list, tuple)) and all(type(layer) is int for layer in value)
 
 
 def bottleneck_names(ln_before, ln_after):
@@ -308,92 +210,32 @@ def bottleneck_names(ln_before, ln_after):
         names |= {"adapter_down.0": "norm_before", "adapter_norm_before": "norm_before"}
     if ln_after:
         names["adapter_norm_after"] = "norm_after"
-    return {
-        f"{theirs}.{kind}": f"{ours}.{kind}"
-        for theirs, ours in names.items()
-        for kind in ("weight", "bias")
-    }
-
-
-def check_fused(names, there):
-    """Raises ValueError for names of adapters that cannot be a fusion's; there: of those loaded."""
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"a fusion needs at least one adapter, and each of them once, not {names}")
-    if missing := [name for name in names if name not in there]:
-        raise ValueError(f"adapter {missing[0]!r} is to be fused, but has not been loaded")
-
-
-def check_fusion(configs):
-    """Raises ValueError if adapters cannot be fused with each other; configs: {name:
-    configuration}."""
-    for field in ("mh_adapter", "output_adapter"):
-        values = {name: getattr(config, field, None) for name, config in configs.items()}
-        if len(set(values.values()) - {None}) > 1:
-            raise ValueError(
-                f"adapters at different locations cannot be fused: {field} is "
-                + ", ".join(f"{value} in {name}" for name, value in values.items())
-            )
-    for config in configs.values():
-        if config.no_fusion:
-            names = [name for name, other in configs.items() if other.no_fusion == config.no_fusion]
-            raise ValueError(f"{config.no_fusion}: {', '.join(names)}")
-    if len({config.architecture for config in configs.values()}) > 1:
-        kinds = ", ".join(
-            f"{name} ({c.architecture or 'bottleneck'})" for name, c in configs.items()
-        )
-        raise ValueError(f"adapters of one kind cannot be fused with other adapters: {kinds}")
+    parts = ("weight", "bias")
+    return {f"{theirs}.{p}": f"{ours}.{p}" for theirs, ours in names.items() for p in parts}
 
 
 def head_config(config):
-    """A head's configuration, complete. Raises ValueError for a head that this project does not
-    implement."""
+    """A head's options, complete. Raises ValueError for a head that is not supported here."""
     config = {"activation_function": "tanh", "dropout_prob": None, "use_pooler": False, **config}
-    if config.get("head_type") not in ("classification", "multiple_choice"):
-        kind = config.get("head_type")
-        raise ValueError(
-            f"head_type {kind!r:.50} is not supported, only classification and multiple_choice"
-        )
-    if config["head_type"] == "classification":  # the other kind has no such field
+    choices = config.get("head_type") == "multiple_choice"
+    if not choices:  # which has no such field
         config.setdefault("bias", True)
-    supported = {"layers": (1, 2), "use_pooler": (False, True), "bias": (True, None)}
-    if config.get("layers") != 1:
-        supported["activation_function"] = ("tanh",)
-    for field, values in supported.items():
-        if config.get(field) not in values:
-            raise ValueError(
-                f"a head with {field} = {config.get(field)!r:.50} is not supported, only "
-                f"{' or '.join(map(str, values))}"
-            )
-    outputs = head_outputs(config)
+    rules = {
+        "head_type": ("classification", "multiple_choice"),
+        "layers": (1, 2),
+        "use_pooler": (False, True),
+        "bias": (True, None),
+        "activation_function": ("tanh",) if config.get("layers") == 2 else (),
+    }
+    for field, supported in rules.items():
+        if supported and config.get(field) not in supported:
+            value, only = config.get(field), " or ".join(map(str, supported))
+            raise ValueError(f"a head with {field} = {value!r:.50} is not supported, only {only}")
+    outputs = config.get("num_choices" if choices else "num_labels")
     if type(outputs) is not int or not 0 < outputs < 100_000:
-        raise ValueError("a head needs num_labels or num_choices")
-    if config["dropout_prob"] is not None:
-        check_dropout(config["dropout_prob"])
+        raise ValueError(f"a head needs {'num_choices' if choices else 'num_labels'}")
+    check_dropout(config["dropout_prob"])
     return config
-
-
-def head_outputs(config):
-    """K: how many labels or choices a head is for, None where its configuration does not say."""
-    return config.get("num_labels") or config.get("num_choices")
-
-
-def head_layers(config, encoder):
-    """The layers of a head, as their places in this nn.Sequential number the tensors in its file.
-    config: the head's, complete; encoder: the configuration of the encoder, for d and defaults."""
-    p = config["dropout_prob"]
-    for default in (encoder.classifier_dropout, encoder.hidden_dropout_prob):
-        p = default if p is None else p
-    d = encoder.hidden_size
-    # each choice is scored by itself
-    outputs = 1 if config["head_type"] == "multiple_choice" else head_outputs(config)
-    layers = [nn.Dropout(p), nn.Linear(d, outputs)]
-    if config["layers"] == 2:
-        layers = [nn.Dropout(p), nn.Linear(d, d), nn.Tanh(), *layers]
-    for layer in layers:
-        if isinstance(layer, nn.Linear):
-            nn.init.normal_(layer.weight, std=encoder.initializer_range)
-            nn.init.zeros_(layer.bias)
-    return nn.Sequential(*layers)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -405,21 +247,15 @@ def fetch(source, files=ADAPTER):
     FileNotFoundError."""
     if Path(source).is_dir():
         if not (Path(source) / files.config).is_file():
-            path = Path(source) / "config.json"
+            path, hint = Path(source) / "config.json", ""
             stage = read_json(path).get("stage") if path.is_file() else None
-            if stage == "multitask" and files is ADAPTER:
-                why = f", but a multi-task run's adapters are in {source}/adapters"
-            elif (Path(source) / "seeds.json").is_file():
-                why = f": it holds a run for each seed, as {source}/seed-0"
-            elif stage:
-                why = f", it is a run of --stage {stage}: leave it out"
-            else:
-                why = ", so it holds no adapter: leave it out" if files is ADAPTER else ""
-            raise FileNotFoundError(f"{source} has no {files.config}{why}")
+            if files is ADAPTER and stage == "multitask":
+                hint = f", but a multi-task run's adapters are in {source}/adapters"
+            elif files is ADAPTER and stage:
+                hint = f", it is a run of --stage {stage}: leave it out"
+            raise FileNotFoundError(f"{source} has no {files.config}{hint}")
         return Path(source)
     if files is ADAPTER and is_local(source):
-        if os.path.exists(source):
-            raise FileNotFoundError(f"{source} is no directory, as an adapter is")
         task = Path(source).name
         raise FileNotFoundError(
             f"there is no directory {str(source)!r}: if it is to be the run on {task!r:.50}, train "
@@ -429,32 +265,29 @@ def fetch(source, files=ADAPTER):
     if config is None:
         raise FileNotFoundError(f"hub repository {source} has no {files.config}")
     if not any(download(source, name, revision=commit_of(config)) for name in files.weights):
-        raise FileNotFoundError(
-            f"hub repository {source} has neither {' nor '.join(files.weights)}"
-        )
+        missing = " nor ".join(files.weights)
+        raise FileNotFoundError(f"hub repository {source} has neither {missing}")
     return config.parent
 
 
 @dataclass
 class Saved:
-    """A saved adapter, head or fusion, read and checked as far as can be told without an
-    encoder."""
+    """A saved adapter, head or fusion."""
 
     directory: Path
     name: str  # what to call it
-    config: object
+    options: dict
     values: dict  # the whole JSON object
     path: Path  # of its tensors
     tensors: dict  # {(slot, part): tensor}
 
-    def check_encoder(self, config):
-        """Raises ValueError if the file is for another kind of encoder."""
+    def check_size(self, config):
+        """Raises ValueError if the file is for another kind or size of encoder."""
         for field in ("hidden_size", "model_type"):
             ours = getattr(config, field)
             if self.values.get(field, ours) != ours:
-                raise ValueError(
-                    f"an adapter for {field} {self.values[field]!r:.50}, the encoder has {ours!r}"
-                )
+                theirs = f"{field} {self.values[field]!r:.50}"
+                raise ValueError(f"an adapter for {theirs}, the encoder has {ours!r}")
 
     def fill(self, parameters, without=()):
         """
@@ -463,138 +296,103 @@ class Saved:
         tensors need no parameter. Raises ValueError for a tensor that is missing, misshapen, not
         finite, or without a parameter.
         """
-        fitting = []
-        for key, parameter in parameters.items():
-            tensor, name = self.tensors.get(key), ".".join(key)
-            if tensor is None:
-                if any(p is parameter and k in self.tensors for k, p in parameters.items()):
-                    continue
-                raise ValueError(f"{self.path}: {name} is missing")
-            if tensor.shape != parameter.shape or not tensor.is_floating_point():
-                shown = (
-                    f"{tensor.dtype} {list(tensor.shape)}, here it must be a float "
-                    f"{list(parameter.shape)}"
-                )
-                raise ValueError(f"{self.path}: {name} is {shown}")
-            tensor = tensor.to(parameter.dtype)  # float8 knows no isfinite
-            if not tensor.isfinite().all():
-                raise ValueError(f"{self.path}: {name} holds values that are not finite")
-            fitting.append((parameter, tensor))
-        if rest := [
-            ".".join(key) for key in self.tensors if key not in parameters and key[0] not in without
-        ]:
-            raise ValueError(f"{self.path}: tensors without a place here: {listed(rest)}")
+        pairs = []
+        with error_prefix(self.path):
+            for key, parameter in parameters.items():
+                tensor, name = self.tensors.get(key), ".".join(key)
+                if tensor is None:
+                    if any(p is parameter and k in self.tensors for k, p in parameters.items()):
+                        continue
+                    raise ValueError(f"{name} is missing")
+                if tensor.shape != parameter.shape or not tensor.is_floating_point():
+                    shapes = (
+                        f"{list(tensor.shape)}, here it must be a float {list(parameter.shape)}"
+                    )
+                    raise ValueError(f"{name} is {tensor.dtype} {shapes}")
+                tensor = tensor.to(parameter.dtype)  # float8 knows no isfinite
+                if not tensor.isfinite().all():
+                    raise ValueError(f"{name} holds values that are not finite")
+                pairs.append((parameter, tensor))
+            unused = [key for key in self.tensors if key not in parameters]
+            if names := [".".join(key) for key in unused if key[0] not in without]:
+                raise ValueError(f"tensors without a place here: {listed(names)}")
         with torch.no_grad():
-            for parameter, tensor in fitting:
+            for parameter, tensor in pairs:
                 parameter.copy_(tensor)
 
 
-def read_adapter(source, kinds, name=None):
+def read_adapter(source, name=None):
     """The Saved adapter at `source`, a directory or a hub id; see `read_adapter_config`."""
     directory = fetch(source)
-    name, config, values = read_adapter_config(directory, kinds, name)
-    return Saved(directory, name, config, values, *read(directory, ADAPTER, values.get("name")))
+    name, options, values = read_adapter_config(directory, name)
+    return Saved(directory, name, options, values, *read(directory, ADAPTER, values.get("name")))
 
 
 def read_head(source):
     """The Saved head at `source`, a directory or a hub id."""
     directory = fetch(source, HEAD)
-    path = directory / HEAD.config
-    values = read_json(path)
-    config = values.get("config")
-    with error_prefix(path):
-        config = head_config(config if isinstance(config, dict) else {})
-    name = values.get("name")
-    return Saved(directory, name, config, values, *read(directory, HEAD, name))
+    values = read_json(directory / HEAD.config)
+    options, name = values.get("config"), values.get("name")
+    with error_prefix(directory / HEAD.config):
+        options = head_config(options if isinstance(options, dict) else {})
+    return Saved(directory, name, options, values, *read(directory, HEAD, name))
 
 
-def read_fusion(source, kinds):
-    """
-    (Saved fusion, names of its adapters, kind, dropout or None) at `source`, a directory or a hub
-    id.
-
-    kinds: fusion classes, of which the one is taken whose `options` the file has. Raises
-    ValueError.
-    """
+def read_fusion(source):
+    """(Saved fusion, names of its adapters) at `source`, a directory or a hub id."""
     directory = fetch(source, FUSION)
-    path = directory / FUSION.config
-    values = read_json(path)
-    config, names = values.get("config"), values.get("adapter_names") or values.get("name")
-    names = names.split(",") if isinstance(names, str) else names  # old files have only the name
-    right = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if not isinstance(config, dict) or not right:
-        raise ValueError(f"{path}: not the configuration of a fusion")
-    unlike = [different_options(config, kind.options) for kind in kinds]
-    if all(unlike):  # as it is unlike the first, the paper's own; static fusion has no value
-        field = unlike[0][0]
-        raise ValueError(
-            f"{path}: a fusion with {field} = {config.get(field)!r:.50} is not supported"
-        )
-    if config.get("dropout_prob") is not None:
-        check_dropout(config["dropout_prob"])
-    name = values.get("name")
-    saved = Saved(directory, name, config, values, *read(directory, FUSION, name))
-    return saved, names, kinds[unlike.index([])], config.get("dropout_prob")
+    values = read_json(directory / FUSION.config)
+    options, name = values.get("config"), values.get("name")
+    names = values.get("adapter_names") or name  # old files have only the name
+    names = names.split(",") if isinstance(names, str) else names
+    with error_prefix(directory / FUSION.config):
+        right = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        if not isinstance(options, dict) or not right:
+            raise ValueError("not the configuration of a fusion")
+        check_dropout(options.get("dropout_prob"))
+    return Saved(directory, name, options, values, *read(directory, FUSION, name)), names
 
 
-def different_options(config, options):
-    """Fields in which a saved fusion computes something else than one of a kind with `options`."""
-    changes = ("query", "key", "value", "query_before_ln", "residual_before", "temperature", "kind")
-    expected = {**FUSION_CONFIG, **options}
-    return [
-        field
-        for field in changes
-        if config.get(field, FUSION_CONFIG.get(field)) != expected.get(field)
-    ]
+def own_options(options):
+    """What of a saved fusion's options makes it another function than the paper's fusion."""
+    return {
+        field: value
+        for field, value in options.items()
+        if field not in SAME_FUNCTION
+        and (field not in FUSION_CONFIG or value != FUSION_CONFIG[field])
+    }
 
 
-def read_adapter_config(directory, kinds, name=None):
-    """
-    (name, configuration, the whole JSON object) of an adapter directory.
-
-    kinds: {architecture: dataclass of its fields}, where None stands for bottleneck adapters; name:
-    what to call it, else the file's own. Raises ValueError for what this project does not
-    implement, by name.
-    """
+def read_adapter_config(directory, name=None):
+    """(name, options, the whole JSON object) of an adapter directory. name: what to call it, else
+    the file's own. Raises ValueError, naming the field, for what this project does not
+    implement."""
     path = Path(directory) / ADAPTER.config
     values = read_json(path)
     options = values.get("config")
-    if not isinstance(options, dict):
-        raise ValueError(f"{path}: no 'config' object: not a bottleneck adapter of AdapterHub")
-    architecture = options.get("architecture") or None
-    if architecture not in list(kinds):
-        raise ValueError(
-            f"{path}: only bottleneck adapters are supported, and this is of the kind "
-            f"{architecture!r:.50}"
-        )
-    kind = kinds[architecture]
-    if issubclass(kind, kinds[None]):
-        options = bottleneck_options(path, values, options)
-    known = {field.name for field in fields(kind)}
-    try:
-        config = kind(**{key: value for key, value in options.items() if key in known})
+    with error_prefix(path):
+        if not isinstance(options, dict):
+            raise ValueError("no 'config' object: not a bottleneck adapter of AdapterHub")
+        if not options.get("architecture"):
+            options = bottleneck_options(values, options)
         name = values.get("name") if name is None else name
         check_name(name)
-    except ValueError as e:
-        raise ValueError(f"{path}: {e}") from e
-    return name, config, values
+    return name, options, values
 
 
-def bottleneck_options(path, values, options):
+def bottleneck_options(values, options):
     """A file's options with what the reference assumes where it does not say, under today's
     names."""
-    required = ("mh_adapter", "output_adapter", "reduction_factor", "non_linearity")
-    if lacks := [field for field in required if field not in options]:
-        raise ValueError(
-            f"{path}: only bottleneck adapters are supported, this is one without {listed(lacks)}"
-        )
-    # what changes a saved adapter's output; inv_adapter does only if the file has its weights:
-    # `read` refuses them
+    for field in ("mh_adapter", "output_adapter", "reduction_factor", "non_linearity"):
+        if field not in options:
+            raise ValueError(f"only bottleneck adapters are supported: this one has no {field}")
+    # what changes a saved adapter's output; inv_adapter does only if the file has its weights,
+    # which `read` refuses
     for field in ("is_parallel", "phm_layer", "scaling", "use_gating", "cross_adapter"):
         if options.get(field, NOT_IN_THE_PAPER[field]) != NOT_IN_THE_PAPER[field]:
-            raise ValueError(f"{path}: {field} = {options[field]!r:.50} is not supported")
-    options = {"original_ln_before": False, "leave_out": (), **options}
-    options["leave_out"] = options["leave_out"] or ()
+            raise ValueError(f"{field} = {options[field]!r:.50} is not supported")
+    options = {"original_ln_before": False, "architecture": None, **options}
+    options["leave_out"] = options.get("leave_out") or ()
     options["non_linearity"] = str(options["non_linearity"]).lower()
     if "version" not in values:  # then "gelu" is gelu_new
         old = {"gelu": "gelu_new", "gelu_orig": "gelu"}
@@ -606,46 +404,34 @@ def bottleneck_options(path, values, options):
 
 
 def read(directory, files, name):
-    """
-    (path, {(slot, part): tensor}) of what is called `name` in the first of files.weights that is in
-    `directory`.
-
-    Alone there, it may be called anything. It need not be alone: the reference writes a head
-    (fusion) "rte2" also into the file of one called "rte". Raises FileNotFoundError without a file,
-    ValueError for a tensor that does not belong.
-    """
-    path = next(
-        (Path(directory) / file for file in files.weights if (Path(directory) / file).is_file()),
-        None,
-    )
-    if path is None:
-        raise FileNotFoundError(
-            f"no weights in {directory}: it has neither {' nor '.join(files.weights)}"
-        )
-    found = {}
-    for key, tensor in read_tensors(path).items():
-        match = files.pattern.fullmatch(key)
-        if match is None:  # for instance an invertible adapter's
-            raise ValueError(f"{path}: {listed([key])} has no place here, not supported")
-        if (
-            found.setdefault(match["name"], {}).setdefault((match["slot"], match["part"]), tensor)
-            is not tensor
-        ):
-            raise ValueError(f"{path}: {listed([key])} is there twice, under an old and a new name")
-    if not found:  # a kind of fusion may have no parameters; of another, `fill` misses them
-        return path, {}
-    if str(name) not in found and len(found) > 1:
-        raise ValueError(f"{path}: it holds {listed(list(found))}, not {name!r:.50}")
-    return path, found[str(name)] if str(name) in found else found.popitem()[1]
+    """(path, {(slot, part): tensor}) of what is called `name` in the first of files.weights that
+    exists. Alone there, it may be called anything; but the reference writes a head (fusion) "rte2"
+    also into the file of one called "rte". Raises FileNotFoundError without a file, ValueError for
+    a tensor that does not belong."""
+    paths = [directory / file for file in files.weights if (directory / file).is_file()]
+    if not paths:
+        missing = " nor ".join(files.weights)
+        raise FileNotFoundError(f"no weights in {directory}: it has neither {missing}")
+    by_name = {}
+    with error_prefix(paths[0]):
+        for key, tensor in read_tensors(paths[0]).items():
+            match = files.pattern.fullmatch(key)
+            if match is None:  # for instance an invertible adapter's
+                raise ValueError(f"{listed([key])} has no place here, not supported")
+            tensors = by_name.setdefault(match["name"], {})
+            if (match["slot"], match["part"]) in tensors:
+                raise ValueError(f"{listed([key])} is there twice, under an old and a new name")
+            tensors[match["slot"], match["part"]] = tensor
+        if str(name) not in by_name and len(by_name) > 1:
+            raise ValueError(f"it holds {listed(list(by_name))}, not {name!r:.50}")
+    # without any: a kind of fusion may have no parameters; if it has, `fill` misses them
+    return paths[0], by_name.get(str(name)) or next(iter(by_name.values()), {})
 
 
 def check_encoder(source, directory, values, model, digest, allow=False):
-    """
-    Raises ValueError if a saved adapter was trained on another encoder than `model`, whose weights
-    have this digest, unless that is allowed. The config.json of the run that it is from knows the
-    digest. An adapter without a run has only its encoder's name, which says little where `model` is
-    a directory: then another name is a note.
-    """
+    """Raises ValueError if a saved adapter was trained on another encoder than `model`, whose
+    weights have this digest, unless that is allowed. An adapter that is from no run knows only its
+    encoder's name, which says little where `model` is a directory: then another name is a note."""
     trained_on, theirs = Path(str(values.get("model_name") or model)).name, run_encoder(directory)
     if theirs is not None and theirs != digest:
         problem = f"{source} was trained on an encoder with other weights than {model}"
@@ -658,21 +444,72 @@ def check_encoder(source, directory, values, model, digest, allow=False):
 
 
 def refuse_or_note(problem, allow):
-    """What happens where an encoder is not the one of the training."""
+    """For an encoder that is not the one of the training."""
     if not allow:
         raise ValueError(f"{problem}: --allow-other-encoder takes it all the same")
     print(f"note: {problem}")
+
+
+def find_adapters(sources, encoder, model, digest, allow_other_encoder=False):
+    """
+    {name: directory} of saved adapters that are to be fused. sources: directories, hub ids, pairs
+    (name, directory), or "paper" for its authors' 16; encoder: its configuration, model: its name,
+    digest: that of its weights. Raises ValueError if two have the same name, or if one was trained
+    on another encoder; FileNotFoundError for one that is not there.
+    """
+    pairs, found = [], {}
+    for source in sources:
+        if source == "paper":
+            pairs += paper_adapters(encoder.model_type)
+        else:
+            pairs.append(source if isinstance(source, tuple) else (None, source))
+    for name, source in pairs:
+        directory = fetch(source)
+        name, _, values = read_adapter_config(directory, name)
+        for other in found:  # rte and RTE are one name to some file systems
+            if other.lower() == name.lower():
+                both = f"{found[other]} and {directory}"
+                raise ValueError(f"two adapters are called {name!r}: {both}")
+        check_encoder(source, directory, values, model, digest, allow_other_encoder)
+        found[name] = directory
+    return found
+
+
+def encoder_of(sources):
+    """The encoder that the runs among `sources` have recorded; None if none has. Raises ValueError
+    if they differ."""
+    models = {}
+    for source in sources:
+        path = Path(source) / "config.json"
+        if path.is_file() and isinstance(model := read_json(path).get("model"), str):
+            models.setdefault(model, source)
+    if len(models) > 1:
+        found = ", ".join(f"{source} on {model}" for model, source in models.items())
+        raise ValueError(f"--adapters were trained on different encoders ({found}): add --model")
+    return next(iter(models), None)
+
+
+def digest(directory, name, config):
+    """SHA-256 of a saved adapter: its configuration and tensors, whatever its own name and its kind
+    of file."""
+    result = hashlib.sha256(repr(config).encode())
+    for key, tensor in sorted(read_adapter(directory, name).tensors.items()):
+        result.update(repr(key).encode() + tensor.float().numpy().tobytes())
+    return result.hexdigest()
 
 
 def run_encoder(directory):
     """The digest of the encoder that a run's adapters belong to, from the directory of the run, or
     of an adapter in it: the one it was trained on, or for multi-task training, which changes the
     encoder, the one it ended with. None where no run says."""
-    places = [Path(directory), Path(directory).parent.parent]
-    if Path(directory).parent.name != "adapters":
-        places.pop()
-    for path in (place / "config.json" for place in places):
-        config = read_json(path) if path.is_file() else {}
+    runs = [Path(directory)]
+    if runs[0].parent.name == "adapters":
+        runs.append(runs[0].parent.parent)
+    for run in runs:
+        config = read_json(run / "config.json") if (run / "config.json").is_file() else {}
+        # of a fusion's copies, also of those that --allow-other-encoder has let in
+        if (name := Path(directory).name) in config.get("adapter_encoders", ()):
+            return config["adapter_encoders"][name]
         if config.get("stage") in ("adapter", "fusion"):
             return config.get("encoder_sha256")
         if config.get("stage") == "multitask":
@@ -684,54 +521,32 @@ def run_encoder(directory):
 # Writing
 
 
-def write(directory, files, config, tensors, values):
+def write(directory, files, options, tensors, values):
     """Writes one kind of `files`: its options, {(slot, part): tensor} as fp32, and what `header`
-    gives."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
-    names = {"model_type": values["model_type"], "name": values["name"]}
-    write_tensors(
-        directory / files.weights[0],
-        {
-            files.tensor.format(slot=slot, part=part, **names): tensor
-            for (slot, part), tensor in tensors.items()
-        },
-    )
-    write_json(directory / files.config, {"config": config, **values})
+    gives. Raises ValueError for a tensor that could not be read back under its name."""
+    names, by_name = {"model_type": values["model_type"], "name": values["name"]}, {}
+    for (slot, part), tensor in tensors.items():
+        key = files.tensor.format(slot=slot, part=part, **names)
+        match = files.pattern.fullmatch(key)
+        if match is None or (match["slot"], match["part"]) != (slot, part):
+            raise ValueError(f"a tensor cannot be called {part} in {slot}: it would not be found")
+        by_name[key] = tensor
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    write_tensors(Path(directory) / files.weights[0], by_name)
+    write_json(Path(directory) / files.config, {"config": options, **values})
 
 
-def write_adapter(directory, config, tensors, values):
-    """`write` of an adapter from its configuration, a dataclass; architecture None: a bottleneck
-    adapter."""
-    options = {field.name: getattr(config, field.name) for field in fields(config)}
-    other = (
-        NOT_IN_THE_PAPER if config.architecture is None else {"architecture": config.architecture}
-    )
-    if options.get("layer_norms") is False:  # the library has no such field
-        del options["layer_norms"]
-    if isinstance(options.get("leave_out"), tuple):
-        options["leave_out"] = list(options["leave_out"])
-    write(directory, ADAPTER, dict(sorted({**other, **options}.items())), tensors, values)
-
-
-def write_head(directory, config, tensors, values):
-    """`write` of a head; tensors: {part: tensor}, all of them in the one slot that heads have."""
-    write(directory, HEAD, config, {("heads", part): t for part, t in tensors.items()}, values)
+def write_adapter(directory, options, tensors, values):
+    """`write` of an adapter; options: with its architecture, None for a bottleneck adapter."""
+    options = dict(options)
+    if options["architecture"] is None:
+        del options["architecture"]
+        options.pop("layer_norms", None)  # the library has no such field
+        options = {**NOT_IN_THE_PAPER, **options}
+    write(directory, ADAPTER, dict(sorted(options.items())), tensors, values)
 
 
 def write_fusion(directory, options, tensors, values):
-    """`write` of a fusion; options: in which its kind differs from the paper's, None for one that
-    has been folded. Raises ValueError for that."""
-    if options is None:
-        raise ValueError("a folded fusion cannot be saved: save the one that it was folded from")
-    config = {"adapter_names": values["name"].split(","), **values}
-    write(directory, FUSION, {**FUSION_CONFIG, **options}, tensors, config)
-
-
-def copy_adapters(sources, kinds, directory, config):
-    """Writes saved adapters, {name: directory}, into `directory`/NAME, as fp32, in today's
-    format and under these names. config: their encoder's."""
-    for name, path in sources.items():
-        saved = read_adapter(path, kinds, name)
-        values = header(name, config, str(saved.values.get("model_name", "")))
-        write_adapter(Path(directory) / name, saved.config, saved.tensors, values)
+    """`write` of a fusion; options: those in which it differs from the paper's."""
+    values = {"adapter_names": values["name"].split(","), **values}
+    write(directory, FUSION, {**FUSION_CONFIG, **options}, tensors, values)

@@ -1,7 +1,7 @@
-"""An encoder's files, whatever their kind: Google's TensorFlow checkpoints, safetensors, PyTorch's
-.bin.
+"""Encoders on disk: Google's TensorFlow checkpoints, safetensors, and PyTorch's .bin files.
 
-A checkpoint's tensors are looked up by the names that the Hugging Face hub uses today.
+Whatever its format, a checkpoint's tensors are looked up by the names that the Hugging Face hub
+uses today.
 """
 
 import hashlib
@@ -12,17 +12,26 @@ from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
-from formats.files import listed, read_json, read_tensors, write_json, write_tensors
+from formats.files import error_prefix, listed, read_json, read_tensors, write_json, write_tensors
 from formats.hub import commit_of, download
 from formats.tensorflow import read_tensorflow
+
+SIZES = (
+    "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
+    "max_position_embeddings type_vocab_size"
+).split()
+RATES = "hidden_dropout_prob attention_probs_dropout_prob layer_norm_eps initializer_range".split()
+CHOICES = {
+    "model_type": "bert roberta".split(),
+    "hidden_act": "gelu gelu_new relu silu swish".split(),
+    "position_embedding_type": ["absolute"],
+}
 
 
 @dataclass
 class BertConfig:
-    """The fields of `bert_config.json` and `config.json` that change what is computed.
-
-    Raises ValueError, naming the field, for a configuration that is not a BERT or RoBERTa encoder.
-    """
+    """The fields of `bert_config.json` and `config.json` that change what is computed. Raises
+    ValueError, naming the field, for a configuration that is not a BERT or RoBERTa encoder."""
 
     vocab_size: int = 30522
     hidden_size: int = 768
@@ -42,7 +51,23 @@ class BertConfig:
     model_type: str = "bert"
 
     def __post_init__(self):
-        check_config(self)
+        def require(valid, name, what):
+            if not valid:
+                raise ValueError(f"{name} must be {what}, not {getattr(self, name)!r:.50}")
+
+        for name in SIZES:
+            size = getattr(self, name)
+            require(type(size) is int and 0 < size < 10**7, name, "a positive integer")
+        for name in RATES + ["classifier_dropout"] * (self.classifier_dropout is not None):
+            rate = getattr(self, name)
+            require(type(rate) in (int, float) and 0 <= rate < 1, name, "a number in [0, 1)")
+        for name, known in CHOICES.items():
+            require(getattr(self, name) in known, name, " or ".join(known))
+        divides = self.hidden_size % self.num_attention_heads == 0
+        require(divides, "num_attention_heads", f"a divisor of hidden_size {self.hidden_size}")
+        pad = self.pad_token_id
+        usable = type(pad) is int and 0 <= pad < self.vocab_size and self.max_length > 0
+        require(usable, "pad_token_id", "in the vocabulary, and leave positions for a text")
 
     @property
     def max_length(self):
@@ -60,8 +85,8 @@ class Checkpoint:
     weights_path: Path
     config: BertConfig
     names: dict  # the hub's name of a tensor today -> its name in the file
-    tensors: dict  # name in the file -> tensor, of TensorFlow a function that reads it
-    digest: str | None = None  # of what `read` has read
+    tensors: dict  # name in the file -> function that reads the tensor
+    digest: str | None = None  # of the tensors that `read` has returned
 
     def read(self, shapes):
         """
@@ -69,103 +94,81 @@ class Checkpoint:
 
         Raises ValueError that names the file and what is missing, unknown or of another shape.
         """
-        names, result, missing, wrong = dict(self.names), {}, [], []
-        google = self.weights_path.suffix == ".index"
-        try:
-            for hub, shape in shapes.items():
-                if (name := names.pop(hub, None)) is None:
-                    missing.append(hub)
-                    continue
-                tensor = self.tensors[name]() if google else self.tensors[name]
+        result, wrong = {}, []
+        with error_prefix(self.weights_path):
+            for hub in [hub for hub in shapes if hub in self.names]:
+                name, shape = self.names[hub], shapes[hub]
+                tensor = self.tensors[name]()
                 if tensor.shape != shape:
                     shown = f"{list(tensor.shape)}, {self.config_path.name} says {list(shape)}"
                     wrong.append(f"{listed([name])} has shape {shown}")
                 elif not tensor.is_floating_point():
-                    wrong.append(
-                        f"{listed([name])} holds {tensor.dtype}, not floating-point numbers"
-                    )
+                    wrong.append(f"{listed([name])} holds {tensor.dtype}, not floats")
                 else:
                     result[hub] = tensor.float()
-            # a fine-tuned Hugging Face model may have any head; of Google's, nothing but the
-            # encoder is left
-            encoder = "" if google else r"(embeddings|encoder)\.(?!position_ids$)"
-            unknown = [name for hub, name in names.items() if re.match(encoder, hub)]
             problems = wrong[:3]
-            if missing:
+            if missing := [hub for hub in shapes if hub not in self.names]:
                 problems.append(f"it lacks {listed(missing)}")
-            if unknown:
+            if unknown := [name for hub, name in self.names.items() if hub not in shapes]:
                 problems.append(f"it has unknown tensors {listed(unknown)}")
             if problems:
                 raise ValueError("; ".join(problems))
-        except ValueError as e:
-            raise ValueError(f"{self.weights_path}: {e}") from e
         self.digest = digest_of(result)
         return result
 
 
 def digest_of(tensors):
     """SHA-256 of {name: fp32 tensor}: of names, shapes and every number. The same encoder has the
-    same digest in whatever kind of file it is, and whatever its tensors are called there."""
+    same digest in any format, whatever its tensors are called there."""
 
     def one(name):
         tensor = tensors[name].contiguous()
         return f"{name} {list(tensor.shape)} {hashlib.sha256(tensor.numpy()).hexdigest()}\n"
 
-    with ThreadPoolExecutor() as pool:  # hashlib lets other threads run
+    with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter's lock
         return hashlib.sha256("".join(pool.map(one, sorted(tensors))).encode()).hexdigest()
 
 
-def open_encoder(source, modules):
-    """The Checkpoint at `source`: a directory as Google published it (bert_config.json,
-    bert_model.ckpt.*), a directory with config.json and model.safetensors or pytorch_model.bin, or
-    else a Hugging Face hub id.
+# The hub's names of an encoder's tensors. Anything else in a file belongs to some head, or to the
+# optimizer: Google's files have Adam's moments beside the weights.
+OF_THE_ENCODER = re.compile(r"(embeddings|encoder)\.(?!.*\b(position_ids|adam_[mv])$)")
 
-    modules: the hub's names of an encoder's modules. Raises FileNotFoundError if there is no such
-    checkpoint, ValueError, naming the file, if it cannot be read."""
+
+def open_encoder(source):
+    """The Checkpoint at `source`, a directory (see `checkpoint_files`) or else a Hugging Face hub
+    id. Raises FileNotFoundError if there is none, ValueError, naming the file, if it cannot be
+    read."""
     directory = fetch_encoder(source)
     config_path, weights_path = checkpoint_files(directory)
     config = read_config(config_path)
-    modules = "|".join(map(re.escape, modules))
-    known = re.compile(rf"(encoder\.layer\.\d+\.)?({modules})\.(weight|bias)")
-
-    def unknown(names):
-        return [name for hub, name in hub_names(names).items() if not known.fullmatch(hub)]
-
-    google = weights_path.suffix == ".index"
-    tensors = read_tensorflow(weights_path, unknown) if google else read_tensors(weights_path)
-    try:
+    tensors = open_tensors(weights_path)
+    with error_prefix(weights_path):
         names = hub_names(tensors)
-        layers = {
-            match[1] for name in names if (match := re.match(r"encoder\.layer\.(\d+)\.", name))
-        }
-        # before as many are made as a damaged config may ask for
-        if len(layers) != config.num_hidden_layers:
-            raise ValueError(
-                f"it has {len(layers)} layers, {config_path.name} says {config.num_hidden_layers}"
-            )
-    except ValueError as e:
-        raise ValueError(f"{weights_path}: {e}") from e
+        names = {hub: name for hub, name in names.items() if OF_THE_ENCODER.match(hub)}
+        layers = {hub.split(".")[2] for hub in names if hub.startswith("encoder.layer.")}
+        asked = config.num_hidden_layers  # in a damaged file perhaps millions
+        if len(layers) != asked:
+            raise ValueError(f"it has {len(layers)} layers, {config_path.name} says {asked}")
     return Checkpoint(directory, config_path, weights_path, config, names, tensors)
+
+
+def open_tensors(path):
+    """{name: function that returns the tensor} of a file in any format."""
+    if path.suffix == ".index":
+        return read_tensorflow(path)
+    return {name: lambda tensor=tensor: tensor for name, tensor in read_tensors(path).items()}
 
 
 def read_pooler(directory):
     """{"weight": [d, d], "bias": [d]} of the pretrained pooler, which the encoder itself does not
     need. Raises ValueError if the checkpoint has none."""
-    _, weights_path = checkpoint_files(directory)
-    google = weights_path.suffix == ".index"
-    if google:
-        others = re.compile(r"(?!bert/(pooler|embeddings)/).*")
-        tensors = read_tensorflow(weights_path, lambda names: [], others)
-    else:
-        tensors = read_tensors(weights_path)
+    _, path = checkpoint_files(directory)
+    tensors = open_tensors(path)
     names = hub_names(tensors)
-    found = {}
-    for kind in ("weight", "bias"):
-        name = names.get(f"pooler.dense.{kind}")
-        if name is None:
-            raise ValueError(f"{weights_path}: it has no pooler, which the head is to read")
-        found[kind] = (tensors[name]() if google else tensors[name]).float()
-    return found
+    parts = {kind: names.get(f"pooler.dense.{kind}") for kind in ("weight", "bias")}
+    if None in parts.values():
+        raise ValueError(f"{path}: it has no pooler, which the head is to read")
+    return {kind: tensors[name]().float() for kind, name in parts.items()}
 
 
 def write_encoder(directory, config, tensors, prefix):
@@ -175,92 +178,33 @@ def write_encoder(directory, config, tensors, prefix):
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / "config.json"
     tensors = {name: tensor.detach().float().cpu() for name, tensor in tensors.items()}
-    config = {**config, "weights_sha256": digest_of(tensors)}
-    write_json(path, {**(read_json(path) if path.exists() else {}), **config})
-    write_tensors(
-        directory / "model.safetensors", {f"{prefix}.{name}": t for name, t in tensors.items()}
-    )
-
-
-def check_config(config):
-    """Raises ValueError that names the field of a configuration that no encoder here has."""
-    sizes = (
-        "vocab_size",
-        "hidden_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "intermediate_size",
-        "max_position_embeddings",
-        "type_vocab_size",
-    )
-    for name in sizes:
-        value = getattr(config, name)
-        if type(value) is not int or not 0 < value < 10**7:
-            raise ValueError(f"{name} must be a positive integer, not {value!r:.50}")
-    rates = [
-        "hidden_dropout_prob",
-        "attention_probs_dropout_prob",
-        "layer_norm_eps",
-        "initializer_range",
-    ]
-    if config.classifier_dropout is not None:
-        rates.append("classifier_dropout")
-    for name in rates:
-        value = getattr(config, name)
-        if type(value) not in (int, float) or not 0 <= value < 1:
-            raise ValueError(f"{name} must be a number in [0, 1), not {value!r:.50}")
-    choices = {
-        "model_type": ("bert", "roberta"),
-        "hidden_act": ("gelu", "gelu_new", "relu", "silu", "swish"),
-        "position_embedding_type": ("absolute",),
-    }
-    for name, known in choices.items():
-        if getattr(config, name) not in known:
-            raise ValueError(
-                f"{name} {getattr(config, name)!r:.50} is not supported, only {', '.join(known)}"
-            )
-    if config.hidden_size % config.num_attention_heads:
-        raise ValueError(
-            f"num_attention_heads {config.num_attention_heads} does not divide hidden_size "
-            f"{config.hidden_size}"
-        )
-    pad = config.pad_token_id
-    if type(pad) is not int or not 0 <= pad < config.vocab_size or config.max_length < 1:
-        raise ValueError(
-            f"pad_token_id {pad!r:.50} is not in the vocabulary, or leaves no positions"
-        )
+    before = read_json(path) if path.exists() else {}
+    write_json(path, {**before, **config, "weights_sha256": digest_of(tensors)})
+    named = {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
+    write_tensors(directory / "model.safetensors", named)
 
 
 def find_config(directory):
     """The configuration of a checkpoint directory; its weights are not read, and may be missing."""
-    try:
-        path, _ = checkpoint_files(directory)
-    except FileNotFoundError:
-        known = [Path(directory) / name for name in ("config.json", "bert_config.json")]
-        path = next((path for path in known if path.is_file()), None)
-        if path is None:
-            raise
-    return read_config(path)
+    paths = [Path(directory) / name for name in ("config.json", "bert_config.json")]
+    path = next((path for path in paths if path.is_file()), None)
+    return read_config(path or checkpoint_files(directory)[0])
 
 
 def read_config(path):
-    """BertConfig from bert_config.json or config.json; fields that it does not know are left
-    alone."""
+    """BertConfig from bert_config.json or config.json; other fields are ignored."""
     values = read_json(path)
     known = {field.name for field in fields(BertConfig)}
-    if values.get("is_decoder"):
-        raise ValueError(
-            f"{path}: is_decoder is on: a decoder sees only what is to the left, this is an encoder"
-        )
-    try:
+    with error_prefix(path):
+        if values.get("is_decoder"):
+            raise ValueError("is_decoder is on: this is an encoder, whose tokens see both sides")
         return BertConfig(**{name: value for name, value in values.items() if name in known})
-    except ValueError as e:
-        raise ValueError(f"{path}: {e}") from e
 
 
 def hub_names(names):
-    """{Hugging Face's name today, without prefix: name in the file}, from the names in a file.
-    They differ in
+    """
+    {Hugging Face's name today, without prefix: name in the file}, from the names in a file. They
+    differ in
 
         the prefix                          bert., roberta., model.bert.; Google: bert/
         LayerNorm's weight and bias         old and Google: gamma, beta
@@ -268,29 +212,23 @@ def hub_names(names):
         the weight of an embedding          Google: none, bert/embeddings/word_embeddings
         layer 3                             Google: layer_3
 
-    Raises ValueError if two tensors of the encoder are the same; what else is in a file may be
-    called anything."""
-    hub = {name: re.sub(r"/layer_(\d+)/", r"/layer/\1/", name).replace("/", ".") for name in names}
-    hub = {
-        name: re.sub(r"\.beta$", ".bias", re.sub(r"\.(gamma|kernel)$", ".weight", hub[name]))
-        for name in names
-    }
-    hub = {
-        name: re.sub(r"(embeddings\.\w+_embeddings)$", r"\1.weight", hub[name]) for name in names
-    }
-    anchor = "embeddings.word_embeddings.weight"
-    prefix = next(
-        (
-            name.removesuffix(anchor)
-            for name in hub.values()
-            if re.fullmatch(rf"(.*\.)?{anchor}", name)
-        ),
-        "",
-    )
+    Raises ValueError if two names mean the same tensor of the encoder; of two others the first
+    counts.
+    """
+
+    def rename(name):
+        name = re.sub(r"/layer_(\d+)/", r"/layer/\1/", name).replace("/", ".")
+        name = re.sub(r"\.beta$", ".bias", re.sub(r"\.(gamma|kernel)$", ".weight", name))
+        return re.sub(r"(embeddings\.\w+_embeddings)$", r"\1.weight", name)
+
+    hub = {name: rename(name) for name in names}
+    anchor = re.compile(r"(|.*\.)embeddings\.word_embeddings\.weight")
+    prefix = next((match[1] for name in hub.values() if (match := anchor.fullmatch(name))), "")
     result = {}
     for name in names:
-        other = result.setdefault(hub[name].removeprefix(prefix), name)
-        if other != name and hub[name].removeprefix(prefix).startswith(("embeddings.", "encoder.")):
+        short = hub[name].removeprefix(prefix)
+        other = result.setdefault(short, name)
+        if other != name and OF_THE_ENCODER.match(short):
             raise ValueError(f"{listed(sorted([other, name]))} are the same tensor")
     return result
 
@@ -300,10 +238,6 @@ def fetch_encoder(source, weights=True):
     needed, with its weights or without them."""
     if Path(source).is_dir():
         return Path(source)
-    hint = ""
-    if Path(source).parent.name == "runs":
-        task = Path(source).name.removeprefix("full-")
-        hint = f": if it is to be a run, train it with --stage full --task {shlex.quote(task):.50}"
     try:
         config = download(source, "config.json")
         if config is None:
@@ -314,32 +248,33 @@ def fetch_encoder(source, weights=True):
                 f"{source!r} has neither model.safetensors nor pytorch_model.bin on the hub"
             )
         if not fetch("tokenizer.json"):
-            for name in (
-                ("tokenizer_config.json",) if fetch("vocab.txt") else ("vocab.json", "merges.txt")
-            ):
+            wordpiece = fetch("vocab.txt")
+            for name in ["tokenizer_config.json"] if wordpiece else ["vocab.json", "merges.txt"]:
                 fetch(name)
     except FileNotFoundError as e:
+        hint = ""
+        if Path(source).parent.name == "runs":
+            task = shlex.quote(Path(source).name.removeprefix("full-"))
+            hint = f": if it is to be a run, train it with --stage full --task {task:.50}"
         raise FileNotFoundError(
             f"{e}{hint}; --model takes a directory with bert_config.json and bert_model.ckpt.*, a "
-            "directory with config.json "
-            "and model.safetensors (or pytorch_model.bin), or a hub id"
+            "directory with config.json and model.safetensors (or pytorch_model.bin), or a hub id"
         ) from e
     return config.parent
 
 
 def checkpoint_files(directory):
-    """(config, weights) of a checkpoint directory. Raises FileNotFoundError that says what is
-    missing."""
-    directory = Path(directory)
+    """(config, weights) of a directory as Google published it, or as on the Hugging Face hub.
+    Raises FileNotFoundError that says what is missing."""
     for config, weights in (
         ("config.json", "model.safetensors"),
         ("config.json", "pytorch_model.bin"),
         ("bert_config.json", "bert_model.ckpt.index"),
     ):
-        if (directory / config).is_file() and (directory / weights).is_file():
-            return directory / config, directory / weights
+        paths = Path(directory) / config, Path(directory) / weights
+        if paths[0].is_file() and paths[1].is_file():
+            return paths
     raise FileNotFoundError(
         f"no encoder in {directory}: it needs config.json with model.safetensors or "
-        "pytorch_model.bin, or "
-        "bert_config.json with bert_model.ckpt.index and its data files"
+        "pytorch_model.bin, or bert_config.json with bert_model.ckpt.index and its data files"
     )

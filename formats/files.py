@@ -1,14 +1,18 @@
-"""JSON and tensors in files: read with one line of complaint, written so that a reader sees the old
-file or the new one."""
+"""JSON and tensors in files: reading them raises an error of one line that names the file; writing
+them leaves the old file or the new one, whatever happens meanwhile."""
 
 import contextlib
 import json
 import os
+import zipfile
 from pathlib import Path
 
+import safetensors.numpy
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
+
+MAX_HEADER = 10**6  # bytes of a safetensors file's header; BERT-large's has 47,000
 
 
 def listed(names, most=4):
@@ -29,7 +33,7 @@ def error_prefix(place):
 
 def read_json(path):
     """The object in a JSON file. Raises ValueError that names file and line."""
-    if Path(path).exists() and not Path(path).is_file():  # a pipe would never end
+    if Path(path).exists() and not Path(path).is_file():  # reading a pipe would never end
         raise ValueError(f"{path} is not a file")
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -53,83 +57,71 @@ def fsync(*paths):
 
 @contextlib.contextmanager
 def atomic_write(path):
-    """A temporary path to write to. It takes the place of `path` once its content is on the disk,
-    so that a power cut leaves the old file or the new one; after an error it is removed."""
+    """A temporary path to write to. It replaces `path` once its content is on the disk, so that a
+    power cut leaves the old file or the new one; after an error it is removed."""
     temporary = Path(f"{path}.tmp")
     try:
         yield temporary
         fsync(temporary)
         temporary.replace(path)
         fsync(temporary.parent)
-    except BaseException:
+    except BaseException as e:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+        if isinstance(e, OSError) and e.errno and not e.filename:  # a full disk, for instance
+            e.filename = str(path)
         raise
 
 
 def write_json(path, value):
-    """Writes JSON under a temporary name and renames it."""
+    """Writes JSON; the file is replaced as a whole."""
     with atomic_write(path) as temporary:
         temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def umask():
-    """The permissions that new files of this process do not get; they can only be read by setting
-    them."""
-    mask = os.umask(0o022)
-    os.umask(mask)
-    return mask
-
-
 def write_tensors(path, tensors):
-    """Writes {name: tensor} as fp32 safetensors, under a temporary name, and renames it."""
-    parts = {}  # what is there under two names is written twice
-    for name, tensor in tensors.items():
-        tensor = tensor.detach().float().cpu().contiguous()
-        twice = any(tensor.data_ptr() == other.data_ptr() for other in parts.values())
-        parts[name] = tensor.clone() if twice else tensor
+    """Writes {name: tensor} as fp32 safetensors; the file is replaced as a whole."""
+    arrays = {n: t.detach().float().cpu().contiguous().numpy() for n, t in tensors.items()}
     with atomic_write(path) as temporary:
-        try:
-            save_file(parts, temporary, metadata={"format": "pt"})
-            temporary.chmod(0o666 & ~umask())  # safetensors makes it the owner's alone
-        except SafetensorError as e:  # a full disk, for instance
-            for left in temporary.parent.glob(".tmp??????"):  # safetensors' own temporary file
-                left.unlink(missing_ok=True)
-            raise OSError(f"{path} cannot be written: {e}") from e
+        temporary.write_bytes(safetensors.numpy.save(arrays, metadata={"format": "pt"}))
 
 
 def read_tensors(path):
-    """{name: tensor} of a .safetensors file or a PyTorch file. Raises ValueError that names it."""
-    return read_safetensors(path) if Path(path).suffix == ".safetensors" else read_bin(path)
-
-
-def read_safetensors(path):
-    """All tensors of a safetensors file: views of the mapped file, read when they are first
-    used."""
+    """{name: tensor} of a .safetensors file, as views of the mapped file, or of a PyTorch file.
+    Raises ValueError that names the file."""
+    if Path(path).suffix != ".safetensors":
+        return read_bin(path)
+    with open(path, "rb") as file:
+        header = int.from_bytes(file.read(8), "little")
     try:
+        if header > MAX_HEADER:  # for more names than any encoder has: they would take a minute
+            raise ValueError(f"a header of {header:,} bytes")
         return load_file(path)
     except (SafetensorError, ValueError, KeyError) as e:
         raise ValueError(f"{path}: not a readable safetensors file: {e}") from e
 
 
 def read_bin(path):
-    """All tensors of a PyTorch file. Nothing but tensors is unpickled: a file with anything else is
-    refused, not executed."""
+    """All tensors of a PyTorch file. Only tensors are unpickled: a file with anything else is
+    refused, not executed. So is one that unpacks to more than its own size, before it is unpacked:
+    torch.save does not compress."""
+    size = Path(path).stat().st_size
     try:
+        with open(path, "rb") as file:
+            if file.read(4) == b"PK\3\4":  # as torch.load tells a zip archive from an older file
+                unpacked = sum(part.file_size for part in zipfile.ZipFile(file).infolist())
+                if unpacked > size:
+                    raise ValueError(f"its {size:,} bytes would unpack to {unpacked:,}")
         tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as e:  # torch raises many kinds here
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise ValueError(f"{path}: not a file of tensors alone, refused: {reason}") from e
-    size = Path(path).stat().st_size
 
     def plain(name, tensor):
-        return (
-            isinstance(name, str)
-            and isinstance(tensor, torch.Tensor)
-            and tensor.layout == torch.strided
-            and tensor.device.type == "cpu"
-            and tensor.nbytes <= size
-        )
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            return False
+        dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
+        return dense and tensor.nbytes <= size  # a view may repeat what is stored once
 
     if not isinstance(tensors, dict) or not all(plain(*item) for item in tensors.items()):
         raise ValueError(f"{path}: not a dictionary of plain tensors, refused")

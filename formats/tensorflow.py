@@ -5,7 +5,6 @@ The index file is a LevelDB table: name -> where the tensor is. The data files h
 """
 
 import math
-import re
 from collections import Counter
 from functools import partial
 
@@ -13,99 +12,73 @@ import google_crc32c
 import numpy as np
 import torch
 
-from formats.files import listed
+from formats.files import error_prefix, listed
 
 TABLE_MAGIC = 0xDB4775248B80FB57
 UNSUPPORTED = "which is not supported: save it again with tf.compat.v1.train.Saver"
-FLOAT_TYPES = {
-    1: np.dtype("<f4"),
-    2: np.dtype("<f8"),
-    19: np.dtype("<f2"),
-}  # DT_FLOAT, DT_DOUBLE, DT_HALF
+FLOAT_TYPES = {1: "<f4", 2: "<f8", 19: "<f2"}  # DT_FLOAT, DT_DOUBLE, DT_HALF -> numpy's
 
 # the protocol-buffer messages of the index: (field number, wire type) -> name
 HEADER = {(1, 0): "shards", (2, 0): "big_endian"}
-ENTRY = {
-    (1, 0): "dtype",
-    (2, 2): "shape",
-    (3, 0): "shard",
-    (4, 0): "offset",
-    (5, 0): "size",
-    (6, 5): "crc",
-    (7, 2): "slices",
-}
+ENTRY = {(1, 0): "dtype", (2, 2): "shape", (3, 0): "shard", (4, 0): "offset", (5, 0): "size"}
+ENTRY |= {(6, 5): "crc", (7, 2): "slices"}
 SHAPE, DIMENSION = {(2, 2): "dimensions"}, {(1, 0): "size"}
 
 
-# What a checkpoint may hold beside the encoder: pooler, pretraining heads, optimizer state, and the
-# unused prompt_tuning variable of one that was converted from AdapterHub's models
-IGNORED = re.compile(r"(bert/pooler|cls|bert/prompt_tuning)/.*|(.*/)?(adam_[mv]|global_step)")
-
-
-def read_tensorflow(path, unknown, ignored=IGNORED):
+def read_tensorflow(path):
     """
-    {name: function that reads the tensor} for the encoder's variables in a TensorFlow checkpoint.
+    {name: function that reads the tensor} for the variables in a TensorFlow checkpoint.
 
-    path: the `.index` file; unknown(names): those of them that no encoder has;
-    ignored: names that are passed over. Raises ValueError,
-    here or when a tensor is read, for a damaged file (every block and tensor that is read is
-    checked against its CRC-32C), for variables that are not BERT's, and for what Google's releases
-    do not contain: compressed, big-endian or sliced bundles."""
-    try:
+    path: the `.index` file. Raises ValueError, here or when a tensor is read, for a damaged file
+    (every block and tensor that is read is checked against its CRC-32C), and for what Google's
+    releases do not contain: compressed, big-endian or partitioned variables.
+    """
+    with error_prefix(path):
         entries = table_entries(path.read_bytes())
-        header = entries.pop("", None)
-        if header is None:
+        if "" not in entries:
             raise ValueError("damaged: it has no header")
-        header = protobuf(header, HEADER)
+        header = protobuf(entries.pop(""), HEADER)
         if header.get("big_endian"):
             raise ValueError(f"a big-endian checkpoint, {UNSUPPORTED}, on a little-endian machine")
         entries = {name: protobuf(entry, ENTRY) for name, entry in entries.items()}
+        used = Counter()
         for name, entry in entries.items():
             if "slices" in entry:
                 raise ValueError(
                     f"{listed([name])} is a partitioned variable in slices, {UNSUPPORTED}, "
                     "without a partitioner"
                 )
-        entries = {name: entry for name, entry in entries.items() if not ignored.fullmatch(name)}
-        if strange := unknown(entries):
-            raise ValueError(f"unknown variables {listed(strange)}")
-        used = Counter()
-        for name, entry in entries.items():
-            data = path.with_name(
-                f"{path.stem}.data-{entry.get('shard', 0):05d}-of-{header.get('shards', 1):05d}"
-            )
+            shard, shards = entry.get("shard", 0), header.get("shards", 1)
+            data = path.with_name(f"{path.stem}.data-{shard:05d}-of-{shards:05d}")
             if not data.is_file():
-                raise FileNotFoundError(f"{data} is not there, {name} is in it")
+                raise FileNotFoundError(f"{data} is not there, {listed([name])} is in it")
             entry["data"] = data
             used[data] += entry.get("size", 0)
-            if used[data] > data.stat().st_size:  # cannot be: no two tensors share their bytes
+            if used[data] > data.stat().st_size:  # no two tensors share their bytes
                 raise ValueError(
-                    f"{data.name} is cut off: {name} and those before it do not fit in its bytes"
+                    f"{data.name} is cut off: {listed([name])} and those before it do not fit in "
+                    "its bytes"
                 )
-    except ValueError as e:
-        raise ValueError(f"{path}: {e}") from e
     return {name: partial(bundle_tensor, name, entry) for name, entry in entries.items()}
 
 
 def bundle_tensor(name, entry):
     """One tensor of a bundle: a kernel is copied, transposed, anything else a view of its mapped
     data file."""
-    dtype = FLOAT_TYPES.get(entry.get("dtype"))
-    if dtype is None:
+    if entry.get("dtype") not in FLOAT_TYPES:
         raise ValueError(f"{name} has TensorFlow type {entry.get('dtype')}, expected a float type")
-    # two need no more
-    dimensions = protobuf(entry.get("shape", [b""])[-1][:100], SHAPE).get("dimensions", [])
+    dtype = np.dtype(FLOAT_TYPES[entry["dtype"]])
+    shape_message = entry.get("shape", [b""])[-1][:100]  # two dimensions need no more bytes
+    dimensions = protobuf(shape_message, SHAPE).get("dimensions", [])
     shape = tuple(protobuf(dimension, DIMENSION).get("size", 0) for dimension in dimensions)
     data, offset, size = entry["data"], entry.get("offset", 0), entry.get("size", 0)
-    if (
-        len(shape) > 2
-        or not 0 < math.prod(shape) * dtype.itemsize == size <= data.stat().st_size - offset
-    ):
+    fits = 0 < math.prod(shape) * dtype.itemsize == size <= data.stat().st_size - offset
+    if len(shape) > 2 or not fits:
         raise ValueError(
             f"{name}: shape {list(shape)[:9]} in {dtype} is not {size} bytes at {offset} of "
             f"{data.name}"
         )
-    # writable, but never into the file
+    # mode "c", copy on write: the tensor may be changed, the file never is
     array = np.memmap(data, dtype=dtype, mode="c", offset=offset, shape=shape)
     view = array.view()
     view.flags.writeable = False  # google_crc32c takes no buffer that could change
@@ -114,8 +87,8 @@ def bundle_tensor(name, entry):
     tensor = torch.from_numpy(np.require(array, requirements="A"))
     if not name.endswith("/kernel"):
         return tensor
-    # a view .T would do, but not add up in the same order. Memory of numpy's: it asks for huge
-    # pages, which halves the time
+    # A view .T would do, but not add up in the same order. The memory is numpy's, which asks for
+    # huge pages: that halves the time.
     return torch.from_numpy(np.empty(shape[::-1], np.float32)).copy_(tensor.T)
 
 
@@ -124,16 +97,12 @@ def table_entries(table):
     of their places."""
     if len(table) < 48 or int.from_bytes(table[-8:], "little") != TABLE_MAGIC:
         raise ValueError("not the index of a TensorFlow checkpoint, or cut off")
-    # where the metaindex block is, which is not needed
-    _, position = varint(table, len(table) - 48)
-    _, position = varint(table, position)
-    offset, position = varint(table, position)
-    size, _ = varint(table, position)
+    # the footer: offset and size of the metaindex block, which is not needed, and of the index
+    _, _, offset, size, _ = varints(table, len(table) - 48, 4)
     entries, end = {}, 0
     for _, place in block_entries(table, offset, size):
-        offset, position = varint(place, 0)
-        size, _ = varint(place, position)
-        if offset < end:  # one behind the other, so the work is linear in the size of the file
+        offset, size, _ = varints(place, 0, 2)
+        if offset < end:  # in order, so that no block is read twice
             raise ValueError("damaged: its blocks overlap")
         end = offset + size + 5
         for key, value in block_entries(table, offset, size):
@@ -155,12 +124,10 @@ def block_entries(table, offset, size):
     position, key, names = 0, b"", 0
     damaged = ValueError(f"damaged: the block at {offset} does not hold what it says")
     while position < end:
-        shared, position = varint(block, position)
-        unshared, position = varint(block, position)
-        length, position = varint(block, position)
+        shared, unshared, length, position = varints(block, position, 3)
         key = key[:shared] + block[position : position + unshared]
         position += unshared + length
-        names += len(key)  # bounded: a few bytes can ask for a long name again and again
+        names += len(key)  # bounded, since a few bytes can repeat a long name
         if len(key) < shared + unshared or position > end or names > 20 * size:
             raise damaged
         yield key, block[position - length : position]
@@ -176,13 +143,13 @@ def protobuf(message, names):
     """
     result, position = {}, 0
     while position < len(message):
-        tag, position = varint(message, position)
+        tag, position = varints(message, position)
         name, wire_type = names.get((tag >> 3, tag & 7)), tag & 7
         length = {0: 0, 1: 8, 5: 4}.get(wire_type)
         if wire_type == 0:
-            value, position = varint(message, position)
+            value, position = varints(message, position)
         elif wire_type == 2:
-            length, position = varint(message, position)
+            length, position = varints(message, position)
         if length is None or position + length > len(message):
             raise ValueError("damaged: an entry ends in the middle of a field")
         field = message[position : position + length]
@@ -194,14 +161,20 @@ def protobuf(message, names):
     return result
 
 
-def varint(data, position):
-    """A base-128 integer of at most 64 bits -> (value, next position)"""
-    value = 0
-    for i, byte in enumerate(data[position : position + 10]):
-        value |= (byte & 0x7F) << 7 * i
-        if byte < 0x80:
-            return value, position + i + 1
-    raise ValueError("damaged: a number without an end")
+def varints(data, position, count=1):
+    """`count` base-128 integers of at most 64 bits -> (*integers, next position)"""
+    integers = []
+    for _ in range(count):
+        integer = 0
+        for i, byte in enumerate(data[position : position + 10]):
+            integer |= (byte & 0x7F) << 7 * i
+            if byte < 0x80:
+                break
+        else:
+            raise ValueError("damaged: a number without an end")
+        integers.append(integer)
+        position += i + 1
+    return *integers, position
 
 
 def intact(data, crc):

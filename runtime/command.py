@@ -38,7 +38,7 @@ def announce(name, stdout_is_data=False):
     """The first line of a command, before its imports: what is loaded. Where stdout is for another
     program it goes to stderr, which is for errors, and so to a terminal alone."""
     guard_outputs()
-    sys.excepthook = partial(one_line_for_interrupts, name)
+    sys.excepthook = partial(error_while_importing, name)
     if callable(signal.getsignal(signal.SIGINT)):  # not ignored, as in the background of a script
         signal.signal(signal.SIGINT, lambda *_: leave(name, "interrupted", 130))
     gc.disable()  # imports make much that stays, a tenth of their time is looking for what does not
@@ -109,11 +109,15 @@ def leave(name, message, status):
     os._exit(status)
 
 
-def one_line_for_interrupts(name, kind, error, trace):
+def error_while_importing(name, kind, error, trace):
     """What the interpreter calls for an error that nothing has caught."""
-    if not issubclass(kind, KeyboardInterrupt):
-        return sys.__excepthook__(kind, error, trace)
-    say_why(name, "interrupted")
+    if issubclass(kind, KeyboardInterrupt):
+        say_why(name, "interrupted")
+    elif issubclass(kind, ImportError):
+        how = "with the requirements in .venv (make .venv/installed), . .venv/bin/activate"
+        leave(name, f"{error}: {how} makes python that one", 2)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def hear_interrupts():

@@ -1,5 +1,6 @@
 """A run's directory: what belongs to it, who is at work there, and when it is on the disk."""
 
+import contextlib
 import fcntl
 import fnmatch
 import os
@@ -7,22 +8,18 @@ import shutil
 from pathlib import Path
 
 from formats.adapterhub import ADAPTER, FUSION, HEAD
-from formats.files import atomic_write, fsync, read_json
+from formats.files import fsync, read_json
 from formats.tokenizer import TOKENIZER_FILES
 
+WEIGHTS = [files.weights[0] for files in (ADAPTER, HEAD, FUSION)] + ["model.safetensors"]
 RUN_FILES = [
-    "resume.pt",
-    "metrics.json",
-    "config.json",
-    *(name for files in (ADAPTER, HEAD, FUSION) for name in (files.config, files.weights[0])),
-    "model.safetensors",
+    *"resume.pt metrics.json config.json log.jsonl adapters heads".split(),
+    *(files.config for files in (ADAPTER, HEAD, FUSION)),
+    *WEIGHTS,
     *TOKENIZER_FILES,
-    "adapters",
-    "heads",
 ]
-TEMPORARY = [f"{name}.tmp" for name in [*RUN_FILES, "log.jsonl"]] + [
-    ".tmp??????"
-]  # of a killed or failed write; the last is safetensors' own
+# of a killed or failed write; the last is safetensors' own
+TEMPORARY = [f"{name}.tmp" for name in RUN_FILES] + [".tmp??????"]
 
 # With --overwrite the old run waits here until the new one has finished an epoch. The first is its
 # name while the files are on their way there or back.
@@ -34,36 +31,46 @@ def check_out(out, needed, overwrite, resume):
     it must not replace."""
     if (out.exists() or out.is_symlink()) and not out.is_dir():
         raise ValueError(f"--out {out} is a file, or a link that leads nowhere")
-    if out.is_dir():
-        check_run(out)
+    if not out.is_dir():
+        return
+    check_run(out)
     for source in needed:
         path = Path(source)
-        if path.is_dir() and out.is_dir() and path.resolve().is_relative_to(out.resolve()):
+        if path.is_dir() and path.resolve().is_relative_to(out.resolve()):
             raise ValueError(f"--out {out} would replace {source}, which this run needs")
-    if is_finished(out) and not overwrite:
+    if overwrite:
+        return
+    aside = " (an earlier run waits in its directory replaced)" * (out / REPLACED).is_dir()
+    if is_finished(out):
+        if not resume:
+            raise ValueError(
+                f"{out} already holds a finished run{aside}: choose another --out, or --overwrite "
+                "it"
+            )
+    elif (out / "resume.pt").exists():
+        if not resume:
+            raise ValueError(
+                f"{out} holds an interrupted run{aside}: continue it with --resume, or --overwrite "
+                "it"
+            )
+    elif weights := [name for name in WEIGHTS if os.path.lexists(out / name)]:
         raise ValueError(
-            f"{out} already holds a finished run: choose another --out, or --overwrite it"
-        )
-    if (out / "resume.pt").exists() and not (overwrite or resume):
-        raise ValueError(
-            f"{out} holds an interrupted run: continue it with --resume, or --overwrite it"
+            f"{out} holds {weights[0]}, and no metrics.json of a finished run: choose another "
+            "--out, or --overwrite it"
         )
 
 
 def check_run(out):
     """Raises ValueError for a directory that is neither empty nor a run's. A run's has a
     config.json with a stage and a command; of one that was killed before that was written,
-    nothing is there but an empty log.jsonl."""
-    if (out / "log.jsonl").is_symlink():
-        raise ValueError(f"--out {out}: its log.jsonl is a link, not a run's own file")
+    nothing is there."""
     places = [out / name / "config.json" for name in ("", MOVING, REPLACED)]
     path = next((path for path in places if path.is_file() and not path.is_symlink()), None)
     if path is not None:
         if {"stage", "command"} <= {*read_json(path)}:
             return
         raise ValueError(f"{path} is not a run's, it has no stage or no command: another --out")
-    left = [path for path in out.iterdir() if path.name not in ("log.jsonl", "config.json.tmp")]
-    if left or (out / "log.jsonl").exists() and (out / "log.jsonl").stat().st_size > 0:
+    if [path for path in out.iterdir() if path.name != "config.json.tmp"]:
         raise ValueError(
             f"--out {out} holds other files than a run's: choose an empty or a new directory"
         )
@@ -80,22 +87,25 @@ def is_finished(out):
         return not (out / "resume.pt").exists()
 
 
+def resumes(settings):
+    """Whether there is a state to go on from, and it is wanted."""
+    return settings.resume and (settings.out / "resume.pt").exists()
+
+
 def clear(out, patterns):
-    """Removes a run's files from its directory, and nothing else; what a link in it leads to stays.
-    log.jsonl stays until the last: it is locked."""
+    """Removes a run's files from its directory, and nothing else; what a link in it leads to
+    stays."""
     for path in list(out.iterdir()) if out.is_dir() else []:
         if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in patterns):
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def set_aside(out):
-    """Moves the run in `out` into the directory REPLACED, where `restore` finds it. What waits
+    """Moves the run in `out` into the directory REPLACED, where `put_back` finds it. What waits
     there already is a finished run, and what is in `out` has not come as far."""
     if (out / REPLACED).is_dir():
         return clear(out, RUN_FILES)
     (out / MOVING).mkdir()
-    with atomic_write(out / MOVING / "log.jsonl") as temporary:  # which stays in place, locked
-        shutil.copyfile(out / "log.jsonl", temporary)
     for name in RUN_FILES:
         if os.path.lexists(out / name):
             (out / name).rename(out / MOVING / name)
@@ -103,7 +113,7 @@ def set_aside(out):
     fsync(out)
 
 
-def restore(out, log):
+def put_back(out):
     """Puts the run that was set aside back, unless the new one is at work with a state of its own,
     or finished. Also after a kill at any moment of set_aside or of this."""
     if (out / REPLACED).is_dir():
@@ -114,12 +124,6 @@ def restore(out, log):
         clear(out, RUN_FILES)
         (out / REPLACED).rename(out / MOVING)
     if (out / MOVING).is_dir():
-        old = out / MOVING / "log.jsonl"
-        if old.is_file():
-            log.truncate(0)
-            log.write(old.read_text(encoding="utf-8"))
-            log.flush()
-            old.unlink()
         for path in (out / MOVING).iterdir():
             path.rename(out / path.name)
         (out / MOVING).rmdir()
@@ -131,34 +135,29 @@ def forget_replaced(out):
         shutil.rmtree(out / REPLACED)
 
 
-def resumes(args):
-    """Whether there is a state to go on from, and it is wanted."""
-    return args.resume and (args.out / "resume.pt").exists()
-
-
-def check_idle(out):
-    """Raises ValueError if another process is at work in a run's directory."""
-    if (out / "log.jsonl").exists():
-        lock(out, fcntl.LOCK_SH).close()
-
-
+@contextlib.contextmanager
 def lock(out, kind=fcntl.LOCK_EX):
-    """log.jsonl, open for appending, and locked until it is closed or the process ends, however it
-    ends."""
+    """The directory is this process's until the block, or the process, ends, however it ends.
+    Raises ValueError if it is another's."""
     out.mkdir(parents=True, exist_ok=True)
-    log = open(out / "log.jsonl", "a", buffering=1)  # line by line
+    descriptor = os.open(out, os.O_RDONLY)
     try:
-        fcntl.flock(log, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError as e:
-        log.close()
+        os.close(descriptor)
         raise ValueError(
             f"another process is at work in {out}: wait for it, or choose another --out"
         ) from e
     except OSError:
         pass  # a file system without locks
-    return log
+    try:
+        yield
+    finally:
+        os.close(descriptor)
 
 
-def resolved(source):
-    """A directory's absolute path; a hub id as it is."""
-    return str(Path(source).resolve()) if Path(source).is_dir() else source
+def check_idle(out):
+    """Raises ValueError if another process is at work in a run's directory."""
+    if out.is_dir():
+        with lock(out, fcntl.LOCK_SH):
+            pass

@@ -1,7 +1,11 @@
-"""What PyTorch does slowly, most of it on a CPU alone, done faster. Nothing here changes what is
-computed."""
+"""What PyTorch does slowly, most of it only on a CPU, done faster. The functions are the same,
+their random numbers are not: dropout rounds p to 1/65,536 and draws from a stream of its own, and
+new embeddings are uniform."""
 
 import math
+import os
+import shutil
+import sys
 from inspect import unwrap
 
 import torch
@@ -12,8 +16,8 @@ from runtime.processes import signals_blocked
 
 
 def dropout(x, p, training):
-    """F.dropout, on a CPU in a third of its time: with 16 random bits an element, so p is exact to
-    1/65,536."""
+    """F.dropout, on a CPU in a third of its time: from 16 random bits for each element, so that p
+    is rounded to a multiple of 1/65,536."""
     if not training or p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
         return F.dropout(x, p, training)
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
@@ -64,6 +68,16 @@ def compile_layers(bert):
         maybe_warm_pool()
     for layer in bert.layers:
         layer.compile(dynamic=True)
+
+
+def check_compiler():
+    """Raises ValueError without the C++ compiler that torch.compile calls."""
+    default = "clang++" if sys.platform == "darwin" else "g++"
+    if not shutil.which(os.environ.get("CXX", default)):
+        raise ValueError(
+            "--compile needs a C++ compiler: install g++, or name one in the environment variable "
+            "CXX"
+        )
 
 
 def compiler_failed(error):

@@ -14,16 +14,12 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-from formats.adapterhub import (
-    check_encoder,
-    fetch,
-    paper_adapters,
-    read_adapter_config,
-    without_effect,
-)
+from formats.adapterhub import check_encoder, fetch, paper_adapters, without_effect
 from formats.files import read_json
-from runtime.directory import check_out, resolved, resumes
-from runtime.state import FREE
+from runtime.directory import check_out, resumes
+from runtime.settings import resolved
+
+FREE = {"data_dir", "data_revision"}  # deleted once no command imports this file
 
 
 class Parser(argparse.ArgumentParser):
@@ -431,7 +427,7 @@ def new_adapter(args, adapters, hidden_size, layers):
     return config
 
 
-def find_adapters(args, kinds, model_type):
+def find_adapters(args, read_config, model_type):
     """{name: directory} of --adapters. Raises ValueError if two have the same name,
     FileNotFoundError for one that is not there."""
     sources = []
@@ -444,7 +440,7 @@ def find_adapters(args, kinds, model_type):
     found = {}
     for name, source in sources:
         directory = fetch(source)
-        name = read_adapter_config(directory, kinds, name)[0]
+        name = read_config(directory, name)[0]
         for other in found:  # rte and RTE are one name to some file systems
             if other.lower() == name.lower():
                 both = f"{found[other]} and {directory}"
@@ -454,11 +450,11 @@ def find_adapters(args, kinds, model_type):
     return found
 
 
-def check_encoders(args, kinds, found, digest):
+def check_encoders(args, read_config, found, digest):
     """Raises ValueError if one of the adapters {name: directory} was trained on another encoder
     than the one with this digest, unless --allow-other-encoder."""
     for name, directory in found.items():
-        values = read_adapter_config(directory, kinds, name)[2]
+        values = read_config(directory, name)[2]
         source, allow = args.origins[name], args.allow_other_encoder
         check_encoder(source, directory, values, args.model, digest, allow)
 

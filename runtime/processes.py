@@ -50,19 +50,18 @@ def all_reduce(tensor):
     return tensor
 
 
-def micro_batches(indices, count):
+def micro_batches(rows, count):
     """
-    What this process does of a batch: (share of the batch, examples), at most `count` of them.
-    Without an example of its own it takes one with share 0, because the others wait for its
-    gradients.
+    The part of a batch that this process computes: at most `count` pairs (weight, rows), the weight
+    being their share of the whole batch. Without an example of its own it takes one with weight 0,
+    because the others wait for its gradients.
     """
-    rank, world = rank_and_world_size()
-    mine = indices[rank::world]
+    rank, world_size = rank_and_world_size()
+    mine = rows[rank::world_size]
     if len(mine) == 0:
-        return [(0.0, indices[:1])]
-    return [
-        (len(part) / len(indices), part) for part in np.array_split(mine, min(count, len(mine)))
-    ]
+        return [(0.0, rows[:1].tolist())]
+    parts = np.array_split(mine, min(count, len(mine)))
+    return [(len(part) / len(rows), part.tolist()) for part in parts]
 
 
 STOP = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]  # Ctrl-C, a scheduler, a closed terminal
@@ -132,5 +131,6 @@ def report_out_of_memory():
 
 
 def out_of_memory(error):
-    # the latter on a CPU
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    # the last two on a CPU: PyTorch's allocator, and oneDNN
+    words = "can't allocate memory", "could not create a primitive"
+    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)

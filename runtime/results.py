@@ -1,4 +1,4 @@
-"""What an evaluation has found, put together from all processes."""
+"""The scores of an evaluation, put together from all processes."""
 
 import math
 
@@ -8,31 +8,40 @@ from runtime.processes import all_reduce, rank_and_world_size
 
 
 def eval_batch_size(batch_size, grad_accumulation):
-    """Examples at once in evaluation, which needs less memory. It stays the same, because padding
-    and the order of sums can tip a close call."""
+    """Examples at once in evaluation, which keeps no activations for a backward pass. It depends on
+    these two options alone, because padding and the order of sums can tip a close decision."""
     return max(4 * batch_size // grad_accumulation, 1)
+
+
+def mean_scores(scores):
+    """{task: {score: value}} -> {score: mean over the tasks}, of the scores that all of them
+    have."""
+    tasks = list(scores.values())
+    names = [name for name in tasks[0] if all(name in of for of in tasks)]
+    return {name: sum(of[name] for of in tasks) / len(tasks) for name in names}
 
 
 class Results:
     """
-    Label, prediction and loss of every example, in the order of the batches. Of a batch, which has
-    batch_size examples for each of the G processes, this one evaluates every G-th.
+    Label, prediction and loss of every example, in the order of the batches. batch_size is that of
+    all G processes together; of each batch this one evaluates every G-th example.
     """
 
     def __init__(self, examples, batch_size):
-        self.rank, self.world = rank_and_world_size()
-        self.size = batch_size * self.world  # of a batch of all processes
-        self.steps = math.ceil(examples / self.size)
+        self.rank, self.world_size = rank_and_world_size()
+        self.batch_size = batch_size
+        self.steps = math.ceil(examples / batch_size)
         self.rows = torch.zeros(3, examples, dtype=torch.float64)  # of other processes: zeros
         self.done = 0  # batches
 
     def add(self, labels, predictions, loss, finite):
         """This process's share of the next batch, of b examples. labels, predictions: [b]; loss: a
         scalar, their mean; finite: [b], whether the outputs behind the predictions are numbers."""
-        here = slice(self.done * self.size + self.rank, (self.done + 1) * self.size, self.world)
+        first, end = self.done * self.batch_size, (self.done + 1) * self.batch_size
+        mine = slice(first + self.rank, end, self.world_size)
         predictions = predictions.double().where(finite, math.nan).cpu()
         losses = loss.double().expand(len(labels))
-        self.rows[:, here] = torch.stack([labels.double(), predictions, losses])
+        self.rows[:, mine] = torch.stack([labels.double(), predictions, losses])
         self.done += 1
 
     def gathered(self, dtype):

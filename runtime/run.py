@@ -1,23 +1,21 @@
-"""What a run is beside its mathematics: directory, log, state, signals, processes, the best epoch.
+"""Everything about a run except the mathematics: its directory, log, checkpoints and messages.
 
-with open_run(args, device, check) as run:  # locked; an error of the disk ends it in one line
-    at = run.open(config, trained, optimizer)  # Progress: the start, or where the run was
-    run.begin(at)
-    model = run.distribute(model)
-    with run.guard(at, bert):  # signals wait for the end of a step
-        for n, indices in run.steps(batches, at):
-            for share, examples in run.micro_batches(indices):
-                run.backward(share * loss, share * regularization)
-            run.after_step(at)
-        run.after_epoch(at, scores)
-    run.restore_best()
-    result = run.finish(at)
+with open_run(settings, config, device) as run:  # locked; signals wait for the end of a step
+    run.restore(state, trained, optimizer)       # the saved state under --resume
+    model = run.distribute(network, trained)     # DistributedDataParallel under torchrun
+    for batch in run.progress(batches, state):
+        ...
+        run.checkpoint_if_due(state)             # ends the run after a signal
+    run.log_epoch(state, scores)
+    run.checkpoint(state)
+    result = run.finish(state)
+
+A run saves and reports; it never changes the state that it is given, but to restore it.
 """
 
 import contextlib
 import hashlib
 import json
-import math
 import os
 import platform
 import shlex
@@ -33,438 +31,367 @@ from safetensors import SafetensorError
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from formats.adapterhub import ADAPTER
-from formats.files import fsync, write_json
-from formats.rows import origin
+from formats.files import atomic_write, fsync, read_json, write_json
+from formats.rows import find_split, origin
 from formats.tokenizer import read_tokenizer, tokenizer_digest
 from runtime.directory import (
-    REPLACED,
     RUN_FILES,
     TEMPORARY,
+    check_out,
     clear,
     forget_replaced,
     lock,
-    restore,
+    put_back,
     resumes,
     set_aside,
 )
 from runtime.kernels import compiler_failed
-from runtime.processes import (
-    all_reduce,
-    deferred_signals,
-    micro_batches,
-    out_of_memory,
-    rank_and_world_size,
-)
-from runtime.state import Progress, load_state, save_state
+from runtime.processes import all_reduce, deferred_signals, out_of_memory, rank_and_world_size
+from runtime.results import mean_scores
+from runtime.settings import difference, free_names
+from runtime.state import load_state, save_state
 
-# its monitor is a thread for the sake of a bar, which waits for ever where memory is short
+# Its monitor is a thread that only refreshes the bar, and waits forever where memory is short.
 tqdm.monitor_interval = 0
 
 STOPPING = "stopping after this step, or this evaluation; a second signal stops without saving"
 
+# What config.json records of the machine, which may be another one when a run is resumed.
+MACHINE = "device compile threads processes versions python commit command data_revision".split()
+
 
 @contextlib.contextmanager
-def open_run(args, device, check):
+def open_run(settings, config, device):
     """
-    The Run in args.out, locked. check(args) is called again under the lock: another run may have
-    ended there meanwhile.
+    The Run in settings.out, whose directory is locked, and cleared unless the run is resumed.
 
-    Raises OSError where the directory cannot be written, ConnectionError if another process of this
-    run has ended.
+    config: what config.json is to say. Raises ValueError if the directory is not free, OSError if
+    it cannot be written, ConnectionError if another process of this run has ended, and
+    KeyboardInterrupt that says how to go on.
     """
+    out = settings.out
     try:
-        # nothing is written before all processes have come this far
         if dist.is_torchelastic_launched():
+            # nothing is written before all processes have come this far
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         rank, _ = rank_and_world_size()
-        made = not args.out.exists()
-        # the first process writes
-        with lock(args.out) if rank == 0 else open(os.devnull, "w") as log:
+        made = not out.exists()
+        with lock(out) if rank == 0 else contextlib.nullcontext():  # the first process writes
             try:
                 if rank == 0:
-                    restore(args.out, log)
-                    check(args)
-                yield Run(args, log, device, made)
+                    put_back(out)
+                    # again: another run may have ended here before the lock was ours
+                    needed = [settings.model, *settings.adapters]
+                    check_out(out, needed, settings.overwrite, settings.resume)
+                with deferred_signals(STOPPING * (rank == 0)) as signals:
+                    yield Run(settings, config, device, signals)
             finally:
-                if rank == 0 and args.out.is_dir():
-                    restore(args.out, log)
+                if rank == 0:
+                    put_back(out)
+                    if made and not any(out.iterdir()):
+                        out.rmdir()
     except KeyboardInterrupt as e:
-        kept = (args.out / "resume.pt").exists()
-        saved = f", continue with --resume --out {args.out} in the same command" if kept else ""
+        kept = (out / "resume.pt").exists()
+        saved = f", continue with --resume --out {out} in the same command" if kept else ""
         raise KeyboardInterrupt(f"interrupted{saved}") from e
     except (OSError, SafetensorError) as e:
         if rank_and_world_size()[0] == 0:
-            clear(args.out, TEMPORARY)
-        kept = (
-            "; its last state is intact, continue with --resume"
-            if (args.out / "resume.pt").exists()
-            else ""
-        )
-        raise OSError(f"stopped, {args.out} cannot be written: {e}{kept}") from e
+            clear(out, TEMPORARY)
+        kept = "; its last state is intact, continue with --resume"
+        kept *= (out / "resume.pt").exists()
+        raise OSError(f"stopped, {out} cannot be written: {e}{kept}") from e
     except RuntimeError as e:
         if not isinstance(e, dist.DistError) and "gloo" not in str(e):
             raise
         raise ConnectionError(
-            "another process of this run has ended: see there for the reason, continue "
-            "with --resume"
+            "another process of this run has ended: see there for the reason, continue with "
+            "--resume"
         ) from e
 
 
 def progress_bar(batches, description, total):
-    """The batches of an evaluation, under a bar where somebody looks."""
-    return tqdm(
-        batches, description, total, leave=False, disable=rank_and_world_size()[0] > 0 or None
-    )
+    """The batches of an evaluation, under a progress bar on a terminal."""
+    hidden = rank_and_world_size()[0] > 0 or None
+    return tqdm(batches, description, total, leave=False, disable=hidden)
 
 
 class Run:
-    def __init__(self, args, log, device, made):
-        self.args, self.log, self.device = args, log, device
-        self.made = made  # whether the directory is new
-        self.out = args.out
-        self.rank, self.world = rank_and_world_size()
-        self.best, self.history = {}, []
-        self.failure = None  # a loss that is not finite, after an epoch that was finished
-        self.headed = False  # whether the table of epochs has its first line
-        self.batch = None  # the last one, for the message when memory runs out
+    def __init__(self, settings, config, device, signals):
+        self.settings, self.config, self.device = settings, config, device
+        self.signals = signals  # the numbers of those that have come
+        self.out = settings.out
+        self.rank, self.world_size = rank_and_world_size()
+        self.is_new = not resumes(settings)
+        self.history = []  # the lines of log.jsonl
+        self.header_printed = False
+        if self.rank == 0:
+            if settings.overwrite:
+                set_aside(self.out)
+            clear(self.out, RUN_FILES + TEMPORARY if self.is_new else TEMPORARY)
+            if self.is_new:  # from here on the directory is a run's
+                write_json(self.out / "config.json", config)
 
-    def open(self, config, trained, optimizer):
+    def restore(self, state, trained, optimizer):
         """
-        Progress at the start of the loop. config: what config.json is to say; trained: {name:
-        parameter}. Raises ValueError if the state that is there belongs to another command.
+        Sets `state`, the parameters {name: parameter}, the optimizer and the random numbers to what
+        the last checkpoint holds, if the run is resumed. Then its directory and log are as they
+        were. Raises ValueError if the checkpoint is damaged or belongs to another command.
         """
-        self.config, self.trained, self.optimizer = config, trained, optimizer
-        at, self.is_new = Progress(), not resumes(self.args)
+        self.trained, self.optimizer = trained, optimizer
+        seconds = 0.0
         if self.rank > 0:
-            torch.manual_seed(self.args.seed + self.rank)  # dropout of its own
+            torch.manual_seed(self.settings.seed + self.rank)  # dropout of its own
         if not self.is_new:
-            config |= self.adapter_digests()
-            state = self.out / "resume.pt"
-            at, self.best, self.history = load_state(state, config, trained, optimizer, self.device)
-        step = (at.epoch - 1) * config["steps_per_epoch"] + at.step
-        expected = [self.world * step, self.world * step**2]
+            free = free_names(self.settings) | {*MACHINE}
+            saved = load_state(self.out / "resume.pt", self.config, free, self.device)
+            saved.restore(state, trained, optimizer, self.device)
+            self.history, seconds = saved.history, saved.seconds
+            self.note_other_program()
+        step = (state.epoch - 1) * self.config["steps_per_epoch"] + state.step
+        expected = [self.world_size * step, self.world_size * step**2]
         if all_reduce(torch.tensor([step, step**2])).tolist() != expected:
             raise ValueError(
                 f"--out {self.out} must be one directory for all processes: they found different "
                 "states there"
             )
         if self.rank == 0:
-            if self.args.overwrite:
-                set_aside(self.out)
-            clear(self.out, RUN_FILES + TEMPORARY if self.is_new else TEMPORARY)
-            if self.is_new:  # from here on the directory is a run's
-                write_json(self.out / "config.json", config)
-        return at
-
-    def begin(self, at):
-        """Writes config.json, and the log as far as it was."""
-        if self.rank == 0:
-            self.config |= self.adapter_digests()
             write_json(self.out / "config.json", self.config)
+            with atomic_write(self.out / "log.jsonl") as temporary:
+                temporary.write_text("".join(json.dumps(line) + "\n" for line in self.history))
             fsync(*self.out.rglob("*"), self.out)  # before a state depends on them
-            self.log.truncate(0)
-            self.log.write("".join(json.dumps(line) + "\n" for line in self.history))
-        self.started = time.monotonic() - at.seconds
+        self.started = time.monotonic() - seconds
         self.saved = time.monotonic()
+        self.announce()
 
-    def adapter_digests(self):
-        """config.json's entries of the run's own copies of the fused adapters: {name: SHA-256} of
-        their weights, and of their configurations."""
-        result = {}
-        for field, file in (
-            ("adapter_sha256", ADAPTER.weights[0]),
-            ("adapter_config_sha256", ADAPTER.config),
-        ):
-            result[field] = {}
-            for name in self.config.get("adapters", []):
-                path = self.out / "adapters" / name / file
-                there = path.is_file()
-                digest = hashlib.sha256(path.read_bytes()).hexdigest() if there else None
-                result[field][name] = digest
-        return result
-
-    def distribute(self, model):
-        """The model as all processes train it: only what is trained is synchronised, the mean of
-        the gradients, in the backward pass."""
-        if self.world > 1:
-            # other tasks' adapters; own LayerNorms where the adapter reads and leaves without them
-            unused = self.args.stage == "multitask" or self.args.adapter_config.get(
-                "layer_norms", False
-            )
+    def distribute(self, model, trained, unused=False):
+        """The model as all processes train it: DistributedDataParallel takes the mean of the
+        gradients of what is trained. unused: whether a step may leave out some of that."""
+        if self.world_size > 1:
             model = DistributedDataParallel(model, init_sync=False, find_unused_parameters=unused)
-            for p in self.trained.values():
+            for p in trained.values():
                 dist.broadcast(p.detach(), 0)
-        self.model = model
         return model
 
-    def announce(self, bert):
-        """One line before the first step: what is trained on what, and where."""
-        c = self.config
-        own = [bert.get_parameter(name) for name in bert.origin]
-        self.say(
-            f"{c['stage']} on {c['task']}: encoder {c['model']} "
-            f"({sum(p.numel() for p in own) / 1e6:.1f} M parameters), "
-            f"{c['trained_parameters']:,} parameters are trained, on {c['device']} in "
-            f"{c['dtype']}; {c['train_examples']:,} training and {c['dev_examples']:,} development "
-            f"examples{self.constant_answer()}; run directory {self.out}"
-        )
-
-    def constant_answer(self):
-        share = self.config["majority_class_accuracy"]
-        return "" if share is None else f" (the most frequent class: accuracy {share:.4f})"
-
-    def say(self, *lines):
+    def print_on_rank_0(self, *lines):
         if self.rank == 0:
             print(*lines, sep="\n", flush=True)
 
-    @contextlib.contextmanager
-    def guard(self, at, model):
-        """
-        Around the loop. Ctrl-C, SIGTERM and SIGHUP are heard between steps, where the state is
-        whole: `after_step` raises KeyboardInterrupt; a second one ends the process at once. One
-        that has ended PyTorch's compiler, too, interrupts the run where that is. Raises
-        MemoryError and, where --compile fails, ValueError that say how to go on, and
-        FloatingPointError for a loss that is not finite; after a finished epoch it waits until
-        `finish` has kept that.
-        """
-        self.announce(model)
-        try:
-            with deferred_signals(STOPPING * (self.rank == 0)) as self.signals:
-                yield
-        except RuntimeError as e:
-            resume = "with --resume and " if (self.out / "resume.pt").exists() else ""
-            if compiler_failed(e):
-                if self.signals:
-                    raise KeyboardInterrupt from e
-                from torch._inductor.runtime.cache_dir_utils import cache_dir
+    def announce(self):
+        """One line before the first step: what is trained on what, and where."""
+        c = self.config
+        share = c["majority_class_accuracy"]
+        majority = "" if share is None else f" (majority-class accuracy {share:.4f})"
+        self.print_on_rank_0(
+            f"{c['stage']} on {c['task']}: encoder {c['model']} "
+            f"({c['encoder_parameters'] / 1e6:.1f} M parameters), "
+            f"{c['trained_parameters']:,} parameters are trained, on {c['device']} in "
+            f"{c['dtype']}; {c['train_examples']:,} training and {c['dev_examples']:,} development "
+            f"examples{majority}; run directory {self.out}"
+        )
 
-                raise ValueError(
-                    f"--compile failed ({str(e).splitlines()[0]}): continue {resume}without it, or "
-                    f"remove {cache_dir()}, where a process that was killed may have left PyTorch "
-                    "half of a file"
-                ) from e
-            if not out_of_memory(e):
-                raise
-            where = "in evaluation"
-            if model.training:
-                shape = self.batch["input_ids"].shape
-                where = "on a batch of {} examples, {} x {} tokens".format(
-                    len(self.batch["labels"]), *shape
-                )
-            raise MemoryError(
-                f"{self.device} ran out of memory {where}: continue {resume or 'with '}"
-                f"--grad-accumulation {2 * self.args.grad_accumulation}, which gives the same "
-                "gradients, or start again with a smaller --batch-size"
-            ) from e
-        except FloatingPointError as e:
-            broken = [
-                name
-                for name, p in model.named_parameters()
-                if not (p.requires_grad or p.isfinite().all())
-            ]
-            advice = (
-                f"the encoder's {broken[0]} holds values that are not finite"
-                if broken
-                else "a lower --lr may help"
-            )
-            kept = (
-                f"epoch {at.best_epoch} is kept in {self.out}"
-                if self.best
-                else "no epoch was finished, nothing is kept"
-            )
-            self.failure = FloatingPointError(f"{e}: stopped, {kept}; {advice}")
-            if not self.best:
-                if self.rank == 0:
-                    clear(self.out, [*RUN_FILES, *TEMPORARY])
-                    if not (self.out / REPLACED).is_dir():
-                        clear(self.out, ["log.jsonl"])
-                    if self.made and not any(self.out.iterdir()):
-                        self.out.rmdir()
-                raise self.failure from e
+    def note_other_program(self):
+        """A fork's program may compute something else: a run that goes on under another one says
+        so."""
+        before = program_of(read_json(self.out / "config.json"))
+        if (now := program_of(self.config)) != before:
+            names = [program[0] if program else "train.py" for program in (before, now)]
+            self.print_on_rank_0(f"note: begun by {names[0]}, continued by {names[1]}")
 
-    def steps(self, batches, at):
-        """The steps of an epoch that are still to be done, under a progress bar."""
-        total, self.first, self.seen = self.config["steps_per_epoch"], at.step, 0
+    # ----------------------------------------------------------------------------------------------
+    # During training
+
+    def progress(self, batches, state):
+        """The rest of an epoch's batches, [(task, its examples)], under a progress bar."""
+        self.first_step, self.seen = state.step, 0
         self.epoch_started = time.monotonic()
-        self.epoch_loss = torch.tensor(at.loss, device=self.device)
-        bar = tqdm(
-            batches[at.step :],
-            f"epoch {at.epoch}",
-            total,
-            initial=at.step,
+        self.bar = tqdm(
+            batches,
+            f"epoch {state.epoch}",
+            self.config["steps_per_epoch"],
+            initial=state.step,
             leave=False,
             disable=self.rank > 0 or None,
         )
-        self.bar = bar
-        for n, indices in bar:
-            self.step_loss = torch.zeros((), device=self.device)
-            self.seen += len(indices)
-            yield n, indices
+        for n, rows in self.bar:
+            self.seen += len(rows)
+            yield n, rows
         self.trained_for = time.monotonic() - self.epoch_started
 
-    def micro_batches(self, indices):
-        """(share of the batch, examples) of this process; the gradients are synchronised with the
-        last one's."""
-        parts = micro_batches(indices, self.args.grad_accumulation)
-        for i, (share, examples) in enumerate(parts):
-            self.model.require_backward_grad_sync = i == len(parts) - 1  # DistributedDataParallel's
-            yield share, examples.tolist()
+    def report_step(self, state):
+        """The loss and the speed beside the progress bar."""
+        steps = state.step - self.first_step
+        speed = self.settings.batch_size * steps / (time.monotonic() - self.epoch_started)
+        best = f", best dev {self.settings.score} {state.best_score:.4f}" * (state.best_epoch > 0)
+        mean = state.loss.item() / state.step
+        self.bar.set_postfix_str(f"loss {mean:.4f}, {speed:.0f} examples/s{best}")
 
-    def backward(self, loss, penalty=0):
-        """Adds the gradients of loss + penalty; only the loss is reported."""
-        self.step_loss += loss.detach()
-        (self.world * (loss + penalty)).backward()  # world: the mean over the processes is taken
-
-    def after_step(self, at):
-        """Progress by one step; the state is saved if it is time. Raises KeyboardInterrupt after a
-        signal, once it is."""
-        self.epoch_loss += all_reduce(self.step_loss)
-        at.step += 1
-        if at.step % 10 == 0 or at.step == self.config["steps_per_epoch"]:
-            at.loss = self.epoch_loss.item()  # the sum over the epoch: once not finite, it stays so
-            if not math.isfinite(at.loss):
-                raise FloatingPointError(f"the loss is {at.loss} in epoch {at.epoch}")
-            speed = (
-                self.args.batch_size
-                * (at.step - self.first)
-                / (time.monotonic() - self.epoch_started)
-            )
-            best = f", best dev {self.args.score} {at.score:.4f}" if at.best_epoch else ""
-            self.bar.set_postfix_str(f"loss {at.loss / at.step:.4f}, {speed:.0f} examples/s{best}")
-        due = time.monotonic() - self.saved >= 60 * self.args.save_minutes
-        stop, due = all_reduce(
-            torch.tensor([len(self.signals), due])
-        ).tolist()  # what one process knows, all must
+    def checkpoint_if_due(self, state):
+        """Saves the state after --save-minutes. After a signal to any of the processes it saves,
+        too, and then raises KeyboardInterrupt."""
+        due = time.monotonic() - self.saved >= 60 * self.settings.save_minutes
+        stop, due = all_reduce(torch.tensor([len(self.signals), due])).tolist()
         if stop or due:
-            at.loss = self.epoch_loss.item()
-            self.save(at)
-            if stop:
-                raise KeyboardInterrupt
+            self.checkpoint(state)
+        if stop:
+            raise KeyboardInterrupt
 
-    def after_epoch(self, at, scores):
-        """
-        scores: {task: {score: value}} on the development sets, the loss among them. The best
-        epoch's parameters are kept, which is the first with the highest mean of the score that
-        --score names.
-        """
-        means = mean_scores(scores)
-        score = means[self.args.score]
-        if math.isnan(score):
-            raise ValueError(f"--score {self.args.score} is no number in epoch {at.epoch}")
-        if score > at.score:
-            at.score, at.scores, at.best_epoch = score, scores, at.epoch
-            self.best = {name: p.detach().cpu().clone() for name, p in self.trained.items()}
-        line = {"epoch": at.epoch, "loss": at.loss / self.config["steps_per_epoch"]}
+    def checkpoint(self, state):
+        """Saves the state, from which --resume continues to the bit."""
+        save_state(
+            self.out / "resume.pt",
+            {name: value for name, value in self.config.items() if name not in MACHINE},
+            state,
+            self.trained,
+            self.optimizer,
+            self.device,
+            self.history,
+            time.monotonic() - self.started,
+        )
+        self.saved = time.monotonic()
+        if self.rank == 0 and state.best_epoch > 0:
+            forget_replaced(self.out)
+
+    def log_epoch(self, state, scores):
+        """A line in log.jsonl, and a row on the screen. scores: {task: {score: value}}"""
+        means, loss = mean_scores(scores), state.loss.item()
+        line = {"epoch": state.epoch, "loss": loss / self.config["steps_per_epoch"]}
         line |= {f"dev_{name}": value for name, value in means.items()}
-        if self.args.stage == "multitask":
-            line["accuracies"] = {task: found[self.args.score] for task, found in scores.items()}
+        if self.config["stage"] == "multitask":
+            line["accuracies"] = {task: of[self.settings.score] for task, of in scores.items()}
         line["examples_per_second"] = round(self.seen / self.trained_for, 1)
         line["seconds"] = round(time.monotonic() - self.started, 2)
         self.history.append(line)
-        self.log.write(json.dumps(line) + "\n")
-        self.show(line, at.best_epoch == at.epoch)
-        at.epoch, at.step, at.loss = at.epoch + 1, 0, 0.0
-        self.save(at)
-
-    def show(self, line, best):
-        """A row of the table of epochs; over the first one stand the names of the columns."""
+        if self.rank == 0:
+            with open(self.out / "log.jsonl", "a", encoding="utf-8") as log:
+                log.write(json.dumps(line) + "\n")
         columns = ["epoch", "loss", *(name for name in line if name.startswith("dev_"))]
         columns += ["examples_per_second", "seconds"]
         titles = [name.replace("_per_second", "/s").replace("_", " ") for name in columns]
-        if not self.headed:
-            self.say("  ".join(f"{title:>8}" for title in titles))
-            self.headed = True
+        if not self.header_printed:
+            self.print_on_rank_0("  ".join(f"{title:>8}" for title in titles))
+            self.header_printed = True
         cells = []
         for name, title in zip(columns, titles, strict=True):
             digits = {"epoch": 0, "examples_per_second": 1, "seconds": 1}.get(name, 4)
             cells.append(f"{line[name]:>{max(8, len(title))}.{digits}f}")
-        self.say("  ".join(cells) + "  best so far" * best)
+        best = "  best so far" * (state.best_epoch == state.epoch)
+        self.print_on_rank_0("  ".join(cells) + best)
 
-    def save(self, at):
-        at.seconds = time.monotonic() - self.started
-        state = self.out / "resume.pt"
-        save_state(
-            state,
-            self.config,
-            self.trained,
-            self.optimizer,
-            self.device,
-            at,
-            self.best,
-            self.history,
+    # ----------------------------------------------------------------------------------------------
+    # The end
+
+    def explain_not_finite(self, error, state, bert):
+        """A FloatingPointError that says what is kept and what may help. If no epoch was finished,
+        the run's files are removed."""
+        frozen = [(name, p) for name, p in bert.named_parameters() if not p.requires_grad]
+        broken = [name for name, p in frozen if not p.isfinite().all()]
+        advice = "a lower --lr may help"
+        if broken:
+            advice = f"the encoder's {broken[0]} holds values that are not finite"
+        kept = f"epoch {state.best_epoch} is kept in {self.out}"
+        if state.best_epoch == 0:
+            kept = "no epoch was finished, nothing is kept"
+            if self.rank == 0:
+                clear(self.out, RUN_FILES + TEMPORARY)
+        return FloatingPointError(f"{error}: stopped, {kept}; {advice}")
+
+    def explain(self, error, batch):
+        """The exception to raise for PyTorch's RuntimeError: one that says how to go on where
+        memory ran out or --compile failed, otherwise itself. batch: None in evaluation."""
+        resume = "with --resume and " * (self.out / "resume.pt").exists()
+        if compiler_failed(error):
+            if self.signals:  # which have ended the compiler, too
+                return KeyboardInterrupt()
+            from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+            return ValueError(
+                f"--compile failed ({str(error).splitlines()[0]}): continue {resume}without it, or "
+                f"remove {cache_dir()}, where a process that was killed may have left PyTorch half "
+                "of a file"
+            )
+        if not out_of_memory(error):
+            return error
+        where = "in evaluation"
+        if batch is not None:
+            candidates, tokens = batch["input_ids"].shape
+            where = f"on a batch of {len(batch['labels'])} examples, {candidates} x {tokens} tokens"
+        return MemoryError(
+            f"{self.device} ran out of memory {where}: continue {resume or 'with '}"
+            f"--grad-accumulation {2 * self.settings.grad_accumulation}, which gives the same "
+            "gradients, or start again with a smaller --batch-size"
         )
-        self.saved = time.monotonic()
-        if self.rank == 0 and at.best_epoch > 0:
-            forget_replaced(self.out)
 
-    def restore_best(self):
-        """Puts the best epoch's parameters in place."""
-        with torch.no_grad():
-            for name, p in self.trained.items():
-                p.copy_(self.best[name])
-
-    def finish(self, at):
-        """Makes the run a finished one, and returns the closing line. Raises the failure that
-        `guard` has kept."""
-        means = mean_scores(at.scores)
+    def finish(self, state, failure=None):
+        """Makes the run a finished one, and returns the closing line. Raises `failure`, which has
+        ended the training after an epoch that is kept."""
+        c, means = self.config, mean_scores(state.best_scores)
         if "loss" in means:
             means["dev_loss"] = means.pop("loss")
-        fields = (
-            *("stage", "task", "seed", "train_examples", "dev_examples"),
-            *("trained_parameters", "majority_class_accuracy"),
-        )
-        result = {name: self.config[name] for name in fields}
-        result |= {"model": self.args.model, "best_epoch": at.best_epoch, **means}
-        if self.args.stage == "multitask":
-            result["accuracies"] = {
-                task: found[self.args.score] for task, found in at.scores.items()
-            }
-        result |= {"seconds": round(at.seconds, 2), "out": str(self.out)}
+        fields = "stage task seed train_examples dev_examples trained_parameters"
+        result = {name: c[name] for name in [*fields.split(), "majority_class_accuracy"]}
+        result |= {"model": self.settings.model, "best_epoch": state.best_epoch, **means}
+        if c["stage"] == "multitask":
+            score = self.settings.score
+            result["accuracies"] = {task: of[score] for task, of in state.best_scores.items()}
+        seconds = time.monotonic() - self.started
+        result |= {"seconds": round(seconds, 2), "out": str(self.out)}
         if self.rank == 0:
             fsync(*self.out.rglob("*"), self.out)
             # last: a directory with it is a finished run
             write_json(self.out / "metrics.json", result)
             (self.out / "resume.pt").unlink(missing_ok=True)
-        if self.failure:
-            raise self.failure
-        self.say(*self.closing_words(at, result))
+        if failure is not None:
+            raise failure
+        self.print_on_rank_0(*self.closing_words(state, result))
         return result
 
-    def closing_words(self, at, result):
+    def closing_words(self, state, result):
         """Why the run stopped, its best epoch, whether it has learned anything, and what to try
         next."""
-        last, args = at.epoch - 1, self.args
-        if last >= args.epochs:
-            every = f"all {args.epochs} epochs are" if args.epochs > 1 else "the only epoch is"
+        last, settings = state.epoch - 1, self.settings
+        if last >= settings.epochs:
+            every = f"all {settings.epochs} epochs are" if last > 1 else "the only epoch is"
             yield f"stopped: {every} done"
         else:
             yield (
-                f"stopped: early, after epoch {last}; {args.patience} epochs without a better dev "
-                f"{args.score}"
+                f"stopped: early, after epoch {last}; {settings.patience} epochs without a better "
+                f"dev {settings.score}"
             )
-        yield f"best epoch: {at.best_epoch}, dev {args.score} {at.score:.4f}"
-        if (share := result["majority_class_accuracy"]) is not None and "accuracy" in result:
-            if result["accuracy"] > share:
-                more = round((result["accuracy"] - share) * result["dev_examples"])
-                yield (
-                    f"accuracy {result['accuracy']:.4f}: {more} of {result['dev_examples']} "
-                    f"development examples more than always the most frequent class ({share:.4f})"
-                )
+        yield f"best epoch: {state.best_epoch}, dev {settings.score} {state.best_score:.4f}"
+        share, accuracy = result["majority_class_accuracy"], result.get("accuracy")
+        if share is not None and accuracy is not None:
+            comparison = f"accuracy {accuracy:.4f}, majority-class baseline {share:.4f}"
+            if accuracy <= share:
+                yield f"{comparison}: try another --lr, more --epochs, or more training examples"
+            elif self.config["stage"] == "multitask":  # means over the tasks
+                yield comparison
             else:
-                yield (
-                    f"accuracy {result['accuracy']:.4f}, where the most frequent class alone gets "
-                    f"{share:.4f}: try another --lr, more --epochs, or more training examples"
-                )
+                more = round((accuracy - share) * result["dev_examples"])
+                of = f"{more} of {result['dev_examples']} development examples"
+                yield f"{comparison}: {of} more than it"
+        if settings.stage == "adapter" and result["train_examples"] < 2000 and settings.lr <= 1e-4:
+            yield (
+                "hint: on a few hundred examples --lr 5e-4 to 1e-3 and more --epochs did better in "
+                "docs/results.md than the paper's 1e-4"
+            )
         yield f"next: {next_command(self.out, self.config)}"
 
 
-def mean_scores(scores):
-    """{task: {score: value}} -> {score: mean over the tasks}, of the scores that all of them
-    have."""
-    tasks = list(scores.values())
-    names = [name for name in tasks[0] if all(name in found for found in tasks)]
-    return {name: sum(found[name] for found in tasks) / len(tasks) for name in names}
+def finished(settings, config):
+    """The closing line of the finished run in settings.out. Raises ValueError if it was made by
+    another command, encoder, data or adapters than `config` describes; an entry that the run's
+    config.json does not know is one that its version did not record."""
+    old = read_json(settings.out / "config.json")
+    free = {name for name in free_names(settings, finished=True)} | {*MACHINE}
+    known = {name: value for name, value in config.items() if name in old}
+    if found := difference({name: old[name] for name in known}, known, free):
+        name, before, now = found
+        raise ValueError(
+            f"{settings.out} holds a finished run with {name} = {before}, not {now}: choose "
+            "another --out, or --overwrite it"
+        )
+    (settings.out / "resume.pt").unlink(missing_ok=True)
+    return read_json(settings.out / "metrics.json")
 
 
 def next_command(out, config):
@@ -500,29 +427,22 @@ def program_of(config):
     return None if program.name == "train.py" or not module else (program, module)
 
 
-def majority_class_accuracy(splits):
-    """The accuracy of always the same answer, the best of them: a mean over the development sets;
-    None where labels are no classes."""
-    shares = []
-    for split in splits:
-        labels = split.with_format("numpy")["label"][:]
-        if labels.dtype.kind != "i":
-            return None
-        shares.append(np.bincount(labels).max() / len(labels))
-    return float(np.mean(shares))
+# --------------------------------------------------------------------------------------------------
+# What config.json says
 
 
 def describe_encoder(bert):
-    """What config.json says of the encoder: digests of its weights and of its tokenizer."""
+    """Digests of the encoder's weights and of its tokenizer."""
     tokenizer = read_tokenizer(bert.directory)  # which has been checked
     tokenizer.enable_truncation(bert.config.max_length, strategy="longest_first")
     return {"encoder_sha256": bert.digest, "tokenizer_sha256": tokenizer_digest(tokenizer)}
 
 
-def describe_data(args, tasks, fused, train_splits, dev_splits):
-    """What config.json says of the data and the fused adapters."""
-    digest = hashlib.sha256()  # of all tokens and labels
-    for split in (*train_splits, *dev_splits):
+def describe_data(train_sets, dev_sets):
+    """Digests of all tokens and labels and of the examples held out for development, the revision
+    of the hub's data, and the sizes."""
+    digest = hashlib.sha256()
+    for split in (*train_sets, *dev_sets):
         for rows in split.with_format("arrow").iter(10_000):
             for name in ("input_ids", "token_type_ids", "label"):
                 values = rows[name].combine_chunks()
@@ -530,40 +450,55 @@ def describe_data(args, tasks, fused, train_splits, dev_splits):
                     digest.update(values.value_lengths().to_numpy().tobytes())
                     values = values.flatten()
                 digest.update(values.to_numpy().tobytes())
-    revisions = ",".join(origin(split)["revision"] or "" for split in train_splits).strip(",")
-    labels = {task.name: list(task.labels) for task in tasks}
-    result = {
+    origins = [origin(split) for split in train_sets]
+    revisions = ",".join(of["revision"] for of in origins if of["revision"])
+    return {
         "data_sha256": digest.hexdigest(),
         "data_revision": revisions or None,
-        "train_examples": sum(map(len, train_splits)),
-        "dev_examples": sum(map(len, dev_splits)),
-        "labels": labels if args.stage == "multitask" else labels[tasks[0].name],
-        "columns": {task.name: list(task.columns) for task in tasks},
-        "kinds": {task.name: task.kind.__name__ for task in tasks},
-        "majority_class_accuracy": majority_class_accuracy(dev_splits),
+        "held_out": [of["held_out"] for of in origins],  # digests, where --dev-fraction did
+        "train_examples": sum(map(len, train_sets)),
+        "dev_examples": sum(map(len, dev_sets)),
+        "majority_class_accuracy": majority_class_accuracy(dev_sets),
     }
-    if args.stage not in ("full", "multitask"):
-        # a checkpoint's config.json has none: there AdapterHub's library takes "adapters" for its
-        # own
-        result["adapters"] = list(fused)
-    return result
 
 
-def describe_machine(args, device, dtype):
-    """What config.json says of where and how a run was made."""
+def describe_files(tasks, data_dir, dev_fraction):
+    """The SHA-256 of each task's local files, {task: {file: digest}}; of the hub's there is the
+    revision."""
     return {
-        "dtype": str(dtype).removeprefix("torch."),
+        "data_files": {
+            task.name: find_split(task, "train", data_dir, dev_fraction).files
+            | find_split(task, "validation", data_dir, dev_fraction).files
+            for task in tasks
+            if data_dir is not None
+        }
+    }
+
+
+def majority_class_accuracy(dev_sets):
+    """The accuracy of always giving the most frequent label, the mean over the development sets;
+    None where labels are no classes."""
+    shares = []
+    for split in dev_sets:
+        labels = split.with_format("numpy")["label"][:]
+        if labels.dtype.kind != "i":
+            return None
+        shares.append(np.bincount(labels).max() / len(labels))
+    return float(np.mean(shares))
+
+
+def describe_machine(device, command, compiled):
+    """Where and how a run was made."""
+    packages = "torch numpy tokenizers safetensors datasets".split()
+    return {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
-        "compile": args.compile,
+        "compile": compiled,
         "threads": torch.get_num_threads(),
         "processes": rank_and_world_size()[1],
-        "versions": {
-            name: version(name)
-            for name in ("torch", "numpy", "tokenizers", "safetensors", "datasets")
-        },
+        "versions": {name: version(name) for name in packages},
         "python": platform.python_version(),
         "commit": commit(),
-        "command": args.command,
+        "command": command,
     }
 
 
@@ -571,26 +506,14 @@ def commit():
     """The commit of this file's repository, "-dirty" behind it with changes that are not committed;
     None without one."""
     here = Path(__file__).resolve().parent.parent
-    command = [
-        "git",
-        "--no-optional-locks",
-        "-C",
-        here,
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=40",
-        "--exclude=*",
-    ]
+    command = "git --no-optional-locks describe --always --dirty --abbrev=40 --exclude=*".split()
     # not the repository of a directory above, nor one that the environment names
     environment = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
     environment["GIT_CEILING_DIRECTORIES"] = str(here.parent)
     try:
-        return (
-            subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=10
-            ).stdout.strip()
-            or None
+        done = subprocess.run(
+            command, cwd=here, env=environment, capture_output=True, text=True, timeout=10
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
+    return done.stdout.strip() or None

@@ -1,32 +1,36 @@
 """--seeds: one command, a run for every seed, and what they have in common."""
 
-import argparse
 import statistics
+from dataclasses import replace
 
-from formats.files import write_json
+from formats.files import read_json, write_json
 
 
-def each_seed(args, one):
+def each_seed(settings, one):
     """
-    one(args) for every seed of --seeds, in OUT/seed-N. Returns the closing line's dictionary: of
-    each score the mean and the sample deviation. It is also OUT/seeds.json. Raises ValueError if
-    OUT is a run itself.
+    one(settings) for every seed of --seeds, in OUT/seed-N. Returns the closing line's dictionary,
+    of each score the mean and the sample deviation, which is also written to OUT/seeds.json. Raises
+    ValueError if OUT is a run itself, or holds another command's seeds.json.
     """
-    if (args.out / "config.json").exists():
-        raise ValueError(f"--out {args.out} is itself a run: --seeds needs another directory")
+    out, path = settings.out, settings.out / "seeds.json"
+    if (out / "config.json").exists():
+        raise ValueError(f"--out {out} is itself a run: --seeds needs another directory")
+    names = {"stage": settings.stage, "task": ",".join(settings.tasks)}
+    if path.exists() and not settings.overwrite:
+        old = read_json(path)
+        if not settings.resume or {name: old.get(name) for name in names} != names:
+            raise ValueError(f"{path} is there already: choose another --out, or --overwrite it")
     results = []
-    for seed in args.seeds:
-        own = argparse.Namespace(**{**vars(args), "seed": seed, "out": args.out / f"seed-{seed}"})
-        own.seeds = None
+    for seed in settings.seeds:
         print(f"seed {seed}:", flush=True)
         try:
-            results.append(one(own))
+            results.append(one(replace(settings, seeds=(), seed=seed, out=out / f"seed-{seed}")))
         except KeyboardInterrupt as e:
             message = "interrupted, the same command goes on from here with --resume"
             raise KeyboardInterrupt(message) from e
     first = results[0]
-    same = ("stage", "task", "model", "train_examples", "dev_examples", "majority_class_accuracy")
-    summary = {name: first[name] for name in same} | {"seeds": args.seeds}
+    same = "stage task model train_examples dev_examples majority_class_accuracy".split()
+    summary = {name: first[name] for name in same} | {"seeds": list(settings.seeds)}
     titles = [n for n in first if n not in same and isinstance(first[n], float) and n != "seconds"]
     for name in titles:
         values = [result[name] for result in results]
@@ -35,6 +39,6 @@ def each_seed(args, one):
         shown = "" if spread is None else f" ± {spread:.4f}"
         print(f"{name.replace('_', ' '):>14}  {summary[name]['mean']:.4f}{shown}")
     summary |= {"seconds": round(sum(result["seconds"] for result in results), 2)}
-    summary["out"] = str(args.out)
-    write_json(args.out / "seeds.json", summary)
+    summary["out"] = str(out)
+    write_json(path, summary)
     return summary

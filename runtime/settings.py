@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import types
 import typing
 from pathlib import Path
@@ -38,8 +39,10 @@ def option(default=None, help="", **details):
 
     details: choices; metavar; valid, a pair as above; action, which makes something of each word;
     group, the heading over it in --help; required; recorded=False, for what a run does not record;
-    free=True, for what may differ between a run and the command that resumes it; and whatever the
-    dataclass itself wants to know of its fields.
+    env, a variable of the environment that sets the default; free=True, for what may differ between
+    a run and the command that resumes it (see `free_names`); flag, another name, or None for a
+    field that is no option; and whatever the dataclass itself wants to know of its fields. choices
+    may be a function that returns them.
     """
     metadata = {"help": help, **details}
     if isinstance(default, dict):
@@ -65,6 +68,10 @@ def default_of(field):
     return field.default
 
 
+def field_names(options):
+    return [field.name for field in dataclasses.fields(options)]
+
+
 class Parser(argparse.ArgumentParser):
     """One that raises its errors as ValueError, so that they are one line like all others."""
 
@@ -77,7 +84,11 @@ class Help(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action):
         text = action.help or ""
-        plain = isinstance(action.default, (int, float, str)) and action.default is not False
+        plain = (
+            action.dest != "help"
+            and isinstance(action.default, (int, float, str))
+            and action.default is not False
+        )
         if plain and "default" not in text:
             text += f"{'; ' * bool(text)}default {action.default}"
         return text.replace("%", "%%")
@@ -89,16 +100,18 @@ def parse(options, argv, prog, description, epilog=""):
     parser = Parser(prog=prog, description=description, epilog=epilog, formatter_class=Help)
     headings = {}
     hints = typing.get_type_hints(options)
-    for field in dataclasses.fields(options):
+    known = [field for field in dataclasses.fields(options) if field.metadata.get("flag", True)]
+    for field in known:
         heading = field.metadata.get("group")
         if heading and heading not in headings:
             headings[heading] = parser.add_argument_group(heading)
         group = headings.get(heading, parser)
         add_option(group, field, hints[field.name])
     values = vars(parser.parse_args(argv))
-    for field in dataclasses.fields(options):
+    for field in known:
         if isinstance(default_of(field), dict):
-            values[field.name] = pairs(f"--{dashed(field.name)}", values[field.name])
+            flag = field.metadata.get("flag", f"--{dashed(field.name)}")
+            values[field.name] = pairs(flag, values[field.name])
         elif isinstance(values[field.name], list):
             values[field.name] = tuple(values[field.name])
     result = options(**values)
@@ -117,6 +130,9 @@ def add_option(parser, field, hint):
     kind = one[0] if isinstance(hint, types.UnionType) else hint  # int | None -> int
     several = typing.get_origin(kind) or kind
     given = {"help": details["help"], "default": default}
+    if env := details.get("env"):
+        given["help"] += f"; the variable {env} in the environment sets it"
+        given["default"] = os.environ.get(env, default)
     if several is bool:
         given["action"] = "store_true"
     elif several in (tuple, dict):
@@ -127,9 +143,10 @@ def add_option(parser, field, hint):
         given["type"] = kind
     if "action" in details:
         given["type"] = details["action"]
-    for name in ("choices", "metavar"):
-        if name in details:
-            given[name] = details[name]
+    if "metavar" in details:
+        given["metavar"] = details["metavar"]
+    if choices := details.get("choices"):
+        given["choices"] = choices() if callable(choices) else choices
     if details.get("positional"):
         if several is tuple:
             given["nargs"] = "*" if default is not None else "+"
@@ -177,9 +194,11 @@ def record(settings):
     return json.loads(json.dumps(values, default=str))
 
 
-def free_names(options):
-    """The names of the fields that may differ between a run and what resumes it."""
-    return {field.name for field in dataclasses.fields(options) if field.metadata.get("free")}
+def free_names(options, finished=False):
+    """The names of the fields that may differ between a run and what resumes it; those with
+    free="unfinished" decide when a run ends, so that a finished one is another run with them."""
+    free = {True} if finished else {True, "unfinished"}
+    return {f.name for f in dataclasses.fields(options) if f.metadata.get("free", False) in free}
 
 
 def difference(old, new, free=()):

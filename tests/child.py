@@ -14,9 +14,8 @@ ROOT = Path(__file__).parent.parent
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["train", "torch._dynamo", "pytest", "datasets", "pandas"])
-one_at_a_time = (
-    threading.Lock()
-)  # to start a process is also to look for the ends of others, each of which is told once
+# to start a process is also to look for the ends of others, each of which is told once
+one_at_a_time = threading.Lock()
 
 
 def start(arguments, output, before=(), **environment):
@@ -41,13 +40,13 @@ def main(arguments, output, before, environment):
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.update(environment)
-    import runtime.run
+    from tqdm import tqdm
+
     import train
     from runtime.command import run_command
 
-    runtime.run.tqdm.set_lock(
-        threading.RLock()
-    )  # its own is a semaphore, which a killed process leaves behind
+    # its own is a semaphore, which a killed process leaves behind
+    tqdm.set_lock(threading.RLock())
     for function, *values in before:
         function(*values)
     run_command("train.py", train.main, arguments)
@@ -67,9 +66,8 @@ class Program:
     is started anew, sys.argv, __main__, signals, stdout and stderr; only imports have been made."""
 
     def __init__(self, words):
-        (stdin, ours), (out, stdout), (error, stderr) = (
-            context.Pipe(duplex=False) for _ in range(3)
-        )
+        pipes = (context.Pipe(duplex=False) for _ in range(3))
+        (stdin, ours), (out, stdout), (error, stderr) = pipes
         theirs = [stdin, stdout, stderr]
         words = [str(word) for word in words]
         self.process = context.Process(target=run_program, args=(words, theirs), daemon=True)

@@ -10,12 +10,10 @@ import time
 
 os.environ["HF_HOME"] = tempfile.mkdtemp()  # before `datasets` is imported: its cache starts empty
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault(
-    "SEED", str(int(time.time()))
-)  # of the random moments at which runs are killed
-os.environ.setdefault(
-    "OMP_NUM_THREADS", "1"
-)  # for tensors as small as these, and beside other work, one is faster
+# of the random moments at which runs are killed
+os.environ.setdefault("SEED", str(int(time.time())))
+# for tensors as small as these, and beside other work, one thread is faster
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # a suite in the background of a script ignores both, and so would all that it starts
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -37,7 +35,6 @@ from runtime.command import run_command  # noqa: E402
 # the same property once more, slowly
 thorough = pytest.mark.skipif("THOROUGH" not in os.environ, reason="in `make test-all`: THOROUGH=1")
 
-
 compiles = pytest.mark.skipif("COMPILE" not in os.environ, reason="takes some minutes: COMPILE=1")
 
 
@@ -51,32 +48,10 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(f"SEED={os.environ['SEED']} (tests/test_run.py)")
 
 
-WORDS = [
-    "red",
-    "green",
-    "blue",
-    "cat",
-    "dog",
-    "bird",
-    "runs",
-    "sleeps",
-    "sings",
-    "the",
-    "a",
-    "one",
-    "two",
-    "not",
-    "and",
-    ".",
-    "?",
-    "yes",
-    "no",
-    "question",
-    "answer",
-    "topic",
-    "because",
-    "or",
-]
+WORDS = (
+    "red green blue cat dog bird runs sleeps sings the a one two not and . ? yes no question "
+    "answer topic because or"
+).split()
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
 
 
@@ -122,21 +97,13 @@ def data_dir(tmp_path_factory):
         rows = []
         for i in range(n):
             a = sentence(rng)
-            rows.append(
-                {
-                    "sentence1": a,
-                    "sentence2": a if i % 2 else sentence(rng),
-                    "label": 1 - i % 2,
-                    "idx": i,
-                }
-            )
+            b = a if i % 2 else sentence(rng)
+            rows.append({"sentence1": a, "sentence2": b, "label": 1 - i % 2, "idx": i})
         write_rows(directory / "rte" / f"{split}.jsonl", rows)
         texts = [sentence(rng) for _ in range(n)]
-        colours = {"red", "green", "blue"}
-        rows = [
-            {"sentence": text, "label": int(bool(colours & set(text.split()))), "idx": 0}
-            for text in texts
-        ]
+        labels = [int(not {"red", "green", "blue"}.isdisjoint(text.split())) for text in texts]
+        pairs = zip(texts, labels, strict=True)
+        rows = [{"sentence": text, "label": label, "idx": 0} for text, label in pairs]
         write_rows(directory / "sst2" / f"{split}.jsonl", rows)
         rows = []
         for i in range(n):
@@ -164,19 +131,12 @@ def command_line(argv=None):
 
 @pytest.fixture(scope="session")
 def launch(encoder, data_dir):
-    """launch("--stage", ...): train.py in this process, on the tiny encoder and data -> the closing
-    line's dictionary."""
+    """launch("--stage adapter --task rte", epochs=1, out=path): train.py in this process, on the
+    tiny encoder and data -> the closing line's dictionary."""
 
-    def launch(*arguments):
-        common = ["--model", encoder, "--data-dir", data_dir, "--device", "cpu"]
-        options = [str(argument) for argument in arguments]
-        given = [str(argument) for argument in common]
-        pairs = zip(given[::2], given[1::2], strict=True)
-        given = [
-            text for option, value in pairs if option not in options for text in (option, value)
-        ]
-        args = train.arguments([*given, *options])
-        return train.train(args)
+    def launch(text, *words, **options):
+        given = [*cli(text), *map(str, words), *cli(**options)]
+        return train.main([*cli("--device cpu", model=encoder, data_dir=data_dir), *given])
 
     return launch
 
@@ -184,49 +144,22 @@ def launch(encoder, data_dir):
 @pytest.fixture(scope="session")
 def runs(launch, tmp_path_factory):
     """Finished runs: adapters on three tasks (three architectures), and their fusion."""
-    out = tmp_path_factory.mktemp("runs")
-    for task, *options in (
-        ("rte",),
-        ("sst2", "--reduction-factor", 4),
-        ("pick", "--reduction-factor", 8),
-    ):
-        launch(
-            "--stage",
-            "adapter",
-            "--task",
-            task,
-            "--epochs",
-            2,
-            "--lr",
-            "5e-3",
-            "--out",
-            out / task,
-            *options,
-        )
-    adapters = [out / task for task in ("rte", "sst2", "pick")]
-    launch(
-        "--stage",
-        "fusion",
-        "--task",
-        "rte",
-        "--adapters",
-        *adapters,
-        "--epochs",
-        2,
-        "--lr",
-        "5e-3",
-        "--out",
-        out / "fusion-rte",
-    )
+    out, common = tmp_path_factory.mktemp("runs"), "--epochs 2 --lr 5e-3"
+    factors = {"rte": 16, "sst2": 4, "pick": 8}
+    for task, factor in factors.items():
+        launch(f"--stage adapter --task {task} {common}", reduction_factor=factor, out=out / task)
+    adapters = [out / task for task in factors]
+    launch(f"--stage fusion --task rte {common}", adapters=adapters, out=out / "fusion-rte")
     return out
 
 
 def of_stage(stage, runs, steps):
     """What a stage is trained on: options of train.py. steps: of an epoch with several tasks."""
     if stage == "multitask":
-        return ["--tasks", "sst2", "pick", "--steps-per-epoch", steps]
-    adapters = ["--adapters", runs / "rte", runs / "pick"] if stage == "fusion" else []
-    return ["--task", "sst2", *adapters]
+        return cli("--stage multitask --tasks sst2 pick", steps_per_epoch=steps)
+    adapters = [runs / "rte", runs / "pick"]
+    fusion = cli(adapters=adapters) if stage == "fusion" else []
+    return [*cli(f"--stage {stage} --task sst2"), *fusion]
 
 
 @pytest.fixture
@@ -259,37 +192,37 @@ def copy(tmp_path):
 
 
 @pytest.fixture
-def fails(encoder, data_dir, tmp_path, capsys):
-    """fails("--task", "rtx", say=[...]): runs train.py's main and checks how it ends."""
+def refused(capsys):
+    """refused(words, "text", ...): train.py, or another command's main, ends with exit status 2 and
+    one line on stderr, which holds the texts -> the line."""
 
-    def fails(*arguments, say=(), stage="adapter", written=()):
-        options = {
-            "--model": encoder,
-            "--data-dir": data_dir,
-            "--task": "rte",
-            "--out": tmp_path / "out",
-            "--epochs": 1,
-        }
-        options["--stage"] = stage
-        before = sorted(tmp_path.rglob("*"))
-        given = [str(argument) for argument in arguments]
-        command = [
-            text
-            for option, value in options.items()
-            if option not in given
-            for text in (option, str(value))
-        ]
+    def refused(words, *texts, name="train.py", main=train.main):
+        capsys.readouterr()
         with pytest.raises(SystemExit) as exit:
-            command_line([*command, *given])
+            run_command(name, main, [str(word) for word in words])
         error = capsys.readouterr().err
-        lines = error.splitlines()
-        assert exit.value.code == 2
-        assert len(lines) == 1, error
-        assert lines[0].startswith("train.py: ") and "Traceback" not in error
-        for text in [say] if isinstance(say, str) else say:
-            assert text in lines[0]
+        line = "".join(s for s in error.splitlines(keepends=True) if not s.startswith("note: "))
+        assert exit.value.code == 2 and line.count("\n") == 1 and len(line) < 1500, error
+        assert line.endswith("\n") and "Traceback" not in line, error
+        for text in texts:
+            assert text in line
+        return line
+
+    return refused
+
+
+@pytest.fixture
+def fails(encoder, data_dir, tmp_path, refused):
+    """fails("--task rtx", say="did you mean"): train.py is refused, and writes nothing."""
+
+    def fails(*words, say=(), stage="adapter", written=()):
+        places = {"model": encoder, "data_dir": data_dir, "out": tmp_path / "out"}
+        given = [part for word in words for part in (word.split() if word is words[0] else [word])]
+        before = sorted(tmp_path.rglob("*"))
+        command = [*cli(f"--stage {stage} --task rte --epochs 1", **places), *given]
+        line = refused(command, *([say] if isinstance(say, str) else say))
         assert sorted(path for path in tmp_path.rglob("*") if path.name not in written) == before
-        return lines[0]
+        return line
 
     return fails
 
@@ -304,21 +237,14 @@ def dev_batches(encoder, data_dir, task="rte", batch_size=16):
 def content(run):
     """What a run has produced, without times and places."""
     log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    kept = ("epoch", "loss", "dev_accuracy")
+    log = [{name: line[name] for name in kept if name in line} for line in log]
     files = {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file()}
-    config, metrics = (
-        json.loads(files.pop(name).read_text()) for name in ("config.json", "metrics.json")
-    )
-    del files["log.jsonl"], config["command"], metrics["seconds"], metrics["out"]
-    log = [
-        {key: value for key, value in line.items() if key in ("epoch", "loss", "dev_accuracy")}
-        for line in log
-    ]
-    return (
-        log,
-        config,
-        metrics,
-        {name: path.read_bytes().replace(bytes(run), b"--out") for name, path in files.items()},
-    )
+    config = json.loads(files.pop("config.json").read_text())
+    metrics = json.loads(files.pop("metrics.json").read_text())
+    del files["log.jsonl"], config["command"], config["commit"], metrics["seconds"], metrics["out"]
+    texts = {name: path.read_bytes().replace(bytes(run), b"--out") for name, path in files.items()}
+    return log, config, metrics, texts
 
 
 def assert_equal(run, other):

@@ -5,177 +5,90 @@ import itertools
 import json
 import os
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import train
-from adapter import ADAPTERS, add_adapter, save_adapter
+from adapter import AdapterConfig, Kind, add_adapter, save_adapter
 from bert import Bert, BertConfig
 from conftest import IDS, MASK
 from experiments.load_run import load_run
 from formats.adapterhub import without_effect
 from reference import PEER, needs_peer, spread
-from runtime.options import configure
-from variants.houlsby import RecipeConfig
 
 # --------------------------------------------------------------------------------------------------
 # --adapter-config
 
 
 def test_fields_of_the_preset_are_changed(launch, tmp_path):
-    words = [
-        "ln_after=true",
-        "residual_before_ln=post_add",
-        "leave_out=[1]",
-        "non_linearity=swish",
-        "mh_adapter=true",
-    ]
-    launch(
-        "--stage",
-        "adapter",
-        "--task",
-        "rte",
-        "--epochs",
-        1,
-        "--out",
-        tmp_path / "run",
-        "--reduction-factor",
-        4,
-        "--adapter",
-        "bapna",
-        "--adapter-config",
-        *words,
-    )
+    words = "ln_after=true residual_before_ln=post_add leave_out=[1] non_linearity=swish"
+    command = "--stage adapter --task rte --epochs 1 --reduction-factor 4 --adapter bapna"
+    launch(f"{command} --adapter-config {words} mh_adapter=true", out=tmp_path / "run")
     bert, _, config = load_run(tmp_path / "run")
-    assert bert.layers[0].output_add_norm.adapters["rte"].config == RecipeConfig(
-        mh_adapter=True,
-        ln_before=True,
-        original_ln_after=False,
-        ln_after=True,
-        residual_before_ln="post_add",
-        non_linearity="swish",
-        leave_out=(1,),
-        reduction_factor=4,
-    )
-    assert [key for key, slot in bert.slots() if slot.adapters] == [(0, "attention"), (0, "output")]
-    assert config["adapter_config"] == {
+    changes = {
+        "mh_adapter": True,
         "ln_after": True,
         "residual_before_ln": "post_add",
-        "leave_out": [1],
         "non_linearity": "swish",
-        "mh_adapter": True,
+        "leave_out": [1],
     }
+    assert config["adapter_config"] == changes
+    adapter = bert.layers[0].output_add_norm.adapters["rte"]
+    assert adapter.config == AdapterConfig.bapna(**changes, reduction_factor=4)
+    assert [key for key, slot in bert.slots() if slot.adapters] == [(0, "attention"), (0, "output")]
 
 
-def test_other_architectures_have_other_fields():
-    assert configure(ADAPTERS["pal"], 16, {"size": 12, "num_heads": 3}).size == 12
-    with pytest.raises(
-        ValueError,
-        match="'ln_after' is no field of --adapter pal, which has size, num_heads, leave_out",
-    ):
-        configure(ADAPTERS["pal"], 16, {"ln_after": True})
+WRONG = """
+pfeiffer | ln_affter=true | has no 'ln_affter', its fields are mh_adapter
+pal | ln_after=true | --adapter pal has no 'ln_after', its fields are size, num_heads, leave_out
+pfeiffer | ln_after | NAME=VALUE, not 'ln_after'
+pfeiffer | ln_after=yes | ln_after must be true or false, not 'yes'
+pfeiffer | ln_after=1 | ln_after must be true or false, not 1
+pfeiffer | non_linearity=tanh | non_linearity must be one of leakyrelu, relu
+pfeiffer | non_linearity=["relu"] | not ['relu']
+pfeiffer | init_weights=mam_adapter | init_weights must be one of bert, houlsby, houlsby_code
+pfeiffer | layer_norms=all | layer_norms must be true or false
+pfeiffer | leave_out=5 | leave_out must be a list
+pfeiffer | leave_out=[2] | leave_out [2] has others than the layers 0 .. 1
+pfeiffer | leave_out=[0,1] | leaves no layer
+pfeiffer | mh_adapter=false output_adapter=false | no place in the encoder
+pfeiffer | residual_before_ln=post_add original_ln_before=false | 'post_add' is the input
+pfeiffer | residual_before_ln=false original_ln_before=false | original_ln_before=false leaves out
+pfeiffer | adapter_residual_before_ln=true | needs the new LayerNorm
+"""
 
 
-@pytest.mark.parametrize(
-    "words, say",
-    [
-        ("ln_affter=true", "'ln_affter' is no field of --adapter pfeiffer, which has mh_adapter"),
-        ("ln_after", "FIELD=VALUE, not 'ln_after'"),
-        ("ln_after=yes", "ln_after must be true or false, not 'yes'"),
-        ("ln_after=1", "ln_after must be true or false, not 1"),
-        ("reduction_factor=8", "reduction_factor is set by --reduction-factor"),
-        ("non_linearity=tanh", "non_linearity 'tanh'"),
-        ('non_linearity=["relu"]', "non_linearity ['relu']"),
-        ("init_weights=mam_adapter", "init_weights 'mam_adapter'"),
-        ("layer_norms=all", "layer_norms must be true or false"),
-        ("leave_out=5", "leave_out must be a list"),
-        ("leave_out=[2]", "leave_out [2] has others than the layers 0 .. 1"),
-        ("leave_out=[0,1]", "leaves no layer"),
-        ("leave_out=" + "[" * 100_000, "leave_out must be a list"),
-        ("mh_adapter=false output_adapter=false", "no place in the encoder"),
-        (
-            "residual_before_ln=post_add original_ln_before=false",
-            "residual_before_ln 'post_add' is the input",
-        ),
-        (
-            "residual_before_ln=false original_ln_before=false",
-            "original_ln_before=false leaves out",
-        ),
-        ("adapter_residual_before_ln=true", "needs the new LayerNorm"),
-    ],
-    ids=lambda text: text[:40],
-)
-def test_changes_that_mean_nothing(fails, words, say):
-    fails("--adapter-config", *words.split(), say=say)
+@pytest.mark.parametrize("row", WRONG.strip().splitlines())
+def test_wrong_changes(fails, row):
+    adapter, words, say = row.split(" | ")
+    fails(f"--adapter {adapter} --adapter-config {words}", say=say)
 
 
-def test_it_belongs_to_new_bottleneck_adapters(fails, runs):
-    for stage in ("head", "full"):
-        fails(
-            "--adapter-config",
-            "ln_after=true",
-            stage=stage,
-            say="--adapter-config belongs to a new adapter",
-        )
-    fails(
-        "--adapter-config",
-        "ln_after=true",
-        "--adapters",
-        runs / "rte",
-        stage="fusion",
-        say="belongs to a new adapter",
-    )
-    words = [
-        "--stage",
-        "multitask",
-        "--tasks",
-        "rte",
-        "--adapter",
-        "none",
-        "--adapter-config",
-        "ln_after=true",
-    ]
-    with pytest.raises(ValueError, match="belongs to a new adapter"):
-        train.check(train.arguments(words))
+def test_a_size_of_an_adapter_without_one(fails):
+    fails("--adapter pal --reduction-factor 8", say="--adapter pal has no 'reduction_factor'")
 
 
 def test_files_may_have_what_changes_nothing():
-    config = RecipeConfig(
+    config = AdapterConfig(
         original_ln_before=False, residual_before_ln=False, adapter_residual_before_ln=True
     )
     assert set(without_effect(config)) == {"residual_before_ln", "adapter_residual_before_ln"}
-    assert not without_effect(
-        RecipeConfig(residual_before_ln=False, ln_after=True, adapter_residual_before_ln=True)
-    )
+    inside = {"ln_after": True, "adapter_residual_before_ln": True}
+    assert not without_effect(AdapterConfig(residual_before_ln=False, **inside))
 
 
-def test_a_resumed_run_has_the_same_architecture(launch, tmp_path, monkeypatch):
-    command = [
-        "--stage",
-        "adapter",
-        "--task",
-        "rte",
-        "--epochs",
-        1,
-        "--out",
-        tmp_path / "run",
-        "--adapter-config",
-    ]
+@dataclass(frozen=True)
+class ReadsInput(Kind):
+    """A fork's configuration with one of the fields of AdapterConfig, and not its neighbours."""
 
-    def full_disk(*_):
-        raise OSError("no space left")
+    original_ln_before: bool = False
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space left"):
-        patch.setattr(train, "save", full_disk)
-        launch(*command, "ln_after=true")
-    with pytest.raises(
-        ValueError, match="adapter_config = {'ln_after': True}, not {'ln_before': True}"
-    ):
-        launch(*command, "ln_before=true", "--resume")
-    launch(*command, "ln_after=true", "--resume")
+
+def test_fields_of_other_kinds_have_other_neighbours():
+    assert without_effect(ReadsInput()) == {}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -220,7 +133,7 @@ def test_every_architecture_trains_or_is_refused(encoder):
         if (options["non_linearity"], options["reduction_factor"]) != ("swish", 8):
             continue
         try:
-            add_adapter(bert, "a", RecipeConfig(**options))
+            add_adapter(bert, "a", AdapterConfig(**options))
         except ValueError as e:
             refused += 1
             assert (
@@ -273,7 +186,7 @@ def both(tmp_path_factory):
         spread(made, generator)
         weights |= {f"{layer}.{location}.{part}.{r}": p.data.double() for part, p in made}
     save_file(weights, root / "weights.safetensors")
-    add_adapter(bert, "own", RecipeConfig(layer_norms=True))
+    add_adapter(bert, "own", AdapterConfig(layer_norms=True))
     save_adapter(bert, "own", root / "own")
     plan = {"encoder": str(root / "encoder"), "configs": GRID, "cannot_read": str(root / "own")}
     (root / "plan.json").write_text(json.dumps(plan))
@@ -295,7 +208,7 @@ def both(tmp_path_factory):
     with torch.no_grad():
         for number, options in enumerate(GRID):
             try:
-                add_adapter(bert, "a", RecipeConfig(**options))
+                add_adapter(bert, "a", AdapterConfig(**options))
             except ValueError as e:
                 ours[number] = str(e)
                 continue
@@ -383,7 +296,7 @@ def test_the_grid_tells_architectures_apart(both):
         len(theirs) == 2880
         and len([number for number in refused if number != "own"]) == 3456 - 2880
     )
-    meaningful = [number for number in theirs if not without_effect(RecipeConfig(**GRID[number]))]
+    meaningful = [number for number in theirs if not without_effect(AdapterConfig(**GRID[number]))]
     assert len({theirs[number].numpy().round(6).tobytes() for number in meaningful}) == len(
         meaningful
     )
@@ -394,7 +307,7 @@ def test_bapna_is_bapna_and_firat_s_formula(encoder):
     """h + U·relu(D·LN_new(h) + b_D) + b_U, h the layer's output, and nothing after it."""
     torch.manual_seed(0)
     bert = Bert.from_pretrained(encoder)
-    add_adapter(bert, "a", RecipeConfig.bapna(reduction_factor=4))
+    add_adapter(bert, "a", AdapterConfig.bapna(reduction_factor=4))
     slot = bert.layers[0].output_add_norm
     for p in slot.adapters["a"].parameters():
         torch.nn.init.normal_(p, std=0.5)

@@ -11,13 +11,12 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pytest
 
-from adapter import ADAPTERS
+from adapter import ADAPTERS, AdapterConfig
 from conftest import command_line, thorough, write_rows
 from experiments import architecture_search as search
 from experiments import grid
 from experiments.load_run import load_run
 from runtime.options import configure
-from variants.houlsby import RecipeConfig
 
 # Writes the metrics of a run: accuracy 0.5 and what FAKE/scores gives for each word of the command.
 # FAKE/fail has lines "beginning of a run's name: why it fails", FAKE/log gets a line a run.
@@ -99,7 +98,7 @@ def run(encoder, tmp_path, monkeypatch):
 
 
 def chains(steps=tuple(search.STEPS), best=()):
-    """Every (step, option, RecipeConfig) that a search can come to, whatever wins."""
+    """Every (step, option, AdapterConfig) that a search can come to, whatever wins."""
     if steps:
         for option, config in search.options_of(steps[0], dict(best))[0].items():
             yield steps[0], option, config
@@ -145,7 +144,7 @@ def test_the_options_are_the_papers():
         assert all(eval(text, {"c": config}) for config in found[key]), key
     paper = [next(iter(options)) for _, options in search.STEPS.values()]
     assert paper == ["top", "before_after", "none", "f", "relu"]
-    assert next(config for _, _, config in chains()) == RecipeConfig.pfeiffer()
+    assert next(config for _, _, config in chains()) == AdapterConfig.pfeiffer()
     first = {
         "position": 3,
         "pretrained": 5,
@@ -164,8 +163,8 @@ def test_a_name_is_one_architecture():
     for config in configs:
         assert names.setdefault(search.architecture(config), config) == config
     assert len(names) == len(configs) and len(configs) > 300
-    assert search.architecture(RecipeConfig.pfeiffer()) == "top-before_after-none-f-relu"
-    assert search.architecture(RecipeConfig.bapna()) == "top-before-before-ln-relu"
+    assert search.architecture(AdapterConfig.pfeiffer()) == "top-before_after-none-f-relu"
+    assert search.architecture(AdapterConfig.bapna()) == "top-before-before-ln-relu"
     assert (
         search.architecture(search.EXTRAS["houlsby"][1]) == "both-after-none-f-layer_norms-houlsby"
     )
@@ -180,7 +179,7 @@ def test_train_makes_of_a_command_what_it_is_meant_to():
     ]:
         parsed = grid.parse(search.cell(args, "rte", 3, config, 8.0), Path("nowhere"))
         made = configure(ADAPTERS[parsed.adapter], parsed.reduction_factor, parsed.adapter_config)
-        assert made == RecipeConfig(**{**vars(config), "reduction_factor": 8.0})
+        assert made == AdapterConfig(**{**vars(config), "reduction_factor": 8.0})
         assert (parsed.stage, parsed.task, parsed.seed, parsed.lr, parsed.data_dir) == (
             "adapter",
             "rte",
@@ -484,7 +483,7 @@ def test_a_search_for_real(run, encoder, data_dir, tmp_path, monkeypatch, capsys
             adapters = [
                 slot.adapters["sst2"] for _, slot in bert.slots() if "sst2" in slot.adapters
             ]
-            assert adapters[0].config == RecipeConfig(**{**vars(config), "reduction_factor": 8})
+            assert adapters[0].config == AdapterConfig(**{**vars(config), "reduction_factor": 8})
             assert len(adapters) == 2 * (config.mh_adapter + config.output_adapter)
     rows = list(csv.DictReader(open(tmp_path / "real" / "search.csv", newline="")))
     best = {}
@@ -492,7 +491,7 @@ def test_a_search_for_real(run, encoder, data_dir, tmp_path, monkeypatch, capsys
         found = {row["option"]: float(row["accuracy"]) for row in rows if row["step"] == step}
         assert list(found) == list(search.options_of(step, best)[0])
         best |= search.STEPS[step][1][max(found, key=found.get)][1]
-    last = search.changes(RecipeConfig(**best))
+    last = search.changes(AdapterConfig(**best))
     assert " ".join(last) in (tmp_path / "real" / "search.md").read_text()
     parameters = {row["option"]: int(row["trained_parameters"]) for row in rows}
     assert (

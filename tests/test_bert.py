@@ -37,6 +37,24 @@ def test_attention_in_training_is_the_one_in_evaluation():
         assert difference(attention(q, k, v, m, 1e-9), attention(q, k, v, m, 0.0)) <= 1e-8
 
 
+def test_attention_can_be_replaced():
+    """As a fork does for ALiBi, say: what `Layer.attend` is given, and that its result is used."""
+    bert, ids = encoder("bert"), torch.tensor([[2, 7, 8, 3], [2, 9, 3, 0]])
+    before, seen = bert(ids, None, ids != 0), []
+    for layer in bert.layers:
+        attend = layer.attend
+
+        def distant(q, k, v, mask, attend=attend):
+            seen.append((q.shape, k.shape, v.shape, mask.shape))
+            return 2 * attend(q, k, v, mask)
+
+        layer.attend = distant
+    assert not torch.allclose(bert(ids, None, ids != 0), before, atol=1e-3)
+    heads = bert.config.num_attention_heads
+    shape = (2, heads, 4, bert.config.hidden_size // heads)
+    assert seen == [(shape, shape, shape, (2, 1, 1, 4))] * len(bert.layers)
+
+
 # --------------------------------------------------------------------------------------------------
 # An example's hidden states are its own
 

@@ -9,7 +9,7 @@ import torch
 
 import train
 from adapter import activate, load_adapter
-from conftest import assert_equal, command_line, compiles, content, of_stage
+from conftest import assert_equal, cli, compiles, content, of_stage
 from fusion import fusion_regularization
 from reference import ADAPTERS, FUSIONS, GOLDEN, TOLERANCE, difference, encoder, run, with_fusion
 from variants.folding import fold
@@ -21,11 +21,10 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def command(quiet_encoder, data_dir, runs):
     """command("fusion", out, ...): two epochs on the GPU, without dropout."""
 
-    def command(stage, out, *options):
-        fixed = ["--model", quiet_encoder, "--data-dir", data_dir, "--device", "cuda"]
-        size = ["--epochs", 2, "--batch-size", 16, "--lr", "5e-3"]
-        words = ["--stage", stage, *of_stage(stage, runs, 6), *fixed, *size, *options, "--out", out]
-        return [str(word) for word in words]
+    def command(stage, out, text="", **options):
+        places = {"model": quiet_encoder, "data_dir": data_dir, "out": out, **options}
+        size = "--device cuda --epochs 2 --batch-size 16 --lr 5e-3"
+        return [*of_stage(stage, runs, 6), *cli(f"{size} {text}", **places)]
 
     return command
 
@@ -53,12 +52,11 @@ def test_the_reference_library_s_fusions(directory, expected):
     assert fusion_regularization(bert).device.type == "cuda"
 
 
-@pytest.mark.parametrize("compiled", [[], pytest.param(["--compile"], marks=compiles)])
+@pytest.mark.parametrize("compiled", ["", pytest.param("--compile", marks=compiles)])
 @pytest.mark.parametrize("stage", train.STAGES)
 def test_training_is_that_of_a_cpu(stage, compiled, command, tmp_path):
-    on_cpu = ["--device", "cpu", "--dtype", "float32"]
-    command_line(command(stage, tmp_path / "a", *on_cpu))
-    command_line(command(stage, tmp_path / "b", "--dtype", "float32", *compiled))
+    train.main(command(stage, tmp_path / "a", "--dtype float32 --device cpu"))
+    train.main(command(stage, tmp_path / "b", f"--dtype float32 {compiled}"))
     logs = [[line["loss"] for line in content(tmp_path / out)[0]] for out in ("a", "b")]
     assert logs[0] == pytest.approx(logs[1], abs=1e-4) and len(logs[0]) == 2
 
@@ -66,12 +64,10 @@ def test_training_is_that_of_a_cpu(stage, compiled, command, tmp_path):
 @pytest.mark.parametrize("stage", train.STAGES)
 def test_an_interrupted_run_ends_as_an_undisturbed_one(stage, command, encoder, at_step, tmp_path):
     """In bf16, which is what a GPU computes in unless told otherwise, and with dropout."""
-    options = ["--model", encoder]
-    command_line(command(stage, tmp_path / "whole", *options))
+    train.main(command(stage, tmp_path / "whole", model=encoder))
     at_step(8, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with pytest.raises(SystemExit) as exit:
-        command_line(command(stage, tmp_path / "stopped", *options))
-    assert exit.value.code == 130
-    command_line(command(stage, tmp_path / "stopped", *options, "--resume"))
+    with pytest.raises(KeyboardInterrupt):
+        train.main(command(stage, tmp_path / "stopped", model=encoder))
+    train.main(command(stage, tmp_path / "stopped", "--resume", model=encoder))
     assert_equal(tmp_path / "whole", tmp_path / "stopped")
     assert json.loads((tmp_path / "whole" / "config.json").read_text())["dtype"] == "bfloat16"

@@ -1,4 +1,4 @@
-"""The fast fusion, and the one with K and V applied once, are the textbook one."""
+"""The low-rank fusion, and the one with K and V applied once, are the textbook one."""
 
 import pytest
 import torch
@@ -46,10 +46,7 @@ def outputs_and_gradients(form, fusion, h, direction, fused, layer_input=()):
     """[o, the gradients of h, the fusion's parameters, the adapters', and x if there is one]"""
     h = h.clone().requires_grad_()
     torch.manual_seed(1)  # the same scores are dropped
-    if form == fusion.low_rank:
-        o = form(h, fused)
-    else:
-        o = form(h, fused, layer_input or None)
+    o = form(h, fused) if form.__name__ == "low_rank" else form(h, fused, layer_input or None)
     of = [h, *fusion.parameters(), *fused.parameters(), *layer_input[:1]]
     return [o, *torch.autograd.grad((o * direction).sum(), of, allow_unused=True)]
 
@@ -97,7 +94,7 @@ def test_mix_is_textbook(configs, training, tokens):
 
 
 class Fourfold(Adapter):
-    """A kind of adapter with a z of its own, of which `fast` knows nothing."""
+    """A subclass with a z of its own keeps no promise of Adapter's."""
 
     def z(self, h, layer_input=None):
         return 4 * super().z(h, layer_input)
@@ -126,8 +123,8 @@ OTHER_KINDS = {  # d: N modules
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "dropout"])
 @pytest.mark.parametrize("make", OTHER_KINDS.values(), ids=OTHER_KINDS)
 def test_other_kinds_are_fused_by_the_textbook(make, training, monkeypatch):
-    """Where z is not a bottleneck's, `once` is used: also with the mask and the input of the whole
-    layer, whose gradient is compared, too."""
+    """Where z is not a bottleneck's, `absorbed` is used: also with the mask and the input of the
+    whole layer, whose gradient is compared, too."""
     torch.manual_seed(0)
     d = 24
     fused = nn.ModuleList(make(d)).double().train(training)
@@ -138,7 +135,7 @@ def test_other_kinds_are_fused_by_the_textbook(make, training, monkeypatch):
     h, x, direction = torch.randn(3, 3, 7, d, dtype=torch.float64)
     mask = (torch.arange(7) < torch.tensor([7, 4, 1])[:, None])[:, None, None]
     layer_input = x.requires_grad_(), mask
-    monkeypatch.setattr(fusion, "fast", lambda *_: pytest.fail("z is not a bottleneck's"))
+    monkeypatch.setattr(fusion, "low_rank", lambda *_: pytest.fail("z is not a bottleneck's"))
     slow = outputs_and_gradients(fusion.textbook, fusion, h, direction, fused, layer_input)
     weights = fusion.weights
     names = ["o", "h", *(name for name, _ in fusion.named_parameters())]

@@ -10,22 +10,39 @@ import os
 import random
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import child
 import train
-from adapter import ADAPTERS, KINDS, Head, activate, add_adapter, load_adapter, save_adapter
+from adapter import (
+    ADAPTERS,
+    KINDS,
+    Head,
+    activate,
+    add_adapter,
+    find_adapter,
+    load_adapter,
+    save_adapter,
+)
 from bert import Bert
-from conftest import WORDS, sentence, thorough, write_rows
+from conftest import WORDS, cli, sentence, thorough, write_rows
 from data import TASKS, Classification, MultipleChoice
 from experiments import evaluate
-from fusion import FUSIONS, add_fusion, fusion_regularization, fusions, load_fusion, save_fusion
-from runtime.run import Run
+from fusion import (
+    FUSIONS,
+    add_fusion,
+    fusion_regularization,
+    fusion_weights,
+    fusions,
+    load_fusion,
+    save_fusion,
+)
+from runtime.processes import micro_batches, rank_and_world_size
 from variants.folding import fold
 
 REPOSITORY = Path(train.__file__).resolve().parent
@@ -56,6 +73,12 @@ def examples():
     fill(with_examples)
     yield
     fill(without)
+
+
+def test_examples_replace_nothing():
+    """Importing them leaves all that was registered as it was."""
+    for before, after in zip(without, with_examples, strict=True):
+        assert {name: after[name] for name in before} == before
 
 
 def adapters():
@@ -180,10 +203,24 @@ def test_saved_and_loaded_bit_for_bit(encoder, kind, tmp_path):
         assert torch.equal(bert(*inputs()), again(*inputs()))
 
 
-def test_a_kind_of_fusion_is_found_by_its_file():
-    """No two kinds have the same options, and nothing else tells them apart."""
-    options = [kind.options for kind in FUSION_KINDS.values()]
-    assert all(options.count(one) == 1 for one in options)
+@every_adapter
+@every_fusion
+def test_the_order_of_adapters_does_not_matter(encoder, kind, fusion_kind, capsys):
+    """Where their configurations say the same of what is read, and of how it goes back."""
+    if not can_fuse(kind):
+        return
+    bert = new_bert(encoder, kind)
+    add_fusion(bert, ["a", "b"], FUSION_KINDS[fusion_kind])
+    randomize(bert, ".fusion.")
+    states = [fusion.state_dict() for _, fusion in fusions(bert)]
+    h, s = bert(*inputs()), fusion_weights(bert)
+    add_fusion(bert, ["b", "a"], FUSION_KINDS[fusion_kind])
+    for (_, fusion), state in zip(fusions(bert), states, strict=True):
+        fusion.load_state_dict(state)
+    assert torch.allclose(bert(*inputs()), h, rtol=1e-9, atol=1e-11)
+    for key, weights in fusion_weights(bert).items():
+        assert torch.allclose(weights, s[key].flip(-1))
+    assert "note" not in capsys.readouterr().out
 
 
 @every_adapter
@@ -196,7 +233,13 @@ def test_exactly_what_is_new_is_trained(encoder, kind):
             add_fusion(bert, ["a", "b"], fusion_kind)
             part = ".fusion."
         trained = {name for name, p in bert.named_parameters() if p.requires_grad}
-        assert trained == {name for name, _ in bert.named_parameters() if part in name}
+        if fusion_kind is not None:
+            expected = {id(p) for _, fusion in fusions(bert) for p in fusion.parameters()}
+        else:  # a kind may keep parts of an adapter as they are
+            config, modules = find_adapter(bert, "b")
+            expected = {id(p) for _, _, module in modules for p in config.trained(module)}
+        assert {id(bert.get_parameter(name)) for name in trained} == expected
+        assert all(part in name for name in trained)
         before = {name: p.detach().clone() for name, p in bert.named_parameters()}
         if trained:
             optimizer = torch.optim.AdamW([p for p in bert.parameters() if p.requires_grad], 0.1)
@@ -318,18 +361,18 @@ def commands():
     """{name: what its run has beside the common options, and the runs that it needs}"""
     result = {}
     for kind in ADAPTER_KINDS:
-        result[kind] = ["--stage", "adapter", "--task", "sst2", *options_of(kind)]
+        result[kind] = [*cli("--stage adapter --task sst2"), *options_of(kind)]
     for name in FUSION_KINDS:
-        result[f"fusion {name}"] = ["--stage", "fusion", "--task", "sst2", "--fusion", name]
+        result[f"fusion {name}"] = cli(f"--stage fusion --task sst2 --fusion {name}")
     of_task = {
         Classification: "rte",
         MultipleChoice: "pick",
     }  # `pick` is an own task, without a line in TASKS
     of_task |= {task.kind: name for name, task in TASKS.items() if task.kind not in of_task}
     for kind, name in of_task.items():
-        result[f"task {kind.__name__}"] = ["--stage", "head", "--task", name]
+        result[f"task {kind.__name__}"] = cli(f"--stage head --task {name}")
     for score in Classification.scores:
-        result[f"score {score}"] = ["--stage", "head", "--task", "rte", "--score", score]
+        result[f"score {score}"] = cli(f"--stage head --task rte --score {score}")
     return result
 
 
@@ -343,14 +386,14 @@ def trained(encoder, places, runs, tmp_path_factory):
     """trained(name, out, ...): the closing line's dictionary of a run of COMMANDS"""
 
     def trained(name, out, *more):
-        return train.train(train.arguments(arguments(name, out, *more)))
+        return train.main(arguments(name, out, *more))
 
     def arguments(name, out, *more):
-        common = ["--model", encoder, "--data-dir", places, "--device", "cpu", "--epochs", 2]
-        common += ["--limit-train", 33, "--limit-dev", 20, "--batch-size", 8, "--lr", "5e-3"]
-        adapters = ["--adapters", runs / "rte", runs / "pick"] if "fusion" in COMMANDS[name] else []
-        given = [*COMMANDS[name], *common, *adapters, "--out", out, *more]
-        return [str(argument) for argument in given]
+        common = cli("--device cpu --epochs 2 --limit-train 33 --limit-dev 20 --batch-size 8")
+        common += cli("--lr 5e-3", model=encoder, data_dir=places, out=out)
+        adapters = [runs / "rte", runs / "pick"] if "fusion" in COMMANDS[name] else []
+        common += cli(adapters=adapters) if adapters else []
+        return [*COMMANDS[name], *common, *map(str, more)]
 
     trained.arguments = arguments
     return trained
@@ -396,20 +439,20 @@ def test_interrupted_and_resumed_is_the_same(name, trained, monkeypatch, tmp_pat
 def gradients(encoder, configuration):
     """{parameter: gradient} of one step over three examples, or of this process's share of it."""
     bert, heads = build(encoder, configuration)
-    stage, kind, _ = configuration
-    changes = {"layer_norms": True} if kind and "layer_norms" in kind else {}
-    args = SimpleNamespace(out=None, stage=stage, adapter_config=changes, grad_accumulation=1)
-    run = Run(args, None, torch.device("cpu"), made=False)
+    kind = configuration[1]
     model = train.Model(bert, heads).eval()  # without dropout
-    run.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    run.step_loss, distributed = torch.zeros(()), run.distribute(model)
-    for share, examples in run.micro_batches(np.arange(3)):
-        ids, types, mask = (tensor[examples] for tensor in inputs())
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    distributed, world_size = model, rank_and_world_size()[1]
+    if world_size > 1:
+        unused = configuration[0] == "multitask" or "layer_norms" in (kind or "")
+        distributed = DistributedDataParallel(model, init_sync=False, find_unused_parameters=unused)
+    for weight, rows in micro_batches(np.arange(3), 1):
+        ids, types, mask = (tensor[rows] for tensor in inputs())
         batch = {"input_ids": ids, "token_type_ids": types, "attention_mask": mask}
         logits = distributed(0, {**batch, "labels": ids[:, 0]}, torch.float64)
-        loss = Classification.loss(logits, torch.tensor([0, 1, 2])[examples])
-        run.backward(share * loss, share * fusion_regularization(bert))
-    return {name: torch.zeros(()) if p.grad is None else p.grad for name, p in run.trained.items()}
+        loss = Classification.loss(logits, torch.tensor([0, 1, 2])[rows])
+        (world_size * weight * (loss + fusion_regularization(bert))).backward()
+    return {n: torch.zeros(()) if p.grad is None else p.grad for n, p in parameters.items()}
 
 
 def share(rank, encoder, directory):

@@ -14,7 +14,6 @@ from bert import Bert
 from conftest import assert_equal
 from experiments.load_run import load_run
 from fusion import add_fusion, fusion_regularization, fusion_weights, fusions
-from runtime import state
 from variants.folding import fold
 from variants.masking import mask
 
@@ -145,32 +144,20 @@ def test_a_few_adapters_per_batch(launch, runs, tmp_path, monkeypatch):
         assert len(adapters) == len(seen[-1][1])
         return compose(self, h, adapters, layer_input)
 
-    adapters = ["--adapters", *(runs / name for name in ("rte", "sst2", "pick"))]
-    options = [
-        "--stage",
-        "fusion",
-        "--task",
-        "rte",
-        *adapters,
-        "--epochs",
-        1,
-        "--lr",
-        "5e-3",
-        "--batch-size",
-        4,
-    ]
+    words = "--stage fusion --task rte --epochs 1 --lr 5e-3 --batch-size 4"
+    adapters = [runs / name for name in ("rte", "sst2", "pick")]
     monkeypatch.setattr(fusion_module.Fusion, "compose", watched)
-    launch(*options, "--adapters-per-batch", 2, "--out", tmp_path / "two")
+    launch(words, adapters=adapters, adapters_per_batch=2, out=tmp_path / "two")
     steps = [names for training, names in seen if training]
     assert steps[::2] == steps[1::2] and len(steps) == 2 * 24  # two layers
     assert all(len(names) == 2 for names in steps) and len(set(steps)) == 3
     assert {names for training, names in seen if not training} == {("rte", "sst2", "pick")}
     config = json.loads((tmp_path / "two" / "config.json").read_text())
-    assert config["adapters_per_batch"] == 2 and "adapters_per_batch" not in state.FREE
+    assert config["adapters_per_batch"] == 2
     assert all(not fusion.masked for _, fusion in fusions(load_run(tmp_path / "two")[0]))
 
-    launch(*options, "--adapters-per-batch", 3, "--out", tmp_path / "three")
-    launch(*options, "--out", tmp_path / "all")
+    launch(words, adapters=adapters, adapters_per_batch=3, out=tmp_path / "three")
+    launch(words, adapters=adapters, out=tmp_path / "all")
     a, b, c = (
         load_file(tmp_path / name / "model_adapter_fusion.safetensors")
         for name in ("two", "three", "all")
@@ -181,25 +168,9 @@ def test_a_few_adapters_per_batch(launch, runs, tmp_path, monkeypatch):
 
 
 def test_a_resumed_run_draws_the_same(launch, runs, tmp_path, monkeypatch):
-    adapters = ["--adapters", *(runs / name for name in ("rte", "sst2", "pick"))]
-    options = [
-        "--stage",
-        "fusion",
-        "--task",
-        "rte",
-        *adapters,
-        "--epochs",
-        2,
-        "--lr",
-        "5e-3",
-        "--batch-size",
-        8,
-        "--adapters-per-batch",
-        2,
-        "--save-minutes",
-        0,
-    ]
-    launch(*options, "--out", tmp_path / "whole")
+    words = "--stage fusion --task rte --epochs 2 --lr 5e-3 --batch-size 8 --save-minutes 0"
+    given = {"adapters": [runs / name for name in ("rte", "sst2", "pick")], "out": tmp_path / "run"}
+    launch(words, **{**given, "out": tmp_path / "whole"}, adapters_per_batch=2)
     steps, clip = [], nn.utils.clip_grad_norm_
 
     def interrupted(*arguments):
@@ -210,11 +181,11 @@ def test_a_resumed_run_draws_the_same(launch, runs, tmp_path, monkeypatch):
 
     monkeypatch.setattr(nn.utils, "clip_grad_norm_", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        launch(*options, "--out", tmp_path / "run")
+        launch(words, **given, adapters_per_batch=2)
     monkeypatch.setattr(nn.utils, "clip_grad_norm_", clip)
     with pytest.raises(ValueError, match="adapters_per_batch"):
-        launch(*options, "--adapters-per-batch", 3, "--resume", "--out", tmp_path / "run")
-    launch(*options, "--resume", "--out", tmp_path / "run")
+        launch(f"{words} --resume", **given, adapters_per_batch=3)
+    launch(f"{words} --resume", **given, adapters_per_batch=2)
     assert_equal(tmp_path / "run", tmp_path / "whole")
 
 
@@ -234,35 +205,15 @@ def test_adapters_per_batch_errors(launch, runs, tmp_path):
             copy / "adapter.safetensors",
         )
     two, some = [runs / "rte", runs / "sst2"], [runs / "rte", tmp_path / "partly", tmp_path / "too"]
+    fuse, out = "--stage fusion --task rte", tmp_path / "out"
     for K, adapters, more, say in (
-        (1, two, [], "must be in 2 .. 2"),
-        (3, two, [], "must be in 2 .. 2"),
-        (2, some, [], "3 or more, not 2: layer 2 has 1"),
-        (2, two, ["--compile"], "not go together"),
+        (1, two, "", "must be in 2 .. 2"),
+        (3, two, "", "must be in 2 .. 2"),
+        (2, some, "", "3 or more, not 2: layer 2 has 1"),
+        (2, two, " --compile", "exclude each other"),
     ):
         with pytest.raises(ValueError, match=say):
-            launch(
-                "--stage",
-                "fusion",
-                "--task",
-                "rte",
-                "--adapters",
-                *adapters,
-                "--adapters-per-batch",
-                K,
-                *more,
-                "--out",
-                tmp_path / "out",
-            )
+            launch(fuse + more, adapters=adapters, adapters_per_batch=K, out=out)
     with pytest.raises(ValueError, match="belongs to --stage fusion"):
-        launch(
-            "--stage",
-            "adapter",
-            "--task",
-            "rte",
-            "--adapters-per-batch",
-            1,
-            "--out",
-            tmp_path / "out",
-        )
-    assert not (tmp_path / "out").exists()
+        launch("--stage adapter --task rte --adapters-per-batch 1", out=out)
+    assert not out.exists()

@@ -11,132 +11,90 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.optim.optimizer import register_optimizer_step_post_hook as after_step
+from torch.optim.optimizer import register_optimizer_step_pre_hook as before_step
 
 import train
 from adapter import load_adapter
 from bert import Bert
-from conftest import command_line, dev_batches
-from experiments import prune, publish
+from conftest import dev_batches
 from experiments.load_run import load_run
-from variants.multitask import task_probabilities
 
 TASKS = ["sst2", "rte", "pick"]
+MULTITASK = "--stage multitask --tasks sst2 rte --lr 1e-3"
+ADAPTERS = pytest.mark.parametrize("adapter", ["pal", "low_rank", "pfeiffer", "none"])
 
 
 @pytest.fixture(scope="module")
 def multitask(launch, tmp_path_factory):
     """Finished multi-task runs, by architecture."""
     out = tmp_path_factory.mktemp("multitask")
-    common = [
-        "--stage",
-        "multitask",
-        "--tasks",
-        *TASKS,
-        "--epochs",
-        2,
-        "--steps-per-epoch",
-        20,
-        "--lr",
-        "2e-3",
-    ]
+    common = "--stage multitask --epochs 2 --steps-per-epoch 20 --lr 2e-3"
     return {
-        name: launch(*common, "--adapter", name, "--out", out / name)
+        name: launch(common, tasks=TASKS, adapter=name, out=out / name)
         for name in ("pal", "low_rank", "pfeiffer", "none")
     }
 
 
-def options(**changes):
-    return SimpleNamespace(
-        **{
-            "stage": "multitask",
-            "sampling": "annealed",
-            "steps_per_epoch": 50,
-            "epochs": 5,
-            "seed": 3,
-            "batch_size": 8,
-            **changes,
-        }
-    )
+def drawn(lengths, epoch, sampling, steps_per_epoch=50, epochs=5):
+    """[(number of a task, its examples)] of an epoch's steps"""
+    options = {"stage": "multitask", "sampling": sampling, "steps_per_epoch": steps_per_epoch}
+    options |= {"epochs": epochs, "seed": 3, "batch_size": 8}
+    return train.epoch_batches(SimpleNamespace(**options), lengths, epoch)
 
 
-@pytest.mark.parametrize(
-    "sampling, epoch, alpha",
-    [
-        ("annealed", 1, 1.0),
-        ("annealed", 3, 0.6),
-        ("annealed", 5, 0.2),
-        ("proportional", 4, 1.0),
-        ("sqrt", 2, 0.5),
-    ],
-)
+SAMPLING = [("annealed", 1, 1.0), ("annealed", 3, 0.6), ("annealed", 5, 0.2)]
+SAMPLING += [("proportional", 4, 1.0), ("sqrt", 2, 0.5)]
+
+
+@pytest.mark.parametrize("sampling, epoch, alpha", SAMPLING)
 def test_the_sampler_matches_its_formula(sampling, epoch, alpha):
     """χ² of a long draw: with two degrees of freedom it is above 13.8 once in a thousand draws; the
     seed is fixed."""
-    lengths = [np.ones(n, dtype=int) for n in (10, 100, 2000)]
-    steps = 30_000
-    drawn = train.epoch_batches(options(sampling=sampling, steps_per_epoch=steps), lengths, epoch)
-    weights = np.array([10.0, 100.0, 2000.0]) ** alpha
-    expected = steps * weights / weights.sum()
-    counts = np.bincount([number for number, _ in drawn], minlength=3)
-    assert ((counts - expected) ** 2 / expected).sum() < 13.8
-    for wrong in (alpha - 0.1, alpha + 0.1):  # and the test is able to fail
-        other = np.array([10.0, 100.0, 2000.0]) ** wrong
-        other = steps * other / other.sum()
-        assert ((counts - other) ** 2 / other).sum() > 13.8
+    lengths, steps = [np.ones(n, dtype=int) for n in (10, 100, 2000)], 30_000
+    numbers = [number for number, _ in drawn(lengths, epoch, sampling, steps)]
+    counts = np.bincount(numbers, minlength=3)
 
+    def chi_squared(alpha):
+        weights = np.array([10.0, 100.0, 2000.0]) ** alpha
+        expected = steps * weights / weights.sum()
+        return ((counts - expected) ** 2 / expected).sum()
 
-def test_one_epoch_anneals_from_the_start():
-    assert task_probabilities([1, 3], "annealed", 1, 1).tolist() == [0.25, 0.75]
+    assert chi_squared(alpha) < 13.8
+    assert chi_squared(alpha - 0.1) > 13.8 and chi_squared(alpha + 0.1) > 13.8
 
 
 def test_round_robin():
-    drawn = [
-        number
-        for epoch in (1, 2)
-        for number, _ in train.epoch_batches(
-            options(sampling="round_robin", steps_per_epoch=4), [np.ones(9)] * 3, epoch
-        )
-    ]
-    assert drawn == [0, 1, 2, 0, 1, 2, 0, 1]
+    epochs = [drawn([np.ones(9)] * 3, epoch, "round_robin", 4) for epoch in (1, 2)]
+    assert [n for epoch in epochs for n, _ in epoch] == [0, 1, 2, 0, 1, 2, 0, 1]
 
 
 @pytest.mark.parametrize("sampling", ["annealed", "round_robin"])
 def test_every_task_goes_through_all_of_its_examples(sampling):
     """Before any of them comes a second time, also across epochs."""
-    sizes = (20, 33, 100)
+    sizes, seen = (20, 33, 100), [[], [], []]
     lengths = [np.random.default_rng(n).integers(5, 40, n) for n in sizes]
-    seen = [[], [], []]
     for epoch in range(1, 6):
-        for number, indices in train.epoch_batches(options(sampling=sampling), lengths, epoch):
+        for number, indices in drawn(lengths, epoch, sampling):
             seen[number] += indices.tolist()
     for size, examples in zip(sizes, seen, strict=True):
         assert len(examples) > size
         for start in range(0, len(examples), size):
             turn = examples[start : start + size]
             assert len(set(turn)) == len(turn)
-    assert (
-        train.epoch_batches(options(), lengths, 3)[7][1].tolist()
-        == train.epoch_batches(options(), lengths, 3)[7][1].tolist()
-    )
 
 
-@pytest.mark.parametrize("adapter", ["pal", "low_rank", "pfeiffer", "none"])
+@ADAPTERS
 def test_a_run(adapter, multitask, encoder, data_dir):
     result = multitask[adapter]
     out = Path(result["out"])
     assert result["task"] == "sst2,rte,pick" and set(result["accuracies"]) == set(TASKS)
     assert result["accuracy"] == pytest.approx(sum(result["accuracies"].values()) / 3)
-    before, after = (
-        Bert.from_pretrained(encoder),
-        Bert.from_pretrained(out),
-    )  # Θ′, a checkpoint for --model
+    before, after = map(Bert.from_pretrained, (encoder, out))  # Θ′, a checkpoint for --model
+    parameters = dict(before.named_parameters())
     # what no batch has touched (positions and words that do not occur) stays
-    changed = [
-        name
-        for name, p in before.named_parameters()
-        if not torch.equal(p, after.get_parameter(name))
-    ]
-    assert len(changed) > 0.9 * len(list(before.parameters()))
+    changed = [n for n, p in parameters.items() if not torch.equal(p, after.get_parameter(n))]
+    assert len(changed) > 0.9 * len(parameters)
     config = json.loads((out / "config.json").read_text())
     assert "adapters" not in config  # AdapterHub's library takes it for its own, and fails
     assert (out / "vocab.txt").exists() and (out / "adapters").exists() == (adapter != "none")
@@ -144,35 +102,18 @@ def test_a_run(adapter, multitask, encoder, data_dir):
         bert, head, config = load_run(out, task=task)
         assert config["task"] == task and not any(p.requires_grad for p in bert.parameters())
         with torch.inference_mode():
-            some = dev_batches(encoder, data_dir, task)
-            right = sum(
-                (
-                    train.predict(bert, head, batch, torch.float32).argmax(-1) == batch["labels"]
-                ).sum()
-                for batch in some
-            )
-        assert right.item() / 40 == pytest.approx(result["accuracies"][task])
-    for task, why in (
-        (None, "choose one with --task: sst2, rte"),
-        ("mnli", "'mnli' is none of them"),
-    ):
-        with pytest.raises(ValueError, match=f"several tasks, {why}"):
+            (batch,) = dev_batches(encoder, data_dir, task, 40)
+            right = train.predict(bert, head, batch, torch.float32).argmax(-1) == batch["labels"]
+        assert right.float().mean().item() == pytest.approx(result["accuracies"][task])
+    for task, why in ((None, "choose one with --task: sst2, rte"), ("mnli", "is none of them")):
+        with pytest.raises(ValueError, match=f"several tasks, .*{why}"):
             load_run(out, task=task)
 
 
-def test_what_needs_another_stage_says_so(multitask, encoder, tmp_path, capsys):
-    out = multitask["pfeiffer"]["out"]
-    cases = {
-        "only adapter and fusion runs can be published": (publish, [out, "--encoder", "me/bert"]),
-        "only fusion runs can be pruned": (prune, [out, "--keep", "1"]),
-    }
-    for why, (command, words) in cases.items():
-        with pytest.raises(SystemExit):
-            command.main([*words, "--out", str(tmp_path / "out")])
-        assert f"is of --stage multitask: {why}" in capsys.readouterr().err
+def test_what_is_no_adapter_says_where_one_is(multitask, encoder, tmp_path):
     bert = Bert.from_pretrained(encoder)
     with pytest.raises(FileNotFoundError, match="a multi-task run's adapters are in .*/adapters"):
-        load_adapter(bert, out)
+        load_adapter(bert, multitask["pfeiffer"]["out"])
     (tmp_path / "seeds.json").write_text("{}")
     with pytest.raises(FileNotFoundError, match="it holds a run for each seed, as .*/seed-0"):
         load_adapter(bert, tmp_path)
@@ -189,184 +130,60 @@ def test_its_encoder_is_the_one_it_ended_with(multitask, tmp_path):
 
 @pytest.mark.parametrize("adapter", ["pal", "pfeiffer"])
 def test_fusion_over_it(adapter, multitask, launch, tmp_path, capsys):
-    out = shutil.copytree(
-        multitask[adapter]["out"], tmp_path / Path(multitask[adapter]["out"]).name
-    )
+    """On Θ′, which its adapters belong to, and not on Θ."""
+    out = shutil.copytree(multitask[adapter]["out"], tmp_path / "run")
     theta = {name: p.clone() for name, p in Bert.from_pretrained(out).named_parameters()}
-    adapters = [out / "adapters" / task for task in TASKS]
-    fuse = ["--stage", "fusion", "--task", "rte", "--adapters", *adapters, "--out", tmp_path / "x"]
+    options = {"adapters": [out / "adapters" / task for task in TASKS], "out": tmp_path / "fusion"}
+    fuse = "--stage fusion --task rte --epochs 1 --lr 1e-3"
     with pytest.raises(ValueError, match="was trained on an encoder with other weights than"):
-        launch(*fuse)  # Θ, where these belong to Θ′
-    launch(
-        "--stage",
-        "fusion",
-        "--task",
-        "rte",
-        "--model",
-        out,
-        "--adapters",
-        *adapters,
-        "--epochs",
-        1,
-        "--lr",
-        "1e-3",
-        "--out",
-        tmp_path / "fusion",
-    )
+        launch(fuse, **options)
+    launch(fuse, model=out, **options)
     assert "was trained on" not in capsys.readouterr().out
     bert, _, config = load_run(tmp_path / "fusion")
     assert config["adapters"] == TASKS
-    for name, p in theta.items():
-        assert torch.equal(bert.get_parameter(name), p)
+    assert all(torch.equal(bert.get_parameter(name), p) for name, p in theta.items())
     for task in TASKS:
-        ours, theirs = (
-            load_file(run / "adapters" / task / "adapter.safetensors")
-            for run in (tmp_path / "fusion", out)
-        )
-        assert ours.keys() == theirs.keys() and all(
-            torch.equal(ours[name], theirs[name]) for name in ours
-        )
-    assert json.loads((tmp_path / "fusion" / "metrics.json").read_text())["accuracy"] > 0.4
+        place = Path("adapters", task, "adapter.safetensors")
+        assert (tmp_path / "fusion" / place).read_bytes() == (out / place).read_bytes()
 
 
-def test_the_learning_rate(launch, tmp_path, monkeypatch):
-    """Bert-n-Pals' warmup_linear: x / warmup, and from there on 1 - x."""
-    rates, step = [], train.AdamW.step
-
-    def spy(self, *values):
-        rates.append([group["lr"] for group in self.param_groups])
-        return step(self, *values)
-
-    monkeypatch.setattr(train.AdamW, "step", spy)
-    launch(
-        "--stage",
-        "multitask",
-        "--tasks",
-        "sst2",
-        "rte",
-        "--epochs",
-        2,
-        "--steps-per-epoch",
-        10,
-        "--lr",
-        "1e-3",
-        "--warmup",
-        0.25,
-        "--out",
-        tmp_path / "run",
-    )
-    expected = [1e-3 * (k / 20 / 0.25 if k / 20 < 0.25 else 1 - k / 20) for k in range(20)]
-    assert np.allclose(rates, np.array(expected)[:, None])
+# --------------------------------------------------------------------------------------------------
+# Bert-n-Pals' optimizer
 
 
-WRONG = {
-    "task and tasks": (
-        ["--stage", "multitask", "--task", "rte", "--tasks", "sst2"],
-        "takes --tasks",
-    ),
-    "no tasks": (["--stage", "multitask"], "takes --tasks"),
-    "twice": (["--stage", "multitask", "--tasks", "rte", "rte"], "each of them once"),
-    "tasks of a single stage": (
-        ["--stage", "full", "--task", "rte", "--tasks", "sst2"],
-        "takes --task",
-    ),
-    "no task": (["--stage", "head"], "takes --task"),
-    "nothing to train": (
-        ["--stage", "adapter", "--task", "rte", "--adapter", "none"],
-        "--adapter none",
-    ),
-    "warm-up without end": (
-        ["--stage", "multitask", "--tasks", "rte", "--warmup", "1"],
-        "--warmup",
-    ),
-    "no steps": (
-        ["--stage", "multitask", "--tasks", "rte", "--steps-per-epoch", "0"],
-        "--steps-per-epoch",
-    ),
-    "adapters": (
-        ["--stage", "multitask", "--tasks", "rte", "--adapters", "x"],
-        "--adapters belongs to",
-    ),
-}
+def test_the_learning_rate(launch, tmp_path):
+    """warmup_linear: x / warmup, and from there on 1 - x."""
+    rates = []
+    hook = before_step(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"]))
+    launch(f"{MULTITASK} --epochs 2 --steps-per-epoch 10 --warmup 0.25", out=tmp_path / "run")
+    hook.remove()
+    assert np.allclose(rates, [1e-3 * (k / 5 if k < 5 else 1 - k / 20) for k in range(20)])
 
 
-@pytest.mark.parametrize("arguments, text", WRONG.values(), ids=WRONG)
-def test_wrong_arguments(arguments, text, encoder, data_dir, tmp_path, capsys):
-    with pytest.raises(SystemExit) as e:
-        command_line(
-            [
-                *arguments,
-                "--model",
-                str(encoder),
-                "--data-dir",
-                str(data_dir),
-                "--out",
-                str(tmp_path / "out"),
-            ]
-        )
-    lines = capsys.readouterr().err.splitlines()
-    assert (
-        e.value.code == 2
-        and len(lines) == 1
-        and text in lines[0]
-        and not (tmp_path / "out").exists()
-    )
-
-
-def test_the_defaults_are_stickland_and_murray_s():
-    """Bert-n-Pals, run_multi_task.py: 300 steps for each task, weight decay 0.01, warm-up 0.1."""
-    args = train.arguments(["--stage", "multitask", "--tasks", *TASKS])
-    assert (args.steps_per_epoch, args.weight_decay, args.warmup, args.lr, args.epochs) == (
-        900,
-        0.01,
-        0.1,
-        2e-5,
-        25,
-    )
-    single = train.arguments(["--stage", "adapter", "--task", "rte"])
-    assert (single.weight_decay, single.warmup) == (0.0, 0.0)
-
-
-def test_momentum_goes_on_between_a_task_s_batches(launch, tmp_path, monkeypatch):
-    """Bert-n-Pals fills gradients with zeros: what another task's batch leaves alone still moves,
-    as Adam with a gradient of zero does. Transcribed: m <- 0.9 m, v <- 0.999 v, p <- p - lr m̂ /
+def test_momentum_goes_on_between_a_task_s_batches(launch, tmp_path):
+    """Gradients are filled with zeros: what another task's batch leaves alone still moves, as Adam
+    with a gradient of zero does. Transcribed: m <- 0.9 m, v <- 0.999 v, p <- p - lr m̂ /
     (√v̂ + ε)."""
-    seen, step = [], train.AdamW.step
+    before, seen = {}, []
 
-    def spy(self, *values):
-        group = self.param_groups[0]
-        before = {p: (p.detach().clone(), *moments(self, p)) for p in group["params"]}
-        step(self, *values)
-        for p in group["params"]:
-            if p.grad is not None and not p.grad.any() and before[p][1] is not None:
-                seen.append((*before[p], p.detach().clone(), group["lr"], group["weight_decay"]))
+    def keep(optimizer, *_):
+        for p in optimizer.param_groups[0]["params"]:
+            state = optimizer.state.get(p)
+            if state and p.grad is not None and not p.grad.any():
+                moments = state["exp_avg"].clone(), state["exp_avg_sq"].clone(), int(state["step"])
+                before[p] = p.detach().clone(), *moments
 
-    def moments(optimizer, p):
-        state = optimizer.state.get(p, {})
-        if not state:
-            return None, None, 0
-        return state["exp_avg"].clone(), state["exp_avg_sq"].clone(), int(state["step"])
+    def compare(optimizer, *_):
+        group = optimizer.param_groups[0]
+        for p, values in before.items():
+            seen.append((*values, p.detach().clone(), group["lr"], group["weight_decay"]))
+        before.clear()
 
-    monkeypatch.setattr(train.AdamW, "step", spy)
-    launch(
-        "--stage",
-        "multitask",
-        "--tasks",
-        "sst2",
-        "rte",
-        "--adapter",
-        "pfeiffer",
-        "--epochs",
-        1,
-        "--steps-per-epoch",
-        8,
-        "--lr",
-        "1e-3",
-        "--sampling",
-        "round_robin",
-        "--out",
-        tmp_path / "run",
-    )
+    hooks = before_step(keep), after_step(compare)
+    options = "--adapter pfeiffer --epochs 1 --steps-per-epoch 8 --sampling round_robin"
+    launch(f"{MULTITASK} {options}", out=tmp_path / "run")
+    for hook in hooks:
+        hook.remove()
     moved = 0
     for p, m, v, t, after, lr, decay in seen:
         m, v, t = 0.9 * m, 0.999 * v, t + 1
@@ -377,36 +194,19 @@ def test_momentum_goes_on_between_a_task_s_batches(launch, tmp_path, monkeypatch
     assert moved > 10
 
 
-def test_each_task_has_its_own_length(launch, encoder, data_dir, tmp_path, monkeypatch):
-    seen, load = [], train.load_split
+def test_each_task_has_its_own_length(launch, tmp_path, monkeypatch):
+    seen, lengths, get_task, load = {}, {"sst2": 20, "rte": 31}, train.get_task, train.load_split
+
+    def get(name, *rest, **given):
+        return replace(get_task(name, *rest, **given), max_length=lengths[name])
 
     def spy(task, split, tokenizer, *rest, **options):
-        seen.append((task.name, tokenizer.truncation["max_length"]))
+        seen[task.name] = tokenizer.truncation["max_length"]
         return load(task, split, tokenizer, *rest, **options)
 
-    lengths = {"sst2": 20, "rte": 31}
-    get_task = train.get_task
-    monkeypatch.setattr(
-        train,
-        "get_task",
-        lambda name, *rest, **given: replace(
-            get_task(name, *rest, **given), max_length=lengths[name]
-        ),
-    )
+    monkeypatch.setattr(train, "get_task", get)
     monkeypatch.setattr(train, "load_split", spy)
-    out = tmp_path / "run"
-    options = [
-        "--stage",
-        "multitask",
-        "--tasks",
-        "sst2",
-        "rte",
-        "--epochs",
-        1,
-        "--steps-per-epoch",
-        2,
-    ]
-    launch(*options, "--out", out)
-    assert set(seen) == {("sst2", 20), ("rte", 31)}
-    assert json.loads((out / "config.json").read_text())["max_length"] == lengths
-    assert load_run(out, task="rte")[2]["max_length"] == 31
+    launch(f"{MULTITASK} --epochs 1 --steps-per-epoch 2", out=tmp_path / "run")
+    assert seen == lengths
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["max_length"] == lengths
+    assert load_run(tmp_path / "run", task="rte")[2]["max_length"] == 31

@@ -12,10 +12,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from adapter import KINDS
+from adapter import read_config
 from experiments import evaluate, figure4, predict, prune, publish
 from experiments.load_run import load_run, load_run_split
-from formats.adapterhub import read_adapter_config
 from fusion import fusion_weights, fusions
 from variants.masking import mask
 
@@ -131,12 +130,9 @@ def test_a_smaller_run(name, keep, leave_out, whole, capsys, tmp_path, monkeypat
     left = {adapter for adapters in expected.values() for adapter in adapters}
     assert set(config["adapters"]) == left == {path.name for path in (out / "adapters").iterdir()}
     for adapter in left:
-        _, adapter_config, values = read_adapter_config(out / "adapters" / adapter, KINDS)
+        _, adapter_config, values = read_config(out / "adapters" / adapter)
         assert adapter_config.leave_out == tuple(i for i in (0, 1) if adapter not in expected[i])
-        assert (
-            values["model_name"]
-            == read_adapter_config(run / "adapters" / adapter, KINDS)[2]["model_name"]
-        )
+        assert values["model_name"] == read_config(run / "adapters" / adapter)[2]["model_name"]
         old, new = (
             load_file(directory / "adapters" / adapter / "adapter.safetensors")
             for directory in (run, out)

@@ -11,31 +11,28 @@ import pytest
 import train
 
 ROOT = Path(train.__file__).parent
+PROGRAMS = re.findall(
+    r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text(encoding="utf-8"), re.DOTALL
+)
 matplotlib.use("Agg")
-
-
-def programs():
-    text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
 
 
 def test_a_finished_run(runs, tmp_path, monkeypatch, capsys):
     shutil.copytree(runs, tmp_path / "runs")
     monkeypatch.chdir(tmp_path)
-    exec(programs()[0], {})
+    exec(PROGRAMS[0], {})
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 and all("entailment" in line for line in lines)
     assert (tmp_path / "fusion_weights.png").stat().st_size > 5000
 
 
-def test_training(encoder, data_dir, tmp_path, monkeypatch, capsys):
+def test_training(encoder, data_dir, tmp_path, monkeypatch):
     shutil.copytree(data_dir, tmp_path / "data")
     monkeypatch.chdir(tmp_path)
     names = {}
-    exec(programs()[1].replace("google-bert/bert-base-uncased", str(encoder)), names)
+    exec(PROGRAMS[1].replace("google-bert/bert-base-uncased", str(encoder)), names)
     assert names["fusion"]["out"] == "runs/short/fusion"
     assert (tmp_path / "runs/short/fusion/metrics.json").is_file()
-    assert len([line for line in capsys.readouterr().out.splitlines() if line[:3] == "rte"]) == 1
 
 
 def test_main_raises_where_the_command_ends(tmp_path):
@@ -46,10 +43,9 @@ def test_main_raises_where_the_command_ends(tmp_path):
 
 
 def test_what_is_installed():
-    """pyproject.toml declares every module and package of the repository, and dependencies that the
-    tests run with."""
-    with open(ROOT / "pyproject.toml", "rb") as file:
-        declared = tomllib.load(file)
+    """pyproject.toml declares every module and package, and dependencies that the tests run
+    with."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
     modules = {path.stem for path in ROOT.glob("*.py")}
     packages = {path.parent.name for path in ROOT.glob("*/*.py")} - {"tests", "examples", "docs"}
     assert set(declared["tool"]["setuptools"]["py-modules"]) == modules
@@ -57,5 +53,4 @@ def test_what_is_installed():
     pinned = (ROOT / "requirements.txt").read_text()
     pinned += (ROOT / "experiments" / "requirements.txt").read_text()
     for dependency in declared["project"]["dependencies"]:
-        name, version = dependency.split(">=")
-        assert f"{name}=={version}." in pinned, name
+        assert f"{dependency.replace('>=', '==')}." in pinned, dependency

@@ -1,7 +1,8 @@
 """What README.md and docs/ say is true: commands are understood by the programs that they name,
 links lead somewhere, and quoted lines of code are there."""
 
-import importlib.util
+import argparse
+import importlib
 import json
 import re
 import shlex
@@ -10,16 +11,11 @@ from pathlib import Path
 
 import pytest
 
-import train
-from experiments import grid
-from runtime import options
-
 ROOT = Path(__file__).parent.parent
-PAGES = {
-    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-}
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
 README = PAGES["README.md"]
+every_page = pytest.mark.parametrize("page", PAGES)
 
 
 def test_the_readme_is_short():
@@ -32,7 +28,9 @@ def test_the_readme_is_short():
 
 def commands(text):
     """Every `python ...` in the code of a page, as a list of words."""
-    code = re.findall(r"```\n(.*?)```", text, re.DOTALL) + re.findall(r"`([^`]+)`", prose(text))
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    code = re.findall(r"```\n(.*?)```", text, re.DOTALL)
+    code += re.findall(r"`([^`]+)`", re.sub(r"(?<!\n)\n(?!\n)", " ", prose))
     values = dict(re.findall(r'^(\w+)="(.+)"$', "\n".join(code), re.MULTILINE))
     for block in code:
         block = re.sub(r"\s*\\\n\s*", " ", block)  # a command over several lines
@@ -40,102 +38,61 @@ def commands(text):
             block = block.replace(f"${name}", value)
         block = re.sub(r"\$\{\w+\[.*?\]\}|\$[a-z]\w*", "rte", block)  # other variables of the shell
         block = re.sub(r"\$SLURM_\w+", "0", block)
-        for line in block.splitlines():
-            for command in re.split(r"; | && | \| ", line):
-                found = re.match(
-                    r"(?:do |srun |\$ )?(?:python|torchrun .*?)(?= (?:-m )?\w)", command
-                )
-                if found and re.search(r"\btrain\.py|\bdata\.py|\bbert\.py|-m \w", command):
-                    yield shlex.split(command, comments=True)
+        for command in re.split(r"; | && | \| |\n", block):
+            start = r"(?:do |srun |\$ )?(?:python|torchrun .*?) (?=(train|data|bert)\.py|-m \w)"
+            if found := re.match(start, command):
+                yield shlex.split(command[found.end() :], comments=True)
 
 
-def prose(text):
-    """A page without its blocks of code, each paragraph on one line."""
-    return re.sub(r"(?<!\n)\n(?!\n)", " ", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
-
-
-def program(words):
-    """(its name, its arguments): train.py ..., -m experiments.predict ..."""
-    for i, word in enumerate(words):
-        if word in ("train.py", "data.py", "bert.py"):
-            return word, words[i + 1 :]
-        if word == "-m":
-            return words[i + 1], words[i + 2 :]
-    raise AssertionError(f"no program in {words}")
-
-
-GRIDS = ("experiments.table1", "experiments.architecture_search")
-
-
-class Understood(Exception):
+class Understood(BaseException):
     """Raised in place of everything that follows the parser."""
 
 
-def stop_after(parse):
+def understand(words, monkeypatch):
+    """Ends in Understood, or in another exception for words that the program refuses."""
+    module, *words = words[1:] if words[0] == "-m" else words
+    module = importlib.import_module(module.removesuffix(".py"))
+    words = [word.removesuffix("...") for word in words if word != "..."]
+    if "--" in words:  # what follows goes to every train.py
+        rest = words[words.index("--") + 1 :]
+        with pytest.raises(Understood):
+            understand(["train.py", "--stage", "head", "--task", "rte", *rest], monkeypatch)
+        words = words[: words.index("--")]
+
     def parse_and_stop(*values):
         parse(*values)
         raise Understood
 
-    return parse_and_stop
+    parse = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(sys, "argv", ["program", *words])
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+        patch.setattr(argparse.ArgumentParser, "parse_intermixed_args", parse_and_stop)
+        module.main()
 
 
-def understand(name, words, monkeypatch):
-    """Raises ValueError for arguments that the program refuses. No file is touched."""
-    if name == "bert.py":
-        assert 1 <= len(words) <= 2 and not words[0].startswith("-"), words
-        return
-    if name == "train.py":
-        args = train.arguments(words)
-        args.out = Path("a directory that is not there")  # what is there is not looked at
-        train.check(args)
-        return
-    if name != "data.py" and not name.startswith("experiments."):  # its options are its own
-        assert importlib.util.find_spec(name), name
-        return
-    parsers = [(options.Parser, "parse_args"), (options.Parser, "parse_intermixed_args")]
-    for owner, method in [(grid, "own_arguments")] if name in GRIDS else parsers:
-        monkeypatch.setattr(owner, method, stop_after(getattr(owner, method)))
-    monkeypatch.setattr(sys, "argv", [name, *words])
-    module = importlib.import_module(name.removesuffix(".py"))
-    with pytest.raises(Understood):
-        module.arguments(words) if name in GRIDS else module.main()
-    if name in GRIDS and "--" in words:  # what follows goes to every train.py
-        monkeypatch.undo()
-        rest = words[words.index("--") + 1 :]
-        understand("train.py", ["--stage", "head", "--task", "rte", *rest], monkeypatch)
-
-
-FOUND = [(page, tuple(words)) for page, text in PAGES.items() for words in commands(text)]
+FOUND = {(page, shlex.join(words)) for page, text in PAGES.items() for words in commands(text)}
+INSTALLED = ("-m experiments", "-m examples", "train.py", "data.py")
 
 
 def test_commands_are_found():
-    names = {program(words)[0] for _, words in FOUND}
-    assert {
-        "train.py",
-        "data.py",
-        "bert.py",
-        "experiments.evaluate",
-        "experiments.predict",
-    } <= names
-    assert {"experiments.table1", "experiments.prune", "experiments.curves"} <= names
-    assert len(FOUND) >= 40
+    programs = [words.removeprefix("-m ").split()[0] for _, words in FOUND]
+    for name in "evaluate predict table1 prune curves figure4 publish".split():
+        assert f"experiments.{name}" in programs
+    assert {"train.py", "data.py", "bert.py"} <= {*programs} and len(FOUND) >= 40
 
 
-@pytest.mark.parametrize("page, words", FOUND, ids=[shlex.join(words)[:80] for _, words in FOUND])
-def test_every_command_is_understood(page, words, monkeypatch, capsys):
-    name, arguments = program(words)
-    arguments = [re.sub(r"\.\.\.$", "", word) for word in arguments]
-    if arguments == ["--help"]:
-        with pytest.raises(SystemExit, match="^0$"):
-            train.arguments(arguments)
-        return
-    understand(name, [word for word in arguments if word], monkeypatch)
+@pytest.mark.parametrize("page, words", sorted(FOUND), ids=lambda text: text[:80])
+def test_every_command_is_understood(page, words, monkeypatch):
+    if words.startswith(INSTALLED):
+        with pytest.raises(SystemExit if "--help" in words else Understood):
+            understand(shlex.split(words), monkeypatch)
 
 
-def test_a_command_with_an_unknown_option_is_noticed(monkeypatch):
-    for name in ("train.py", "experiments.predict", "experiments.table1"):
-        with monkeypatch.context() as patch, pytest.raises((ValueError, SystemExit)):
-            understand(name, ["--no-such-option"], patch)
+def test_a_command_with_an_unknown_option_is_noticed(monkeypatch, capsys):
+    for name in ("train.py", "-m experiments.predict", "-m experiments.table1"):
+        with pytest.raises((ValueError, SystemExit)):
+            understand([*name.split(), "--no-such-option"], monkeypatch)
 
 
 def test_make_commands_exist():
@@ -146,7 +103,7 @@ def test_make_commands_exist():
 
 
 # --------------------------------------------------------------------------------------------------
-# Links
+# Links and names
 
 
 def anchor(heading):
@@ -154,7 +111,7 @@ def anchor(heading):
     return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", PAGES)
+@every_page
 def test_every_link_leads_somewhere(page):
     links = re.findall(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"", PAGES[page])
     for link in (a or b for a, b in links):
@@ -175,12 +132,11 @@ def test_every_page_is_reached_from_the_readme():
         if page not in reached:
             reached.add(page)
             for link in re.findall(r"\]\(([^)\s#]+\.md)", PAGES[page]):
-                path = ((ROOT / page).parent / link).resolve()
-                todo.append(str(path.relative_to(ROOT)))
+                todo.append(str(((ROOT / page).parent / link).resolve().relative_to(ROOT)))
     assert reached == set(PAGES)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@every_page
 def test_a_page_names_tests_that_are_there(page):
     """And it is nobody's unfinished merge."""
     tests = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").glob("*.py"))
@@ -189,49 +145,33 @@ def test_a_page_names_tests_that_are_there(page):
         for file in re.findall(r"tests/\w+\.py", words):
             assert (ROOT / file).exists(), file
         for name in re.findall(r"\btest_\w+\b(?!\.py)", words):
-            assert f"def {name}(" in tests, name
-
-
-# --------------------------------------------------------------------------------------------------
-# Code
+            assert f"def {name}(" in tests or (ROOT / f"tests/{name}.py").exists(), name
 
 
 def test_every_equation_points_at_a_line_that_is_there():
     rows = re.findall(r"\| `(\w+\.py)`: `(.+)` \|", README)
-    assert {file for file, _ in rows} == {
-        "bert.py",
-        "adapter.py",
-        "fusion.py",
-        "data.py",
-        "train.py",
-    }
+    assert {file[:-3] for file, _ in rows} == {*"bert adapter fusion data train".split()}
     for file, line in rows:
         assert line in (ROOT / file).read_text(encoding="utf-8"), f"{line} is no longer in {file}"
-
-
-def test_the_defaults_are_those_that_the_readme_names():
-    assert train.STAGES["adapter"] == (1e-4, 30) and train.STAGES["fusion"] == (5e-5, 10)
-
-
-def figures(text):
-    return set(re.findall(r"\d+\.\d+", text))
 
 
 def test_the_readme_has_no_figure_that_its_pages_have_not():
     section = README[README.index("## What it gives") : README.index("## Your own task")]
     tables = "\n".join(line for line in section.splitlines() if line.startswith("|"))
-    assert len(figures(tables)) > 20
-    assert figures(tables) <= figures(PAGES["docs/results.md"] + PAGES["docs/benchmarks.md"])
+    figures = set(re.findall(r"\d+\.\d+", tables))
+    pages = PAGES["docs/results.md"] + PAGES["docs/benchmarks.md"]
+    assert len(figures) > 20 and figures <= set(re.findall(r"\d+\.\d+", pages))
 
 
 # --------------------------------------------------------------------------------------------------
 # The walkthrough
 
+NOTEBOOK = json.loads((ROOT / "docs" / "walkthrough.ipynb").read_text(encoding="utf-8"))
+
 
 def cells_of_source(text):
     """[(kind, text)] of the cells of a percent-format file."""
-    header, *cells = re.split(r"^# %%", text, flags=re.MULTILINE)
-    for cell in cells:
+    for cell in re.split(r"^# %%", text, flags=re.MULTILINE)[1:]:
         title, _, body = cell.partition("\n")
         if title.strip() == "[markdown]":
             yield "markdown", re.sub(r"^# ?", "", body.strip(), flags=re.MULTILINE)
@@ -239,17 +179,10 @@ def cells_of_source(text):
             yield "code", re.sub(r"^# %(?=\w)", "%", body.strip(), flags=re.MULTILINE)
 
 
-NOTEBOOK = json.loads((ROOT / "docs" / "walkthrough.ipynb").read_text(encoding="utf-8"))
-
-
-def test_the_notebook_is_that_of_its_source():
+def test_the_notebook_is_that_of_its_source_and_executed():
     source = list(cells_of_source((ROOT / "docs" / "walkthrough.py").read_text(encoding="utf-8")))
     cells = [(cell["cell_type"], "".join(cell["source"])) for cell in NOTEBOOK["cells"]]
-    assert len(source) > 40
-    assert cells == source, "run `make walkthrough`"
-
-
-def test_the_notebook_is_executed():
+    assert len(source) > 40 and cells == source, "run `make walkthrough`"
     code = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
     assert all(cell["execution_count"] for cell in code)
     outputs = [output for cell in code for output in cell["outputs"]]
@@ -267,6 +200,4 @@ def test_the_notebook_names_no_place_of_a_machine():
 def test_links_of_the_walkthrough():
     text = "".join("".join(c["source"]) for c in NOTEBOOK["cells"] if c["cell_type"] == "markdown")
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
-    assert len(links) >= 4
-    for link in links:
-        assert (ROOT / "docs" / link).exists(), link
+    assert len(links) >= 4 and all((ROOT / "docs" / link).exists() for link in links), links

@@ -27,18 +27,15 @@ def read_safetensors(path):
     for name, entry in json.loads(data[8:start]).items():
         if name != "__metadata__":
             begin, end = entry["data_offsets"]
-            yield (
-                name,
-                np.frombuffer(data[start + begin : start + end], "<f4").reshape(entry["shape"]),
-            )
+            numbers = np.frombuffer(data[start + begin : start + end], "<f4")
+            yield name, numbers.reshape(entry["shape"])
 
 
 def google_name(name):
     """bert.encoder.layer.0.output.dense.weight -> bert/encoder/layer_0/output/dense/kernel"""
     name = re.sub(r"layer\.(\d+)", r"layer_\1", name).replace("_embeddings.weight", "_embeddings")
-    name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
-        "LayerNorm.bias", "LayerNorm.beta"
-    )
+    name = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+    name = name.replace("LayerNorm.bias", "LayerNorm.beta")
     return re.sub(r"\.weight$", ".kernel", name).replace(".", "/")
 
 
@@ -50,10 +47,10 @@ def main(encoder, out, shards=1):
     d = variables["bert/embeddings/LayerNorm/beta"].shape[0]
     for name in ("bert/embeddings/LayerNorm/beta", "bert/encoder/layer_0/intermediate/dense/bias"):
         variables[f"{name}/adam_m"] = variables[f"{name}/adam_v"] = variables[name]
-    variables["bert/pooler/dense/kernel"] = variables["cls/predictions/transform/dense/kernel"] = (
-        np.eye(d, dtype="f")
-    )
-    variables["bert/pooler/dense/bias"] = variables["cls/predictions/output_bias"] = np.ones(d, "f")
+    for name in ("bert/pooler/dense/kernel", "cls/predictions/transform/dense/kernel"):
+        variables[name] = np.eye(d, dtype="f")
+    for name in ("bert/pooler/dense/bias", "cls/predictions/output_bias"):
+        variables[name] = np.ones(d, "f")
     variables["cls/seq_relationship/output_weights"] = np.ones((2, d), "f")
     variables["global_step"] = np.int64(1000)
 
@@ -62,35 +59,21 @@ def main(encoder, out, shards=1):
     shutil.copy(encoder / "vocab.txt", out)
     config = json.loads((encoder / "config.json").read_text())
     google = (
-        "attention_probs_dropout_prob",
-        "hidden_act",
-        "hidden_dropout_prob",
-        "hidden_size",
-        "initializer_range",
-        "intermediate_size",
-        "max_position_embeddings",
-        "num_attention_heads",
-        "num_hidden_layers",
-        "type_vocab_size",
-        "vocab_size",
-    )
-    (out / "bert_config.json").write_text(
-        json.dumps({name: config[name] for name in google}, indent=2) + "\n"
-    )
+        "attention_probs_dropout_prob hidden_act hidden_dropout_prob hidden_size initializer_range "
+        "intermediate_size max_position_embeddings num_attention_heads num_hidden_layers "
+        "type_vocab_size vocab_size"
+    ).split()
+    content = json.dumps({name: config[name] for name in google}, indent=2) + "\n"
+    (out / "bert_config.json").write_text(content)
 
     names, parts = sorted(variables), []
     for shard in range(shards):  # a bundle of its own for each, then one index over all of them
         part, parts = str(out / f"part{shard}"), [*parts, str(out / f"part{shard}")]
-        some = names[shard::shards]
-        tf.raw_ops.SaveV2(
-            prefix=part,
-            tensor_names=some,
-            shape_and_slices=[""] * len(some),
-            tensors=[variables[name] for name in some],
-        )
-    tf.raw_ops.MergeV2Checkpoints(
-        checkpoint_prefixes=parts, destination_prefix=str(out / "bert_model.ckpt")
-    )
+        own = names[shard::shards]
+        tensors, slices = [variables[name] for name in own], [""] * len(own)
+        tf.raw_ops.SaveV2(prefix=part, tensor_names=own, shape_and_slices=slices, tensors=tensors)
+    prefix = str(out / "bert_model.ckpt")
+    tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=parts, destination_prefix=prefix)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""What the paper compares with, or we add. Importing a module of it makes its kinds known."""
+"""The paper's baselines, and our additions. Importing a module registers its kinds."""

@@ -1,5 +1,5 @@
-"""A fusion for inference: products of weights that stand ahead of time, so that three of size d × R
-remain per token."""
+"""A fusion for inference: the products of weights are computed once, ahead of time, so that each
+token needs only three products of size d × R."""
 
 import copy
 
@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from adapter import Adapter
-from fusion import Fusion, bottlenecks, up_projections
+from fusion import Fusion, are_low_rank, bottlenecks, up_projections
 
 
 class FoldedFusion(nn.Module):
@@ -20,7 +19,7 @@ class FoldedFusion(nn.Module):
         super().__init__()
         self.name, self.adapter_names = fusion.name, fusion.adapter_names
         self.masked, self.weights = fusion.masked, None
-        # b_K does not change the softmax
+        # without dropout on the scores, b_K does not change the softmax
         Q, K, V = (fusion.query.weight, fusion.key.weight, fusion.value.weight)
         U, membership = up_projections(fusion.unmasked(adapters), Q.dtype)  # [d, R], [R, N]
         self.register_buffer("to_scores", (K @ U).T @ Q)  # [R, d]
@@ -50,16 +49,15 @@ class FoldedFusion(nn.Module):
 @torch.no_grad()
 def fold(bert):
     """
-    An encoder for inference with the same outputs and fusion weights, where every fusion that is
-    active is folded. It shares all other modules' weights with `bert`, which stays as it is. A
-    fusion that is not of the paper's kind, or over adapters that are no bottlenecks, has nothing to
-    fold and stays.
+    An encoder for inference with the same outputs and fusion weights, in which every active fusion
+    is folded. It shares all other modules' weights with `bert`, which stays as it is. A
+    fusion that is not of the paper's kind, or whose adapters are no bottlenecks, stays as it is.
     """
     shared = {id(p): p for p in bert.parameters()}
     folded = copy.deepcopy(bert, shared).eval()
     for _, slot in folded.slots():
         if type(slot.fusion) is Fusion and slot.active == slot.fusion.name:
             adapters = [slot.adapters[name] for name in slot.fusion.adapter_names]
-            if all(type(adapter).z is Adapter.z for adapter in adapters):
+            if are_low_rank(adapters):
                 slot.fusion = FoldedFusion(slot.fusion, adapters).to(bert.dtype)
     return folded

@@ -1,5 +1,5 @@
-"""Fusion over some of its adapters: which of them take part, for good or drawn anew for every
-training step.
+"""Fusion over some of its adapters: those that are chosen once, or drawn anew for every training
+step.
 
 mask(bert, ["qqp"])                           # without it; mask(bert, []): all again
 """
@@ -11,21 +11,20 @@ from fusion import fusions
 
 def mask(bert, names, layers=None):
     """
-    Leaves adapters out of the softmax, as scores of -inf would, but without the work; in all
-    layers, or in `layers` (from 0). What was masked there before is not any more: after
-    mask(bert, []) all take part. What the adapters of a slot read is still the last one's choice,
-    masked or not.
+    Leaves adapters out of the softmax, as scores of -inf would, but without computing them; in all
+    layers, or in `layers` (from 0). It replaces an earlier mask there: mask(bert, []) removes it.
+    The last adapter of a slot still says what all of them read, masked or not.
 
     Raises ValueError, and changes nothing, for a name that is not in the fusion, for a layer that
     has none, or if a layer would be left without adapter.
     """
-    names, there = frozenset(names), {layer for (layer, _), _ in fusions(bert)}
-    layers = there if layers is None else set(layers)
-    if not there or layers - there:
-        where = f"layer {min(layers - there)}, from 0" if there else "this encoder"
+    names, fused_layers = frozenset(names), {layer for (layer, _), _ in fusions(bert)}
+    layers = fused_layers if layers is None else set(layers)
+    if not fused_layers or layers - fused_layers:
+        where = f"layer {min(layers - fused_layers)}, from 0" if fused_layers else "this encoder"
         raise ValueError(f"there is no fusion in {where}")
-    here = [(layer, fusion) for (layer, _), fusion in fusions(bert) if layer in layers]
-    for layer, fusion in here:
+    chosen = [(layer, fusion) for (layer, _), fusion in fusions(bert) if layer in layers]
+    for layer, fusion in chosen:
         if fusion.options is None:
             raise ValueError("adapters of a folded fusion cannot be masked: mask them, then fold")
         if unknown := sorted(names - set(fusion.name.split(","))):
@@ -34,7 +33,7 @@ def mask(bert, names, layers=None):
         if set(fusion.adapter_names) <= names:
             has = ", ".join(fusion.adapter_names)
             raise ValueError(f"layer {layer + 1} would be left without adapter: it has {has}")
-    for _, fusion in here:
+    for _, fusion in chosen:
         fusion.masked, fusion.weights = names, None
 
 
@@ -49,16 +48,16 @@ def check_subset(bert, count, adapters):
             f"--adapters-per-batch must be in 2 .. {N}, the number of --adapters, not {count}{why}"
         )
     for (layer, _), fusion in fusions(bert):
-        if (here := len(fusion.adapter_names)) <= N - count:
+        if (present := len(fusion.adapter_names)) <= N - count:
             raise ValueError(
-                f"--adapters-per-batch must be {N - here + 1} or more, not {count}: layer "
-                f"{layer + 1} has {here} of the {N} "
+                f"--adapters-per-batch must be {N - present + 1} or more, not {count}: layer "
+                f"{layer + 1} has {present} of the {N} "
                 "adapters, and one has to be among those drawn"
             )
 
 
-def mask_all_but(bert, count, adapters, draw):
-    """Leaves `count` of the fused adapters unmasked; draw: what makes all processes, and a resumed
-    run, draw alike."""
-    drawn = np.random.default_rng(draw).permutation(adapters)
+def mask_all_but(bert, count, adapters, seed):
+    """Leaves `count` of the fused adapters unmasked, drawn with `seed`, so that all processes and a
+    resumed run draw the same."""
+    drawn = np.random.default_rng(seed).permutation(adapters)
     mask(bert, drawn[count:].tolist())

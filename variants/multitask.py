@@ -1,5 +1,5 @@
 """MT-A's training (section 2.2.2; Stickland and Murray, 2019): which task's batch is next, and
-whose adapter takes part in it."""
+whose adapter is active in it."""
 
 import math
 
@@ -9,49 +9,36 @@ from data import length_bucketed_batches
 
 
 def task_probabilities(sizes, sampling, epoch, epochs):
-    """Of each task to be the next, by the sizes of their training sets. Stickland and Murray
-    (2019), section 3.3: size^α, with an α that falls from 1 to 0.2 over the epochs ("annealed"), of
-    1 ("proportional") or 0.5 ("sqrt")."""
-    alpha = {
-        "annealed": 1 - 0.8 * (epoch - 1) / max(epochs - 1, 1),
-        "proportional": 1.0,
-        "sqrt": 0.5,
-    }[sampling]
+    """The probability of each task to be the next, by the sizes of their training sets. Stickland
+    and Murray (2019), section 3.3: size^α, where α falls from 1 to 0.2 over the epochs
+    ("annealed"), or is 1 ("proportional") or 0.5 ("sqrt")."""
+    annealed = 1 - 0.8 * (epoch - 1) / max(epochs - 1, 1)
+    alpha = {"annealed": annealed, "proportional": 1.0, "sqrt": 0.5}[sampling]
     return np.asarray(sizes) ** alpha / (np.asarray(sizes) ** alpha).sum()
 
 
-def multitask_batches(args, lengths, epoch):
-    """[(index of the task, its examples)] for every step of an epoch. lengths: in tokens, of each
-    task's examples."""
-    drawn = []  # by epoch, also of those before: each task goes on in its own data where it stopped
-    for e in range(1, epoch + 1):
-        if args.sampling == "round_robin":
-            drawn.append(
-                np.arange((e - 1) * args.steps_per_epoch, e * args.steps_per_epoch) % len(lengths)
-            )
+def multitask_batches(lengths, sampling, steps, batch_size, seed, epoch, epochs):
+    """[(index of the task, its examples)] for each of the `steps` of an epoch. lengths: in tokens,
+    of each task's examples."""
+    tasks, drawn = len(lengths), []
+    for e in range(1, epoch + 1):  # those before, too: each task goes on in its data
+        if sampling == "round_robin":
+            drawn.append(np.arange((e - 1) * steps, e * steps) % tasks)
         else:
-            p = task_probabilities([len(task) for task in lengths], args.sampling, e, args.epochs)
-            drawn.append(
-                np.random.default_rng((args.seed, e)).choice(
-                    len(lengths), args.steps_per_epoch, p=p
-                )
-            )
-    taken = np.bincount(np.concatenate([*drawn[:-1], []]).astype(int), minlength=len(lengths))
+            p = task_probabilities([len(task) for task in lengths], sampling, e, epochs)
+            drawn.append(np.random.default_rng((seed, e)).choice(tasks, steps, p=p))
+    taken = np.bincount(np.concatenate([*drawn[:-1], []]).astype(int), minlength=tasks)
     result, orders = [], {}
     for n in drawn[-1].tolist():
-        turn, step = divmod(taken[n], math.ceil(len(lengths[n]) / args.batch_size))
-        if (n, turn) not in orders:
-            orders[n, turn] = length_bucketed_batches(
-                lengths[n], args.batch_size, (args.seed, turn, n)
-            )
-        result.append((n, orders[n, turn][step]))
+        pass_, step = divmod(taken[n], math.ceil(len(lengths[n]) / batch_size))
+        if (n, pass_) not in orders:
+            orders[n, pass_] = length_bucketed_batches(lengths[n], batch_size, (seed, pass_, n))
+        result.append((n, orders[n, pass_][step]))
         taken[n] += 1
     return result
 
 
-def switch_task(bert, args, task):
-    """Multi-task training turns to the adapter of one task, where each task has one. Unlike
-    `activate` it freezes nothing."""
-    if args.stage == "multitask" and args.adapter != "none":
-        for _, slot in bert.slots():
-            slot.active = task.name
+def switch_task(bert, name):
+    """Makes one task's adapter the active one. Unlike `activate` it freezes nothing."""
+    for _, slot in bert.slots():
+        slot.active = name

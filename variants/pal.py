@@ -7,20 +7,20 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import nn
 
-from adapter import register
-from formats.adapterhub import check_layers
+from adapter import Kind, register
+from formats.adapterhub import is_list_of_layers
 from runtime.kernels import attention
 
 
 @dataclass(frozen=True)
-class PALConfig:
+class PALConfig(Kind):
     """
     size        of the small space
     num_heads   of the self-attention there, whose projections from d and back are shared by all
                 layers; 0: no self-attention, and projections of each layer's own
     leave_out   layers (from 0) without one
 
-    Raises ValueError, naming the field, for what has no meaning.
+    Raises ValueError, naming the field, for an invalid value.
     """
 
     size: int = 204
@@ -28,7 +28,6 @@ class PALConfig:
     leave_out: tuple = ()
 
     architecture = "pal"
-    no_fusion = None
 
     def __post_init__(self):
         if type(self.size) is not int or not 0 < self.size < 10**5:
@@ -38,7 +37,8 @@ class PALConfig:
             raise ValueError(
                 f"num_heads must be 0 or divide the size {self.size}, not {heads!r:.50}"
             )
-        check_layers(self.leave_out)
+        if not is_list_of_layers(self.leave_out):
+            raise ValueError(f"leave_out must be a list of layers, not {self.leave_out!r:.50}")
         object.__setattr__(self, "leave_out", tuple(self.leave_out))
 
     @classmethod
@@ -61,13 +61,12 @@ class PALConfig:
 
     def tensor_names(self, module):
         """The projections that all layers share are written with the first one."""
-        parts = [] if module.shares else ["down", "up"]
-        parts += ["query", "key", "value"] if self.num_heads else []
-        return {
-            f"adapter_{part}.{kind}": f"{part}.{kind}"
-            for part in parts
-            for kind in ("weight", "bias")
-        }
+        names = super().tensor_names(module)
+        shared = ("down.", "up.") if module.shares else ()
+        return {theirs: ours for theirs, ours in names.items() if not ours.startswith(shared)}
+
+    def fields_in_stream(self):
+        return []
 
 
 class PAL(nn.Module):

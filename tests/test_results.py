@@ -1,0 +1,159 @@
+"""Every table of docs/results.md is made from its file in results/. After a file has changed,
+`python tests/test_results.py` writes the tables again."""
+
+import csv
+import re
+from pathlib import Path
+from statistics import mean, stdev
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "results.md"
+SYSTEMS = {
+    "head": "Head",
+    "full": "Full",
+    "st_a_16": "ST-A",
+    "st_a_houlsby": "ST-A Houlsby",
+    "mt_a": "MT-A",
+    "fusion_st_a": "Fusion w/ ST-A",
+    "fusion_mt_a": "Fusion w/ MT-A",
+    "mtl": "Multi-task",
+    "sequential": "Sequential",
+}
+STEPS = {
+    "position": "(a) position",
+    "pretrained": "(b) pretrained LayerNorm",
+    "new": "(c) new LayerNorm",
+    "residual": "(d) residual",
+    "non_linearity": "(e) non-linearity",
+    "extras": "(f) earlier",
+}
+OPTIONS = {
+    "top": "top only",
+    "bottom": "bottom only",
+    "before_after": "before & after",
+    "before_ln": "before, residual LN(f + x)",
+    "ln": "LN(f + x)",
+    "sum": "f + x",
+    "houlsby": "Houlsby et al., LayerNorms too",
+    "houlsby_adapters": "Houlsby et al., adapters alone",
+    "bapna": "Bapna and Firat",
+}
+
+
+def read(name):
+    with open(ROOT / "results" / f"{name}.csv", encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def as_it_is(name):
+    rows = read(name)
+    return [list(rows[0]), *(list(row.values()) for row in rows)]
+
+
+def low_resource():
+    yield ["target", "head", "single adapter", "fusion", "gain (the paper's)"]
+    for row in read("low_resource_table1"):
+        systems = ("head", "st_a_16", "fusion_st_a")
+        cells = [" ± ".join(filter(None, (row[f"{s}_mean"], row[f"{s}_std"]))) for s in systems]
+        gains = (
+            float(row[f"fusion_st_a_{of}"]) - float(row[f"st_a_16_{of}"])
+            for of in ("mean", "paper")
+        )
+        yield [row["task"], *cells, "{:+.2f} ({:+.2f})".format(*gains)]
+
+
+def mini():
+    yield ["target", *SYSTEMS.values()]
+    for row in read("mini_table1")[-6:]:  # the tasks with three seeds, and the mean of all
+        yield [row["task"], *(row[f"{system}_mean"] for system in SYSTEMS)]
+
+
+def mini_counts():
+    """Arrows: ↗ better by more than 0.3, ↘ worse by more than 0.3, → between."""
+    yield ["", "better", "better or the same"]
+    pairs = {}
+    for row in read("mini_table2"):
+        pairs.setdefault((row["fusion"], row["compared_to"]), []).append(row)
+    for (fusion, other), rows in pairs.items():
+        ours, papers = ([row[of] for row in rows] for of in ("arrow", "paper"))
+        counts = [
+            f"{sum(a in arrows for a in ours)} ({sum(a in arrows for a in papers)}) of {len(rows)}"
+            for arrows in ("↗", "↗→")
+        ]
+        yield [f"{SYSTEMS[fusion]} : {SYSTEMS[other]}", *counts]
+
+
+def search():
+    """Means over the reduction factors; the best of each step in bold."""
+    yield ["step", "option", "SST-2", "SciTail"]
+    columns = []
+    for task in ("sst2", "scitail"):
+        found = {}
+        for row in read(f"search_{task}"):
+            options = found.setdefault(row["step"], {})
+            options.setdefault(row["option"], []).append(100 * float(row["accuracy"]))
+        columns.append(found)
+    for step, title in STEPS.items():
+        means = [{option: mean(of) for option, of in found[step].items()} for found in columns]
+        best = [max(of, key=of.get) if step != "extras" else None for of in means]
+        for option in means[0]:
+            cells = (
+                ("**{:.2f}**" if option == winner else "{:.2f}").format(of[option])
+                for of, winner in zip(means, best, strict=True)
+            )
+            yield [title, OPTIONS.get(option, option), *cells]
+            title = ""
+
+
+def prune():
+    yield ["adapters in a layer", "accuracy", "speed", "folded"]
+    for row in read("prune"):
+        if row["k"] in ("14", "7", "1"):
+            speeds = (f"{float(row[name]):.2f} ×" for name in ("speed_up", "folded_up"))
+            yield [row["k"], f"{100 * float(row['accuracy']):.1f}", *speeds]
+
+
+TABLES = {
+    **{
+        function.__name__: function for function in (low_resource, mini, mini_counts, search, prune)
+    },
+    **{name: lambda name=name: as_it_is(name) for name in ("demo", "full", "rte_fusions")},
+}
+
+
+def table(name):
+    header, *rows = TABLES[name]()
+    return [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *rows)]
+
+
+def written(text):
+    """The page with its tables made anew: each stands below `<!-- table: NAME -->`."""
+    pattern = r"(<!-- table: (\w+) -->\n)(?:\|.*\n)*"
+    return re.sub(pattern, lambda found: found[1] + "\n".join([*table(found[2]), ""]), text)
+
+
+def test_every_table_is_that_of_its_file():
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == written(text), "run python tests/test_results.py"
+    assert set(re.findall(r"<!-- table: (\w+) -->", text)) == set(TABLES)
+    starts = re.findall(r"(?<!\|)\n(\|.*)\n\|[-| ]+\|\n", text)
+    assert len(starts) == len(TABLES), "a table without a file"
+
+
+@pytest.mark.parametrize("row", [row for row in read("rte_fusions") if "±" in row["fusion"]])
+def test_means_of_the_seeds_that_are_given(row):
+    if seeds := [float(value) for value in row["fusion by seed"].split(", ") if value]:
+        assert row["fusion"] == f"{mean(seeds):.2f} ± {stdev(seeds):.2f}"
+
+
+@pytest.mark.parametrize(
+    "name", [path.stem for path in sorted((ROOT / "results").glob("*weights.csv"))]
+)
+def test_layers_are_counted_from_1(name):
+    assert {row["layer"] for row in read(name)} == set("123456")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
