@@ -540,7 +540,7 @@ def test_errors(runs, launch, encoder, tmp_path, capsys, monkeypatch):
         ([rte, "--file", write("b.jsonl", b"\n[1]\n")], "line 2: not a JSON object"),
         (
             [rte, "--file", write("c.jsonl", b'{"sentence1": "a"}\n')],
-            "line 1: column 'sentence2' is missing",
+            "line 1: no column 'sentence2'",
         ),
         (
             [rte, "--file", write("d.jsonl", b'{"sentence1": "a", "sentence2": ["b"]}\n')],
