@@ -149,7 +149,7 @@ def test_what_other_code_has_made_is_made_anew():
 
 def test_results_keep_the_order_of_the_batches():
     results = Results(5, 2)
-    assert (results.size, results.steps) == (2, 3)
+    assert (results.batch_size, results.steps) == (2, 3)
     for labels, loss in (([0, 1], 1.0), ([1, 1], 2.0), ([0], 4.0)):
         labels = torch.tensor(labels)
         results.add(labels, 1 - labels, torch.tensor(loss), labels >= 0)
