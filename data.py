@@ -224,10 +224,12 @@ def get_task(name, data_dir=None, labels=None, split="train", columns=None):
     if data_dir is not None and not Path(data_dir).is_dir():
         raise FileNotFoundError(f"--data-dir {data_dir} is not a directory")
     if name in TASKS:
-        return replace(TASKS[name], name=name, column_names=columns or {})
-    task_rows.check_own_task(name, data_dir, TASKS)
-    path = find_file(Path(data_dir) / name, split)
-    task = own_task(*task_rows.own_columns(path, read_rows(path), columns, labels))
+        task = TASKS[name]
+    else:
+        task_rows.check_own_task(name, data_dir, TASKS)
+        path = find_file(Path(data_dir) / name, split)
+        task = own_task(*task_rows.own_columns(path, read_rows(path), columns, labels))
+    task_rows.check_column_names(columns, task)
     return replace(task, name=name, column_names=columns or {})
 
 

@@ -38,6 +38,18 @@ def apply_column_names(row, names):
     return {**rest, **named}
 
 
+def check_column_names(names, task):
+    """Raises ValueError for a name that would rename nothing of a task: a column that is misspelt
+    would be left out without a word."""
+    for ours, theirs in (names or {}).items():
+        if ours not in (task.label, *task.columns):
+            has = ", ".join([*task.columns, task.label])
+            raise ValueError(
+                f"--columns {ours}={theirs}: there is no column {theirs!r}, or the task does not "
+                f"take {ours!r}; it takes {has}"
+            )
+
+
 def own_columns(where, rows, names, labels=None):
     """(text columns, labels) of your own task. rows: (line, row) one after another; names: as
     above; labels: if they are known already. Raises ValueError that names the line."""
@@ -115,11 +127,13 @@ def check_row(row, task):
     for column in task.absent:
         if row.get(column) is not None:
             raise ValueError(f"column {column!r} is one that {task.name} did not have in training")
+    for column in (task.label, *task.columns):
+        value = row.get(column)
+        if value is None or (value != value and column != task.label):  # NaN: a missing text
+            raise ValueError(missing(column, row))
     texts = []
     for column in task.columns:
-        value = row.get(column)
-        if value is None or value != value:  # NaN: how some write a missing text
-            raise ValueError(missing(column, row))
+        value = row[column]
         if column in ("endings", "choices"):
             of_the_hub = isinstance(value, dict) and column == "choices" and not task.absent
             options = value.get("text") if of_the_hub else value
@@ -128,8 +142,6 @@ def check_row(row, task):
         elif type(value) not in (str, int, float):
             raise ValueError(f"column {column!r} holds {type(value).__name__}, expected a text")
         texts.append(str(value) if type(value) in (int, float) else value)
-    if row.get(task.label) is None:
-        raise ValueError(missing(task.label, row))
     return texts, row[task.label]
 
 

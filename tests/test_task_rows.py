@@ -42,6 +42,16 @@ def test_renamed_columns_are_trained_on(tokenizer, tmp_path):
     assert split[0]["input_ids"] == [tokenizer.encode("red", "cat").ids]
 
 
+@pytest.mark.parametrize("names", [{"text_b": "texd_b"}, {"texd_b": "text_b"}, {"choices": "c"}])
+def test_misspelt_columns_are_not_left_out(names, tmp_path):
+    rows = [{"text_a": "red", "label": i} for i in range(2)]
+    write_rows(tmp_path / "own/train.jsonl", rows)
+    with pytest.raises(ValueError, match="--columns .* there is no column .* takes text_a, label"):
+        get_task("own", tmp_path, columns=names)
+    with pytest.raises(ValueError, match="takes sentence1, sentence2, label"):
+        get_task("rte", tmp_path, columns=names)
+
+
 PAIR, CHOICE = {"text_a": "a", "text_b": "b"}, {"choices": ["x", "y"]}
 OWN = [  # rows of the training file, columns or what is said of them
     ([{"text_a": "a"}, {"text_a": "b"}], "text_a"),
@@ -139,7 +149,7 @@ def test_what_other_code_has_made_is_made_anew():
 
 def test_results_keep_the_order_of_the_batches():
     results = Results(5, 2)
-    assert (results.size, results.steps) == (2, 3)
+    assert (results.batch_size, results.steps) == (2, 3)
     for labels, loss in (([0, 1], 1.0), ([1, 1], 2.0), ([0], 4.0)):
         labels = torch.tensor(labels)
         results.add(labels, 1 - labels, torch.tensor(loss), labels >= 0)
