@@ -26,7 +26,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from adapter import KINDS, save_adapter
+from adapter import read_config, save_adapter
 from experiments.figure4 import average, inputs_of
 from experiments.load_run import (
     cast,
@@ -135,7 +135,10 @@ def write_run(options, kept, changes, out):
         if (options.run / name).is_file():
             shutil.copyfile(options.run / name, out / name)
     config = {**read_json(options.run / "config.json"), **changes, "adapters": names}
-    config["adapter_digests"] = {name: digest(out / "adapters" / name, KINDS) for name in names}
+    config["adapter_digests"] = {}
+    for name in names:
+        directory = out / "adapters" / name
+        config["adapter_digests"][name] = digest(directory, name, read_config(directory, name)[1])
     config["adapter_encoders"] = {  # those of their training, also after --allow-other-encoder
         name: run_encoder(options.run / "adapters" / name) for name in names
     }

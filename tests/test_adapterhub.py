@@ -272,9 +272,8 @@ def ours(tmp_path_factory, runs, launch, encoder, data_dir):
         root / "tiny.safetensors",
     )
     for run in ("rte", "pick", "fusion-rte"):
-        publish.publish(
-            runs / run, root / "published" / run, f"USER/{run}", str(encoder), anyway=True
-        )
+        words = cli("--anyway", out=root / "published" / run, encoder=encoder, repo=f"USER/{run}")
+        publish.main([str(runs / run), *words])
         plan["cards"].append(
             {
                 "key": f"card.{run}",
@@ -923,7 +922,7 @@ def test_sources_can_be_mixed(hub, runs, launch, encoder, tmp_path):
     sources = [runs / "rte", tmp_path / "old", "USER/pick"]
     fuse, out = f"--stage fusion --task rte --epochs 1 --model {encoder}", tmp_path / "run"
     launch(fuse, adapters=sources, out=out)
-    assert load_run(out)[2]["adapters"] == ["rte", "sentiment", "pick"]
+    assert load_run(out).config["adapters"] == ["rte", "sentiment", "pick"]
     shutil.rmtree(out)
     with pytest.raises(ValueError, match="two adapters are called 'pick': .*USER/pick"):
         launch(fuse, adapters=[*sources, runs / "pick"], out=out)

@@ -157,7 +157,7 @@ def test_a_run_is_read_once_its_kind_is_imported(fork_runs):
     status, out, err = child.output(words)  # of a process that knows no example
     assert status == 2 and out == "evaluate.py: loading PyTorch\n" and err.count("\n") == 1
     assert "'query_value_lora'" in err and "made by examples/lora.py" in err
-    assert "learn it by --import examples.lora" in err
+    assert "do by --import examples.lora" in err
     status, out, err = child.output([*words, "--import", "examples.lora"])
     accuracy = json.loads((run / "metrics.json").read_text())["accuracy"]
     assert status == 0 and json.loads(out.splitlines()[-1])["accuracy"] == accuracy, err
@@ -171,37 +171,31 @@ def test_a_run_is_read_once_its_kind_is_imported(fork_runs):
     assert status == 2 and err.count("\n") == 1 and "'examples.lor' cannot be imported" in err
 
 
-def test_what_cannot_be_done_with_a_fork_is_said(fork_runs, monkeypatch, capsys, tmp_path):
-    """publish and prune have no --import; evaluate and predict name it."""
+def test_what_cannot_be_done_with_a_fork_is_said(fork_runs, monkeypatch, tmp_path):
+    """publish and prune have no --import; the other commands name it."""
     for module in [name for name in sys.modules if name.startswith("examples.")]:
         monkeypatch.delitem(sys.modules, module)
+    commands = {
+        publish: cli(out=tmp_path / "published"),
+        prune: cli("--keep 1", out=tmp_path / "pruned"),
+        evaluate: cli("--device cpu"),
+        predict: cli("cat dog --device cpu"),
+        figure4: cli(out=tmp_path / "figures"),
+    }
+    of_another_stage = {
+        prune: ("parallel", "lora", "task Regression"),
+        publish: ("task Regression",),
+        figure4: ("parallel", "lora", "task Regression"),
+    }
     test_kinds.fill(test_kinds.without)
     try:
-        for name, say in (
-            ("parallel", "'parallel'; the run was made by examples/parallel_adapter.py"),
-            ("lora", "'query_value_lora'; the run was made by examples/lora.py"),
-            ("fusion mean", "kind = 'mean' is not supported; the run was made by"),
-            ("task Regression", "unknown kind, 'Regression'; the run was made by examples/sts_b"),
-        ):
-            if name == "fusion mean":
-                say = say.replace("kind = 'mean'", "key = False")
-            for command in (
-                lambda run: publish.main([run, "--out", str(tmp_path / "published")]),
-                lambda run: prune.main([run, "--keep", "1", "--out", str(tmp_path / "pruned")]),
-                lambda run: evaluate.main([run, "--device", "cpu"]),
-                lambda run: predict.main([run, "a cat", "a dog", "--device", "cpu"]),
-                lambda run: figure4.main([run, "--out", str(tmp_path / "figures")]),
-            ):
-                with pytest.raises(SystemExit) as exit:
-                    command(str(fork_runs[name]))
-                error = capsys.readouterr().err
-                if error.startswith("prune") and name != "fusion mean":
-                    expected = "only fusion runs can be pruned"
-                elif error.startswith("publish") and name == "task Regression":
-                    expected = "only adapter and fusion runs can be published"
-                else:
-                    expected = say
-                assert exit.value.code == 2 and error.count("\n") == 1 and expected in error, error
+        for name in fork_runs:
+            for command, words in commands.items():
+                say = "the run was made by examples/"
+                if name in of_another_stage.get(command, ()):
+                    say = f"{say}|: only|fusion"
+                with pytest.raises(ValueError, match=say):
+                    command.main([str(fork_runs[name]), *words])
         assert not list(tmp_path.iterdir())
     finally:
         test_kinds.fill(test_kinds.with_examples)
@@ -215,11 +209,9 @@ def test_a_regression_is_predicted_and_evaluated(fork_runs, capsys):
     predict.main([*texts, "--json"])
     result = json.loads(capsys.readouterr().out)
     assert text == "red cat | red dog" and f"{result['score']:.3f}" == value
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError, match="--explain needs a fusion run"):
         predict.main([*texts, "--explain", "page.html"])
-    assert "--explain needs a fusion run" in capsys.readouterr().err
-    evaluate.main([run, "--device", "cpu"])
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    result = evaluate.main([run, "--device", "cpu"])
     metrics = json.loads((Path(run) / "metrics.json").read_text())
     assert {name: result[name] for name in Regression.scores} == {
         name: metrics[name] for name in Regression.scores
@@ -272,8 +264,8 @@ def test_an_adapter_that_is_trained_with_the_fusion_is_saved(launch, runs, tmp_p
         ours = load_file(tmp_path / "run" / "adapters" / name / "adapter.safetensors")
         theirs = load_file(runs / name / "adapter.safetensors")
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-    args = evaluate.arguments([str(tmp_path / "run"), "--device", "cpu"])
-    assert evaluate.evaluate_run(args)["accuracy"] == result["accuracy"]
+    again = evaluate.main([str(tmp_path / "run"), "--device", "cpu"])
+    assert again["accuracy"] == result["accuracy"]
 
 
 def test_import_takes_a_modules_name():

@@ -154,7 +154,7 @@ def test_a_few_adapters_per_batch(launch, runs, tmp_path, monkeypatch):
     assert {names for training, names in seen if not training} == {("rte", "sst2", "pick")}
     config = json.loads((tmp_path / "two" / "config.json").read_text())
     assert config["adapters_per_batch"] == 2
-    assert all(not fusion.masked for _, fusion in fusions(load_run(tmp_path / "two")[0]))
+    assert all(not fusion.masked for _, fusion in fusions(load_run(tmp_path / "two").bert))
 
     launch(words, adapters=adapters, adapters_per_batch=3, out=tmp_path / "three")
     launch(words, adapters=adapters, out=tmp_path / "all")

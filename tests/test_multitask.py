@@ -112,9 +112,6 @@ def test_what_is_no_adapter_says_where_one_is(multitask, encoder, tmp_path):
     bert = Bert.from_pretrained(encoder)
     with pytest.raises(FileNotFoundError, match="a multi-task run's adapters are in .*/adapters"):
         load_adapter(bert, multitask["pfeiffer"]["out"])
-    (tmp_path / "seeds.json").write_text("{}")
-    with pytest.raises(FileNotFoundError, match="it holds a run for each seed, as .*/seed-0"):
-        load_adapter(bert, tmp_path)
 
 
 def test_its_encoder_is_the_one_it_ended_with(multitask, tmp_path):

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapter import KINDS
+from adapter import read_config
 from bert import Bert
 from conftest import cli
 from experiments import evaluate, figure4, predict, prune, publish
 from experiments.load_run import load_run, load_run_split
-from formats.adapterhub import read_adapter_config, run_encoder
+from formats.adapterhub import run_encoder
 from fusion import fusion_weights, fusions
 from runtime.command import run_command
 from variants.masking import mask
@@ -79,9 +79,9 @@ def test_a_smaller_run(name, keep, leave_out, whole, capsys, tmp_path):
     assert set(config["adapters"]) == left == {path.name for path in (out / "adapters").iterdir()}
     for adapter in left:
         old, new = (path / "adapters" / adapter for path in (run, out))
-        _, adapter_config, values = read_adapter_config(new, KINDS)
+        _, adapter_config, values = read_config(new)
         assert adapter_config.leave_out == tuple(i for i in (0, 1) if adapter not in expected[i])
-        assert values["model_name"] == read_adapter_config(old, KINDS)[2]["model_name"]
+        assert values["model_name"] == read_config(old)[2]["model_name"]
         old, new = (load_file(path / "adapter.safetensors") for path in (old, new))
         pruned = [f"layer.{i}." for i in adapter_config.leave_out]
         assert new.keys() == {key for key in old if not any(layer in key for layer in pruned)}
