@@ -94,6 +94,7 @@ class Task:
     column_names: dict = field(default_factory=dict)  # --columns: {our name: the file's}
     kind: type = Classification
     name: str = ""
+    files: dict = field(default_factory=dict)  # {split: path}, of your own in place of a directory
     absent: tuple = ()  # columns that a row must not fill, because the model would not see them
 
     @property
@@ -213,9 +214,10 @@ for name, (source, config, revision) in HUB.items():
     TASKS[name] = replace(TASKS[name], name=name, **where)
 
 
-def get_task(name, data_dir=None, labels=None, split="train", columns=None):
+def get_task(name, data_dir=None, labels=None, split="train", columns=None, files=None):
     """
-    The paper's task of that name, or your own: any other name, with data in `data_dir`/NAME.
+    The paper's task of that name, or your own: any other name, with data in `data_dir`/NAME, or in
+    `files`, {"train": path, "validation": path}.
 
     labels: those of an earlier run of your own task; otherwise they are read from the file of
     `split`. columns: {our name of a column: the files'}. Raises ValueError for an unknown task,
@@ -226,11 +228,14 @@ def get_task(name, data_dir=None, labels=None, split="train", columns=None):
     if name in TASKS:
         task = TASKS[name]
     else:
-        task_rows.check_own_task(name, data_dir, TASKS)
-        path = find_file(Path(data_dir) / name, split)
+        if files:
+            path = files[split]
+        else:
+            task_rows.check_own_task(name, data_dir, TASKS)
+            path = find_file(Path(data_dir) / name, split)
         task = own_task(*task_rows.own_columns(path, read_rows(path), columns, labels))
     task_rows.check_column_names(columns, task)
-    return replace(task, name=name, column_names=columns or {})
+    return replace(task, name=name, column_names=columns or {}, files=files or {})
 
 
 def own_task(columns, labels):
@@ -318,14 +323,16 @@ def length_bucketed_batches(lengths, batch_size, seed=None, window=50):
     """
     Indices of every batch of one epoch. Batches hold examples of similar length, so that little is
     padding: a random order is sorted by length within windows of 50 batches, and the batches are
-    shuffled. Without a seed (evaluation) everything is sorted, longest first. Every index occurs
-    exactly once.
+    shuffled. A window is at most a quarter of the examples, so that those of a small task meet
+    others in every epoch, as where one shuffles without regard to length. Without a seed
+    (evaluation) everything is sorted, longest first. Every index occurs exactly once.
     """
     if seed is None:
         order = np.argsort(-lengths, kind="stable")
         return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(lengths))
+    window = max(1, min(window, len(lengths) // (4 * batch_size)))
     result = []
     for start in range(0, len(order), window * batch_size):
         part = order[start : start + window * batch_size]

@@ -138,6 +138,10 @@ class Settings:
         env="ADAPTERFUSION_DATA_DIR",
         free=True,
     )
+    train_file: Path | None = everyday(
+        None, "the training examples of your own task, in place of --data-dir", free=True
+    )
+    dev_file: Path | None = everyday(None, "the development examples beside them", free=True)
     column_names: dict = everyday(
         {},
         "what the files call the columns: text_a=premise text_b=hypothesis label=gold",
@@ -345,6 +349,10 @@ def check(settings):
         )
     if settings.adapter_config and settings.adapter == "none":
         raise ValueError("--adapter-config changes a new adapter, and --adapter none makes none")
+    if settings.dev_file and not settings.train_file:
+        raise ValueError("--dev-file goes with --train-file")
+    if settings.train_file and (settings.data_dir or settings.task is None):
+        raise ValueError("--train-file is the data of one --task: it excludes --data-dir")
     if len({*settings.column_names.values()}) < len(settings.column_names):
         raise ValueError("--columns has a name twice")
     if settings.compile:
@@ -672,8 +680,11 @@ def lr_factor(progress, warmup):
 def get_tasks(settings):
     """The Task of every name; it is also the name of an adapter. Raises ValueError and
     FileNotFoundError."""
+    files = {"train": settings.train_file, "validation": settings.dev_file}
+    files = {split: path.resolve() for split, path in files.items() if path is not None}
     tasks = [
-        get_task(name, settings.data_dir, columns=settings.column_names) for name in settings.tasks
+        get_task(name, settings.data_dir, columns=settings.column_names, files=files)
+        for name in settings.tasks
     ]
     for task in tasks:
         adapterhub.check_name(task.name)
@@ -711,6 +722,8 @@ def describe(settings, tasks, bert, adapter_dirs, dtype):
         "max_length": settings.max_length[tasks[0].name] if single else settings.max_length,
         "labels": labels[tasks[0].name] if single else labels,
         "columns": {task.name: list(task.columns) for task in tasks},
+        "train_file": settings.train_file and str(settings.train_file.resolve()),
+        "dev_file": settings.dev_file and str(settings.dev_file.resolve()),
         "kinds": {task.name: task.kind.__name__ for task in tasks},
         "dtype": str(dtype).removeprefix("torch."),
         "encoder_parameters": sum(bert.get_parameter(name).numel() for name in bert.origin),

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from bert import Bert
-from data import batches, get_task, load_split, split_by_length
+from data import batches, get_task, length_bucketed_batches, load_split, split_by_length
 from formats.encoder import checkpoint_files, fetch_encoder, find_config
 from formats.files import listed
 from formats.tokenizer import load_tokenizer
@@ -57,14 +57,24 @@ class TaskOptions:
     model: str = option("google-bert/bert-base-uncased", "an encoder, for its tokenizer")
 
 
+def share_that_meets_again(lengths):
+    """Of the pairs of examples in one batch of 32: the share in one batch of the next epoch, too"""
+    place, same = np.empty(len(lengths)), []
+    for i, rows in enumerate(length_bucketed_batches(lengths, 32, seed=(0, 2))):
+        place[rows] = i
+    for rows in length_bucketed_batches(lengths, 32, seed=(0, 1)):
+        pairs = np.triu_indices(len(rows), 1)
+        same.append((place[rows][:, None] == place[rows])[pairs])
+    return np.concatenate(same).mean()
+
+
 def inspect_task(argv=None):
     """Prints sizes, classes, lengths, padding and the first examples of a task."""
     options = parse(TaskOptions, argv, "python data.py", "Shows what the model will see of a task.")
-    data_dir, directory = options.data_dir, fetch_encoder(options.model)
-    task, config = (
-        get_task(options.task, data_dir, columns=options.column_names),
-        find_config(directory),
-    )
+    data_dir = options.data_dir
+    task = get_task(options.task, data_dir, columns=options.column_names)
+    directory = fetch_encoder(options.model, weights=False)
+    config = find_config(directory)
     # the length of train.py, which then finds the tokens in the cache
     task = replace(task, max_length=min(task.max_length, config.max_length))
     tokenizer = load_tokenizer(
@@ -91,6 +101,7 @@ def inspect_task(argv=None):
             f"{np.mean(lengths >= task.max_length):.1%} at the "
             f"limit of {task.max_length}, {1 - real / total:.1%} padding in batches of 32"
         )
+        print(f"    {share_that_meets_again(lengths):.1%} of the pairs in a batch meet again")
     for row in splits["train"].select(range(min(3, len(splits["train"])))):
         print(f"\n{task.labels[row['label']]}")
         for i, (ids, types) in enumerate(zip(row["input_ids"], row["token_type_ids"], strict=True)):

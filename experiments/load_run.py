@@ -352,6 +352,9 @@ def load_run_split(
         raise FileNotFoundError(f"{data_dir} is not a directory: --data-dir names that of the data")
     with naming_program(config):
         task = task_of(config)
+    if data_dir is None:  # --train-file and --dev-file
+        files = {"train": config.get("train_file"), "validation": config.get("dev_file")}
+        task = replace(task, files={name: path for name, path in files.items() if path})
     sizes = bert.config.vocab_size, bert.config.type_vocab_size
     tokenizer = load_tokenizer(bert.directory, max_length, *sizes)
     given = {"limit": limit, "strict": strict, "dev_fraction": config["dev_fraction"]}

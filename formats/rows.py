@@ -137,6 +137,8 @@ def read_rows(path):
     texts. line: in which the row begins; in a JSON list and in parquet the row's number. Raises
     ValueError that names file and line."""
     path, lines, empty = Path(path), Lines(path), True
+    if path.suffix not in READERS:
+        raise ValueError(f"{path}: only {', '.join(READERS)} can be read")
     try:
         for line, row in READERS[path.suffix](lines) if path.stat().st_size else ():
             if not isinstance(row, dict):
@@ -174,8 +176,10 @@ def find_file(directory, split, other_name=None):
     if (path := first_file(directory, split, other_name)) is None:
         hint = "; --dev-fraction 0.1 holds a tenth of the training examples out"
         hint *= split == "validation"
+        found = ", ".join(sorted(path.name for path in directory.iterdir())) or "nothing"
         raise FileNotFoundError(
-            f"no {split} split for {task}: there is no {directory / split}.jsonl{hint}"
+            f"no {split} split for {task}: there is no {directory / split}.jsonl, {directory} has "
+            f"{found:.200}{hint}"
         )
     return path
 
@@ -267,6 +271,8 @@ def find_split(task, split, data_dir=None, fraction=None, held_out=None):
     """
     directory = None if data_dir is None else Path(data_dir) / task.name
     dev_file = directory and first_file(directory, "validation", task.dev)
+    if task.files:
+        directory, dev_file = Path(task.files["train"]).parent, task.files.get("validation")
     if fraction and (dev_file or (directory is None and not task.held_out)):
         if not held_out:
             where = dev_file or "the hub"
@@ -276,7 +282,11 @@ def find_split(task, split, data_dir=None, fraction=None, held_out=None):
     if not dev_file and split in ("train", "validation"):
         part = fraction or task.held_out or None
     name = "train" if part else split
-    if directory is None:
+    if task.files:
+        if name not in task.files:
+            raise FileNotFoundError(f"no {name} split: --dev-file or --dev-fraction gives one")
+        source = of_files(task.files[name], Path(task.files[name]))
+    elif directory is None:
         source = of_hub(task, task.dev if name == "validation" else name)
     elif task.name == "argument" and directory.is_dir() and not list(directory.glob("train.*")):
         source = of_argument(directory, name)

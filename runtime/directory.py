@@ -62,6 +62,8 @@ def check_run(out):
     """Raises ValueError for a directory that is neither empty nor a run's. A run's has a
     config.json with a stage and a command; of one that was killed before that was written,
     nothing is there."""
+    if (out / "log.jsonl").exists() and not (out / "log.jsonl").is_file():
+        raise ValueError(f"--out {out}: its log.jsonl is not a file")
     places = [out / name / "config.json" for name in ("", MOVING, REPLACED)]
     path = next((path for path in places if path.is_file() and not path.is_symlink()), None)
     if path is not None:

@@ -472,7 +472,7 @@ def describe_files(tasks, data_dir, dev_fraction):
             task.name: find_split(task, "train", data_dir, dev_fraction).files
             | find_split(task, "validation", data_dir, dev_fraction).files
             for task in tasks
-            if data_dir is not None
+            if data_dir is not None or task.files
         }
     }
 

@@ -203,7 +203,7 @@ for line in f"""
 --seeds -1 | --seeds
 --score loss | --score loss: rte has accuracy
 --task pick --score macro_f1 | --score macro_f1: pick has accuracy
---stage adapter --reduction-factor 0 | --reduction-factor 0 leaves no bottleneck
+--stage adapter --reduction-factor 0 | --reduction-factor must be a positive number
 --stage adapter --reduction-factor -2 | --reduction-factor
 --stage adapter --reduction-factor 33 | --reduction-factor 33 leaves no bottleneck
 --stage adapter --reduction-factor nan | --reduction-factor
@@ -217,7 +217,7 @@ for line in f"""
 --resume --overwrite | choose one
 --columns label | --columns
 --columns text_a=a text_a=b | --columns
---adapters runs/rte | --adapters belongs to --stage fusion
+--stage adapter --adapters runs/rte | --adapters belongs to --stage fusion or head
 --stage fusion | --stage fusion needs --adapters
 --tasks sst2 | takes --task
 --stage multitask --tasks sst2 | takes --tasks
@@ -251,7 +251,7 @@ for line in f"""
 {FUSE} runs/rte | two adapters are called 'rte'
 {FUSE} runs/mnli | --stage adapter --task mnli
 {FUSE} runs/fusion-rte | it is a run of --stage fusion
-{FUSE} data | holds no adapter
+{FUSE} data | data has no adapter_config.json
 {FUSE} loop | loop
 {FUSE} paper | cannot be reached
 {FUSE} AdapterHub/bert-base-uncased-pf-rte | cannot be reached

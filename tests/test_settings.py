@@ -1,0 +1,99 @@
+"""Options: what a command line says, what the environment and earlier runs say for it, and data in
+files of one's own."""
+
+import csv
+import json
+import shutil
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+import train
+from conftest import cli
+from data import length_bucketed_batches
+from experiments import evaluate
+from experiments.inspect import share_that_meets_again
+from runtime.settings import COUNT, argument, difference, free_names, like, option, parse, record
+
+
+@dataclass(frozen=True)
+class Options:
+    run: str = argument("where")
+    epochs: int | None = option(None, "at most", valid=COUNT)
+    names: tuple = option((), "several")
+    fields: dict = option({}, "pairs", flag="--set")
+    fast: bool = option(False, "without waiting", recorded=False, free=True)
+    seed: int | None = like(train.Settings, "seed", default=3)
+
+
+def test_a_dataclass_is_a_command_line_and_a_record():
+    words = cli("here --epochs 2 --names a b --set x=1 y=z=[2] --fast")
+    options = parse(Options, words, "demo", "What it does.")
+    assert options == Options("here", 2, ("a", "b"), {"x": 1, "y": "z=[2]"}, True, 3)
+    values = {"run": "here", "epochs": 2, "names": ["a", "b"], "fields": {"x": 1, "y": "z=[2]"}}
+    assert record(options) == {**values, "seed": 3} and free_names(Options) == {"fast"}
+    assert difference(values, {**values, "run": "there"}) == ("run", "here", "there")
+    assert difference(values, {**values, "run": "there"}, free={"run"}) is None
+    for wrong, say in (
+        ("here --epochs 0", "--epochs must be at least 1, and under 10"),
+        ("here --set x", "--set takes NAME=VALUE"),
+        ("here --set x=1 x=2", "--set has 'x' twice"),
+        ("here there", "unrecognized arguments: there"),
+    ):
+        with pytest.raises(ValueError, match=say):
+            parse(Options, wrong.split(), "demo", "")
+
+
+def test_the_environment_and_earlier_runs_name_the_encoder(
+    runs, encoder, quiet_encoder, data_dir, tmp_path, monkeypatch
+):
+    """A fusion takes the encoder that its adapters' runs recorded, and does not guess."""
+    fusion = cli("--stage fusion --task rte --epochs 1 --device cpu --limit-train 8")
+    monkeypatch.setenv("ADAPTERFUSION_DATA_DIR", str(data_dir))
+    adapters = [runs / "rte", runs / "sst2"]
+    train.main([*fusion, *cli(adapters=adapters, out=tmp_path / "fusion")])
+    config = json.loads((tmp_path / "fusion" / "config.json").read_text())
+    assert config["model"] == str(encoder) and config["data_dir"] == str(data_dir)
+    head = cli("--stage adapter --task sst2 --epochs 1 --device cpu --limit-train 8")
+    monkeypatch.setenv("ADAPTERFUSION_MODEL", str(quiet_encoder))
+    train.main([*head, *cli(out=tmp_path / "sst2")])
+    assert json.loads((tmp_path / "sst2" / "config.json").read_text())["model"] == str(
+        quiet_encoder
+    )
+    monkeypatch.delenv("ADAPTERFUSION_MODEL")
+    with pytest.raises(ValueError, match="different encoders .*: add --model"):
+        train.main([*fusion, *cli(adapters=[runs / "rte", tmp_path / "sst2"], out=tmp_path / "x")])
+
+
+def test_files_of_your_own(encoder, data_dir, tmp_path):
+    """CSV with columns of one's own names, wherever it lies; a run knows its files again."""
+    for split in ("train", "validation"):
+        rows = map(json.loads, (data_dir / "sst2" / f"{split}.jsonl").read_text().splitlines())
+        with open(tmp_path / f"{split} set.csv", "w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(["id", "review", "stars"])
+            table.writerows([i, row["sentence"], row["label"]] for i, row in enumerate(rows))
+    words = cli("--stage adapter --task stars --epochs 2 --lr 5e-3 --device cpu", model=encoder)
+    words += cli("--columns text_a=review label=stars", train_file=tmp_path / "train set.csv")
+    files = cli(dev_file=tmp_path / "validation set.csv")
+    result = train.main([*words, *files, *cli(out=tmp_path / "run")])
+    same = cli("--stage adapter --task sst2 --epochs 2 --lr 5e-3 --device cpu", model=encoder)
+    expected = train.main([*same, *cli(data_dir=data_dir, out=tmp_path / "same")])
+    assert result["accuracy"] == expected["accuracy"] and result["train_examples"] == 96
+    again = evaluate.main([str(tmp_path / "run"), "--device", "cpu"])
+    assert again["accuracy"] == result["accuracy"]
+    held_out = cli("--dev-fraction 0.25", out=tmp_path / "held out")
+    assert train.main([*words, *held_out])["dev_examples"] == 24
+    shutil.copyfile(tmp_path / "validation set.csv", tmp_path / "train set.csv")
+    with pytest.raises(ValueError, match="holds a finished run with data_files"):
+        train.main([*words, *files, *cli("--resume", out=tmp_path / "run")])
+
+
+def test_examples_of_a_small_task_meet_others_in_the_next_epoch():
+    lengths = np.random.default_rng(0).integers(5, 128, 20_000)
+    for count, most in ((250, 0.15), (2500, 0.2), (20_000, 0.06)):
+        assert share_that_meets_again(lengths[:count]) < most
+    batches = length_bucketed_batches(lengths, 32, seed=0)
+    longest = sum(len(rows) * lengths[rows].max() for rows in batches)
+    assert 1 - lengths.sum() / longest < 0.05
