@@ -458,9 +458,10 @@ def test_a_read_only_directory(name, option, command, whole, tmp_path):
 
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+ONEDNN = RuntimeError("could not create a primitive")
 
 
-@pytest.mark.parametrize("error", [GPU, CPU])
+@pytest.mark.parametrize("error", [GPU, CPU, ONEDNN])
 def test_out_of_memory(error, command, refused, at_step, whole, tmp_path):
     out = tmp_path / "run"
 

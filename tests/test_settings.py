@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 import train
 from conftest import cli
@@ -64,6 +65,27 @@ def test_the_environment_and_earlier_runs_name_the_encoder(
     monkeypatch.delenv("ADAPTERFUSION_MODEL")
     with pytest.raises(ValueError, match="different encoders .*: add --model"):
         train.main([*fusion, *cli(adapters=[runs / "rte", tmp_path / "sst2"], out=tmp_path / "x")])
+
+
+def test_copies_remember_the_encoder_of_their_adapters(
+    runs, quiet_encoder, data_dir, tmp_path, capsys
+):
+    """Whatever was allowed once is asked for again: of the copies that a fusion keeps."""
+    shutil.copytree(quiet_encoder, tmp_path / "other")
+    weights = load_file(tmp_path / "other" / "model.safetensors")
+    save_file({name: t * 1.01 for name, t in weights.items()}, tmp_path / "other/model.safetensors")
+    words = cli("--stage fusion --task rte --epochs 1 --device cpu --limit-train 8")
+    words += cli(model=tmp_path / "other", data_dir=data_dir)
+    sources = cli(adapters=[runs / "rte", runs / "sst2"])
+    with pytest.raises(ValueError, match="encoder with other weights"):
+        train.main([*words, *sources, *cli(out=tmp_path / "x")])
+    train.main([*words, *sources, *cli("--allow-other-encoder", out=tmp_path / "fusion")])
+    copies = cli(adapters=[tmp_path / "fusion" / "adapters" / name for name in ("rte", "sst2")])
+    with pytest.raises(ValueError, match="encoder with other weights"):
+        train.main([*words, *copies, *cli(out=tmp_path / "x")])
+    capsys.readouterr()
+    evaluate.main([str(tmp_path / "fusion"), "--device", "cpu"])
+    assert "fuses adapters of another encoder: rte, sst2" in capsys.readouterr().out
 
 
 def test_files_of_your_own(encoder, data_dir, tmp_path):
