@@ -481,10 +481,9 @@ def evaluate(bert, head, task, split, batch_size, dtype):
     rank, world_size = rank_and_world_size()
     bert.eval()
     head.eval()
-    results = Results(len(split), batch_size)
-    parts = batches(
-        split, batch_size * world_size, bert.config.pad_token_id, rank=rank, world_size=world_size
-    )
+    size, pad = batch_size * world_size, bert.config.pad_token_id
+    results = Results(len(split), size)
+    parts = batches(split, size, pad, rank=rank, world_size=world_size)
     for batch in progress_bar(parts, f"evaluating {task.name}", results.steps):
         logits = predict(bert, head, batch, dtype)  # [B, K]
         predictions = task.kind.predict(logits)

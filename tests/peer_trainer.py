@@ -15,7 +15,9 @@ directory = Path(sys.argv[1])
 plan = json.loads((directory / "plan.json").read_text())
 batches = torch.load(directory / "batches.pt")
 model = adapters.AutoAdapterModel.from_pretrained(plan["encoder"])
-names = [model.load_adapter(path, with_head=False, use_safetensors=True) for path in plan["adapters"]]
+names = [
+    model.load_adapter(path, with_head=False, use_safetensors=True) for path in plan["adapters"]
+]
 if plan["fusion"]:
     model.load_adapter_fusion(plan["fusion"], use_safetensors=True)
     model.train_adapter_fusion(Fuse(*names))

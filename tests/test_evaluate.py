@@ -68,7 +68,7 @@ def wide(runs, tmp_path_factory):
         ("fusion --task rte", "bfloat16"),
         ("fusion --task rte", "float32"),
         ("head --task rte", "bfloat16"),
-        ("full --task rte", "bfloat16"),
+        ("full --task rte --lr 5e-3", "bfloat16"),
         ("multitask --tasks rte pick --steps-per-epoch 3", "bfloat16"),
     ],
 )

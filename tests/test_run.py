@@ -509,7 +509,7 @@ def test_grad_accumulation_gives_the_same_gradients(
         train.main(command(stage, tmp_path / str(k), grad_accumulation=k, **options))
         losses.append(content(tmp_path / str(k))[0][0]["loss"])
     first, *others = gradients
-    assert len(first) == 9 and max(gradient.abs().max() for gradient in first[0]) > 0.01
+    assert len(first) == 9 and max(gradient.abs().max() for gradient in first[0]) > 0.001
     for other in others:
         for ours, theirs in zip(first[0], other[0], strict=True):
             assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6)
