@@ -21,7 +21,7 @@ NOTEBOOK = runs/walkthrough.ipynb
 walkthrough: .venv/walkthrough
 	mkdir -p runs
 	@echo "walkthrough: every cell is run, which takes some minutes"
-	.venv/bin/jupytext --to ipynb --execute --run-path . --output $(NOTEBOOK) docs/walkthrough.py
+	.venv/bin/jupytext --to ipynb --execute --run-path docs --output $(NOTEBOOK) docs/walkthrough.py
 
 # what the tests compare with, where it is there: the reference library and TensorFlow, each in an environment of its own
 test-peers: .venv/installed .venv-peer/installed .venv-tensorflow/installed

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.machinery
+import json
 import random
 from pathlib import Path
 
@@ -59,19 +60,50 @@ def test_the_tasks_are_the_same_for_the_same_seed(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "docstrings", lambda library: DOCSTRINGS[library])
     for name in ("one", "other"):
         demo.build_tasks(tmp_path / name, random.Random(0))
+    rows = {}
     for path in (tmp_path / "one").glob("*/*.jsonl"):
         other = tmp_path / "other" / path.relative_to(tmp_path / "one")
         assert path.read_text() == other.read_text()
-    paths = (tmp_path / "one").glob("*/train.jsonl")
-    sizes = {path.parent.name: len(path.read_text().splitlines()) for path in paths}
-    assert sizes == {"library": 500, "kind": 500, "same": 1600, "numpy_same": 150}
+        rows[path.parent.name, path.stem] = list(map(json.loads, path.read_text().splitlines()))
+    sizes = {task: len(found) for (task, split), found in rows.items() if split == "train"}
+    assert sizes == {"library": 500, "kind": 500, "name": 1600, "numpy_name": 150}
+    for task in ("name", "numpy_name"):
+        train, dev = rows[task, "train"], rows[task, "validation"]
+        assert not {row["text_a"] for row in train} & {row["text_a"] for row in dev}
+        assert sum(row["label"] == "yes" for row in train) == len(train) / 2
+    assert not any("numpy" in row["text_a"] for row in rows["name", "train"])
+    assert all("numpy" in row["text_a"] for row in rows["numpy_name", "train"])
 
 
 DOCSTRINGS = {
     library: [
-        (kind, [f"The {kind} {i} of {library} says {word}." for word in ("this", "that", "more")])
+        (kind, name, [f"The {name} {i} of {library} says {word}." for word in ("this", "that")])
         for i in range(400)
-        for kind in ("function", "class", "method")
+        for kind, name in (("function", "walk"), ("class", "BatchNorm"), ("method", "as_list"))
     ]
     for library in ("std", "numpy", "torch")
 }
+
+
+def test_names_as_words():
+    names = {"zseries_to_cseries": "zseries to cseries", "BatchNorm2d": "batch norm2d"}
+    assert {name: demo.words_of(name) for name in names} == names
+
+
+@pytest.mark.parametrize(
+    "own, head, without, words",
+    [
+        (0.5, 0.6, 0.7, "fusing them is better than taking the most related one; without `name`"),
+        (0.5, 0.8, 0.9, "these seeds do not show that fusing adapters is better"),
+        (0.8, 0.6, 0.7, "the other tasks' adapters do not reliably help."),
+        (0.5, 0.6, 0.8, "fusing them is better than taking the most related one."),
+    ],
+)
+def test_the_conclusion_follows_from_the_figures(own, head, without, words):
+    """Better is what is better with every seed: 0.8 is not, beside 0.79 and 0.81."""
+    accuracies = {"own": own, "head": head, "fusion": 0.8, "without": without}
+    results = {
+        name: [{"accuracy": value + d * (name == "fusion")} for d in (-0.01, 0.01)]
+        for name, value in accuracies.items()
+    }
+    assert words in demo.conclusion(results)
