@@ -58,7 +58,7 @@ RUNS = Path("runs/walkthrough")
 # - `numpy_name`, the target: the same question on NumPy, with no more than 150 training examples
 
 # %%
-model = demo.find_minilm()
+model = "minilm"
 demo.build_tasks(RUNS / "data", random.Random(0))
 rows = []
 for name in (*demo.SOURCES, demo.TARGET):
@@ -176,7 +176,13 @@ with torch.no_grad():
     bottleneck = adapter.act(adapter.down(h))
     z = adapter.z(h)
     output = adapter.add_and_norm(z + residual, x, norm)
-named = {"f": f, "x": x, "h = LN(f + x)": h, "act(D h + b_D)": bottleneck, "z, in thousandths": 1000 * z}
+named = {
+    "f": f,
+    "x": x,
+    "h = LN(f + x)": h,
+    "act(D h + b_D)": bottleneck,
+    "z, in thousandths": 1000 * z,
+}
 for name, tensor in {**named, "LN(f + z + x)": output}.items():
     print(f"{name}  {tuple(tensor.shape)}\n{tensor[0]}")
 assert torch.equal(output, adapter(f, x, norm)) and torch.equal(output, norm(f + z + x))
@@ -264,8 +270,10 @@ show(switch_task, task_probabilities)
 sizes = {name: rows[i][1] for i, name in enumerate(demo.SOURCES)}
 epochs = [1, 13, 25]
 p = [task_probabilities(list(sizes.values()), "annealed", epoch, 25) for epoch in epochs]
-tabulate([[name, size, *(float(q[n]) for q in p)] for n, (name, size) in enumerate(sizes.items())],
-         ["task", "examples", *(f"probability in epoch {epoch} of 25" for epoch in epochs)])
+tabulate(
+    [[name, size, *(float(q[n]) for q in p)] for n, (name, size) in enumerate(sizes.items())],
+    ["task", "examples", *(f"probability in epoch {epoch} of 25" for epoch in epochs)],
+)
 
 # %% [markdown]
 # `python train.py --stage multitask --tasks ...` is this. The paper compares fusion with it, and
@@ -288,8 +296,14 @@ for name in ("pfeiffer", "houlsby", "bapna"):
     add_adapter(fresh, "new", ADAPTERS[name]())
     size = sum(p.numel() for p in fresh.parameters() if p.requires_grad)
     default = AdapterConfig()
-    changes = {key: value for key, value in vars(ADAPTERS[name]()).items() if value != getattr(default, key)}
-    rows.append([name, f"{size:,}", ", ".join(f"{k}={v}" for k, v in changes.items()) or "the defaults"])
+    changes = {
+        key: value
+        for key, value in vars(ADAPTERS[name]()).items()
+        if value != getattr(default, key)
+    }
+    rows.append(
+        [name, f"{size:,}", ", ".join(f"{k}={v}" for k, v in changes.items()) or "the defaults"]
+    )
 tabulate(rows, ["--adapter", "parameters", "as an AdapterConfig"])
 
 # %% [markdown]
@@ -300,10 +314,16 @@ tabulate(rows, ["--adapter", "parameters", "as an AdapterConfig"])
 search = [row for row in read_table("results/search_sst2.csv") if row["step"] == "position"]
 figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 for option, style in (("top", "o-"), ("bottom", "s--"), ("both", "^:")):
-    points = [(int(r["reduction_factor"]), 100 * float(r["accuracy"])) for r in search if r["option"] == option]
+    points = [
+        (int(r["reduction_factor"]), 100 * float(r["accuracy"]))
+        for r in search
+        if r["option"] == option
+    ]
     axes.semilogx(*zip(*points, strict=True), style, label=option)
 axes.set_xticks([2, 8, 16, 64], [2, 8, 16, 64])
-axes.set(xlabel="reduction factor d / r", ylabel="accuracy, %", title="SST-2: where the adapter sits")
+axes.set(
+    xlabel="reduction factor d / r", ylabel="accuracy, %", title="SST-2: where the adapter sits"
+)
 axes.minorticks_off()
 axes.grid(alpha=0.3)
 axes.legend()
@@ -382,10 +402,14 @@ with torch.no_grad():
     q, k = fusion.query(h), fusion.key(z)
     scores = torch.einsum("btd,btnd->btn", q, k)
     o = fusion.textbook(h, adapters)
-print(f"z_1 ... z_N    [B, T, N, d]  {tuple(z.shape)}, of the first token, in thousandths\n{1000 * z[0, 0]}")
+print(
+    f"z_1 ... z_N    [B, T, N, d]  {tuple(z.shape)}, of the first token, in thousandths\n{1000 * z[0, 0]}"
+)
 print(f"(Q h)·(K z_n)  [B, T, N]     {tuple(scores.shape)}, in millionths\n{1e6 * scores[0]}")
 print(f"s              [B, T, N]     {tuple(fusion.weights.shape)}\n{fusion.weights[0]}")
-print(f"o              [B, T, d]     {tuple(o.shape)}, of the first token, in thousandths\n{1000 * o[0, 0]}")
+print(
+    f"o              [B, T, d]     {tuple(o.shape)}, of the first token, in thousandths\n{1000 * o[0, 0]}"
+)
 print(f"the mean of its z_n, in thousandths\n{1000 * z[0, 0].mean(0)}")
 
 # %% [markdown]
@@ -422,7 +446,9 @@ scaled = ScaledFusion("a,b,c", ["a", "b", "c"], d, dropout=0.0)
 scaled.load_state_dict(fusion.state_dict())
 with torch.no_grad():
     scaled.textbook(h, adapters)
-print(f"the same adapters, query and key; as in the paper:\n{fusion.weights[0]}\nscaled:\n{scaled.weights[0]}")
+print(
+    f"the same adapters, query and key; as in the paper:\n{fusion.weights[0]}\nscaled:\n{scaled.weights[0]}"
+)
 
 # %% [markdown]
 # ### The same function, without the price of $N$ adapters
@@ -490,13 +516,17 @@ figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
 for (form, times), style in zip(seconds.items(), ("o--", "s-"), strict=True):
     axes.loglog(counts, [1000 * t for t in times], style, label=form)
 axes.set_xticks(counts, counts)
-axes.set(xlabel="N adapters", ylabel="milliseconds", title="fusion of one layer, forward and backward")
+axes.set(
+    xlabel="N adapters", ylabel="milliseconds", title="fusion of one layer, forward and backward"
+)
 axes.minorticks_off()
 axes.grid(alpha=0.3)
 axes.legend()
 plt.show()
 ratio = seconds["textbook"][-1] / seconds["low_rank"][-1]
-print(f"with {counts[-1]} adapters the low-rank form is {ratio:.1f} times as fast as the textbook's")
+print(
+    f"with {counts[-1]} adapters the low-rank form is {ratio:.1f} times as fast as the textbook's"
+)
 
 # %% [markdown]
 # ## 4 Experiments
@@ -509,8 +539,10 @@ print(f"with {counts[-1]} adapters the low-rank form is {ratio:.1f} times as fas
 
 # %%
 show(train.lr_factor, train.make_optimizer)
-tabulate([[name, stage.help, f"{stage.lr:g}", stage.epochs] for name, stage in train.STAGES.items()],
-         ["--stage", "what it trains", "learning rate", "epochs at most"])
+tabulate(
+    [[name, stage.help, f"{stage.lr:g}", stage.epochs] for name, stage in train.STAGES.items()],
+    ["--stage", "what it trains", "learning rate", "epochs at most"],
+)
 
 # %% [markdown]
 # The paper regularises $V$ by an l2 norm, so that it adds no capacity of its own. Its distance from
@@ -536,8 +568,13 @@ print(f"of the fusion that `fit` has trained above, over all layers: {distance:.
 # `TASKS` in `data.py`:
 
 # %%
-tabulate([[name, task.kind.__name__, " ".join(task.columns), len(task.labels), f"{task.sizes[0]:,}"]
-          for name, task in TASKS.items()], ["task", "type", "columns", "K", "training examples"])
+tabulate(
+    [
+        [name, task.kind.__name__, " ".join(task.columns), len(task.labels), f"{task.sizes[0]:,}"]
+        for name, task in TASKS.items()
+    ],
+    ["task", "type", "columns", "K", "training examples"],
+)
 
 # %% [markdown]
 # An example of our own in the columns of Social IQA, on its way through encoder and head. Three
@@ -545,8 +582,14 @@ tabulate([[name, task.kind.__name__, " ".join(task.columns), len(task.labels), f
 # numbers side by side, and from there on multiple choice is classification with $K = 3$.
 
 # %%
-row = {"context": "Ada trained an adapter and froze the encoder.", "question": "What will she do next?",
-       "answerA": "forget the task", "answerB": "train another adapter", "answerC": "buy a lathe", "label": "2"}
+row = {
+    "context": "Ada trained an adapter and froze the encoder.",
+    "question": "What will she do next?",
+    "answerA": "forget the task",
+    "answerB": "train another adapter",
+    "answerC": "buy a lathe",
+    "label": "2",
+}
 task = TASKS["social_i_qa"]
 candidates, label = to_candidates(task, row)
 encodings = tokenizer.encode_batch([list(pair) for pair in candidates])
@@ -555,11 +598,17 @@ for pair, encoding in zip(candidates, encodings, strict=True):
 head = Head({**task.kind.head(task.labels), "layers": 2}, bert.config).eval()
 activate(bert, None)
 with torch.no_grad():
-    h = torch.cat([bert(torch.tensor([e.ids]), torch.tensor([e.type_ids]))[:, :1] for e in encodings])
+    h = torch.cat(
+        [bert(torch.tensor([e.ids]), torch.tensor([e.type_ids]))[:, :1] for e in encodings]
+    )
     logits = head(h)
-print(f"[CLS] of the candidates [B·C, 1, d] {tuple(h.shape)} -> logits [B, K] {tuple(logits.shape)}: {logits[0]}")
-print(f"label {label} (from 0), loss of the untrained head {task.kind.loss(logits, torch.tensor([label])):.3f}; "
-      f"of three even choices ln 3 = {torch.tensor(3.0).log():.3f}")
+print(
+    f"[CLS] of the candidates [B·C, 1, d] {tuple(h.shape)} -> logits [B, K] {tuple(logits.shape)}: {logits[0]}"
+)
+print(
+    f"label {label} (from 0), loss of the untrained head {task.kind.loss(logits, torch.tensor([label])):.3f}; "
+    f"of three even choices ln 3 = {torch.tensor(3.0).log():.3f}"
+)
 
 # %% [markdown]
 # ### Training, in full
@@ -614,8 +663,10 @@ display(Image(RUNS / "curves.png", width=760))
 tabulate(*demo.system_table(results))
 print(demo.conclusion(results))
 fused = results["fusion"][0]
-print(f"\none of the {fused['dev_examples']} development examples is {100 / fused['dev_examples']:.1f} points;",
-      f"always the most frequent class: {percent(fused['majority_class_accuracy'])}")
+print(
+    f"\none of the {fused['dev_examples']} development examples is {100 / fused['dev_examples']:.1f} points;",
+    f"always the most frequent class: {percent(fused['majority_class_accuracy'])}",
+)
 
 # %% [markdown]
 # Three seeds, one target, an encoder much smaller than the paper's, and the best epoch chosen on the
@@ -626,15 +677,21 @@ print(f"\none of the {fused['dev_examples']} development examples is {100 / fuse
 # was not measured. The tasks are ordered by the size of their full training sets.
 
 # %%
-paper = {row["task"]: row for row in read_table("experiments/paper_results.csv")
-         if row["encoder"] == "bert-base-uncased"}
+paper = {
+    row["task"]: row
+    for row in read_table("experiments/paper_results.csv")
+    if row["encoder"] == "bert-base-uncased"
+}
 ours = {row["task"]: row for row in read_table("results/low_resource_table1.csv")}
 names = [name for name in TASKS if name in paper]
 gains = {
     "the paper: BERT-base, all data": [
-        float(paper[n]["fusion_st_a"]) - float(paper[n]["st_a_16"]) for n in names],
+        float(paper[n]["fusion_st_a"]) - float(paper[n]["st_a_16"]) for n in names
+    ],
     "here: MiniLM, 200 examples": [
-        float(ours[n]["fusion_st_a_mean"]) - float(ours[n]["st_a_16_mean"]) if n in ours else 0 for n in names],
+        float(ours[n]["fusion_st_a_mean"]) - float(ours[n]["st_a_16_mean"]) if n in ours else 0
+        for n in names
+    ],
 }
 figure, panels = plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
 for axes, (title, values) in zip(panels, gains.items(), strict=True):
@@ -646,9 +703,11 @@ for axes, (title, values) in zip(panels, gains.items(), strict=True):
 panels[0].invert_yaxis()
 plt.show()
 mean = sum(gains["the paper: BERT-base, all data"]) / len(names)
-print(f"the paper's mean gain over {len(names)} tasks: {mean:.2f}; "
-      f"RTE {gains['the paper: BERT-base, all data'][names.index('rte')]:.2f}, "
-      f"MRPC {gains['the paper: BERT-base, all data'][names.index('mrpc')]:.2f}")
+print(
+    f"the paper's mean gain over {len(names)} tasks: {mean:.2f}; "
+    f"RTE {gains['the paper: BERT-base, all data'][names.index('rte')]:.2f}, "
+    f"MRPC {gains['the paper: BERT-base, all data'][names.index('mrpc')]:.2f}"
+)
 
 # %% [markdown]
 # In the paper the gains sit at the bottom, where data are few: MRPC, RTE, CB. Right, where *all*
@@ -673,7 +732,9 @@ plt.show()
 mean = dict(zip(names, weights.mean(0).tolist(), strict=True))
 print("over all layers:", ", ".join(f"{name} {value:.2f}" for name, value in mean.items()))
 spread = [f"{figure4.spread(row):.2f}" for row in weights]
-print("entropy by layer (0: one adapter has all the weight, 1: all have the same):", ", ".join(spread))
+print(
+    "entropy by layer (0: one adapter has all the weight, 1: all have the same):", ", ".join(spread)
+)
 
 # %% [markdown]
 # The paper finds that targets without a gain rely on their own adapter, that targets with few
@@ -694,7 +755,10 @@ letters = {name: name[0].upper() for name in names}
 print("  ".join(f"{letter} {name}" for name, letter in letters.items()), "     (its weight in %)\n")
 print(f"{'token':12}", " ".join(f"{'layer ' + str(i):>8}" for i in layers))
 for t, token in enumerate(explained["tokens"]):
-    cells = [f"{letters[names[s[t].argmax()]]} {100 * s[t].max():3.0f}" for s in explained["weights"]["output"]]
+    cells = [
+        f"{letters[names[s[t].argmax()]]} {100 * s[t].max():3.0f}"
+        for s in explained["weights"]["output"]
+    ]
     print(f"{token:12}", " ".join(f"{cell:>8}" for cell in cells))
 (answer,) = fusion_run.predict([pair])
 print(f"\nPrediction: {answer['label']} ({percent(answer['probability'])})")
@@ -706,7 +770,9 @@ print(f"\nPrediction: {answer['label']} ({percent(answer['probability'])})")
 # token:
 
 # %%
-FUNCTION_WORDS = set("a an the this that it its is are be of to in on at by for from with and or if as not".split())
+FUNCTION_WORDS = set(
+    "a an the this that it its is are be of to in on at by for from with and or if as not".split()
+)
 
 
 def sort_of(token):
@@ -724,8 +790,13 @@ for one in fusion_run.fusion_weights(pairs):
     s = torch.stack(one["weights"]["output"])  # [layers, T, N]
     for t, token in enumerate(one["tokens"]):
         found.setdefault(sort_of(token), []).append(s[:, t])
-tabulate([[sort, len(found[sort]), *(float(v) for v in torch.stack(found[sort]).mean((0, 1)))]
-          for sort in sorted(found, key=lambda sort: -len(found[sort]))], ["tokens", "number", *names])
+tabulate(
+    [
+        [sort, len(found[sort]), *(float(v) for v in torch.stack(found[sort]).mean((0, 1)))]
+        for sort in sorted(found, key=lambda sort: -len(found[sort]))
+    ],
+    ["tokens", "number", *names],
+)
 
 # %% [markdown]
 # ## 8.2 Fewer adapters
@@ -742,7 +813,10 @@ def without(*adapters):
 
 
 order = sorted(mean, key=mean.get)
-rows = [[", ".join(n for n in names if n not in order[:k]), percent(without(*order[:k]))] for k in range(len(order))]
+rows = [
+    [", ".join(n for n in names if n not in order[:k]), percent(without(*order[:k]))]
+    for k in range(len(order))
+]
 tabulate(rows, ["adapters that are left", "accuracy"])
 
 # %% [markdown]
@@ -755,4 +829,6 @@ tabulate(rows, ["adapters that are left", "accuracy"])
 # %%
 minutes = (time.monotonic() - started) / 60, time.process_time() / 60
 print("this page took {:.1f} minutes, {:.1f} of processor time".format(*minutes))
-print(f"with {torch.get_num_threads()} threads; other work on the machine makes the first number larger")
+print(
+    f"with {torch.get_num_threads()} threads; other work on the machine makes the first number larger"
+)

