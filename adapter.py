@@ -118,8 +118,10 @@ class AdapterConfig(Kind):
 
     @classmethod
     def houlsby_recipe(cls, **changes):
-        """All of Houlsby et al.'s recipe as in their code, whose GELU has the tanh form. (`houlsby`
-        is AdapterHub's preset: swish, and neither their initialisation nor LayerNorms.)"""
+        """Houlsby et al.'s architecture as in their code: the tanh form of GELU, their
+        initialisation, and LayerNorms of its own. Their training (weight decay 0.01, warm-up over
+        0.1 of the steps, lr 3e-4) and their head are not part of it. `houlsby` is AdapterHub's
+        preset: swish, and neither of the other two."""
         own = {"non_linearity": "gelu_new", "init_weights": "houlsby_code", "layer_norms": True}
         return cls.houlsby(**{**own, **changes})
 
