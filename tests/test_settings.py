@@ -119,3 +119,32 @@ def test_examples_of_a_small_task_meet_others_in_the_next_epoch():
     batches = length_bucketed_batches(lengths, 32, seed=0)
     longest = sum(len(rows) * lengths[rows].max() for rows in batches)
     assert 1 - lengths.sum() / longest < 0.05
+
+
+@dataclass(frozen=True)
+class WithTemperature(train.Settings):
+    temperature: float = option(1.0, "of a fork's loss")
+
+
+def test_an_option_of_a_fork_is_recorded_and_compared(encoder, data_dir, tmp_path, capsys):
+    words = cli("--stage head --task rte --epochs 1 --device cpu --limit-train 8 --save-minutes 0")
+    words += cli(model=encoder, data_dir=data_dir, out=tmp_path / "run")
+    train.main([*words, "--temperature", "2"], options=WithTemperature)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["temperature"] == 2.0
+    with pytest.raises(ValueError, match="temperature = 2.0, not 1.0"):
+        train.main([*words, "--resume"], options=WithTemperature)
+
+
+def test_a_run_that_another_program_continues_says_so(
+    encoder, data_dir, tmp_path, monkeypatch, capsys
+):
+    words = cli("--stage head --task rte --epochs 2 --device cpu --limit-train 8 --save-minutes 0")
+    words += cli(model=encoder, data_dir=data_dir, out=tmp_path / "run")
+    with monkeypatch.context() as patch, pytest.raises(SystemError):
+        patch.setattr(train, "evaluate_all", lambda *_: exec("raise SystemError"))
+        train.main(words)
+    path = tmp_path / "run" / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"command": "examples/lora.py --stage head"}))
+    train.main([*words, "--resume"])
+    assert "note: begun by examples/lora.py, continued by train.py" in capsys.readouterr().out
