@@ -225,6 +225,9 @@ def get_task(name, data_dir=None, labels=None, split="train", columns=None, file
     """
     if data_dir is not None and not Path(data_dir).is_dir():
         raise FileNotFoundError(f"--data-dir {data_dir} is not a directory")
+    for path in (files or {}).values():
+        if not Path(path).is_file():  # a pipe would never end
+            raise FileNotFoundError(f"{path} is not a file")
     if name in TASKS:
         task = TASKS[name]
     else:

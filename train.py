@@ -293,6 +293,8 @@ class Settings:
             if adapter != "none" and "reduction_factor" in field_names(ADAPTERS[adapter]()):
                 defaults["reduction_factor"] = 16.0  # section 4.1
         missing = {name: v for name, v in defaults.items() if getattr(self, name) in (None, ())}
+        if self.train_file:  # in place of a directory, also of the environment's
+            missing["data_dir"] = None
         return replace(self, **missing)
 
     def of_tasks(self, tasks, encoder):
@@ -351,8 +353,8 @@ def check(settings):
         raise ValueError("--adapter-config changes a new adapter, and --adapter none makes none")
     if settings.dev_file and not settings.train_file:
         raise ValueError("--dev-file goes with --train-file")
-    if settings.train_file and (settings.data_dir or settings.task is None):
-        raise ValueError("--train-file is the data of one --task: it excludes --data-dir")
+    if settings.train_file and settings.task is None:
+        raise ValueError("--train-file is the data of one --task")
     if len({*settings.column_names.values()}) < len(settings.column_names):
         raise ValueError("--columns has a name twice")
     if settings.compile:
