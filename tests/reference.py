@@ -13,7 +13,8 @@ from bert import Bert
 from fusion import load_fusion
 
 GOLDEN = Path(__file__).parent / "golden"
-TOLERANCE = 2e-5
+TOLERANCE = 1e-5  # of what float64 computes here, against fp32 outputs of the reference
+FP32_TOLERANCE = 4e-5  # of what fp32 computes here, on any processor
 ENCODERS = ["bert", "roberta"]
 
 

@@ -11,7 +11,16 @@ import train
 from adapter import activate, load_adapter
 from conftest import assert_equal, cli, compiles, content, of_stage
 from fusion import fusion_regularization
-from reference import ADAPTERS, FUSIONS, GOLDEN, TOLERANCE, difference, encoder, run, with_fusion
+from reference import (
+    ADAPTERS,
+    FP32_TOLERANCE,
+    FUSIONS,
+    GOLDEN,
+    difference,
+    encoder,
+    run,
+    with_fusion,
+)
 from variants.folding import fold
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -39,7 +48,7 @@ def test_the_reference_library_s_adapters(directory, expected):
     bert = encoder(model).cuda()
     activate(bert, load_adapter(bert, GOLDEN / directory))
     h = run(bert, on_gpu(expected[model]))
-    assert difference(h.cpu(), expected[model][f"{name}.last_hidden_state"]) <= TOLERANCE
+    assert difference(h.cpu(), expected[model][f"{name}.last_hidden_state"]) <= FP32_TOLERANCE
 
 
 @pytest.mark.parametrize("directory", FUSIONS)
@@ -47,8 +56,8 @@ def test_the_reference_library_s_fusions(directory, expected):
     model, name = directory.split("/")
     bert = with_fusion(directory).cuda()
     wanted, inputs = expected[model][f"{name}.last_hidden_state"], on_gpu(expected[model])
-    assert difference(run(bert, inputs).cpu(), wanted) <= TOLERANCE
-    assert difference(run(fold(bert), inputs).cpu(), wanted) <= TOLERANCE
+    assert difference(run(bert, inputs).cpu(), wanted) <= FP32_TOLERANCE
+    assert difference(run(fold(bert), inputs).cpu(), wanted) <= FP32_TOLERANCE
     assert fusion_regularization(bert).device.type == "cuda"
 
 

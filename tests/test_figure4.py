@@ -18,7 +18,7 @@ from experiments.load_run import load_run
 from experiments.report import subplots
 from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights
-from reference import FUSIONS, GOLDEN, TOLERANCE, with_fusion
+from reference import FP32_TOLERANCE, FUSIONS, GOLDEN, with_fusion
 
 INPUTS = ("input_ids", "token_type_ids", "attention_mask")
 
@@ -56,7 +56,7 @@ def test_the_mean_is_the_reference_librarys_over_real_tokens(directory):
         for (layer, location), s in weights.items():
             location = {"attention": "mh_adapter", "output": "output_adapter"}[location]
             reference = expected[f"{name}.attention.{layer}.{location}"][real].mean(0)
-            assert (s - reference).abs().max() <= TOLERANCE
+            assert (s - reference).abs().max() <= FP32_TOLERANCE
 
 
 def test_files(fused, encoder, data_dir, tmp_path, capsys):

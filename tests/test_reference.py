@@ -1,5 +1,5 @@
-"""Θ, Φ and Ψ compute what the reference library computes, and read and write its files
-(tests/make_golden.py)."""
+"""Θ, Φ and Ψ compute in float64 what the reference library has computed in fp32, and read and write
+its files (tests/make_golden.py)."""
 
 import json
 
@@ -39,44 +39,39 @@ def test_golden_set_is_complete():
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_encoder(name, expected):
-    assert (
-        difference(run(encoder(name), expected[name]), expected[name]["encoder.last_hidden_state"])
-        <= TOLERANCE
-    )
+    h = run(encoder(name).double(), expected[name])
+    assert difference(h, expected[name]["encoder.last_hidden_state"]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("directory", ADAPTERS)
 def test_adapter(directory, expected):
     model, name = directory.split("/")
-    bert = encoder(model)
+    bert = encoder(model).double()
     assert load_adapter(bert, GOLDEN / directory) == name
     plain = run(bert, expected[model])  # loaded is not yet active
     assert difference(plain, expected[model]["encoder.last_hidden_state"]) <= TOLERANCE
     activate(bert, name)
     h = run(bert, expected[model])
     assert difference(h, expected[model][f"{name}.last_hidden_state"]) <= TOLERANCE
-    assert (
-        difference(h, plain) > 0.5
-    )  # the adapter is not a small correction that a tolerance could hide
+    assert difference(h, plain) > 0.5  # not a small correction that a tolerance could hide
 
 
 @pytest.mark.parametrize("directory", HEADS)
 def test_head(directory, expected):
     model, name = directory.split("/")
-    bert = encoder(model)
+    bert = encoder(model).double()
     activate(bert, load_adapter(bert, GOLDEN / directory))
     head = load_head(bert, GOLDEN / directory)
-    logits = head(run(bert, expected[model]))
-    assert difference(logits, expected[model][f"{name}.logits"]) <= TOLERANCE
-    assert (
-        difference(head(run(bert.double(), expected[model])), logits) <= TOLERANCE
-    )  # the encoder's precision is its own
+    h = run(bert, expected[model])
+    # the precisions of encoder and head are their own
+    for logits in (head(h), head.double()(h)):
+        assert difference(logits, expected[model][f"{name}.logits"]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("directory", FUSIONS)
 def test_fusion(directory, expected):
     model, name = directory.split("/")
-    bert, expected = with_fusion(directory), expected[model]
+    bert, expected = with_fusion(directory).double(), expected[model]
     assert difference(run(bert, expected), expected[f"{name}.last_hidden_state"]) <= TOLERANCE
     weights = fusion_weights(bert)
     assert len(weights) == sum(key.startswith(f"{name}.attention.") for key in expected)
