@@ -751,7 +751,7 @@ print(
 fusion_run = load_run(RUNS / "fusion-0")
 pair = ("Return the cumulative sum of the elements.", "cumsum")
 (explained,) = fusion_run.fusion_weights([pair])
-letters = {name: name[0].upper() for name in names}
+letters = dict(zip(names, ("L", "K", "N", "T"), strict=True))  # T: the target's own
 print("  ".join(f"{letter} {name}" for name, letter in letters.items()), "     (its weight in %)\n")
 print(f"{'token':12}", " ".join(f"{'layer ' + str(i):>8}" for i in layers))
 for t, token in enumerate(explained["tokens"]):
@@ -764,7 +764,12 @@ for t, token in enumerate(explained["tokens"]):
 print(f"\nPrediction: {answer['label']} ({percent(answer['probability'])})")
 
 # %% [markdown]
-# TOKENREADING
+# Read the table from left to right. In the first layer the content words (*return*, *cumulative*,
+# *sum*) already lean towards `name`; the articles, the full stop and the special tokens stay near
+# the even 25 %. From layer 2 to layer 5 `name` dominates almost every token, those of the name
+# itself (*cum*, *##sum*) included. `[CLS]` behaves differently: it stays near 25 % up to layer 5 and
+# turns to `name` with 98 % in layer 6. There it is the only token that counts: the head reads
+# nothing else of the last layer, so no training has shaped the other tokens' weights there.
 #
 # One sentence is an anecdote. So all pairs of the development set, the mean weight by the sort of
 # token:
