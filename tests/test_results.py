@@ -142,6 +142,22 @@ def test_every_table_is_that_of_its_file():
     assert len(starts) == len(TABLES), "a table without a file"
 
 
+def test_tables_of_the_benchmarks_are_extracts():
+    """Every cell of docs/benchmarks.md is a value that benchmarks.csv has for this row."""
+    values, cells = {}, 0
+    for row in read("benchmarks"):
+        values.setdefault(row["row"], set()).add(row["value"])
+    lines = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        if line.startswith("|") and not re.match(r"\| (---|row[ ,])", line):
+            name, *found = (cell.strip() for cell in line.strip("|").split("|"))
+            cells += len(found)
+            assert {cell for cell in found if cell not in ("", "–")} <= values.get(name, set()), (
+                line
+            )
+    assert cells > 100
+
+
 @pytest.mark.parametrize("row", [row for row in read("rte_fusions") if "±" in row["fusion"]])
 def test_means_of_the_seeds_that_are_given(row):
     if seeds := [float(value) for value in row["fusion by seed"].split(", ") if value]:
