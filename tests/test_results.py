@@ -119,7 +119,10 @@ TABLES = {
     **{
         function.__name__: function for function in (low_resource, mini, mini_counts, search, prune)
     },
-    **{name: lambda name=name: as_it_is(name) for name in ("demo", "full", "rte_fusions")},
+    **{
+        name: lambda name=name: as_it_is(name)
+        for name in ("demo", "full", "rte_fusions", "rte_control")
+    },
 }
 
 
