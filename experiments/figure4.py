@@ -1,5 +1,5 @@
-"""What fusion learned: the paper's Figure 4 (some layers) and Figure 6 (all layers), and section 6
-in words.
+"""What fusion learned: the paper's Figure 4 (some layers) and Figure 6 (all layers), and what
+section 6 reads from them, as tables.
 
     python -m experiments.figure4 runs/fusion-rte runs/fusion-cb ... --out figures \\
         [--baseline runs/rte runs/cb ...]
@@ -30,7 +30,7 @@ import torch
 
 from data import batches, split_by_length
 from experiments.load_run import check_stage, import_module, load_run, load_run_split
-from experiments.report import save_figure, subplots, write_csv, write_text
+from experiments.report import save_figure, subplots, table, write_csv, write_text
 from formats.files import read_json
 from fusion import fusion_weights, fusions
 from runtime.command import run_command
@@ -42,7 +42,10 @@ from runtime.settings import argument, option, parse
 COLOURS = "cividis"
 WRITTEN = ("figure4.png", "figure6.png", "weights.csv", "summary.txt")
 BATCH_SIZE = 64
-EVEN = 0.995  # entropy from which weights count as even: it is printed as 1.00
+LEGEND = """weight: mean over tokens and layers; 1.00 is what each adapter has if none is preferred.
+own: the adapter of the target's task; own first: in how many layers it has the largest weight.
+fusion, single, gain: accuracy on the development set, in %.
+entropy, by layer: 0.00 if one adapter has all the weight, 1.00 if all have the same."""
 
 
 @dataclass(frozen=True)
@@ -121,12 +124,6 @@ def spread(weights):
     weight, 1 if all have the same."""
     present = weights[~weights.isnan()]
     return torch.special.entr(present).sum().item() / math.log(max(2, len(present)))
-
-
-def is_even(target):
-    """Whether no layer prefers any adapter, so that nothing can be concluded."""
-    single = len(target.names) == 1
-    return single or all(spread(weights) >= EVEN for weights in target.weights.values())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -250,7 +247,7 @@ def shorten(name):
 
 
 # --------------------------------------------------------------------------------------------------
-# In words
+# Section 6, as tables
 
 
 def strengths(target):
@@ -261,81 +258,33 @@ def strengths(target):
     return weights.nan_to_num(), even
 
 
-def describe(target):
-    """Lines about one target."""
-    names, (weights, even) = target.names, strengths(target)
-    means, titles = weights.mean(0), slot_names(list(target.weights))
-    order = means.argsort(descending=True)[:3]
-    strongest = ", ".join(f"{names[n]} {means[n]:.3f}" for n in order)
-    lines = [f"{target.label}: {len(names)} adapters", f"  largest mean weights: {strongest}"]
-    if target.task in names:
-        own = names.index(target.task)
-        where = [title for title, s in zip(titles, weights, strict=True) if s.argmax() == own]
-        lines.append(
-            f"  its own ({target.task}) is the strongest in: {', '.join(where) or 'no layer'}; "
-            f"mean weight {means[own]:.3f}, {means[own] / even:.2f} of an even one ({even:.3f})"
-        )
-    else:
-        lines.append(f"  no adapter of its own task ({target.task}) is among them")
-    entropies = [f"{spread(s):.2f}" for s in target.weights.values()]
-    by_layer = [f"{t.removeprefix('layer ')}: {e}" for t, e in zip(titles, entropies, strict=True)]
-    lines.append(f"  entropy by layer (0 one adapter, 1 all alike): {', '.join(by_layer)}")
-    if is_even(target):
-        lines.append("  no layer prefers an adapter: the observations below leave this target out")
-    if target.baseline is not None:
-        fusion, single = 100 * target.metrics["accuracy"], 100 * target.baseline
-        lines.append(
-            f"  development accuracy: fusion {fusion:.1f} %, single adapter {single:.1f} %, gain "
-            f"{fusion - single:+.1f} points"
-        )
-    return lines
-
-
-def last_layer(targets):
-    """A sentence: are the weights of the last layer the most spread?"""
-    yes, last, before = 0, [], []
+def strengths_table(targets):
+    """(rows, header): the strongest adapter of each target; the weight of the target's own adapter
+    in units of an even one, and in how many layers it is the strongest; accuracies in %."""
+    rows = []
     for target in targets:
-        top = max(layer for layer, _ in target.weights)
-        spreads = {slot: spread(s) for slot, s in target.weights.items()}
-        yes += max(spreads, key=spreads.get)[0] == top
-        last += [value for (layer, _), value in spreads.items() if layer == top]
-        before += [value for (layer, _), value in spreads.items() if layer < top]
-    answer = "cannot be told, no fusion prefers an adapter in any layer."
-    if last and before:
-        answer = f"so in {yes} of {len(targets)} targets; mean entropy {mean(last):.3f} there, "
-        answer += f"{mean(before):.3f} in the layers before."
-    return f"The last layer is the most spread: {answer}"
+        (weights, even), own, single = strengths(target), [None, None], [None, None]
+        means = weights.mean(0)
+        if target.task in target.names:
+            n = target.names.index(target.task)
+            first = (weights.argmax(1) == n).sum().item()
+            own = [means[n].item() / even, f"{first} of {len(weights)}"]
+        fusion = 100 * target.metrics["accuracy"] if "accuracy" in target.metrics else None
+        if target.baseline is not None:
+            single = [100 * target.baseline, f"{fusion - 100 * target.baseline:+.2f}"]
+        n = means.argmax().item()
+        rows.append([target.label, target.names[n], means[n].item() / even, *own, fusion, *single])
+    return rows, "target,strongest,its weight,own weight,own first,fusion,single,gain".split(",")
 
 
-def own_adapters(targets):
-    """A sentence: do tasks that do not gain prefer their own adapter? Its weight is given in units
-    of an even one. Fusions of another number of adapters, or over another encoder, are not compared
-    with each other."""
-    start = "Tasks that do not gain prefer their own adapter: "
-    if len({(len(target.names), target.metrics.get("model")) for target in targets}) > 1:
-        return start + "not compared, the fusions differ in the number of adapters or the encoder."
-    found = {True: [], False: []}  # does it gain? [(is its own the strongest?, its weight)]
+def entropy_table(targets, slots):
+    """(rows, header): `spread` of every layer's weights."""
+    header = ["entropy", *(title.removeprefix("layer ") for title in slot_names(slots))]
+    rows = []
     for target in targets:
-        if target.baseline is not None and target.task in target.names:
-            (weights, even), own = strengths(target), target.names.index(target.task)
-            share = (weights.argmax(1) == own).double().mean().item()
-            gains = target.metrics["accuracy"] > target.baseline
-            found[gains].append((share, weights[:, own].mean().item() / even))
-    sentences, weight = [], {}
-    for gains, pairs in found.items():
-        if pairs:
-            share, weight[gains] = (mean(values) for values in zip(*pairs, strict=True))
-            sentences.append(
-                f"{len(pairs)} with{'' if gains else 'out'} a gain: own adapter the strongest in "
-                f"{share:.3f} of the layers, its mean weight {weight[gains]:.3f} of an even one"
-            )
-    answer = "there is nothing to compare with"
-    if len(weight) == 2:
-        answer = "yes" if weight[False] > weight[True] else "no"
-    elif not weight:
-        answer = "cannot be told, which needs weights that are not even, the accuracy of the "
-        answer += "single adapter (--baseline), and that adapter in the fusion"
-    return f"{start}{'; '.join([answer, *sentences])}."
+        found = [target.weights.get(slot) for slot in slots]
+        rows.append([target.label, *(None if s is None else spread(s) for s in found)])
+    return rows, header
 
 
 # --------------------------------------------------------------------------------------------------
@@ -391,10 +340,8 @@ def main(argv=None):
         shown = values[list(chosen)]
         heat_maps(shown, [titles[i] for i in chosen], labels, columns, out / name)
     write_csv(out / "weights.csv", ["run", "target", "layer", "location", *columns], rows)
-    lines = [line for target in targets for line in describe(target)]
-    told = [target for target in targets if not is_even(target)]
-    observations = [f"  {last_layer(told)}", f"  {own_adapters(told)}"]
-    lines += ["", "What the paper observes (section 6), here", *observations]
+    strongest = table(*strengths_table(targets), wrap=True)
+    lines = [*strongest, "", *table(*entropy_table(targets, slots), wrap=True), "", LEGEND]
     write_text(out / "summary.txt", "\n".join(lines) + "\n")
     print("\n".join(lines))
     print(f"\n{out}: {', '.join(WRITTEN)}")
