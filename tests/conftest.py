@@ -227,6 +227,20 @@ def fails(encoder, data_dir, tmp_path, refused):
     return fails
 
 
+def fill_hub_cache(repository, encoder):
+    """As a first run leaves the hub's cache: files of one commit, and notes of those that the
+    repository does not have."""
+    commit = "0123456789" * 4
+    for folder in ("snapshots", ".no_exist"):
+        (repository / folder / commit).mkdir(parents=True)
+    for name in ("config.json", "model.safetensors", "vocab.txt"):
+        shutil.copy(encoder / name, repository / "snapshots" / commit)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (repository / ".no_exist" / commit / name).touch()
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+
+
 def dev_batches(encoder, data_dir, task="rte", batch_size=16):
     split = load_split(
         get_task(task, data_dir), "validation", load_tokenizer(encoder, 48), data_dir

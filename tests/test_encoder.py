@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from bert import Bert
+from conftest import fill_hub_cache
 from damage import (
     EXPECTED,
     SAFETENSORS,
@@ -309,15 +310,5 @@ def test_what_looks_like_a_path_does_not_wait_for_the_network(path, tmp_path, mo
 
 
 def test_cache_without_network():
-    """As a first run leaves the hub's cache: files of one commit, and notes of those that the
-    repository does not have."""
-    repository, commit = Path(constants.HF_HUB_CACHE) / "models--some--cached", "0123456789" * 4
-    for folder in ("snapshots", ".no_exist"):
-        (repository / folder / commit).mkdir(parents=True)
-    for name in ("config.json", "model.safetensors", "vocab.txt"):
-        shutil.copy(SAFETENSORS / name, repository / "snapshots" / commit)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (repository / ".no_exist" / commit / name).touch()
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
+    fill_hub_cache(Path(constants.HF_HUB_CACHE) / "models--some--cached", SAFETENSORS)
     assert same(Bert.from_pretrained("some/cached"))

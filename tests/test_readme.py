@@ -4,12 +4,17 @@ links lead somewhere, and quoted lines of code are there."""
 import argparse
 import importlib
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from conftest import fill_hub_cache, thorough, write_rows
 
 ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -89,6 +94,62 @@ def test_a_command_with_an_unknown_option_is_noticed(monkeypatch, capsys):
     for name in ("train.py", "-m experiments.predict", "-m experiments.table1"):
         with pytest.raises((ValueError, SystemExit)):
             understand([*name.split(), "--no-such-option"], monkeypatch)
+
+
+PAPERS_NAMES = {  # tests' columns of a pair, and of one text, under the hub's names
+    "mnli": ("premise", "hypothesis"),
+    "qqp": ("question1", "question2"),
+    "sst2": ("sentence",),
+    "mrpc": ("sentence1", "sentence2"),
+    "rte": ("sentence1", "sentence2"),
+    "cb": ("premise", "hypothesis"),
+}
+FOLLOWED = "README.md docs/tasks.md docs/after_training.md docs/adapterhub.md docs/forking.md"
+
+
+def write_what_the_pages_presuppose(place, encoder):
+    """BERT-base in the hub's cache, the GLUE tasks, and the files that the pages speak of."""
+    fill_hub_cache(place / "hub" / "models--google-bert--bert-base-uncased", encoder)
+    for task, columns in PAPERS_NAMES.items():
+        rows = []
+        for i in range(2000):  # as easy as can be: what is published must have learned something
+            text = ["the cat sleeps and sleeps", "red dog runs"][i % 2]
+            rows.append({**dict.fromkeys(columns, text), "label": i % 2})
+        for split, n in (("train", 2000), ("validation", 100), ("test", 100)):
+            write_rows(place / "DIR" / task / f"{split}.jsonl", rows[:n])
+    reviews = "".join(f"{['good', 'bad'][i % 2]} film,{1 + i % 2}\n" for i in range(40))
+    (place / "reviews.csv").write_text(f"review,stars\n{reviews}")
+    shutil.copy(place / "DIR" / "rte" / "validation.jsonl", place / "rows.jsonl")
+    (place / "DIRECTORY_OR_HUB_ID").symlink_to(encoder)
+
+
+@thorough
+def test_commands_run_as_printed(encoder, tmp_path):
+    """Every command in a block of the pages that a user follows, in the order printed, by bash in
+    one directory. Left out are make and the one command that needs the hub."""
+    write_what_the_pages_presuppose(tmp_path, encoder)
+    for path in ROOT.iterdir():
+        if path.suffix == ".py" or path.is_dir() and path.name[0] != "." and path.name != "runs":
+            (tmp_path / path.name).symlink_to(path)
+    places = {"HF_HUB_CACHE": tmp_path / "hub", "ADAPTERFUSION_DATA_DIR": tmp_path / "DIR"}
+    places["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    fusion_cb = "python train.py --stage fusion --task cb --adapters runs/mnli runs/rte\n"
+    for page in FOLLOWED.split():
+        text = PAGES[page]
+        for block in re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+            if not re.match(r"python|for |mkdir|\. ", block) or "--adapters paper" in block:
+                continue
+            block = block.replace(". .venv/bin/activate\n", "true\n")
+            if "runs/fusion-cb" in block:
+                block = fusion_cb + block
+            done = subprocess.run(
+                ["bash", "-ec", block],
+                cwd=tmp_path,
+                env={**os.environ, **{name: str(value) for name, value in places.items()}},
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 0, f"{page}: {block}{done.stderr[-2000:]}"
 
 
 def test_make_commands_exist():
