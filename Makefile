@@ -20,8 +20,7 @@ demo: .venv/installed
 NOTEBOOK = runs/walkthrough.ipynb
 walkthrough: .venv/walkthrough
 	mkdir -p runs
-	@echo "walkthrough: every cell is run, which takes some minutes"
-	.venv/bin/jupytext --to ipynb --execute --run-path docs --output $(NOTEBOOK) docs/walkthrough.py
+	.venv/bin/python docs/execute.py $(NOTEBOOK)
 
 # what the tests compare with, where it is there: the reference library and TensorFlow, each in an environment of its own
 test-peers: .venv/installed .venv-peer/installed .venv-tensorflow/installed

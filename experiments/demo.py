@@ -263,8 +263,9 @@ def conclusion(results):
         gains = [100 * (fusion - other) for fusion, other in pairs]
         better[name] = min(gains) > 0
         wins = sum(gain > 0 for gain in gains)
+        side = "above" if mean(gains) > 0 else "below"
         lines.append(
-            f"fusion is {mean(gains):+.1f} points from {SYSTEMS[name].what} in the mean, and "
+            f"fusion is {abs(mean(gains)):.1f} points {side} {SYSTEMS[name].what} in the mean, and "
             f"better with {wins} of {len(gains)} seeds"
         )
     if not better["own"]:
