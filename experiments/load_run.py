@@ -195,31 +195,10 @@ def read_run_config(directory):
             if (directory / name / "metrics.json").is_file():
                 why += f"; the run that --overwrite has put aside is in {directory / name}"
         raise FileNotFoundError(why)
-    config = with_names_of_today(read_json(directory / "config.json"))
-    if (
-        config.get("stage") not in [*train.STAGES]
-        or not config.get("model")
-        or not config.get("labels")
-    ):
-        raise ValueError(
-            f"{directory / 'config.json'} is no run's, which has stage, model and labels"
-        )
-    # full and multitask runs have no "adapters", runs from before it was recorded no "held_out"
-    return {"adapters": [], "held_out": [None] * len(config["labels"]), **config}
-
-
-def with_names_of_today(config):
-    """config.json of a run, also of one from before some of its entries were renamed."""
-    today = {"Classes": "Classification", "Choices": "MultipleChoice"}
-    if isinstance(config.get("kinds"), dict):
-        config["kinds"] = {task: today.get(kind, kind) for task, kind in config["kinds"].items()}
-    for old, new in {
-        "renamed": "column_names",
-        "most_frequent_class": "majority_class_accuracy",
-    }.items():
-        if old in config:
-            config[new] = config.pop(old)
-    return config
+    config = read_json(directory / "config.json")
+    if not all(config.get(name) for name in ("stage", "model", "labels")):
+        raise ValueError(f"{directory / 'config.json'} is no run's: no stage, model or labels")
+    return {"adapters": [], **config}  # full and multitask runs have none
 
 
 def check_stage(directory, config, stages, what):

@@ -25,14 +25,7 @@ from string import Template
 
 from adapter import save_adapter, save_head
 from data import TASKS
-from experiments.load_run import (
-    Reading,
-    check_stage,
-    load_run,
-    read_run_config,
-    unknown_kind,
-    with_names_of_today,
-)
+from experiments.load_run import Reading, check_stage, load_run, read_run_config, unknown_kind
 from formats.adapterhub import check_name
 from formats.files import read_json
 from fusion import fusions, save_fusion
@@ -159,7 +152,7 @@ def publish(options, out, repo):
     for name in (encoder, repo, options.code or ""):  # which the card has in its code
         if re.search(r"[^\w ./@+~:=,()?#%-]", name):
             raise ValueError(f"{name!r:.100} is no name for an encoder, a repository or a place")
-    metrics = with_names_of_today(read_json(run / "metrics.json"))
+    metrics = read_json(run / "metrics.json")
     text = card(config, metrics, bert, head, encoder, repo, options)
     share = metrics.get("majority_class_accuracy")
     if share is not None and metrics["accuracy"] <= share and not options.anyway:

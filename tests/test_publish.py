@@ -104,7 +104,7 @@ def test_publishing_refuses(runs, launch, tmp_path, refused):
     is_refused("is no name for", run, "--out", out, "--repo", "a\nb", *tiny)
     is_refused("is no name for", run, "--out", out, "--code", "https://a.b/<script>", *tiny)
     metrics = json.loads((run / "metrics.json").read_text())
-    nothing = {**metrics, "accuracy": 0.5, "most_frequent_class": 0.5}  # its earlier name
+    nothing = {**metrics, "accuracy": 0.5, "majority_class_accuracy": 0.5}
     (run / "metrics.json").write_text(json.dumps(nothing))
     is_refused("learned nothing", run, "--out", out, "--encoder", "tiny")
     (run / "metrics.json").write_text(json.dumps(metrics))
