@@ -39,7 +39,7 @@ import re
 import shlex
 import sysconfig
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -78,7 +78,7 @@ SYSTEMS = {
     "without": System("the fusion without `name`", "fusion", "5e-4", f"library kind {TARGET}"),
 }
 BUDGET = "--batch-size 16 --epochs 5 --patience 3"  # of every system
-COMMON = "--max-length 48 --overwrite".split()
+COMMON = "--max-length 48 --overwrite"
 SEEDS = (0, 1, 2)
 
 
@@ -121,17 +121,11 @@ def words_of(name):
 
 def definitions(tree):
     """("function" | "class" | "method", node) of every definition, level by level."""
-    statements = (ast.stmt, ast.excepthandler, ast.match_case)  # expressions hold no definition
-    todo = deque([tree])
-    while todo:
-        node = todo.popleft()
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, statements):
-                todo.append(child)
-            if isinstance(child, ast.ClassDef):
-                yield "class", child
-            if isinstance(child, ast.FunctionDef):
-                yield "method" if isinstance(node, ast.ClassDef) else "function", child
+    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef | ast.FunctionDef)]
+    methods = {id(child) for n in nodes if isinstance(n, ast.ClassDef) for child in n.body}
+    for node in nodes:
+        function = "method" if id(node) in methods else "function"
+        yield "class" if isinstance(node, ast.ClassDef) else function, node
 
 
 def sentences(text):
@@ -201,7 +195,7 @@ def write(out, task, train_rows, dev_rows):
 
 def train_sources(out, model):
     """{task: metrics} of an adapter on each source."""
-    options = ["--stage", "adapter", "--lr", "1e-3", "--model", model, *COMMON]
+    options = f"--stage adapter --lr 1e-3 {COMMON} --model {model}".split()
     return {
         task: run(out, task, "--task", task, "--epochs", epochs, *options)
         for task, epochs in SOURCES.items()
@@ -213,8 +207,8 @@ def compare(out, model, seeds=SEEDS):
     results = {name: [] for name in SYSTEMS}
     for seed in seeds:
         for name, system in SYSTEMS.items():
-            options = ["--stage", system.stage, "--task", TARGET, "--lr", system.lr]
-            options += ["--seed", seed, "--model", model, *BUDGET.split(), *COMMON]
+            options = f"--stage {system.stage} --task {TARGET} --lr {system.lr} --seed {seed}"
+            options = f"{options} {BUDGET} {COMMON} --model {model}".split()
             if system.adapters:
                 own = {TARGET: f"own-{seed}"}  # the one of this seed
                 adapters = [out / own.get(task, task) for task in system.adapters.split()]

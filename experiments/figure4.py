@@ -212,21 +212,13 @@ def figure_4_layers(count):
 def heat_maps(values, titles, rows, columns, path):
     """values: a [targets, adapters] table for every title, all on one scale."""
     panels, top = len(titles), math.ceil(10 * values.nan_to_num().max().item()) / 10
-    rows, columns = ([shorten(name) for name in names] for names in (rows, columns))
-    width, height = len(columns) * 0.34 + 0.3, len(rows) * 0.34 + 0.4  # of a panel, in inches
-    left, below = (0.085 * max(map(len, names)) + 0.7 for names in (rows, columns))
-
-    def size(across):
-        down = math.ceil(panels / across)
-        return max(4.5, left + across * width + 1.2), max(3, below + down * height + 0.3)
-
-    def ugliness(across):  # near to landscape, with few empty places
-        ratio = size(across)[0] / size(across)[1]
-        return abs(math.log(ratio / 1.4)) + 2 * (-panels % across) / panels
-
-    across = min(range(1, panels + 1), key=ugliness)
+    across = math.ceil(math.sqrt(panels))
     down = math.ceil(panels / across)
-    figure, axes = subplots(down, across, size(across), squeeze=False)
+    rows, columns = ([shorten(name) for name in names] for names in (rows, columns))
+    left, below = (0.085 * max(map(len, names)) + 0.7 for names in (rows, columns))  # in inches
+    width = left + across * (len(columns) * 0.34 + 0.3) + 1.2
+    height = below + down * (len(rows) * 0.34 + 0.4) + 0.3
+    figure, axes = subplots(down, across, (max(4.5, width), max(3, height)), squeeze=False)
     for i, panel in enumerate(axes.flat):
         panel.set_visible(i < panels)
         if i < panels:
