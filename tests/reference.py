@@ -3,6 +3,7 @@ is there."""
 
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ GOLDEN = Path(__file__).parent / "golden"
 TOLERANCE = 1e-5  # of what float64 computes here, against fp32 outputs of the reference
 FP32_TOLERANCE = 4e-5  # of what fp32 computes here, on any processor
 ENCODERS = ["bert", "roberta"]
+FIELDS = ("input_ids", "token_type_ids", "attention_mask")
 
 
 def directories(file):
@@ -33,16 +35,15 @@ def encoder(name):
 
 def run(bert, inputs):
     with torch.no_grad():
-        return bert(inputs["input_ids"], inputs["token_type_ids"], inputs["attention_mask"])
+        return bert(*(inputs[name] for name in FIELDS))
 
 
 def with_fusion(directory):
     """An encoder with a golden fusion and the adapters that it names."""
     model, _ = directory.split("/")
     bert = encoder(model)
-    for name in json.loads((GOLDEN / directory / "adapter_fusion_config.json").read_text())[
-        "adapter_names"
-    ]:
+    config = json.loads((GOLDEN / directory / "adapter_fusion_config.json").read_text())
+    for name in config["adapter_names"]:
         load_adapter(bert, GOLDEN / model / name)
     load_fusion(bert, GOLDEN / directory)
     return bert
@@ -54,9 +55,15 @@ def difference(a, b):
 
 
 PEER = os.environ.get("PEER_PYTHON")
-needs_peer = pytest.mark.skipif(
-    not PEER, reason="PEER_PYTHON: no Python with the reference library"
-)
+reason = "PEER_PYTHON: no Python with the reference library"
+needs_peer = pytest.mark.skipif(not PEER, reason=reason)
+
+
+def ask_peer(script, *words):
+    """Runs a script of this directory with the reference library's Python."""
+    command = [PEER, Path(__file__).with_name(script), *words]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert result.returncode == 0, result.stdout[-3000:]
 
 
 def spread(parameters, generator):
@@ -66,11 +73,9 @@ def spread(parameters, generator):
         noise = torch.randn(p.shape, generator=generator)
         if name.endswith("fusion.value.weight"):
             p.data = torch.eye(len(p)) + 0.05 * noise
+        elif "embeddings" in name and p.ndim > 1:
+            p.data = 0.5 * noise
         elif p.ndim > 1:
-            p.data = (
-                0.5
-                if "embeddings" in name
-                else (0.4 if "fusion" in name else 1) / p.shape[-1] ** 0.5
-            ) * noise
+            p.data = (0.4 if "fusion" in name else 1) / p.shape[-1] ** 0.5 * noise
         else:
             p.data = (1 if "norm" in name and name.endswith("weight") else 0) + 0.2 * noise

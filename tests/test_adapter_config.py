@@ -3,10 +3,7 @@ grid beside the reference library."""
 
 import itertools
 import json
-import os
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +14,7 @@ from bert import Bert, BertConfig
 from conftest import IDS, MASK
 from experiments.load_run import load_run
 from formats.adapterhub import without_effect
-from reference import PEER, needs_peer, spread
+from reference import FIELDS, ask_peer, needs_peer, spread
 
 # --------------------------------------------------------------------------------------------------
 # --adapter-config
@@ -28,13 +25,8 @@ def test_fields_of_the_preset_are_changed(launch, tmp_path):
     command = "--stage adapter --task rte --epochs 1 --reduction-factor 4 --adapter bapna"
     launch(f"{command} --adapter-config {words} mh_adapter=true", out=tmp_path / "run")
     bert, _, config = load_run(tmp_path / "run")
-    changes = {
-        "mh_adapter": True,
-        "ln_after": True,
-        "residual_before_ln": "post_add",
-        "non_linearity": "swish",
-        "leave_out": [1],
-    }
+    changes = {"mh_adapter": True, "ln_after": True, "residual_before_ln": "post_add"}
+    changes |= {"non_linearity": "swish", "leave_out": [1]}
     assert config["adapter_config"] == changes
     adapter = bert.layers[0].output_add_norm.adapters["rte"]
     assert adapter.config == AdapterConfig.bapna(**changes, reduction_factor=4)
@@ -44,6 +36,7 @@ def test_fields_of_the_preset_are_changed(launch, tmp_path):
 WRONG = """
 pfeiffer | ln_affter=true | has no 'ln_affter', its fields are mh_adapter
 pal | ln_after=true | --adapter pal has no 'ln_after', its fields are size, num_heads, leave_out
+pal --reduction-factor 8 | size=8 | --adapter pal has no 'reduction_factor'
 pfeiffer | ln_after | NAME=VALUE, not 'ln_after'
 pfeiffer | ln_after=yes | ln_after must be true or false, not 'yes'
 pfeiffer | ln_after=1 | ln_after must be true or false, not 1
@@ -65,10 +58,6 @@ pfeiffer | adapter_residual_before_ln=true | needs the new LayerNorm
 def test_wrong_changes(fails, row):
     adapter, words, say = row.split(" | ")
     fails(f"--adapter {adapter} --adapter-config {words}", say=say)
-
-
-def test_a_size_of_an_adapter_without_one(fails):
-    fails("--adapter pal --reduction-factor 8", say="--adapter pal has no 'reduction_factor'")
 
 
 def test_files_may_have_what_changes_nothing():
@@ -96,58 +85,78 @@ def test_fields_of_other_kinds_have_other_neighbours():
 
 POSITIONS = {"top": (False, True), "bottom": (True, False), "both": (True, True)}
 TWICE = list(itertools.product((True, False), repeat=2))  # before, after
+CHOICES = {  # fields, and the values that they take together
+    "mh_adapter output_adapter": POSITIONS.values(),
+    "original_ln_before original_ln_after": TWICE,
+    "ln_before ln_after": TWICE,
+    "residual_before_ln": [(True,), (False,), ("post_add",)],
+    "adapter_residual_before_ln": [(False,), (True,)],
+    "non_linearity": [("relu",), ("leakyrelu",), ("swish",)],
+    "reduction_factor": [(2,), (8,), (16,), (64,)],
+}
+FIELDS_OF_GRID = " ".join(CHOICES).split()
 GRID = [
-    {
-        "mh_adapter": bottom,
-        "output_adapter": top,
-        "original_ln_before": own_before,
-        "original_ln_after": own_after,
-        "ln_before": before,
-        "ln_after": after,
-        "residual_before_ln": residual,
-        "adapter_residual_before_ln": inside,
-        "non_linearity": act,
-        "reduction_factor": factor,
-    }
-    for (bottom, top), (own_before, own_after), (
-        before,
-        after,
-    ), residual, inside, act, factor in itertools.product(
-        POSITIONS.values(),
-        TWICE,
-        TWICE,
-        (True, False, "post_add"),
-        (False, True),
-        ("relu", "leakyrelu", "swish"),
-        (2, 8, 16, 64),
-    )
+    dict(zip(FIELDS_OF_GRID, itertools.chain(*values), strict=True))
+    for values in itertools.product(*CHOICES.values())
 ]
+
+
+def cannot_be(options):
+    """The one thing that cannot be expressed: f + x is the residual only where it is the input of
+    BERT's LayerNorm."""
+    return options["residual_before_ln"] == "post_add" and not options["original_ln_before"]
 
 
 def test_every_architecture_trains_or_is_refused(encoder):
     """All but the sizes: one example of each non-linearity's and bottleneck's is enough for the
     others."""
     torch.manual_seed(0)
-    bert, refused = Bert.from_pretrained(encoder), 0
+    bert = Bert.from_pretrained(encoder)
     for options in GRID:
         if (options["non_linearity"], options["reduction_factor"]) != ("swish", 8):
             continue
-        try:
-            add_adapter(bert, "a", AdapterConfig(**options))
-        except ValueError as e:
-            refused += 1
-            assert (
-                "which is off" in str(e)
-                and options["residual_before_ln"] == "post_add"
-                and not options["original_ln_before"]
-            )
+        if cannot_be(options):
+            with pytest.raises(ValueError, match="'post_add' is the input .* which is off"):
+                AdapterConfig(**options)
             continue
+        add_adapter(bert, "a", AdapterConfig(**options))
         (bert(IDS, None, MASK)[:, 0] @ torch.arange(32.0)).sum().backward()
         for name, p in bert.named_parameters():
             assert not p.requires_grad or p.grad.isfinite().all() and p.grad.any(), (name, options)
         for _, slot in bert.slots():
             slot.adapters.clear()
-    assert refused == 3 * 2 * 4 * 2
+
+
+def random_weights(generator):
+    """{LAYER.LOCATION.PART.BOTTLENECK: tensor} for every adapter of the grid, in float64"""
+    weights = {}
+    for layer, location, r in itertools.product((0, 1), ("attention", "output"), (32, 8, 4, 1)):
+        shapes = {"adapter_up.weight": (64, r), "adapter_up.bias": (64,)}
+        for norm in ("adapter_norm_before", "adapter_norm_after"):
+            shapes |= {f"{norm}.weight": (64,), f"{norm}.bias": (64,)}
+        for down in ("adapter_down.0", "adapter_down.1"):
+            shapes |= {f"{down}.weight": (r, 64), f"{down}.bias": (r,)}
+        made = [(part, torch.nn.Parameter(torch.empty(shape))) for part, shape in shapes.items()]
+        spread(made, generator)
+        weights |= {f"{layer}.{location}.{part}.{r}": p.data.double() for part, p in made}
+    return weights
+
+
+@torch.no_grad()
+def compute(bert, options, weights, inputs):
+    add_adapter(bert, "a", AdapterConfig(**options))
+    for (layer, location), slot in bert.slots():
+        if "a" in slot.adapters:
+            adapter = slot.adapters["a"]
+            names = adapter.config.tensor_names(adapter)
+            ours = {name: part for part, name in names.items()}  # of a norm that has two, the last
+            for name, part in ours.items():
+                key = f"{layer}.{location}.{part}.{adapter.down.out_features}"
+                adapter.get_parameter(name).copy_(weights[key])
+    h = bert(*inputs.values())
+    for _, slot in bert.slots():
+        slot.adapters.clear()
+    return h
 
 
 @pytest.fixture(scope="module")
@@ -158,124 +167,42 @@ def both(tmp_path_factory):
     bert = Bert(config).requires_grad_(False).eval()
     spread(bert.named_parameters(), generator)
     bert.save_pretrained(root / "encoder")
-    inputs = {
-        "input_ids": [[5, 6, 7, 8, 9], [10, 11, 12, 0, 0]],
-        "token_type_ids": [[0, 0, 1, 1, 1], [0, 1, 1, 0, 0]],
-        "attention_mask": [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]],
-    }
-    inputs = {name: torch.tensor(rows) for name, rows in inputs.items()}
+    ids, types = [[5, 6, 7, 8, 9], [10, 11, 12, 0, 0]], [[0, 0, 1, 1, 1], [0, 1, 1, 0, 0]]
+    mask = [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+    inputs = dict(zip(FIELDS, map(torch.tensor, (ids, types, mask)), strict=True))
     save_file(inputs, root / "inputs.safetensors")
-    weights = {}
-    for (layer, location), r in itertools.product(
-        itertools.product(range(2), ("attention", "output")), (32, 8, 4, 1)
-    ):
-        shapes = {
-            "adapter_up.weight": (64, r),
-            "adapter_up.bias": (64,),
-            "adapter_norm_before.weight": (64,),
-            "adapter_norm_before.bias": (64,),
-            "adapter_norm_after.weight": (64,),
-            "adapter_norm_after.bias": (64,),
-            **{
-                f"adapter_down.{i}.{kind}": shape
-                for i in (0, 1)
-                for kind, shape in (("weight", (r, 64)), ("bias", (r,)))
-            },
-        }
-        made = [(part, torch.nn.Parameter(torch.empty(shape))) for part, shape in shapes.items()]
-        spread(made, generator)
-        weights |= {f"{layer}.{location}.{part}.{r}": p.data.double() for part, p in made}
-    save_file(weights, root / "weights.safetensors")
+    save_file(weights := random_weights(generator), root / "weights.safetensors")
     add_adapter(bert, "own", AdapterConfig(layer_norms=True))
     save_adapter(bert, "own", root / "own")
     plan = {"encoder": str(root / "encoder"), "configs": GRID, "cannot_read": str(root / "own")}
     (root / "plan.json").write_text(json.dumps(plan))
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
+    ask_peer("peer.py", "grid", root)
+    bert = Bert.from_pretrained(root / "encoder").double()
+    ours = {
+        str(number): compute(bert, options, weights, inputs)
+        for number, options in enumerate(GRID)
+        if not cannot_be(options)
     }
-    environment.pop("PYTHONPATH", None)
-    peer = subprocess.Popen(
-        [PEER, Path(__file__).with_name("peer.py"), "grid", root],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment,
-    )
-    ours, bert = {}, Bert.from_pretrained(root / "encoder").double()
-    with torch.no_grad():
-        for number, options in enumerate(GRID):
-            try:
-                add_adapter(bert, "a", AdapterConfig(**options))
-            except ValueError as e:
-                ours[number] = str(e)
-                continue
-            for (layer, location), slot in bert.slots():
-                if "a" in slot.adapters:
-                    adapter = slot.adapters["a"]
-                    names = adapter.config.tensor_names(adapter)  # of a norm that has two, the last
-                    for name, theirs in {ours: theirs for theirs, ours in names.items()}.items():
-                        adapter.get_parameter(name).copy_(
-                            weights[f"{layer}.{location}.{theirs}.{adapter.down.out_features}"]
-                        )
-            ours[number] = bert(*inputs.values())
-            for _, slot in bert.slots():
-                slot.adapters.pop("a") if "a" in slot.adapters else None
-    output, _ = peer.communicate(timeout=300)
-    assert peer.returncode == 0, output[-3000:]
-    theirs, refused = (
-        load_file(root / "grid.safetensors"),
-        json.loads((root / "refused-grid.json").read_text()),
-    )
-    return (
-        ours,
-        {int(number): h for number, h in theirs.items()},
-        {int(n) if n.isdigit() else n: refused[n] for n in refused},
-    )
-
-
-def fits(options, position, own, new):
-    return (
-        (options["mh_adapter"], options["output_adapter"]) == POSITIONS[position]
-        and (options["original_ln_before"], options["original_ln_after"]) == own
-        and (options["ln_before"], options["ln_after"]) == new
-    )
+    refused = json.loads((root / "refused.json").read_text())
+    return ours, load_file(root / "grid.safetensors"), refused
 
 
 @needs_peer
-@pytest.mark.parametrize(
-    "new",
-    TWICE,
-    ids=lambda new: f"new-{'-'.join(itertools.compress(('before', 'after'), new)) or 'none'}",
-)
-@pytest.mark.parametrize(
-    "own",
-    TWICE,
-    ids=lambda own: f"own-{'-'.join(itertools.compress(('before', 'after'), own)) or 'none'}",
-)
+@pytest.mark.parametrize("new", TWICE, ids=lambda new: f"new {new}")
+@pytest.mark.parametrize("own", TWICE, ids=lambda own: f"own {own}")
 @pytest.mark.parametrize("position", POSITIONS)
 def test_every_architecture_of_the_grid(both, position, own, new):
     ours, theirs, refused = both
-    numbers = [number for number, options in enumerate(GRID) if fits(options, position, own, new)]
-    assert len(numbers) == 3 * 2 * 3 * 4
-    compared = 0
-    for number in numbers:
-        if (
-            GRID[number]["residual_before_ln"] == "post_add" and not own[0]
-        ):  # the one thing that cannot be expressed:
-            # f + x is the residual only where it is the input of BERT's LayerNorm. The reference
-            # finds no residual at all
-            assert "UnboundLocalError" in refused[number] and "'residual'" in refused[number]
-            assert (
-                "residual_before_ln 'post_add' is the input of original_ln_before, which is off"
-                in ours[number]
-            )
+    where, compared = [*POSITIONS[position], *own, *new], 0
+    for number, options in enumerate(GRID):
+        if [*options.values()][:6] != where:
             continue
-        a, b = ours[number], theirs[number]
+        if cannot_be(options):  # there, it finds no residual at all
+            assert "UnboundLocalError" in refused[str(number)]
+            continue
+        a, b = ours[str(number)], theirs[str(number)]
         assert a.dtype == b.dtype == torch.float64 and a.shape == b.shape == (2, 5, 64)
-        assert (a - b).abs().max() <= 1e-10 * b.abs().max() and b.abs().max() > 0.1, GRID[number]
+        assert (a - b).abs().max() <= 1e-10 * b.abs().max() and b.abs().max() > 0.1, options
         compared += 1
     assert compared == (72 if own[0] else 48)
 
@@ -291,16 +218,10 @@ def test_the_reference_does_not_read_own_layer_norms(both):
 def test_the_grid_tells_architectures_apart(both):
     """2,880 outputs, and no two are the same but where a field has no effect, which is what
     `without_effect` says."""
-    ours, theirs, refused = both
-    assert (
-        len(theirs) == 2880
-        and len([number for number in refused if number != "own"]) == 3456 - 2880
-    )
-    meaningful = [number for number in theirs if not without_effect(AdapterConfig(**GRID[number]))]
-    assert len({theirs[number].numpy().round(6).tobytes() for number in meaningful}) == len(
-        meaningful
-    )
-    assert len({theirs[number].numpy().round(6).tobytes() for number in theirs}) == len(meaningful)
+    theirs = {number: h.numpy().round(6).tobytes() for number, h in both[1].items()}
+    assert len(theirs) == 2880
+    meaningful = [n for n in theirs if not without_effect(AdapterConfig(**GRID[int(n)]))]
+    assert len({theirs[n] for n in meaningful}) == len(meaningful) == len({*theirs.values()})
 
 
 def test_bapna_is_bapna_and_firat_s_formula(encoder):
@@ -314,13 +235,10 @@ def test_bapna_is_bapna_and_firat_s_formula(encoder):
     f, x = torch.randn(2, 3, 5, 32)
     W = dict(slot.adapters["a"].named_parameters())
     with torch.no_grad():
-        h = torch.nn.functional.layer_norm(
-            f + x, (32,), slot.norm.weight, slot.norm.bias, slot.norm.eps
-        )
+        h = slot.norm(f + x)
         mean, variance = h.mean(-1, keepdim=True), h.var(-1, unbiased=False, keepdim=True)
-        normed = (h - mean) / (variance + 1e-5).sqrt() * W["norm_before.weight"] + W[
-            "norm_before.bias"
-        ]
+        normed = (h - mean) / (variance + 1e-5).sqrt()
+        normed = normed * W["norm_before.weight"] + W["norm_before.bias"]
         a = (normed @ W["down.weight"].T + W["down.bias"]).clamp(min=0)
         expected = h + a @ W["up.weight"].T + W["up.bias"]
         assert (slot(f, x) - expected).abs().max() < 1e-5
