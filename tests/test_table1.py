@@ -3,12 +3,10 @@ stand-in for train.py, which takes no time (fake_grid.py)."""
 
 import csv
 import json
-import os
 import re
 import shutil
 import signal
 import statistics
-import threading
 import time
 from pathlib import Path
 
@@ -20,10 +18,6 @@ import data
 import fake_grid
 from conftest import cli, thorough, thorough_after_first, write_rows
 from experiments import grid, report, table1
-from experiments.load_run import load_run
-from formats.tokenizer import load_tokenizer
-from fusion import fusion_weights
-from runtime.directory import lock
 
 ROOT = Path(__file__).parent.parent
 
@@ -31,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture
 def table(encoder, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    fake_grid.patch(monkeypatch.setattr)
+    monkeypatch.setattr(grid, "result_of", fake_grid.result_of)
     return fake_grid.Fake(table1, tmp_path, encoder)
 
 
@@ -77,11 +71,11 @@ def test_arrows_at_their_thresholds():
 def build(text, **options):
     sizes = {"big": 40000, "middle": 3000, "small": 250}
     own, _, rest = text.partition("-- ")
-    words = [*cli(own, tasks=[*sizes], **options), "--", *rest.split()]
+    words = [*cli(own, tasks=[*sizes], out="OUT", **options), "--", *rest.split()]
     options = table1.arguments(words)
-    cells, places = table1.build(options, sizes)
-    settings = {cell.name: grid.settings_of(cell, Path("OUT")) for cell in cells}
-    return {cell.name: cell for cell in cells}, places, settings
+    runs = table1.Runs(options, sizes)
+    settings = {name: cell.settings() for name, cell in runs.cells.items()}
+    return runs.cells, runs.places, settings
 
 
 def test_every_system_is_the_run_it_is_meant_to_be():
@@ -168,7 +162,7 @@ def test_tables_of_a_whole_grid(table, capsys):
     joint = [metrics(table.out, f"mtl-{seed}")["accuracies"]["small"] for seed in range(2)]
     assert row["mtl_mean"] == f"{100 * statistics.mean(joint):.2f}"
     page = (table.out / "results.md").read_text()
-    for title in ("Table 1", "Table 2", "Table 3", "Figure 3", "Fusion w/ ST-A: mean weight"):
+    for title in ("Table 1", "Table 2", "Table 3", "Figure 3"):
         assert f"## {title}" in page
     assert f"| {text} |" in page and str(table.data) not in page
     assert any(text in line for line in lines if line.startswith("small "))  # printed, too
@@ -179,7 +173,6 @@ def test_tables_of_a_whole_grid(table, capsys):
     difference = float(row["fusion_st_a_mean"]) - float(row["st_a_16_mean"])
     assert found["fusion_st_a", "st_a_16", "small"] == pytest.approx(difference, abs=1e-9)
     assert (table.out / "figure3.png").read_bytes().startswith(b"\x89PNG")
-    assert {row["layer"] for row in rows_of(table.out / "fusion_weights.csv")} == {"1"}
 
     before = table.results()
     assert table("--seeds 0 1 --jobs 8") == 0 and table.log() == log  # nothing is run again
@@ -261,7 +254,7 @@ def test_why_a_run_failed(tmp_path, said, status, reason):
     (tmp_path / "logs").mkdir()
     log = "\n$ a\ntrain.py: another time\n\n$ b\ntrain.py: loading PyTorch\n"
     (tmp_path / "logs" / "a.txt").write_text(log + said)
-    assert grid.failure(grid.Cell("a", ()), tmp_path, status) == reason
+    assert grid.failure(grid.Cell("a", tmp_path / "runs" / "a", ()), status) == reason
 
 
 def wait_for(condition, seconds=60):
@@ -301,8 +294,8 @@ def test_no_child_is_left_behind(end, table, tmp_path):
     start.write_text(
         "from runtime.command import announce, run_command\nannounce('table1')\n"
         f"import sys\nsys.path.append({str(Path(__file__).parent)!r})\n"
-        "import fake_grid\nfrom experiments import grid, table1\nfake_grid.patch(setattr)\n"
-        "run_command('table1', table1.main, interrupted=grid.INTERRUPTED)\n"
+        "import fake_grid\nfrom experiments import grid, table1\n"
+        "grid.result_of = fake_grid.result_of\nrun_command('table1', table1.main)\n"
     )
     process = child.Program([start, *table.words(words)])
     listening = table.fake / "listening"
@@ -331,23 +324,6 @@ def test_no_child_is_left_behind(end, table, tmp_path):
     (table.fake / "slow").unlink()
     assert table(words) == 0
     assert table.results() == table.results(tmp_path / "undisturbed")
-
-
-def test_a_run_that_another_process_is_at_is_waited_for(table, capsys):
-    """It is not started twice."""
-    held = lock(table.out / "runs" / "st_a_16-big-0")
-    held.__enter__()
-
-    def release():
-        wait_for(lambda: len(table.log()) == 2)  # the others have run meanwhile
-        held.__exit__(None, None, None)
-
-    thread = threading.Thread(target=release)
-    thread.start()
-    assert table("--systems st_a_16 --seeds 0 --jobs 2") == 0
-    thread.join()
-    assert "st_a_16-big-0: another process is running it" in capsys.readouterr().out
-    assert len(table.log()) == 3
 
 
 def test_other_commands_are_told_apart(table, capsys):
@@ -391,34 +367,29 @@ def test_a_plan_that_must_fail_downloads_nothing(tmp_path):
 
 
 def test_gpus_and_cores_are_shared_out(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     options = grid.Options()
 
     def visible(jobs):
-        shares = [grid.environment(slot, jobs, True, options) for slot in range(jobs)]
+        shares = [grid.environment(slot, jobs, 4, options) for slot in range(jobs)]
         return [share["CUDA_VISIBLE_DEVICES"] for share in shares]
 
     assert visible(1) == ["0,1,2,3"] and visible(2) == ["0,2", "1,3"]
     assert visible(4) == [*"0123"] and visible(6) == [*"012301"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     assert visible(2) == ["5", "7"]
-    for cores in (1, 2, 7, 16, 64):
-        monkeypatch.setattr(os, "sched_getaffinity", lambda _, n=cores: range(n), raising=False)
-        for jobs in (2, 3, 16):
-            shares = [grid.environment(slot, jobs, False, options) for slot in range(jobs)]
-            threads = [int(share["OMP_NUM_THREADS"]) for share in shares]
-            assert min(threads) >= 1 and sum(threads) <= max(cores, jobs) < sum(threads) + jobs
-            assert [int(share["RAYON_NUM_THREADS"]) for share in shares] == threads
-            assert {share["OMP_WAIT_POLICY"] for share in shares} == {"PASSIVE"}
-    assert (
-        not {"OMP_NUM_THREADS", "OMP_WAIT_POLICY"} & grid.environment(0, 1, False, options).keys()
-    )
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    for jobs, threads in ((2, "3"), (7, "1"), (16, "1")):
+        share = grid.environment(0, jobs, 0, options)
+        assert share["OMP_NUM_THREADS"] == share["RAYON_NUM_THREADS"] == threads
+        assert share["OMP_WAIT_POLICY"] == "PASSIVE"
+    alone = grid.environment(0, 1, 0, options)
+    assert not {"OMP_NUM_THREADS", "OMP_WAIT_POLICY"} & alone.keys()
     torchrun = grid.Options(launch="torchrun --nproc_per_node=8")
-    assert "OMP_NUM_THREADS" not in grid.environment(0, 2, True, torchrun)
+    assert "OMP_NUM_THREADS" not in grid.environment(0, 2, 1, torchrun)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the user's
-    assert grid.environment(0, 2, True, options)["OMP_NUM_THREADS"] == "3"
+    assert grid.environment(0, 2, 0, options)["OMP_NUM_THREADS"] == "3"
 
 
 @pytest.mark.parametrize(
@@ -427,7 +398,6 @@ def test_gpus_and_cores_are_shared_out(monkeypatch):
         ("--jobs 0", {}, "--jobs must be at least 1"),
         ("", {"launch": "no-such-program --x"}, "no-such-program"),
         ("--part 3/3", {}, "--part must be I/N"),
-        ("--part 0/2 --overwrite", {}, "--overwrite removes runs"),
         ("", {"fusion_options": "--task x"}, "--task does not belong in --fusion-options"),
         ("--fusion-options=--limit-train=5", {}, "--limit-train does not belong"),
         ("", {"fusion_options": "--epochs 0"}, "--epochs must be at least 1"),
@@ -447,31 +417,6 @@ def test_wrong_input_ends_in_one_line(table, capsys, words, options, say):
 # With train.py itself
 
 
-def test_mean_weights_are_those_of_the_real_tokens(runs, data_dir, encoder, tmp_path):
-    """Example by example, where there is no padding, the same mean comes out. Layers are counted
-    from 1."""
-    run = shutil.copytree(runs / "fusion-rte", tmp_path / "run")
-    found = table1.mean_weights(run, {"of": "this run"}, encoder, data_dir, "cpu")
-    bert, _, config = load_run(run)
-    tokenizer = load_tokenizer(encoder, config["max_length"])
-    split = data.load_split(data.get_task("rte"), "validation", tokenizer, data_dir)
-    total, tokens = {}, 0
-    with torch.inference_mode():
-        for row in split:
-            bert(torch.tensor(row["input_ids"]), torch.tensor(row["token_type_ids"]))
-            for slot, s in fusion_weights(bert).items():
-                total[slot] = total.get(slot, 0) + s.double().sum((0, 1))
-            tokens += len(row["input_ids"][0])
-    expected = {
-        (layer + 1, location, name): weight / tokens
-        for (layer, location), s in total.items()
-        for name, weight in zip(config["adapters"], s.tolist(), strict=True)
-    }
-    assert {tuple(row[:3]): row[3] for row in found} == pytest.approx(expected, abs=2e-6)
-    kept = table1.mean_weights(run, {"of": "this run"}, None, None, None)
-    assert [tuple(row) for row in kept] == found
-
-
 def test_a_small_grid_for_real(encoder, data_dir, tmp_path, capsys):
     places = {"model": tmp_path / "encoder", "data_dir": tmp_path / "data", "out": tmp_path / "out"}
     shutil.copytree(encoder, places["model"])
@@ -484,8 +429,6 @@ def test_a_small_grid_for_real(encoder, data_dir, tmp_path, capsys):
     # both tasks have 96 examples: an adapter is its own target's and the other's source
     names = ["fusion_st_a-pick-0", "fusion_st_a-rte-0", "st_a_16-pick-0", "st_a_16-rte-0"]
     assert sorted(path.name for path in (out / "runs").iterdir()) == names
-    weights = [float(row["weight"]) for row in rows_of(out / "fusion_weights-96.csv")]
-    assert sum(weights) == pytest.approx(2 * 2, abs=1e-3)  # a target and layer: 1
     config = json.loads((out / "runs" / "fusion_st_a-pick-0" / "config.json").read_text())
     assert config["adapters"] == ["rte", "pick"] and config["train_examples"] == 96
     row = rows_of(out / "table1-96.csv")[0]
