@@ -90,7 +90,7 @@ class Fake:
         launch = f"{sys.executable} -S {__file__} {self.fake}"
         given = {"model": self.encoder, "data_dir": self.data, "out": self.out, "launch": launch}
         given |= {"tasks": "big middle small".split(), **options}
-        return [*cli(own, **given), "--", "--device", "cpu", *rest.split()]
+        return [*cli(**given), *own.split(), "--", "--device", "cpu", *rest.split()]
 
     def __call__(self, text="", **options):
         from runtime.command import run_command
