@@ -22,10 +22,10 @@ if __name__ == "__main__":
     announce("architecture_search")
 
 import statistics
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NamedTuple
 
-import train
 from adapter import ADAPTERS
 from experiments import grid, report
 from formats.adapterhub import without_effect
@@ -160,69 +160,81 @@ def label(step, name):
 # The search
 
 
-@dataclass
+class Run(NamedTuple):
+    task: str
+    step: str
+    option: str
+    factor: float | None  # None: full fine-tuning
+    seed: int
+    name: str
+
+
 class Search:
-    options: Options
-    best: dict  # task: {field: value}, what its steps have chosen
-    # (task, step): {option: {factor: [name of each seed's run]}}
-    places: dict = field(default_factory=dict)
-    results: dict = field(default_factory=dict)  # name: closing line
-    failed: dict = field(default_factory=dict)  # name: reason
-    skipped: dict = field(default_factory=dict)  # (task, step): {option: reason}
-    winners: dict = field(default_factory=dict)  # (task, step): option
+    def __init__(self, options):
+        self.options, self.runs = options, []
+        self.results, self.failed = {}, {}  # {name: closing line}, {name: reason}
+        self.best = {task: {} for task in options.tasks}  # {field: value}: chosen so far
+        self.winners, self.skipped = {}, {}  # (task, step): option; {option: reason}
 
     def build(self, tasks, step):
-        """The cells of a step, whose places are noted."""
+        """The cells of a step, whose runs are noted."""
         cells = {}
 
-        def add(task, step, option, stage, name, words, factors):
-            by_factor = self.places.setdefault((task, step), {}).setdefault(option, {})
+        def add(task, step, option, name, words, factors, stage="adapter"):
             for factor in factors:
                 size = [] if factor is None else ["--reduction-factor", f"{factor:g}"]
-                by_factor[factor] = []
                 for seed in self.options.seeds:
                     run = "-".join([task, name, *size[1:], str(seed)])
                     given = ["--task", task, *words, *size]
-                    cells[run] = grid.Cell(run, grid.command(self.options, stage, given, seed))
-                    by_factor[factor].append(run)
+                    cells[run] = grid.cell(self.options, run, stage, given, seed)
+                    self.runs.append(Run(task, step, option, factor, seed, run))
 
         factors = self.options.reduction_factors
         for task in tasks:
             found, self.skipped[task, step] = options_of(step, self.best[task])
             for option, config in found.items():
                 words = ["--adapter-config", *changes(config)] if changes(config) else []
-                add(task, step, option, "adapter", architecture(config), words, factors)
+                add(task, step, option, architecture(config), words, factors)
             if step == "position":
-                add(task, "full", "full", "full", "full", [], [None])
+                add(task, "full", "full", "full", [], [None], "full")
                 for option, (_, words) in EXTRAS.items() if not self.options.no_extras else ():
-                    add(task, "extras", option, "adapter", option, words.split(), factors)
+                    add(task, "extras", option, option, words.split(), factors)
         return list(cells.values())
 
-    def found(self, task, step):
-        """{option: {factor: [closing line of each seed]}} of what is finished"""
-        return {
-            option: {
-                factor: [self.results[name] for name in names if name in self.results]
-                for factor, names in by_factor.items()
-            }
-            for option, by_factor in self.places.get((task, step), {}).items()
-        }
+    def of(self, task, step, **which):
+        """The runs of a step, or those of one option=, of one factor=."""
+        wanted = {"task": task, "step": step, **which}.items()
+        return [run for run in self.runs if wanted <= run._asdict().items()]
+
+    def options_of(self, task, step):
+        return list(dict.fromkeys(run.option for run in self.of(task, step)))
+
+    def found(self, task, step, **which):
+        """The closing lines of those runs that are finished."""
+        names = [run.name for run in self.of(task, step, **which)]
+        return [self.results[name] for name in names if name in self.results]
+
+    def over_seeds(self, task, step, **which):
+        """(mean, standard deviation) in %"""
+        found = self.found(task, step, **which)
+        return report.mean_and_deviation(result["accuracy"] for result in found)
 
     def means(self, task, step):
         """{option: mean accuracy in % over all reduction factors and seeds}; None if one of them
         has no result"""
         result = {}
-        for option, by_factor in self.found(task, step).items():
-            done = [100 * r["accuracy"] for results in by_factor.values() for r in results]
-            complete = len(done) == len(by_factor) * len(self.options.seeds)
-            result[option] = statistics.mean(done) if complete else None
+        for option in self.options_of(task, step):
+            done = self.found(task, step, option=option)
+            complete = len(done) == len(self.of(task, step, option=option))
+            result[option] = (
+                100 * statistics.mean(r["accuracy"] for r in done) if complete else None
+            )
         return result
 
     def winner(self, task, step):
         """The option with the best mean, of equals the first. An option whose runs diverged has
         lost; None while any other option lacks a result."""
-        by_option = self.places[task, step].values()
-        names = [n for by_factor in by_option for names in by_factor.values() for n in names]
+        names = [run.name for run in self.of(task, step)]
         missing = [self.failed.get(name, "") for name in names if name not in self.results]
         if any("no epoch was finished" not in reason for reason in missing):
             return None
@@ -234,8 +246,7 @@ class Search:
         tasks = self.options.tasks
         for step in STEPS:
             print(f"{TITLES[step]}: {', '.join(tasks)}", flush=True)
-            cells = self.build(tasks, step)
-            results, failed = grid.run(cells, self.options)
+            results, failed = grid.run(self.build(tasks, step), self.options)
             self.results |= results
             self.failed |= failed
             for task in tasks:
@@ -271,23 +282,19 @@ class Search:
     def sentence(self, task, step):
         """Which option won, by how much, and what the paper found."""
         means, best, paper = self.means(task, step), self.winners[task, step], papers(step)
-        diverged = [label(step, option) for option, value in means.items() if value is None]
-        others = {o: value for o, value in means.items() if value is not None and o != best}
+        trained = {option: mean for option, mean in means.items() if mean is not None}
         words = f"Best: {label(step, best)}"
-        if others:
-            second = max(others, key=others.get)
-            above = f"{means[best] - others[second]:.2f} points above"
-            tie = means[best] == others[second]
-            words += f", {'the same as' if tie else above} {label(step, second)}"
-        words += "." + f" The loss diverged in runs of: {', '.join(diverged)}." * bool(diverged)
-        shown = step in list(STEPS)[:3]
-        words += f" The paper's{'' if shown else ' (its figures do not show this step)'}: "
+        if others := [option for option in trained if option != best]:
+            second = max(others, key=trained.get)
+            words += f", {trained[best] - trained[second]:.2f} points above {label(step, second)}"
+        if diverged := [label(step, option) for option in means if option not in trained]:
+            words += f". The loss diverged in runs of: {', '.join(diverged)}"
+        shown = step in ("position", "pretrained", "new")
+        words += f". The paper's{'' if shown else ' (its figures do not show this step)'}: "
         words += label(step, paper)
         if paper == best:
             return words + ", too."
-        below = (
-            "" if means.get(paper) is None else f", {means[best] - means[paper]:.2f} points below"
-        )
+        below = f", {trained[best] - trained[paper]:.2f} points below" if paper in trained else ""
         return words + below + "."
 
     def outcome(self, task):
@@ -299,8 +306,8 @@ class Search:
         if not words:
             return f"{is_it} the paper's architecture**, `--adapter pfeiffer`: {value:.2f}."
         command = f"`--adapter pfeiffer --adapter-config {words}`"
-        paper = self.means(task, "position")[papers("position")]
-        beside = "" if paper is None else f"; the paper's, `--adapter pfeiffer`: {paper:.2f}"
+        paper = report.two_decimals(self.means(task, "position")[papers("position")])
+        beside = f"; the paper's, `--adapter pfeiffer`: {paper}"
         return f"{is_it} not the paper's architecture**, but {command}: {value:.2f}{beside}."
 
 
@@ -311,14 +318,11 @@ class Search:
 def write_results(search, config):
     """All tables and figures, of what is finished. Returns the path of the Markdown file."""
     out, rows = search.options.out, []
-    for where, options in search.places.items():
-        for option, by_factor in options.items():
-            for factor, names in by_factor.items():
-                for seed, name in zip(search.options.seeds, names, strict=True):
-                    if result := search.results.get(name):
-                        size = "" if factor is None else f"{factor:g}"
-                        row = [f"{result['accuracy']:.6f}", result["trained_parameters"]]
-                        rows.append([*where, option, size, seed, *row])
+    for task, step, option, factor, seed, name in search.runs:
+        if result := search.results.get(name):
+            size = "" if factor is None else f"{factor:g}"
+            numbers = [f"{result['accuracy']:.6f}", result["trained_parameters"]]
+            rows.append([task, step, option, size, seed, *numbers])
     header = "task step option reduction_factor seed accuracy trained_parameters".split()
     report.write_csv(out / "search.csv", header, rows)
     above = grid.caption(
@@ -336,26 +340,16 @@ def write_results(search, config):
     return report.write_text(out / "search.md", "\n".join(parts))
 
 
-def all_results(found):
-    return [r for by_factor in found.values() for results in by_factor.values() for r in results]
-
-
-def of_seeds(results):
-    return report.mean_and_deviation(result["accuracy"] for result in results)
-
-
 def task_results(search, task):
     """The part of a task: a table and a sentence for each step, and the figures."""
-    full = of_seeds(all_results(search.found(task, "full")))
+    full = search.over_seeds(task, "full")
     lines = [f"## {task}", "", f"Full fine-tuning: {report.with_deviation(*full)}."]
-    if done := all_results(search.found(task, "position")):
+    if done := search.found(task, "position"):
         n = done[0]["dev_examples"]
         lines.append(f"One of the {n:,} development examples is {100 / n:.2f} points.")
-    panels = {}
     for step, title in TITLES.items():
-        if found := search.found(task, step):
-            panels[step] = found
-            lines += ["", f"### {title}", "", step_table(search, task, step, found)]
+        if search.of(task, step):
+            lines += ["", f"### {title}", "", step_table(search, task, step)]
             if (task, step) in search.winners:
                 lines += [search.sentence(task, step), ""]
             for option, reason in search.skipped.get((task, step), {}).items():
@@ -363,53 +357,43 @@ def task_results(search, task):
     if (task, list(STEPS)[-1]) in search.winners:
         lines += [search.outcome(task), ""]
     for name, steps in {task: list(TITLES)[:3], f"{task}-2": list(TITLES)[3:]}.items():
-        shown = {step: panels[step] for step in steps if step in panels}
-        if any(all_results(found) for found in shown.values()):
-            figure(search.options.out / f"{name}.png", task, search.options, shown, full[0])
-            titles = ", ".join(TITLES[step] for step in shown)
-            lines += [f"![{titles}]({name}.png)", ""]
+        if shown := [step for step in steps if search.found(task, step)]:
+            figure(search.options.out / f"{name}.png", search, task, shown, full[0])
+            lines += [f"![{', '.join(TITLES[step] for step in shown)}]({name}.png)", ""]
     return lines
 
 
-def step_table(search, task, step, found):
-    rows, means = [], search.means(task, step)
-    for option, by_factor in found.items():
+def step_table(search, task, step):
+    rows, means, factors = [], search.means(task, step), search.options.reduction_factors
+    for option, mean in means.items():
         name = label(step, option)
         best = search.winners.get((task, step)) == option
-        values = [report.with_deviation(*of_seeds(results)) for results in by_factor.values()]
-        sizes = [
-            f"{results[0]['trained_parameters']:,}" for results in by_factor.values() if results
-        ]
+        values = [search.over_seeds(task, step, option=option, factor=f) for f in factors]
+        values = [report.with_deviation(*value) for value in values]
+        sizes = [f"{r['trained_parameters']:,}" for r in search.found(task, step, option=option)]
         size = " … ".join(dict.fromkeys([sizes[0], sizes[-1]])) if sizes else "–"
-        rows.append([f"**{name}**" if best else name, *values, means[option], size])
-    factors = [f"r = {factor:g}" for factor in search.options.reduction_factors]
-    return report.markdown(rows, ["", *factors, "mean", "trained parameters"])
+        rows.append([f"**{name}**" if best else name, *values, mean, size])
+    header = ["", *(f"r = {factor:g}" for factor in factors), "mean", "trained parameters"]
+    return report.markdown(rows, header)
 
 
-def figure(path, task, options, panels, full):
+def figure(path, search, task, steps, full):
     """Accuracy over the reduction factor: a panel for each step, a curve for each option, full
-    fine-tuning as a line. An option that is more than 15 points below the best is named in the
-    legend alone, so that it does not press the other curves together."""
-    shape, axes = report.subplots(
-        1, len(panels), figsize=(4.2 * len(panels), 4.6), sharey=True, squeeze=False
-    )
-    best = max(100 * r["accuracy"] for found in panels.values() for r in all_results(found))
-    factors = sorted(options.reduction_factors)
-    for panel, (step, found) in zip(axes[0], panels.items(), strict=True):
+    fine-tuning as a line. What is more than 15 points below the best is cut off, so that it does
+    not press the other curves together."""
+    size, factors = (4.2 * len(steps), 4.6), sorted(search.options.reduction_factors)
+    shape, (axes,) = report.subplots(1, len(steps), figsize=size, sharey=True, squeeze=False)
+    for panel, step in zip(axes, steps, strict=True):
         if full is not None:
             panel.axhline(full, color="black", linewidth=2.2, alpha=0.35, label="full fine-tuning")
-        for (option, by_factor), (marker, line) in zip(found.items(), LINES, strict=False):
-            style = {"marker": marker, "linestyle": line, "linewidth": 1.4, "markersize": 5}
-            points = [(f, *of_seeds(by_factor[f])) for f in factors if by_factor[f]]
+        for option, (marker, line) in zip(search.options_of(task, step), LINES, strict=False):
+            points = [(f, *search.over_seeds(task, step, option=option, factor=f)) for f in factors]
+            points = [point for point in points if point[1] is not None]
             if points:
                 xs, means, deviations = zip(*points, strict=True)
-                name = label(step, option)
-                if max(means) < best - 15:
-                    name += f": {min(means):.0f} to {max(means):.0f} %, not shown"
-                    panel.plot([], [], label=name, **style)
-                else:
-                    errors = None if None in deviations else deviations
-                    panel.errorbar(xs, means, errors, capsize=2, label=name, **style)
+                errors = None if None in deviations else deviations
+                style = {"marker": marker, "linestyle": line, "linewidth": 1.4, "markersize": 5}
+                panel.errorbar(xs, means, errors, capsize=2, label=label(step, option), **style)
         panel.set_xscale("log", base=2)
         panel.set_xticks(factors, [f"{factor:g}" for factor in factors])
         panel.minorticks_off()
@@ -417,7 +401,9 @@ def figure(path, task, options, panels, full):
         panel.grid(color="0.88", linewidth=0.6)
         below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
         panel.legend(frameon=False, handlelength=3.5, **below)
-    axes[0, 0].set_ylabel(f"{task}: accuracy, %")
+    best = max(100 * result["accuracy"] for step in steps for result in search.found(task, step))
+    panel.set_ylim(bottom=max(panel.get_ylim()[0], best - 15))
+    axes[0].set_ylabel(f"{task}: accuracy, %")
     report.save_figure(shape, path)
 
 
@@ -429,17 +415,12 @@ def main(argv=None):
     options = grid.read_options(Options, argv, "architecture_search", description)
     grid.check_owned(options)
     grid.train_examples(options.tasks, options.data_dir)  # whatever is not there is found now
-    search = Search(options, best={task: {} for task in options.tasks})
-    cells = search.build(options.tasks, "position")
-    commands = [grid.settings_of(cell, options.out) for cell in cells]  # wrong ones are found now
+    search = Search(options)
     if options.plan:
-        return search.plan()
-    bert = grid.encoder(options.model)
-    for command in commands:  # and so is a factor that leaves no bottleneck
-        if command.stage == "adapter":
-            train.new_adapter_config(command, bert)
-    search.run(bert.config)
+        search.plan()
+    else:
+        search.run(grid.encoder(options.model).config)
 
 
 if __name__ == "__main__":
-    run_command("architecture_search", main, interrupted=grid.INTERRUPTED)
+    run_command("architecture_search", main)

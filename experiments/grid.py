@@ -1,9 +1,9 @@
 """Runs a grid of train.py commands, its cells, each in a directory of its own. table1 and
 architecture_search share it.
 
-    adapter = Cell("rte", ("--stage", "adapter", "--task", "rte"))
-    words = "--stage fusion --task rte --adapters {out}/runs/rte".split()
-    fusion = Cell("fusion", tuple(words), needs=("rte",))
+    adapter = cell(options, "rte", "adapter", ["--task", "rte"], seed=0)
+    words = ["--task", "rte", "--adapters", str(adapter.out)]
+    fusion = cell(options, "fusion", "fusion", words, seed=0, needs=["rte"])
     results, failed = run([adapter, fusion], options)  # {name: closing line}, {name: reason}
 
 OUT/runs/NAME       a cell's run directory: a finished run is not run again, any other is continued
@@ -18,7 +18,6 @@ import datetime
 import functools
 import os
 import shlex
-import shutil
 import signal
 import statistics
 import subprocess
@@ -34,12 +33,11 @@ import train
 from bert import Bert
 from formats.files import read_json
 from formats.rows import find_split
-from runtime.directory import check_idle, is_finished
+from runtime.directory import is_finished
 from runtime.processes import deferred_signals, end_with_parent
 from runtime.settings import COUNT, SEED, like, option, parse
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
-INTERRUPTED = "interrupted; the same command goes on from here"
 # options of train.py that a grid sets for each run
 OWNED = """--stage --task --tasks --adapters --adapter --adapter-config --reduction-factor --seed
     --seeds --model --data-dir --out --resume --overwrite""".split()
@@ -85,8 +83,7 @@ def read_options(options, argv, name, description):
     words = sys.argv[1:] if argv is None else list(argv)
     end = words.index("--") if "--" in words else len(words)
     result = parse(options, words[:end], f"python -m experiments.{name}", description, epilog)
-    distinct = {name: tuple(dict.fromkeys(getattr(result, name))) for name in ("tasks", "seeds")}
-    return replace(result, train_options=tuple(words[end + 1 :]), **distinct)
+    return replace(result, train_options=tuple(words[end + 1 :]))
 
 
 def check_owned(options, owned=OWNED):
@@ -107,43 +104,6 @@ def options_by_stage(options):
     return {"all": list(options.train_options), **words}
 
 
-@dataclass(frozen=True)
-class Cell:
-    """
-    command: the arguments of train.py without --out, in which "{out}" stands for the grid's
-    directory; needs: names of the cells whose directories it reads.
-    """
-
-    name: str
-    command: tuple
-    needs: tuple = ()
-
-
-def command(options, stage, words, seed, model=None):
-    """A cell's command: `words`, and what all cells of a stage have."""
-    result = ["--stage", stage, *words, "--model", model or options.model, "--seed", str(seed)]
-    result += ["--data-dir", options.data_dir] if options.data_dir else []
-    by_stage = options_by_stage(options)
-    return (*result, *by_stage["all"], *by_stage[stage])
-
-
-def words_of(cell, out):
-    """The arguments of train.py. --resume starts a run that has not been started, too."""
-    words = [word.replace("{out}", str(out)) for word in cell.command]
-    return [*words, "--out", f"{out}/runs/{cell.name}", "--resume"]
-
-
-def settings_of(cell, out):
-    """Raises ValueError for a command that train.py would refuse before it loads anything."""
-    return parse(train.Settings, words_of(cell, out), "train.py", "").resolved()
-
-
-@functools.lru_cache(1)
-def encoder(source):
-    """Loaded once for all the cells that are compared with it."""
-    return Bert.from_pretrained(source)
-
-
 def train_examples(tasks, data_dir):
     """{task: number of its training examples}. Tasks that are not on the hub are read first, so
     that nothing has been downloaded if they are not in data_dir either."""
@@ -157,92 +117,126 @@ def train_examples(tasks, data_dir):
     return sizes
 
 
+# --------------------------------------------------------------------------------------------------
+# Cells
+
+
+@dataclass(frozen=True)
+class Cell:
+    """command: the arguments of train.py; needs: names of the cells whose directories it reads."""
+
+    name: str
+    out: Path
+    command: tuple
+    needs: tuple = ()
+
+    @property
+    def log(self):
+        return self.out.parent.parent / "logs" / f"{self.name}.txt"
+
+    def settings(self):
+        """Raises ValueError for a command that train.py would refuse before it loads anything."""
+        return parse(train.Settings, [*self.command, "--resume"], "train.py", "").resolved()
+
+
+def cell(options, name, stage, words, seed, model=None, needs=(), last=()):
+    """words: what this cell has ahead of the options of its stage; last: what it has after them"""
+    out, by_stage = options.out / "runs" / name, options_by_stage(options)
+    command = ["--stage", stage, *words, "--model", model or options.model, "--seed", str(seed)]
+    command += ["--data-dir", options.data_dir] if options.data_dir else []
+    command += [*by_stage["all"], *by_stage[stage], *last, "--out", str(out)]
+    return Cell(name, out, tuple(command), tuple(needs))
+
+
+@functools.lru_cache(1)
+def encoder(source):
+    """Loaded once for all the cells that are compared with it."""
+    return Bert.from_pretrained(source)
+
+
 def result_of(cell, options):
     """The closing line of a finished cell, else None. Raises ValueError if it was made by another
     command than today's, or from other data, weights or adapters."""
-    if not is_finished(options.out / "runs" / cell.name):
+    if not is_finished(cell.out):
         return None
-    settings = settings_of(cell, options.out)
+    settings = cell.settings()
     own = settings.model != options.model  # another run's, which may be made anew meanwhile
     return train.finished_result(settings, None if own else encoder(options.model))
 
 
-def begun_otherwise(cell, out):
+def begun_otherwise(cell):
     """Whether an unfinished cell is that of another command."""
-    path = out / "runs" / cell.name / "config.json"
-    if is_finished(path.parent) or not path.exists():
+    path = cell.out / "config.json"
+    if is_finished(cell.out) or not path.exists():
         return False
-    return shlex.split(read_json(path)["command"])[1:] != words_of(cell, out)
+    begun = shlex.split(read_json(path)["command"])
+    return begun[1:-1] != [*cell.command]  # the last word is --resume or --overwrite
 
 
 def finished(cells, options):
-    """({name: closing line} of finished cells, [directories that --overwrite is to remove]). Raises
+    """({name: closing line} of finished cells, {name: why --overwrite is to do it again}). Raises
     ValueError for a finished cell that was made otherwise, without --overwrite; of an unfinished
     one, --resume will say so."""
-    results, other = {}, {}
+    results, again = {}, {}
     for cell in cells:
-        if not other.keys().isdisjoint(cell.needs):
-            other[cell.name] = "made from another run"
-        elif options.overwrite and begun_otherwise(cell, options.out):
-            other[cell.name] = "begun by another command"
+        cell.settings()  # a wrong option is found now
+        if not again.keys().isdisjoint(cell.needs):
+            again[cell.name] = "made from another run"
+        elif options.overwrite and begun_otherwise(cell):
+            again[cell.name] = "begun by another command"
         elif results.keys() >= {*cell.needs}:  # else --resume compares it once they are finished
             try:
                 if result := result_of(cell, options):
                     results[cell.name] = result
             except ValueError as e:
-                other[cell.name] = str(e)
-    if other and not options.overwrite:
-        raise ValueError(f"{next(iter(other.values()))} (such runs: {len(other)})")
-    paths = [options.out / "runs" / name for name in other]
-    return results, [path for path in paths if path.exists()]
+                again[cell.name] = str(e)
+    if again and not options.overwrite:
+        raise ValueError(f"{next(iter(again.values()))} (such runs: {len(again)})")
+    return results, again
 
 
 def print_plan(cells, options):
-    results, other = finished(cells, options)
+    results, again = finished(cells, options)
     for cell in cells:
-        path = options.out / "runs" / cell.name
-        there = "to be done again" if path in other else "to be continued" * path.exists()
-        print(f"{cell.name:60} {'finished' if cell.name in results else there}".rstrip())
+        there = "to be done again" if cell.name in again else "to be continued"
+        state = "finished" if cell.name in results else there * cell.out.exists()
+        print(f"{cell.name:60} {state}".rstrip())
     print(f"runs: {len(cells)}, to go: {len(cells) - len(results)}", flush=True)
+
+
+# --------------------------------------------------------------------------------------------------
+# Running
 
 
 def run(cells, options, part=(0, 1)):
     """
     Runs all cells that are not finished, --jobs at a time, in the order of the list, where a cell
     comes after those that it needs. Returns ({name: closing line} of finished cells, {name: reason}
-    of failed ones); a failure stops only the cells that need it. A cell that another process is
-    still running, such as one that a killed call has left, is waited for.
+    of failed ones); a failure stops only the cells that need it.
 
     part: (i, n), every n-th cell only, the i-th first; cells that need what other parts have not
     finished are left to a later call. Raises KeyboardInterrupt, after Ctrl-C, SIGTERM or SIGHUP,
     once the children have saved their state.
     """
-    out, failed, running, todo, seconds = options.out, {}, {}, [], []
-    out.mkdir(parents=True, exist_ok=True)
-    results, other = finished(cells, options)
-    for path in other:
-        check_idle(path)
-        shutil.rmtree(path)
+    results, again = finished(cells, options)
+    failed, running, todo, seconds = {}, {}, [], []
     for cell in cells[part[0] :: part[1]]:
         possible = {*results, *(earlier.name for earlier in todo)}
         if cell.name not in results and possible.issuperset(cell.needs):
             todo.append(cell)
-    asked = {settings_of(cell, out).device for cell in cells[:1]}
-    cuda = torch.cuda.is_available() and asked <= {"auto", "cuda"}
-    jobs = options.jobs or (torch.cuda.device_count() if cuda else 1)
+    on_gpu = torch.cuda.is_available() and todo and todo[0].settings().device in ("auto", "cuda")
+    gpus = torch.cuda.device_count() if on_gpu else 0
+    jobs = options.jobs or gpus or 1
     print(f"{len(results)} of {len(cells)} runs are finished, {len(todo)} to go", flush=True)
-    for cell in todo:
-        if not is_idle(out / "runs" / cell.name):
-            print(f"{cell.name}: another process is running it, its end is waited for", flush=True)
 
-    def settle(cell, process, started):
-        reason, took = failure(cell, out, process.returncode), time.monotonic() - started
+    def settle(cell, status, took):
+        reason = failure(cell, status)
         try:
             result = result_of(cell, options)
         except (ValueError, OSError) as e:
             result, reason = None, str(e)
         if result is None:
-            failed[cell.name] = f"{reason} ({log_of(cell, out)})"
+            failed[cell.name] = f"{reason} ({cell.log})"
             text = f"FAILED, {reason}"
         else:  # also where the loss diverged, and the best epoch was kept
             results[cell.name] = result
@@ -263,23 +257,23 @@ def run(cells, options, part=(0, 1)):
     with deferred_signals(again=kill_all) as signals:
         try:
             while (todo or running) and not signals:
-                for slot, child in list(running.items()):
-                    if child[1].poll() is not None:
+                for slot, (cell, process, began) in list(running.items()):
+                    if process.poll() is not None:
                         del running[slot]
-                        settle(*child)
+                        settle(cell, process.returncode, time.monotonic() - began)
                 for cell in list(todo):
                     if broken := failed.keys() & {*cell.needs}:
                         todo.remove(cell)
                         failed[cell.name] = f"not run: it needs {min(broken)}, which failed"
                     elif len(running) < jobs and results.keys() >= {*cell.needs}:
-                        if is_idle(out / "runs" / cell.name):
-                            todo.remove(cell)
-                            slot = min({*range(jobs)} - running.keys())
-                            process = start(cell, options, environment(slot, jobs, cuda, options))
-                            running[slot] = cell, process, time.monotonic()
+                        todo.remove(cell)
+                        slot = min({*range(jobs)} - running.keys())
+                        mode = "--overwrite" if cell.name in again else "--resume"
+                        process = start(cell, mode, environment(slot, jobs, gpus, options), options)
+                        running[slot] = cell, process, time.monotonic()
                 time.sleep(0.05)
             if signals:
-                raise KeyboardInterrupt(INTERRUPTED)
+                raise KeyboardInterrupt("interrupted; the same command goes on from here")
         finally:  # SIGTERM, on which train.py saves its state; a second signal has killed them
             for _, process, _ in running.values():
                 process.terminate()
@@ -290,23 +284,11 @@ def run(cells, options, part=(0, 1)):
     return results, failed
 
 
-def is_idle(directory):
-    try:
-        check_idle(directory)
-    except ValueError:
-        return False
-    return True
-
-
-def log_of(cell, out):
-    return out / "logs" / f"{cell.name}.txt"
-
-
-def start(cell, options, environment):
-    log = log_of(cell, options.out)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    words = [*shlex.split(options.launch), str(TRAIN), *words_of(cell, options.out)]
-    with open(log, "ab") as file:
+def start(cell, mode, environment, options):
+    """mode: --resume, which starts a run that has not been started, too, or --overwrite"""
+    cell.log.parent.mkdir(parents=True, exist_ok=True)
+    words = [*shlex.split(options.launch), str(TRAIN), *cell.command, mode]
+    with open(cell.log, "ab") as file:
         file.write(f"\n$ {shlex.join(words)}\n".encode())
         file.flush()
         return subprocess.Popen(
@@ -320,11 +302,11 @@ def start(cell, options, environment):
         )
 
 
-def failure(cell, out, status):
+def failure(cell, status):
     """Why a child failed: the last line that it wrote. None if it did not fail."""
     if status == 0:
         return None
-    text = log_of(cell, out).read_text(encoding="utf-8", errors="replace").rpartition("\n$ ")[2]
+    text = cell.log.read_text(encoding="utf-8", errors="replace").rpartition("\n$ ")[2]
     lines = [line for line in text.split("\n") if line.strip()]
     own = [line for line in lines if line.startswith("train.py: ")]  # torchrun says more
     last = (own or lines)[-1].removeprefix("train.py: ")
@@ -332,27 +314,26 @@ def failure(cell, out, status):
     return last if status == 2 else f"{last} ({ended})"
 
 
-def environment(slot, jobs, cuda, options):
-    """
-    Of the job in one of `jobs` slots: its share of the GPUs and of the cores. What the user has set
-    stays as it is, and so does the one thread that torchrun gives to each of its processes unless
-    it finds another number.
-    """
+def environment(slot, jobs, gpus, options):
+    """Of the job in one of `jobs` slots: its share of the GPUs and of the cores. What the user has
+    set stays as it is, and so does the one thread that torchrun gives to each of its processes."""
     values = dict(os.environ)
-    if cuda:
-        every = ",".join(map(str, range(torch.cuda.device_count())))
+    if gpus:
+        every = ",".join(map(str, range(gpus)))
         devices = (values.get("CUDA_VISIBLE_DEVICES") or every).split(",")
         own = devices[slot::jobs] or [devices[slot % len(devices)]]
         values["CUDA_VISIBLE_DEVICES"] = ",".join(own)
     if jobs > 1:
-        # a thread that waits must leave its core to the other jobs
-        values.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        values.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # who waits leaves the core to the others
         if "torchrun" not in options.launch and "torch.distributed" not in options.launch:
-            affinity = hasattr(os, "sched_getaffinity")  # macOS has none
-            cores = len(os.sched_getaffinity(0)) if affinity else os.cpu_count() or 1
+            threads = str(max(1, torch.get_num_threads() // jobs))
             for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):  # the latter: tokenizers
-                values.setdefault(name, str(max(1, cores // jobs)))
+                values.setdefault(name, threads)
     return values
+
+
+# --------------------------------------------------------------------------------------------------
+# Results
 
 
 def accuracy(result, task=None):

@@ -25,23 +25,19 @@ if __name__ == "__main__":
 
     announce("table1")
 
-import contextlib
 import csv
-import io
 import shlex
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import data
-from experiments import figure4, grid, report
+from experiments import grid, report
 from experiments.report import two_decimals
-from formats.files import read_json, write_json
 from runtime.command import run_command
-from runtime.processes import choose_device
 from runtime.settings import COUNT, SEED, Parser, check_values, option
 
-# as Table 1 calls them; the last two are section 2.1's and have no column there
+# {system: title}, as Table 1 calls them; the last two are section 2.1's and have no column there
 SYSTEMS = {
     "head": "Head",
     "full": "Full",
@@ -55,17 +51,21 @@ SYSTEMS = {
     "mtl": "Multi-task",
     "sequential": "Sequential",
 }
-# the systems that need no other run: stage and options
-SINGLE = {
+# {system: stage and options}
+COMMANDS = {
     "head": "head",
     "full": "full",
     "st_a_2": "adapter --reduction-factor 2",
     "st_a_16": "adapter --reduction-factor 16",
     "st_a_64": "adapter --reduction-factor 64",
     "st_a_houlsby": "adapter --adapter houlsby --reduction-factor 16",
+    "mt_a": "multitask --adapter pal",
+    "fusion_st_a": "fusion",
+    "fusion_mt_a": "fusion",
+    "mtl": "multitask --adapter none",
+    "sequential": "full",
 }
 PAPER = Path(__file__).parent / "paper_results.csv"
-WEIGHT_EXAMPLES = 1000  # fusion weights are means over at most so many development examples
 
 
 def is_part(text):
@@ -131,8 +131,6 @@ def arguments(argv):
     if unknown := [task for task in options.one_seed if task not in options.tasks]:
         known = ", ".join(options.tasks)
         raise ValueError(f"--one-seed {unknown[0]!r:.50} is none of --tasks: {known}")
-    if options.overwrite and options.part != "0/1":
-        raise ValueError("--overwrite removes runs: not with --part, beside which others run")
     return options
 
 
@@ -140,100 +138,80 @@ def arguments(argv):
 # The grid
 
 
-def build(options, sizes):
-    """
-    (cells, places): the runs, each after those that it needs, and {(system, task, seed): name of
-    the run that answers it}. sizes: {task: training examples}
-    """
-    runs, places = Runs(options, sizes), {}
-    for system in options.systems:
-        for task in options.tasks:
-            for seed in runs.seeds_of(task, options.seeds):
-                name = runs.of_system(system, task, seed)
-                if name is not None:
-                    places[system, task, seed] = name
-    return list(runs.cells.values()), places
-
-
 class Runs:
-    """The runs of a grid. Each method adds those of one kind, or finds the same ones where they
-    have been added, and returns the name of the last."""
+    """
+    The runs of a grid, each after those that it needs; what several systems need is there once.
+
+    cells: {name: cell}; places: {(system, task, seed): name of the run that answers it}. sizes:
+    {task: training examples}
+    """
 
     def __init__(self, options, sizes):
-        self.options, self.sizes, self.cells = options, sizes, {}
+        self.options, self.sizes, self.cells, self.places = options, sizes, {}, {}
+        for system in options.systems:
+            for task in options.tasks:
+                for seed in self.seeds_of(task, options.seeds):
+                    if name := self.of_system(system, task, seed):
+                        self.places[system, task, seed] = name
 
     def of_system(self, system, task, seed):
-        """None for a sequence without another task before the target."""
-        if system in SINGLE:
-            return self.single(system, task, seed)
-        if system in ("mt_a", "mtl"):
-            return self.joint(system, seed)
+        """The name of the run that answers a system, which is added with those that it needs. None
+        for a sequence without another task before the target."""
+        tasks, own = self.options.tasks, ["--task", task]
+        if system in ("mt_a", "mtl"):  # with --limit-train, all tasks are cut
+            return self.add(system, system, ["--tasks", *tasks], self.largest(tasks), seed)
         if system == "fusion_st_a":
-            return self.fusion_of_single_adapters(task, seed)
+            needs = [
+                self.of_system("st_a_16", task, seed)
+                if other == task
+                else self.source("st_a_16", other, seed)
+                for other in tasks
+            ]
+            words = [*own, "--adapters", *map(self.out, needs)]
+            return self.add(f"{system}-{task}", system, words, task, seed, needs)
         if system == "fusion_mt_a":
-            return self.fusion_of_joint_adapters(task, seed)
-        return self.sequential(task, seed)
+            need = self.of_system("mt_a", task, seed)
+            model = self.out(need)
+            words = [*own, "--adapters", *(f"{model}/adapters/{other}" for other in tasks)]
+            return self.add(f"{system}-{task}", system, words, task, seed, [need], model)
+        if system == "sequential":
+            others = [other for other in tasks if other != task]
+            if not others:
+                return None
+            need = self.source("full", first := self.largest(others), seed)
+            name = f"{system}-{first}-{task}"
+            return self.add(name, system, own, task, seed, [need], self.out(need))
+        return self.add(f"{system}-{task}", system, own, task, seed)
 
-    def single(self, system, task, seed, source=False):
-        words = [*SINGLE[system].split(), "--task", task]
-        return self.add(f"{system}-{task}", words, task, seed, source=source)
+    def source(self, system, task, seed):
+        """A run on a source task, of the same seed, or where the task has none of it the first."""
+        seeds = self.seeds_of(task, self.options.source_seeds or self.options.seeds)
+        seed = seed if seed in seeds else seeds[0]
+        return self.add(f"{system}-{task}", system, ["--task", task], task, seed, source=True)
 
-    def joint(self, system, seed):
-        """One model of all tasks; with --limit-train, all of them are cut."""
-        tasks, adapter = self.options.tasks, {"mt_a": "pal", "mtl": "none"}[system]
-        words = ["multitask", "--tasks", *tasks, "--adapter", adapter]
-        return self.add(system, words, max(tasks, key=self.sizes.get), seed)
-
-    def fusion_of_single_adapters(self, task, seed):
-        needs = []
-        for other in self.options.tasks:
-            source = other != task
-            of_seed = self.source_seed(other, seed) if source else seed
-            needs.append(self.single("st_a_16", other, of_seed, source))
-        adapters = [f"{{out}}/runs/{need}" for need in needs]
-        words = ["fusion", "--task", task, "--adapters", *adapters]
-        return self.add(f"fusion_st_a-{task}", words, task, seed, needs=needs)
-
-    def fusion_of_joint_adapters(self, task, seed):
-        need = self.joint("mt_a", seed)
-        model = f"{{out}}/runs/{need}"
-        adapters = [f"{model}/adapters/{other}" for other in self.options.tasks]
-        words = ["fusion", "--task", task, "--adapters", *adapters]
-        return self.add(f"fusion_mt_a-{task}", words, task, seed, model, [need])
-
-    def sequential(self, task, seed):
-        """Full fine-tuning on the largest other task, then on the target."""
-        others = [other for other in self.options.tasks if other != task]
-        if not others:
-            return None
-        first = max(others, key=self.sizes.get)
-        need = self.single("full", first, self.source_seed(first, seed), source=True)
-        words, model = ["full", "--task", task], f"{{out}}/runs/{need}"
-        return self.add(f"sequential-{first}-{task}", words, task, seed, model, [need])
-
-    def add(self, name, words, task, seed, model=None, needs=(), source=False):
-        """words: the stage, and its options; task: which of its tasks decides whether a limit cuts
-        anything. A run of other examples or options has another name."""
-        options, (stage, *words) = self.options, words
+    def add(self, name, system, words, task, seed, needs=(), model=None, source=False):
+        """task: the one whose size decides whether a limit cuts anything. A run of other examples
+        or options has another name."""
+        options, (stage, *first) = self.options, COMMANDS[system].split()
+        words = [*first, *words]
         limit = options.limit_source if source else options.limit_train
         if limit is not None and limit < self.sizes[task]:
             name += f"-{limit}"
             words += ["--limit-train", str(limit)]
         name += f"-{seed}"
-        words = grid.command(options, stage, words, seed, model)
-        if source and options.source_options:
-            name += "-source"
-            words = (*words, *shlex.split(options.source_options))
-        self.cells.setdefault(name, grid.Cell(name, words, tuple(needs)))
+        last = shlex.split(options.source_options) if source else []
+        name += "-source" * bool(last)
+        self.cells[name] = grid.cell(options, name, stage, words, seed, model, needs, last)
         return name
+
+    def out(self, name):
+        return str(self.cells[name].out)
+
+    def largest(self, tasks):
+        return max(tasks, key=self.sizes.get)
 
     def seeds_of(self, task, given):
         return given[:1] if task in self.options.one_seed else given
-
-    def source_seed(self, task, seed):
-        """The same seed, or where the task has no source of that seed the first."""
-        there = self.seeds_of(task, self.options.source_seeds or self.options.seeds)
-        return seed if seed in there else there[0]
 
 
 def collect(results, places):
@@ -275,30 +253,29 @@ def mean_of(values, system, tasks):
 
 def accuracy_table(title, path, systems, options, sizes, ours, theirs):
     """Tables 1, 3 and 4: mean ± standard deviation (the paper's)."""
-    lines, rows, tasks = [], [], options.tasks
-    for task in tasks:
+    lines, rows = [], []
+    for task in options.tasks:
         examples = min(sizes[task], options.limit_train or sizes[task])
-        counts = sorted({ours[s, task][2] for s in systems if (s, task) in ours})
-        # 1–3 where some systems have one seed and others three
-        seeds = "–".join(map(str, counts[:1] + counts[1:][-1:])) or "0"
+        counts = {ours[system, task][2] for system in systems if (system, task) in ours} or {0}
+        seeds = "–".join(map(str, sorted({min(counts), max(counts)})))  # 1–3 where they differ
         lines.append([task, f"{examples:,}", seeds])
         rows.append([task, examples])
-        for s in systems:
-            mean, deviation, n = ours.get((s, task), (None, None, 0))
-            printed = theirs.get((s, task))
+        for system in systems:
+            mean, deviation, n = ours.get((system, task), (None, None, 0))
+            printed = theirs.get((system, task))
             lines[-1].append(beside_the_papers(report.with_deviation(mean, deviation), printed))
-            rows[-1] += [two_decimals(value, "") for value in (mean, deviation)]
-            rows[-1] += [n, two_decimals(printed, "")]
+            values = [two_decimals(value, "") for value in (mean, deviation, printed)]
+            rows[-1] += [*values[:2], n, values[2]]
     lines.append(["mean", "", ""])
     rows.append(["mean", ""])
     means = {key: mean for key, (mean, _, _) in ours.items()}
-    for s in systems:
-        mean, printed = (mean_of(values, s, tasks) for values in (means, theirs))
+    for system in systems:
+        mean, printed = (mean_of(values, system, options.tasks) for values in (means, theirs))
         lines[-1].append(beside_the_papers(two_decimals(mean), printed))
         rows[-1] += [two_decimals(mean, ""), "", "", two_decimals(printed, "")]
-    columns = [f"{s}_{kind}" for s in systems for kind in ("mean", "std", "seeds", "paper")]
+    columns = [f"{system}_{kind}" for system in systems for kind in "mean std seeds paper".split()]
     report.write_csv(path, ["task", "train_examples", *columns], rows)
-    return title, ["task", "training examples", "seeds", *(SYSTEMS[s] for s in systems)], lines
+    return title, ["task", "training examples", "seeds", *map(SYSTEMS.get, systems)], lines
 
 
 def arrow(difference):
@@ -406,72 +383,14 @@ def figure3(path, options, ours, theirs, titles):
 
 
 # --------------------------------------------------------------------------------------------------
-# Fusion weights
-
-
-def mean_weights(run, result, model, data_dir, device):
-    """[(layer from 1, location, adapter, weight)] of a fusion run: s, averaged over the real tokens
-    of its development set, in fp32. Kept beside the run's closing line, `result`."""
-    path = run / "fusion_weights.json"
-    if path.is_file() and (kept := read_json(path))["run"] == result:
-        return kept["weights"]
-    print(f"fusion weights of {run.name}", flush=True)
-    limit = min(WEIGHT_EXAMPLES, read_json(run / "config.json").get("limit_dev") or WEIGHT_EXAMPLES)
-    with contextlib.redirect_stdout(io.StringIO()):  # train.py has printed the notes already
-        names, weights, _ = figure4.mean_weights(run, data_dir, model, device, limit)
-    found = [
-        (layer + 1, location, name, round(weight, 6))
-        for (layer, location), s in weights.items()
-        for name, weight in zip(names, s.tolist(), strict=True)
-    ]
-    write_json(path, {"run": result, "weights": found})
-    return found
-
-
-def weights_tables(path, options, cells, places, results):
-    """Mean weight of each adapter per target, averaged over layers and seeds: writes the CSV,
-    returns the Markdown."""
-    by_name = {cell.name: cell for cell in cells}
-    texts, rows = [], []
-    for system in ("fusion_st_a", "fusion_mt_a"):
-        found = {}  # target: {adapter: weights}
-        for (which, task, seed), name in places.items():
-            if which != system or name not in results:
-                continue
-            settings = grid.settings_of(by_name[name], options.out)
-            device, _ = choose_device(settings.device, settings.dtype)
-            run, model = options.out / "runs" / name, settings.model
-            for row in mean_weights(run, results[name], model, options.data_dir, device):
-                rows.append([system, task, seed, *row[:3], f"{row[3]:.4f}"])
-                found.setdefault(task, {}).setdefault(row[2], []).append(row[3])
-        lines = []
-        for task, of_adapters in found.items():
-            means = {other: f"{statistics.mean(of_adapters[other]):.2f}" for other in options.tasks}
-            means[task] = f"**{means[task]}**"
-            lines.append([task, *means.values()])
-        if lines:
-            title = f"{SYSTEMS[system]}: mean weight of each adapter"
-            texts += [f"## {title}\n", report.markdown(lines, ["target", *options.tasks])]
-    if rows:
-        header = "system target seed layer place adapter weight".split()
-        report.write_csv(path, header, rows)
-        texts.append(
-            f"Averaged over the real tokens of the development set (at most {WEIGHT_EXAMPLES:,} "
-            "examples), layers and seeds; the target's own adapter in bold; even weights would be "
-            f"{1 / len(options.tasks):.2f}.\n"
-        )
-    return texts
-
-
-# --------------------------------------------------------------------------------------------------
 # All results
 
 
-def write_results(options, cells, places, results, sizes, config):
+def write_results(options, runs, results, config):
     """All tables and the figure, of what is finished. Returns the path of the Markdown file, and
     the tables of accuracies in it."""
     roberta = config.model_type == "roberta"
-    found, theirs = collect(results, places), paper(roberta)
+    found, theirs = collect(results, runs.places), paper(roberta)
     ours = {key: mean for key, (mean, _, _) in found.items()}
     suffix = f"-{options.limit_train}" if options.limit_train else ""
 
@@ -486,7 +405,7 @@ def write_results(options, cells, places, results, sizes, config):
     if roberta:  # Table 4 has all reduction factors
         wanted = [("table4", "Table 4", options.systems)]
     tables = [
-        accuracy_table(title, path(name), systems, options, sizes, found, theirs)
+        accuracy_table(title, path(name), systems, options, runs.sizes, found, theirs)
         for name, title, systems in wanted
     ]
     parts = ["# Results\n", caption(options, config, roberta) + "\n"]
@@ -506,7 +425,6 @@ def write_results(options, cells, places, results, sizes, config):
     if figure3(path("figure3", "png"), options, ours, theirs, titles):
         parts += ["## Figure 3: difference to full fine-tuning\n"]
         parts += [f"![Figure 3]({path('figure3', 'png').name})\n"]
-    parts += weights_tables(path("fusion_weights"), options, cells, places, results)
     return report.write_text(path("results", "md"), "\n".join(parts)), tables
 
 
@@ -534,16 +452,14 @@ def caption(options, config, roberta):
 
 def main(argv=None):
     options = arguments(argv)
-    sizes = grid.train_examples(options.tasks, options.data_dir)
-    cells, places = build(options, sizes)
-    for cell in cells:
-        grid.settings_of(cell, options.out)  # a wrong option is found now
+    runs = Runs(options, grid.train_examples(options.tasks, options.data_dir))
+    cells = list(runs.cells.values())
     if options.plan:
         return grid.print_plan(cells, options)
     config = grid.encoder(options.model).config  # if it is damaged, that is found now
     results, failed = grid.run(cells, options, tuple(map(int, options.part.split("/"))))
     if options.part == "0/1" or len(results) == len(cells):
-        path, tables = write_results(options, cells, places, results, sizes, config)
+        path, tables = write_results(options, runs, results, config)
         for title, header, rows in tables:
             print(f"{title}\n", *report.table(rows, header, wrap=True), "", sep="\n")
         print(path, flush=True)
@@ -551,4 +467,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_command("table1", main, interrupted=grid.INTERRUPTED)
+    run_command("table1", main)

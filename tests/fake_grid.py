@@ -8,6 +8,7 @@ to stop; FAKE/log gets a line a run.
 
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -28,7 +29,8 @@ def train(fake, words):
         if word.startswith(str(out.parent)) and word != str(out):
             assert os.path.isfile(word.split("/adapters/")[0] + "/metrics.json"), word
     out.mkdir(parents=True, exist_ok=True)
-    (out / "log.jsonl").touch()
+    (out / "metrics.json").unlink(missing_ok=True)
+    (out / "config.json").write_text(json.dumps({"command": shlex.join(["train.py", *words])}))
 
     def stop(*_):
         (out / "resume.pt").touch()
@@ -47,38 +49,22 @@ def train(fake, words):
         same = [word for word in words if "/" not in word]
         return zlib.crc32(f"{same} {task}".encode()) % 1000 / 1000
 
-    result = {"words": words, "seconds": 1.0, "accuracy": accuracy(), "dev_examples": 40}
+    result = {"words": words[:-1], "seconds": 1.0, "accuracy": accuracy(), "dev_examples": 40}
     result |= {"trained_parameters": len(words)}
     if "--tasks" in words:
-        tasks = words[words.index("--tasks") + 1 : words.index("--adapter")]
+        tasks = words[words.index("--tasks") + 1 : words.index("--model")]
         result["accuracies"] = {task: accuracy(task) for task in tasks}
     (out / "metrics.json").write_text(json.dumps(result))
-    (out / "config.json").write_text("{}")
     (out / "resume.pt").unlink(missing_ok=True)
 
 
-def patch(set_attribute):
+def result_of(cell, options):
     """What the grids ask about a finished run, of the stand-in's."""
-    import torch
-
-    from experiments import figure4, grid
-    from formats.files import read_json
-
-    def result_of(cell, options):
-        path = options.out / "runs" / cell.name / "metrics.json"
-        result = read_json(path) if path.exists() else None
-        if result and result["words"] != grid.words_of(cell, options.out):
-            raise ValueError(f"{path.parent} was made by another command")
-        return result
-
-    def mean_weights(run, *_):
-        words = read_json(run / "metrics.json")["words"]
-        names = words[words.index("--adapters") + 1 : words.index("--model")]
-        names = [name.split("/")[-1].removeprefix("st_a_16-").split("-")[0] for name in names]
-        return names, {(0, "output"): torch.full((len(names),), 1 / len(names))}, None
-
-    set_attribute(grid, "result_of", result_of)
-    set_attribute(figure4, "mean_weights", mean_weights)
+    path = cell.out / "metrics.json"
+    result = json.loads(path.read_text()) if path.exists() else None
+    if result and result["words"] != [*cell.command]:
+        raise ValueError(f"{cell.out} was made by another command")
+    return result
 
 
 class Fake:
@@ -98,24 +84,21 @@ class Fake:
 
     def words(self, text="", **options):
         """Of the command line. What follows -- goes to train.py."""
+        from conftest import cli
+
         own, _, rest = text.partition("-- ")
         launch = f"{sys.executable} -S {__file__} {self.fake}"
         given = {"model": self.encoder, "data_dir": self.data, "out": self.out, "launch": launch}
         given |= {"tasks": "big middle small".split(), **options}
-        words = own.split()
-        for name, value in given.items():
-            values = value if isinstance(value, list) else [value]
-            words += [f"--{name.replace('_', '-')}", *map(str, values)]
-        return [*words, "--", "--device", "cpu", *rest.split()]
+        return [*cli(**given), *own.split(), "--", "--device", "cpu", *rest.split()]
 
     def __call__(self, text="", **options):
-        return self.exit_status(self.words(text, **options))
-
-    def exit_status(self, words):
         from runtime.command import run_command
 
         try:
-            run_command(self.grid.__name__.split(".")[-1], self.grid.main, words)
+            run_command(
+                self.grid.__name__.split(".")[-1], self.grid.main, self.words(text, **options)
+            )
         except SystemExit as e:
             return e.code
         return 0

@@ -3,7 +3,6 @@ time (fake_grid.py)."""
 
 import csv
 import json
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +19,7 @@ from experiments.load_run import load_run
 def run(encoder, tmp_path, monkeypatch):
     """run("--seeds 0 1", scores={word of a command: points}) -> the exit status of a search on one
     task at two reduction factors. It draws nothing, unless run.draws is True."""
-    fake_grid.patch(monkeypatch.setattr)
+    monkeypatch.setattr(grid, "result_of", fake_grid.result_of)
     fake = fake_grid.Fake(search, tmp_path, encoder)
     draw = search.figure
     monkeypatch.setattr(search, "figure", lambda *values: fake.draws and draw(*values))
@@ -100,12 +99,10 @@ def test_a_name_is_one_architecture_and_train_makes_it():
     for config in list(configs)[::7]:
         changes = search.changes(config)
         given = ["--task", "rte", *(["--adapter-config", *changes] if changes else [])]
-        cell = grid.Cell("a", grid.command(options, "adapter", given, 3))
-        made = grid.settings_of(cell, Path("nowhere"))
+        made = grid.cell(options, "a", "adapter", given, 3).settings()
         assert ADAPTERS[made.adapter](**made.adapter_config) == config
         assert (made.stage, made.task, made.seed, made.lr) == ("adapter", "rte", 3, 1e-3)
-    cell = grid.Cell("a", grid.command(options, "full", ["--task", "rte"], 3))
-    assert grid.settings_of(cell, Path("nowhere")).lr == 1e-5
+    assert grid.cell(options, "a", "full", ["--task", "rte"], 3).settings().lr == 1e-5
 
 
 def winners(run):
@@ -120,7 +117,7 @@ def test_equal_options_end_as_in_the_paper(run):
     assert run.run("--seeds 0 1") == 0
     assert [*winners(run).values()] == ["top only", "before & after", "none", "f", "relu"]
     text, log = run.text(), run.log()
-    assert "Best: top only, the same as bottom only. The paper's: top only, too." in text
+    assert "Best: top only, 0.00 points above bottom only. The paper's: top only, too." in text
     assert "end is the paper's architecture**, `--adapter pfeiffer`: 50.00." in text
     assert "Not run: before the new LayerNorm. adapter_residual_before_ln=true needs" in text
     # 3 positions, 4 more of BERT's LayerNorms, 3 new, 2 residuals, 2 non-linearities, 3 extras
@@ -232,11 +229,6 @@ def test_plan_writes_nothing(run, capsys):
 @pytest.mark.parametrize(
     "words, say",
     [
-        (
-            "--reduction-factors 2 64",
-            "--reduction-factor 64 leaves no bottleneck in hidden size 32",
-        ),
-        ("--reduction-factors 0.01", "reduction_factor must be a number of at least 0.1"),
         ("--full-options=--epochs=0", "--epochs must be at least 1"),
         ("--adapter-options=--adapter-config=a=1", "does not belong in --adapter-options"),
         ("-- --adapter bapna", "--adapter does not belong behind --"),
@@ -255,7 +247,7 @@ def test_a_search_for_real(encoder, data_dir, tmp_path, monkeypatch):
     def here(cells, options):
         for cell in cells:
             if not grid.result_of(cell, options):
-                train.main(grid.words_of(cell, options.out))
+                train.main([*cell.command, "--resume"])
         return grid.finished(cells, options)[0], {}
 
     monkeypatch.setattr(grid, "run", here)
