@@ -379,9 +379,7 @@ def test_out_of_memory(command, refused, at_step, whole, tmp_path):
     cure = "continue with --grad-accumulation 2"
     for exhausted in (exhaust, partial(exhaust, CPU), partial(exhaust, ONEDNN)):
         at_step(1, exhausted)
-        line = refused(
-            command("adapter", out), "continue with --grad-accumulation 2", "smaller --batch-size"
-        )
+        line = refused(command("adapter", out), cure, "smaller --batch-size")
         assert re.search(r"on a batch of 8 examples, 8 x \d+ tokens", line)
     at_step(14, exhaust)  # after 12 steps, in the second batch of evaluation
     refused(command("adapter", out), "in evaluation", "with --resume and --grad-accumulation 2")
