@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -49,20 +50,24 @@ def add(name, change, say, words="", command="train.py"):
 
 
 # --------------------------------------------------------------------------------------------------
-# What changes the files: functions of no argument, called in the directory of the case
+# What changes the files. put("a", "b") is a function of no argument, called in the directory of the
+# case; so are the others.
 
 
+def later(function):
+    return lambda *values, **named: partial(function, *values, **named)
+
+
+@later
 def put(path, content):
-    def change():
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).unlink(missing_ok=True)
-        Path(path).write_bytes(content if isinstance(content, bytes) else content.encode())
-
-    return change
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
+@later
 def both(*changes):
-    return lambda: [change() for change in changes]
+    for change in changes:
+        change()
 
 
 def rows(*rows, task="mine"):
@@ -71,28 +76,22 @@ def rows(*rows, task="mine"):
     return both(*(put(f"data/{task}/{split}.jsonl", text) for split in ("train", "validation")))
 
 
+@later
 def edit(path, inside=None, **values):
     """Fields of a JSON file, or of the object `inside` it; None removes one."""
-
-    def change():
-        content = json.loads(Path(path).read_text())
-        part = content[inside] if inside else content
-        part.update(values)
-        for name in [name for name, value in values.items() if value is None]:
-            del part[name]
-        Path(path).write_text(json.dumps(content))
-
-    return change
+    content = json.loads(Path(path).read_text())
+    part = content[inside] if inside else content
+    part.update(values)
+    for name in [name for name, value in values.items() if value is None]:
+        del part[name]
+    Path(path).write_text(json.dumps(content))
 
 
+@later
 def tensors(path, function):
     """function(name, tensor) -> tensor, for all of a safetensors file."""
-
-    def change():
-        result = {name: function(name, tensor.clone()) for name, tensor in load_file(path).items()}
-        save_file({name: tensor.contiguous() for name, tensor in result.items()}, path)
-
-    return change
+    result = {name: function(name, tensor.clone()) for name, tensor in load_file(path).items()}
+    save_file({name: tensor.contiguous() for name, tensor in result.items()}, path)
 
 
 def spoil(path, value, part=""):
@@ -106,18 +105,16 @@ def spoil(path, value, part=""):
     return tensors(path, function)
 
 
+@later
 def gone(path):
-    return lambda: shutil.rmtree(path) if Path(path).is_dir() else Path(path).unlink()
+    shutil.rmtree(path) if Path(path).is_dir() else Path(path).unlink()
 
 
+@later
 def pipe(path):
     """In the place of a file: whoever opens it waits forever."""
-
-    def change():
-        Path(path).unlink(missing_ok=True)
-        os.mkfifo(path)
-
-    return change
+    Path(path).unlink()
+    os.mkfifo(path)
 
 
 class Writes:
@@ -127,24 +124,17 @@ class Writes:
         return open, ("executed", "w")
 
 
-def pickled(path, content, instead=None):
-    def change():
-        gone(instead)() if instead else IN_OUT()
-        torch.save(content, path)
-
-    return change
+@later
+def pickled(path, content):
+    torch.save(content, path)
 
 
+@later
 def small_encoder(**sizes):
     """Another encoder in model/."""
-
-    def change():
-        torch.manual_seed(0)
-        values = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
-        values |= dict(intermediate_size=64, max_position_embeddings=48)
-        Bert(BertConfig(len(VOCABULARY), **{**values, **sizes})).save_pretrained("model")
-
-    return change
+    values = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    values |= dict(intermediate_size=64, max_position_embeddings=48)
+    Bert(BertConfig(len(VOCABULARY), **{**values, **sizes})).save_pretrained("model")
 
 
 def shuffled_vocabulary():
@@ -337,12 +327,13 @@ not_directory = both(gone("data/rte"), put("data/rte", b"x"))
 add("a file in the task's place", not_directory, "not a directory")
 
 
+@later
 def cache_in(place):
     """`datasets` is to have its cache there; the fixture `box` puts it back."""
     datasets.config.HF_DATASETS_CACHE = Path(place)
 
 
-add("no cache", lambda: cache_in("/proc"), ["the cache of `datasets`", "HF_DATASETS_CACHE"])
+add("no cache", cache_in("/proc"), ["the cache of `datasets`", "HF_DATASETS_CACHE"])
 
 # --------------------------------------------------------------------------------------------------
 # Encoders and tokenizers
@@ -450,10 +441,12 @@ for name, change, say in [
 # States, other people's directories, pickles
 
 code = {"config": {}, "trained": {"x": Writes()}}
-add("resume.pt: code", pickled("out/resume.pt", code), "out/resume.pt", "--resume")
-add("resume.pt: a list", pickled("out/resume.pt", [1, 2]), "out/resume.pt", "--resume")
-change = both(IN_OUT, put("out/resume.pt", bytes(range(256)) * 99))
-add("resume.pt: binary", change, "out/resume.pt", "--resume")
+for name, change in [
+    ("code", pickled("out/resume.pt", code)),
+    ("a list", pickled("out/resume.pt", [1, 2])),
+    ("binary", put("out/resume.pt", bytes(range(256)) * 99)),
+]:
+    add(f"resume.pt: {name}", both(IN_OUT, change), "out/resume.pt", "--resume")
 LOG = put("out/log.jsonl", b'{"epoch": 1}\n')
 for name, change in [
     ("a log.jsonl of another program", LOG),
@@ -472,7 +465,8 @@ for file, command, words in [
     ("runs/fusion-rte/pytorch_model_adapter_fusion.bin", "evaluate", "runs/fusion-rte"),
 ]:
     safe = file.replace("pytorch_", "").replace(".bin", ".safetensors")
-    add(f"{file} with code", pickled(file, CODE, safe), [file, "refused"], words, command)
+    change = both(gone(safe), pickled(file, CODE))
+    add(f"{file} with code", change, [file, "refused"], words, command)
 
 # --------------------------------------------------------------------------------------------------
 # Another encoder of the same shape, outputs that are not finite
@@ -511,12 +505,9 @@ def box(encoder, data_dir, runs, tmp_path, monkeypatch):
 
 
 def listing(directory):
-    """{path: (kind and rights, size, time of change)}, of directories only the first"""
-    result = {path: path.lstat() for path in directory.rglob("*")}
-    return {
-        path: s.st_mode if path.is_dir() else (s.st_mode, s.st_size, s.st_mtime_ns)
-        for path, s in result.items()
-    }
+    """{path: time of its last change}, None for a directory"""
+    paths = directory.rglob("*")
+    return {path: None if path.is_dir() else path.lstat().st_mtime_ns for path in paths}
 
 
 @pytest.fixture
@@ -616,7 +607,7 @@ def test_the_same_path_and_time_with_other_content(box):
 
 def test_a_damaged_cache_is_made_anew(box):
     put("data/rte/train.jsonl", pair(b"0", b'"a new text"') * 7)()
-    cache_in(box / "cache")
+    cache_in(box / "cache")()
     before = tokens()
     for content in (b"", b"x" * 300):
         files = list(Path("cache").rglob("*.arrow"))
