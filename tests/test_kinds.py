@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import importlib
 import json
-import os
 import random
 import signal
 from pathlib import Path
@@ -400,7 +399,7 @@ def trained(encoder, places, runs, tmp_path_factory):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_interrupted_and_resumed_is_the_same(name, trained, at_step, tmp_path):
     whole = trained(name, tmp_path / "whole")
-    at_step(8, lambda: os.kill(os.getpid(), signal.SIGINT))
+    at_step(8, child.stop, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         trained(name, tmp_path / "cut")
     trained(name, tmp_path / "cut", "--resume")

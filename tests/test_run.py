@@ -13,12 +13,10 @@ import subprocess
 import time
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import test_processes
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -129,7 +127,7 @@ def interrupted(command, at_step):
     """interrupted(stage, out, ...): a run that was stopped in its second epoch."""
 
     def interrupted(stage, out, *words, step=15, **options):
-        at_step(step, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        at_step(step, child.stop)
         with pytest.raises(KeyboardInterrupt):
             train.main([*command(stage, out, **options), *words])
         return out
@@ -212,7 +210,7 @@ def test_overwrite_keeps_the_old_run_until_there_is_a_new_one(
     fusion, neighbour = whole["fusion"][0], tmp_path / "neighbour"
     out = shutil.copytree(fusion, tmp_path / "run")
     overwrite = command("adapter", out, "--overwrite")
-    at_step(1, exhaust)
+    at_step(1, exhaust, GPU)
     refused([*overwrite, "--save-minutes", 5], "ran out of memory")
     assert_equal(out, fusion)
     interrupted("adapter", out, "--overwrite", step=5)
@@ -274,7 +272,7 @@ def test_a_directory_that_vanishes_under_the_run(command, refused, at_step, whol
     neighbour = shutil.copytree(whole["adapter"][0], tmp_path / "neighbour")
     out = tmp_path / "run"
     for step in (1, 15, 24):
-        at_step(step, lambda: shutil.rmtree(out))
+        at_step(step, shutil.rmtree, out)
         refused(command("adapter", out), str(out), "No such file or directory")
         assert not out.exists()
     assert_equal(neighbour, whole["adapter"][0])
@@ -370,18 +368,18 @@ CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can
 ONEDNN = RuntimeError("could not create a primitive")
 
 
-def exhaust(error=GPU):
+def exhaust(error):
     raise error
 
 
 def test_out_of_memory(command, refused, at_step, whole, tmp_path):
     out = tmp_path / "run"
     cure = "continue with --grad-accumulation 2"
-    for exhausted in (exhaust, partial(exhaust, CPU), partial(exhaust, ONEDNN)):
-        at_step(1, exhausted)
+    for error in (GPU, CPU, ONEDNN):
+        at_step(1, exhaust, error)
         line = refused(command("adapter", out), cure, "smaller --batch-size")
         assert re.search(r"on a batch of 8 examples, 8 x \d+ tokens", line)
-    at_step(14, exhaust)  # after 12 steps, in the second batch of evaluation
+    at_step(14, exhaust, GPU)  # after 12 steps, in the second batch of evaluation
     refused(command("adapter", out), "in evaluation", "with --resume and --grad-accumulation 2")
     train.main(command("adapter", out, "--resume"))
     assert_equal(out, whole["adapter"][0])
@@ -473,7 +471,7 @@ def both(command, encoder, data_dir, runs, tmp_path_factory):
         return [*command("fusion", out, "--allow-other-encoder", **options), *text.split()]
 
     train.main(words(place / "finished"))
-    before = [(test_processes.at_step, 15, test_processes.stop, signal.SIGTERM)]
+    before = [(child.at_step, 15, child.stop)]
     process = child.start(words(place / "cut"), place / "output", before)
     assert child.finish(process, place / "output")[0] == 130
     return place, words
