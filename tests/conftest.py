@@ -7,6 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
+from functools import partial
 
 os.environ["HF_HOME"] = tempfile.mkdtemp()  # before `datasets` is imported: its cache starts empty
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -25,6 +26,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 pytest.register_assert_rewrite("damage", "reference")
 
+import child  # noqa: E402
 import train  # noqa: E402
 from bert import Bert, BertConfig  # noqa: E402
 from data import batches, get_task, load_split  # noqa: E402
@@ -164,20 +166,8 @@ def of_stage(stage, runs, steps):
 
 @pytest.fixture
 def at_step(monkeypatch):
-    """at_step(n, function): the run calls the function in its n-th step from now on."""
-
-    def at_step(n, function):
-        steps, cross_entropy = [], torch.nn.functional.cross_entropy
-
-        def instead(*values):
-            steps.append(1)
-            if len(steps) == n:
-                function()
-            return cross_entropy(*values)
-
-        monkeypatch.setattr(torch.nn.functional, "cross_entropy", instead)
-
-    return at_step
+    """at_step(n, function, ...): the run calls the function in its n-th step."""
+    return partial(child.at_step, put=monkeypatch.setattr)
 
 
 @pytest.fixture

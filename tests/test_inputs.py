@@ -5,16 +5,15 @@ says, arguments). They are run in a directory of their own, which holds model/, 
 `loop`, a link to itself.
 """
 
-import gzip
 import importlib
 import json
 import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -51,20 +50,24 @@ def add(name, change, say, words="", command="train.py"):
 
 
 # --------------------------------------------------------------------------------------------------
-# What changes the files: functions of no argument, called in the directory of the case
+# What changes the files. put("a", "b") is a function of no argument, called in the directory of the
+# case; so are the others.
 
 
+def later(function):
+    return lambda *values, **named: partial(function, *values, **named)
+
+
+@later
 def put(path, content):
-    def change():
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).unlink(missing_ok=True)
-        Path(path).write_bytes(content if isinstance(content, bytes) else content.encode())
-
-    return change
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
+@later
 def both(*changes):
-    return lambda: [change() for change in changes]
+    for change in changes:
+        change()
 
 
 def rows(*rows, task="mine"):
@@ -73,28 +76,22 @@ def rows(*rows, task="mine"):
     return both(*(put(f"data/{task}/{split}.jsonl", text) for split in ("train", "validation")))
 
 
+@later
 def edit(path, inside=None, **values):
     """Fields of a JSON file, or of the object `inside` it; None removes one."""
-
-    def change():
-        content = json.loads(Path(path).read_text())
-        part = content[inside] if inside else content
-        part.update(values)
-        for name in [name for name, value in values.items() if value is None]:
-            del part[name]
-        Path(path).write_text(json.dumps(content))
-
-    return change
+    content = json.loads(Path(path).read_text())
+    part = content[inside] if inside else content
+    part.update(values)
+    for name in [name for name, value in values.items() if value is None]:
+        del part[name]
+    Path(path).write_text(json.dumps(content))
 
 
+@later
 def tensors(path, function):
     """function(name, tensor) -> tensor, for all of a safetensors file."""
-
-    def change():
-        result = {name: function(name, tensor.clone()) for name, tensor in load_file(path).items()}
-        save_file({name: tensor.contiguous() for name, tensor in result.items()}, path)
-
-    return change
+    result = {name: function(name, tensor.clone()) for name, tensor in load_file(path).items()}
+    save_file({name: tensor.contiguous() for name, tensor in result.items()}, path)
 
 
 def spoil(path, value, part=""):
@@ -108,31 +105,16 @@ def spoil(path, value, part=""):
     return tensors(path, function)
 
 
+@later
 def gone(path):
-    return lambda: shutil.rmtree(path) if Path(path).is_dir() else Path(path).unlink()
+    shutil.rmtree(path) if Path(path).is_dir() else Path(path).unlink()
 
 
-def link(path, target):
-    def change():
-        Path(path).parent.mkdir(exist_ok=True)
-        Path(path).unlink(missing_ok=True)
-        Path(path).symlink_to(target)
-
-    return change
-
-
-def special(path, kind):
-    def change():
-        Path(path).unlink(missing_ok=True)
-        if kind == "directory":
-            Path(path).mkdir()
-        elif kind == "fifo":
-            os.mkfifo(path)
-        else:
-            with socket.socket(socket.AF_UNIX) as server:
-                server.bind(path)
-
-    return change
+@later
+def pipe(path):
+    """In the place of a file: whoever opens it waits forever."""
+    Path(path).unlink()
+    os.mkfifo(path)
 
 
 class Writes:
@@ -142,24 +124,17 @@ class Writes:
         return open, ("executed", "w")
 
 
-def pickled(path, content, instead=None):
-    def change():
-        gone(instead)() if instead else IN_OUT()
-        torch.save(content, path)
-
-    return change
+@later
+def pickled(path, content):
+    torch.save(content, path)
 
 
+@later
 def small_encoder(**sizes):
     """Another encoder in model/."""
-
-    def change():
-        torch.manual_seed(0)
-        values = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
-        values |= dict(intermediate_size=64, max_position_embeddings=48)
-        Bert(BertConfig(len(VOCABULARY), **{**values, **sizes})).save_pretrained("model")
-
-    return change
+    values = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    values |= dict(intermediate_size=64, max_position_embeddings=48)
+    Bert(BertConfig(len(VOCABULARY), **{**values, **sizes})).save_pretrained("model")
 
 
 def shuffled_vocabulary():
@@ -167,7 +142,7 @@ def shuffled_vocabulary():
     put("model/vocab.txt", "\n".join(words[:5] + words[:4:-1]) + "\n")()
 
 
-NAN, INFINITY = float("nan"), float("inf")
+NAN = float("nan")
 DEEP = b"[" * 100_000 + b"]" * 100_000
 LONG = "x" * 300
 A_RUN = json.dumps({"stage": "head", "command": "train.py"})
@@ -184,10 +159,7 @@ for line in f"""
 --grad-accumulation 0 | --grad-accumulation must be
 --lr 0 | --lr must be
 --lr nan | --lr must be
---lr inf | --lr must be
---lr slow | --lr
 --weight-decay -1 | --weight-decay must be
---weight-decay nan | --weight-decay must be
 --warmup 1 | --warmup must be
 --limit-train 0 | --limit-train must be
 --limit-dev 0 | --limit-dev must be
@@ -196,7 +168,6 @@ for line in f"""
 --patience 0 | --patience must be
 --save-minutes nan | --save-minutes must be
 --dev-fraction 1 | --dev-fraction must be
---seed -1 | --seed
 --seed {2**32} | --seed
 --seeds 1 1 | twice
 --seeds 1 --seed 2 | --seed
@@ -204,42 +175,28 @@ for line in f"""
 --score loss | --score loss: rte has accuracy
 --task pick --score macro_f1 | --score macro_f1: pick has accuracy
 --stage adapter --reduction-factor 0 | --reduction-factor must be a positive number
---stage adapter --reduction-factor -2 | --reduction-factor
 --stage adapter --reduction-factor 33 | --reduction-factor 33 leaves no bottleneck
---stage adapter --reduction-factor nan | --reduction-factor
 --stage adapter --adapter none | --adapter none leaves
 --stage sideways | sideways
---stage adapter --adapter sideways | sideways
---dtype sideways | sideways
---device sideways | sideways
 --speed 9 | --speed 9
 --task | --task
 --resume --overwrite | choose one
---columns label | --columns
 --columns text_a=a text_a=b | --columns
 --stage adapter --adapters runs/rte | --adapters belongs to --stage fusion or head
 --stage fusion | --stage fusion needs --adapters
 --tasks sst2 | takes --task
 --stage multitask --tasks sst2 | takes --tasks
 --task rtee | did you mean 'rte'?
---task '' | unknown task ''
---task .. | unknown task
 --task ../data/rte | unknown task
 --task {LONG} | too long
 --data-dir nowhere | nowhere is not a directory
 --data-dir data/rte/train.jsonl | not a directory
---data-dir loop | not a directory
---data-dir data/rte | not a directory
 --model data | no encoder in
---model '' | no encoder in
 --model model/config.json | config.json
---model loop | loop
 --model /dev/zero | /dev/zero
 --model google-bert/bert-base-uncased | cannot be reached
---model google-bert/bert-base-uncased | bert_config.json
 --out model/config.json | is a file
 --out model/config.json/x | Not a directory
---out loop | loop
 --out /proc/x/y | /proc/x
 --out . --overwrite | holds other files
 --out model --overwrite | config.json is not a run's
@@ -252,7 +209,6 @@ for line in f"""
 {FUSE} runs/mnli | --stage adapter --task mnli
 {FUSE} runs/fusion-rte | it is a run of --stage fusion
 {FUSE} data | data has no adapter_config.json
-{FUSE} loop | loop
 {FUSE} paper | cannot be reached
 {FUSE} AdapterHub/bert-base-uncased-pf-rte | cannot be reached
 {FUSE} --out runs/rte --overwrite | would replace
@@ -275,10 +231,8 @@ add("--out is in a loop", None, "loop", "--out loop/x")
 if not torch.cuda.is_available():
     add("no such device", None, ["cuda", "no such device"], "--device cuda")
 TWO = {"text_a": "a", "label": "x"}, {"text_a": "b", "label": "y"}
-for task in ("keys", "training", "a.b", "a,b"):  # head or not: the run could not be read again
-    for stage in ("head", "adapter"):
-        change, words = rows(*TWO, task=task), f"--stage {stage} --task {task}"
-        add(f"{words}: no adapter's name", change, "cannot be an adapter's name", words)
+for task in ("keys", "training", "a.b", "a,b"):  # the run could not be read again
+    add(f"--task {task}", rows(*TWO, task=task), "cannot be an adapter's name", f"--task {task}")
 add("bert.py without arguments", None, "SOURCE", command="bert.py")
 add("bert.py: no encoder", None, "loop", "loop", "bert.py")
 add("data.py: no such option", None, "--speed", "--speed 9", "data.py")
@@ -292,57 +246,40 @@ def pair(label, a=b'"a"'):
 
 
 for name, content, say in [
-    ("empty", b"", "is empty"),
     ("blank lines", b"\n \n\n", "is empty"),
     ("nested 100,000 deep", pair(DEEP), "line 1"),
     ("null in line 3", pair(b"0") * 2 + b"null\n", "line 3: not a JSON object"),
-    ("lists", b"[1, 2]\n", "line 1: not a JSON object"),
     ("a key twice", pair(b'0, "label": 1'), "twice"),
     ("cut off", pair(b"0") + pair(b"0")[:-9], "line 2: broken JSON"),
-    ("an integer of 5,000 digits", pair(b"1" + b"0" * 5000), "line 1"),
     ("a column missing", b'{"sentence1": "a", "label": 1}\n', ["line 1", "'sentence2'"]),
-    ("no labels", b'{"sentence1": "a", "sentence2": "b"}\n', ["line 1", "'label'"]),
     ("label 2", pair(b"2"), ["line 1", "label 2", "not_entailment"]),
-    ("label 'maybe'", pair(b'"maybe"'), ["line 1", "'maybe'"]),
-    ("label NaN", pair(b"NaN"), "label nan"),
     ("label 0.0", pair(b"0.0"), "label 0.0"),
     ("label null", pair(b"null") * 2, "'label' is missing"),
     ("label a list", pair(b"[0]"), "label [0]"),
     ("labels of two kinds", pair(b"0") + pair(b'"x"'), "line 2: label 'x'"),
     ("text a list", pair(b"0", b'["a"]'), "'sentence1' holds list"),
-    ("text true", pair(b"0", b"true"), "'sentence1' holds bool"),
     ("text null", pair(b"0", b"null"), "'sentence1' is missing"),
     ("a long text", pair(b"0", b'"' + b"a" * 1_000_001 + b'"'), "1,000,001 characters"),
     ("half a surrogate pair", pair(b"0", b'"\\ud800"'), "surrogate"),
     ("invalid UTF-8", pair(b"0") + pair(b"0", b'"caf\xe9"'), "not UTF-8"),
-    ("UTF-16", pair(b"0").decode().encode("utf-16"), "not UTF-8"),
-    ("compressed", gzip.compress(pair(b"0")), "not UTF-8"),
 ]:
     change, say = put("data/rte/train.jsonl", content), [say] if isinstance(say, str) else say
     add(f"rows: {name}", change, ["data/rte/train.jsonl", *say])
-add(
-    "validation.jsonl of a list",
-    put("data/rte/validation.jsonl", b"1\n"),
-    "validation.jsonl, line 1",
-)
+validation = put("data/rte/validation.jsonl", b"1\n")
+add("validation.jsonl of a number", validation, "validation.jsonl, line 1")
 add("validation.jsonl missing", gone("data/rte/validation.jsonl"), ["validation", "rte"])
 add("data.py rows: null", put("data/rte/train.jsonl", b"null\n"), "line 1", command="data.py")
 
 HEADER = "sentence1,sentence2,label\n"
 for name, file, content, say in [
-    ("no header", "csv", "a,b,0\nc,d,1\n", "no column 'label'"),
     ("header alone", "csv", HEADER, "is empty"),
     ("a column twice", "csv", "sentence1,sentence1,label\na,b,0\n", "'sentence1'"),
-    ("label missing", "csv", HEADER + "a,b,\n", "label ''"),
     ("unclosed quote", "csv", HEADER + 'a,b,0\n"c,d,1\n', "line 3"),
     ("one value too many", "csv", HEADER + "a,b,0,1\nc,d,1,2\n", "line 2: 4 fields"),
     ("one value too few", "csv", HEADER + "a,b,0\n\nc,1\n", "line 4: 2 fields"),
     ("0.0 behind two lines", "csv", HEADER + '"a\nb",b,0\nc,d,0.0\n', "line 4: label '0.0'"),
-    ("UTF-16", "csv", (HEADER + "a,b,0\n").encode("utf-16"), "not UTF-8"),
-    ("that is CSV", "tsv", HEADER + "a,b,0\n", "no column 'label'"),
     ("that is text", "parquet", pair(b"0"), "not a readable parquet file"),
     ("a list of null", "json", b"[null]", "not a JSON object"),
-    ("an empty list", "json", b"[]", "is empty"),
     ("rows in a field", "json", b'{"data": [{"label": 0}]}', "no column 'label'; it has data"),
     ("broken in line 3", "json", '[{"label": 0},\n\n"a"', "line 3: broken JSON"),
 ]:
@@ -362,81 +299,55 @@ add("rows: damaged parquet", damaged_parquet, "train.parquet")
 
 A, B = TWO
 for name, given, say in [
-    ("no text", [{"text": "a", "label": v} for v in "xy"], "'text_a'"),
     ("no label", [{"target": "x", "text_a": "a"}], "no column 'label'; it has target, text_a"),
     ("one label", [A, A], "nothing to learn"),
     ("label null", [A, {**A, "label": None}], "line 2: label None"),
-    ("labels are lists", [{**A, "label": ["x"]}], "label ['x']"),
     ("labels are 0.5", [{**A, "label": 0.5}, {**B, "label": 1}], "label 0.5"),
     ("labels with a blank", [A, {**B, "label": "x "}], "make them one"),
-    (
-        "labels composed and not",
-        [{**A, "label": t} for t in ("\u00e9", "e\u0301")],
-        "make them one",
-    ),
-    ("text_a null", [{**A, "text_a": None}, B], "column 'text_a' is missing"),
+    ("labels é", [{**A, "label": t} for t in ("\u00e9", "e\u0301")], "make them one"),
     ("text_b null", [{**A, "text_b": "b"}, {**B, "text_b": None}], "line 2: column 'text_b'"),
-    ("choices a text", [{"choices": "ab", "label": 0}], "'choices' must be a list"),
     ("one choice", [{"choices": ["a"], "label": 0}], "'choices' must be a list of at least two"),
     ("choices of null", [{"choices": ["a", None], "label": 0}], "does not hold a list of texts"),
-    ("choices missing", [{"choices": ["a", "b"], "label": 0}, {"label": 0}], "line 2"),
     ("fewer choices", [{"choices": c, "label": 0} for c in (["a", "b"], ["a"])], "line 2"),
     ("choice 2 of 2", [{"choices": ["a", "b"], "label": 2}], "label 2"),
     ("choice -1", [{"choices": ["a", "b"], "label": -1}], "the label is hidden (-1)"),
-    ("choice true", [{"choices": ["a", "b"], "label": True}], "label True"),
 ]:
     say = ["data/mine/train.jsonl", say]
     add(f"own task: {name}", rows(*given), say, "--task mine")
 new_label = put("data/mine/validation.jsonl", json.dumps({**A, "label": "z"}))
 new_label = both(rows(A, B), new_label)
 add("own task: a new label", new_label, ["validation.jsonl", "'z'"], "--task mine")
-HELLASWAG, COMMONSENSE = (
-    {"ctx_a": "a", "ctx_b": "b", "label": "0"},
-    {"question": "q", "answerKey": "A"},
-)
-for task, row, say in [
-    ("hellaswag", HELLASWAG | {"endings": ["a", None, "c", "d"]}, "does not hold a list of texts"),
-    ("hellaswag", HELLASWAG | {"endings": "abcd"}, "does not hold a list of texts"),
-    ("commonsense_qa", COMMONSENSE | {"choices": {"text": "abcde"}}, "choices"),
-    ("commonsense_qa", COMMONSENSE | {"choices": {"label": ["A"]}}, "choices"),
-]:
-    add(f"{task}: {list(row.values())[-1]}", rows(row, task=task), say, f"--task {task}")
-for kind in ("directory", "fifo", "socket"):
-    add(f"train.jsonl is a {kind}", special("data/rte/train.jsonl", kind), "no train split")
-add("train.jsonl is /dev/zero", link("data/rte/train.jsonl", "/dev/zero"), "no train split")
+hellaswag = {"ctx_a": "a", "ctx_b": "b", "endings": ["a", None, "c", "d"], "label": "0"}
+change = rows(hellaswag, task="hellaswag")
+add("hellaswag: endings", change, "does not hold a list of texts", "--task hellaswag")
+change = rows({"question": "q", "answerKey": "A", "choices": ["a"]}, task="commonsense_qa")
+add("commonsense_qa: choices", change, "choices", "--task commonsense_qa")
+add("train.jsonl is a pipe", pipe("data/rte/train.jsonl"), "no train split")
 not_directory = both(gone("data/rte"), put("data/rte", b"x"))
 add("a file in the task's place", not_directory, "not a directory")
 
 
+@later
 def cache_in(place):
     """`datasets` is to have its cache there; the fixture `box` puts it back."""
     datasets.config.HF_DATASETS_CACHE = Path(place)
 
 
-add("no cache", lambda: cache_in("/proc"), ["the cache of `datasets`", "HF_DATASETS_CACHE"])
+add("no cache", cache_in("/proc"), ["the cache of `datasets`", "HF_DATASETS_CACHE"])
 
 # --------------------------------------------------------------------------------------------------
 # Encoders and tokenizers
 
 WEIGHTS = "model/model.safetensors"
-for name, value in [
-    ("vocab_size", 10**13),  # more memory than there is
-    ("num_attention_heads", 0),
-    ("hidden_size", 1e2),
-    ("num_hidden_layers", 10**400),
-    ("hidden_act", LONG),
-]:
-    add(f"config.json: {name}", edit("model/config.json", **{name: value}), "model")
+too_large = edit("model/config.json", vocab_size=10**13)  # more memory than there is
+add("config.json: vocab_size", too_large, "model")
+add("config.json: hidden_size", edit("model/config.json", hidden_size=1e2), "hidden_size")
 add("config.json nested", put("model/config.json", DEEP), "config.json", "model", "bert.py")
-for file in ("config.json", "model.safetensors"):
-    for kind in ("directory", "fifo"):
-        add(f"{file} is a {kind}", special(f"model/{file}", kind), "no encoder in model")
+add("model.safetensors is a pipe", pipe(WEIGHTS), "no encoder in model")
 add("no weights", gone(WEIGHTS), ["no encoder", "model.safetensors"])
-broken = "attention_dense.weight"
-for stage in ("head", "adapter"):
-    change = spoil(WEIGHTS, NAN, "layer.1.attention.output.dense.weight")
-    add(f"an encoder with NaN, --stage {stage}", change, broken, f"--stage {stage}")
-add("bert.py: an encoder with NaN", change, broken, "model", "bert.py")
+change = spoil(WEIGHTS, NAN, "layer.1.attention.output.dense.weight")
+add("an encoder with NaN", change, "attention_dense.weight", "--stage adapter")
+add("bert.py: an encoder with NaN", change, "attention_dense.weight", "model", "bert.py")
 overflow = tensors(WEIGHTS, lambda _, t: t * 1e38)
 add("an encoder whose numbers overflow", overflow, "the loss is nan")
 add("--lr 1e38", None, ["nan", "nothing is kept", "--lr"], "--lr 1e38 --batch-size 8")
@@ -458,43 +369,29 @@ def text(name, segment=0):
     return {"Sequence": {"id": name, "type_id": segment}}
 
 
-def template(pair, single=None, frame=FRAME, ids=(0,)):
+def template(pair, single=None, frame=FRAME):
     """tokenizer.json with templates of its own."""
     single = [text("A")] if single is None else single
-    special = {"a": {"id": "a", "ids": list(ids), "tokens": ["a"]}}
+    special = {"a": {"id": "a", "ids": [0], "tokens": ["a"]}}
     templates = {"single": [*frame, *single], "pair": [*frame, *pair], "special_tokens": special}
     return {**TOKENIZER, "post_processor": {"type": "TemplateProcessing", **templates}}
 
 
-def of_words(vocab):
-    return {**TOKENIZER, "model": {**TOKENIZER["model"], "vocab": vocab}}
-
-
+GAPS = {**TOKENIZER, "model": {**TOKENIZER["model"], "vocab": {"a": 9999, "[UNK]": 1}}}
 for name, file, content, say in [
     ("empty", "vocab.txt", "", "vocab.txt has no [PAD]"),
-    ("of one line", "vocab.txt", " ".join(VOCABULARY), "vocab.txt has no [PAD]"),
     ("binary", "vocab.txt", bytes(range(256)), "cannot be read"),
     ("one word more", "vocab.txt", "\n".join([*VOCABULARY, "x"]), f"{len(VOCABULARY) + 1} tokens"),
     ("a list", "tokenizer_config.json", [1], "cannot be read"),
-    ("nothing", "tokenizer.json", {}, "cannot be read"),
     ("nested", "tokenizer.json", DEEP, "cannot be read"),
     ("no [CLS]", "tokenizer.json", TOKENIZER, "adds 0 tokens"),
     ("60 tokens more", "tokenizer.json", template([], (), FRAME * 60), "adds 60 tokens"),
-    ("no [UNK]", "tokenizer.json", of_words({"a": 0}), "cannot be read"),
-    ("gaps", "tokenizer.json", of_words({"a": 9999, "[UNK]": 1}), "knows 10000 tokens"),
+    ("gaps", "tokenizer.json", GAPS, "knows 10000 tokens"),
     ("one text of two", "tokenizer.json", template([text("A")]), "drops the second"),
     ("segments", "tokenizer.json", template([text("A"), text("B", 7)]), "8 kinds of segments"),
-    ("ids", "tokenizer.json", template([text("A"), text("B")], ids=[9999]), "knows 10000 tokens"),
 ]:
     content = content if isinstance(content, (str, bytes)) else json.dumps(content)
     add(f"{file}: {name}", put(f"model/{file}", content), ["model", say])
-for name, vocab, merges, say in [
-    ("ids beyond the encoder", {"a": 10**6}, "", "tokens, the encoder"),
-    ("negative ids", {"a": -1}, "", "cannot be read"),
-    ("merges of nothing", {"a": 0, "b": 1}, "#version: 0.2\na b\n", "cannot be read"),
-]:
-    files = put("model/vocab.json", json.dumps(vocab)), put("model/merges.txt", merges)
-    add(f"vocab.json: {name}", both(gone("model/vocab.txt"), *files), ["model", say])
 
 # --------------------------------------------------------------------------------------------------
 # Adapters and fusions
@@ -502,23 +399,14 @@ for name, vocab, merges, say in [
 CONFIG, FILE = "runs/rte/adapter_config.json", "runs/rte/adapter.safetensors"
 for name, change, say in [
     ("NaN", spoil(FILE, NAN, "adapter_down.0.weight"), [FILE, "not finite"]),
-    ("-Infinity", spoil(FILE, -INFINITY, "adapter_up.bias"), [FILE, "not finite"]),
     ("integers", tensors(FILE, lambda _, t: t.long()), [FILE, "must be a float"]),
-    ("beyond float32", tensors(FILE, lambda _, t: t.double() + 1e300), [FILE, "not finite"]),
     ("another shape", tensors(FILE, lambda _, t: t[None]), [FILE, "here it must be a float"]),
-    ("no tensors", put(FILE, b"not tensors"), FILE),
     ("no weights", gone(FILE), ["no weights", "adapter.safetensors"]),
-    ("weights in a pipe", special(FILE, "fifo"), "no weights"),
-    ("a pipe", special(CONFIG, "fifo"), "has no adapter_config.json"),
-    ("no object", put(CONFIG, b"null"), CONFIG),
     ("broken JSON", put(CONFIG, b"{"), [CONFIG, "line 1"]),
     ("name ../x", edit(CONFIG, name="../x"), [CONFIG, "cannot be an adapter's name"]),
-    ("name [a]", edit(CONFIG, name=["a"]), [CONFIG, "cannot be an adapter's name"]),
     ("is_parallel", edit(CONFIG, "config", is_parallel=True), "is_parallel"),
     ("factor NaN", edit(CONFIG, "config", reduction_factor=NAN), "reduction_factor"),
-    ("factor 0.1", edit(CONFIG, "config", reduction_factor=0.1), "runs/rte"),
     ("activation", edit(CONFIG, "config", non_linearity="x"), "non_linearity"),
-    ("residual", edit(CONFIG, "config", residual_before_ln=[[]]), "residual_before_ln"),
     ("a text", edit(CONFIG, "config", original_ln_before="yes"), "original_ln_before"),
     ("RTE", edit("runs/sst2/adapter_config.json", name="RTE"), "two adapters are called 'RTE'"),
 ]:
@@ -535,23 +423,16 @@ FUSION_FILE = "runs/fusion-rte/model_adapter_fusion.safetensors"
 for name, change, say in [
     ("head with NaN", spoil(HEAD_FILE, NAN), "not finite"),
     ("head of other labels", edit(HEAD, "config", num_labels=3), "model_head"),
-    ("head without a number", edit(HEAD, "config", num_labels=[2]), "num_labels"),
     ("no stage", edit(RUN, stage=["adapter"]), "config.json"),
-    ("another stage", edit(RUN, stage="fusion"), "adapter_fusion_config.json"),
     ("no model", edit(RUN, model=None), "model"),
-    ("model ../x", edit(RUN, model="../x"), "../x"),
     ("task ../x", edit(RUN, task="../x"), "../x"),
-    ("another task", edit(RUN, task="sst2"), "sst2"),
     ("no labels", edit(RUN, labels=None), "labels"),
-    ("labels of two types", edit(RUN, labels=["a", 0]), "labels"),
     ("no config.json", gone(RUN), "config.json"),
 ]:
     add(f"evaluate a run: {name}", change, say, "runs/rte", "evaluate")
 for name, change, say in [
     ("NaN", spoil(FUSION_FILE, NAN, "value"), "not finite"),
     ("other shapes", tensors(FUSION_FILE, lambda _, t: t[:-1]), "must be a float"),
-    ("of ../x", edit(FUSION, adapter_names=["rte", "../x"]), "../x"),
-    ("dropout NaN", edit(FUSION, "config", dropout_prob=NAN), "dropout_prob"),
     ("a copy is missing", gone("runs/fusion-rte/adapters/sst2"), "sst2"),
 ]:
     add(f"evaluate a fusion: {name}", change, say, "runs/fusion-rte", "evaluate")
@@ -559,16 +440,11 @@ for name, change, say in [
 # --------------------------------------------------------------------------------------------------
 # States, other people's directories, pickles
 
-for name, content in [
-    ("code", {"config": {}, "trained": {"x": Writes()}}),
-    ("another object", {"x": torch.ones(2)}),
-    ("a list", [1, 2]),
-]:
-    add(f"resume.pt: {name}", pickled("out/resume.pt", content), "out/resume.pt", "--resume")
+code = {"config": {}, "trained": {"x": Writes()}}
 for name, change in [
-    ("empty", put("out/resume.pt", b"")),
+    ("code", pickled("out/resume.pt", code)),
+    ("a list", pickled("out/resume.pt", [1, 2])),
     ("binary", put("out/resume.pt", bytes(range(256)) * 99)),
-    ("a pipe", special("out/resume.pt", "fifo")),
 ]:
     add(f"resume.pt: {name}", both(IN_OUT, change), "out/resume.pt", "--resume")
 LOG = put("out/log.jsonl", b'{"epoch": 1}\n')
@@ -576,16 +452,11 @@ for name, change in [
     ("a log.jsonl of another program", LOG),
     ("an encoder and a log.jsonl", both(LOG, put("out/model.safetensors", b"weights"))),
     ("another's config.json", both(LOG, put("out/config.json", b'{"model_type": "bert"}'))),
-    ("an empty log.jsonl and notes", both(put("out/log.jsonl", b""), put("out/notes", b"x"))),
-    ("a link for config.json", both(LOG, link("out/config.json", "../runs/rte/config.json"))),
-    ("a link for log.jsonl", link("out/log.jsonl", "../runs/rte/log.jsonl")),
+    ("notes", put("out/notes", b"x")),
 ]:
     for option in ("--overwrite", "--resume"):
         add(f"{option} of {name}", change, "out", option)
 add("--lr 1e38 beside a stranger's log", LOG, "holds other files", "--lr 1e38")
-change = both(put("out/config.json", A_RUN), special("out/log.jsonl", "fifo"))
-for option in ("", "--resume", "--overwrite"):
-    add(f"a pipe for log.jsonl {option}", change, "log.jsonl", option)
 CODE = {"x": torch.ones(2), "y": Writes()}
 for file, command, words in [
     ("model/pytorch_model.bin", "train.py", ""),
@@ -594,7 +465,8 @@ for file, command, words in [
     ("runs/fusion-rte/pytorch_model_adapter_fusion.bin", "evaluate", "runs/fusion-rte"),
 ]:
     safe = file.replace("pytorch_", "").replace(".bin", ".safetensors")
-    add(f"{file} with code", pickled(file, CODE, safe), [file, "refused"], words, command)
+    change = both(gone(safe), pickled(file, CODE))
+    add(f"{file} with code", change, [file, "refused"], words, command)
 
 # --------------------------------------------------------------------------------------------------
 # Another encoder of the same shape, outputs that are not finite
@@ -633,12 +505,9 @@ def box(encoder, data_dir, runs, tmp_path, monkeypatch):
 
 
 def listing(directory):
-    """{path: (kind and rights, size, time of change)}, of directories only the first"""
-    result = {path: path.lstat() for path in directory.rglob("*")}
-    return {
-        path: s.st_mode if path.is_dir() else (s.st_mode, s.st_size, s.st_mtime_ns)
-        for path, s in result.items()
-    }
+    """{path: time of its last change}, None for a directory"""
+    paths = directory.rglob("*")
+    return {path: None if path.is_dir() else path.lstat().st_mtime_ns for path in paths}
 
 
 @pytest.fixture
@@ -713,15 +582,7 @@ def test_names_that_only_look_wrong(name, box, monkeypatch):
 def test_texts_that_only_look_wrong(box):
     """Empty, of unknown tokens alone, with NUL and control characters, behind a byte-order mark:
     all train."""
-    texts = [
-        "",
-        "\u2603\u2603",
-        "\0\x01\x1b[2J",
-        "\ufeff",
-        "\u202eabc",
-        "x" * 10_000,
-        "[CLS] [PAD]",
-    ]
+    texts = ["", "\u2603\u2603", "\0\x01\x1b[2J", "\ufeff", "\u202eabc", "x" * 10_000, "[PAD]"]
     found = [{"sentence1": a, "sentence2": b, "label": 0} for a in texts for b in texts]
     for split in ("train", "validation"):
         path = Path(f"data/rte/{split}.jsonl")
@@ -746,7 +607,7 @@ def test_the_same_path_and_time_with_other_content(box):
 
 def test_a_damaged_cache_is_made_anew(box):
     put("data/rte/train.jsonl", pair(b"0", b'"a new text"') * 7)()
-    cache_in(box / "cache")
+    cache_in(box / "cache")()
     before = tokens()
     for content in (b"", b"x" * 300):
         files = list(Path("cache").rglob("*.arrow"))

@@ -262,7 +262,7 @@ def test_command_line(encoder, data_dir, tmp_path):
 
 def default_settings(launch, at_step, out, words):
     """config.json of a command that is stopped in its first step."""
-    at_step(1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    at_step(1, child.stop)
     with pytest.raises(KeyboardInterrupt):
         launch("", *words, out=out)
     return json.loads((out / "config.json").read_text())
