@@ -192,14 +192,6 @@ def test_errors(words, message, runs, data_dir, tmp_path, refused, monkeypatch):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_outputs_that_are_not_finite(runs, refused, monkeypatch):
-    def predict(bert, head, batch, dtype):
-        return torch.full((len(batch["labels"]), 2), torch.nan)
-
-    monkeypatch.setattr(train, "predict", predict)
-    refused([runs / "rte"], "the model's outputs are not finite", **EVALUATE)
-
-
 def test_a_run_that_was_put_aside_is_mentioned(runs, tmp_path, refused):
     """After a kill in the first epoch of --overwrite."""
     run = tmp_path / "run"

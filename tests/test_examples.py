@@ -24,7 +24,7 @@ from examples.lora import LoRAConfig, merge
 from examples.parallel_adapter import ParallelAdapter, ParallelConfig
 from examples.sts_b import Regression, pearson, ranks, spearman
 from experiments import evaluate, figure4, predict, prune, publish
-from experiments.load_run import import_module, load_run
+from experiments.load_run import load_run
 from fusion import add_fusion, fusions
 from runtime.run import next_command
 from test_kinds import examples, inputs, new_bert, places, trained  # noqa: F401  (fixtures)
@@ -219,12 +219,6 @@ def test_a_regression_is_predicted_and_evaluated(fork_runs, capsys):
     assert "classes" not in result and "accuracy" not in result
 
 
-def test_even_weights_are_drawn(fork_runs, capsys, tmp_path):
-    figure4.main([str(fork_runs["fusion mean"]), "--out", str(tmp_path), "--device", "cpu"])
-    rows = (tmp_path / "weights.csv").read_text().splitlines()[1:]
-    assert rows and all(row.endswith(",0.5,0.5") for row in rows)
-
-
 def test_as_a_user_starts_it(encoder, data_dir, tmp_path):
     """From another directory, by the path of its file."""
     common = cli("--device cpu --epochs 1", model=encoder, data_dir=data_dir)
@@ -266,10 +260,3 @@ def test_an_adapter_that_is_trained_with_the_fusion_is_saved(launch, runs, tmp_p
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     again = evaluate.main([str(tmp_path / "run"), "--device", "cpu"])
     assert again["accuracy"] == result["accuracy"]
-
-
-def test_import_takes_a_modules_name():
-    assert import_module("examples.sts_b").Regression is not None
-    for name in ("", ".sts_b", "no such module", "examples.none"):
-        with pytest.raises(Exception, match="cannot be imported"):
-            import_module(name)

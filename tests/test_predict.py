@@ -306,19 +306,6 @@ def test_errors(words, stdin, message, refused, runs, tmp_path, monkeypatch):
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_tokenizer_that_panics(refused, runs, monkeypatch):
-    class PanicException(BaseException):
-        """As pyo3 raises it."""
-
-    class Panics:
-        def encode_batch(self, texts):
-            raise PanicException("index out of bounds\nnote: run with RUST_BACKTRACE=1")
-
-    monkeypatch.setattr("experiments.load_run.load_tokenizer", lambda *sizes: Panics())
-    line = refused([runs / "rte", "red", "one"], **PREDICT)
-    assert line.endswith("its tokenizer failed: index out of bounds\n")
-
-
 def test_the_encoder_may_have_moved(say, runs, encoder, tmp_path):
     moved = shutil.copytree(encoder, tmp_path / "encoder")
     run = changed(runs / "rte", tmp_path / "run", model=str(tmp_path / "gone"))
