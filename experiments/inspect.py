@@ -54,7 +54,9 @@ class TaskOptions:
     data_dir: str | None = like(Settings, "data_dir", group=None)
     column_names: dict = like(Settings, "column_names", group=None)
     dev_fraction: float | None = like(Settings, "dev_fraction", group=None)
-    model: str = option("google-bert/bert-base-uncased", "an encoder, for its tokenizer")
+    model: str = option(
+        "google-bert/bert-base-uncased", "an encoder, for its tokenizer", env="ADAPTERFUSION_MODEL"
+    )
 
 
 def share_that_meets_again(lengths):

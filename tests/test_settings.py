@@ -14,7 +14,7 @@ import train
 from conftest import cli
 from data import length_bucketed_batches
 from experiments import evaluate
-from experiments.inspect import share_that_meets_again
+from experiments.inspect import inspect_task, share_that_meets_again
 from runtime.settings import COUNT, argument, difference, free_names, like, option, parse, record
 
 
@@ -62,6 +62,7 @@ def test_the_environment_and_earlier_runs_name_the_encoder(
     assert json.loads((tmp_path / "sst2" / "config.json").read_text())["model"] == str(
         quiet_encoder
     )
+    inspect_task(["rte"])  # python data.py rte
     monkeypatch.delenv("ADAPTERFUSION_MODEL")
     with pytest.raises(ValueError, match="different encoders .*: add --model"):
         train.main([*fusion, *cli(adapters=[runs / "rte", tmp_path / "sst2"], out=tmp_path / "x")])
