@@ -196,7 +196,8 @@ def read_run_config(directory):
                 why += f"; the run that --overwrite has put aside is in {directory / name}"
         raise FileNotFoundError(why)
     config = read_json(directory / "config.json")
-    if not all(config.get(name) for name in ("stage", "model", "labels")):
+    known = config.get("stage") in [*train.STAGES]
+    if not (known and config.get("model") and config.get("labels")):
         raise ValueError(f"{directory / 'config.json'} is no run's: no stage, model or labels")
     return {"adapters": [], **config}  # full and multitask runs have none
 
