@@ -109,9 +109,8 @@ def test_a_run(adapter, multitask, encoder, data_dir):
 
 
 def test_a_mean_of_accuracies_counts_no_examples(launch, tmp_path, capsys):
-    launch(
-        "--stage multitask --tasks rte pick --epochs 1 --steps-per-epoch 4", out=tmp_path / "run"
-    )
+    words = "--stage multitask --tasks rte pick --epochs 1 --steps-per-epoch 4"
+    launch(words, out=tmp_path / "run")
     text = capsys.readouterr().out
     assert "majority-class baseline" in text and "examples more than" not in text
 
