@@ -245,23 +245,20 @@ def head_config(config):
 def fetch(source, files=ADAPTER):
     """Directory of an adapter (head, fusion): `source` itself, or the files of a hub id. Raises
     FileNotFoundError."""
-    if Path(source).is_dir():
-        if not (Path(source) / files.config).is_file():
-            path, hint = Path(source) / "config.json", ""
-            stage = read_json(path).get("stage") if path.is_file() else None
-            if files is ADAPTER and stage == "multitask":
-                hint = f", but a multi-task run's adapters are in {source}/adapters"
-            elif files is ADAPTER and stage:
-                hint = f", it is a run of --stage {stage}: leave it out"
-            if (aside := Path(source) / "replaced").is_dir():
-                hint += f"; the run that --overwrite has put aside is in {aside}"
-            raise FileNotFoundError(f"{source} has no {files.config}{hint}")
-        return Path(source)
+    directory = Path(source)
+    if (directory / files.config).is_file():
+        return directory
+    if directory.is_dir():
+        hint = ""
+        if files is ADAPTER and (directory / "adapters").is_dir():
+            hint = f", its adapters are in {directory / 'adapters'}"
+        if (directory / "replaced").is_dir():
+            hint += f"; the run that --overwrite has put aside is in {directory / 'replaced'}"
+        raise FileNotFoundError(f"{source} has no {files.config}{hint}")
     if files is ADAPTER and is_local(source):
-        task = Path(source).name
         raise FileNotFoundError(
-            f"there is no directory {str(source)!r}: if it is to be the run on {task!r:.50}, train "
-            f"it with --stage adapter --task {shlex.quote(task):.50}"
+            f"there is no directory {str(source)!r}: if it is to be the run on a task, train it "
+            f"with --stage adapter --task {shlex.quote(directory.name):.50}"
         )
     config = download(source, files.config)
     if config is None:
@@ -307,10 +304,8 @@ class Saved:
                         continue
                     raise ValueError(f"{name} is missing")
                 if tensor.shape != parameter.shape or not tensor.is_floating_point():
-                    shapes = (
-                        f"{list(tensor.shape)}, here it must be a float {list(parameter.shape)}"
-                    )
-                    raise ValueError(f"{name} is {tensor.dtype} {shapes}")
+                    needed = f"here it must be a float {list(parameter.shape)}"
+                    raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, {needed}")
                 tensor = tensor.to(parameter.dtype)  # float8 knows no isfinite
                 if not tensor.isfinite().all():
                     raise ValueError(f"{name} holds values that are not finite")
@@ -323,6 +318,15 @@ class Saved:
                 parameter.copy_(tensor)
 
 
+def read_values(directory, files):
+    """(options, the whole JSON object) of an adapter, head or fusion."""
+    path = Path(directory) / files.config
+    values = read_json(path)
+    if not isinstance(values.get("config"), dict):
+        raise ValueError(f"{path}: no 'config' object, as AdapterHub's files have it")
+    return values["config"], values
+
+
 def read_adapter(source, name=None):
     """The Saved adapter at `source`, a directory or a hub id; see `read_adapter_config`."""
     directory = fetch(source)
@@ -333,24 +337,22 @@ def read_adapter(source, name=None):
 def read_head(source):
     """The Saved head at `source`, a directory or a hub id."""
     directory = fetch(source, HEAD)
-    values = read_json(directory / HEAD.config)
-    options, name = values.get("config"), values.get("name")
+    options, values = read_values(directory, HEAD)
     with error_prefix(directory / HEAD.config):
-        options = head_config(options if isinstance(options, dict) else {})
+        options, name = head_config(options), values.get("name")
     return Saved(directory, name, options, values, *read(directory, HEAD, name))
 
 
 def read_fusion(source):
     """(Saved fusion, names of its adapters) at `source`, a directory or a hub id."""
     directory = fetch(source, FUSION)
-    values = read_json(directory / FUSION.config)
-    options, name = values.get("config"), values.get("name")
+    options, values = read_values(directory, FUSION)
+    name = values.get("name")
     names = values.get("adapter_names") or name  # old files have only the name
     names = names.split(",") if isinstance(names, str) else names
     with error_prefix(directory / FUSION.config):
-        right = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        if not isinstance(options, dict) or not right:
-            raise ValueError("not the configuration of a fusion")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"adapter_names must be a list of names, not {names!r:.100}")
         check_dropout(options.get("dropout_prob"))
     return Saved(directory, name, options, values, *read(directory, FUSION, name)), names
 
@@ -369,12 +371,8 @@ def read_adapter_config(directory, name=None):
     """(name, options, the whole JSON object) of an adapter directory. name: what to call it, else
     the file's own. Raises ValueError, naming the field, for what this project does not
     implement."""
-    path = Path(directory) / ADAPTER.config
-    values = read_json(path)
-    options = values.get("config")
-    with error_prefix(path):
-        if not isinstance(options, dict):
-            raise ValueError("no 'config' object: not a bottleneck adapter of AdapterHub")
+    options, values = read_values(directory, ADAPTER)
+    with error_prefix(Path(directory) / ADAPTER.config):
         if not options.get("architecture"):
             options = bottleneck_options(values, options)
         name = values.get("name") if name is None else name

@@ -436,12 +436,12 @@ adapter | {"hidden_size": 64} | hidden_size 64, the encoder has 32
 adapter | {"hidden_size": "\\n"} | hidden_size
 adapter | {"model_type": "roberta"} | model_type 'roberta', the encoder has 'bert'
 adapter | {"config": "pfeiffer"} | no 'config'
-adapter_fusion | {"config": "static"} | not the config
+adapter_fusion | {"config": "static"} | no 'config'
 adapter_fusion | {"adapter_names": ["pfeiffer", "../p2"]} | '../p2' is to be fused
 adapter_fusion | {"adapter_names": ["pfeiffer", "pfeiffer"]} | each of them once
-adapter_fusion | {"adapter_names": [["pfeiffer"]]} | not the config
-adapter_fusion | {"adapter_names": {"a": 1}} | not the config
-adapter_fusion | {"adapter_names": null, "name": 5} | not the config
+adapter_fusion | {"adapter_names": [["pfeiffer"]]} | adapter_names must be
+adapter_fusion | {"adapter_names": {"a": 1}} | adapter_names must be
+adapter_fusion | {"adapter_names": null, "name": 5} | adapter_names must be
 """
 NAMES = ["..", "../../x", "a/b", "a\\b", "a\nb", "a.b", "a,b", "", " ", None, 5, ["a"], "keys"]
 NAMES += ["x" * 101, "\U00020000" * 60]

@@ -117,7 +117,7 @@ def test_a_mean_of_accuracies_counts_no_examples(launch, tmp_path, capsys):
 
 def test_what_is_no_adapter_says_where_one_is(multitask, encoder, tmp_path):
     bert = Bert.from_pretrained(encoder)
-    with pytest.raises(FileNotFoundError, match="a multi-task run's adapters are in .*/adapters"):
+    with pytest.raises(FileNotFoundError, match="its adapters are in .*/adapters"):
         load_adapter(bert, multitask["pfeiffer"]["out"])
 
 
