@@ -72,14 +72,12 @@ FUSION_CONFIG = json.loads("""{
 }""")
 SAME_FUNCTION = ("dropout_prob", "regularization", "value_before_softmax", "value_initialized")
 
-# The single-task adapters that the paper's authors published (version "AdapterFusion", reduction
-# factor 16), for BERT-base-uncased and RoBERTa-base, called by the task under which they are loaded
-# here; inside the files they have other names (glue_mnli). For BERT, those of mnli, qqp, sst2, mrpc
-# and rte are not the paper's own: these were released, too, and replaced on 24 August 2020
-# (repository adapter-hub/Hub, commits 6780757 and 7fe32f7) by those of the AdapterHub paper, of the
-# same architecture. Their heads are BertForSequenceClassification's: the pretrained pooler, which
-# is in the encoder's files, and one linear layer. A row: the task, and what hub ids have after
-# AdapterHub/bert-base-uncased and AdapterHub/roberta-base-, before _pfeiffer.
+# The single-task adapters that the paper's authors published (reduction factor 16), for
+# BERT-base-uncased and RoBERTa-base. A row: the task under which they are loaded here (inside the
+# files they have other names), and what hub ids have after AdapterHub/bert-base-uncased and
+# AdapterHub/roberta-base-, before _pfeiffer. For BERT, those of mnli, qqp, sst2, mrpc and rte were
+# replaced in August 2020 by those of the AdapterHub paper, of the same architecture. Their heads
+# are the pretrained pooler, which is in the encoder's files, and one linear layer.
 PAPER_ADAPTERS = """
 mnli            _nli_multinli     multinli
 qqp             _sts_qqp          qqp
@@ -158,7 +156,7 @@ def is_factor(value):  # a file may ask for a bottleneck of any size
 def check_bottleneck(config, non_linearities, init_weights):
     """Raises ValueError, naming the field, for an invalid configuration of a bottleneck adapter."""
     factors = config.reduction_factor
-    factors = list(factors.values()) if isinstance(factors, Mapping) else [factors]
+    factors = factors.values() if isinstance(factors, Mapping) else [factors]
     flags = "mh_adapter output_adapter original_ln_before original_ln_after ln_before ln_after "
     flags += "adapter_residual_before_ln layer_norms"
     rules = [
@@ -330,8 +328,7 @@ def read_values(directory, files):
 def read_adapter(source, name=None):
     """The Saved adapter at `source`, a directory or a hub id; see `read_adapter_config`."""
     directory = fetch(source)
-    name, options, values = read_adapter_config(directory, name)
-    return Saved(directory, name, options, values, *read(directory, ADAPTER, values.get("name")))
+    return read(directory, ADAPTER, *read_adapter_config(directory, name))
 
 
 def read_head(source):
@@ -339,8 +336,8 @@ def read_head(source):
     directory = fetch(source, HEAD)
     options, values = read_values(directory, HEAD)
     with error_prefix(directory / HEAD.config):
-        options, name = head_config(options), values.get("name")
-    return Saved(directory, name, options, values, *read(directory, HEAD, name))
+        options = head_config(options)
+    return read(directory, HEAD, values.get("name"), options, values)
 
 
 def read_fusion(source):
@@ -354,7 +351,7 @@ def read_fusion(source):
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"adapter_names must be a list of names, not {names!r:.100}")
         check_dropout(options.get("dropout_prob"))
-    return Saved(directory, name, options, values, *read(directory, FUSION, name)), names
+    return read(directory, FUSION, name, options, values), names
 
 
 def own_options(options):
@@ -403,18 +400,18 @@ def bottleneck_options(values, options):
     return options
 
 
-def read(directory, files, name):
-    """(path, {(slot, part): tensor}) of what is called `name` in the first of files.weights that
-    exists. Alone there, it may be called anything; but the reference writes a head (fusion) "rte2"
-    also into the file of one called "rte". Raises FileNotFoundError without a file, ValueError for
-    a tensor that does not belong."""
-    paths = [directory / file for file in files.weights if (directory / file).is_file()]
-    if not paths:
+def read(directory, files, name, options, values):
+    """The Saved with the tensors of what the JSON object calls so, in the first of files.weights
+    that exists. Alone there, it may be called anything; but the reference writes a head (fusion)
+    "rte2" also into the file of one called "rte". Raises FileNotFoundError without a file,
+    ValueError for a tensor that does not belong."""
+    path = next((directory / f for f in files.weights if (directory / f).is_file()), None)
+    if path is None:
         missing = " nor ".join(files.weights)
         raise FileNotFoundError(f"no weights in {directory}: it has neither {missing}")
-    by_name = {}
-    with error_prefix(paths[0]):
-        for key, tensor in read_tensors(paths[0]).items():
+    by_name, inside = {}, str(values.get("name"))
+    with error_prefix(path):
+        for key, tensor in read_tensors(path).items():
             match = files.pattern.fullmatch(key)
             if match is None:  # for instance an invertible adapter's
                 raise ValueError(f"{listed([key])} has no place here, not supported")
@@ -422,10 +419,11 @@ def read(directory, files, name):
             if (match["slot"], match["part"]) in tensors:
                 raise ValueError(f"{listed([key])} is there twice, under an old and a new name")
             tensors[match["slot"], match["part"]] = tensor
-        if str(name) not in by_name and len(by_name) > 1:
-            raise ValueError(f"it holds {listed(list(by_name))}, not {name!r:.50}")
+        if inside not in by_name and len(by_name) > 1:
+            raise ValueError(f"it holds {listed(list(by_name))}, not {inside!r:.50}")
     # without any: a kind of fusion may have no parameters; if it has, `fill` misses them
-    return paths[0], by_name.get(str(name)) or next(iter(by_name.values()), {})
+    tensors = by_name.get(inside) or next(iter(by_name.values()), {})
+    return Saved(directory, name, options, values, path, tensors)
 
 
 def check_encoder(source, directory, values, model, digest, allow=False):

@@ -278,8 +278,7 @@ def test_what_looks_like_a_path_does_not_wait_for_the_network(path, tmp_path, mo
     monkeypatch.setattr(
         huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("asked the network")
     )
-    message = fails(path, "no encoder in" if path == "." else f"there is no directory {path!r}")
-    assert ("train it with --stage full --task mnli;" in message) == path.startswith("runs/")
+    fails(path, "no encoder in" if path == "." else f"there is no directory {path!r}")
 
 
 def test_cache_without_network():
