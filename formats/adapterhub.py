@@ -72,14 +72,12 @@ FUSION_CONFIG = json.loads("""{
 }""")
 SAME_FUNCTION = ("dropout_prob", "regularization", "value_before_softmax", "value_initialized")
 
-# The single-task adapters that the paper's authors published (version "AdapterFusion", reduction
-# factor 16), for BERT-base-uncased and RoBERTa-base, called by the task under which they are loaded
-# here; inside the files they have other names (glue_mnli). For BERT, those of mnli, qqp, sst2, mrpc
-# and rte are not the paper's own: these were released, too, and replaced on 24 August 2020
-# (repository adapter-hub/Hub, commits 6780757 and 7fe32f7) by those of the AdapterHub paper, of the
-# same architecture. Their heads are BertForSequenceClassification's: the pretrained pooler, which
-# is in the encoder's files, and one linear layer. A row: the task, and what hub ids have after
-# AdapterHub/bert-base-uncased and AdapterHub/roberta-base-, before _pfeiffer.
+# The single-task adapters that the paper's authors published (reduction factor 16), for
+# BERT-base-uncased and RoBERTa-base. A row: the task under which they are loaded here (inside the
+# files they have other names), and what hub ids have after AdapterHub/bert-base-uncased and
+# AdapterHub/roberta-base-, before _pfeiffer. For BERT, those of mnli, qqp, sst2, mrpc and rte were
+# replaced in August 2020 by those of the AdapterHub paper, of the same architecture. Their heads
+# are the pretrained pooler, which is in the encoder's files, and one linear layer.
 PAPER_ADAPTERS = """
 mnli            _nli_multinli     multinli
 qqp             _sts_qqp          qqp
@@ -158,7 +156,7 @@ def is_factor(value):  # a file may ask for a bottleneck of any size
 def check_bottleneck(config, non_linearities, init_weights):
     """Raises ValueError, naming the field, for an invalid configuration of a bottleneck adapter."""
     factors = config.reduction_factor
-    factors = list(factors.values()) if isinstance(factors, Mapping) else [factors]
+    factors = factors.values() if isinstance(factors, Mapping) else [factors]
     flags = "mh_adapter output_adapter original_ln_before original_ln_after ln_before ln_after "
     flags += "adapter_residual_before_ln layer_norms"
     rules = [
@@ -245,23 +243,20 @@ def head_config(config):
 def fetch(source, files=ADAPTER):
     """Directory of an adapter (head, fusion): `source` itself, or the files of a hub id. Raises
     FileNotFoundError."""
-    if Path(source).is_dir():
-        if not (Path(source) / files.config).is_file():
-            path, hint = Path(source) / "config.json", ""
-            stage = read_json(path).get("stage") if path.is_file() else None
-            if files is ADAPTER and stage == "multitask":
-                hint = f", but a multi-task run's adapters are in {source}/adapters"
-            elif files is ADAPTER and stage:
-                hint = f", it is a run of --stage {stage}: leave it out"
-            if (aside := Path(source) / "replaced").is_dir():
-                hint += f"; the run that --overwrite has put aside is in {aside}"
-            raise FileNotFoundError(f"{source} has no {files.config}{hint}")
-        return Path(source)
+    directory = Path(source)
+    if (directory / files.config).is_file():
+        return directory
+    if directory.is_dir():
+        hint = ""
+        if files is ADAPTER and (directory / "adapters").is_dir():
+            hint = f", its adapters are in {directory / 'adapters'}"
+        if (directory / "replaced").is_dir():
+            hint += f"; the run that --overwrite has put aside is in {directory / 'replaced'}"
+        raise FileNotFoundError(f"{source} has no {files.config}{hint}")
     if files is ADAPTER and is_local(source):
-        task = Path(source).name
         raise FileNotFoundError(
-            f"there is no directory {str(source)!r}: if it is to be the run on {task!r:.50}, train "
-            f"it with --stage adapter --task {shlex.quote(task):.50}"
+            f"there is no directory {str(source)!r}: if it is to be the run on a task, train it "
+            f"with --stage adapter --task {shlex.quote(directory.name):.50}"
         )
     config = download(source, files.config)
     if config is None:
@@ -307,10 +302,8 @@ class Saved:
                         continue
                     raise ValueError(f"{name} is missing")
                 if tensor.shape != parameter.shape or not tensor.is_floating_point():
-                    shapes = (
-                        f"{list(tensor.shape)}, here it must be a float {list(parameter.shape)}"
-                    )
-                    raise ValueError(f"{name} is {tensor.dtype} {shapes}")
+                    needed = f"here it must be a float {list(parameter.shape)}"
+                    raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, {needed}")
                 tensor = tensor.to(parameter.dtype)  # float8 knows no isfinite
                 if not tensor.isfinite().all():
                     raise ValueError(f"{name} holds values that are not finite")
@@ -323,36 +316,42 @@ class Saved:
                 parameter.copy_(tensor)
 
 
+def read_values(directory, files):
+    """(options, the whole JSON object) of an adapter, head or fusion."""
+    path = Path(directory) / files.config
+    values = read_json(path)
+    if not isinstance(values.get("config"), dict):
+        raise ValueError(f"{path}: no 'config' object, as AdapterHub's files have it")
+    return values["config"], values
+
+
 def read_adapter(source, name=None):
     """The Saved adapter at `source`, a directory or a hub id; see `read_adapter_config`."""
     directory = fetch(source)
-    name, options, values = read_adapter_config(directory, name)
-    return Saved(directory, name, options, values, *read(directory, ADAPTER, values.get("name")))
+    return read(directory, ADAPTER, *read_adapter_config(directory, name))
 
 
 def read_head(source):
     """The Saved head at `source`, a directory or a hub id."""
     directory = fetch(source, HEAD)
-    values = read_json(directory / HEAD.config)
-    options, name = values.get("config"), values.get("name")
+    options, values = read_values(directory, HEAD)
     with error_prefix(directory / HEAD.config):
-        options = head_config(options if isinstance(options, dict) else {})
-    return Saved(directory, name, options, values, *read(directory, HEAD, name))
+        options = head_config(options)
+    return read(directory, HEAD, values.get("name"), options, values)
 
 
 def read_fusion(source):
     """(Saved fusion, names of its adapters) at `source`, a directory or a hub id."""
     directory = fetch(source, FUSION)
-    values = read_json(directory / FUSION.config)
-    options, name = values.get("config"), values.get("name")
+    options, values = read_values(directory, FUSION)
+    name = values.get("name")
     names = values.get("adapter_names") or name  # old files have only the name
     names = names.split(",") if isinstance(names, str) else names
     with error_prefix(directory / FUSION.config):
-        right = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        if not isinstance(options, dict) or not right:
-            raise ValueError("not the configuration of a fusion")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"adapter_names must be a list of names, not {names!r:.100}")
         check_dropout(options.get("dropout_prob"))
-    return Saved(directory, name, options, values, *read(directory, FUSION, name)), names
+    return read(directory, FUSION, name, options, values), names
 
 
 def own_options(options):
@@ -369,12 +368,8 @@ def read_adapter_config(directory, name=None):
     """(name, options, the whole JSON object) of an adapter directory. name: what to call it, else
     the file's own. Raises ValueError, naming the field, for what this project does not
     implement."""
-    path = Path(directory) / ADAPTER.config
-    values = read_json(path)
-    options = values.get("config")
-    with error_prefix(path):
-        if not isinstance(options, dict):
-            raise ValueError("no 'config' object: not a bottleneck adapter of AdapterHub")
+    options, values = read_values(directory, ADAPTER)
+    with error_prefix(Path(directory) / ADAPTER.config):
         if not options.get("architecture"):
             options = bottleneck_options(values, options)
         name = values.get("name") if name is None else name
@@ -405,18 +400,18 @@ def bottleneck_options(values, options):
     return options
 
 
-def read(directory, files, name):
-    """(path, {(slot, part): tensor}) of what is called `name` in the first of files.weights that
-    exists. Alone there, it may be called anything; but the reference writes a head (fusion) "rte2"
-    also into the file of one called "rte". Raises FileNotFoundError without a file, ValueError for
-    a tensor that does not belong."""
-    paths = [directory / file for file in files.weights if (directory / file).is_file()]
-    if not paths:
+def read(directory, files, name, options, values):
+    """The Saved with the tensors of what the JSON object calls so, in the first of files.weights
+    that exists. Alone there, it may be called anything; but the reference writes a head (fusion)
+    "rte2" also into the file of one called "rte". Raises FileNotFoundError without a file,
+    ValueError for a tensor that does not belong."""
+    path = next((directory / f for f in files.weights if (directory / f).is_file()), None)
+    if path is None:
         missing = " nor ".join(files.weights)
         raise FileNotFoundError(f"no weights in {directory}: it has neither {missing}")
-    by_name = {}
-    with error_prefix(paths[0]):
-        for key, tensor in read_tensors(paths[0]).items():
+    by_name, inside = {}, str(values.get("name"))
+    with error_prefix(path):
+        for key, tensor in read_tensors(path).items():
             match = files.pattern.fullmatch(key)
             if match is None:  # for instance an invertible adapter's
                 raise ValueError(f"{listed([key])} has no place here, not supported")
@@ -424,10 +419,11 @@ def read(directory, files, name):
             if (match["slot"], match["part"]) in tensors:
                 raise ValueError(f"{listed([key])} is there twice, under an old and a new name")
             tensors[match["slot"], match["part"]] = tensor
-        if str(name) not in by_name and len(by_name) > 1:
-            raise ValueError(f"it holds {listed(list(by_name))}, not {name!r:.50}")
+        if inside not in by_name and len(by_name) > 1:
+            raise ValueError(f"it holds {listed(list(by_name))}, not {inside!r:.50}")
     # without any: a kind of fusion may have no parameters; if it has, `fill` misses them
-    return paths[0], by_name.get(str(name)) or next(iter(by_name.values()), {})
+    tensors = by_name.get(inside) or next(iter(by_name.values()), {})
+    return Saved(directory, name, options, values, path, tensors)
 
 
 def check_encoder(source, directory, values, model, digest, allow=False):

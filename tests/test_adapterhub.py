@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from adapter import (
@@ -437,12 +436,12 @@ adapter | {"hidden_size": 64} | hidden_size 64, the encoder has 32
 adapter | {"hidden_size": "\\n"} | hidden_size
 adapter | {"model_type": "roberta"} | model_type 'roberta', the encoder has 'bert'
 adapter | {"config": "pfeiffer"} | no 'config'
-adapter_fusion | {"config": "static"} | not the config
+adapter_fusion | {"config": "static"} | no 'config'
 adapter_fusion | {"adapter_names": ["pfeiffer", "../p2"]} | '../p2' is to be fused
 adapter_fusion | {"adapter_names": ["pfeiffer", "pfeiffer"]} | each of them once
-adapter_fusion | {"adapter_names": [["pfeiffer"]]} | not the config
-adapter_fusion | {"adapter_names": {"a": 1}} | not the config
-adapter_fusion | {"adapter_names": null, "name": 5} | not the config
+adapter_fusion | {"adapter_names": [["pfeiffer"]]} | adapter_names must be
+adapter_fusion | {"adapter_names": {"a": 1}} | adapter_names must be
+adapter_fusion | {"adapter_names": null, "name": 5} | adapter_names must be
 """
 NAMES = ["..", "../../x", "a/b", "a\\b", "a\nb", "a.b", "a,b", "", " ", None, 5, ["a"], "keys"]
 NAMES += ["x" * 101, "\U00020000" * 60]
@@ -548,20 +547,6 @@ def test_a_bin_with_anything_but_tensors_is_refused(tmp_path, what):
 # From the hub
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """A directory that stands in for the hub: hub/OWNER/NAME/FILE"""
-    root = tmp_path / "hub"
-
-    def hf_hub_download(repo_id, filename, revision=None):
-        if not (root / repo_id / filename).exists():
-            raise EntryNotFoundError(f"404 {filename}")
-        return str(root / repo_id / filename)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
-    return root
-
-
 def test_the_paper_s_adapters_are_those_of_its_tasks():
     bert, roberta = map(dict, map(paper_adapters, ("bert", "roberta")))
     assert list(bert) == list(roberta) == list(TASKS)
@@ -574,20 +559,21 @@ def test_the_paper_s_adapters_are_those_of_its_tasks():
 def test_the_paper_s_adapters_are_fused(hub, launch, encoder, tmp_path, capsys):
     """Published adapters have old files, and names that are not their tasks': here two for all, one
     unusable."""
+    root, _ = hub
     bert, source = Bert.from_pretrained(encoder), {}
     add_adapter(bert, "x", AdapterConfig.pfeiffer(reduction_factor=4))
     for i, (task, id) in enumerate(paper_adapters("bert")):
         randomise(bert, ".adapters.", torch.Generator().manual_seed(i))
         save_adapter(bert, "x", tmp_path / "new" / task)
         name = "nli/rte@ukp" if i % 2 else "glue_mnli"
-        old_format(tmp_path / "new" / task, hub / id, name, "glue_mnli")
+        old_format(tmp_path / "new" / task, root / id, name, "glue_mnli")
         tensors = load_file(tmp_path / "new" / task / "adapter.safetensors")
         source[task] = {key.replace(".x.", f".{task}."): t for key, t in tensors.items()}
     fuse = "--stage fusion --task rte --epochs 1 --adapters paper"
     launch(fuse, model=encoder, out=tmp_path / "run")
     note = "AdapterHub/bert-base-uncased_nli_rte_pfeiffer was trained on 'bert-base-uncased'"
     assert f"note: {note}" in capsys.readouterr().out
-    shutil.rmtree(hub)
+    shutil.rmtree(root)
     assert load_run(tmp_path / "run").config["adapters"] == list(TASKS)
     copies = sorted((tmp_path / "run/adapters").iterdir())
     assert [path.name for path in copies] == sorted(TASKS)
@@ -603,9 +589,10 @@ def test_the_paper_s_adapters_are_fused(hub, launch, encoder, tmp_path, capsys):
 def test_sources_can_be_mixed(hub, runs, launch, encoder, tmp_path):
     """A run, an old AdapterHub directory and a hub id; two of one name are told apart before
     anything is written."""
+    pick = hub[0] / "USER" / "pick"
     old_format(runs / "sst2", tmp_path / "old", "sentiment", "sentiment")
     ignored = shutil.ignore_patterns("[!ah]*", "*.jsonl")
-    shutil.copytree(runs / "pick", hub / "USER" / "pick", ignore=ignored)
+    shutil.copytree(runs / "pick", pick, ignore=ignored)
     sources = [runs / "rte", tmp_path / "old", "USER/pick"]
     fuse, out = f"--stage fusion --task rte --epochs 1 --model {encoder}", tmp_path / "run"
     launch(fuse, adapters=sources, out=out)
@@ -615,7 +602,7 @@ def test_sources_can_be_mixed(hub, runs, launch, encoder, tmp_path):
         launch(fuse, adapters=[*sources, runs / "pick"], out=out)
     with pytest.raises(FileNotFoundError, match="USER/none has no adapter_config.json"):
         launch(fuse, adapters="USER/none", out=out)
-    (hub / "USER/pick/adapter.safetensors").unlink()
+    (pick / "adapter.safetensors").unlink()
     neither = "USER/pick has neither adapter.safetensors nor pytorch_adapter.bin"
     with pytest.raises(FileNotFoundError, match=neither):
         launch(fuse, adapters="USER/pick", out=out)
@@ -624,7 +611,7 @@ def test_sources_can_be_mixed(hub, runs, launch, encoder, tmp_path):
 
 def test_head_and_fusion_come_from_the_hub_too(hub):
     bert = golden_encoder("bert")
-    shutil.copytree(BERT, hub / "USER")
+    shutil.copytree(BERT, hub[0] / "USER")
     for name in ("houlsby", "h4"):
         load_adapter(bert, f"USER/{name}")
     load_fusion(bert, "USER/fusion-houlsby")

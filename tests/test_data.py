@@ -23,48 +23,30 @@ def words(columns, *values):
     return dict(zip(columns.split(), values, strict=True))
 
 
+PAIR, ONE, QUESTION = [("p", "q")], [("p", None)], [("q", choice) for choice in "vwxyz"]
 CONTEXT = [("c", f"q {choice}") for choice in "wxyz"]
+FILLED = [("Al won", None), ("Bo won", None)]
 KEYS = {"label": list("ABCDE"), "text": list("vwxyz")}
-# One row of every task as the hub has it, and what becomes of it
+SOCIAL_I_QA = "context question answerA answerB answerC label"
+COSMOS_QA = "context question answer0 answer1 answer2 answer3 label"
+# One row of every task as the hub has it: (columns and values, candidates, index of the label)
 ROWS = {
-    "mnli": (words("premise hypothesis label idx", "p", "h", 2, 0), [("p", "h")], 2),
-    "qqp": (words("question1 question2 label idx", "p", "q", 1, 0), [("p", "q")], 1),
-    "sst2": (words("sentence label idx", "p ", 0, 0), [("p ", None)], 0),
-    "winogrande": (
-        words("sentence option1 option2 answer", "so _ won", "Al", "Bo", "2"),
-        [("so Al won", None), ("so Bo won", None)],
-        1,
-    ),
-    "imdb": (words("text label", "p", 1), [("p", None)], 1),
-    "hellaswag": (
-        words("ind ctx_a ctx_b ctx endings label", 1, "c", "q", "c q", [*"wxyz"], "3"),
-        CONTEXT,
-        3,
-    ),
-    "social_i_qa": (
-        words("context question answerA answerB answerC label", "c", "q", *"wxy", "1\n"),
-        CONTEXT[:3],
-        0,
-    ),
-    "cosmos_qa": (
-        words(
-            "id context question answer0 answer1 answer2 answer3 label", "", "c", "q", *"wxyz", 2
-        ),
-        CONTEXT,
-        2,
-    ),
-    "scitail": (words("sentence1 sentence2 gold_label", "p", "h", "entailment"), [("p", "h")], 0),
-    "argument": (words("topic sentence annotation", "t", "s", "Argument_for"), [("t", "s")], 2),
-    "commonsense_qa": (
-        words("id question answerKey choices", "", "q", "E", KEYS),
-        [("q", choice) for choice in "vwxyz"],
-        4,
-    ),
-    "boolq": (words("question passage label", "q", "p", 1), [("p", "q")], 1),
-    "mrpc": (words("sentence1 sentence2 label", "p", "q", 0), [("p", "q")], 0),
-    "sick": (words("sentence_A sentence_B label", "p", "q", "NEUTRAL"), [("p", "q")], 1),
-    "rte": (words("sentence1 sentence2 label", "p", "h", 0), [("p", "h")], 0),
-    "cb": (words("premise hypothesis label", "p", "h", 1), [("p", "h")], 1),
+    "mnli": (words("premise hypothesis label idx", "p", "q", 2, 0), PAIR, 2),
+    "qqp": (words("question1 question2 label idx", "p", "q", 1, 0), PAIR, 1),
+    "sst2": (words("sentence label idx", "p", 0, 0), ONE, 0),
+    "winogrande": (words("sentence option1 option2 answer", "_ won", "Al", "Bo", "2"), FILLED, 1),
+    "imdb": (words("text label", "p", 1), ONE, 1),
+    "hellaswag": (words("ctx_a ctx_b ctx endings label", *"cq", "c q", [*"wxyz"], "3"), CONTEXT, 3),
+    "social_i_qa": (words(SOCIAL_I_QA, *"cqwxy", "1\n"), CONTEXT[:3], 0),
+    "cosmos_qa": (words(COSMOS_QA, *"cqwxyz", 2), CONTEXT, 2),
+    "scitail": (words("sentence1 sentence2 gold_label", "p", "q", "entailment"), PAIR, 0),
+    "argument": (words("topic sentence annotation", "p", "q", "Argument_for"), PAIR, 2),
+    "commonsense_qa": (words("question answerKey choices", "q", "E", KEYS), QUESTION, 4),
+    "boolq": (words("question passage label", "q", "p", 1), PAIR, 1),
+    "mrpc": (words("sentence1 sentence2 label", "p", "q", 0), PAIR, 0),
+    "sick": (words("sentence_A sentence_B label", "p", "q", "NEUTRAL"), PAIR, 1),
+    "rte": (words("sentence1 sentence2 label", "p", "q", 0), PAIR, 0),
+    "cb": (words("premise hypothesis label", "p", "q", 1), PAIR, 1),
 }
 
 
@@ -301,9 +283,8 @@ def test_imdb_chooses_its_epoch_on_training_examples(encoder, tmp_path):
     train = load_split(task, "train", tokenizer, tmp_path, seed=5)
     assert (len(train), len(dev)) == (4000, 2000)
     assert dev["label"][:] != [0] * 2000 and sum(dev["label"][:]) + sum(train["label"][:]) == 3000
-    assert (
-        load_split(task, "validation", tokenizer, tmp_path, seed=5)["label"][:] == dev["label"][:]
-    )
+    again = load_split(task, "validation", tokenizer, tmp_path, seed=5)
+    assert again["label"][:] == dev["label"][:]
     for i in range(100, 6000):  # errors name the line of the file
         written[i]["label"] = 9
     write_rows(tmp_path / "imdb" / "train.jsonl", written)
@@ -333,11 +314,8 @@ def test_held_out_examples_are_known_by_their_content(tokenizer, tmp_path):
     again = load(f"{tmp_path}/./b/", recorded=recorded)
     assert again["input_ids"][:] == dev["input_ids"][:]
     held = np.random.default_rng(0).permutation(50)[0]
-    for changed in (
-        [*own_rows, *own_rows],
-        own_rows[1:],
-        [{**row, "premise": "no"} if i == held else row for i, row in enumerate(own_rows)],
-    ):
+    other = [*own_rows[:held], {**own_rows[held], "premise": "no"}, *own_rows[held + 1 :]]
+    for changed in ([*own_rows, *own_rows], own_rows[1:], other):
         write_rows(tmp_path / "b/mine/train.jsonl", changed)
         for split in ("train", "validation"):
             with pytest.raises(ValueError, match="rows were added, removed or changed"):

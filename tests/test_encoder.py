@@ -11,7 +11,6 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
-from huggingface_hub.errors import EntryNotFoundError
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -36,14 +35,9 @@ from formats import files
 # Hugging Face
 
 KINDS = pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
-MORE = {  # heads, pooler, and a buffer of older versions
-    **{"cls.predictions.bias": torch.zeros(60), "classifier.weight": torch.zeros(3, 32)},
-    **{"lm_head.bias": torch.zeros(60), "bert.norm.gamma": torch.zeros(1)},
-}
-INSIDE = {
-    **{"pooler.dense.weight": torch.zeros(32, 32), "norm.weight": torch.zeros(1)},
-    "embeddings.position_ids": torch.arange(24)[None],
-}
+# heads, pooler, and a buffer of older versions, outside the encoder and inside
+OUTSIDE = "cls.predictions.bias classifier.weight lm_head.bias bert.norm.gamma".split()
+INSIDE = "pooler.dense.weight norm.weight embeddings.position_ids".split()
 
 
 def old(name):
@@ -65,8 +59,9 @@ def write_hub(directory, named, kind="model.safetensors"):
 def test_prefixes_and_old_names(prefix, kind, tmp_path):
     plain = {prefix + name: tensor for name, tensor in golden_tensors().items()}
     assert same(Bert.from_pretrained(write_hub(tmp_path / "a", plain, kind)))
-    more = {old(prefix + name): tensor for name, tensor in {**golden_tensors(), **INSIDE}.items()}
-    bert = Bert.from_pretrained(write_hub(tmp_path / "b", {**MORE, **more}, kind))
+    named = golden_tensors() | dict.fromkeys(INSIDE, torch.arange(24)[None])
+    more = dict.fromkeys(OUTSIDE, torch.zeros(3)) | {old(prefix + n): t for n, t in named.items()}
+    bert = Bert.from_pretrained(write_hub(tmp_path / "b", more, kind))
     assert same(bert)
     assert bert.origin["embeddings_norm.bias"] == f"{prefix}embeddings.LayerNorm.beta"
 
@@ -104,11 +99,7 @@ MISFITS = [  # tensors that are added, a part of the names that are left out, wo
     ({}, "1.output.dense", "lacks encoder.layer.1.output.dense.weight, encoder.layer.1.output"),
     ({}, "layer.1", "1 layers, config.json says 2"),
     ({"encoder.layer.1.x\ny": torch.zeros(1)}, None, r"unknown tensors 'encoder.layer.1.x\ny'"),
-    (
-        {"embeddings.LayerNorm.gamma": torch.zeros(32)},
-        None,
-        "embeddings.LayerNorm.gamma, embeddings.LayerNorm.weight are the same tensor",
-    ),
+    ({"embeddings.LayerNorm.gamma": torch.zeros(32)}, None, "LayerNorm.weight are the same tensor"),
 ]
 
 
@@ -150,10 +141,8 @@ def test_bin_holds_tensors_alone(legacy, tmp_path):
 def test_a_bin_that_unpacks_to_more_is_not_unpacked(tmp_path, monkeypatch):
     torch.save({"a": torch.zeros(10**6)}, tmp_path / "plain.bin")
     path = tmp_path / "packed.bin"
-    with (
-        zipfile.ZipFile(tmp_path / "plain.bin") as plain,
-        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed,
-    ):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
+        plain = zipfile.ZipFile(tmp_path / "plain.bin")
         for name in plain.namelist():
             packed.writestr(name, plain.read(name))
     assert files.read_bin(tmp_path / "plain.bin")["a"].shape == (10**6,)
@@ -250,24 +239,9 @@ DIRECTORIES = (
 )
 
 
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """A directory in the hub's place. Returns (its repository some/bert, the list of files that
-    were asked for)."""
-    asked = []
-
-    def hf_hub_download(repo_id, filename, revision=None):
-        asked.append(filename)
-        if not (tmp_path / repo_id / filename).exists():
-            raise EntryNotFoundError(f"404 {filename}")
-        return str(tmp_path / repo_id / filename)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
-    return shutil.copytree(SAFETENSORS, tmp_path / "some" / "bert"), asked
-
-
 def test_only_needed_files_are_downloaded(hub):
-    repository, asked = hub
+    (root, asked), repository = hub, hub[0] / "some" / "bert"
+    shutil.copytree(SAFETENSORS, repository)
     for name in "tf_model.h5 pytorch_model.bin vocab.json merges.txt".split():
         (repository / name).write_bytes(b"not needed")
     bert = Bert.from_pretrained("some/bert")
@@ -279,14 +253,14 @@ def test_only_needed_files_are_downloaded(hub):
     Bert.from_pretrained("some/bert")
     assert asked == first
     asked.clear()
-    write_hub(repository.parent / "other", golden_tensors(), "pytorch_model.bin")
+    write_hub(root / "some" / "other", golden_tensors(), "pytorch_model.bin")
     assert same(Bert.from_pretrained("some/other"))
     assert asked[:3] == ["config.json", "model.safetensors", "pytorch_model.bin"]
 
 
 def test_hub_repository_without_an_encoder(hub):
-    repository, _ = hub
-    (repository / "model.safetensors").unlink()
+    (repository := hub[0] / "some" / "bert").mkdir(parents=True)
+    shutil.copy(SAFETENSORS / "config.json", repository)
     fails("some/bert", "neither model.safetensors nor pytorch_model.bin", *DIRECTORIES)
     (repository / "config.json").unlink()
     fails("some/bert", "no config.json", *DIRECTORIES)
@@ -305,8 +279,7 @@ def test_what_looks_like_a_path_does_not_wait_for_the_network(path, tmp_path, mo
     monkeypatch.setattr(
         huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("asked the network")
     )
-    message = fails(path, "no encoder in" if path == "." else f"there is no directory {path!r}")
-    assert ("train it with --stage full --task mnli;" in message) == path.startswith("runs/")
+    fails(path, "no encoder in" if path == "." else f"there is no directory {path!r}")
 
 
 def test_cache_without_network():

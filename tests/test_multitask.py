@@ -109,16 +109,15 @@ def test_a_run(adapter, multitask, encoder, data_dir):
 
 
 def test_a_mean_of_accuracies_counts_no_examples(launch, tmp_path, capsys):
-    launch(
-        "--stage multitask --tasks rte pick --epochs 1 --steps-per-epoch 4", out=tmp_path / "run"
-    )
+    words = "--stage multitask --tasks rte pick --epochs 1 --steps-per-epoch 4"
+    launch(words, out=tmp_path / "run")
     text = capsys.readouterr().out
     assert "majority-class baseline" in text and "examples more than" not in text
 
 
 def test_what_is_no_adapter_says_where_one_is(multitask, encoder, tmp_path):
     bert = Bert.from_pretrained(encoder)
-    with pytest.raises(FileNotFoundError, match="a multi-task run's adapters are in .*/adapters"):
+    with pytest.raises(FileNotFoundError, match="its adapters are in .*/adapters"):
         load_adapter(bert, multitask["pfeiffer"]["out"])
 
 

@@ -1,7 +1,6 @@
 """Google's checkpoints are read without TensorFlow, bit for bit, and a damaged one ends in one
 clear error."""
 
-import contextlib
 import os
 import re
 import shutil
@@ -15,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert import Bert
-from conftest import thorough
 from damage import (
     GOLDEN,
     INDEX,
@@ -186,32 +184,23 @@ def test_what_does_not_fit_is_named(tmp_path):
 
 
 def test_every_damaged_byte_is_found(copy):
-    """In the index (but for the footer's padding) and in the data; a tensor that is not needed may
-    be damaged."""
+    """But where nothing is read: in the index's metaindex block and the padding of its footer, and
+    in tensors that are not needed."""
     directory = copy(TENSORFLOW)
-    index = (directory / INDEX).read_bytes()
-    used = len(index) - 48 + len(index[-48:-8].rstrip(b"\0"))
-    for position in [*range(0, used, 7), *range(len(index) - 8, len(index))]:
-        damaged = bytearray(index)
-        damaged[position] ^= 0x10
-        (directory / INDEX).write_bytes(damaged)
-        # the handle and the content of the metaindex block, which is not needed, may be damaged
-        with contextlib.suppress(ValueError, FileNotFoundError):
-            assert same(Bert.from_pretrained(directory)) and used - 60 < position < used, position
-    (directory / INDEX).write_bytes(index)
-
-    data = directory / "bert_model.ckpt.data-00000-of-00001"
-    content, found = data.read_bytes(), 0
-    for position in range(0, len(content), 997):
-        damaged = bytearray(content)
-        damaged[position] ^= 1
-        data.write_bytes(damaged)
-        try:
-            assert same(Bert.from_pretrained(directory))
-        except ValueError as e:
-            assert "does not match its checksum" in str(e) and data.name in str(e)
-            found += 1
-    assert found > 60
+    index, data = directory / INDEX, directory / "bert_model.ckpt.data-00000-of-00001"
+    for path, step, harmless in ((index, 7, 9), (data, 997, 20)):
+        content, unnoticed = path.read_bytes(), 0
+        for position in range(0, len(content), step):
+            damaged = bytearray(content)
+            damaged[position] ^= 0x10
+            path.write_bytes(damaged)
+            try:
+                assert same(Bert.from_pretrained(directory))
+                unnoticed += 1
+            except (ValueError, FileNotFoundError) as e:
+                assert path == index or f"{data.name} does not match its checksum" in str(e)
+        path.write_bytes(content)
+        assert 0 < unnoticed <= harmless, (path, unnoticed)
 
 
 def test_missing_and_short_data(copy):
@@ -252,28 +241,24 @@ def one_block(entries):
     return table([(b"a", entries + block([]))])
 
 
+def two_blocks(contents, index):
+    """A table of one block, whose index says that there are more."""
+    return stored(contents) + stored(index) + footer((0, 0), (len(contents) + 5, len(index)))
+
+
 TABLES = {
     "empty": b"",
-    "no handles": footer(),
     "endless varint": footer((2**280,)),
     "index block beyond the file": footer((0, 0), (HUGE, HUGE)),
     "empty block": stored(b"") + footer((0, 0), (0, 0)),
     "negative restarts": stored(b"\xff\xff\xff\x7f" * 3) + footer((0, 0), (0, 12)),
-    "handle without a size": stored(BLOCK) + footer((0, 0), (0, len(BLOCK))),
     "shared beyond the key": one_block(varints(9, 1, 0) + b"a"),
     "value beyond the block": one_block(varints(0, 1, HUGE) + b"a"),
-    "key beyond the block": one_block(varints(0, HUGE, 0) + b"a"),
-    "cut in an entry": one_block(b"\x80"),
     "names from nothing": one_block(LONG),
-    "the same block often": stored(LARGE)
-    + stored(PLACES)
-    + footer((0, 0), (len(LARGE) + 5, len(PLACES))),
-    "nested blocks": stored(stored(BLOCK))
-    + stored(NESTED)
-    + footer((0, 0), (len(BLOCK) + 10, len(NESTED))),
+    "the same block often": two_blocks(LARGE, PLACES),
+    "nested blocks": two_blocks(stored(BLOCK), NESTED),
     "the same name twice": table([(b"a", BLOCK), (b"b", BLOCK)]),
     "no header": table([(b"a", BLOCK)]),
-    "header is no message": table([(b"a", block([(b"", b"\xff" * 20)]))]),
     "an endless field": table([(b"a", block([(b"", varints(8 << 3 | 2, HUGE))]))]),
     "a group": table([(b"a", block([(b"", varint(8 << 3 | 3))]))]),
 }
@@ -322,27 +307,17 @@ def test_overlapping_tensors_are_refused(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory):
-    """A directory that the property-based tests write into again and again, and its index."""
+def place(tmp_path_factory):
+    """A directory that the property-based test writes into again and again, and its index."""
     directory = tmp_path_factory.mktemp("google")
     return directory, bundle(directory)
 
 
 @bounded
 @given(data=st.data())
-def test_fuzz_file(places, data):
-    directory, _ = places
-    path = directory / data.draw(st.sampled_from([INDEX, "bert_model.ckpt.data-00000-of-00001"]))
-    with replaced(path, data.draw(damaged(path.read_bytes()))):
-        attempt(directory)
-
-
-@thorough
-@bounded
-@given(data=st.data())
-def test_fuzz_index_with_right_checksums(places, data):
+def test_fuzz_index_with_right_checksums(place, data):
     """The entries, the handles, or one tensor's entry are damaged, and the checksums are right."""
-    directory, entries = places[0], dict(places[1])
+    directory, entries = place[0], dict(place[1])
     what = data.draw(st.sampled_from(["block", "handles", "entry", "entry"]))
     if what == "entry":
         name = data.draw(st.sampled_from(sorted(entries)))
@@ -353,8 +328,7 @@ def test_fuzz_index_with_right_checksums(places, data):
     content = table([(b"~", contents)])
     if what == "handles":
         index_block = data.draw(damaged(block([(b"~", varints(0, len(contents)))])))
-        place = (len(contents) + 5, len(index_block))
-        content = stored(contents) + stored(index_block) + footer((0, 0), place)
+        content = two_blocks(contents, index_block)
     with replaced(directory / INDEX, content):
         error = attempt(directory)
         assert what == "handles" or not re.search(r"block at \d+ does not match", error or "")
