@@ -17,16 +17,16 @@ if __name__ == "__main__":
 
     announce("prune.py")
 
-import contextlib
-import io
-import os
+import copy
 import shlex
 import shutil
 import sys
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from adapter import read_config, save_adapter
+from bert import activate
 from experiments.figure4 import average, inputs_of
 from experiments.load_run import (
     cast,
@@ -45,7 +45,6 @@ from runtime.processes import choose_device
 from runtime.results import eval_batch_size
 from runtime.settings import COUNT, argument, option, parse, resolved
 from train import evaluate
-from variants.masking import mask
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,33 @@ class Options:
     device: str = option("auto", choices=["auto", "cpu", "cuda", "mps"])
 
 
+def check_run(options, bert, config):
+    """Raises ValueError for a run that cannot be pruned, or not like this."""
+    if unknown := unknown_kind(bert):
+        raise ValueError(
+            f"{options.run}: {unknown} cannot be pruned, only the paper's fusion over bottleneck "
+            "adapters"
+        )
+    N, layers = len(config["adapters"]), {layer + 1 for (layer, _), _ in fusions(bert)}
+    if options.keep is not None and options.keep > N:
+        raise ValueError(f"--keep must be in 1 .. {N}, the adapters of {options.run}")
+    if not set(options.leave_out) < layers:
+        raise ValueError(
+            f"--leave-out takes some of the layers with adapters, which are {sorted(layers)}"
+        )
+    reading = ("original_ln_before", "original_ln_after", "residual_before_ln")
+    configs = [adapter.config for _, slot in bert.slots() for adapter in slot.adapters.values()]
+    if len({tuple(getattr(config, field) for field in reading) for config in configs}) > 1:
+        raise ValueError(
+            f"the adapters of {options.run} differ in {', '.join(reading)}, where the last one "
+            "decides for all: without it the others would read something else; see --mask"
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Which adapters stay
+
+
 def mean_by_layer(bert, names, examples):
     """{layer: {adapter: mean fusion weight}}, summed over the locations of a layer with two."""
     result = {}
@@ -75,79 +101,24 @@ def mean_by_layer(bert, names, examples):
     return result
 
 
-def strongest(mean, present, k, left_out):
-    """{layer: the k adapters that stay, in the fusion's order}. present: {layer: its adapters};
-    left_out: layers from 1"""
+def strongest(bert, mean, k, left_out):
+    """{layer: the k adapters that stay, in the fusion's order}; left_out: layers from 1"""
     kept = {}
-    for layer, names in present.items():
+    for (layer, _), fusion in fusions(bert):
+        names = fusion.adapter_names
         best = sorted(names, key=lambda name: -mean[layer][name])[:k]
         kept[layer] = [name for name in names if name in best and layer + 1 not in left_out]
     return kept
 
 
-def activate_only(bert, modules, kept):
-    """Activates the fusion with the adapters in `kept` alone, and plain BERT in layers where there
-    are none. modules: {(layer, location): Fusion}, of all layers"""
-    name = next(fusion.name for fusion in modules.values())
-    for (layer, location), slot in bert.slots():
-        slot.fusion = modules.get((layer, location)) if kept.get(layer) else None
-        slot.active = name if kept.get(layer) else None
-    for (layer, _), fusion in fusions(bert):
-        mask(bert, set(fusion.adapter_names) - set(kept[layer]), [layer])
-
-
-def scores_of(bert, head, config, task, split, dtype):
-    """{score: value} on a split, its mean loss included."""
-    size = eval_batch_size(config["batch_size"], config["grad_accumulation"])
-    labels, predictions, loss = evaluate(bert, head, task, split, size, dtype)
-    scores = {name: score(labels, predictions) for name, score in task.scores.items()}
-    return {**scores, "dev_loss": loss}
-
-
-# --------------------------------------------------------------------------------------------------
-# The smaller run
-
-
-def write_run(options, kept, changes, out):
-    """A finished run in `out`, without metrics.json. Its adapters are those in `kept`, bit by bit;
-    Ψ, the head and the configuration are the larger run's, including which encoder it was trained
-    on."""
-    with contextlib.redirect_stdout(io.StringIO()):  # its notes have been printed
-        bert, _, config = load_run(options.run, model=options.model, allow_other_encoder=True)
-    layers = [layer for layer in kept if kept[layer]]
-    names = [name for name in config["adapters"] if any(name in kept[layer] for layer in layers)]
+def pruned(bert, names, kept):
+    """(a copy of an encoder that has the adapters in `kept` alone, and no fusion in layers where
+    there are none; their names in the order of its fusion). names: of all adapters"""
+    bert, layers = copy.deepcopy(bert), [layer for layer in kept if kept[layer]]
+    names = [name for name in names if any(name in kept[layer] for layer in layers)]
     everywhere = [name for name in names if all(name in kept[layer] for layer in layers)]
     if everywhere:  # the reference reads the last one's configuration in every layer
         names = [name for name in names if name != everywhere[-1]] + everywhere[-1:]
-    else:
-        print(
-            "note: no adapter is in all layers with a fusion: the `adapters` library reads the "
-            "files, but runs no such fusion"
-        )
-    remove_others(bert, names, kept)
-    for name in names:
-        directory, file = out / "adapters" / name, "adapter_config.json"
-        save_adapter(bert, name, directory)
-        saved = read_json(options.run / "adapters" / name / file)  # what else it says stays
-        write_json(directory / file, {**saved, "config": read_json(directory / file)["config"]})
-    save_fusion(bert, out)
-    for name in ("head_config.json", "model_head.safetensors", "log.jsonl"):
-        if (options.run / name).is_file():
-            shutil.copyfile(options.run / name, out / name)
-    config = {**read_json(options.run / "config.json"), **changes, "adapters": names}
-    config["adapter_digests"] = {}
-    for name in names:
-        directory = out / "adapters" / name
-        config["adapter_digests"][name] = digest(directory, name, read_config(directory, name)[1])
-    config["adapter_encoders"] = {  # those of their training, also after --allow-other-encoder
-        name: run_encoder(options.run / "adapters" / name) for name in names
-    }
-    write_json(out / "config.json", config)
-
-
-def remove_others(bert, names, kept):
-    """Removes all adapters that are not in `kept`, and the fusions that have none left. names: of
-    all that stay somewhere, in the fusion's order"""
     for (layer, _), slot in bert.slots():
         for name in [name for name in slot.adapters if name not in kept.get(layer, ())]:
             del slot.adapters[name]
@@ -159,75 +130,52 @@ def remove_others(bert, names, kept):
         for name, adapter in slot.adapters.items():
             without = [i for i in range(len(bert.layers)) if name not in kept.get(i, ())]
             adapter.config = replace(adapter.config, leave_out=tuple(without))
+    activate(bert, ",".join(names))
+    return bert, names
+
+
+def scores_of(bert, head, config, task, split, device):
+    """{score: value} on a split, its mean loss included, in the precision of training."""
+    _, dtype = cast(bert, head, config, device)
+    size = eval_batch_size(config["batch_size"], config["grad_accumulation"])
+    labels, predictions, loss = evaluate(bert, head, task, split, size, dtype)
+    scores = {name: score(labels, predictions) for name, score in task.scores.items()}
+    return {**scores, "dev_loss": loss}
 
 
 # --------------------------------------------------------------------------------------------------
-# The command
+# The smaller run
 
 
-def check_run(options, bert, config):
-    """Raises ValueError for a run that cannot be pruned, or not like this."""
-    if unknown := unknown_kind(bert):
-        raise ValueError(
-            f"{options.run}: {unknown} cannot be pruned, only the paper's fusion over bottleneck "
-            "adapters"
-        )
-    N, layers = len(config["adapters"]), {layer + 1 for (layer, _), _ in fusions(bert)}
-    if options.keep is not None and options.keep > N:
-        raise ValueError(
-            f"--keep must be in 1 .. {N}, the number of adapters in {options.run}, not "
-            f"{options.keep}"
-        )
-    if unknown := sorted(set(options.leave_out) - layers):
-        has = ", ".join(map(str, sorted(layers)))
-        raise ValueError(f"--leave-out {unknown[0]}: the layers with adapters are {has}")
-    if set(options.leave_out) == layers:
-        raise ValueError("--leave-out leaves no layer with adapters")
-    reading = ("original_ln_before", "original_ln_after", "residual_before_ln")
-    configs = [adapter.config for _, slot in bert.slots() for adapter in slot.adapters.values()]
-    if len({tuple(getattr(config, field) for field in reading) for config in configs}) > 1:
-        raise ValueError(
-            f"the adapters of {options.run} differ in {', '.join(reading)}, where the last one "
-            "decides for all: without it the others would read something else; see --mask"
-        )
-
-
-def accuracies(options, bert, head, config, mean, task, split, dtype):
-    """[k, layers left out, accuracy] of the whole run and then for all K down to one, printed as
-    they are found."""
-    modules, N = dict(fusions(bert)), len(config["adapters"])
-    present = {layer: fusion.adapter_names for (layer, _), fusion in modules.items()}
-    print(f"accuracy on {len(split)} development examples, by adapters in a layer", flush=True)
-    sizes, rows = [(N, ()), *((k, options.leave_out) for k in range(N, 0, -1))], []
-    for k, left_out in dict.fromkeys(sizes):
-        activate_only(bert, modules, strongest(mean, present, k, left_out))
-        accuracy = scores_of(bert, head, config, task, split, dtype)["accuracy"]
-        without = " ".join(map(str, left_out))
-        print(f"{k:>4}  {accuracy:.4f}{'  without layers ' * bool(without)}{without}", flush=True)
-        rows.append([k, without, accuracy])
-    return rows, strongest(mean, present, options.keep or N, options.leave_out)
-
-
-@contextlib.contextmanager
-def complete(out):
-    """A directory to write to, which takes the place of `out` at the end, or is removed."""
-    out.parent.mkdir(parents=True, exist_ok=True)  # before the long work: it may be impossible
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    temporary.mkdir()
-    try:
-        yield temporary
-        temporary.rename(out)
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
+def write_run(run, bert, names, changes, out):
+    """A finished run in `out`, without metrics.json. Its adapters are those of `bert`, bit by bit;
+    Ψ, the head and the configuration are the larger run's, including which encoder it was trained
+    on."""
+    for name in names:
+        directory, file = out / "adapters" / name, "adapter_config.json"
+        save_adapter(bert, name, directory)
+        saved = read_json(run / "adapters" / name / file)  # what else it says stays
+        write_json(directory / file, {**saved, "config": read_json(directory / file)["config"]})
+    save_fusion(bert, out)
+    for name in ("head_config.json", "model_head.safetensors", "log.jsonl"):
+        if (run / name).is_file():
+            shutil.copyfile(run / name, out / name)
+    config = {**read_json(run / "config.json"), **changes, "adapters": names}
+    config["adapter_digests"] = {}
+    for name in names:
+        directory = out / "adapters" / name
+        config["adapter_digests"][name] = digest(directory, name, read_config(directory, name)[1])
+    config["adapter_encoders"] = {  # those of their training, also after --allow-other-encoder
+        name: run_encoder(run / "adapters" / name) for name in names
+    }
+    write_json(out / "config.json", config)
 
 
 def main(argv=None):
     options = parse(Options, argv, "python -m experiments.prune", __doc__)
-    options = replace(options, leave_out=tuple(sorted(set(options.leave_out))))
     command = shlex.join(["experiments.prune", *(sys.argv[1:] if argv is None else argv)])
-    run, out = options.run, options.out
-    if options.keep is None and not options.leave_out:
+    run, out, left_out = options.run, options.out, tuple(sorted(set(options.leave_out)))
+    if options.keep is None and not left_out:
         raise ValueError(
             "give --keep, --leave-out, or both: how many adapters stay in a layer, which layers "
             "stay without"
@@ -238,37 +186,49 @@ def main(argv=None):
     given = {"model": options.model, "allow_other_encoder": options.allow_other_encoder}
     bert, head, config = load_run(run, **given)
     check_run(options, bert, config)
+    names, N = config["adapters"], len(config["adapters"])
     task, split = load_run_split(run, bert, config, "validation", options.data_dir)
     _, seen = load_run_split(run, bert, config, "train", options.data_dir, limit=options.limit)
     device, _ = choose_device(options.device, "float32")
-    with complete(out) as temporary:
+    out.parent.mkdir(parents=True, exist_ok=True)  # before the long work: it may be impossible
+    with tempfile.TemporaryDirectory(dir=out.parent) as directory:
         print(f"{run}: mean fusion weights on {len(seen)} training examples", flush=True)
-        mean = mean_by_layer(bert.to(device), config["adapters"], seen)
-        _, dtype = cast(bert, head, config, options.device)
-        rows, kept = accuracies(options, bert, head, config, mean, task, split, dtype)
-        write_csv(temporary / "prune.csv", ["k", "left_out", "accuracy"], rows)
-        pruned = {"from": str(run.resolve()), "keep": options.keep, "limit": options.limit}
-        pruned |= {"leave_out": options.leave_out, "command": command}
-        pruned["kept"] = {layer + 1: names for layer, names in kept.items()}
+        mean = mean_by_layer(bert.to(device), names, seen)
+        print(f"accuracy on {len(split)} development examples, by adapters in a layer", flush=True)
+        sizes, rows = [(N, ()), *((k, left_out) for k in range(N, 0, -1))], []
+        for k, without in dict.fromkeys(sizes):
+            smaller, _ = pruned(bert, names, strongest(bert, mean, k, without))
+            found = scores_of(smaller, head, config, task, split, options.device)
+            rows.append([k, " ".join(map(str, without)), found["accuracy"]])
+            text = f"  without layers {rows[-1][1]}" if without else ""
+            print(f"{k:>4}  {found['accuracy']:.4f}{text}", flush=True)
+            if (k, without) == (options.keep or N, left_out):
+                scores = found
+
+        kept = strongest(bert, mean, options.keep or N, left_out)
+        smaller, left = pruned(bert.cpu(), names, kept)
+        if any(there and left[-1] not in there for there in kept.values()):
+            print(
+                "note: no adapter is in all layers with a fusion: the `adapters` library reads the "
+                "files, but runs no such fusion"
+            )
+        record = {"from": str(run.resolve()), "keep": options.keep, "limit": options.limit}
+        record |= {"leave_out": left_out, "command": command}
+        record["kept"] = {layer + 1: there for layer, there in kept.items()}
         moved = {name: getattr(options, name) for name in ("model", "data_dir")}
         moved = {name: resolved(place) for name, place in moved.items() if place is not None}
-        write_run(options, kept, {**moved, "pruned": pruned}, temporary)
-
-        metrics = read_json(run / "metrics.json")
-        write_json(temporary / "metrics.json", metrics)
-        print("accuracy of the smaller run, read from its own files", flush=True)
-        with contextlib.redirect_stdout(io.StringIO()):
-            bert, head, config = load_run(temporary, allow_other_encoder=True)
-        _, dtype = cast(bert, head, config, options.device)
-        scores = scores_of(bert, head, config, task, split, dtype)
-        said = {"model": config["model"], "dev_examples": len(split), "out": str(out)}
-        write_json(temporary / "metrics.json", {**metrics, **said, **scores})
-    left, N, accuracy = config["adapters"], rows[0][0], scores["accuracy"]
-    keep = options.keep or N
-    print(f"{out}: {len(left)} of {N} adapters, at most {keep} a layer, accuracy {accuracy:.4f}")
-    result = {"run": str(run), "out": str(out), "keep": options.keep}
-    result |= {"left_out": options.leave_out, "adapters": left}
-    return {**result, "accuracy": accuracy, "accuracy_of_all": rows[0][2]}
+        complete = Path(directory) / "run"  # takes the place of --out in the end
+        complete.mkdir()
+        write_run(run, smaller, left, {**moved, "pruned": record}, complete)
+        write_csv(complete / "prune.csv", ["k", "left_out", "accuracy"], rows)
+        said = {"model": moved.get("model", config["model"]), "dev_examples": len(split)}
+        metrics = {**read_json(run / "metrics.json"), **said, "out": str(out), **scores}
+        write_json(complete / "metrics.json", metrics)
+        complete.rename(out)
+    accuracy, most = scores["accuracy"], options.keep or N
+    print(f"{out}: {len(left)} of {N} adapters, at most {most} a layer, accuracy {accuracy:.4f}")
+    result = {"run": str(run), "out": str(out), "keep": options.keep, "left_out": left_out}
+    return {**result, "adapters": left, "accuracy": accuracy, "accuracy_of_all": rows[0][2]}
 
 
 if __name__ == "__main__":

@@ -137,13 +137,13 @@ def forget_replaced(out):
 
 
 @contextlib.contextmanager
-def lock(out, kind=fcntl.LOCK_EX):
+def lock(out):
     """The directory is this process's until the block, or the process, ends, however it ends.
     Raises ValueError if it is another's."""
     out.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(out, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:
         os.close(descriptor)
         raise ValueError(
@@ -155,10 +155,3 @@ def lock(out, kind=fcntl.LOCK_EX):
         yield
     finally:
         os.close(descriptor)
-
-
-def check_idle(out):
-    """Raises ValueError if another process is at work in a run's directory."""
-    if out.is_dir():
-        with lock(out, fcntl.LOCK_SH):
-            pass
