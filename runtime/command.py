@@ -5,13 +5,9 @@
 
         announce("train.py")
 
-Output never decides how a command ends. Where stdout or stderr is closed, or its reader has gone
-(`train.py ... | head -3`), the rest is not printed, and the work goes on. Letters that a terminal
-does not know are printed as escapes, and so are control characters, which data may hold and a
-terminal would obey. Ctrl-C ends in one line, also while libraries are imported. So does wrong
-input, with exit status 2.
-
-Nothing is changed where another program imports this project.
+Wrong input ends in one line and exit status 2, Ctrl-C in another line, also while libraries are
+imported. What becomes of the output never decides how a command ends (`Console`). Nothing is
+changed where another program imports this project.
 """
 
 import contextlib
@@ -30,10 +26,6 @@ TRACEBACK = "ADAPTERFUSION_TRACEBACK"
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 
 
-# --------------------------------------------------------------------------------------------------
-# The beginning
-
-
 def announce(name, stdout_is_data=False):
     """The first line of a command, before its imports: what is loaded. Where stdout is for another
     program it goes to stderr, which is for errors, and so to a terminal alone."""
@@ -46,11 +38,7 @@ def announce(name, stdout_is_data=False):
     first = int(os.environ.get("RANK", 0)) == 0  # of torchrun's processes, speaks for all
     heard = not stdout_is_data or stream.isatty()
     if first and heard and not {"-h", "--help"} & {*sys.argv[1:]}:
-        print(first_line(name), file=stream, flush=True)
-
-
-def first_line(name):
-    return f"{name}: loading PyTorch"
+        print(f"{name}: loading PyTorch", file=stream, flush=True)
 
 
 def guard_outputs():
@@ -61,15 +49,17 @@ def guard_outputs():
             os.open(os.devnull, os.O_RDWR)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name) or open(os.devnull, "w", encoding="utf-8")
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
+        stream.reconfigure(errors="backslashreplace")
         setattr(sys, name, Console(stream))
-    if sys.stdin is None:
-        sys.stdin = open(os.devnull, encoding="utf-8")
+    sys.stdin = sys.stdin or open(os.devnull, encoding="utf-8")
 
 
 class Console:
-    """A text stream that takes everything. What is not written here is the stream's own."""
+    """
+    A text stream that takes everything. Where it is closed, or its reader has gone (`train.py ... |
+    head -3`), the rest is not printed, and the work goes on. Control characters, which data may
+    hold and a terminal would obey, are printed as escapes. The rest is the stream's own.
+    """
 
     def __init__(self, stream):
         self.stream = stream
@@ -91,10 +81,6 @@ class Console:
             with contextlib.suppress(OSError, ValueError):  # what waits in its buffer goes nowhere
                 with open(os.devnull, "w") as nowhere:
                     os.dup2(nowhere.fileno(), self.stream.fileno())
-
-
-# --------------------------------------------------------------------------------------------------
-# The end
 
 
 def say_why(name, message):
@@ -120,15 +106,6 @@ def error_while_importing(name, kind, error, trace):
         sys.__excepthook__(kind, error, trace)
 
 
-def hear_interrupts():
-    """Ctrl-C raises KeyboardInterrupt again, and garbage is collected, after `announce`."""
-    if not gc.isenabled():
-        gc.freeze()
-        gc.enable()
-    if getattr(signal.getsignal(signal.SIGINT), "__module__", None) == __name__:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def describe_error(error):
     """One line about an exception: its message alone where a user's input explains it, else with
     the exception's name, and how to see where it was raised."""
@@ -151,7 +128,9 @@ def run_command(name, main, argv=None, interrupted="interrupted"):
     rank = int(os.environ.get("RANK", 0)) if dist and dist.is_torchelastic_launched() else 0
     if rank > 0:
         sys.stdout = open(os.devnull, "w")  # the first process prints for all
-    hear_interrupts()
+    gc.enable()  # again, as `announce` found it; and Ctrl-C raises KeyboardInterrupt
+    if getattr(signal.getsignal(signal.SIGINT), "__module__", None) == __name__:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         result = main(argv)
         if dist and dist.is_initialized():  # now that the model is gone: its end may wait for it
@@ -159,7 +138,7 @@ def run_command(name, main, argv=None, interrupted="interrupted"):
         if result is not None:
             print(json.dumps(result))
         return
-    except (SystemExit, GeneratorExit):
+    except SystemExit:
         raise
     except KeyboardInterrupt as e:
         status, message, prints = 130, str(e) or interrupted, rank == 0

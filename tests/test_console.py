@@ -108,7 +108,8 @@ def test_signals(name, train, tmp_path):
     assert process.wait(60) == 130
     last = process.stdout.read().splitlines()[-1]
     assert last.startswith("stopping after this step") and "a second signal" in last
-    assert "continue with --resume" in error and error.count("\n") == 1
+    resume = f"--resume --out {tmp_path / 'run'}"
+    assert error == f"train.py: interrupted, continue with {resume} in the same command\n"
     assert (tmp_path / "run" / "resume.pt").exists()
 
 
