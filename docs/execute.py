@@ -21,11 +21,13 @@ def tick(done, started):
 
 def execute(source, target):
     notebook = jupytext.read(source)
+    notebook.metadata["language_info"] = {"name": "python"}  # for the colours of a page
     client = NotebookClient(notebook, kernel_name="python3", record_timing=False)
     client.resources = {"metadata": {"path": str(source.parent)}}
     title, started = "", time.monotonic()
     with client.setup_kernel():
         for i, cell in enumerate(notebook.cells):
+            cell.metadata.clear()  # what jupytext notes of the source
             if cell.cell_type == "markdown":
                 headings = [line for line in cell.source.splitlines() if line.startswith("#")]
                 title = headings[-1].strip("# ") if headings else title
