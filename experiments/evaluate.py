@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import train
 from experiments.load_run import Reading, cast, load_run, load_run_split
+from experiments.report import table
 from runtime.command import run_command
 from runtime.processes import out_of_memory
 from runtime.results import eval_batch_size
@@ -92,21 +93,18 @@ def by_class(names, labels, predictions):
     return {"labels": [*names], "classes": classes, "confusion": confusion.tolist()}
 
 
-def table(result):
-    """Lines: for each class its scores and, unless there are many, its row of the confusion
-    matrix."""
-    K, width = len(result["labels"]), len(str(result["examples"])) + 2
-    names = [f"{i} {' '.join(label.split()):.30}" for i, label in enumerate(result["labels"], 1)]
-    left, right, few = max(map(len, names)), max(width, 7), K <= MOST_CLASSES
-    header = "  predicted as" + "".join(f"{i:>{width}}" for i in range(1, K + 1))
-    yield f"{'label':{left}}  precision  recall{'count':>{right}}{header * few}"
-    for name, values, row in zip(
-        names, result["classes"].values(), result["confusion"], strict=True
-    ):
+def class_table(result):
+    """(rows, header): for each class its scores and, unless there are many, its row of the
+    confusion matrix, under the number of the class that was predicted."""
+    few, rows = len(result["labels"]) <= MOST_CLASSES, []
+    for i, label in enumerate(result["labels"]):
+        values, confused = result["classes"][label], result["confusion"][i]
         scores = [values["precision"], values["recall"]]
-        precision, recall = ("-" if value is None else f"{value:.3f}" for value in scores)
-        cells = " " * 14 + "".join(f"{n:>{width}}" for n in row)
-        yield f"{name:{left}}  {precision:>9}  {recall:>6}{values['count']:>{right}}{cells * few}"
+        scores = ["-" if value is None else f"{value:.3f}" for value in scores]
+        name = f"{i + 1} {' '.join(label.split()):.30}"
+        rows.append([name, *scores, values["count"], *confused * few])
+    numbers = [f"as {i}" for i in range(1, len(rows) + 1)]
+    return rows, ["label", "precision", "recall", "count", *numbers * few]
 
 
 def main(argv=None):
@@ -140,7 +138,7 @@ def main(argv=None):
     # the first and the second choice are no classes, nor are numbers
     if task.kind.dtype == torch.long and not task.choices:
         result |= by_class(task.labels, labels, predictions)
-        print("\n".join(["", *table(result), ""]))
+        print("", *table(*class_table(result)), "", sep="\n")
     return {**result, "seconds": round(time.monotonic() - started, 2)}
 
 
