@@ -95,12 +95,10 @@ def test_no_example_is_lost(directories, tmp_path_factory, rows, name, ascii, ba
     directory, tokenizer = tmp_path_factory.mktemp("data"), load_tokenizer(directories / name, 40)
     C = len(rows[0][1])
     task = "rte" if C == 1 else "pick"
-    written = [
-        dict(sentence1=a, sentence2=b[0], label=label)
-        if C == 1
-        else dict(text_a=a, choices=b, label=label)
-        for a, b, label in rows
-    ]
+    if C == 1:
+        written = [dict(sentence1=a, sentence2=b[0], label=label) for a, b, label in rows]
+    else:
+        written = [dict(text_a=a, choices=b, label=label) for a, b, label in rows]
     (directory / task).mkdir()
     lines = "".join(json.dumps(row, ensure_ascii=ascii) + "\n" for row in written)
     (directory / task / "train.jsonl").write_text(lines, encoding="utf-8", newline="")
