@@ -31,29 +31,19 @@ WORDS = (
     "the a cat dog man woman sat ran saw on in to mat park film was good bad very not and ##s "
     "##ed un ##like ##ly"
 )
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-}
+SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
 
 
 def bottleneck(reduction_factor=8, **changes):
     """The paper's adapter, with changes."""
-    values = {
-        "mh_adapter": False,
-        "output_adapter": True,
-        "reduction_factor": reduction_factor,
-        "non_linearity": "relu",
-        "original_ln_before": True,
-        "original_ln_after": True,
-        "residual_before_ln": True,
-    }
-    return BnConfig(**{**values, **changes})
+    values = dict(mh_adapter=False, output_adapter=True, non_linearity="relu")
+    values |= dict(original_ln_before=True, original_ln_after=True, residual_before_ln=True)
+    return BnConfig(**{**values, "reduction_factor": reduction_factor, **changes})
 
 
-HOULSBY = {"mh_adapter": True, "original_ln_before": False, "non_linearity": "swish"}
+HOULSBY = dict(mh_adapter=True, original_ln_before=False, non_linearity="swish")
+OWN_LN = dict(ln_after=True, original_ln_before=False, residual_before_ln=False)
+BOTH_LN = dict(mh_adapter=True, ln_before=True, ln_after=True, adapter_residual_before_ln=True)
 ADAPTERS = {
     "pfeiffer": bottleneck(),
     "p4": bottleneck(4),
@@ -61,15 +51,9 @@ ADAPTERS = {
     "houlsby": bottleneck(**HOULSBY),
     "h4": bottleneck(4, **HOULSBY),
     "bapna": bottleneck(ln_before=True),
-    "ln_after": bottleneck(
-        ln_after=True, original_ln_before=False, residual_before_ln=False, non_linearity="leakyrelu"
-    ),
-    "bottom": bottleneck(
-        mh_adapter=True, output_adapter=False, original_ln_before=False, non_linearity="gelu"
-    ),
-    "both_ln": bottleneck(
-        4, mh_adapter=True, ln_before=True, ln_after=True, adapter_residual_before_ln=True
-    ),
+    "ln_after": bottleneck(**OWN_LN, non_linearity="leakyrelu"),
+    "bottom": bottleneck(**{**HOULSBY, "output_adapter": False, "non_linearity": "gelu"}),
+    "both_ln": bottleneck(4, **BOTH_LN),
     "leave_out": bottleneck(leave_out=[0]),
     "post_add": bottleneck(residual_before_ln="post_add"),
     "by_layer": bottleneck({"0": 2, "default": 16}),
@@ -88,13 +72,11 @@ def randomise(parameters, generator):
             parameter.data = torch.eye(len(noise)) + 0.05 * noise
         elif name.endswith("bias"):
             parameter.data = 0.2 * noise
-        else:
-            scale = (
-                0.4 if "adapter_fusion_layer" in name else 1.0
-            )  # so that no softmax over the adapters is 0 or 1
-            parameter.data = (
-                0.5 if "embeddings" in name else scale / parameter.shape[-1] ** 0.5
-            ) * noise
+        elif "embeddings" in name:
+            parameter.data = 0.5 * noise
+        else:  # such that no softmax over the adapters is 0 or 1
+            scale = 0.4 if "adapter_fusion_layer" in name else 1.0
+            parameter.data = scale / parameter.shape[-1] ** 0.5 * noise
 
 
 def write(directory, model, adapters, fusions, tokenizer, pad):
@@ -118,14 +100,10 @@ def write(directory, model, adapters, fusions, tokenizer, pad):
     randomise(model.named_parameters(), generator)
     encoder = {name: p.detach().clone() for name, p in model.named_parameters() if own(name)}
     save_file(encoder, directory / "encoder" / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        key: value
-        for key, value in model.config.to_diff_dict().items()
-        if key not in ("adapters", "prediction_heads")
-    }
-    (directory / "encoder" / "config.json").write_text(
-        json.dumps(config, indent=2, sort_keys=True, default=str) + "\n"
-    )
+    config = model.config.to_diff_dict()
+    config = {key: config[key] for key in config if key not in ("adapters", "prediction_heads")}
+    text = json.dumps(config, indent=2, sort_keys=True, default=str) + "\n"
+    (directory / "encoder" / "config.json").write_text(text)
 
     # two pairs and two single texts, of different lengths, one with a run of padding
     lengths, T = [(5, 4), (7, 0), (3, 2), (2, 0)], 12
@@ -136,11 +114,7 @@ def write(directory, model, adapters, fusions, tokenizer, pad):
         text = torch.randint(5, model.config.vocab_size, (a + b,), generator=generator)
         input_ids[row, : a + b], attention_mask[row, : a + b] = text, 1
         token_type_ids[row, a : a + b] = model.config.type_vocab_size - 1
-    inputs = {
-        "input_ids": input_ids,
-        "token_type_ids": token_type_ids,
-        "attention_mask": attention_mask,
-    }
+    inputs = dict(input_ids=input_ids, token_type_ids=token_type_ids, attention_mask=attention_mask)
     expected = dict(inputs)
 
     def run(name, head):
@@ -152,20 +126,12 @@ def write(directory, model, adapters, fusions, tokenizer, pad):
                 for layer, locations in output.adapter_fusion_attentions[fused].items():
                     for location, weights in locations.items():
                         expected[f"{name}.attention.{layer}.{location}"] = torch.as_tensor(weights)
-                for (
-                    key,
-                    parameter,
-                ) in (
-                    model.named_parameters()
-                ):  # the library sums over every fusion that is trainable
+                for key, parameter in model.named_parameters():  # it sums over what is trainable
                     parameter.requires_grad_(f"adapter_fusion_layer.{fused}." in key)
                 expected[f"{name}.regularization"] = model.get_fusion_regularization_loss().detach()
             if head:
-                shape = (
-                    (2, CHOICES, T)
-                    if model.heads[head].config["head_type"] == "multiple_choice"
-                    else (len(lengths), T)
-                )
+                choice = model.heads[head].config["head_type"] == "multiple_choice"
+                shape = (2, CHOICES, T) if choice else (len(lengths), T)
                 grouped = {key: value.view(shape) for key, value in inputs.items()}
                 expected[f"{name}.logits"] = model(**grouped, head=head).logits
 
@@ -175,20 +141,15 @@ def write(directory, model, adapters, fusions, tokenizer, pad):
         model.set_active_adapters(name)
         head = name if name in model.heads else None
         run(name, head)
-        ln_before = ADAPTERS[
-            name
-        ].ln_before  # its tensors have two names, which the library cannot write as safetensors
-        model.save_adapter(
-            str(directory / name), name, with_head=head is not None, use_safetensors=not ln_before
-        )
+        # with ln_before tensors have two names, which the library cannot write as safetensors
+        options = {"with_head": head is not None, "use_safetensors": not ADAPTERS[name].ln_before}
+        model.save_adapter(str(directory / name), name, **options)
     for name, names in fusions.items():
         model.set_active_adapters(Fuse(*names))
         run(name, None)
         model.save_adapter_fusion(str(directory / name), Fuse(*names), use_safetensors=True)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in expected.items()},
-        directory / "expected.safetensors",
-    )
+    expected = {name: tensor.contiguous() for name, tensor in expected.items()}
+    save_file(expected, directory / "expected.safetensors")
 
 
 def wordpiece(directory):
@@ -205,9 +166,8 @@ def byte_level_bpe(directory):
     trainer = trainers.BpeTrainer(
         vocab_size=60, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    tokenizer.train_from_iterator(
-        ["the cat sat on the mat. The dog ran to the park, and the man saw the cat."] * 3, trainer
-    )
+    text = "the cat sat on the mat. The dog ran to the park, and the man saw the cat."
+    tokenizer.train_from_iterator([text] * 3, trainer)
     tokenizer.model.save(str(directory))
     tokenizer.post_processor = processors.RobertaProcessing(
         ("</s>", 2), ("<s>", 0), add_prefix_space=False
@@ -218,22 +178,8 @@ def byte_level_bpe(directory):
 if __name__ == "__main__":
     bert = BertConfig(vocab_size=60, max_position_embeddings=24, **SIZES)
     write(GOLDEN / "bert", BertAdapterModel(bert), list(ADAPTERS), FUSIONS, wordpiece, pad=0)
-    roberta = RobertaConfig(
-        vocab_size=60,
-        max_position_embeddings=24,
-        type_vocab_size=1,
-        layer_norm_eps=1e-5,
-        pad_token_id=1,
-        bos_token_id=0,
-        eos_token_id=2,
-        **SIZES,
-    )
-    adapters = ["pfeiffer", "p4", "houlsby"]
-    write(
-        GOLDEN / "roberta",
-        RobertaAdapterModel(roberta),
-        adapters,
-        {"fusion-pfeiffer": ["pfeiffer", "p4"]},
-        byte_level_bpe,
-        pad=1,
-    )
+    SIZES |= dict(type_vocab_size=1, layer_norm_eps=1e-5)
+    SIZES |= dict(pad_token_id=1, bos_token_id=0, eos_token_id=2)
+    roberta = RobertaAdapterModel(RobertaConfig(vocab_size=60, max_position_embeddings=24, **SIZES))
+    adapters, fusions = ["pfeiffer", "p4", "houlsby"], {"fusion-pfeiffer": ["pfeiffer", "p4"]}
+    write(GOLDEN / "roberta", roberta, adapters, fusions, byte_level_bpe, pad=1)

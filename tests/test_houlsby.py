@@ -98,10 +98,6 @@ def test_own_layer_norms_stand_in_for_bert_s(encoder, shape):
         for part, value in norm.state_dict().items():
             assert "adapters" in part or torch.equal(value, own[key].get_parameter(part))
         assert own[key].eps == norm.eps
-    trained = {id(p) for p in bert.parameters() if p.requires_grad}
-    modules = [module for _, _, module in find_adapter(bert, "a")[1]]
-    assert trained == {id(p) for module in modules for p in module.parameters()}
-
     with torch.no_grad():
         for name in ("a", "alone"):
             noise(bert, name)
@@ -132,10 +128,6 @@ def test_files_with_own_layer_norms(encoder, tmp_path, shape):
     tensors = load_file(tmp_path / "a" / "adapter.safetensors")
     names = [name for name in tensors if "layer_norm" in name]
     assert len(names) == 2 * (2 * 2 + 1)
-    activate(again, load_adapter(again, tmp_path / "a", "b"))
-    with torch.no_grad():
-        assert torch.equal(again(IDS, None, MASK), bert(IDS, None, MASK))
-    assert not any(p.requires_grad for p in again.parameters())
 
     def refused(say, left_out=None, more=(), **config):
         changed = {name: tensor for name, tensor in tensors.items() if name != left_out}

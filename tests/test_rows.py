@@ -11,6 +11,7 @@ from pathlib import Path
 import datasets
 import huggingface_hub
 import numpy as np
+import pandas
 import pytest
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
@@ -23,18 +24,15 @@ from formats.rows import library, origin, read_rows
 def write(path, rows):
     """Rows in the format that the name of the file says, written by others' code."""
     path.parent.mkdir(exist_ok=True)
-    if path.suffix == ".jsonl":
-        datasets.Dataset.from_list(rows).to_json(path)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows, indent=1))
+    table = pandas.DataFrame(rows)
+    if path.suffix in (".jsonl", ".json"):
+        table.to_json(path, orient="records", lines=path.suffix == ".jsonl", indent=None)
     elif path.suffix == ".parquet":
-        datasets.Dataset.from_list(rows).to_parquet(path)
+        table.to_parquet(path)
+    elif path.suffix == ".csv":
+        table.to_csv(path, index=False)
     else:
-        plain = {"dialect": "excel-tab", "quoting": csv.QUOTE_NONE, "quotechar": None}
-        with open(path, "w", newline="") as file:
-            table = csv.DictWriter(file, rows[0], **(plain if path.suffix == ".tsv" else {}))
-            table.writeheader()
-            table.writerows(rows)
+        table.to_csv(path, index=False, sep="\t", quoting=csv.QUOTE_NONE, quotechar=None)
 
 
 @pytest.mark.parametrize("ending", "jsonl json csv tsv parquet".split())
@@ -131,10 +129,12 @@ def test_files_without_rows_or_of_another_kind(ending, tmp_path):
 
 def test_a_damaged_cache_is_made_anew(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(library().config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    write_rows(
-        tmp_path / "own/train.jsonl", [{"text_a": f"a {i}", "label": i} for i in range(2500)]
-    )
-    load = lambda: load_split(get_task("own", tmp_path), "train", tokenizer, tmp_path)  # noqa: E731
+    many = [{"text_a": f"a {i}", "label": i} for i in range(2500)]
+    write_rows(tmp_path / "own/train.jsonl", many)
+
+    def load():
+        return load_split(get_task("own", tmp_path), "train", tokenizer, tmp_path)
+
     before = load()["input_ids"][:]
     (path,) = (tmp_path / "cache").rglob("*.arrow")
     whole = path.read_bytes()

@@ -5,13 +5,12 @@ import json
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from conftest import VOCABULARY, write_rows
 from damage import tries
-from data import TASKS, batches, collate, get_task, load_split, split_by_length
+from data import TASKS, batches, get_task, load_split, split_by_length
 from data import length_bucketed_batches as bucketed
 from formats.tokenizer import load_tokenizer
 
@@ -95,25 +94,25 @@ def test_no_example_is_lost(directories, tmp_path_factory, rows, name, ascii, ba
     directory, tokenizer = tmp_path_factory.mktemp("data"), load_tokenizer(directories / name, 40)
     C = len(rows[0][1])
     task = "rte" if C == 1 else "pick"
-    written = [
-        dict(sentence1=a, sentence2=b[0], label=label)
-        if C == 1
-        else dict(text_a=a, choices=b, label=label)
-        for a, b, label in rows
-    ]
+    if C == 1:
+        written = [dict(sentence1=a, sentence2=b[0], label=label) for a, b, label in rows]
+    else:
+        written = [dict(text_a=a, choices=b, label=label) for a, b, label in rows]
     (directory / task).mkdir()
     lines = "".join(json.dumps(row, ensure_ascii=ascii) + "\n" for row in written)
     (directory / task / "train.jsonl").write_text(lines, encoding="utf-8", newline="")
     split = load_split(get_task(task, directory), "train", tokenizer, directory)
-    expected = [([tokenizer.encode(a, b).ids for b in bs], label) for a, bs, label in rows]
-    assert [*zip(split["input_ids"][:], split["label"][:], strict=True)] == expected
+    made = [([tokenizer.encode(a, b) for b in bs], label) for a, bs, label in rows]
+    expected = [([(e.ids, e.type_ids) for e in encodings], label) for encodings, label in made]
+    assert split["input_ids"][:] == [[ids for ids, _ in pairs] for pairs, _ in expected]
     seen = []
     for batch in batches(split, batch_size, 0, seed):
         found = [None] * len(batch["input_ids"])
-        for places, (ids, _, mask) in split_by_length(batch):
-            for place, row, real in zip(places.tolist(), ids, mask.bool(), strict=True):
-                assert found[place] is None
-                found[place] = row[real].tolist()
+        for places, (ids, types, mask) in split_by_length(batch):
+            assert mask.any(0).all()  # no column is padding alone
+            for place, *row, real in zip(places.tolist(), ids, types, mask.bool(), strict=True):
+                assert found[place] is None and not any(values[~real].any() for values in row)
+                found[place] = tuple(values[real].tolist() for values in row)
         for i, label in enumerate(batch["labels"].tolist()):
             seen.append((found[C * i : C * (i + 1)], label))
     assert sorted(seen) == sorted(expected)
@@ -158,37 +157,6 @@ def test_every_index_once(lengths, batch_size, seed, window):
     assert all(np.array_equal(one, two) for one, two in zip(order, again, strict=True))
     if seed is None:  # the longest batch comes first: what does not fit into memory fails at once
         assert (np.diff(lengths[np.concatenate(order)]) <= 0).all()
-
-
-ids = st.lists(st.integers(0, 9), min_size=1, max_size=20)
-examples = st.integers(1, 5).flatmap(
-    lambda C: st.lists(
-        st.tuples(st.lists(ids, min_size=C, max_size=C), st.integers(0, C)), min_size=1, max_size=9
-    )
-)
-
-
-@settings(bounded, max_examples=tries(250))
-@given(examples=examples, pad=st.integers(0, 9))
-def test_collate_and_groups(examples, pad):
-    """Also with real tokens that have the padding's id."""
-    flat = [ids for choices, _ in examples for ids in choices]
-    labels = [label for _, label in examples]
-    types = [[[k % 2 for k in range(len(ids))] for ids in choices] for choices, _ in examples]
-    rows = {"input_ids": [choices for choices, _ in examples], "token_type_ids": types}
-    batch = collate({**rows, "label": labels}, pad)
-    T = max(map(len, flat))
-    assert batch["labels"].tolist() == labels
-    for name in ("input_ids", "token_type_ids", "attention_mask"):
-        assert batch[name].shape == (len(flat), T) and batch[name].dtype == torch.int64
-    for i, ids in enumerate(flat):
-        n, padding = len(ids), T - len(ids)
-        assert batch["input_ids"][i].tolist() == ids + [pad] * padding
-        assert batch["attention_mask"][i].tolist() == [1] * n + [0] * padding
-        assert batch["token_type_ids"][i].tolist() == [k % 2 for k in range(n)] + [0] * padding
-    for _, (ids, types, mask) in split_by_length(batch):
-        assert ids.shape == types.shape == mask.shape
-        assert mask.any(0).all()  # no column is padding alone
 
 
 def test_the_tasks_of_the_paper_take_any_text():
