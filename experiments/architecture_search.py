@@ -21,7 +21,6 @@ if __name__ == "__main__":
 
     announce("architecture_search")
 
-import statistics
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
@@ -161,8 +160,7 @@ def label(step, name):
 
 
 class Run(NamedTuple):
-    task: str
-    step: str
+    step: str  # or full, extras
     option: str
     factor: float | None  # None: full fine-tuning
     seed: int
@@ -170,118 +168,75 @@ class Run(NamedTuple):
 
 
 class Search:
-    def __init__(self, options):
-        self.options, self.runs = options, []
+    """Of one task."""
+
+    def __init__(self, options, task):
+        self.options, self.task, self.runs = options, task, []
         self.results, self.failed = {}, {}  # {name: closing line}, {name: reason}
-        self.best = {task: {} for task in options.tasks}  # {field: value}: chosen so far
-        self.winners, self.skipped = {}, {}  # (task, step): option; {option: reason}
+        self.best = {}  # {field: value}: what the steps have chosen
+        self.winners, self.skipped = {}, {}  # {step: option}, {step: {option: reason}}
 
-    def build(self, tasks, step):
+    def build(self, step):
         """The cells of a step, whose runs are noted."""
-        cells = {}
+        cells, factors = {}, self.options.reduction_factors
 
-        def add(task, step, option, name, words, factors, stage="adapter"):
+        def add(step, option, stage, name, words, factors):
             for factor in factors:
                 size = [] if factor is None else ["--reduction-factor", f"{factor:g}"]
                 for seed in self.options.seeds:
-                    run = "-".join([task, name, *size[1:], str(seed)])
-                    given = ["--task", task, *words, *size]
+                    run = "-".join([self.task, name, *size[1:], str(seed)])
+                    given = ["--task", self.task, *words, *size]
                     cells[run] = grid.cell(self.options, run, stage, given, seed)
-                    self.runs.append(Run(task, step, option, factor, seed, run))
+                    self.runs.append(Run(step, option, factor, seed, run))
 
-        factors = self.options.reduction_factors
-        for task in tasks:
-            found, self.skipped[task, step] = options_of(step, self.best[task])
-            for option, config in found.items():
-                words = ["--adapter-config", *changes(config)] if changes(config) else []
-                add(task, step, option, architecture(config), words, factors)
-            if step == "position":
-                add(task, "full", "full", "full", [], [None], "full")
-                for option, (_, words) in EXTRAS.items() if not self.options.no_extras else ():
-                    add(task, "extras", option, option, words.split(), factors)
+        found, self.skipped[step] = options_of(step, self.best)
+        for option, config in found.items():
+            words = ["--adapter-config", *changes(config)] if changes(config) else []
+            add(step, option, "adapter", architecture(config), words, factors)
+        if step == "position":
+            add("full", "full", "full", "full", [], [None])
+            for option, (_, words) in EXTRAS.items() if not self.options.no_extras else ():
+                add("extras", option, "adapter", option, words.split(), factors)
         return list(cells.values())
 
-    def of(self, task, step, **which):
-        """The runs of a step, or those of one option=, of one factor=."""
-        wanted = {"task": task, "step": step, **which}.items()
-        return [run for run in self.runs if wanted <= run._asdict().items()]
+    def names(self, step, **which):
+        """Of a step's runs, or of those with one option=, one factor=."""
+        wanted = {"step": step, **which}.items()
+        return [run.name for run in self.runs if wanted <= run._asdict().items()]
 
-    def options_of(self, task, step):
-        return list(dict.fromkeys(run.option for run in self.of(task, step)))
+    def found(self, step, **which):
+        """The closing lines of those of them that are finished."""
+        return [self.results[name] for name in self.names(step, **which) if name in self.results]
 
-    def found(self, task, step, **which):
-        """The closing lines of those runs that are finished."""
-        names = [run.name for run in self.of(task, step, **which)]
-        return [self.results[name] for name in names if name in self.results]
-
-    def over_seeds(self, task, step, **which):
+    def over_seeds(self, step, **which):
         """(mean, standard deviation) in %"""
-        found = self.found(task, step, **which)
-        return report.mean_and_deviation(result["accuracy"] for result in found)
+        return report.mean_and_deviation(r["accuracy"] for r in self.found(step, **which))
 
-    def means(self, task, step):
+    def means(self, step):
         """{option: mean accuracy in % over all reduction factors and seeds}; None if one of them
         has no result"""
         result = {}
-        for option in self.options_of(task, step):
-            done = self.found(task, step, option=option)
-            complete = len(done) == len(self.of(task, step, option=option))
-            result[option] = (
-                100 * statistics.mean(r["accuracy"] for r in done) if complete else None
-            )
+        for option in dict.fromkeys(run.option for run in self.runs if run.step == step):
+            done = self.found(step, option=option)
+            complete = len(done) == len(self.names(step, option=option))
+            result[option] = self.over_seeds(step, option=option)[0] if complete else None
         return result
 
-    def winner(self, task, step):
+    def winner(self, step):
         """The option with the best mean, of equals the first. An option whose runs diverged has
         lost; None while any other option lacks a result."""
-        names = [run.name for run in self.of(task, step)]
-        missing = [self.failed.get(name, "") for name in names if name not in self.results]
+        missing = [self.failed.get(n, "") for n in self.names(step) if n not in self.results]
         if any("no epoch was finished" not in reason for reason in missing):
             return None
-        trained = {o: mean for o, mean in self.means(task, step).items() if mean is not None}
+        trained = {o: mean for o, mean in self.means(step).items() if mean is not None}
         return max(trained, key=trained.get, default=None)
-
-    def run(self, config):
-        """Runs step after step, and writes the results after each. config: of the encoder"""
-        tasks = self.options.tasks
-        for step in STEPS:
-            print(f"{TITLES[step]}: {', '.join(tasks)}", flush=True)
-            results, failed = grid.run(self.build(tasks, step), self.options)
-            self.results |= results
-            self.failed |= failed
-            for task in tasks:
-                if option := self.winner(task, step):
-                    self.winners[task, step] = option
-                    self.best[task] |= sets(step, option)
-                    print(f"{task}: {self.sentence(task, step)}", flush=True)
-            path = write_results(self, config)
-            tasks = [task for task in tasks if (task, step) in self.winners]
-            if not tasks:
-                break
-        print(path, flush=True)
-        grid.end(self.failed)
-
-    def plan(self):
-        """Lists the runs of all steps. An undecided step is taken to end as in the paper."""
-        cells, assumed = {}, []
-        for step in STEPS:
-            of_step = self.build(self.options.tasks, step)
-            cells |= {cell.name: cell for cell in of_step}
-            self.results |= grid.finished(of_step, self.options)[0]
-            for task in self.options.tasks:
-                option = self.winner(task, step)
-                assumed += [f"{task} ({step})"] if option is None else []
-                self.best[task] |= sets(step, option or papers(step))
-        grid.print_plan(list(cells.values()), self.options)
-        if assumed:
-            print(f"taken to end as in the paper, which decides what follows: {', '.join(assumed)}")
 
     # ----------------------------------------------------------------------------------------------
     # In words
 
-    def sentence(self, task, step):
+    def sentence(self, step):
         """Which option won, by how much, and what the paper found."""
-        means, best, paper = self.means(task, step), self.winners[task, step], papers(step)
+        means, best, paper = self.means(step), self.winners[step], papers(step)
         trained = {option: mean for option, mean in means.items() if mean is not None}
         words = f"Best: {label(step, best)}"
         if others := [option for option in trained if option != best]:
@@ -297,16 +252,16 @@ class Search:
         below = f", {trained[best] - trained[paper]:.2f} points below" if paper in trained else ""
         return words + below + "."
 
-    def outcome(self, task):
+    def outcome(self):
         """The architecture that is left at the end, beside the paper's."""
         last = list(STEPS)[-1]
-        value = self.means(task, last)[self.winners[task, last]]
-        words = " ".join(changes(ADAPTERS["pfeiffer"](**self.best[task])))
+        value = self.means(last)[self.winners[last]]
+        words = " ".join(changes(ADAPTERS["pfeiffer"](**self.best)))
         is_it = "**What is left at the end is"
         if not words:
             return f"{is_it} the paper's architecture**, `--adapter pfeiffer`: {value:.2f}."
         command = f"`--adapter pfeiffer --adapter-config {words}`"
-        paper = report.two_decimals(self.means(task, "position")[papers("position")])
+        paper = report.two_decimals(self.means("position")[papers("position")])
         beside = f"; the paper's, `--adapter pfeiffer`: {paper}"
         return f"{is_it} not the paper's architecture**, but {command}: {value:.2f}{beside}."
 
@@ -315,18 +270,19 @@ class Search:
 # Results
 
 
-def write_results(search, config):
+def write_results(searches, options, config):
     """All tables and figures, of what is finished. Returns the path of the Markdown file."""
-    out, rows = search.options.out, []
-    for task, step, option, factor, seed, name in search.runs:
-        if result := search.results.get(name):
-            size = "" if factor is None else f"{factor:g}"
-            numbers = [f"{result['accuracy']:.6f}", result["trained_parameters"]]
-            rows.append([task, step, option, size, seed, *numbers])
+    rows = []
+    for search in searches:
+        for step, option, factor, seed, name in search.runs:
+            if result := search.results.get(name):
+                size = "" if factor is None else f"{factor:g}"
+                numbers = [f"{result['accuracy']:.6f}", result["trained_parameters"]]
+                rows.append([search.task, step, option, size, seed, *numbers])
     header = "task step option reduction_factor seed accuracy trained_parameters".split()
-    report.write_csv(out / "search.csv", header, rows)
+    report.write_csv(options.out / "search.csv", header, rows)
     above = grid.caption(
-        search.options,
+        options,
         config,
         "Each step keeps what was best in those before it and has the paper's outcome for those "
         "after it. Best: highest mean over the reduction factors.",
@@ -334,62 +290,61 @@ def write_results(search, config):
         "adapter's residual, as in the other options, where nothing carries the residual stream x "
         "on, and with LN(f + x).",
     )
-    parts = ["# Architecture search", "", above, ""]
-    for task in search.options.tasks:
-        parts += task_results(search, task)
-    return report.write_text(out / "search.md", "\n".join(parts))
+    lines = ["# Architecture search", "", above, ""]
+    for search in searches:
+        lines += task_results(search)
+    return report.write_text(options.out / "search.md", "\n".join(lines))
 
 
-def task_results(search, task):
+def task_results(search):
     """The part of a task: a table and a sentence for each step, and the figures."""
-    full = search.over_seeds(task, "full")
-    lines = [f"## {task}", "", f"Full fine-tuning: {report.with_deviation(*full)}."]
-    if done := search.found(task, "position"):
+    full = search.over_seeds("full")
+    lines = [f"## {search.task}", "", f"Full fine-tuning: {report.with_deviation(*full)}."]
+    if done := search.found("position"):
         n = done[0]["dev_examples"]
         lines.append(f"One of the {n:,} development examples is {100 / n:.2f} points.")
     for step, title in TITLES.items():
-        if search.of(task, step):
-            lines += ["", f"### {title}", "", step_table(search, task, step)]
-            if (task, step) in search.winners:
-                lines += [search.sentence(task, step), ""]
-            for option, reason in search.skipped.get((task, step), {}).items():
+        if search.names(step):
+            lines += ["", f"### {title}", "", step_table(search, step)]
+            if step in search.winners:
+                lines += [search.sentence(step), ""]
+            for option, reason in search.skipped.get(step, {}).items():
                 lines += [f"Not run: {label(step, option)}. {reason}.", ""]
-    if (task, list(STEPS)[-1]) in search.winners:
-        lines += [search.outcome(task), ""]
-    for name, steps in {task: list(TITLES)[:3], f"{task}-2": list(TITLES)[3:]}.items():
-        if shown := [step for step in steps if search.found(task, step)]:
-            figure(search.options.out / f"{name}.png", search, task, shown, full[0])
+    if list(STEPS)[-1] in search.winners:
+        lines += [search.outcome(), ""]
+    for name, steps in {search.task: [*TITLES][:3], f"{search.task}-2": [*TITLES][3:]}.items():
+        if shown := [step for step in steps if search.found(step)]:
+            figure(search.options.out / f"{name}.png", search, shown, full[0])
             lines += [f"![{', '.join(TITLES[step] for step in shown)}]({name}.png)", ""]
     return lines
 
 
-def step_table(search, task, step):
-    rows, means, factors = [], search.means(task, step), search.options.reduction_factors
-    for option, mean in means.items():
+def step_table(search, step):
+    rows, factors = [], search.options.reduction_factors
+    for option, mean in search.means(step).items():
         name = label(step, option)
-        best = search.winners.get((task, step)) == option
-        values = [search.over_seeds(task, step, option=option, factor=f) for f in factors]
+        best = search.winners.get(step) == option
+        values = [search.over_seeds(step, option=option, factor=factor) for factor in factors]
         values = [report.with_deviation(*value) for value in values]
-        sizes = [f"{r['trained_parameters']:,}" for r in search.found(task, step, option=option)]
+        sizes = [f"{r['trained_parameters']:,}" for r in search.found(step, option=option)]
         size = " … ".join(dict.fromkeys([sizes[0], sizes[-1]])) if sizes else "–"
         rows.append([f"**{name}**" if best else name, *values, mean, size])
     header = ["", *(f"r = {factor:g}" for factor in factors), "mean", "trained parameters"]
     return report.markdown(rows, header)
 
 
-def figure(path, search, task, steps, full):
+def figure(path, search, steps, full):
     """Accuracy over the reduction factor: a panel for each step, a curve for each option, full
     fine-tuning as a line. What is more than 15 points below the best is cut off, so that it does
     not press the other curves together."""
     size, factors = (4.2 * len(steps), 4.6), sorted(search.options.reduction_factors)
-    shape, (axes,) = report.subplots(1, len(steps), figsize=size, sharey=True, squeeze=False)
-    for panel, step in zip(axes, steps, strict=True):
+    shape, ((*panels,),) = report.subplots(1, len(steps), size, sharey=True, squeeze=False)
+    for panel, step in zip(panels, steps, strict=True):
         if full is not None:
             panel.axhline(full, color="black", linewidth=2.2, alpha=0.35, label="full fine-tuning")
-        for option, (marker, line) in zip(search.options_of(task, step), LINES, strict=False):
-            points = [(f, *search.over_seeds(task, step, option=option, factor=f)) for f in factors]
-            points = [point for point in points if point[1] is not None]
-            if points:
+        for option, (marker, line) in zip(search.means(step), LINES, strict=False):
+            points = [(f, *search.over_seeds(step, option=option, factor=f)) for f in factors]
+            if points := [point for point in points if point[1] is not None]:
                 xs, means, deviations = zip(*points, strict=True)
                 errors = None if None in deviations else deviations
                 style = {"marker": marker, "linestyle": line, "linewidth": 1.4, "markersize": 5}
@@ -401,13 +356,50 @@ def figure(path, search, task, steps, full):
         panel.grid(color="0.88", linewidth=0.6)
         below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
         panel.legend(frameon=False, handlelength=3.5, **below)
-    best = max(100 * result["accuracy"] for step in steps for result in search.found(task, step))
+    best = max(100 * result["accuracy"] for step in steps for result in search.found(step))
     panel.set_ylim(bottom=max(panel.get_ylim()[0], best - 15))
-    axes[0].set_ylabel(f"{task}: accuracy, %")
+    panels[0].set_ylabel(f"{search.task}: accuracy, %")
     report.save_figure(shape, path)
 
 
 # --------------------------------------------------------------------------------------------------
+# The command
+
+
+def run(searches, options, config):
+    """Task after task and step after step, and writes the results after each. config: of the
+    encoder"""
+    for search in searches:
+        for step in STEPS:
+            print(f"{search.task}, {TITLES[step]}", flush=True)
+            results, failed = grid.run(search.build(step), options)
+            search.results |= results
+            search.failed |= failed
+            if option := search.winner(step):
+                search.winners[step] = option
+                search.best |= sets(step, option)
+                print(search.sentence(step), flush=True)
+            path = write_results(searches, options, config)
+            if option is None:
+                break
+    print(path, flush=True)
+    grid.end({name: reason for search in searches for name, reason in search.failed.items()})
+
+
+def plan(searches, options):
+    """Lists the runs of all steps. An undecided step is taken to end as in the paper."""
+    cells, assumed = {}, []
+    for search in searches:
+        for step in STEPS:
+            of_step = search.build(step)
+            cells |= {cell.name: cell for cell in of_step}
+            search.results |= grid.finished(of_step, options)[0]
+            option = search.winner(step)
+            assumed += [f"{search.task} ({step})"] if option is None else []
+            search.best |= sets(step, option or papers(step))
+    grid.print_plan(list(cells.values()), options)
+    if assumed:
+        print(f"taken to end as in the paper, which decides what follows: {', '.join(assumed)}")
 
 
 def main(argv=None):
@@ -415,11 +407,11 @@ def main(argv=None):
     options = grid.read_options(Options, argv, "architecture_search", description)
     grid.check_owned(options)
     grid.train_examples(options.tasks, options.data_dir)  # whatever is not there is found now
-    search = Search(options)
+    searches = [Search(options, task) for task in options.tasks]
     if options.plan:
-        search.plan()
+        plan(searches, options)
     else:
-        search.run(grid.encoder(options.model).config)
+        run(searches, options, grid.encoder(options.model).config)
 
 
 if __name__ == "__main__":

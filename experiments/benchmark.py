@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
@@ -61,8 +61,8 @@ class Options:
     device: str = option("cpu", choices=["cpu", "cuda"])
     dtype: str = option("float32", choices=["float32", "bfloat16"])
     threads: int = option(torch.get_num_threads(), valid=COUNT)
-    compile: bool = option(False, "measure ours with torch.compile as well, two of the rows")
-    out: Path | None = option(None, "FILE.md; FILE.json gets every single measurement")
+    compile: bool = option(False, "measure our steps with torch.compile as well")
+    out: Path | None = option(None, "a file for the table, in Markdown")
 
 
 def row_groups(options):
@@ -82,30 +82,29 @@ def row_groups(options):
         | {"inference, one adapter": row("inference", 1, False)}
         | {f"inference, fusion N = {n}": row("inference", n, True) for n in (1, 4, 16, 64)},
     ]
-    for group in groups:
-        for name in list(group):
-            if options.rows and not any(text in name for text in options.rows):
-                del group[name]
+    wanted = options.rows or [""]
+    groups = [
+        {name: row for name, row in group.items() if any(text in name for text in wanted)}
+        for group in groups
+    ]
     if not any(groups):
         raise ValueError(f"no row has {' or '.join(map(repr, options.rows))} in its name")
     return [group for group in groups if group]
 
 
-def processes_of(name, row, options, root):
-    """{(row, column): what its process is to do}"""
-    same = {"root": str(root), "device": options.device, "threads": options.threads}
+def columns_of(row, options, same):
+    """{column: what its process is to do}; same: what all processes have in common"""
     ours = {**row, **same, "side": "ours", "dtype": options.dtype, "fold": False, "compile": False}
     columns = {"ours": ours}
     if row["kind"] == "inference" and row["fused"]:
         columns["folded"] = {**ours, "fold": True}
-    if name in ("stage 1 step", "fusion step, N = 16"):
-        if options.dtype == "float32":
-            columns["bfloat16"] = {**ours, "dtype": "bfloat16"}
-        if options.compile:
-            columns["compiled"] = {**ours, "compile": True}
+    if row["kind"] == "step" and options.dtype == "float32":
+        columns["bfloat16"] = {**ours, "dtype": "bfloat16"}
+    if row["kind"] == "step" and options.compile:
+        columns["compiled"] = {**ours, "compile": True}
     if options.peer_python:
         columns["reference"] = {**ours, "side": "peer"}
-    return {(name, column): spec for column, spec in columns.items()}
+    return columns
 
 
 # --------------------------------------------------------------------------------------------------
@@ -202,10 +201,9 @@ def measure(specs, repeats, options):
     try:
         results = {key: {**ask(process, key), "seconds": []} for key, process in processes.items()}
         for (name, column), result in results.items():
-            expected = results[name, "ours"]["loss"] if "loss" in result else None
+            expected, loss = results.get((name, "ours"), {}).get("loss"), result.get("loss")
             tolerance = 1e-5 if specs[name, column]["dtype"] == "float32" else 0.1
-            if expected is not None and not abs(result["loss"] - expected) <= tolerance:
-                loss = result["loss"]
+            if loss is not None and not abs(loss - expected) <= tolerance:
                 raise ValueError(f"{name}: the loss is {expected}, but {loss} here: {column}")
         for repeat in range(repeats + 1):
             print(f"  repeat {repeat} of {repeats}", flush=True)
@@ -214,8 +212,6 @@ def measure(specs, repeats, options):
                 if repeat:
                     results[key]["seconds"].append(answer["seconds"])
                     results[key]["memory"] = max(answer["memory"], results[key].get("memory", 0))
-                elif specs[key].get("compile"):
-                    results[key]["seconds_to_compile"] = answer["seconds"]
     finally:
         for process in processes.values():
             process.kill()
@@ -227,15 +223,17 @@ def measure(specs, repeats, options):
 def measure_group(group, config, options, root):
     """{(row, column): result} of a group's rows; `floor`: the seconds that the multiply-adds of a
     row take at the rate of a feed-forward layer's matrix product, which takes turns with them."""
-    specs = {}
-    for name, row in group.items():
-        specs |= processes_of(name, row, options, root)
-    first = next(iter(group.values()))
-    d, m, tokens = config.hidden_size, config.intermediate_size, first["batch"] * options.length
-    product = {"side": "ours", "kind": "matrix", "tokens": tokens, "d": d, "m": m}
-    same = {"device": options.device, "threads": options.threads}
+    same = {"root": str(root), "device": options.device, "threads": options.threads}
+    specs = {
+        (name, column): spec
+        for name, row in group.items()
+        for column, spec in columns_of(row, options, same).items()
+    }
+    d, m = config.hidden_size, config.intermediate_size
+    tokens = next(iter(group.values()))["batch"] * options.length
+    product = {**same, "side": "ours", "kind": "matrix", "tokens": tokens, "d": d, "m": m}
     for dtype in {spec["dtype"] for spec in specs.values()}:
-        specs["matrix product", dtype] = {**product, **same, "dtype": dtype}
+        specs["matrix product", dtype] = {**product, "dtype": dtype}
     print(f"{', '.join(group)}: {len(specs)} processes", flush=True)
     results = measure(specs, options.repeats, options)
     for (name, column), spec in specs.items():
@@ -286,16 +284,16 @@ of a feed-forward layer's matrix product measured in the same turns."""
 
 def describe(results, config, options):
     """What the figures depend on."""
-    cpu, cpuinfo = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
-    if cpuinfo.exists() and (names := re.findall(r"model name\s*: (.*)", cpuinfo.read_text())):
-        cpu = names[0]
-    gpu = f", {torch.cuda.get_device_name()}" if options.device == "cuda" else ""
+    cpuinfo = Path("/proc/cpuinfo")
+    cpus = re.findall(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    machine = [*cpus[:1], f"{os.cpu_count()} cores", f"{options.threads} threads"]
+    machine += [torch.cuda.get_device_name()] if options.device == "cuda" else []
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for result in results.values():
         versions |= result["versions"]
     weights = Path(options.model).name if options.model else "random weights"
     return (
-        f"{date.today()}. {cpu}, {os.cpu_count()} cores, {options.threads} threads{gpu}; "
+        f"{date.today()}. {', '.join(machine)}; "
         f"{', '.join(f'{name} {version}' for name, version in versions.items())}. Encoder: "
         f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}, {weights}; "
         f"{options.dtype}, {options.batch} × {options.length} tokens unless said. "
@@ -303,36 +301,34 @@ def describe(results, config, options):
     )
 
 
-def main(argv=None):
-    options = parse(Options, argv, "python -m experiments.benchmark", __doc__)
-    command = "python -m experiments.benchmark " + shlex.join(argv or sys.argv[1:])
+def measure_all(options):
+    """({(row, column): result}, the encoder's configuration)"""
     choose_device(options.device, options.dtype)
     groups = row_groups(options)
-    if options.out and (options.out.suffix != ".md" or not options.out.parent.is_dir()):
-        raise ValueError(f"--out {options.out} is not a .md file in a directory that exists")
     torch.manual_seed(0)
     bert = Bert.from_pretrained(options.model) if options.model else Bert(BertConfig())
-    config = bert.config
+    config, results = bert.config, {}
     if options.length > config.max_length:
         raise ValueError(
             f"--length {options.length} is more than the encoder's {config.max_length}"
         )
-    results = {}
     with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
         rows = [row for group in groups for row in group.values()]
-        write_inputs(bert, root, rows, options.length)
+        write_inputs(bert, Path(directory), rows, options.length)
         for group in groups:
-            results |= measure_group(group, config, options, root)
+            results |= measure_group(group, config, options, Path(directory))
+    return results, config
+
+
+def main(argv=None):
+    options = parse(Options, argv, "python -m experiments.benchmark", __doc__)
+    command = "python -m experiments.benchmark " + shlex.join(argv or sys.argv[1:])
+    results, config = measure_all(options)
     about = describe(results, config, options)
     text = "\n".join([markdown(table(results), COLUMNS), f"`{command}`\n", about])
     print(text)
     if options.out:
         write_text(options.out, text + "\n")
-        measured = [{"row": row, "column": column, **r} for (row, column), r in results.items()]
-        values = {"command": command, "about": about, "options": asdict(options)}
-        text = json.dumps({**values, "results": measured}, indent=1, default=str)
-        write_text(options.out.with_suffix(".json"), text + "\n")
 
 
 if __name__ == "__main__":

@@ -38,12 +38,14 @@ def test_the_floor_counts_the_products(adapters, fused):
         assert encoder < step < 3 * encoder
 
 
-def run(encoder, out, capsys, **options):
+def run(encoder, out, capsys, monkeypatch, **options):
+    """(the table, {(row, column): result})"""
+    found, table = {}, benchmark.table
+    monkeypatch.setattr(benchmark, "table", lambda results: found.update(results) or table(results))
     words = "--batch 4 --length 12 --repeats 2 --threads 1"
     benchmark.main(cli(words, model=encoder, out=out, **options))
     assert capsys.readouterr().out.endswith(out.read_text())
-    values = json.loads(out.with_suffix(".json").read_text())
-    return out.read_text(), {(row["row"], row["column"]): row for row in values["results"]}
+    return out.read_text(), found
 
 
 @thorough
@@ -52,11 +54,14 @@ def test_our_side_alone(encoder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(  # one that has imported torch already
         benchmark, "start", lambda spec, options: child.Program([*worker, json.dumps(spec)])
     )
-    text, results = run(encoder, tmp_path / "table.md", capsys, rows=["N = 4", "one adapter"])
+    text, results = run(
+        encoder, tmp_path / "table.md", capsys, monkeypatch, rows=["N = 4", "one adapter"]
+    )
     fusion, inference = "fusion step, N = 4", "inference, fusion N = 4"
     assert set(results) == {
         *((name, "ours") for name in (fusion, inference, "inference, one adapter")),
         (inference, "folded"),
+        (fusion, "bfloat16"),
     }
     for (row, column), result in results.items():
         assert len(result["seconds"]) == 2 and min(result["seconds"]) > 0 and result["floor"] > 0
@@ -69,9 +74,10 @@ def test_our_side_alone(encoder, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.skipif(not PEER, reason="PEER_PYTHON: no Python with the reference library")
-def test_beside_the_reference(encoder, tmp_path, capsys):
+def test_beside_the_reference(encoder, tmp_path, capsys, monkeypatch):
     rows = ["step, N = 4", "one adapter"]
-    text, results = run(encoder, tmp_path / "table.md", capsys, peer_python=PEER, rows=rows)
+    out = tmp_path / "table.md"
+    text, results = run(encoder, out, capsys, monkeypatch, peer_python=PEER, rows=rows)
     for row in ("fusion step, N = 4", "inference, one adapter"):
         mine, theirs = results[row, "ours"], results[row, "reference"]
         assert abs(mine["loss"] - theirs["loss"]) <= 1e-5
@@ -125,17 +131,15 @@ def test_a_process_that_fails_is_an_error():
             benchmark.ask(process, ("row", "folded"))
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("--rows nonsense", "no row has 'nonsense' in its name"),
-        ("--repeats 0", "--repeats must be at least 1"),
-        ("--length 49", "--length 49 is more than the encoder's 48"),
-        ("--peer-python nowhere/python --rows plain", "nowhere/python"),
-        ("--out nowhere/table.md", "--out nowhere/table.md"),
-    ],
-)
-def test_errors(encoder, tmp_path, monkeypatch, refused, words, message):
+WRONG = """--rows nonsense | no row has 'nonsense' in its name
+--repeats 0 | --repeats must be at least 1
+--length 49 | --length 49 is more than the encoder's 48
+--peer-python nowhere/python --rows plain | nowhere/python"""
+
+
+@pytest.mark.parametrize("line", WRONG.splitlines())
+def test_errors(encoder, tmp_path, monkeypatch, refused, line):
+    words, message = line.split(" | ")
     monkeypatch.chdir(tmp_path)
     words = f"--model {encoder} --length 12 --out table.md {words}".split()
     refused(words, message, name="benchmark.py", main=benchmark.main)
