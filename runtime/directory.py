@@ -62,10 +62,8 @@ def check_run(out):
     """Raises ValueError for a directory that is neither empty nor a run's. A run's has a
     config.json with a stage and a command; of one that was killed before that was written,
     nothing is there."""
-    if (out / "log.jsonl").exists() and not (out / "log.jsonl").is_file():
-        raise ValueError(f"--out {out}: its log.jsonl is not a file")
     places = [out / name / "config.json" for name in ("", MOVING, REPLACED)]
-    path = next((path for path in places if path.is_file() and not path.is_symlink()), None)
+    path = next((path for path in places if path.is_file()), None)
     if path is not None:
         if {"stage", "command"} <= {*read_json(path)}:
             return
@@ -85,6 +83,24 @@ def is_finished(out):
         return bool(read_json(out / "metrics.json"))
     except (ValueError, OSError):
         return not (out / "resume.pt").exists()
+
+
+@contextlib.contextmanager
+def taken(settings):
+    """The directory settings.out is this run's: locked, and a run that was set aside comes back if
+    this one comes to nothing."""
+    out, made = settings.out, not settings.out.exists()
+    with lock(out):
+        try:
+            put_back(out)
+            # again: another run may have ended here before the lock was ours
+            needed = [settings.model, *settings.adapters]
+            check_out(out, needed, settings.overwrite, settings.resume)
+            yield
+        finally:
+            put_back(out)
+            if made and not any(out.iterdir()):
+                out.rmdir()
 
 
 def resumes(settings):
