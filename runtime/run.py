@@ -90,10 +90,10 @@ def open_run(settings, config, device):
         ) from e
 
 
-def progress_bar(batches, description, total):
-    """The batches of an evaluation, under a progress bar on a terminal."""
+def progress_bar(batches, description, total, initial=0):
+    """The batches, under a progress bar on a terminal."""
     hidden = rank_and_world_size()[0] > 0 or None
-    return tqdm(batches, description, total, leave=False, disable=hidden)
+    return tqdm(batches, description, total, leave=False, disable=hidden, initial=initial)
 
 
 class Run:
@@ -155,6 +155,10 @@ class Run:
                 dist.broadcast(p.detach(), 0)
         return model
 
+    def seconds(self):
+        """What the run has taken so far, before an interruption, too."""
+        return time.monotonic() - self.started
+
     def say(self, *lines):
         if self.rank == 0:
             print(*lines, sep="\n", flush=True)
@@ -187,14 +191,8 @@ class Run:
         """The rest of an epoch's batches, [(task, its examples)], under a progress bar."""
         self.first_step, self.seen = state.step, 0
         self.epoch_started = time.monotonic()
-        self.bar = tqdm(
-            batches,
-            f"epoch {state.epoch}",
-            self.config["steps_per_epoch"],
-            initial=state.step,
-            leave=False,
-            disable=self.rank > 0 or None,
-        )
+        steps = self.config["steps_per_epoch"]
+        self.bar = progress_bar(batches, f"epoch {state.epoch}", steps, state.step)
         for n, rows in self.bar:
             self.seen += len(rows)
             yield n, rows
@@ -220,16 +218,9 @@ class Run:
 
     def checkpoint(self, state):
         """Saves the state, from which --resume continues to the bit."""
-        save_state(
-            self.out / "resume.pt",
-            {name: value for name, value in self.config.items() if name not in MACHINE},
-            state,
-            self.trained,
-            self.optimizer,
-            self.device,
-            self.history,
-            time.monotonic() - self.started,
-        )
+        config = {name: value for name, value in self.config.items() if name not in MACHINE}
+        parts = state, self.trained, self.optimizer, self.device
+        save_state(self.out / "resume.pt", config, *parts, self.history, self.seconds())
         self.saved = time.monotonic()
         if self.rank == 0 and state.best_epoch > 0:
             directory.forget_replaced(self.out)
@@ -242,7 +233,7 @@ class Run:
         if self.config["stage"] == "multitask":
             line["accuracies"] = {task: of[self.settings.score] for task, of in scores.items()}
         line["examples_per_second"] = round(self.seen / self.trained_for, 1)
-        line["seconds"] = round(time.monotonic() - self.started, 2)
+        line["seconds"] = round(self.seconds(), 2)
         self.history.append(line)
         if self.rank == 0:
             with open(self.out / "log.jsonl", "a", encoding="utf-8") as log:
@@ -311,8 +302,7 @@ class Run:
         if c["stage"] == "multitask":
             score = self.settings.score
             result["accuracies"] = {task: of[score] for task, of in state.best_scores.items()}
-        seconds = time.monotonic() - self.started
-        result |= {"seconds": round(seconds, 2), "out": str(self.out)}
+        result |= {"seconds": round(self.seconds(), 2), "out": str(self.out)}
         if self.rank == 0:
             fsync(*self.out.rglob("*"), self.out)
             # last: a directory with it is a finished run
