@@ -29,9 +29,9 @@ MOVING, REPLACED, FORGOTTEN = "replaced.tmp", "replaced", "forgotten.tmp"
 def check_out(out, needed, overwrite, resume):
     """Raises ValueError if a run cannot be written to `out`. needed: directories, or hub ids, that
     it must not replace."""
-    if (out.exists() or out.is_symlink()) and not out.is_dir():
-        raise ValueError(f"--out {out} is a file, or a link that leads nowhere")
     if not out.is_dir():
+        if os.path.lexists(out):
+            raise ValueError(f"--out {out} is a file, or a link that leads nowhere")
         return
     check_run(out)
     for source in needed:
@@ -40,40 +40,28 @@ def check_out(out, needed, overwrite, resume):
             raise ValueError(f"--out {out} would replace {source}, which this run needs")
     if overwrite:
         return
-    aside = " (an earlier run waits in its directory replaced)" * (out / REPLACED).is_dir()
     if is_finished(out):
-        raise ValueError(
-            f"{out} already holds a finished run{aside}: choose another --out, or --overwrite it"
-        )
+        held = "a finished run"
     elif (out / "resume.pt").exists():
-        if not resume:
-            raise ValueError(
-                f"{out} holds an interrupted run{aside}: continue it with --resume, or --overwrite "
-                "it"
-            )
-    elif weights := [name for name in WEIGHTS if os.path.lexists(out / name)]:
-        raise ValueError(
-            f"{out} holds {weights[0]}, and no metrics.json of a finished run: choose another "
-            "--out, or --overwrite it"
-        )
+        held = None if resume else "an interrupted run, which --resume continues"
+    else:
+        weights = [name for name in WEIGHTS if os.path.lexists(out / name)]
+        held = f"{weights[0]}, and no metrics.json of a finished run" if weights else None
+    if held is not None:
+        aside = " (an earlier run waits in its directory replaced)" * (out / REPLACED).is_dir()
+        raise ValueError(f"{out} holds {held}{aside}: choose another --out, or --overwrite it")
 
 
 def check_run(out):
     """Raises ValueError for a directory that is neither empty nor a run's. A run's has a
     config.json with a stage and a command; of one that was killed before that was written,
     nothing is there."""
-    if (out / "log.jsonl").exists() and not (out / "log.jsonl").is_file():
-        raise ValueError(f"--out {out}: its log.jsonl is not a file")
     places = [out / name / "config.json" for name in ("", MOVING, REPLACED)]
-    path = next((path for path in places if path.is_file() and not path.is_symlink()), None)
-    if path is not None:
-        if {"stage", "command"} <= {*read_json(path)}:
-            return
+    path = next((path for path in places if path.is_file()), None)
+    if path is None and [path for path in out.iterdir() if path.name != "config.json.tmp"]:
+        raise ValueError(f"--out {out} holds other files than a run's: choose a new directory")
+    if path is not None and not {"stage", "command"} <= {*read_json(path)}:
         raise ValueError(f"{path} is not a run's, it has no stage or no command: another --out")
-    if [path for path in out.iterdir() if path.name != "config.json.tmp"]:
-        raise ValueError(
-            f"--out {out} holds other files than a run's: choose an empty or a new directory"
-        )
 
 
 def is_finished(out):
@@ -85,6 +73,24 @@ def is_finished(out):
         return bool(read_json(out / "metrics.json"))
     except (ValueError, OSError):
         return not (out / "resume.pt").exists()
+
+
+@contextlib.contextmanager
+def taken(settings):
+    """The directory settings.out is this run's: locked, and a run that was set aside comes back if
+    this one comes to nothing."""
+    out, made = settings.out, not settings.out.exists()
+    with lock(out):
+        try:
+            put_back(out)
+            # again: another run may have ended here before the lock was ours
+            needed = [settings.model, *settings.adapters]
+            check_out(out, needed, settings.overwrite, settings.resume)
+            yield
+        finally:
+            put_back(out)
+            if made and not any(out.iterdir()):
+                out.rmdir()
 
 
 def resumes(settings):

@@ -34,17 +34,8 @@ from tqdm import tqdm
 from formats.files import atomic_write, fsync, read_json, write_json
 from formats.rows import find_split, origin
 from formats.tokenizer import read_tokenizer, tokenizer_digest
-from runtime.directory import (
-    RUN_FILES,
-    TEMPORARY,
-    check_out,
-    clear,
-    forget_replaced,
-    lock,
-    put_back,
-    resumes,
-    set_aside,
-)
+from runtime import directory
+from runtime.directory import RUN_FILES, TEMPORARY, clear
 from runtime.kernels import compiler_failed
 from runtime.processes import all_reduce, deferred_signals, out_of_memory, rank_and_world_size
 from runtime.results import mean_scores
@@ -74,22 +65,12 @@ def open_run(settings, config, device):
         if dist.is_torchelastic_launched():
             # nothing is written before all processes have come this far
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        rank, _ = rank_and_world_size()
-        made = not out.exists()
-        with lock(out) if rank == 0 else contextlib.nullcontext():  # the first process writes
-            try:
-                if rank == 0:
-                    put_back(out)
-                    # again: another run may have ended here before the lock was ours
-                    needed = [settings.model, *settings.adapters]
-                    check_out(out, needed, settings.overwrite, settings.resume)
-                with deferred_signals(STOPPING * (rank == 0)) as signals:
-                    yield Run(settings, config, device, signals)
-            finally:
-                if rank == 0:
-                    put_back(out)
-                    if made and not any(out.iterdir()):
-                        out.rmdir()
+        first = rank_and_world_size()[0] == 0  # the process that writes
+        with contextlib.ExitStack() as stack:
+            if first:
+                stack.enter_context(directory.taken(settings))
+            signals = stack.enter_context(deferred_signals(STOPPING if first else ""))
+            yield Run(settings, config, device, signals)
     except KeyboardInterrupt as e:
         kept = (out / "resume.pt").exists()
         saved = f", continue with --resume --out {out} in the same command" if kept else ""
@@ -97,9 +78,9 @@ def open_run(settings, config, device):
     except (OSError, SafetensorError) as e:
         if rank_and_world_size()[0] == 0:
             clear(out, TEMPORARY)
-        kept = "; its last state is intact, continue with --resume"
-        kept *= (out / "resume.pt").exists()
-        raise OSError(f"stopped, {out} cannot be written: {e}{kept}") from e
+        kept = (out / "resume.pt").exists()
+        advice = "; its last state is intact, continue with --resume" if kept else ""
+        raise OSError(f"stopped, {out} cannot be written: {e}{advice}") from e
     except RuntimeError as e:
         if not isinstance(e, dist.DistError) and "gloo" not in str(e):
             raise
@@ -109,10 +90,10 @@ def open_run(settings, config, device):
         ) from e
 
 
-def progress_bar(batches, description, total):
-    """The batches of an evaluation, under a progress bar on a terminal."""
+def progress_bar(batches, description, total, initial=0):
+    """The batches, under a progress bar on a terminal."""
     hidden = rank_and_world_size()[0] > 0 or None
-    return tqdm(batches, description, total, leave=False, disable=hidden)
+    return tqdm(batches, description, total, leave=False, disable=hidden, initial=initial)
 
 
 class Run:
@@ -122,12 +103,12 @@ class Run:
         self.out = settings.out
         self.rank, self.world_size = rank_and_world_size()
         self.config = config = {**config, "processes": self.world_size}
-        self.is_new = not resumes(settings)
+        self.is_new = not directory.resumes(settings)
         self.history = []  # the lines of log.jsonl
         self.header_printed = False
         if self.rank == 0:
             if settings.overwrite:
-                set_aside(self.out)
+                directory.set_aside(self.out)
             clear(self.out, RUN_FILES + TEMPORARY if self.is_new else TEMPORARY)
             if self.is_new:  # from here on the directory is a run's
                 write_json(self.out / "config.json", config)
@@ -174,7 +155,11 @@ class Run:
                 dist.broadcast(p.detach(), 0)
         return model
 
-    def print_on_rank_0(self, *lines):
+    def seconds(self):
+        """What the run has taken so far, before an interruption, too."""
+        return time.monotonic() - self.started
+
+    def say(self, *lines):
         if self.rank == 0:
             print(*lines, sep="\n", flush=True)
 
@@ -183,7 +168,7 @@ class Run:
         c = self.config
         share = c["majority_class_accuracy"]
         majority = "" if share is None else f" (majority-class accuracy {share:.4f})"
-        self.print_on_rank_0(
+        self.say(
             f"{c['stage']} on {c['task']}: encoder {c['model']} "
             f"({c['encoder_parameters'] / 1e6:.1f} M parameters), "
             f"{c['trained_parameters']:,} parameters are trained, on {c['device']} in "
@@ -197,7 +182,7 @@ class Run:
         before = program_of(read_json(self.out / "config.json"))
         if (now := program_of(self.config)) != before:
             names = [program[0] if program else "train.py" for program in (before, now)]
-            self.print_on_rank_0(f"note: begun by {names[0]}, continued by {names[1]}")
+            self.say(f"note: begun by {names[0]}, continued by {names[1]}")
 
     # ----------------------------------------------------------------------------------------------
     # During training
@@ -206,14 +191,8 @@ class Run:
         """The rest of an epoch's batches, [(task, its examples)], under a progress bar."""
         self.first_step, self.seen = state.step, 0
         self.epoch_started = time.monotonic()
-        self.bar = tqdm(
-            batches,
-            f"epoch {state.epoch}",
-            self.config["steps_per_epoch"],
-            initial=state.step,
-            leave=False,
-            disable=self.rank > 0 or None,
-        )
+        steps = self.config["steps_per_epoch"]
+        self.bar = progress_bar(batches, f"epoch {state.epoch}", steps, state.step)
         for n, rows in self.bar:
             self.seen += len(rows)
             yield n, rows
@@ -239,19 +218,12 @@ class Run:
 
     def checkpoint(self, state):
         """Saves the state, from which --resume continues to the bit."""
-        save_state(
-            self.out / "resume.pt",
-            {name: value for name, value in self.config.items() if name not in MACHINE},
-            state,
-            self.trained,
-            self.optimizer,
-            self.device,
-            self.history,
-            time.monotonic() - self.started,
-        )
+        config = {name: value for name, value in self.config.items() if name not in MACHINE}
+        parts = state, self.trained, self.optimizer, self.device
+        save_state(self.out / "resume.pt", config, *parts, self.history, self.seconds())
         self.saved = time.monotonic()
         if self.rank == 0 and state.best_epoch > 0:
-            forget_replaced(self.out)
+            directory.forget_replaced(self.out)
 
     def log_epoch(self, state, scores):
         """A line in log.jsonl, and a row on the screen. scores: {task: {score: value}}"""
@@ -261,23 +233,20 @@ class Run:
         if self.config["stage"] == "multitask":
             line["accuracies"] = {task: of[self.settings.score] for task, of in scores.items()}
         line["examples_per_second"] = round(self.seen / self.trained_for, 1)
-        line["seconds"] = round(time.monotonic() - self.started, 2)
+        line["seconds"] = round(self.seconds(), 2)
         self.history.append(line)
         if self.rank == 0:
             with open(self.out / "log.jsonl", "a", encoding="utf-8") as log:
                 log.write(json.dumps(line) + "\n")
-        columns = ["epoch", "loss", *(name for name in line if name.startswith("dev_"))]
-        columns += ["examples_per_second", "seconds"]
-        titles = [name.replace("_per_second", "/s").replace("_", " ") for name in columns]
+        columns = [name for name in line if name != "accuracies"]
+        titles = [f"{name.replace('_per_second', '/s').replace('_', ' '):>8}" for name in columns]
         if not self.header_printed:
-            self.print_on_rank_0("  ".join(f"{title:>8}" for title in titles))
+            self.say("  ".join(titles))
             self.header_printed = True
-        cells = []
-        for name, title in zip(columns, titles, strict=True):
-            digits = {"epoch": 0, "examples_per_second": 1, "seconds": 1}.get(name, 4)
-            cells.append(f"{line[name]:>{max(8, len(title))}.{digits}f}")
-        best = "  best so far" * (state.best_epoch == state.epoch)
-        self.print_on_rank_0("  ".join(cells) + best)
+        digits = {"epoch": 0, "examples_per_second": 1, "seconds": 1}
+        cells = [f"{line[name]:.{digits.get(name, 4)}f}" for name in columns]
+        row = [cell.rjust(len(title)) for cell, title in zip(cells, titles, strict=True)]
+        self.say("  ".join(row) + "  best so far" * (state.best_epoch == state.epoch))
 
     # ----------------------------------------------------------------------------------------------
     # The end
@@ -285,11 +254,11 @@ class Run:
     def explain_not_finite(self, error, state, bert):
         """A FloatingPointError that says what is kept and what may help. If no epoch was finished,
         the run's files are removed."""
-        frozen = [(name, p) for name, p in bert.named_parameters() if not p.requires_grad]
-        broken = [name for name, p in frozen if not p.isfinite().all()]
+        frozen = ((name, p) for name, p in bert.named_parameters() if not p.requires_grad)
+        broken = next((name for name, p in frozen if not p.isfinite().all()), None)
         advice = "a lower --lr may help"
-        if broken:
-            advice = f"the encoder's {broken[0]} holds values that are not finite"
+        if broken is not None:
+            advice = f"the encoder's {broken} holds values that are not finite"
         kept = f"epoch {state.best_epoch} is kept in {self.out}"
         if state.best_epoch == 0:
             kept = "no epoch was finished, nothing is kept"
@@ -304,12 +273,10 @@ class Run:
         if compiler_failed(error):
             if self.signals:  # which have ended the compiler, too
                 return KeyboardInterrupt()
-            from torch._inductor.runtime.cache_dir_utils import cache_dir
-
             return ValueError(
                 f"--compile failed ({str(error).splitlines()[0]}): continue {resume}without it, or "
-                f"remove {cache_dir()}, where a process that was killed may have left PyTorch half "
-                "of a file"
+                "remove PyTorch's cache (TORCHINDUCTOR_CACHE_DIR), where a process that was killed "
+                "may have left half of a file"
             )
         if not out_of_memory(error):
             return error
@@ -335,8 +302,7 @@ class Run:
         if c["stage"] == "multitask":
             score = self.settings.score
             result["accuracies"] = {task: of[score] for task, of in state.best_scores.items()}
-        seconds = time.monotonic() - self.started
-        result |= {"seconds": round(seconds, 2), "out": str(self.out)}
+        result |= {"seconds": round(self.seconds(), 2), "out": str(self.out)}
         if self.rank == 0:
             fsync(*self.out.rglob("*"), self.out)
             # last: a directory with it is a finished run
@@ -344,7 +310,7 @@ class Run:
             (self.out / "resume.pt").unlink(missing_ok=True)
         if failure is not None:
             raise failure
-        self.print_on_rank_0(*self.closing_words(state, result))
+        self.say(*self.closing_words(state, result))
         return result
 
     def closing_words(self, state, result):
@@ -362,20 +328,9 @@ class Run:
         yield f"best epoch: {state.best_epoch}, dev {settings.score} {state.best_score:.4f}"
         share, accuracy = result["majority_class_accuracy"], result.get("accuracy")
         if share is not None and accuracy is not None:
-            comparison = f"accuracy {accuracy:.4f}, majority-class baseline {share:.4f}"
-            if accuracy <= share:
-                yield f"{comparison}: try another --lr, more --epochs, or more training examples"
-            elif self.config["stage"] == "multitask":  # means over the tasks
-                yield comparison
-            else:
-                more = round((accuracy - share) * result["dev_examples"])
-                of = f"{more} of {result['dev_examples']} development examples"
-                yield f"{comparison}: {of} more than it"
-        if settings.stage == "adapter" and result["train_examples"] < 2000 and settings.lr <= 1e-4:
-            yield (
-                "hint: on a few hundred examples --lr 5e-4 to 1e-3 and more --epochs did better in "
-                "docs/results.md than the paper's 1e-4"
-            )
+            advice = ": try another --lr, more --epochs, or more training examples"
+            said = f"accuracy {accuracy:.4f}, majority-class baseline {share:.4f}"
+            yield said + (advice if accuracy <= share else "")
         yield f"next: {next_command(self.out, self.config)}"
 
 
@@ -417,11 +372,7 @@ def next_command(out, config):
 def program_of(config):
     """(path, name of the module) of the program that made a run, None for train.py itself. One that
     was started by its whole path is a module of this directory, or the file alone."""
-    command = config.get("command")
-    try:
-        program = Path(shlex.split(command)[0] if type(command) is str else "train.py")
-    except (ValueError, IndexError):
-        return None
+    program = Path(shlex.split(config.get("command") or "train.py")[0])
     root = Path(__file__).resolve().parent.parent
     if program.is_absolute():
         program = Path(program.relative_to(root) if program.is_relative_to(root) else program.name)
