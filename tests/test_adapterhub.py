@@ -3,6 +3,7 @@ environment variable PEER_PYTHON names a Python with experiments/requirements-pe
 computes with what this project writes (tests/peer.py). What the library wrote is read in
 test_reference.py."""
 
+import copy
 import json
 import re
 import shutil
@@ -390,10 +391,8 @@ def test_old_fusion_has_only_a_name(tmp_path, expected):
 
 def test_weights_of_a_fusion_where_all_adapters_are_left_out(ours, tmp_path, expected):
     """The reference writes them, though nothing uses them."""
-    source, bert = (
-        shutil.copytree(ours.root / "bert" / "lates", tmp_path / "lates"),
-        golden_encoder("bert"),
-    )
+    bert, source = golden_encoder("bert"), tmp_path / "lates"
+    shutil.copytree(ours.root / "bert" / "lates", source)
     tensors = load_file(source / "model_adapter_fusion.safetensors")
     more = {name.replace("layer.1.", "layer.0."): 2 * t for name, t in tensors.items()}
     assert not more.keys() & tensors.keys()
@@ -471,7 +470,7 @@ def refuses(tmp_path, what, say, values=(), config=()):
     if what == "adapter_fusion":
         for member in ("pfeiffer", "p4", "p16"):
             load_adapter(bert, BERT / member)
-    before = bert.state_dict()
+    before = copy.deepcopy(bert.state_dict())
     change(source, dict(values), config)
     with pytest.raises(ValueError) as error:
         load(bert, source)
@@ -561,13 +560,13 @@ def test_the_paper_s_adapters_are_fused(hub, launch, encoder, tmp_path, capsys):
     assert load_run(tmp_path / "run").config["adapters"] == list(TASKS)
     copies = sorted((tmp_path / "run/adapters").iterdir())
     assert [path.name for path in copies] == sorted(TASKS)
-    for copy in copies:  # in today's format, under the name that it has here
-        assert {path.suffix for path in copy.iterdir()} == {".json", ".safetensors"}
-        values = json.loads((copy / "adapter_config.json").read_text())
-        assert (values["name"], values["model_name"]) == (copy.name, "bert-base-uncased")
-        tensors = load_file(copy / "adapter.safetensors")
-        assert "version" in values and tensors.keys() == source[copy.name].keys()
-        assert all(torch.equal(tensors[key], source[copy.name][key]) for key in tensors)
+    for path in copies:  # in today's format, under the name that it has here
+        assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
+        values = json.loads((path / "adapter_config.json").read_text())
+        assert (values["name"], values["model_name"]) == (path.name, "bert-base-uncased")
+        tensors = load_file(path / "adapter.safetensors")
+        assert "version" in values and tensors.keys() == source[path.name].keys()
+        assert all(torch.equal(tensors[key], source[path.name][key]) for key in tensors)
 
 
 def test_sources_can_be_mixed(hub, runs, launch, encoder, tmp_path):
