@@ -247,9 +247,11 @@ def fetch(source, files=ADAPTER):
     if (directory / files.config).is_file():
         return directory
     if directory.is_dir():
-        hint = ""
+        hint, config = "", directory / "config.json"
+        if config.is_file() and (stage := read_json(config).get("stage")):
+            hint = f", it is a run of --stage {stage}"
         if files is ADAPTER and (directory / "adapters").is_dir():
-            hint = f", its adapters are in {directory / 'adapters'}"
+            hint += f"; its adapters are in {directory / 'adapters'}"
         if (directory / "replaced").is_dir():
             hint += f"; the run that --overwrite has put aside is in {directory / 'replaced'}"
         raise FileNotFoundError(f"{source} has no {files.config}{hint}")

@@ -145,13 +145,13 @@ def read_rows(path):
                 raise ValueError("not a JSON object")
             yield line, row
             empty = False
-    except UnicodeDecodeError as e:
-        raise ValueError(f"{path}, line {lines.number}: not UTF-8 text") from e
-    except json.JSONDecodeError as e:
-        line = lines.number + e.lineno - 1
-        raise ValueError(f"{path}, line {line}: broken JSON: {e.msg} at column {e.colno}") from e
     except (csv.Error, ValueError, RecursionError) as e:
-        raise ValueError(f"{path}, line {lines.number}: {e}") from e
+        line, message = lines.number, str(e)
+        if isinstance(e, UnicodeDecodeError):
+            message = "not UTF-8 text"
+        elif isinstance(e, json.JSONDecodeError):
+            line, message = line + e.lineno - 1, f"broken JSON: {e.msg} at column {e.colno}"
+        raise ValueError(f"{path}, line {line}: {message}") from e
     if empty:
         raise ValueError(f"{path} is empty")
 

@@ -94,20 +94,6 @@ def test_a_mask_is_minus_infinity(configs, masked, encoder, monkeypatch):
     assert (o - whole).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("left", [0, 1, 2])
-def test_all_but_one_masked_is_a_fusion_of_that_one(left, encoder):
-    configs = MIXTURES["both places"]
-    bert, names = fused(encoder, configs), ["a0", "a1", "a2"]
-    kept = {key: fusion for key, fusion in fusions(bert)}
-    with torch.no_grad():
-        mask(bert, [name for name in names if name != f"a{left}"])
-        masked = bert(IDS)
-        add_fusion(bert, [f"a{left}"])
-        for key, fusion in fusions(bert):
-            fusion.load_state_dict(kept[key].state_dict())
-        assert (bert.eval()(IDS) - masked).abs().max() < 1e-10
-
-
 def test_layers_are_silenced_one_by_one(encoder):
     bert = fused(encoder, MIXTURES["different"])
     mask(bert, ["a0"], layers=[1])

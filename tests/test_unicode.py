@@ -5,10 +5,10 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from conftest import VOCABULARY, write_rows
+from conftest import VOCABULARY
 from damage import tries
 from data import TASKS, batches, get_task, load_split, split_by_length
 from data import length_bucketed_batches as bucketed
@@ -116,19 +116,6 @@ def test_no_example_is_lost(directories, tmp_path_factory, rows, name, ascii, ba
         for i, label in enumerate(batch["labels"].tolist()):
             seen.append((found[C * i : C * (i + 1)], label))
     assert sorted(seen) == sorted(expected)
-
-
-@settings(bounded, max_examples=tries(50))
-@given(before=texts, surrogate=st.integers(0xD800, 0xDFFF), after=texts)
-@example(before="", surrogate=0xD83D, after="")
-def test_half_a_surrogate_pair_is_an_error(tmp_path_factory, directories, before, surrogate, after):
-    """JSON can escape it, UTF-8 has no bytes for it: the file is named, no character is made up."""
-    directory = tmp_path_factory.mktemp("data")
-    text = f"{before}{chr(surrogate)}-{after}"
-    write_rows(directory / "rte/train.jsonl", [dict(sentence1=text, sentence2="", label=0)])
-    tokenizer = load_tokenizer(directories / "uncased", 40)
-    with pytest.raises(ValueError, match="train.jsonl, line 1: .*surrogate"):
-        load_split(get_task("rte", directory), "train", tokenizer, directory)
 
 
 # --------------------------------------------------------------------------------------------------
