@@ -219,7 +219,7 @@ def run(cells, options, part=(0, 1)):
     once the children have saved their state.
     """
     results, again = finished(cells, options)
-    failed, running, todo, seconds = {}, {}, [], []
+    todo, running, failed, seconds = [], {}, {}, []
     for cell in cells[part[0] :: part[1]]:
         possible = {*results, *(earlier.name for earlier in todo)}
         if cell.name not in results and possible.issuperset(cell.needs):
@@ -243,10 +243,10 @@ def run(cells, options, part=(0, 1)):
             seconds.append(took)
             note = f" (note: {reason})" if reason else ""
             text = f"{100 * accuracy(result):.2f} %, {took:.0f} s{note}"
-        left, mean = len(todo) + len(running), statistics.mean(seconds or [0])
-        text += f"; {left} left"
-        if left and mean:
-            text += f", about {datetime.timedelta(seconds=round(mean * left / jobs))}"
+        left = len(todo) + len(running)
+        if left and seconds:
+            rest = datetime.timedelta(seconds=round(statistics.mean(seconds) * left / jobs))
+            text += f"; {left} left, about {rest}"
         print(f"{cell.name}: {text}", flush=True)
 
     def kill_all():
