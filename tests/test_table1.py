@@ -324,6 +324,11 @@ def test_other_commands_are_told_apart(table, capsys):
     # what was made from other runs goes with them
     assert table(f"{words} --overwrite", adapter_options="--lr 1e-3") == 0
     assert len(table.log()) == len(log) + 3 + 6
+    # also where an earlier --overwrite was interrupted
+    (table.out / "runs" / "st_a_16-big-0" / "metrics.json").unlink()
+    assert table(f"{words} --overwrite", adapter_options="--lr 1e-3") == 0
+    again = sorted(line.split()[0] for line in table.log()[len(log) + 3 + 6 :])
+    assert again == [*fusions, "st_a_16-big-0"]
 
 
 @thorough
