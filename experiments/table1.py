@@ -346,40 +346,27 @@ BARS = {  # system: colour and hatching of its bars
 }
 
 
-def figure3(path, options, ours, theirs, titles):
-    """Bars of the difference to full fine-tuning, and the paper's below; titles: of the two. False
-    where there is nothing to draw."""
-    tasks, pairs = list(options.tasks), [(system, "full") for system in BARS]
-    panels = [differences(values, pairs, tasks) for values in (ours, theirs)]
-    if not panels[0]:
-        return False
-    rows = [
-        [system, task, two_decimals(value)]
-        for (system, _), values in panels[0].items()
-        for task, value in values.items()
-    ]
-    report.write_csv(path.with_suffix(".csv"), ["system", "task", "difference_to_full"], rows)
-    shown, panels = list(panels[0]), [panel for panel in panels if panel]
+def figure3(path, options, panels):
+    """Bars of differences to full fine-tuning. panels: {title: {(system, "full"): {task:
+    difference}}}, of which the first has all bars that are drawn"""
+    tasks, shown = list(options.tasks), list(next(iter(panels.values())))
     size = max(6.5, 0.75 * len(tasks) + 1.5), 2.4 * len(panels) + 0.8
     figure, all_axes = report.subplots(len(panels), figsize=size, sharex=True, squeeze=False)
     width = 0.8 / len(shown)
-    for axes, title, panel in zip(all_axes[:, 0], titles, panels, strict=False):
+    for axes, (title, panel) in zip(all_axes[:, 0], panels.items(), strict=True):
         for i, pair in enumerate(shown):
-            shift = (i - (len(shown) - 1) / 2) * width
-            places = [tasks.index(task) + shift for task in panel.get(pair, {})]
+            bars, shift = panel.get(pair, {}), (i - (len(shown) - 1) / 2) * width
+            places = [tasks.index(task) + shift for task in bars]
             style = {"edgecolor": "black", "linewidth": 0.6, **BARS[pair[0]]}
-            heights = list(panel.get(pair, {}).values())
-            axes.bar(places, heights, width, label=SYSTEMS[pair[0]], **style)
+            axes.bar(places, list(bars.values()), width, label=SYSTEMS[pair[0]], **style)
         axes.axhline(0, color="black", linewidth=0.8)
         axes.grid(axis="y", color="0.85", linewidth=0.5)
         axes.set_axisbelow(True)
         axes.set(title=title, ylabel="accuracy − full, points", xlim=(-0.6, len(tasks) - 0.4))
-    turned = {"rotation": 45, "ha": "right"} if len(tasks) > 4 else {}
-    axes.set_xticks(range(len(tasks)), tasks, **turned)
+    axes.set_xticks(range(len(tasks)), tasks, rotation=45, ha="right")
     bars, labels = all_axes[0, 0].get_legend_handles_labels()
     figure.legend(bars, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     report.save_figure(figure, path)
-    return True
 
 
 # --------------------------------------------------------------------------------------------------
@@ -418,11 +405,16 @@ def write_results(options, runs, results, config):
             "↗ better by more than 0.3 points, ↘ worse by more than 0.3, → between. In brackets: "
             "the same rule, applied to the accuracies that the paper prints.\n"
         )
-    titles = (
-        f"here: {grid.encoder_name(options, config)}",
-        f"paper: {'RoBERTa' if roberta else 'BERT'}-base",
-    )
-    if figure3(path("figure3", "png"), options, ours, theirs, titles):
+    pairs = [(system, "full") for system in BARS]
+    panels = {
+        f"here: {grid.encoder_name(options, config)}": differences(ours, pairs, options.tasks),
+        f"paper: {'RoBERTa' if roberta else 'BERT'}-base": differences(
+            theirs, pairs, options.tasks
+        ),
+    }
+    if next(iter(panels.values())):
+        panels = {title: panel for title, panel in panels.items() if panel}
+        figure3(path("figure3", "png"), options, panels)
         parts += ["## Figure 3: difference to full fine-tuning\n"]
         parts += [f"![Figure 3]({path('figure3', 'png').name})\n"]
     return report.write_text(path("results", "md"), "\n".join(parts)), tables

@@ -9,7 +9,7 @@ import pytest
 import fake_grid
 import train
 from adapter import ADAPTERS
-from conftest import cli, thorough
+from conftest import cli
 from experiments import architecture_search as search
 from experiments import grid, report
 from experiments.load_run import load_run
@@ -112,23 +112,6 @@ def winners(run):
     return dict(zip(search.STEPS, bold, strict=False))
 
 
-@thorough
-def test_equal_options_end_as_in_the_paper(run):
-    assert run.run("--seeds 0 1") == 0
-    assert [*winners(run).values()] == ["top only", "before & after", "none", "f", "relu"]
-    text, log = run.text(), run.log()
-    assert "Best: top only, 0.00 points above bottom only. The paper's: top only, too." in text
-    assert "end is the paper's architecture**, `--adapter pfeiffer`: 50.00." in text
-    assert "Not run: before the new LayerNorm. adapter_residual_before_ln=true needs" in text
-    # 3 positions, 4 more of BERT's LayerNorms, 3 new, 2 residuals, 2 non-linearities, 3 extras
-    assert len(log) == len(set(log)) == (3 + 4 + 3 + 2 + 2 + 3) * 2 * 2 + 2
-    assert len(rows_of(run.out)) == (3 + 5 + 4 + 3 + 3 + 3) * 2 * 2 + 2
-    assert str(run.data) not in text and str(run.out) not in text
-    before = run.results()
-    assert run.run("--seeds 0 1") == 0 and run.log() == log  # nothing is run again
-    assert run.results() == before
-
-
 SCORES = """mh_adapter=true 0.1 output_adapter=false -0.04 original_ln_before=false 0.02
     ln_after=true 0.05 ln_before=true -0.01 adapter_residual_before_ln=true 0.01
     non_linearity=swish -0.005 non_linearity=leakyrelu -0.001 8 0.03 full 0.2""".split()
@@ -163,34 +146,27 @@ def test_each_step_goes_on_from_the_best(run):
     assert found["full", "full", ""] == "0.700000"
 
 
-@thorough
-def test_what_diverges_has_lost(run, capsys):
-    reason = "the loss is nan in epoch 1: stopped, no epoch was finished, nothing is kept"
-    run.write("fail", f"big-both-before_after-none-f-relu-2: {reason}")
-    scores = {"mh_adapter=true": 0.1, "output_adapter=false": -0.2}
-    assert run.run("--no-extras", scores=scores) == 1
-    assert winners(run)["position"] == "top only" and len(winners(run)) == 5
-    text = run.text()
-    assert "The loss diverged in runs of: both. The paper's: top only, too." in text
-    assert "| both | – | 60.00 | – |" in text
-    said = capsys.readouterr().out
-    assert "failed: big-both-before_after-none-f-relu-2-0: the loss is nan" in said
-    before = len(run.log())
-    run.write("fail")  # then both wins, and all follows
-    assert run.run("--no-extras", scores=scores) == 0
-    assert winners(run)["position"] == "both"
-    assert len(run.log()) == before + 1 + (4 + 3 + 2 + 2) * 2
-
-
-def test_figures(run, monkeypatch):
-    """One curve for each option, told apart without colour, over the reduction factors on a
-    logarithmic axis, and a line."""
+def test_what_diverges_has_lost(run, capsys, monkeypatch):
+    """Otherwise all is equal, and ends as in the paper. The figures: a curve for each option, told
+    apart without colour, over the reduction factors on a logarithmic axis, and a line."""
     shown, save = [], report.save_figure
     monkeypatch.setattr(report, "save_figure", lambda *v: (shown.append(v[0]), save(*v)))
-    run.draws = True
-    run.write("fail", "big-both-before_after-none-f-relu-2: no epoch was finished")
+    run.draws, reason = True, "the loss is nan in epoch 1: stopped, no epoch was finished"
+    run.write("fail", f"big-both-before_after-none-f-relu-2: {reason}")
     assert run.run("--seeds 0 1", scores={"8": 0.1, "full": 0.2}) == 1
-    assert all(f"({name})" in run.text() for name in ("big.png", "big-2.png"))
+    said, text, log = capsys.readouterr().out, run.text(), run.log()
+    assert f"failed: big-both-before_after-none-f-relu-2-0: {reason}" in said
+    assert [*winners(run).values()] == ["top only", "before & after", "none", "f", "relu"]
+    assert "points above bottom only. The loss diverged in runs of: both. The paper's: top" in text
+    assert "| both | – | 60.00 ± 0.00 | – |" in text
+    assert "end is the paper's architecture**, `--adapter pfeiffer`: 55.00." in text
+    assert "Not run: before the new LayerNorm. adapter_residual_before_ln=true needs" in text
+    assert str(run.data) not in text and str(run.out) not in text
+    # 3 positions, 4 more of BERT's LayerNorms, 3 new, 2 residuals, 2 non-linearities, 3 extras
+    assert len(log) == len(set(log)) == (3 + 4 + 3 + 2 + 2 + 3) * 2 * 2 + 2
+    assert len(rows_of(run.out)) == (3 + 5 + 4 + 3 + 3 + 3) * 2 * 2 + 2 - 2
+
+    assert all(f"({name})" in text for name in ("big.png", "big-2.png"))
     assert (run.out / "big-2.png").read_bytes().startswith(b"\x89PNG")
     panels = [*shown[-2].axes, *shown[-1].axes]
     assert [len(axes.containers) for axes in panels] == [3, 5, 4, 3, 3, 3]
@@ -226,15 +202,14 @@ def test_plan_writes_nothing(run, capsys):
     assert not run.out.exists()
 
 
-@pytest.mark.parametrize(
-    "words, say",
-    [
-        ("--full-options=--epochs=0", "--epochs must be at least 1"),
-        ("--adapter-options=--adapter-config=a=1", "does not belong in --adapter-options"),
-        ("-- --adapter bapna", "--adapter does not belong behind --"),
-    ],
-)
-def test_wrong_input_ends_in_one_line(run, capsys, words, say):
+WRONG = """--full-options=--epochs=0 | --epochs must be at least 1
+--adapter-options=--adapter-config=a=1 | does not belong in --adapter-options
+-- --adapter bapna | --adapter does not belong behind --"""
+
+
+@pytest.mark.parametrize("line", WRONG.splitlines())
+def test_wrong_input_ends_in_one_line(run, capsys, line):
+    words, say = line.split(" | ")
     assert run(words, tasks=["big"]) == 2
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 1 and error[0].startswith("architecture_search: ") and say in error[0]

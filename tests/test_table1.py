@@ -145,8 +145,8 @@ def test_tables_of_a_whole_grid(table, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"0 of {len(log)} runs are finished, {len(log)} to go"
     ends = [line for line in lines if " left" in line]
-    assert [int(line.split("; ")[1].split()[0]) for line in ends] == list(range(len(log)))[::-1]
-    assert all(re.search(r" left, about \d+:\d\d:\d\d$", line) for line in ends[:-1])
+    assert [int(line.split("; ")[1].split()[0]) for line in ends] == list(range(1, len(log)))[::-1]
+    assert all(re.search(r" left, about \d+:\d\d:\d\d$", line) for line in ends)
 
     row = rows_of(table.out / "table1.csv")["small"]
     values = [100 * metrics(table.out, f"fusion_st_a-small-{s}")["accuracy"] for s in range(2)]
@@ -324,6 +324,11 @@ def test_other_commands_are_told_apart(table, capsys):
     # what was made from other runs goes with them
     assert table(f"{words} --overwrite", adapter_options="--lr 1e-3") == 0
     assert len(table.log()) == len(log) + 3 + 6
+    # also where an earlier --overwrite was interrupted
+    (table.out / "runs" / "st_a_16-big-0" / "metrics.json").unlink()
+    assert table(f"{words} --overwrite", adapter_options="--lr 1e-3") == 0
+    again = sorted(line.split()[0] for line in table.log()[len(log) + 3 + 6 :])
+    assert again == [*fusions, "st_a_16-big-0"]
 
 
 @thorough
