@@ -59,9 +59,8 @@ def test_the_environment_and_earlier_runs_name_the_encoder(
     head = cli("--stage adapter --task sst2 --epochs 1 --device cpu --limit-train 8")
     monkeypatch.setenv("ADAPTERFUSION_MODEL", str(quiet_encoder))
     train.main([*head, *cli(out=tmp_path / "sst2")])
-    assert json.loads((tmp_path / "sst2" / "config.json").read_text())["model"] == str(
-        quiet_encoder
-    )
+    config = json.loads((tmp_path / "sst2" / "config.json").read_text())
+    assert config["model"] == str(quiet_encoder)
     monkeypatch.delenv("ADAPTERFUSION_MODEL")
     with pytest.raises(ValueError, match="different encoders .*: add --model"):
         train.main([*fusion, *cli(adapters=[runs / "rte", tmp_path / "sst2"], out=tmp_path / "x")])
