@@ -126,7 +126,7 @@ class Run:
         if not self.is_new:
             # the tokens are compared, in whatever files they are
             free = free_names(self.settings) | {*MACHINE, "data_files"}
-            saved = load_state(self.out / "resume.pt", self.config, free, self.device)
+            saved = load_state(self.out / "resume.pt", self.config, free)
             saved.restore(state, trained, optimizer, self.device)
             self.history, seconds = saved.history, saved.seconds
             self.note_other_program()

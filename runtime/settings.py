@@ -83,15 +83,10 @@ class Help(argparse.RawDescriptionHelpFormatter):
     """Names the default of every option whose text does not mention one."""
 
     def _get_help_string(self, action):
-        text = action.help or ""
-        plain = (
-            action.dest != "help"
-            and action.default != argparse.SUPPRESS
-            and isinstance(action.default, (int, float, str))
-            and action.default is not False
-        )
-        if plain and "default" not in text:
-            text += f"{'; ' * bool(text)}default {action.default}"
+        text, default = action.help or "", action.default
+        plain = isinstance(default, (int, float, str)) and default is not False
+        if plain and default != argparse.SUPPRESS and "default" not in text:
+            text += f"{'; ' * bool(text)}default {default}"
         return text.replace("%", "%%")
 
 
@@ -99,15 +94,13 @@ def parse(options, argv, prog, description, epilog=""):
     """argv (None: the command line's) -> an instance of the dataclass. Raises ValueError for what
     cannot be parsed or is out of range."""
     parser = Parser(prog=prog, description=description, epilog=epilog, formatter_class=Help)
-    headings = {}
-    hints = typing.get_type_hints(options)
+    groups, hints = {None: parser}, typing.get_type_hints(options)
     known = [field for field in dataclasses.fields(options) if field.metadata.get("flag", True)]
     for field in known:
         heading = field.metadata.get("group")
-        if heading and heading not in headings:
-            headings[heading] = parser.add_argument_group(heading)
-        group = headings.get(heading, parser)
-        add_option(group, field, hints[field.name])
+        if heading not in groups:
+            groups[heading] = parser.add_argument_group(heading)
+        add_option(groups[heading], field, hints[field.name])
     values = vars(parser.parse_intermixed_args(argv))
     for field in known:
         if isinstance(default_of(field), dict):

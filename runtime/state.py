@@ -74,7 +74,7 @@ def save_state(path, config, state, trained, optimizer, device, history, seconds
             raise OSError(str(e.__context__ or e).splitlines()[0]) from e
 
 
-def load_state(path, config, free, device):
+def load_state(path, config, free):
     """The Saved checkpoint at `path`. Raises ValueError if it is damaged, of another version, or of
     a run that differs from `config` in an entry that is not `free`."""
     try:

@@ -128,11 +128,6 @@ def cli(text="", **options):
     return words
 
 
-def command_line(argv=None):
-    """python train.py ARGV, in this process: ends in SystemExit where that ends with an error."""
-    run_command("train.py", train.main, argv)
-
-
 @pytest.fixture(scope="session")
 def launch(encoder, data_dir):
     """launch("--stage adapter --task rte", epochs=1, out=path): train.py in this process, on the

@@ -9,8 +9,9 @@ import pytest
 
 import child
 import train
-from conftest import cli, command_line, write_rows
+from conftest import cli, write_rows
 from experiments import predict
+from runtime.command import run_command
 
 
 @pytest.fixture
@@ -19,7 +20,8 @@ def trained(encoder, data_dir, tmp_path, capsys):
 
     def trained(text, **options):
         places = {"model": encoder, "data_dir": data_dir, "out": tmp_path / "run", **options}
-        command_line([*cli("--device cpu --task rte", **places), *text.split()])
+        words = [*cli("--device cpu --task rte", **places), *text.split()]
+        run_command("train.py", train.main, words)
         *lines, last = capsys.readouterr().out.splitlines()
         return [line for line in lines if not line.startswith("note: ")], json.loads(last)
 
@@ -89,7 +91,7 @@ def test_seeds(trained, launch, tmp_path):
 
 def test_help_names_defaults_and_ends_with_examples(capsys):
     with pytest.raises(SystemExit) as exit:
-        command_line(["--help"])
+        train.main(["--help"])
     text = capsys.readouterr().out
     assert exit.value.code == 0
     for stage in train.STAGES:

@@ -46,15 +46,11 @@ from variants.folding import fold
 
 REPOSITORY = Path(train.__file__).resolve().parent
 TABLES = (ADAPTERS, KINDS, FUSIONS, TASKS, Classification.scores)
-EXAMPLES = [
-    f"examples.{path.stem}"
-    for path in sorted((REPOSITORY / "examples").glob("*.py"))
-    if path.stem != "__init__"
-]
+EXAMPLES = sorted(path.stem for path in (REPOSITORY / "examples").glob("[!_]*.py"))
 
 without = [dict(table) for table in TABLES]
 for name in EXAMPLES:
-    importlib.import_module(name)
+    importlib.import_module(f"examples.{name}")
 with_examples = [dict(table) for table in TABLES]
 
 
@@ -138,10 +134,8 @@ def inputs(padding=0):
     torch.manual_seed(2)
     ids = torch.randint(5, 5 + len(WORDS), (3, 7))
     mask = (torch.arange(7) < torch.tensor([7, 4, 2])[:, None]).long()
-    return [
-        torch.nn.functional.pad(tensor, (0, padding))
-        for tensor in (ids * mask, torch.randint(0, 2, (3, 7)) * mask, mask)
-    ]
+    given = ids * mask, torch.randint(0, 2, (3, 7)) * mask, mask
+    return [torch.nn.functional.pad(tensor, (0, padding)) for tensor in given]
 
 
 def outputs_and_gradients(bert):
@@ -164,9 +158,8 @@ def test_the_form_that_is_used_is_the_textbooks(encoder, kind, fusion_kind):
     textbook = copy.deepcopy(bert)
     for _, fusion in fusions(textbook):
         fusion.compose = fusion.textbook
-    for ours, theirs in zip(
-        outputs_and_gradients(bert), outputs_and_gradients(textbook), strict=True
-    ):
+    pairs = zip(outputs_and_gradients(bert), outputs_and_gradients(textbook), strict=True)
+    for ours, theirs in pairs:
         assert torch.allclose(ours, theirs, rtol=1e-9, atol=1e-11)
     for (_, ours), (_, theirs) in zip(fusions(bert), fusions(textbook), strict=True):
         assert torch.allclose(ours.weights, theirs.weights)
@@ -304,9 +297,8 @@ def step(encoder, configuration, device, held, dtype):
     bert.train()
     ids, types, mask = inputs()
     for task_kind, head in zip(task_kinds, heads, strict=True):
-        labels = torch.zeros(
-            1 if issubclass(task_kind, MultipleChoice) else 3, dtype=task_kind.dtype
-        )
+        examples = 1 if issubclass(task_kind, MultipleChoice) else 3
+        labels = torch.zeros(examples, dtype=task_kind.dtype)
         batch = {"input_ids": ids, "token_type_ids": types, "attention_mask": mask}
         logits = train.predict(bert, head, {**batch, "labels": labels}, dtype)
         assert logits.dtype == torch.float32 and logits.device.type == device
