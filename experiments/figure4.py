@@ -29,14 +29,15 @@ from typing import NamedTuple
 import torch
 
 from data import batches, split_by_length
-from experiments.load_run import check_stage, import_module, load_run, load_run_split
+from experiments.load_run import Reading, check_stage, load_run, load_run_split
 from experiments.report import save_figure, subplots, table, write_csv, write_text
 from formats.files import read_json
 from fusion import fusion_weights, fusions
 from runtime.command import run_command
 from runtime.processes import choose_device
 from runtime.run import progress_bar
-from runtime.settings import argument, option, parse
+from runtime.settings import argument, like, option, parse
+from train import Settings
 
 # Lightness rises with the weight, so it can be read in grey and with any colour vision.
 COLOURS = "cividis"
@@ -56,13 +57,11 @@ class Options:
     data_dir: str | None = option(
         None, "directory with TASK/validation.jsonl; default: where each run had it"
     )
-    model: str | None = option(None, "where the encoder is now, if not where the run found it")
-    allow_other_encoder: bool = option(False, "even if the encoder's weights are others")
-    imports: str | None = option(
-        None, "a module the runs need", flag="--import", metavar="MODULE", action=import_module
-    )
+    model: str | None = like(Reading, "model")
+    allow_other_encoder: bool = like(Reading, "allow_other_encoder")
+    imports: str | None = like(Reading, "imports")
     overwrite: bool = option(False, "replace earlier figures")
-    device: str = option("auto", choices=["auto", "cpu", "cuda", "mps"])
+    device: str = like(Settings, "device", group=None)
 
 
 class Target(NamedTuple):

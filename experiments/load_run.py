@@ -9,9 +9,8 @@ loss and `predict` once its module is imported: in a command by --import. No run
 execute code.
 """
 
-import argparse
-import contextlib
 import importlib
+import itertools
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from data import (
     own_task,
     to_candidates,
 )
-from formats.adapterhub import check_name, refuse_or_note
+from formats.adapterhub import refuse_or_note
 from formats.files import error_prefix, read_json
 from formats.task_rows import apply_column_names, encode_pairs
 from formats.tokenizer import load_tokenizer
@@ -44,13 +43,6 @@ from runtime.run import describe_encoder, program_of, progress_bar
 from runtime.settings import argument, option
 
 BATCH_SIZE = 64  # of predictions
-
-
-def import_module(name):
-    try:
-        return importlib.import_module(name)
-    except (ImportError, TypeError, ValueError) as e:
-        raise argparse.ArgumentTypeError(f"{name!r:.100} cannot be imported: {e}") from e
 
 
 @dataclass(frozen=True)
@@ -66,7 +58,7 @@ class Reading:
         "a module that the run needs, for instance examples.lora",
         flag="--import",
         metavar="MODULE",
-        action=import_module,
+        action=importlib.import_module,
     )
 
 
@@ -95,10 +87,7 @@ class LoadedRun:
         row = apply_column_names(given, self.task.column_names) if is_row else self.as_row(given)
         # a label is asked for, and not looked at
         task = replace(self.task, kind=MultipleChoice if self.task.choices else Classification)
-        candidates, _ = to_candidates(task, {**row, task.label: task.labels[0]})
-        for text in (text for pair in candidates for text in pair if text is not None):
-            text.encode()  # raises ValueError for half a character
-        return candidates
+        return to_candidates(task, {**row, task.label: task.labels[0]})[0]
 
     def as_row(self, given):
         """Texts in the order of the task's columns -> {column: text}."""
@@ -118,9 +107,8 @@ class LoadedRun:
     def encode(self, inputs):
         """Inputs -> of each the encodings of its candidates. Raises ValueError."""
         groups = [self.candidates(given) for given in inputs]
-        pairs = [pair for group in groups for pair in group]
         with error_prefix(self.bert.directory):
-            encodings = iter(encode_pairs(self.tokenizer, pairs))
+            encodings = iter(encode_pairs(self.tokenizer, itertools.chain(*groups)))
         return [[next(encodings) for _ in group] for group in groups]
 
     def batch(self, groups):
@@ -172,9 +160,7 @@ class LoadedRun:
             self.bert(*(batch[name].to(self.bert.device) for name in names))
             s = {slot: weights.cpu() for slot, weights in fusion_weights(self.bert).items()}
             for c, encoding in enumerate(group):
-                tokens = [
-                    self.tokenizer.decode([i], skip_special_tokens=False) for i in encoding.ids
-                ]
+                tokens = self.tokenizer.decode_batch([[i] for i in encoding.ids], False)
                 layers = {location: [None] * len(self.bert.layers) for _, location in sorted(s)}
                 for (layer, location), weights in s.items():
                     layers[location][layer] = weights[c, : len(tokens)]
@@ -223,30 +209,62 @@ def made_by(config):
     return f"the run was made by {program!s:.100}, which is not imported{hint}"
 
 
-@contextlib.contextmanager
-def naming_program(config):
-    """Adds `made_by` to an error."""
-    try:
-        yield
-    except ValueError as e:
-        raise ValueError(f"{e}; {made_by(config)}" if made_by(config) else str(e)) from e
-
-
 def task_of(config):
     """The Task of a run, with the columns and labels of its training."""
     name, labels = config["task"], tuple(config["labels"])
-    kinds = {kind.__name__: kind for kind in (Classification, MultipleChoice)}
-    kinds |= {task.kind.__name__: task.kind for task in TASKS.values()}
-    kind = kinds.get(config["kinds"][name])
-    if kind is None:
-        unknown = config["kinds"][name]
-        raise ValueError(f"{name!r:.50} is a task of an unknown kind, {unknown!r:.50}")
+    kinds = {task.kind.__name__: task.kind for task in TASKS.values()}
+    kind = config["kinds"][name]
+    if kind not in kinds:
+        raise ValueError(f"{name!r:.50} is a task of an unknown kind, {kind!r:.50}")
     task = TASKS[name] if name in TASKS else own_task(config["columns"][name], labels)
-    return replace(task, name=name, labels=labels, kind=kind, column_names=config["column_names"])
+    columns = config["column_names"]
+    return replace(task, name=name, labels=labels, kind=kinds[kind], column_names=columns)
+
+
+def of_one_task(directory, config, task):
+    """(config.json as if a multi-task run were one on this task, directory of the task's files).
+    Raises ValueError if the run does not have the task."""
+    names = list(config["labels"])
+    if task not in names:
+        which = "choose one with --task" if task is None else f"{task!r:.50} is none of them"
+        raise ValueError(f"{directory} holds several tasks, {which}: {', '.join(names)}")
+    config = {**config, **{name: config[name][task] for name in ("labels", "max_length")}}
+    config |= {"task": task, "held_out": [config["held_out"][names.index(task)]]}
+    return config, directory / ("heads" if config["adapter"] == "none" else "adapters") / task
 
 
 # --------------------------------------------------------------------------------------------------
 # Loading
+
+
+def check_encoders(bert, directory, config, trained, allow_other_encoder):
+    """Raises ValueError, or prints a note if that is allowed, for an encoder or a tokenizer that is
+    not the one of the training. trained: digest of the encoder's weights at its end."""
+    for name, digest in describe_encoder(bert).items():
+        if digest != (trained if name == "encoder_sha256" else config[name]):
+            what = name.removesuffix("_sha256")
+            problem = f"{directory} was trained with another {what} than that in {bert.directory}"
+            refuse_or_note(problem, allow_other_encoder)
+    encoders = config.get("adapter_encoders", {})
+    if others := [name for name in encoders if encoders[name] not in (None, trained)]:
+        print(f"note: {directory} fuses adapters of another encoder: {', '.join(others)}")
+
+
+def plug_in(bert, directory, part, config):
+    """Loads and activates what was active in the training; part: where the task's own files are.
+    Returns the head."""
+    stage, names = config["stage"], config["adapters"]
+    if stage == "adapter" or stage == "multitask" and config["adapter"] != "none":
+        activate(bert, load_adapter(bert, part))
+    if stage == "fusion":  # also an adapter that was trained together with it, as a fork may do
+        names = sorted(path.name for path in (directory / "adapters").glob("*"))
+    for name in names:
+        load_adapter(bert, directory / "adapters" / name)
+    if stage == "fusion":
+        load_fusion(bert, directory)
+    elif names:  # a head on one of them
+        activate(bert, *names)
+    return load_head(bert, part)
 
 
 def load_run(
@@ -262,61 +280,32 @@ def load_run(
     """
     directory = part = Path(directory)
     config = read_run_config(directory)
-    stage, adapter = config["stage"], config.get("adapter")
-    own = stage in ("full", "multitask")
+    own = config["stage"] in ("full", "multitask")
     if own and model is not None:
-        raise ValueError(
-            f"{directory} has an encoder of its own: --model is for runs that take another's"
-        )
-    if stage == "multitask":
-        if task not in config["labels"]:
-            which = "choose one with --task" if task is None else f"{task!r:.50} is none of them"
-            raise ValueError(
-                f"{directory} holds several tasks, {which}: {', '.join(config['labels'])}"
-            )
-        n = list(config["labels"]).index(task)
-        of_task = {name: config[name][task] for name in ("labels", "max_length")}
-        config = {**config, **of_task, "task": task, "held_out": [config["held_out"][n]]}
-        check_name(task)  # it is a directory's
-        part = directory / ("heads" if adapter == "none" else "adapters") / task
+        raise ValueError(f"{directory} has an encoder of its own, which --model cannot replace")
+    if config["stage"] == "multitask":
+        config, part = of_one_task(directory, config, task)
     elif task not in (None, config["task"]):
         raise ValueError(f"{directory} is a run on {config['task']!r:.50}, not on {task!r:.50}")
     bert = Bert.from_pretrained(directory if own else model or config["model"]).to(device, dtype)
     trained = config["weights_sha256"] if own else config["encoder_sha256"]
-    for name, digest in describe_encoder(bert).items():
-        if digest != (trained if name == "encoder_sha256" else config[name]):
-            what = name.removesuffix("_sha256")
-            problem = f"{directory} was trained with another {what} than that in {bert.directory}"
-            refuse_or_note(problem, allow_other_encoder)
-    others = [
-        name
-        for name, sha in config.get("adapter_encoders", {}).items()
-        if sha not in (None, trained)
-    ]
-    if others:
-        print(f"note: {directory} fuses adapters of another encoder: {', '.join(others)}")
-    with naming_program(config):
-        run_task = task_of(config)
-        if stage == "adapter" or stage == "multitask" and adapter != "none":
-            activate(bert, load_adapter(bert, part))
-        names = config["adapters"]
-        if stage == "fusion":  # also one that was trained together with it, as a fork may do
-            names = sorted(path.name for path in (directory / "adapters").glob("*"))
-        for name in names:
-            check_name(name)
-            load_adapter(bert, directory / "adapters" / name)
-        if stage == "fusion":
-            load_fusion(bert, directory)
-        elif config["adapters"]:  # a head on one of them
-            activate(bert, *config["adapters"])
-        head = load_head(bert, part)
+    check_encoders(bert, directory, config, trained, allow_other_encoder)
+    unknown = made_by(config)
+    try:
+        run_task, head = task_of(config), plug_in(bert, directory, part, config)
+    except ValueError as e:
+        raise ValueError(f"{e}; {unknown}" if unknown else str(e)) from e
     if head.config.get("label2id") != {label: i for i, label in enumerate(config["labels"])}:
         raise ValueError(f"{part}: config.json and head_config.json have different labels")
-    if made_by(config):
-        print(f"note: {directory}: {made_by(config)}")
-    sizes = bert.config.vocab_size, bert.config.type_vocab_size
-    tokenizer = load_tokenizer(bert.directory, config["max_length"], *sizes)
+    if unknown:
+        print(f"note: {directory}: {unknown}")
+    tokenizer = tokenizer_of(bert, config["max_length"])
     return LoadedRun(bert, head, config, run_task, tokenizer, directory)
+
+
+def tokenizer_of(bert, max_length):
+    sizes = bert.config.vocab_size, bert.config.type_vocab_size
+    return load_tokenizer(bert.directory, max_length, *sizes)
 
 
 def load_run_split(
@@ -328,15 +317,11 @@ def load_run_split(
     data_dir, max_length = data_dir or config["data_dir"], max_length or config["max_length"]
     limit = limit or (config["limit_dev"] if split == "validation" else None)
     train.check_length(max_length, bert.config.max_length)
-    if data_dir is not None and not Path(data_dir).is_dir():
-        raise FileNotFoundError(f"{data_dir} is not a directory: --data-dir names that of the data")
-    with naming_program(config):
-        task = task_of(config)
+    task = task_of(config)
     if data_dir is None:  # --train-file and --dev-file
         files = {"train": config.get("train_file"), "validation": config.get("dev_file")}
         task = replace(task, files={name: path for name, path in files.items() if path})
-    sizes = bert.config.vocab_size, bert.config.type_vocab_size
-    tokenizer = load_tokenizer(bert.directory, max_length, *sizes)
+    tokenizer = tokenizer_of(bert, max_length)
     given = {"limit": limit, "strict": strict, "dev_fraction": config["dev_fraction"]}
     held_out = config["held_out"][0]
     return task, load_split(task, split, tokenizer, data_dir, held_out=held_out, **given)

@@ -54,8 +54,7 @@ COLOURS = "#e69f00 #56b4e9 #009e73 #f0e442 #0072b2 #d55e00 #cc79a7 #999999".spli
 
 
 @dataclass(frozen=True)
-class Options:
-    run: Path = argument("any finished run")
+class Options(Reading):
     texts: tuple = argument("the input's texts, in the order of the task's columns", default=())
     choices: tuple = option((), "the options of a multiple-choice task")
     file: str | None = option(None, "a file that training can read, or - for stdin")
@@ -65,10 +64,6 @@ class Options:
         None, "the fusion weights of each token and layer, as a page", metavar="PAGE.html"
     )
     mask: tuple = option((), "without these adapters of a fusion", metavar="ADAPTER")
-    task: str | None = like(Reading, "task")
-    model: str | None = like(Reading, "model")
-    allow_other_encoder: bool = like(Reading, "allow_other_encoder")
-    imports: str | None = like(Reading, "imports")
     device: str = like(Settings, "device", group=None)
 
 

@@ -214,7 +214,7 @@ def test_held_out_rows(launch, evaluate, refused, data_dir, tmp_path, monkeypatc
         found = evaluate("run", "--data-dir", place)[1]
         assert (found["examples"], found["accuracy"]) == (24, result["accuracy"])
     Path("data").rename("gone")
-    refused(["run"], "data is not a directory: --data-dir names", **EVALUATE)
+    refused(["run"], "data/rte is not a directory", **EVALUATE)
     assert evaluate("run", "--data-dir", "gone", "--max-length", 12)[1]["examples"] == 24
     rows = Path("moved/rte/train.jsonl").read_text()
     more = json.dumps({"sentence1": "a", "sentence2": "b", "label": 0}) + "\n"
