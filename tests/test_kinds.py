@@ -44,9 +44,8 @@ from fusion import (
 from runtime.processes import micro_batches, rank_and_world_size
 from variants.folding import fold
 
-REPOSITORY = Path(train.__file__).resolve().parent
 TABLES = (ADAPTERS, KINDS, FUSIONS, TASKS, Classification.scores)
-EXAMPLES = sorted(path.stem for path in (REPOSITORY / "examples").glob("[!_]*.py"))
+EXAMPLES = sorted(path.stem for path in Path(train.__file__).parent.glob("examples/[!_]*.py"))
 
 without = [dict(table) for table in TABLES]
 for name in EXAMPLES:
@@ -58,9 +57,6 @@ def fill(contents):
     for table, content in zip(TABLES, contents, strict=True):
         table.clear()
         table.update(content)
-
-
-fill(without)  # the other tests know nothing of the examples
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -100,12 +96,6 @@ FUSION_KINDS = with_examples[2]
 TASK_KINDS = {task.kind for task in with_examples[3].values()}
 every_adapter = pytest.mark.parametrize("kind", ADAPTER_KINDS)
 every_fusion = pytest.mark.parametrize("fusion_kind", FUSION_KINDS)
-
-
-def options_of(kind):
-    """--adapter and --adapter-config of a name in ADAPTER_KINDS"""
-    name, _, field = kind.partition(" ")
-    return ["--adapter", name, *(["--adapter-config", f"{field}=true"] if field else [])]
 
 
 def randomize(bert, part):
@@ -352,7 +342,9 @@ def commands():
     """{name: what its run has beside the common options, and the runs that it needs}"""
     result = {}
     for kind in ADAPTER_KINDS:
-        result[kind] = [*cli("--stage adapter --task sst2"), *options_of(kind)]
+        name, _, field = kind.partition(" ")
+        change = f"--adapter-config {field}=true" if field else ""
+        result[kind] = cli(f"--stage adapter --task sst2 --adapter {name} {change}")
     for name in FUSION_KINDS:
         result[f"fusion {name}"] = cli(f"--stage fusion --task sst2 --fusion {name}")
     # `pick` is an own task, without a line in TASKS
@@ -365,9 +357,8 @@ def commands():
     return result
 
 
-fill(with_examples)
 COMMANDS = commands()
-fill(without)
+fill(without)  # the other tests know nothing of the examples
 
 
 @pytest.fixture(scope="module")
@@ -375,16 +366,12 @@ def trained(encoder, places, runs, tmp_path_factory):
     """trained(name, out, ...): the closing line's dictionary of a run of COMMANDS"""
 
     def trained(name, out, *more):
-        return train.main(arguments(name, out, *more))
-
-    def arguments(name, out, *more):
         common = cli("--device cpu --epochs 2 --limit-train 33 --limit-dev 20 --batch-size 8")
         common += cli("--lr 5e-3", model=encoder, data_dir=places, out=out)
-        adapters = [runs / "rte", runs / "pick"] if "fusion" in COMMANDS[name] else []
-        common += cli(adapters=adapters) if adapters else []
-        return [*COMMANDS[name], *common, *map(str, more)]
+        if "fusion" in COMMANDS[name]:
+            common += cli(adapters=[runs / "rte", runs / "pick"])
+        return train.main([*COMMANDS[name], *common, *more])
 
-    trained.arguments = arguments
     return trained
 
 
