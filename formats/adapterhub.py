@@ -149,14 +149,12 @@ def check_dropout(p):
         raise ValueError(f"dropout_prob must be a number in [0, 1), not {p!r:.50}")
 
 
-def is_factor(value):  # a file may ask for a bottleneck of any size
-    return type(value) in (int, float) and 0.1 <= value < math.inf
-
-
 def check_bottleneck(config, non_linearities, init_weights):
     """Raises ValueError, naming the field, for an invalid configuration of a bottleneck adapter."""
     factors = config.reduction_factor
     factors = factors.values() if isinstance(factors, Mapping) else [factors]
+    # below 0.1, a file could ask for a bottleneck of any size
+    usable = [type(factor) in (int, float) and 0.1 <= factor < math.inf for factor in factors]
     flags = "mh_adapter output_adapter original_ln_before original_ln_after ln_before ln_after "
     flags += "adapter_residual_before_ln layer_norms"
     rules = [
@@ -164,7 +162,7 @@ def check_bottleneck(config, non_linearities, init_weights):
         one_of("non_linearity", config.non_linearity, non_linearities),
         one_of("init_weights", config.init_weights, init_weights),
         one_of("residual_before_ln", config.residual_before_ln, (True, False, "post_add")),
-        ("reduction_factor", "a number of at least 0.1", all(map(is_factor, factors))),
+        ("reduction_factor", "a number of at least 0.1", all(usable)),
         ("leave_out", "a list of layers", is_list_of_layers(config.leave_out)),
     ]
     for field, words, right in rules:

@@ -94,25 +94,19 @@ class Checkpoint:
 
         Raises ValueError that names the file and what is missing, unknown or of another shape.
         """
-        result, wrong = {}, []
+        result = {}
         with error_prefix(self.weights_path):
-            for hub in [hub for hub in shapes if hub in self.names]:
-                name, shape = self.names[hub], shapes[hub]
-                tensor = self.tensors[name]()
-                if tensor.shape != shape:
-                    shown = f"{list(tensor.shape)}, {self.config_path.name} says {list(shape)}"
-                    wrong.append(f"{listed([name])} has shape {shown}")
-                elif not tensor.is_floating_point():
-                    wrong.append(f"{listed([name])} holds {tensor.dtype}, not floats")
-                else:
-                    result[hub] = tensor.float()
-            problems = wrong[:3]
             if missing := [hub for hub in shapes if hub not in self.names]:
-                problems.append(f"it lacks {listed(missing)}")
+                raise ValueError(f"it lacks {listed(missing)}")
             if unknown := [name for hub, name in self.names.items() if hub not in shapes]:
-                problems.append(f"it has unknown tensors {listed(unknown)}")
-            if problems:
-                raise ValueError("; ".join(problems))
+                raise ValueError(f"it has unknown tensors {listed(unknown)}")
+            for hub, shape in shapes.items():
+                tensor = self.tensors[self.names[hub]]()
+                if tensor.shape != shape or not tensor.is_floating_point():
+                    found = f"shape {list(tensor.shape)} in {tensor.dtype}"
+                    needed = f"{self.config_path.name} says {list(shape)}, in floats"
+                    raise ValueError(f"{listed([self.names[hub]])} has {found}, {needed}")
+                result[hub] = tensor.float()
         self.digest = digest_of(result)
         return result
 

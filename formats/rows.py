@@ -241,17 +241,11 @@ def of_hub(task, name):
             "into DATA_DIR/argument"
         )
     where = f"{task.source} {task.config or ''}".strip() + f", {name}"
-    reached = hub.hub_answers()
     try:
         rows = load_from_hub(task.source, task.config, task.revision)[name]
     except Exception as e:  # network, hub and format each raise their own kinds
-        reason = hub.reason_of(e)
-        if not reached:
-            cache = library().config.HF_DATASETS_CACHE
-            reason = f"it cannot be reached, and the cache {cache} does not have them"
-        raise FileNotFoundError(
-            f"{where} cannot be loaded from the hub ({reason}); --data-dir takes local files"
-        ) from e
+        problem = f"{where} cannot be loaded from the hub ({hub.reason_of(e)})"
+        raise FileNotFoundError(f"{problem}; --data-dir takes local files") from e
     commit = Path(rows.cache_files[0]["filename"]).parent.name if rows.cache_files else ""
     revision = commit if re.fullmatch("[0-9a-f]{40}", commit) else task.revision
 

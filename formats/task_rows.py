@@ -58,7 +58,9 @@ def own_columns(where, rows, names, labels=None):
         with error_prefix(f"{where}, line {line}"):
             row = apply_column_names(row, names)
             if i == 0 and "choices" in row:
-                choices = count_choices(row)
+                if not isinstance(row["choices"], list) or len(row["choices"]) < 2:
+                    raise ValueError("'choices' must be a list of at least two texts")
+                choices = len(row["choices"])
             filled |= {column for column in OWN_COLUMNS if row.get(column) is not None}
             if choices and "text_b" in filled:
                 raise ValueError("'text_b' beside 'choices': what the choices share is 'text_a'")
@@ -70,13 +72,6 @@ def own_columns(where, rows, names, labels=None):
         return columns, tuple(str(i) for i in range(choices))
     columns = ("text_a", "text_b") if "text_b" in filled else ("text_a",)
     return columns, tuple(sorted_labels(where, values) if labels is None else labels)
-
-
-def count_choices(row):
-    choices = row["choices"]
-    if not isinstance(choices, list) or len(choices) < 2:
-        raise ValueError("'choices' must be a list of at least two texts")
-    return len(choices)
 
 
 def missing(column, row):
@@ -108,9 +103,7 @@ def sorted_labels(where, values):
                 "at their ends, or in how an accent is written: make them one"
             )
     if len(values) == 1:
-        raise ValueError(
-            f"{where}: all labels are {[*values][0]!r:.100}, there is nothing to learn"
-        )
+        raise ValueError(f"{where}: all labels are {[*values][0]!r:.100}: nothing to learn")
     return sorted(values, key=lambda value: (int(value), value) if numbers else value)
 
 
@@ -159,9 +152,8 @@ def check_candidates(candidates, choices=None):
     for text in (text for pair in candidates for text in pair if text):
         text.encode()
         if len(text) > LONGEST_TEXT:
-            raise ValueError(
-                f"a text of {len(text):,} characters, at most {LONGEST_TEXT:,} are read"
-            )
+            most = f"at most {LONGEST_TEXT:,} are read"
+            raise ValueError(f"a text of {len(text):,} characters, {most}")
     if choices is not None and len(candidates) != choices:
         raise ValueError(f"{len(candidates)} choices, expected {choices}")
 

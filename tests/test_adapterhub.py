@@ -421,19 +421,14 @@ adapter | {"cross_adapter": true} | cross_adapter = True
 adapter | {"architecture": "lora", "r": 8} | 'lora'
 adapter | {"architecture": "union", "configs": []} | 'union'
 adapter | {"architecture": ["x"]} | only bottleneck adapters
-adapter | {"non_linearity": "tanh"} | non_linearity must be one of
 adapter | {"reduction_factor": 1e-9} | reduction_factor must be
 adapter | {"reduction_factor": {"0": 8}} | neither layer 1
-adapter | {"reduction_factor": "8"} | reduction_factor must be
 adapter | {"mh_adapter": 1} | mh_adapter must be true or false
-adapter | {"leave_out": "all"} | leave_out
 adapter | {"leave_out": [0, 1]} | leaves no layer
-adapter | {"residual_before_ln": {}} | residual_before_ln must be
 head | {"head_type": "tagging"} | head_type = 'tagging'
 head | {"layers": 3} | layers = 3
 head | {"bias": false} | bias = False
 head | {"layers": 2, "activation_function": "relu"} | activation_function = 'relu'
-head | {"dropout_prob": "x"} | dropout_prob must be
 head | {"dropout_prob": 7} | dropout_prob must be
 head | {"num_labels": 2} | float [2, 32]
 head | {"num_labels": -1} | needs num_labels
@@ -445,7 +440,6 @@ adapter_fusion | {"dropout_prob": []} | dropout_prob
 """
 OF_FILE = """
 adapter | {"hidden_size": 64} | hidden_size 64, the encoder has 32
-adapter | {"hidden_size": "\\n"} | hidden_size
 adapter | {"model_type": "roberta"} | model_type 'roberta', the encoder has 'bert'
 adapter | {"config": "pfeiffer"} | no 'config'
 adapter_fusion | {"config": "static"} | no 'config'

@@ -6,7 +6,6 @@ import random
 import datasets
 import numpy as np
 import pytest
-import torch
 
 import data
 from conftest import cli, sentence, write_rows
@@ -174,10 +173,10 @@ def test_tokenised_data_is_cached(encoder, tmp_path, monkeypatch):
 # Batches
 
 
-def test_epochs_differ_and_repeat():
+def test_epochs_differ():
     lengths = np.random.default_rng(0).integers(5, 128, 500)
-    epochs = [[b.tolist() for b in bucketed(lengths, 32, (0, epoch))] for epoch in (1, 1, 2)]
-    assert epochs[0] == epochs[1] != epochs[2]
+    one, two = (np.concatenate(bucketed(lengths, 32, (0, epoch))) for epoch in (1, 2))
+    assert (one != two).any()
 
 
 @pytest.mark.parametrize("choices", [1, 4])
@@ -192,17 +191,12 @@ def test_little_padding(choices, encoder, tmp_path):
         written.append(several if choices > 1 else {"text_a": texts[0], "label": i % 2})
     write_rows(tmp_path / "own" / "train.jsonl", written)
     split = load_split(get_task("own", tmp_path), "train", load_tokenizer(encoder, 48), tmp_path)
-    real = total = seen = 0
+    real = total = 0
     for batch in batches(split, 32, seed=(0, 1)):
-        count = len(batch["input_ids"])
-        assert count == choices * len(batch["labels"])  # an example's choices stay together
-        seen += len(batch["labels"])
-        parts = list(split_by_length(batch))
-        assert sorted(torch.cat([places for places, _ in parts]).tolist()) == list(range(count))
-        for _, (ids, _, mask) in parts:
+        for _, (ids, _, mask) in split_by_length(batch):
             real += mask.sum().item()
             total += ids.numel()
-    assert seen == 6500 and real == sum(len(ids) for row in split["input_ids"] for ids in row)
+    assert real == sum(len(ids) for row in split["input_ids"] for ids in row)
     assert 1 - real / total < 0.05
 
 
@@ -251,11 +245,10 @@ def test_own_columns_and_a_held_out_development_set(launch, tmp_path, separator,
 def test_other_names_of_the_development_file(tokenizer, tmp_path, name):
     written = [{"text_a": row["premise"], "label": row["gold"]} for row in mine(40)]
     write_rows(tmp_path / "mine/train.jsonl", written)
-    lines = "".join(f"{row['text_a']},{row['label']}\n" for row in written[:10])
+    write_rows(path := tmp_path / "mine" / name, written[:10])
     if name.endswith("csv"):
-        (tmp_path / "mine" / name).write_text(f"text_a,label\n{lines}")
-    else:
-        write_rows(tmp_path / "mine" / name, written[:10])
+        lines = [f"{row['text_a']},{row['label']}" for row in written[:10]]
+        path.write_text("\n".join(["text_a,label", *lines]))
     task = get_task("mine", tmp_path)
     assert len(load_split(task, "validation", tokenizer, tmp_path)) == 10
     with pytest.raises(ValueError, match=f"--dev-fraction: .*{name} has a development set"):

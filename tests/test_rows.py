@@ -147,12 +147,6 @@ def behind(message, cause=None):
     return error
 
 
-def test_the_whole_reason_in_one_line():
-    assert hub.reason_of(NO) == "no You may not."
-    assert hub.reason_of(behind("check", Answer("503 Unavailable"))) == "503 Unavailable"
-    assert hub.reason_of(ValueError()) == "ValueError"
-
-
 @pytest.fixture
 def online(monkeypatch):
     monkeypatch.setattr(hub, "hub_answers", lambda: True)
