@@ -44,7 +44,7 @@ STEPS = {
         "before_after": ("before & after", "original_ln_before=true original_ln_after=true"),
         "before": ("before", "original_ln_before=true original_ln_after=false"),
         "before_ln": (
-            "before, residual after it",
+            "before, residual LN(f + x)",
             "original_ln_before=true original_ln_after=false residual_before_ln=false",
         ),
         "after": ("after", "original_ln_before=false original_ln_after=true"),
