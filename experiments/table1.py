@@ -178,8 +178,8 @@ class Runs:
             others = [other for other in tasks if other != task]
             if not others:
                 return None
-            need = self.source("full", first := self.largest(others), seed)
-            name = f"{system}-{first}-{task}"
+            first = self.largest(others)
+            need, name = self.source("full", first, seed), f"{system}-{first}-{task}"
             return self.add(name, system, own, task, seed, [need], self.out(need))
         return self.add(f"{system}-{task}", system, own, task, seed)
 
@@ -406,14 +406,10 @@ def write_results(options, runs, results, config):
             "the same rule, applied to the accuracies that the paper prints.\n"
         )
     pairs = [(system, "full") for system in BARS]
-    panels = {
-        f"here: {grid.encoder_name(options, config)}": differences(ours, pairs, options.tasks),
-        f"paper: {'RoBERTa' if roberta else 'BERT'}-base": differences(
-            theirs, pairs, options.tasks
-        ),
-    }
-    if next(iter(panels.values())):
-        panels = {title: panel for title, panel in panels.items() if panel}
+    here, there = (differences(values, pairs, options.tasks) for values in (ours, theirs))
+    if here:
+        panels = {f"here: {grid.encoder_name(options, config)}": here}
+        panels |= {f"paper: {'RoBERTa' if roberta else 'BERT'}-base": there} if there else {}
         figure3(path("figure3", "png"), options, panels)
         parts += ["## Figure 3: difference to full fine-tuning\n"]
         parts += [f"![Figure 3]({path('figure3', 'png').name})\n"]
