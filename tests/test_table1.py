@@ -420,8 +420,8 @@ def test_a_small_grid_for_real(encoder, data_dir, tmp_path):
     accuracy = 100 * metrics(out, "fusion_st_a-rte-0")["accuracy"]
     assert rows_of(out / "table1-96.csv")["rte"]["fusion_st_a_mean"] == f"{accuracy:.2f}"
     text = (out / "results-96.md").read_text()
-    assert "Each target is cut to 96 training examples" in text
-    assert "trained on all of their task's examples" in text
+    assert "limit-train `96`" in text and "train-options `--epochs 2 --lr 5e-3" in text
+    assert str(tmp_path) not in text  # nothing of this machine
 
     def refused(say, *more):
         grid.encoder.cache_clear()
