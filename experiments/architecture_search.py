@@ -44,7 +44,7 @@ STEPS = {
         "before_after": ("before & after", "original_ln_before=true original_ln_after=true"),
         "before": ("before", "original_ln_before=true original_ln_after=false"),
         "before_ln": (
-            "before, residual after it",
+            "before, residual LN(f + x)",
             "original_ln_before=true original_ln_after=false residual_before_ln=false",
         ),
         "after": ("after", "original_ln_before=false original_ln_after=true"),
@@ -85,8 +85,7 @@ TITLES = {
     "non_linearity": "(e) Non-linearity",
     "extras": "(f) Earlier architectures",
 }
-# (marker, line style) of a panel's options
-LINES = [("o", "-"), ("s", "--"), ("^", "-."), ("D", ":"), ("v", (0, (5, 1, 1, 1, 1, 1)))]
+LINES = "o- s-- ^-. D: v-".split()  # marker and line of a panel's options
 
 
 @dataclass(frozen=True)
@@ -94,9 +93,7 @@ class Options(grid.Options):
     tasks: tuple = settings.option(
         (), "each is searched by itself; the paper's: sst2 argument commonsense_qa", required=True
     )
-    out: Path = settings.option(
-        Path("runs/search"), "directory of runs and results; default runs/search"
-    )
+    out: Path = grid.operation(Path("runs/search"), "of runs and results; default runs/search")
     reduction_factors: tuple[float, ...] = settings.option((2.0, 8.0, 16.0, 64.0))
     no_extras: bool = settings.option(False, f"leave out {', '.join(EXTRAS)}")
     adapter_options: str = grid.stage_options("adapter")
@@ -342,13 +339,13 @@ def figure(path, search, steps, full):
     for panel, step in zip(panels, steps, strict=True):
         if full is not None:
             panel.axhline(full, color="black", linewidth=2.2, alpha=0.35, label="full fine-tuning")
-        for option, (marker, line) in zip(search.means(step), LINES, strict=False):
+        for option, line in zip(search.means(step), LINES, strict=False):
             points = [(f, *search.over_seeds(step, option=option, factor=f)) for f in factors]
             if points := [point for point in points if point[1] is not None]:
                 xs, means, deviations = zip(*points, strict=True)
                 errors = None if None in deviations else deviations
-                style = {"marker": marker, "linestyle": line, "linewidth": 1.4, "markersize": 5}
-                panel.errorbar(xs, means, errors, capsize=2, label=label(step, option), **style)
+                style = {"fmt": line, "linewidth": 1.4, "markersize": 5, "capsize": 2}
+                panel.errorbar(xs, means, errors, label=label(step, option), **style)
         panel.set_xscale("log", base=2)
         panel.set_xticks(factors, [f"{factor:g}" for factor in factors])
         panel.minorticks_off()
@@ -387,19 +384,14 @@ def run(searches, options, config):
 
 
 def plan(searches, options):
-    """Lists the runs of all steps. An undecided step is taken to end as in the paper."""
-    cells, assumed = {}, []
+    """Lists the runs of all steps, as if each ended as in the paper."""
+    cells = {}
     for search in searches:
         for step in STEPS:
-            of_step = search.build(step)
-            cells |= {cell.name: cell for cell in of_step}
-            search.results |= grid.finished(of_step, options)[0]
-            option = search.winner(step)
-            assumed += [f"{search.task} ({step})"] if option is None else []
-            search.best |= sets(step, option or papers(step))
+            cells |= {cell.name: cell for cell in search.build(step)}
+            search.best |= sets(step, papers(step))
     grid.print_plan(list(cells.values()), options)
-    if assumed:
-        print(f"taken to end as in the paper, which decides what follows: {', '.join(assumed)}")
+    print("What follows a step is listed as if the step ended as in the paper.")
 
 
 def main(argv=None):

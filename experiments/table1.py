@@ -77,7 +77,7 @@ def is_part(text):
 class Options(grid.Options):
     tasks: tuple = option((), "default: those of the paper's 16 that are in --data-dir")
     seeds: tuple[int, ...] = option((0, 1, 2), valid=SEED)
-    out: Path = option(Path("runs/table1"), "directory of runs and results; default runs/table1")
+    out: Path = grid.operation(Path("runs/table1"), "of runs and results; default runs/table1")
     systems: tuple = option(
         tuple(SYSTEMS), " ".join(SYSTEMS), choices=list(SYSTEMS), metavar="SYSTEM"
     )
@@ -103,7 +103,7 @@ class Options(grid.Options):
     adapter_options: str = grid.stage_options("adapter")
     fusion_options: str = grid.stage_options("fusion")
     multitask_options: str = grid.stage_options("multitask")
-    part: str = option(
+    part: str = grid.operation(
         "0/1",
         "run every N-th run only, from the I-th on, for job arrays",
         metavar="I/N",
@@ -178,8 +178,8 @@ class Runs:
             others = [other for other in tasks if other != task]
             if not others:
                 return None
-            need = self.source("full", first := self.largest(others), seed)
-            name = f"{system}-{first}-{task}"
+            first = self.largest(others)
+            need, name = self.source("full", first, seed), f"{system}-{first}-{task}"
             return self.add(name, system, own, task, seed, [need], self.out(need))
         return self.add(f"{system}-{task}", system, own, task, seed)
 
@@ -395,7 +395,9 @@ def write_results(options, runs, results, config):
         accuracy_table(title, path(name), systems, options, runs.sizes, found, theirs)
         for name, title, systems in wanted
     ]
-    parts = ["# Results\n", caption(options, config, roberta) + "\n"]
+    printed = "RoBERTa-base, Table 4" if roberta else "BERT-base-uncased, Tables 1 and 3"
+    note = f"In brackets: the paper's {printed}; the means, too, are over the tasks listed here."
+    parts = ["# Results\n", grid.caption(options, config, note) + "\n"]
     for title, header, rows in tables:
         parts += [f"## {title}\n", report.markdown(rows, header)]
     if differences(ours, COMPARISONS, options.tasks):
@@ -406,40 +408,14 @@ def write_results(options, runs, results, config):
             "the same rule, applied to the accuracies that the paper prints.\n"
         )
     pairs = [(system, "full") for system in BARS]
-    panels = {
-        f"here: {grid.encoder_name(options, config)}": differences(ours, pairs, options.tasks),
-        f"paper: {'RoBERTa' if roberta else 'BERT'}-base": differences(
-            theirs, pairs, options.tasks
-        ),
-    }
-    if next(iter(panels.values())):
-        panels = {title: panel for title, panel in panels.items() if panel}
+    here, there = (differences(values, pairs, options.tasks) for values in (ours, theirs))
+    if here:
+        panels = {f"here: {grid.encoder_name(options, config)}": here}
+        panels |= {f"paper: {'RoBERTa' if roberta else 'BERT'}-base": there} if there else {}
         figure3(path("figure3", "png"), options, panels)
         parts += ["## Figure 3: difference to full fine-tuning\n"]
         parts += [f"![Figure 3]({path('figure3', 'png').name})\n"]
     return report.write_text(path("results", "md"), "\n".join(parts)), tables
-
-
-def caption(options, config, roberta):
-    """What the numbers are, and everything in which this grid is smaller than the paper's."""
-    tables = "RoBERTa-base, Table 4" if roberta else "BERT-base-uncased, Tables 1 and 3"
-    lines = [f"In brackets: the paper's {tables}; the means, too, are over the tasks listed here."]
-    if options.limit_train:
-        lines.append(
-            f"Each target is cut to {options.limit_train:,} training examples, drawn with the "
-            "seed; multi-task models see so many of each task."
-        )
-    if options.limit_train or options.limit_source:
-        sources = f"at most {options.limit_source:,}" if options.limit_source else "all"
-        lines.append(
-            "Source adapters, and what sequential fine-tuning begins with, are trained on "
-            f"{sources} of their task's examples."
-        )
-    if options.one_seed:
-        lines.append(f"One seed only: {', '.join(options.one_seed)}.")
-    if options.source_seeds:
-        lines.append(f"Source adapters have seeds {', '.join(map(str, options.source_seeds))}.")
-    return grid.caption(options, config, *lines)
 
 
 def main(argv=None):
