@@ -283,7 +283,7 @@ def test_hostile_text_stays_text(say, fusion, tmp_path):
         ("rte -", "", "stdin is empty"),
         ("rte -", "red\tone\nred\n", "stdin, line 2: rte takes"),
         ("rte -", '{"sentence1": "a"}', "stdin, line 1: no column 'sentence2'"),
-        ("rte -", '{"sentence1": "a", "sentence2": "b"}\n[1]', "stdin, line 2: rte takes sentence1"),
+        ("rte -", '{"sentence1": "a", "sentence2": "b"}\n[1]', "stdin, line 2: rte takes"),
         ("rte -", '{"sentence1": "a", "sentence2": "\\ud800"}', "stdin, line 1: 'utf-8'"),
         ("pick -", "red\tone\n", "stdin, line 1: pick takes"),
         ("rte --file rows.txt", "", "rows.txt: only .jsonl, .json, .csv, .tsv, .parquet"),
