@@ -19,6 +19,7 @@ if __name__ == "__main__":
 
     announce("figure4.py")
 
+import contextlib
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -39,8 +40,10 @@ from runtime.run import progress_bar
 from runtime.settings import argument, like, option, parse
 from train import Settings
 
-# Lightness rises with the weight, so it can be read in grey and with any colour vision.
-COLOURS = "cividis"
+# Lightness rises with the weight, so it can be read in grey and with any colour vision. In the
+# middle black and white text have the same contrast.
+COLOURS, MIDDLE = "cividis", 0.465
+HATCHED = {"facecolor": "white", "edgecolor": "0.75", "hatch": "////", "linewidth": 0}
 WRITTEN = ("figure4.png", "figure6.png", "weights.csv", "summary.txt")
 BATCH_SIZE = 64
 LEGEND = """weight: mean over tokens and layers; 1.00 is what each adapter has if none is preferred.
@@ -107,14 +110,12 @@ def inputs_of(bert, examples, description="fusion weights"):
             yield inputs
 
 
-def mean_weights(
-    run, data_dir=None, model=None, device="cpu", limit=None, allow_other_encoder=False
-):
-    """(names of the N adapters, `average`'s weights, task) of a fusion run on its development set,
-    or on `limit` examples of it."""
+def mean_weights(run, data_dir=None, model=None, device="cpu", allow_other_encoder=False):
+    """(names of the N adapters, `average`'s weights, task) of a fusion run on its development
+    set."""
     bert, _, config = load_run(run, device, model=model, allow_other_encoder=allow_other_encoder)
     check_stage(run, config, ["fusion"], "have fusion weights")
-    task, examples = load_run_split(run, bert, config, data_dir=data_dir, limit=limit)
+    task, examples = load_run_split(run, bert, config, data_dir=data_dir)
     return config["adapters"], average(bert, inputs_of(bert, examples, str(run))), task.name
 
 
@@ -129,37 +130,35 @@ def spread(weights):
 # Single adapters to compare with
 
 
-def difference(run, baseline):
-    """What a baseline has otherwise than a fusion, in words, or None. data_sha256 covers the
-    training examples that --limit-train draws with the seed, so it is compared within a seed."""
-    ours, theirs = read_json(run / "config.json"), read_json(baseline / "config.json")
-    for name, what in (("model", "encoder"), ("dev_examples", "number of development examples")):
-        if ours.get(name) != theirs.get(name):
-            return f"another {what} than {run}: {theirs.get(name)}, not {ours.get(name)}"
-    drawn = ours.get("seed") != theirs.get("seed") and ours.get("limit_train")
-    if not drawn and ours.get("data_sha256") != theirs.get("data_sha256"):
-        return f"other data, or other tokens of them, than {run}"
-    return None
+def single_adapter(directory, runs):
+    """(task, development accuracy) of the run of a single adapter. Raises ValueError for another
+    one, and for one that is not comparable with the fusions of its task among the runs."""
+    metrics, theirs = (read_json(directory / f"{name}.json") for name in ("metrics", "config"))
+    if metrics["stage"] != "adapter" or "accuracy" not in metrics:
+        raise ValueError(f"--baseline {directory} is not the run of a single adapter's accuracy")
+    for ours in (read_json(run / "config.json") for run in runs):
+        same = ["model", "dev_examples", "data_sha256"] if ours["task"] == theirs["task"] else []
+        if same and ours["seed"] != theirs["seed"] and ours["limit_train"]:
+            same.remove("data_sha256")  # the training examples are drawn with the seed
+        for name in same:
+            if ours[name] != theirs[name]:
+                what = f"{name} is {theirs[name]}, that of the fusion is {ours[name]}"
+                raise ValueError(f"--baseline {directory} is not comparable: its {what}")
+    return metrics["task"], metrics["accuracy"]
 
 
 def find_baselines(runs, given):
-    """{task: mean development accuracy of its single adapters}. A given run must be comparable with
-    the fusions of its task; one that only lies beside a fusion is passed over if it is not."""
-    tasks, found = {run: read_json(run / "metrics.json").get("task") for run in runs}, {}
-    beside = [run.resolve().parent / task for run, task in tasks.items()]
-    beside = [path for path in beside if (path / "metrics.json").is_file()]
-    for i, directory in enumerate([*given, *beside]):
-        metrics = read_json(directory / "metrics.json")
-        task, problem = metrics.get("task"), "is not the run of a single adapter with an accuracy"
-        if metrics.get("stage") == "adapter" and "accuracy" in metrics:
-            different = (difference(run, directory) for run in runs if tasks[run] == task)
-            problem = next((f"has {what}: not comparable" for what in different if what), None)
-        if problem and i < len(given):
-            raise ValueError(f"--baseline {directory} {problem}")
-        if i < len(given):
-            found.setdefault(task, []).append(metrics["accuracy"])
-        elif not problem:
-            found.setdefault(task, [metrics["accuracy"]])
+    """{task: mean development accuracy of its single adapters}. A run that only lies beside a
+    fusion is passed over if it is not comparable."""
+    found = {}
+    for task, accuracy in (single_adapter(directory, runs) for directory in given):
+        found.setdefault(task, []).append(accuracy)
+    for run in runs:
+        task = read_json(run / "config.json")["task"]
+        beside = run.resolve().parent / task
+        if task not in found and (beside / "metrics.json").is_file():
+            with contextlib.suppress(ValueError):
+                found[task] = [single_adapter(beside, runs)[1]]
     return {task: mean(accuracies) for task, accuracies in found.items()}
 
 
@@ -176,23 +175,13 @@ def heat_map(axes, values, rows, columns, top=1.0):
             if math.isnan(value):
                 axes.fill_between([x - 0.5, x + 0.5], y - 0.5, y + 0.5, **HATCHED)
             else:
-                colour = readable_on(image.cmap(image.norm(value)))
+                colour = "black" if image.norm(value) > MIDDLE else "white"
                 axes.text(x, y, f"{value:.2f}", color=colour, fontsize=6, ha="center", va="center")
     names = {"fontsize": 8, "parse_math": False}  # no name of an adapter is a formula
     axes.set_yticks(range(len(rows)), rows, **names)
     axes.set_xticks(range(len(columns)), columns, rotation=90, **names)
     axes.tick_params(length=2)
     return image
-
-
-HATCHED = {"facecolor": "white", "edgecolor": "0.75", "hatch": "////", "linewidth": 0}
-
-
-def readable_on(colour):
-    """Black or white, whichever has more contrast with an RGB colour, by its relative luminance."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour[:3]]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return "black" if luminance > 0.179 else "white"
 
 
 def slot_names(slots):
@@ -287,7 +276,7 @@ def read_targets(options):
     found = []
     for run in options.runs:
         print(f"{run}: fusion weights on its development set", flush=True)
-        given = options.data_dir, options.model, device, None, options.allow_other_encoder
+        given = options.data_dir, options.model, device, options.allow_other_encoder
         found.append(mean_weights(run, *given))
     baselines = find_baselines(options.runs, options.baseline)
     counts = Counter(task for _, _, task in found)

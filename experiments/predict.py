@@ -26,7 +26,6 @@ if __name__ == "__main__":
     announce("predict.py", stdout_is_data=True)
 
 import contextlib
-import csv
 import json
 import signal
 import sys
@@ -38,8 +37,9 @@ from string import ascii_letters
 import torch
 
 from experiments.load_run import Reading, load_run
-from formats.files import atomic_write, error_prefix
-from formats.rows import READERS, read_rows
+from experiments.report import table, write_csv, write_text
+from formats.files import error_prefix
+from formats.rows import read_rows
 from runtime.command import run_command
 from runtime.processes import choose_device
 from runtime.settings import argument, like, option, parse
@@ -79,9 +79,8 @@ def check(options):
                 raise ValueError(f"--{name} {path} is not a file")
             if not path.parent.is_dir():
                 raise ValueError(f"--{name} {path} lies in no directory that is there")
-            if options.file and path.exists() and Path(options.file).exists():
-                if path.samefile(options.file):
-                    raise ValueError(f"--{name} {path} would replace the input, --file")
+            if options.file and path.resolve() == Path(options.file).resolve():
+                raise ValueError(f"--{name} {path} would replace the input, --file")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -90,20 +89,15 @@ def check(options):
 
 def read_stdin(model):
     """(line, input) of stdin: JSON objects, or texts between tabs."""
-    try:
-        lines = sys.stdin.buffer.read().decode("utf-8-sig").split("\n")
-    except UnicodeDecodeError as e:
-        raise ValueError(f"stdin: not UTF-8 text: {e}") from e
-    lines = [(i, line.rstrip("\r")) for i, line in enumerate(lines, 1) if line.strip()]
-    K = len(model.task.labels)
-    for i, line in lines:
-        fields = line.split("\t")
-        if lines[0][1].lstrip().startswith("{"):
+    with error_prefix("stdin"):
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
+    K, objects = len(model.task.labels), text.lstrip().startswith("{")
+    for i, line in enumerate(text.split("\n"), 1):
+        if objects and line.strip():
             with error_prefix(f"stdin, line {i}"):
-                if not isinstance(row := json.loads(line), dict):
-                    raise ValueError("not a JSON object")
-            yield i, row
-        else:
+                yield i, json.loads(line)
+        elif line.strip():
+            fields = line.rstrip("\r").split("\t")
             yield i, [*fields[:-K], fields[-K:]] if model.task.choices else fields
 
 
@@ -113,11 +107,8 @@ def read_inputs(options, model):
         given = [*options.texts, options.choices] if options.choices else [*options.texts]
         model.candidates(given)
         return [(1, given)]
-    stdin = options.file == "-"
-    where = "stdin" if stdin else options.file
-    if not stdin and Path(where).suffix not in READERS:
-        raise ValueError(f"--file {where}: only {', '.join(READERS)} are read, and - for stdin")
-    inputs = list(read_stdin(model) if stdin else read_rows(where))
+    where = "stdin" if options.file == "-" else options.file
+    inputs = list(read_stdin(model) if options.file == "-" else read_rows(where))
     if not inputs:
         raise ValueError("stdin is empty")
     for line, given in inputs:
@@ -152,15 +143,13 @@ def line_of_text(model, candidates, answer):
 def write_submission(path, model, inputs, answers):
     """A file for GLUE's server: for each input its index, the row's own `idx` where it has one, and
     the answer."""
-    labels = model.task.labels
-    with atomic_write(path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-        writer = csv.writer(file, delimiter="\t", lineterminator="\n")
-        writer.writerow(["index", "prediction"])
-        for i, ((_, row), answer) in enumerate(zip(inputs, answers, strict=True)):
-            row = row if isinstance(row, dict) else {}
-            value = answer.get("label", answer.get(labels[0]))
-            value = labels.index(value) if model.task.name in GLUE_NUMBERS else value
-            writer.writerow([row.get("idx", row.get("index", i)), value])
+    labels, rows = model.task.labels, []
+    for i, ((_, row), answer) in enumerate(zip(inputs, answers, strict=True)):
+        row = row if isinstance(row, dict) else {}
+        value = answer.get("label", answer.get(labels[0]))
+        value = labels.index(value) if model.task.name in GLUE_NUMBERS else value
+        rows.append([row.get("idx", row.get("index", i)), value])
+    write_csv(path, ["index", "prediction"], rows, delimiter="\t")
 
 
 def explain(model, given, answer):
@@ -175,30 +164,31 @@ def explain(model, given, answer):
     }
 
 
-def table(example, adapters):
+def tables(example, adapters):
     """Lines: for every token, the adapter with the largest weight at every layer, and that weight
     in %. adapters: of `page_data`"""
     letters = [adapter["letter"] for adapter in adapters]
     yield "  ".join(f"{one['letter']} = {printable(one['name'])}" for one in adapters)
+
+    def cell(s):  # [N]
+        return f"{letters[s.argmax()]} {100 * s.max():3.0f}"
+
     for candidate in example["candidates"]:
         if len(example["candidates"]) > 1:
             yield printable(candidate["text"])
+        tokens = [printable(token, 16) for token in candidate["tokens"]]
         for location, layers in candidate["weights"].items():
+            columns = [
+                ["-"] * (len(tokens) + 1) if s is None else [*map(cell, s), cell(s.mean(0))]
+                for s in layers
+            ]
             title = f"{location}, layer" if len(candidate["weights"]) > 1 else "layer"
-            yield f"{title:>16}" + "".join(f"{i:>6}" for i in range(1, len(layers) + 1))
-            for t, token in enumerate([*candidate["tokens"], "(mean)"]):
-                line = f"{printable(token, 16):>16}"
-                for weights in layers:
-                    if weights is None:
-                        line += f"{'-':>6}"
-                        continue
-                    s = weights.mean(0) if t == len(weights) else weights[t]
-                    line += f" {letters[s.argmax()]}{100 * s.max():4.0f}"
-                yield line
+            header = [title, *map(str, range(1, len(layers) + 1))]
+            yield from table([*zip([*tokens, "(mean)"], *columns, strict=True)], header, wrap=True)
 
 
-def page_data(model, examples):
-    """What the page shows: the run, its adapters with their letters and colours, and inputs."""
+def page_data(model):
+    """What the page shows of the run: its adapters, with their letters and colours."""
     names = model.config["adapters"]
     colours = [*COLOURS, *(f"hsl({137.5 * n % 360} 70% 50%)" for n in range(len(names)))]
     found = zip(names, cycle(ascii_letters), colours, strict=False)
@@ -207,7 +197,7 @@ def page_data(model, examples):
         "layers": len(model.bert.layers),
         "max_length": model.config["max_length"],
         "adapters": [{"name": n, "letter": letter, "colour": c} for n, letter, c in found],
-        "examples": examples,
+        "examples": [],
     }
 
 
@@ -247,33 +237,23 @@ def main(argv=None):
     model = load(options)
     inputs = read_inputs(options, model)
     if options.explain and len(inputs) > MOST_EXPLAINED:
-        raise ValueError(
-            f"--explain takes at most {MOST_EXPLAINED} inputs, there are {len(inputs)}"
-        )
-    answers, lines, examples = [], [], []
+        raise ValueError(f"--explain takes {MOST_EXPLAINED} inputs at most, not {len(inputs)}")
+    answers, data = [], page_data(model)
     for start in range(0, len(inputs), WINDOW):
         window = inputs[start : start + WINDOW]
-        for (line, given), answer in zip(
-            window, model.predict([given for _, given in window]), strict=True
-        ):
+        found = model.predict([given for _, given in window])
+        for (line, given), answer in zip(window, found, strict=True):
             answers.append(answer)
-            if options.explain:
-                examples.append(explain(model, given, answer))
             if options.json:
-                text = json.dumps({"line": line, **answer} if options.file else answer)
-            else:
-                text = line_of_text(model, model.candidates(given), answer)
-            if options.out is None and not options.explain:
-                print(text)
-            lines.append(text)
+                print(json.dumps({"line": line, **answer} if options.file else answer))
+            elif options.out is None:
+                print(line_of_text(model, model.candidates(given), answer))
+            if options.explain:
+                data["examples"].append(explain(model, given, answer))
+                if not options.json:
+                    print(*tables(data["examples"][-1], data["adapters"]), sep="\n")
     if options.explain:
-        data = page_data(model, examples)
-        with atomic_write(options.explain) as temporary:
-            temporary.write_text(page(data), encoding="utf-8")
-        for text, example in zip(lines, examples, strict=True):
-            print(text)
-            if not options.json:
-                print("\n".join(table(example, data["adapters"])))
+        write_text(options.explain, page(data))
         if not options.json:
             print(f"{options.explain}: the same as a page")
     if options.out:
@@ -282,10 +262,8 @@ def main(argv=None):
     cut = sum(answer["truncated"] for answer in answers)
     if cut and not options.json:
         length = model.config["max_length"]
-        print(
-            f"note: {cut} of {len(inputs)} inputs were cut to {length} tokens, as in training",
-            file=sys.stderr,
-        )
+        note = f"note: {cut} of {len(inputs)} inputs were cut to {length} tokens, as in training"
+        print(note, file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -132,58 +133,22 @@ def kind_of(config, bert):
     return escape(f"{config['adapter']}, {words}")
 
 
-def publish(options, out, repo):
-    """Writes the folder `out`. Raises ValueError or FileNotFoundError for a run that is not
-    finished, has no adapter, or does not load, or has learned nothing, unless --anyway; then
-    nothing is written."""
-    run = options.run
-    check_out(run, out, options.overwrite)
-    check_stage(run, read_run_config(run), ["adapter", "fusion"], "can be published")
-    bert, head, config = load_run(run, model=options.model)  # so it is whole, and will load there
-    check_name(config["task"])
-    if unknown := unknown_kind(bert):
-        raise ValueError(f"{run}: AdapterHub's library has no {unknown}, and cannot read the file")
-    encoder = options.encoder or config["model"]
-    if options.encoder is None and Path(encoder).is_absolute():
-        raise ValueError(
-            f"{run} was trained on an encoder in a local directory, {Path(encoder).name}: say "
-            "with --encoder what its hub id is"
-        )
-    for name in (encoder, repo, options.code or ""):  # which the card has in its code
-        if re.search(r"[^\w ./@+~:=,()?#%-]", name):
-            raise ValueError(f"{name!r:.100} is no name for an encoder, a repository or a place")
-    metrics = read_json(run / "metrics.json")
-    text = card(config, metrics, bert, head, encoder, repo, options)
-    share = metrics.get("majority_class_accuracy")
-    if share is not None and metrics["accuracy"] <= share and not options.anyway:
-        raise ValueError(
-            f"{run} has learned nothing: accuracy {metrics['accuracy']:.4f}, the majority class "
-            f"alone {share:.4f}; --anyway publishes it"
-        )
-    bert.source = encoder  # into the files
-    write(out, bert, head, config, text)
-
-
-def check_out(run, out, overwrite):
-    """Raises ValueError if the folder cannot be written to `out`."""
-    if (out.exists() or out.is_symlink()) and not out.is_dir():
-        raise ValueError(f"--out {out} is a file, or a link that leads nowhere")
-    if out.exists() and run.exists() and out.samefile(run):
-        raise ValueError(f"--out {out} is the run itself")
+def check_out(out, overwrite):
+    """Raises an error unless `out` is new, empty, or may be replaced."""
     if out.exists() and any(out.iterdir()):
         if not overwrite:
             raise ValueError(f"{out} is not empty: choose another --out, or --overwrite it")
         card_and_head = all((out / name).is_file() for name in ("README.md", "head_config.json"))
-        if not card_and_head or (out / "log.jsonl").exists():
+        if not card_and_head or (out / "log.jsonl").exists():  # which a run has
             raise ValueError(f"{out} is not a folder that this command wrote: choose another --out")
 
 
 def write(out, bert, head, config, text):
     """Writes all files into a temporary folder, then moves them. What else is in `out`, for
     instance .git, stays."""
-    temporary = out.parent / f".{out.name}.{os.getpid()}"
     out.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with tempfile.TemporaryDirectory(dir=out.parent) as directory:
+        temporary = Path(directory)
         if config["stage"] == "adapter":
             save_adapter(bert, config["task"], temporary)
         for name in config["adapters"]:
@@ -199,15 +164,37 @@ def write(out, bert, head, config, text):
             (out / name).unlink(missing_ok=True)
             if (temporary / name).exists():
                 (temporary / name).rename(out / name)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def main(argv=None):
     options = parse(Options, argv, "python -m experiments.publish", __doc__)
-    name = Path(os.path.realpath(options.run)).name
+    run, name = options.run, Path(os.path.realpath(options.run)).name
     out, repo = options.out or Path("published") / name, options.repo or f"USER/{name}"
-    publish(options, out, repo)
+    check_out(out, options.overwrite)
+    check_stage(run, read_run_config(run), ["adapter", "fusion"], "can be published")
+    bert, head, config = load_run(run, model=options.model)  # so it is whole, and will load there
+    check_name(config["task"])
+    if unknown := unknown_kind(bert):
+        raise ValueError(f"{run}: AdapterHub's library has no {unknown}, and cannot read the file")
+    encoder = options.encoder or config["model"]
+    if options.encoder is None and Path(encoder).is_absolute():
+        raise ValueError(
+            f"{run} was trained on an encoder in a local directory, {Path(encoder).name}: say "
+            "with --encoder what its hub id is"
+        )
+    for said in (encoder, repo, options.code or ""):  # which the card has in its code
+        if re.search(r"[^\w ./@+~:=,()?#%-]", said):
+            raise ValueError(f"{said!r:.100} is no name for an encoder, a repository or a place")
+    metrics = read_json(run / "metrics.json")
+    text = card(config, metrics, bert, head, encoder, repo, options)
+    accuracy, share = metrics["accuracy"], metrics.get("majority_class_accuracy")
+    if share is not None and accuracy <= share and not options.anyway:
+        raise ValueError(
+            f"{run} has learned nothing: accuracy {accuracy:.4f}, the majority class alone "
+            f"{share:.4f}; --anyway publishes it"
+        )
+    bert.source = encoder  # into the files
+    write(out, bert, head, config, text)
     print(f"{out} is ready: read its README.md, then, for instance: hf upload {repo} {out}")
 
 

@@ -72,12 +72,12 @@ def markdown(rows, header):
     return "".join("| " + " | ".join(map(as_text, line)) + " |\n" for line in lines)
 
 
-def write_csv(path, header, rows):
+def write_csv(path, header, rows, delimiter=","):
     with (
         atomic_write(path) as temporary,
         open(temporary, "w", newline="", encoding="utf-8") as file,
     ):
-        csv.writer(file, lineterminator="\n").writerows([header, *rows])
+        csv.writer(file, delimiter=delimiter, lineterminator="\n").writerows([header, *rows])
 
 
 def write_text(path, text):

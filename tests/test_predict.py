@@ -17,6 +17,7 @@ from conftest import cli
 from data import TASKS, get_task, to_candidates
 from experiments import evaluate, predict
 from experiments.load_run import LoadedRun, load_run, task_of
+from formats.rows import READERS
 from fusion import fusion_weights
 
 PREDICT = {"name": "predict.py", "main": predict.main}
@@ -107,7 +108,7 @@ def test_every_kind_of_input_says_the_same(say, runs, data_dir, tmp_path):
     run, tabs = runs / "rte", "\n".join(map("\t".join, texts))
     outputs = [
         say(run, "--json", "--file", tmp_path / f"a{kind}")
-        for kind in predict.READERS
+        for kind in READERS
         if kind != ".parquet"
     ]
     outputs += [say(run, "--file", "-", "--json", stdin=tabs)]
@@ -282,17 +283,17 @@ def test_hostile_text_stays_text(say, fusion, tmp_path):
         ("rte -", "", "stdin is empty"),
         ("rte -", "red\tone\nred\n", "stdin, line 2: rte takes"),
         ("rte -", '{"sentence1": "a"}', "stdin, line 1: no column 'sentence2'"),
-        ("rte -", '{"sentence1": "a", "sentence2": "b"}\n[1]', "stdin, line 2: not a JSON"),
+        ("rte -", '{"sentence1": "a", "sentence2": "b"}\n[1]', "stdin, line 2: rte takes"),
         ("rte -", '{"sentence1": "a", "sentence2": "\\ud800"}', "stdin, line 1: 'utf-8'"),
         ("pick -", "red\tone\n", "stdin, line 1: pick takes"),
-        ("rte --file rows.txt", "", "only .jsonl, .json, .csv, .tsv, .parquet"),
+        ("rte --file rows.txt", "", "rows.txt: only .jsonl, .json, .csv, .tsv, .parquet"),
         ("rte --file a.jsonl --out a.jsonl", "", "would replace the input"),
         ("fusion-rte --file a.jsonl --explain ./a.jsonl", "", "would replace the input"),
         ("rte red one --out a.tsv", "", "--out goes with --file alone"),
         ("rte red one --explain page.html", "", "--explain needs a fusion run"),
         ("fusion-rte red one --explain no/page.html", "", "lies in no directory"),
         ("fusion-rte red one --explain .", "", "is not a file"),
-        ("fusion-rte - --explain page.html", "red\tone\n" * 51, "at most 50 inputs"),
+        ("fusion-rte - --explain page.html", "red\tone\n" * 51, "50 inputs at most"),
         ("fusion-rte red one --mask mnli", "", "'mnli' is not in the fusion"),
     ],
 )

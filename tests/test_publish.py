@@ -97,8 +97,8 @@ def test_publishing_refuses(runs, launch, tmp_path, refused):
     run = shutil.copytree(runs / "rte", tmp_path / "run")
     is_refused("say with --encoder", run, "--out", out)  # it was a local directory
     tiny = ["--encoder", "tiny", "--anyway"]
-    is_refused("the run itself", run, "--out", run, "--overwrite")
-    is_refused("a file", run, "--out", run / "config.json")
+    is_refused("not a folder that this command wrote", run, "--out", run, "--overwrite")
+    is_refused("Not a directory", run, "--out", run / "config.json")
     is_refused("not empty", run, "--out", head)
     is_refused("not a folder that this command wrote", run, "--out", head, "--overwrite")
     is_refused("is no name for", run, "--out", out, "--repo", "a\nb", *tiny)
