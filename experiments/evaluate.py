@@ -19,13 +19,11 @@ import time
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
 import train
 from experiments.load_run import Reading, cast, load_run, load_run_split
 from experiments.report import table
 from runtime.command import run_command
-from runtime.processes import out_of_memory
 from runtime.results import eval_batch_size
 from runtime.settings import COUNT, like, option, parse
 from variants.masking import mask
@@ -48,31 +46,17 @@ class Options(Reading):
 
 def evaluate_split(options):
     """(task, labels, predictions, mean loss, the run's configuration)"""
-    run = options.run
-    given = {"model": options.model, "task": options.task}
-    model = load_run(run, **given, allow_other_encoder=options.allow_other_encoder)
-    bert, head, config = model
+    run, allow = options.run, options.allow_other_encoder
+    bert, head, config = load_run(
+        run, model=options.model, task=options.task, allow_other_encoder=allow
+    )
     if options.mask:
         mask(bert, options.mask)
-    task, examples = load_run_split(
-        run,
-        bert,
-        config,
-        options.split,
-        options.data_dir,
-        options.max_length,
-        options.limit_dev,
-        options.strict_data,
-    )
-    device, dtype = cast(bert, head, config, options.device, options.dtype)
+    split = options.split, options.data_dir, options.max_length, options.limit_dev
+    task, examples = load_run_split(run, bert, config, *split, options.strict_data)
+    _, dtype = cast(bert, head, config, options.device, options.dtype)
     size = options.batch_size or eval_batch_size(config["batch_size"], config["grad_accumulation"])
-    try:
-        labels, predictions, loss = train.evaluate(bert, head, task, examples, size, dtype)
-    except RuntimeError as e:
-        if not out_of_memory(e):
-            raise
-        raise MemoryError(f"{device} ran out of memory: try a --batch-size under {size}") from e
-    return task, labels, predictions, loss, config
+    return task, *train.evaluate(bert, head, task, examples, size, dtype), config
 
 
 def by_class(names, labels, predictions):
@@ -80,16 +64,14 @@ def by_class(names, labels, predictions):
     example) and count of each class; and the confusion matrix, a row for each label."""
     K = len(names)
     confusion = torch.bincount(labels * K + predictions, minlength=K * K).view(K, K)
-    sums = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
-    of_class = zip(names, *(counts.tolist() for counts in sums), strict=True)
-    classes = {
-        name: {
+    classes = {}
+    sums = confusion.diagonal(), confusion.sum(0), confusion.sum(1)
+    for name, right, predicted, count in zip(names, *(n.tolist() for n in sums), strict=True):
+        classes[name] = {
             "precision": right / predicted if predicted else None,
             "recall": right / count if count else None,
             "count": count,
         }
-        for name, right, count, predicted in of_class
-    }
     return {"labels": [*names], "classes": classes, "confusion": confusion.tolist()}
 
 
@@ -98,19 +80,17 @@ def class_table(result):
     confusion matrix, under the number of the class that was predicted."""
     few, rows = len(result["labels"]) <= MOST_CLASSES, []
     for i, label in enumerate(result["labels"]):
-        values, confused = result["classes"][label], result["confusion"][i]
+        values = result["classes"][label]
         scores = [values["precision"], values["recall"]]
         scores = ["-" if value is None else f"{value:.3f}" for value in scores]
         name = f"{i + 1} {' '.join(label.split()):.30}"
-        rows.append([name, *scores, values["count"], *confused * few])
+        rows.append([name, *scores, values["count"], *result["confusion"][i] * few])
     numbers = [f"as {i}" for i in range(1, len(rows) + 1)]
     return rows, ["label", "precision", "recall", "count", *numbers * few]
 
 
 def main(argv=None):
     options = parse(Options, argv, "python -m experiments.evaluate", __doc__)
-    if dist.is_torchelastic_launched():
-        raise ValueError("an evaluation is a single process: start it without torchrun")
     started = time.monotonic()
     task, labels, predictions, loss, config = evaluate_split(options)
     scores = {name: score(labels, predictions) for name, score in task.scores.items()}
@@ -131,10 +111,8 @@ def main(argv=None):
     shown = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
     print(f"{options.run}, {task.name} {options.split}: {right}, {shown}")
     if options.split == "validation" and config["limit_dev"] and options.limit_dev is None:
-        print(
-            f"note: at most {config['limit_dev']} examples, as in training; --limit-dev takes "
-            "another number"
-        )
+        limit = config["limit_dev"]
+        print(f"note: at most {limit} examples, as in training; --limit-dev takes another number")
     # the first and the second choice are no classes, nor are numbers
     if task.kind.dtype == torch.long and not task.choices:
         result |= by_class(task.labels, labels, predictions)
