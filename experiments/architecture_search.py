@@ -251,16 +251,14 @@ class Search:
 
     def outcome(self):
         """The architecture that is left at the end, beside the paper's."""
-        last = list(STEPS)[-1]
+        last, changed = list(STEPS)[-1], changes(ADAPTERS["pfeiffer"](**self.best))
         value = self.means(last)[self.winners[last]]
-        words = " ".join(changes(ADAPTERS["pfeiffer"](**self.best)))
-        is_it = "**What is left at the end is"
-        if not words:
-            return f"{is_it} the paper's architecture**, `--adapter pfeiffer`: {value:.2f}."
-        command = f"`--adapter pfeiffer --adapter-config {words}`"
         paper = report.two_decimals(self.means("position")[papers("position")])
-        beside = f"; the paper's, `--adapter pfeiffer`: {paper}"
-        return f"{is_it} not the paper's architecture**, but {command}: {value:.2f}{beside}."
+        words = "--adapter pfeiffer" + (f" --adapter-config {' '.join(changed)}" if changed else "")
+        return (
+            f"**What is left at the end is {'not ' * bool(changed)}the paper's architecture**: "
+            f"{value:.2f} with `{words}`, {paper} with `--adapter pfeiffer`."
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -283,9 +281,6 @@ def write_results(searches, options, config):
         config,
         "Each step keeps what was best in those before it and has the paper's outcome for those "
         "after it. Best: highest mean over the reduction factors.",
-        "The pretrained LayerNorm before the adapter alone is there twice: with f as the "
-        "adapter's residual, as in the other options, where nothing carries the residual stream x "
-        "on, and with LN(f + x).",
     )
     lines = ["# Architecture search", "", above, ""]
     for search in searches:
@@ -297,9 +292,6 @@ def task_results(search):
     """The part of a task: a table and a sentence for each step, and the figures."""
     full = search.over_seeds("full")
     lines = [f"## {search.task}", "", f"Full fine-tuning: {report.with_deviation(*full)}."]
-    if done := search.found("position"):
-        n = done[0]["dev_examples"]
-        lines.append(f"One of the {n:,} development examples is {100 / n:.2f} points.")
     for step, title in TITLES.items():
         if search.names(step):
             lines += ["", f"### {title}", "", step_table(search, step)]

@@ -199,11 +199,12 @@ def measure(specs, repeats, options):
     """{(row, column): {"seconds": [of each repeat], ...}} of processes that take turns."""
     processes = {key: start(spec, options) for key, spec in specs.items()}
     try:
-        results = {key: {**ask(process, key), "seconds": []} for key, process in processes.items()}
+        results = {key: ask(process, key) for key, process in processes.items()}
         for (name, column), result in results.items():
-            expected, loss = results.get((name, "ours"), {}).get("loss"), result.get("loss")
+            result |= {"seconds": [], "rates": [], "memory": 0}
+            expected, loss = results[name, "ours"]["loss"], result["loss"]
             tolerance = 1e-5 if specs[name, column]["dtype"] == "float32" else 0.1
-            if loss is not None and not abs(loss - expected) <= tolerance:
+            if not abs(loss - expected) <= tolerance:
                 raise ValueError(f"{name}: the loss is {expected}, but {loss} here: {column}")
         for repeat in range(repeats + 1):
             print(f"  repeat {repeat} of {repeats}", flush=True)
@@ -211,7 +212,8 @@ def measure(specs, repeats, options):
                 answer = ask(process, key, "go" if repeat else "warm")
                 if repeat:
                     results[key]["seconds"].append(answer["seconds"])
-                    results[key]["memory"] = max(answer["memory"], results[key].get("memory", 0))
+                    results[key]["rates"].append(answer["rate"])
+                    results[key]["memory"] = max(answer["memory"], results[key]["memory"])
     finally:
         for process in processes.values():
             process.kill()
@@ -222,26 +224,21 @@ def measure(specs, repeats, options):
 
 def measure_group(group, config, options, root):
     """{(row, column): result} of a group's rows; `floor`: the seconds that the multiply-adds of a
-    row take at the rate of a feed-forward layer's matrix product, which takes turns with them."""
+    row take at the rate of a feed-forward layer's matrix product, measured in the same turns."""
     same = {"root": str(root), "device": options.device, "threads": options.threads}
+    same["product"] = options.length, config.hidden_size, config.intermediate_size
     specs = {
         (name, column): spec
         for name, row in group.items()
         for column, spec in columns_of(row, options, same).items()
     }
-    d, m = config.hidden_size, config.intermediate_size
-    tokens = next(iter(group.values()))["batch"] * options.length
-    product = {**same, "side": "ours", "kind": "matrix", "tokens": tokens, "d": d, "m": m}
-    for dtype in {spec["dtype"] for spec in specs.values()}:
-        specs["matrix product", dtype] = {**product, "dtype": dtype}
     print(f"{', '.join(group)}: {len(specs)} processes", flush=True)
     results = measure(specs, options.repeats, options)
-    for (name, column), spec in specs.items():
-        if name in group and spec["side"] == "ours":
-            needed = multiply_adds(config, group[name], options.length, spec["fold"])
-            seconds = statistics.median(results["matrix product", spec["dtype"]]["seconds"])
-            results[name, column]["floor"] = needed * seconds / (10 * tokens * d * m)
-    return {key: result for key, result in results.items() if key[0] in group}
+    for (name, column), result in results.items():
+        if column != "reference":
+            needed = multiply_adds(config, group[name], options.length, column == "folded")
+            result["floor"] = needed / statistics.median(result["rates"])
+    return results
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,11 +1,11 @@
 """One row of experiments/benchmark.py on one side, in a process of its own:
 
-    python -m experiments.benchmark_worker SPEC              SPEC: JSON, see `processes_of` there
+    python -m experiments.benchmark_worker SPEC              SPEC: JSON, see `columns_of` there
 
 "side": "ours" runs in this project's environment, "peer" in the reference library's. Both sides
 build their model here and are measured by the same code. When everything is built, the process
 prints a line of JSON about itself; then, for each line on stdin ("warm" or "go"), it runs the row
-once and prints seconds and peak memory.
+once and prints seconds, peak memory, and the rate of a matrix product.
 """
 
 import json
@@ -113,10 +113,12 @@ def training_step(side, spec, loss):
 
 
 def matrix_product(spec, dtype):
-    """A feed-forward layer's product, ten times."""
-    x = torch.randn(spec["tokens"], spec["d"], device=spec["device"], dtype=dtype)
-    weight = torch.randn(spec["m"], spec["d"], device=spec["device"], dtype=dtype)
-    return lambda: [F.linear(x, weight) for _ in range(10)]
+    """(a feed-forward layer's product, ten times, as a function; its multiply-adds)"""
+    length, d, m = spec["product"]
+    x = torch.randn(spec["batch"] * length, d, device=spec["device"], dtype=dtype)
+    weight = torch.randn(m, d, device=spec["device"], dtype=dtype)
+    y = x.new_empty(len(x), m)  # new memory would cost more than the product of a small batch
+    return lambda: [torch.mm(x, weight.T, out=y) for _ in range(10)], 10 * y.numel() * d
 
 
 def clock(work, device, times):
@@ -133,8 +135,6 @@ def build(spec):
     """(what the row does, as a function of no arguments; what to say about it; bytes that the
     process held before)"""
     dtype = getattr(torch, spec["dtype"])
-    if spec["kind"] == "matrix":
-        return matrix_product(spec, dtype), {}, 0
     batch = load_file(Path(spec["root"]) / f"batch{spec['batch']}.safetensors")
     side = {"ours": ours, "peer": peer}[spec["side"]](spec, dtype, batch)
     autocast = torch.autocast(spec["device"], torch.bfloat16, enabled=dtype == torch.bfloat16)
@@ -164,14 +164,16 @@ def main():
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         print(json.dumps(about), file=answers)
+        product, multiply_adds = matrix_product(spec, getattr(torch, spec["dtype"]))
         for line in sys.stdin:
             seconds = clock(work, spec["device"], 1)
             if cuda and line.strip() == "go":  # the first run has filled the allocator's cache
                 seconds = clock(work, spec["device"], 10)
             peak = torch.cuda.max_memory_allocated() if cuda else memory("VmHWM") - idle
+            rate = multiply_adds / clock(product, spec["device"], 1)
             if cuda:
                 torch.cuda.empty_cache()  # leaves the memory to the others while this one waits
-            print(json.dumps({"seconds": seconds, "memory": peak}), file=answers)
+            print(json.dumps({"seconds": seconds, "memory": peak, "rate": rate}), file=answers)
     except Exception as e:
         print(json.dumps({"error": f"{type(e).__name__}: {e}"}), file=answers)
         raise

@@ -49,8 +49,7 @@ def train(fake, words):
         same = [word for word in words if "/" not in word]
         return zlib.crc32(f"{same} {task}".encode()) % 1000 / 1000
 
-    result = {"words": words[:-1], "seconds": 1.0, "accuracy": accuracy(), "dev_examples": 40}
-    result |= {"trained_parameters": len(words)}
+    result = {"words": words[:-1], "accuracy": accuracy(), "trained_parameters": len(words)}
     if "--tasks" in words:
         tasks = words[words.index("--tasks") + 1 : words.index("--model")]
         result["accuracies"] = {task: accuracy(task) for task in tasks}

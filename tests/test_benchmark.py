@@ -99,7 +99,8 @@ def fake(monkeypatch):
         if request is None:
             return {"loss": state.loss.get(key[1], 1.0)}
         asked.append((key[1], request))
-        return {"seconds": 100.0 if request == "warm" else 1.0, "memory": len(asked)}
+        seconds = 100.0 if request == "warm" else 1.0
+        return {"seconds": seconds, "memory": len(asked), "rate": 1.0}
 
     monkeypatch.setattr(benchmark, "start", lambda spec, options: process)
     monkeypatch.setattr(benchmark, "ask", ask)
