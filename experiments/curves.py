@@ -12,13 +12,13 @@ if __name__ == "__main__":
 
     announce("curves.py")
 
-import json
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
 from experiments.report import save_figure, subplots, table
-from formats.files import error_prefix, read_json
+from formats.files import read_json
+from formats.rows import read_rows
 from runtime.command import run_command
 from runtime.settings import argument, option, parse
 
@@ -34,14 +34,8 @@ class Options:
 def read_log(run):
     """(name of the score, [(epoch, training loss, dev loss, score)]) of a run."""
     score = read_json(run / "config.json").get("score") or "accuracy"
-    points = []
-    for number, line in enumerate((run / "log.jsonl").read_text(encoding="utf-8").splitlines(), 1):
-        with error_prefix(f"{run / 'log.jsonl'}, line {number}"):
-            values = json.loads(line)
-            points.append([values[name] for name in ("epoch", "loss", "dev_loss", f"dev_{score}")])
-    if not points:
-        raise ValueError(f"{run} has not finished an epoch yet")
-    return score, points
+    names = "epoch", "loss", "dev_loss", f"dev_{score}"
+    return score, [[row[name] for name in names] for _, row in read_rows(run / "log.jsonl")]
 
 
 def best(points):

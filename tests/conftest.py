@@ -24,7 +24,7 @@ import huggingface_hub  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from huggingface_hub.errors import EntryNotFoundError  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 pytest.register_assert_rewrite("damage", "reference")
 
@@ -86,6 +86,10 @@ def quiet_encoder(encoder, tmp_path_factory):
 def write_rows(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def sentence(rng, length=None):
@@ -150,6 +154,16 @@ def runs(launch, tmp_path_factory):
     adapters = [out / task for task in factors]
     launch(f"--stage fusion --task rte {common}", adapters=adapters, out=out / "fusion-rte")
     return out
+
+
+@pytest.fixture(scope="session")
+def loud_fusion(runs, tmp_path_factory):
+    """The fusion run with weights that differ between adapters, tokens and layers, of adapters that
+    speak up: queries 100 times as large, V 20 times."""
+    run = shutil.copytree(runs / "fusion-rte", tmp_path_factory.mktemp("loud") / "fusion")
+    path, larger = run / "model_adapter_fusion.safetensors", {"query": 100, "value": 20, "key": 1}
+    save_file({name: larger[name.split(".")[-2]] * p for name, p in load_file(path).items()}, path)
+    return run
 
 
 def of_stage(stage, runs, steps):

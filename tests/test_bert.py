@@ -1,14 +1,11 @@
-"""The encoder: its inputs, its shorter ways, and that an example's hidden states are its own."""
+"""The encoder: its inputs, its shorter ways, and its size."""
 
 import pytest
 import torch
 
 from adapter import activate, load_adapter
 from bert import Bert, BertConfig, attention
-from reference import ADAPTERS, ENCODERS, FUSIONS, GOLDEN, difference, encoder, run, with_fusion
-
-# --------------------------------------------------------------------------------------------------
-# The shorter ways through the encoder
+from reference import ADAPTERS, FIELDS, FUSIONS, GOLDEN, difference, encoder, run, with_fusion
 
 
 @pytest.mark.parametrize("directory", [*ADAPTERS[:3], *FUSIONS])
@@ -20,10 +17,7 @@ def test_cls_only_is_the_first_token(directory, expected):
         activate(bert, load_adapter(bert, GOLDEN / directory))
     whole = run(bert, inputs)
     with torch.no_grad():
-        first = bert(
-            *(inputs[name] for name in ("input_ids", "token_type_ids", "attention_mask")),
-            cls_only=True,
-        )
+        first = bert(*(inputs[name] for name in FIELDS), cls_only=True)
     assert first.shape == (len(whole), 1, whole.shape[2])
     assert difference(first, whole[:, :1]) <= 1e-5
 
@@ -53,24 +47,6 @@ def test_attention_can_be_replaced():
     heads = bert.config.num_attention_heads
     shape = (2, heads, 4, bert.config.hidden_size // heads)
     assert seen == [(shape, shape, shape, (2, 1, 1, 4))] * len(bert.layers)
-
-
-# --------------------------------------------------------------------------------------------------
-# An example's hidden states are its own
-
-
-@pytest.mark.parametrize("name", ENCODERS)
-def test_padding_and_order_do_not_matter(name, expected):
-    bert, inputs = encoder(name), expected[name]
-    activate(bert, load_adapter(bert, GOLDEN / name / "pfeiffer"))
-    together = run(bert, inputs)
-    order = torch.tensor([2, 0, 3, 1])
-    fields = ("input_ids", "token_type_ids", "attention_mask")
-    shuffled = run(bert, {field: inputs[field][order] for field in fields})
-    for i, length in enumerate(inputs["attention_mask"].sum(1).tolist()):
-        alone = run(bert, {field: inputs[field][i : i + 1, :length] for field in fields})[0]
-        assert difference(together[i, :length], alone) <= 1e-5
-        assert difference(shuffled[order.tolist().index(i), :length], alone) <= 1e-5
 
 
 def test_defaults_of_the_inputs(expected):

@@ -55,7 +55,7 @@ def test_table_and_picture(run, runs, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "file, content, message",
     [
-        ("log.jsonl", "", "has not finished an epoch yet"),
+        ("log.jsonl", "", "log.jsonl is empty"),
         ("log.jsonl", "{", "log.jsonl, line 1"),
         ("config.json", "{", "config.json, line 1: not JSON"),
     ],

@@ -21,24 +21,16 @@ def adapters(configs, d, dtype):
     return result
 
 
+bapna, houlsby, pfeiffer = AdapterConfig.bapna, AdapterConfig.houlsby, AdapterConfig.pfeiffer
 MIXTURES = {
-    "different bottlenecks": [AdapterConfig.pfeiffer(reduction_factor=f) for f in (2, 4, 16)],
-    "one adapter": [AdapterConfig.pfeiffer()],
+    "different bottlenecks": [pfeiffer(reduction_factor=f) for f in (2, 4, 16)],
+    "one adapter": [pfeiffer()],
     "different non-linearities": [
         AdapterConfig(non_linearity=n) for n in ("relu", "leakyrelu", "swish", "gelu")
     ],
-    "with ln_before": [
-        AdapterConfig.bapna(reduction_factor=4),
-        AdapterConfig.bapna(reduction_factor=8),
-    ],
-    "some with ln_before": [
-        AdapterConfig.bapna(reduction_factor=4),
-        AdapterConfig.pfeiffer(reduction_factor=2),
-    ],
-    "houlsby": [
-        AdapterConfig.houlsby(reduction_factor=8),
-        AdapterConfig.houlsby(reduction_factor=2),
-    ],
+    "with ln_before": [bapna(reduction_factor=f) for f in (4, 8)],
+    "some with ln_before": [bapna(reduction_factor=4), pfeiffer(reduction_factor=2)],
+    "houlsby": [houlsby(reduction_factor=f) for f in (8, 2)],
 }
 
 
@@ -68,29 +60,17 @@ def test_mix_is_textbook(configs, training, tokens):
     torch.manual_seed(0)
     d = 32
     fused = adapters(configs, d, torch.float64)
-    fusion = (
-        Fusion("fusion", [str(i) for i in range(len(configs))], d, dropout=0.3)
-        .double()
-        .train(training)
-    )
+    fusion = Fusion("fusion", [str(i) for i in range(len(configs))], d, dropout=0.3)
+    fusion = fusion.double().train(training)
     for parameter in fusion.parameters():
         nn.init.normal_(parameter, std=0.3)
     h, direction = torch.randn(2, 2, tokens // 2, d, dtype=torch.float64)
     slow = outputs_and_gradients(fusion.textbook, fusion, h, direction, fused)
     names = ["o", "h", *(name for name, _ in fusion.named_parameters())]
-    assert names == [
-        "o",
-        "h",
-        "query.weight",
-        "query.bias",
-        "key.weight",
-        "key.bias",
-        "value.weight",
-    ]
     for form in (fusion.low_rank, fusion.absorbed, fusion.compose):
         same_function(outputs_and_gradients(form, fusion, h, direction, fused), slow, names)
     if tokens > 2:  # without dropout the softmax does not see b_K, with dropout it does
-        assert (slow[5].abs().max() > 1e-6) == (training and len(configs) > 1)
+        assert (slow[names.index("key.bias")].abs().max() > 1e-6) == (training and len(configs) > 1)
 
 
 class Fourfold(Adapter):
@@ -106,17 +86,12 @@ def pal(config, d):
 
 OTHER_KINDS = {  # d: N modules
     "pal": lambda d: [pal(PALConfig.pal(size=12, num_heads=3), d) for _ in range(3)],
-    "low rank": lambda d: [pal(PALConfig.low_rank(size=size), d) for size in (2, 8)],
     "pal and low rank": lambda d: [
         pal(PALConfig.low_rank(size=8), d),
         pal(PALConfig.pal(size=8, num_heads=2), d),
     ],
-    "one pal": lambda d: [pal(PALConfig.pal(size=4, num_heads=2), d)],
-    "four times z": lambda d: [Fourfold(AdapterConfig.bapna(), d, r) for r in (2, 3)],
-    "four times z of one": lambda d: [
-        Adapter(AdapterConfig.pfeiffer(), d, 2),
-        Fourfold(AdapterConfig.pfeiffer(), d, 4),
-    ],
+    "four times z": lambda d: [Fourfold(bapna(), d, r) for r in (2, 3)],
+    "four times z of one": lambda d: [Adapter(pfeiffer(), d, 2), Fourfold(pfeiffer(), d, 4)],
 }
 
 

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import train
-from conftest import cli
+from conftest import read_lines
 from data import TASKS, get_task, to_candidates
 from experiments import evaluate, predict
 from experiments.load_run import LoadedRun, load_run, task_of
-from formats.rows import READERS
+from formats.files import read_json, write_json
 from fusion import fusion_weights
 
 PREDICT = {"name": "predict.py", "main": predict.main}
@@ -40,63 +39,37 @@ def say(capsys, monkeypatch):
     return say
 
 
-@pytest.fixture(scope="module")
-def fusion(runs, tmp_path_factory):
-    """The fusion run with larger queries, so that its weights differ between adapters, tokens and
-    layers."""
-    run = shutil.copytree(runs / "fusion-rte", tmp_path_factory.mktemp("predict") / "fusion")
-    path = run / "model_adapter_fusion.safetensors"
-    save_file(
-        {name: p * (100 if ".query." in name else 1) for name, p in load_file(path).items()}, path
-    )
-    return run
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def alone(model, candidates):
     """The run's probabilities for one input, computed without any batch."""
-    encodings = [
-        model.tokenizer.encode(a) if b is None else model.tokenizer.encode(a, b)
-        for a, b in candidates
-    ]
-    with torch.no_grad():
-        h = [
-            model.bert(torch.tensor([e.ids]), torch.tensor([e.type_ids]))[:, :1] for e in encodings
-        ]
-        return model.head(torch.cat(h)).softmax(-1)[0].tolist()
+    states = []
+    for pair in candidates:
+        encoding = model.tokenizer.encode(*(text for text in pair if text is not None))
+        states.append(model.bert(torch.tensor([encoding.ids]), torch.tensor([encoding.type_ids])))
+    return model.head(torch.cat([h[:, :1] for h in states])).softmax(-1)[0].tolist()
 
 
-@pytest.mark.parametrize(
-    "stage, task", [("adapter", "pick"), ("fusion", "rte"), ("head", "sst2"), ("full", "rte")]
-)
-def test_probabilities(stage, task, say, runs, launch, data_dir, tmp_path):
-    run = {"adapter": runs / "pick", "fusion": runs / "fusion-rte"}.get(stage, tmp_path / stage)
-    if not run.exists():
-        launch(*cli("--epochs 1 --lr 1e-3", stage=stage, task=task, out=run))
-    file, model = data_dir / task / "validation.jsonl", load_run(run)
-    rows, task = read(file), get_task(task, data_dir)
+@pytest.mark.parametrize("run, task", [("pick", "pick"), ("fusion-rte", "rte"), ("sst2", "sst2")])
+def test_probabilities(run, task, say, runs, data_dir):
+    run, file = runs / run, data_dir / task / "validation.jsonl"
+    model = load_run(run)
+    rows, task = read_lines(file), get_task(task, data_dir)
     results = [json.loads(line) for line in say(run, "--file", file, "--json")]
     assert [result.pop("line") for result in results] == list(range(1, len(rows) + 1))
     assert results == model.predict(rows)
     right = 0
-    for i, (row, result) in enumerate(zip(rows, results, strict=True)):
+    for row, result in zip(rows, results, strict=True):
         candidates, label = to_candidates(task, row)
         assert candidates == model.candidates(row) and not result["truncated"]
-        assert list(result["probabilities"]) == list(task.labels)
-        largest = max(result["probabilities"].values())
-        assert result["probability"] == largest == result["probabilities"][result["label"]]
-        if i % 7 == 0:
-            found = list(result["probabilities"].values())
-            assert found == pytest.approx(alone(model, candidates), abs=1e-5)
+        found = result["probabilities"]
+        assert list(found) == list(task.labels)
+        assert result["probability"] == max(found.values()) == found[result["label"]]
+        assert [*found.values()] == pytest.approx(alone(model, candidates), abs=1e-5)
         right += result["label"] == task.labels[label]
-    assert right / len(rows) == json.loads((run / "metrics.json").read_text())["accuracy"]
+    assert right / len(rows) == read_json(run / "metrics.json")["accuracy"]
 
 
 def test_every_kind_of_input_says_the_same(say, runs, data_dir, tmp_path):
-    rows = read(data_dir / "rte" / "validation.jsonl")[:6]
+    rows = read_lines(data_dir / "rte" / "validation.jsonl")[:6]
     lines = [json.dumps(row) for row in rows]
     texts = [(row["sentence1"], row["sentence2"]) for row in rows]
     # empty lines are passed over
@@ -106,11 +79,8 @@ def test_every_kind_of_input_says_the_same(say, runs, data_dir, tmp_path):
     (tmp_path / "a.tsv").write_text("\n".join(table))
     (tmp_path / "a.csv").write_text("\n".join(table).replace("\t", ","))
     run, tabs = runs / "rte", "\n".join(map("\t".join, texts))
-    outputs = [
-        say(run, "--json", "--file", tmp_path / f"a{kind}")
-        for kind in READERS
-        if kind != ".parquet"
-    ]
+    kinds = "jsonl", "json", "csv", "tsv"
+    outputs = [say(run, "--json", "--file", tmp_path / f"a.{kind}") for kind in kinds]
     outputs += [say(run, "--file", "-", "--json", stdin=tabs)]
     outputs += [say(run, "-", "--json", stdin="\n".join(lines))]
     outputs += [[say(run, "--json", *pair)[0] for pair in texts]]
@@ -163,22 +133,17 @@ def test_texts_take_the_place_they_have_in_training(name):
 def test_columns_are_those_of_training():
     """Other names of a task's columns; names that --columns shifts, in files alone; both pairs of
     names in one row; a column that training did not have."""
-    boolq = without_model("boolq")
+    boolq, scitail = without_model("boolq"), without_model("scitail")
     assert boolq.candidates({"passage": "p", "question": "q", "answer": True}) == [("p", "q")]
     both = {"sentence1": "a", "sentence2": "b", "premise": "c", "hypothesis": "d"}
-    label = {"gold_label": "entails"}
-    scitail = without_model("scitail")
-    assert (
-        scitail.candidates(both) == to_candidates(TASKS["scitail"], both | {"label": "neutral"})[0]
-    )
     assert scitail.candidates(both) == [("c", "d")]
-    assert scitail.candidates({"sentence1": "a", "sentence2": "b", **label}) == [("a", "b")]
+    assert scitail.candidates({"sentence1": "a", "sentence2": "b"}) == [("a", "b")]
+    own = {"labels": ["0", "1"], "columns": {"own": ["text_a", "text_b"]}}
     names = {"text_a": "text_b", "text_b": "text_c"}
-    own = {"labels": ["0", "1"], "columns": {"own": ["text_a", "text_b"]}, "column_names": names}
-    shifted = without_model("own", **own)
+    shifted = without_model("own", **own, column_names=names)
     assert shifted.candidates({"text_b": "b", "text_c": "c"}) == [("b", "c")]
     assert shifted.candidates(["a", "b"]) == [("a", "b")]
-    single = without_model("own", **{**own, "columns": {"own": ["text_a"]}, "column_names": {}})
+    single = without_model("own", **{**own, "columns": {"own": ["text_a"]}})
     with pytest.raises(ValueError, match="'text_b' is one that own did not have in training"):
         single.candidates({"text_a": "a", "text_b": "b"})
 
@@ -196,16 +161,15 @@ def test_long_inputs_are_cut_and_it_says_so(runs, capsys):
 
 
 def page_data(path):
-    (content,) = re.findall(
-        r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.DOTALL
-    )
+    script = r'<script type="application/json" id="data">(.*?)</script>'
+    (content,) = re.findall(script, path.read_text(), re.DOTALL)
     return json.loads(content)
 
 
-def test_the_explanation_is_the_fusions_weights(say, fusion, tmp_path):
+def test_the_explanation_is_the_fusions_weights(say, loud_fusion, tmp_path):
     text = "red\x1b[2J\x07 cat\r\n\u202e", "the dog sleeps ."
-    page, model = tmp_path / "page.html", load_run(fusion)
-    lines = say(fusion, *text, "--explain", page)
+    page, model = tmp_path / "page.html", load_run(loud_fusion)
+    lines = say(loud_fusion, *text, "--explain", page)
     data, encoding = page_data(page), model.tokenizer.encode(*text)
     with torch.no_grad():
         model.bert(torch.tensor([encoding.ids]), torch.tensor([encoding.type_ids]))
@@ -235,15 +199,15 @@ def test_the_explanation_is_the_fusions_weights(say, fusion, tmp_path):
     assert not re.search(r"https?:|//\w|url\(|@import|\ssrc=|\shref=", page.read_text())
     assert "default-src 'none'" in page.read_text()
 
-    masked = say(fusion, *text, "--mask", "rte", "sst2", "--explain", page)
+    masked = say(loud_fusion, *text, "--mask", "rte", "sst2", "--explain", page)
     cells = [line.split() for line in masked if line.split()[:1] == ["(mean)"]]
     assert cells == [["(mean)", *["c", "100"] * 2]]  # what is left has all the weight
 
 
 def test_both_locations_and_every_choice_are_explained(say, launch, tmp_path):
-    launch(*cli("--stage adapter --task pick --adapter houlsby --epochs 1", out=tmp_path / "pick"))
-    fused = cli("--stage fusion --task pick --epochs 1", adapters=tmp_path / "pick")
-    launch(*fused, "--out", tmp_path / "run")
+    launch("--stage adapter --task pick --adapter houlsby --epochs 1", out=tmp_path / "pick")
+    words = "--stage fusion --task pick --epochs 1"
+    launch(words, adapters=tmp_path / "pick", out=tmp_path / "run")
     choices = ["--choices", "a", "the cat", "one two three"]
     lines = say(tmp_path / "run", "red", *choices, "--explain", tmp_path / "page.html")
     candidates = page_data(tmp_path / "page.html")["examples"][0]["candidates"]
@@ -256,10 +220,10 @@ def test_both_locations_and_every_choice_are_explained(say, launch, tmp_path):
     assert titles == ["attention,", "output,"] * 3
 
 
-def test_hostile_text_stays_text(say, fusion, tmp_path):
+def test_hostile_text_stays_text(say, loud_fusion, tmp_path):
     """Texts, tokens, adapters, labels and the run's name."""
     path = tmp_path / "page.html"
-    say(fusion, HOSTILE, "one", "--explain", path)
+    say(loud_fusion, HOSTILE, "one", "--explain", path)
     data = json.loads(json.dumps(page_data(path)).replace('"[UNK]"', json.dumps(HOSTILE)))
     data["run"] = data["examples"][0]["label"] = data["adapters"][0]["name"] = HOSTILE
     path.write_text(predict.page(data))
@@ -275,9 +239,7 @@ def test_hostile_text_stays_text(say, fusion, tmp_path):
     "words, stdin, message",
     [
         ("rte", "", "give either texts, or --file"),
-        ("rte red one --file -", "", "give either texts, or --file"),
         ("rte red", "", "rte takes sentence1 and sentence2, not"),
-        ("rte red one --choices a b", "", "takes sentence1 and sentence2, not"),
         ("pick red one --choices a b c", "", "pick takes text_a and 3 choices, not"),
         ("rte red one\udcff", "", "surrogates"),
         ("rte -", "", "stdin is empty"),
@@ -285,8 +247,6 @@ def test_hostile_text_stays_text(say, fusion, tmp_path):
         ("rte -", '{"sentence1": "a"}', "stdin, line 1: no column 'sentence2'"),
         ("rte -", '{"sentence1": "a", "sentence2": "b"}\n[1]', "stdin, line 2: rte takes"),
         ("rte -", '{"sentence1": "a", "sentence2": "\\ud800"}', "stdin, line 1: 'utf-8'"),
-        ("pick -", "red\tone\n", "stdin, line 1: pick takes"),
-        ("rte --file rows.txt", "", "rows.txt: only .jsonl, .json, .csv, .tsv, .parquet"),
         ("rte --file a.jsonl --out a.jsonl", "", "would replace the input"),
         ("fusion-rte --file a.jsonl --explain ./a.jsonl", "", "would replace the input"),
         ("rte red one --out a.tsv", "", "--out goes with --file alone"),
@@ -313,19 +273,17 @@ def test_the_encoder_may_have_moved(say, runs, encoder, tmp_path):
     assert say(run, "red", "one", "--model", moved) == say(runs / "rte", "red", "one")
 
 
-def changed(run, copy, name="config.json", **changes):
-    """A copy of a run with other entries in one of its files."""
+def changed(run, copy, **changes):
+    """A copy of a run with other entries in its config.json."""
     shutil.copytree(run, copy)
-    (copy / name).write_text(json.dumps({**json.loads((copy / name).read_text()), **changes}))
+    write_json(copy / "config.json", read_json(copy / "config.json") | changes)
     return copy
 
 
 def test_labels_that_were_swapped(refused, runs, tmp_path):
     """config.json and head_config.json must agree on the order of the labels."""
-    for i, labels in enumerate((["not_entailment", "entailment"], ["entailment", 0], ["a"])):
-        run = changed(runs / "rte", tmp_path / f"{i}", labels=labels)
-        refused([run, "a", "b"], "different labels", **PREDICT)
-        refused([run], "different labels", name="evaluate.py", main=evaluate.main)
+    run = changed(runs / "rte", tmp_path / "run", labels=["not_entailment", "entailment"])
+    refused([run, "a", "b"], "different labels", **PREDICT)
 
 
 def test_notes_are_no_predictions(runs, tmp_path, capsys):
@@ -383,14 +341,8 @@ def test_no_file_inside_a_run_is_recommended(runs, tmp_path, monkeypatch, capsys
     monkeypatch.chdir(tmp_path)
     run = changed(runs / "rte", tmp_path / "got" / "run", command="got/run/payload.py --stage x")
     (run / "payload.py").write_text("raise SystemExit('executed')")
-    for kind in ("Classification", "Unknown"):
-        values = json.loads((run / "config.json").read_text()) | {"kinds": {"rte": kind}}
-        (run / "config.json").write_text(json.dumps(values))
-        for main in (evaluate.main, lambda words: predict.main([*words, "red", "one"])):
-            if kind == "Unknown":
-                error = refused([run], main=main)
-            else:
-                main([str(run), "--device", "cpu"])
-                said = capsys.readouterr()
-                error = said.out + said.err
-            assert "made by got/run/payload.py" in error and "--import" not in error
+    evaluate.main([str(run), "--device", "cpu"])
+    note = capsys.readouterr().out
+    write_json(run / "config.json", read_json(run / "config.json") | {"kinds": {"rte": "Unknown"}})
+    for said in (note, refused([run, "red", "one"], **PREDICT)):
+        assert "made by got/run/payload.py" in said and "--import" not in said

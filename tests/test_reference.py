@@ -1,23 +1,14 @@
 """Θ, Φ and Ψ compute in float64 what the reference library has computed in fp32, and read and write
 its files (tests/make_golden.py)."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from adapter import (
-    AdapterConfig,
-    activate,
-    add_adapter,
-    load_adapter,
-    load_head,
-    save_adapter,
-    save_head,
-)
+from adapter import activate, load_adapter, load_head, save_adapter, save_head
 from bert import Bert
-from fusion import add_fusion, fusion_regularization, fusion_weights, load_fusion, save_fusion
+from formats.files import read_bin, read_json
+from fusion import fusion_regularization, fusion_weights, save_fusion
 from reference import (
     ADAPTERS,
     ENCODERS,
@@ -89,81 +80,36 @@ def same_tensors(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def read_tensors(directory, stem):
-    if (directory / f"{stem}.safetensors").exists():
-        return load_file(directory / f"{stem}.safetensors")
-    return torch.load(directory / f"pytorch_{stem}.bin", weights_only=True)
-
-
-def same_json(ours, theirs):
-    """The same fields and values; model_name is where the encoder came from, which the golden sets
-    left empty."""
-    ours, theirs = json.loads(ours.read_text()), json.loads(theirs.read_text())
-    return {**ours, "model_name": ""} == theirs
+def assert_same_files(ours, theirs, stem, config):
+    """One file of weights and one of JSON are the reference's, with the same names, tensors and
+    fields. model_name is where the encoder came from, which the golden sets left empty."""
+    assert {path.name for path in ours.iterdir()} == {f"{stem}.safetensors", config}
+    old = theirs / f"pytorch_{stem}.bin"
+    tensors = load_file(theirs / f"{stem}.safetensors") if not old.exists() else read_bin(old)
+    assert same_tensors(load_file(ours / f"{stem}.safetensors"), tensors)
+    assert {**read_json(ours / config), "model_name": ""} == read_json(theirs / config)
 
 
 @pytest.mark.parametrize("directory", ADAPTERS)
 def test_saved_adapter_is_the_reference_s(directory, tmp_path):
     bert = encoder(directory.split("/")[0])
-    name = load_adapter(bert, GOLDEN / directory)
-    save_adapter(bert, name, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "adapter.safetensors",
-        "adapter_config.json",
-    ]
-    assert same_tensors(
-        load_file(tmp_path / "adapter.safetensors"), read_tensors(GOLDEN / directory, "adapter")
-    )
-    assert same_json(tmp_path / "adapter_config.json", GOLDEN / directory / "adapter_config.json")
+    save_adapter(bert, load_adapter(bert, GOLDEN / directory), tmp_path)
+    assert_same_files(tmp_path, GOLDEN / directory, "adapter", "adapter_config.json")
 
 
 @pytest.mark.parametrize("directory", HEADS)
 def test_saved_head_is_the_reference_s(directory, tmp_path):
-    bert = encoder(directory.split("/")[0])
-    save_head(load_head(bert, GOLDEN / directory), bert, directory.split("/")[1], tmp_path)
-    assert same_tensors(
-        load_file(tmp_path / "model_head.safetensors"),
-        read_tensors(GOLDEN / directory, "model_head"),
-    )
-    assert same_json(tmp_path / "head_config.json", GOLDEN / directory / "head_config.json")
+    model, name = directory.split("/")
+    bert = encoder(model)
+    save_head(load_head(bert, GOLDEN / directory), bert, name, tmp_path)
+    assert_same_files(tmp_path, GOLDEN / directory, "model_head", "head_config.json")
 
 
 @pytest.mark.parametrize("directory", FUSIONS)
 def test_saved_fusion_is_the_reference_s(directory, tmp_path):
     save_fusion(with_fusion(directory), tmp_path)
-    stem = "model_adapter_fusion"
-    assert same_tensors(
-        load_file(tmp_path / f"{stem}.safetensors"), read_tensors(GOLDEN / directory, stem)
-    )
-    assert same_json(
-        tmp_path / "adapter_fusion_config.json", GOLDEN / directory / "adapter_fusion_config.json"
-    )
-
-
-def test_saved_reads_back_bit_identical(tmp_path, expected):
-    """Also what the reference has no golden file for: by random configurations, through save and
-    load."""
-    torch.manual_seed(3)
-    bert = encoder("bert")
-    for name, config in {
-        "a": AdapterConfig.pfeiffer(reduction_factor=3),
-        "b": AdapterConfig.bapna(),
-    }.items():
-        add_adapter(bert, name, config)
-    add_fusion(bert, ["b", "a"])
-    for parameter in (
-        p for key, p in bert.named_parameters() if ".adapters." in key or ".fusion." in key
-    ):
-        parameter.data.normal_(std=0.3)
-    save_fusion(bert, tmp_path / "fusion")
-    for name in "ab":
-        save_adapter(bert, name, tmp_path / name)
-    again = encoder("bert")
-    for name in "ab":
-        load_adapter(again, tmp_path / name)
-    load_fusion(again, tmp_path / "fusion")
-    assert same_tensors(bert.state_dict(), again.state_dict())
-    assert torch.equal(run(bert, expected["bert"]), run(again, expected["bert"]))
+    stem, config = "model_adapter_fusion", "adapter_fusion_config.json"
+    assert_same_files(tmp_path, GOLDEN / directory, stem, config)
 
 
 def test_saved_encoder_reads_back_bit_identical(tmp_path, expected):

