@@ -143,31 +143,32 @@ def header(name, config, source):
 # What options may be
 
 
-def check_dropout(p):
-    """Raises ValueError for a dropout rate that is none; None leaves it to the encoder."""
-    if p is not None and (type(p) not in (int, float) or not 0 <= p < 1):
-        raise ValueError(f"dropout_prob must be a number in [0, 1), not {p!r:.50}")
+FLAGS = """mh_adapter output_adapter original_ln_before original_ln_after ln_before ln_after
+    adapter_residual_before_ln layer_norms""".split()
 
 
 def check_bottleneck(config, non_linearities, init_weights):
     """Raises ValueError, naming the field, for an invalid configuration of a bottleneck adapter."""
-    factors = config.reduction_factor
-    factors = factors.values() if isinstance(factors, Mapping) else [factors]
-    # below 0.1, a file could ask for a bottleneck of any size
-    usable = [type(factor) in (int, float) and 0.1 <= factor < math.inf for factor in factors]
-    flags = "mh_adapter output_adapter original_ln_before original_ln_after ln_before ln_after "
-    flags += "adapter_residual_before_ln layer_norms"
-    rules = [
-        *((name, "true or false", type(getattr(config, name)) is bool) for name in flags.split()),
-        one_of("non_linearity", config.non_linearity, non_linearities),
-        one_of("init_weights", config.init_weights, init_weights),
-        one_of("residual_before_ln", config.residual_before_ln, (True, False, "post_add")),
-        ("reduction_factor", "a number of at least 0.1", all(usable)),
-        ("leave_out", "a list of layers", is_list_of_layers(config.leave_out)),
-    ]
-    for field, words, right in rules:
-        if not right:
+
+    def require(valid, field, words):
+        if not valid:
             raise ValueError(f"{field} must be {words}, not {getattr(config, field)!r:.50}")
+
+    choices = {
+        **dict.fromkeys(FLAGS, (True, False)),
+        "residual_before_ln": (True, False, "post_add"),
+        "non_linearity": non_linearities,
+        "init_weights": init_weights,
+    }
+    for field, values in choices.items():
+        known = getattr(config, field) in list(values)
+        require(known, field, f"one of {', '.join(map(str, values))}")
+    factors = config.reduction_factor
+    for factor in factors.values() if isinstance(factors, Mapping) else [factors]:
+        # below 0.1, a file could ask for a bottleneck of any size
+        usable = type(factor) in (int, float) and 0.1 <= factor < math.inf
+        require(usable, "reduction_factor", "a number of at least 0.1")
+    require(is_list_of_layers(config.leave_out), "leave_out", "a list of layers")
     if not (config.mh_adapter or config.output_adapter):
         raise ValueError("without mh_adapter and output_adapter it has no place in the encoder")
     if config.residual_before_ln == "post_add" and not config.original_ln_before:
@@ -178,19 +179,14 @@ def check_bottleneck(config, non_linearities, init_weights):
 def without_effect(config):
     """{field: why} of those that change nothing here. They are harmless in a file; to ask for them
     is a mistake."""
-    off = {field for field, value in vars(config).items() if value is False}
-    reasons = {}
-    if {"residual_before_ln", "original_ln_before"} <= off:
+    on, reasons = {"residual_before_ln": True, **vars(config)}, {}
+    if not on["residual_before_ln"] and not on["original_ln_before"]:
         why = "residual_before_ln=false takes LN(f + x), which original_ln_before=false leaves out"
         reasons["residual_before_ln"] = why
-    if "ln_after" in off and getattr(config, "adapter_residual_before_ln", False):
+    if on.get("adapter_residual_before_ln") and not on["ln_after"]:
         why = "adapter_residual_before_ln=true needs the new LayerNorm of ln_after=true"
         reasons["adapter_residual_before_ln"] = why
     return reasons
-
-
-def one_of(field, value, values):
-    return field, f"one of {', '.join(map(str, values))}", value in list(values)
 
 
 def is_list_of_layers(value):
@@ -213,24 +209,18 @@ def bottleneck_names(ln_before, ln_after):
 def head_config(config):
     """A head's options, complete. Raises ValueError for a head that is not supported here."""
     config = {"activation_function": "tanh", "dropout_prob": None, "use_pooler": False, **config}
-    choices = config.get("head_type") == "multiple_choice"
-    if not choices:  # which has no such field
-        config.setdefault("bias", True)
-    rules = {
-        "head_type": ("classification", "multiple_choice"),
-        "layers": (1, 2),
-        "use_pooler": (False, True),
-        "bias": (True, None),
-        "activation_function": ("tanh",) if config.get("layers") == 2 else (),
-    }
-    for field, supported in rules.items():
-        if supported and config.get(field) not in supported:
-            value, only = config.get(field), " or ".join(map(str, supported))
+    supported = {"head_type": ("classification", "multiple_choice"), "layers": (1, 2)}
+    if config.get("layers") == 2:
+        supported["activation_function"] = ("tanh",)
+    for field, values in supported.items():
+        if (value := config.get(field)) not in values:
+            only = " or ".join(map(str, values))
             raise ValueError(f"a head with {field} = {value!r:.50} is not supported, only {only}")
-    outputs = config.get("num_choices" if choices else "num_labels")
-    if type(outputs) is not int or not 0 < outputs < 100_000:
-        raise ValueError(f"a head needs {'num_choices' if choices else 'num_labels'}")
-    check_dropout(config["dropout_prob"])
+    outputs = "num_choices" if config["head_type"] == "multiple_choice" else "num_labels"
+    if outputs == "num_labels":  # a head of the other type has no such field
+        config.setdefault("bias", True)
+    if type(config.get(outputs)) is not int or not 0 < config[outputs] < 100_000:
+        raise ValueError(f"a head needs {outputs}")
     return config
 
 
@@ -239,8 +229,7 @@ def head_config(config):
 
 
 def fetch(source, files=ADAPTER):
-    """Directory of an adapter (head, fusion): `source` itself, or the files of a hub id. Raises
-    FileNotFoundError."""
+    """Directory of an adapter (head, fusion): `source` itself, or the files of a hub id."""
     directory = Path(source)
     if (directory / files.config).is_file():
         return directory
@@ -250,8 +239,6 @@ def fetch(source, files=ADAPTER):
             hint = f", it is a run of --stage {stage}"
         if files is ADAPTER and (directory / "adapters").is_dir():
             hint += f"; its adapters are in {directory / 'adapters'}"
-        if (directory / "replaced").is_dir():
-            hint += f"; the run that --overwrite has put aside is in {directory / 'replaced'}"
         raise FileNotFoundError(f"{source} has no {files.config}{hint}")
     if files is ADAPTER and is_local(source):
         raise FileNotFoundError(
@@ -290,16 +277,16 @@ class Saved:
         """
         Copies the tensors into {(slot, part): parameter}. Nothing is changed unless everything
         fits. A parameter that has two names may be stored under one of them; without: slots whose
-        tensors need no parameter. Raises ValueError for a tensor that is missing, misshapen, not
-        finite, or without a parameter.
+        tensors need no parameter.
         """
         pairs = []
+        stored = {id(p) for key, p in parameters.items() if key in self.tensors}
         with error_prefix(self.path):
             for key, parameter in parameters.items():
                 tensor, name = self.tensors.get(key), ".".join(key)
+                if tensor is None and id(parameter) in stored:
+                    continue
                 if tensor is None:
-                    if any(p is parameter and k in self.tensors for k, p in parameters.items()):
-                        continue
                     raise ValueError(f"{name} is missing")
                 if tensor.shape != parameter.shape or not tensor.is_floating_point():
                     needed = f"here it must be a float {list(parameter.shape)}"
@@ -344,14 +331,9 @@ def read_fusion(source):
     """(Saved fusion, names of its adapters) at `source`, a directory or a hub id."""
     directory = fetch(source, FUSION)
     options, values = read_values(directory, FUSION)
-    name = values.get("name")
-    names = values.get("adapter_names") or name  # old files have only the name
+    names = values.get("adapter_names") or values["name"]  # old files have only the name
     names = names.split(",") if isinstance(names, str) else names
-    with error_prefix(directory / FUSION.config):
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"adapter_names must be a list of names, not {names!r:.100}")
-        check_dropout(options.get("dropout_prob"))
-    return read(directory, FUSION, name, options, values), names
+    return read(directory, FUSION, values.get("name"), options, values), names
 
 
 def own_options(options):
@@ -359,8 +341,7 @@ def own_options(options):
     return {
         field: value
         for field, value in options.items()
-        if field not in SAME_FUNCTION
-        and (field not in FUSION_CONFIG or value != FUSION_CONFIG[field])
+        if field not in SAME_FUNCTION and (field, value) not in FUSION_CONFIG.items()
     }
 
 
@@ -383,8 +364,7 @@ def bottleneck_options(values, options):
     for field in ("mh_adapter", "output_adapter", "reduction_factor", "non_linearity"):
         if field not in options:
             raise ValueError(f"only bottleneck adapters are supported: this one has no {field}")
-    # what changes a saved adapter's output; inv_adapter does only if the file has its weights,
-    # which `read` refuses
+    # What changes a saved adapter's output. The weights of an inv_adapter are refused by `read`.
     for field in ("is_parallel", "phm_layer", "scaling", "use_gating", "cross_adapter"):
         if options.get(field, NOT_IN_THE_PAPER[field]) != NOT_IN_THE_PAPER[field]:
             raise ValueError(f"{field} = {options[field]!r:.50} is not supported")
@@ -403,8 +383,7 @@ def bottleneck_options(values, options):
 def read(directory, files, name, options, values):
     """The Saved with the tensors of what the JSON object calls so, in the first of files.weights
     that exists. Alone there, it may be called anything; but the reference writes a head (fusion)
-    "rte2" also into the file of one called "rte". Raises FileNotFoundError without a file,
-    ValueError for a tensor that does not belong."""
+    "rte2" also into the file of one called "rte"."""
     path = next((directory / f for f in files.weights if (directory / f).is_file()), None)
     if path is None:
         missing = " nor ".join(files.weights)
@@ -442,7 +421,6 @@ def check_encoder(source, directory, values, model, digest, allow=False):
 
 
 def refuse_or_note(problem, allow):
-    """For an encoder that is not the one of the training."""
     if not allow:
         raise ValueError(f"{problem}: --allow-other-encoder takes it all the same")
     print(f"note: {problem}")
@@ -479,7 +457,7 @@ def encoder_of(sources):
     models = {}
     for source in sources:
         path = Path(source) / "config.json"
-        if path.is_file() and isinstance(model := read_json(path).get("model"), str):
+        if path.is_file() and (model := read_json(path).get("model")):
             models.setdefault(model, source)
     if len(models) > 1:
         found = ", ".join(f"{source} on {model}" for model, source in models.items())
