@@ -45,26 +45,25 @@ def logits(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize(
-    "options, dtype",
-    [
-        ("adapter --task rte --adapter bapna", "bfloat16"),
-        ("adapter --task pick", "bfloat16"),
-        ("fusion --task rte", "float32"),
-        ("head --task rte", "bfloat16"),
-        ("full --task rte --lr 5e-3", "bfloat16"),
-        ("multitask --tasks rte pick --steps-per-epoch 3", "bfloat16"),
-    ],
-)
+STAGES = """
+adapter --task rte --adapter bapna
+adapter --task pick
+fusion --task rte
+full --task rte --lr 5e-3
+multitask --tasks rte pick --steps-per-epoch 3
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("options", STAGES)
 def test_everything_is_as_in_training(
-    options, dtype, launch, evaluate, logits, runs, encoder, tmp_path, refused
+    options, launch, evaluate, logits, runs, encoder, tmp_path, refused
 ):
     """Bit by bit: the small runs guess nearly one class, so the accuracy alone would prove
     little."""
     out = tmp_path / "run"
     adapters = ["--adapters", runs / "rte", runs / "sst2"] if "fusion" in options else []
-    common = "--epochs 1 --lr 5e-2 --batch-size 8 --limit-dev 39 --stage"
-    metrics = launch(*cli(f"{common} {options}", dtype=dtype, out=out), *adapters)
+    common = "--epochs 1 --lr 5e-2 --batch-size 8 --limit-dev 39 --dtype bfloat16 --stage"
+    metrics = launch(f"{common} {options}", *adapters, out=out)
     before, in_training = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}, [*logits]
     logits.clear()
     for task in metrics["task"].split(","):
@@ -103,8 +102,7 @@ def test_report(runs, data_dir, evaluate, tmp_path, monkeypatch):
     found = [(b["labels"].item(), b["input_ids"].sum().item() // 3 % 2) for b in batches(split, 1)]
     confusion = [[found.count((k, j)) for j in range(2)] for k in range(2)]
     assert min(map(min, confusion)) > 0 and result["confusion"] == confusion
-    right = confusion[0][0] + confusion[1][1]
-    assert result["accuracy"] == right / 50
+    assert result["accuracy"] == (confusion[0][0] + confusion[1][1]) / 50
     assert result["labels"] == list(TASKS["rte"].labels) == list(result["classes"])
     for k, label in enumerate(result["labels"]):
         values, count = result["classes"][label], sum(confusion[k])
@@ -116,10 +114,9 @@ def test_report(runs, data_dir, evaluate, tmp_path, monkeypatch):
 
     write_rows(tmp_path / "rte" / "ones.jsonl", [{**row, "label": 1} for row in rows])
     words = cli("--split ones --batch-size 7 --max-length 12", data_dir=tmp_path)
-    lines, result = evaluate(runs / "rte", *words)
+    _, result = evaluate(runs / "rte", *words)
     nothing = result["classes"]["entailment"]
     assert nothing["recall"] is None and nothing["count"] == 0
-    assert "-" in next(line for line in lines if "1 entailment" in line).split()
     assert result["accuracy"] == result["classes"]["not_entailment"]["recall"] > 0
 
 
