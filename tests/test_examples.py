@@ -145,7 +145,7 @@ def test_a_run_is_read_once_its_kind_is_imported(fork_runs):
     status, out, err = child.output(words)  # of a process that knows no example
     assert status == 2 and out == "evaluate.py: loading PyTorch\n" and err.count("\n") == 1
     assert "'query_value_lora'" in err and "made by examples/lora.py" in err
-    assert "do by --import examples.lora" in err
+    assert "do by --import MODULE" in err
     status, out, err = child.output([*words, "--import", "examples.lora"])
     accuracy = read_json(run / "metrics.json")["accuracy"]
     assert status == 0 and json.loads(out.splitlines()[-1])["accuracy"] == accuracy, err
