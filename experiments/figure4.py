@@ -21,7 +21,6 @@ if __name__ == "__main__":
 
 import contextlib
 import math
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -69,11 +68,9 @@ class Options:
 
 class Target(NamedTuple):
     label: str  # the task, and the run where another run has the same task
-    names: list  # of the N adapters
-    weights: dict  # {(layer, location): [N]}, NaN for an adapter that is not in that layer
     task: str
-    metrics: dict  # metrics.json
-    baseline: float | None  # accuracy of the single adapter
+    accuracy: float | None  # of the fusion
+    baseline: float | None  # of the single adapter
 
 
 # --------------------------------------------------------------------------------------------------
@@ -230,98 +227,92 @@ def shorten(name):
 # Section 6, as tables
 
 
-def strengths(target):
-    """([slots, N] weights, 0 for an absent adapter; the mean weight that each would have if all
-    adapters of a layer had the same)"""
-    weights = torch.stack(list(target.weights.values()))
-    even = (1 / (~weights.isnan()).sum(1)).mean().item()
-    return weights.nan_to_num(), even
-
-
-def strengths_table(targets):
+def strengths_table(targets, columns, values):
     """(rows, header): the strongest adapter of each target; the weight of the target's own adapter
-    in units of an even one, and in how many layers it is the strongest; accuracies in %."""
+    in units of an even one, which is what each would have if none were preferred, and in how many
+    layers it is the strongest; accuracies in %. values: of `arrange`"""
     rows = []
-    for target in targets:
-        (weights, even), own, single = strengths(target), [None, None], [None, None]
-        means = weights.mean(0)
-        if target.task in target.names:
-            n = target.names.index(target.task)
+    for target, weights in zip(targets, values.unbind(1), strict=True):  # [slots, adapters]
+        weights = weights[~weights.isnan().all(1)]
+        present = ~weights.isnan()
+        weights, even = weights.nan_to_num(), (1 / present.sum(1)).mean().item()
+        means, own, accuracies = weights.mean(0), [None, None], [None, None, None]
+        if target.task in columns and present[:, n := columns.index(target.task)].any():
             first = (weights.argmax(1) == n).sum().item()
             own = [means[n].item() / even, f"{first} of {len(weights)}"]
-        fusion = 100 * target.metrics["accuracy"] if "accuracy" in target.metrics else None
-        if target.baseline is not None:
-            single = [100 * target.baseline, f"{fusion - 100 * target.baseline:+.2f}"]
+        if target.accuracy is not None:
+            accuracies[0] = 100 * target.accuracy
+            if target.baseline is not None:
+                single = 100 * target.baseline
+                accuracies[1:] = [single, f"{accuracies[0] - single:+.2f}"]
         n = means.argmax().item()
-        rows.append([target.label, target.names[n], means[n].item() / even, *own, fusion, *single])
+        rows.append([target.label, columns[n], means[n].item() / even, *own, *accuracies])
     return rows, "target,strongest,its weight,own weight,own first,fusion,single,gain".split(",")
 
 
-def entropy_table(targets, slots):
+def entropy_table(targets, slots, values):
     """(rows, header): `spread` of every layer's weights."""
-    header = ["entropy", *(title.removeprefix("layer ") for title in slot_names(slots))]
     rows = []
-    for target in targets:
-        found = [target.weights.get(slot) for slot in slots]
-        rows.append([target.label, *(None if s is None else spread(s) for s in found)])
-    return rows, header
+    for target, weights in zip(targets, values.unbind(1), strict=True):
+        found = [None if s.isnan().all() else spread(s) for s in weights]
+        rows.append([target.label, *found])
+    return rows, ["entropy", *(title.removeprefix("layer ") for title in slot_names(slots))]
 
 
 # --------------------------------------------------------------------------------------------------
 # The command
 
 
-def read_targets(options):
-    device, _ = choose_device(options.device, "float32")
-    found = []
-    for run in options.runs:
-        print(f"{run}: fusion weights on its development set", flush=True)
-        given = options.data_dir, options.model, device, options.allow_other_encoder
-        found.append(mean_weights(run, *given))
-    baselines = find_baselines(options.runs, options.baseline)
-    counts = Counter(task for _, _, task in found)
-    targets = []
-    for run, (names, weights, task) in zip(options.runs, found, strict=True):
-        label = task if counts[task] == 1 else f"{task} ({run.resolve().name})"
-        metrics = read_json(run / "metrics.json")
-        targets.append(Target(label, names, weights, task, metrics, baselines.get(task)))
-    return targets
+def arrange(found):
+    """(slots, columns, values [slots, targets, columns]) of what `mean_weights` returns of each
+    target: NaN where an adapter is not in a layer of the target. The targets' own adapters come
+    first and in the order of the rows, so they lie on the diagonal."""
+    available = [name for names, _, _ in found for name in names]
+    own = [task for _, _, task in found if task in available]
+    columns = list(dict.fromkeys([*own, *available]))
+    slots = sorted({slot for _, weights, _ in found for slot in weights})
+    values = torch.full((len(slots), len(found), len(columns)), torch.nan, dtype=torch.float64)
+    for y, (names, weights, _) in enumerate(found):
+        for slot, s in weights.items():
+            values[slots.index(slot), y, [columns.index(name) for name in names]] = s
+    return slots, columns, values
 
 
 def main(argv=None):
     options = parse(Options, argv, "python -m experiments.figure4", __doc__)
-    out = options.out
+    runs, out = options.runs, options.out
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file")
     earlier = [name for name in WRITTEN if (out / name).exists()]
     if earlier and not options.overwrite:
         raise ValueError(f"{out / earlier[0]} is already there: another --out, or --overwrite")
-    targets = read_targets(options)
-    # The targets' own adapters come first and in the order of the rows, so they lie on the diagonal
-    available = [name for target in targets for name in target.names]
-    own = [target.task for target in targets if target.task in available]
-    columns = list(dict.fromkeys([*own, *available]))
-    slots = sorted({slot for target in targets for slot in target.weights})
-    values = torch.full((len(slots), len(targets), len(columns)), torch.nan, dtype=torch.float64)
-    rows = []
-    for y, (run, target) in enumerate(zip(options.runs, targets, strict=True)):
-        places = [columns.index(name) for name in target.names]
-        for slot, s in target.weights.items():
-            cells = values[slots.index(slot), y]
-            cells[places] = s
-            texts = ["" if math.isnan(value) else value for value in cells.tolist()]
-            rows.append([run, target.task, slot[0] + 1, slot[1], *texts])
+    device, _ = choose_device(options.device, "float32")
+    given, found = (options.data_dir, options.model, device, options.allow_other_encoder), []
+    for run in runs:
+        print(f"{run}: fusion weights on its development set", flush=True)
+        found.append(mean_weights(run, *given))
+    slots, columns, values = arrange(found)
+    tasks, baselines = [task for _, _, task in found], find_baselines(runs, options.baseline)
+    targets = []
+    for run, task in zip(runs, tasks, strict=True):
+        label = task if tasks.count(task) == 1 else f"{task} ({run.resolve().name})"
+        accuracy = read_json(run / "metrics.json").get("accuracy")
+        targets.append(Target(label, task, accuracy, baselines.get(task)))
 
     out.mkdir(parents=True, exist_ok=True)
     titles, labels = slot_names(slots), [target.label for target in targets]
     some = figure_4_layers(1 + max(layer for layer, _ in slots))
     papers = [i for i, (layer, _) in enumerate(slots) if layer in some]
-    for name, chosen in (("figure4.png", papers), ("figure6.png", range(len(slots)))):
-        shown = values[list(chosen)]
-        heat_maps(shown, [titles[i] for i in chosen], labels, columns, out / name)
+    heat_maps(values[papers], [titles[i] for i in papers], labels, columns, out / "figure4.png")
+    heat_maps(values, titles, labels, columns, out / "figure6.png")
+    rows = []
+    for y, x in (~values.isnan().all(2)).T.nonzero().tolist():
+        texts = ["" if math.isnan(value) else value for value in values[x, y].tolist()]
+        rows.append([runs[y], tasks[y], slots[x][0] + 1, slots[x][1], *texts])
     write_csv(out / "weights.csv", ["run", "target", "layer", "location", *columns], rows)
-    strongest = table(*strengths_table(targets), wrap=True)
-    lines = [*strongest, "", *table(*entropy_table(targets, slots), wrap=True), "", LEGEND]
+    strongest = table(*strengths_table(targets, columns, values), wrap=True)
+    entropies = table(*entropy_table(targets, slots, values), wrap=True)
+    lines = [*strongest, "", *entropies, "", LEGEND]
     write_text(out / "summary.txt", "\n".join(lines) + "\n")
     print("\n".join(lines))
     print(f"\n{out}: {', '.join(WRITTEN)}")

@@ -198,15 +198,13 @@ def check_stage(directory, config, stages, what):
 
 def made_by(config):
     """Which program has made a run, in words, if it is neither train.py nor imported: without it,
-    its kinds are unknown, and what else it changes has no effect. A file inside a run's directory,
-    which may be a stranger's, is never recommended."""
+    its kinds are unknown, and what else it changes has no effect. No module is recommended: it
+    could be a file of the run's directory, which may be a stranger's."""
     program, module = program_of(config) or (None, None)
     if program is None or module in sys.modules:
         return ""
-    parents = Path(*module.split(".")).absolute().parents
-    hint = f" (evaluate, predict and figure4 do by --import {module:.100})"
-    hint *= not any((parent / "config.json").exists() for parent in parents)
-    return f"the run was made by {program!s:.100}, which is not imported{hint}"
+    how = "evaluate, predict and figure4 do by --import MODULE"
+    return f"the run was made by {program!s:.100}, which is not imported ({how})"
 
 
 def task_of(config):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -45,26 +44,25 @@ def logits(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize(
-    "options, dtype",
-    [
-        ("adapter --task rte --adapter bapna", "bfloat16"),
-        ("adapter --task pick", "bfloat16"),
-        ("fusion --task rte", "float32"),
-        ("head --task rte", "bfloat16"),
-        ("full --task rte --lr 5e-3", "bfloat16"),
-        ("multitask --tasks rte pick --steps-per-epoch 3", "bfloat16"),
-    ],
-)
+STAGES = """
+adapter --task rte --adapter bapna
+adapter --task pick
+fusion --task rte
+full --task rte --lr 5e-3
+multitask --tasks rte pick --steps-per-epoch 3
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("options", STAGES)
 def test_everything_is_as_in_training(
-    options, dtype, launch, evaluate, logits, runs, encoder, tmp_path, refused
+    options, launch, evaluate, logits, runs, encoder, tmp_path, refused
 ):
     """Bit by bit: the small runs guess nearly one class, so the accuracy alone would prove
     little."""
     out = tmp_path / "run"
     adapters = ["--adapters", runs / "rte", runs / "sst2"] if "fusion" in options else []
-    common = "--epochs 1 --lr 5e-2 --batch-size 8 --limit-dev 39 --stage"
-    metrics = launch(*cli(f"{common} {options}", dtype=dtype, out=out), *adapters)
+    common = "--epochs 1 --lr 5e-2 --batch-size 8 --limit-dev 39 --dtype bfloat16 --stage"
+    metrics = launch(f"{common} {options}", *adapters, out=out)
     before, in_training = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}, [*logits]
     logits.clear()
     for task in metrics["task"].split(","):
@@ -103,8 +101,7 @@ def test_report(runs, data_dir, evaluate, tmp_path, monkeypatch):
     found = [(b["labels"].item(), b["input_ids"].sum().item() // 3 % 2) for b in batches(split, 1)]
     confusion = [[found.count((k, j)) for j in range(2)] for k in range(2)]
     assert min(map(min, confusion)) > 0 and result["confusion"] == confusion
-    right = confusion[0][0] + confusion[1][1]
-    assert result["accuracy"] == right / 50
+    assert result["accuracy"] == (confusion[0][0] + confusion[1][1]) / 50
     assert result["labels"] == list(TASKS["rte"].labels) == list(result["classes"])
     for k, label in enumerate(result["labels"]):
         values, count = result["classes"][label], sum(confusion[k])
@@ -116,10 +113,9 @@ def test_report(runs, data_dir, evaluate, tmp_path, monkeypatch):
 
     write_rows(tmp_path / "rte" / "ones.jsonl", [{**row, "label": 1} for row in rows])
     words = cli("--split ones --batch-size 7 --max-length 12", data_dir=tmp_path)
-    lines, result = evaluate(runs / "rte", *words)
+    _, result = evaluate(runs / "rte", *words)
     nothing = result["classes"]["entailment"]
     assert nothing["recall"] is None and nothing["count"] == 0
-    assert "-" in next(line for line in lines if "1 entailment" in line).split()
     assert result["accuracy"] == result["classes"]["not_entailment"]["recall"] > 0
 
 
@@ -139,24 +135,19 @@ def test_your_own_task_has_the_columns_of_its_training(
 
 
 ERRORS = """
-RTE --task sst2 | a run on 'rte', not on 'sst2'
-RTE --split test | no test split
-RTE --data-dir . --split hidden | line 1: the label is hidden (-1)
-RTE --max-length 1000 | --max-length must be in 8 .. 48
-RTE --mask rte | no fusion
-FUSION --mask rte sst2 pick | layer 1 would be left without
+rte --task sst2 | a run on 'rte', not on 'sst2'
+rte --split test | no test split
+rte --max-length 1000 | --max-length must be in 8 .. 48
+rte --mask rte | no fusion
+fusion-rte --mask rte sst2 pick | layer 1 would be left without
 """.strip().splitlines()
 
 
 @pytest.mark.parametrize("line", ERRORS)
-def test_errors(line, runs, data_dir, tmp_path, refused, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    rows = read_lines(data_dir / "rte" / "train.jsonl")[:5]
-    write_rows(tmp_path / "rte/hidden.jsonl", [{**row, "label": -1} for row in rows])
-    (words, message), places = line.split(" | "), {"RTE": "rte", "FUSION": "fusion-rte"}
+def test_errors(line, runs, refused):
+    words, message = line.split(" | ")
     run, *words = words.split()
-    refused([runs / places[run], *words], message, **EVALUATE)
-    assert [path.name for path in tmp_path.rglob("*")] == ["rte", "hidden.jsonl"]
+    refused([runs / run, *words], message, **EVALUATE)
 
 
 def test_a_run_that_was_put_aside_is_mentioned(runs, tmp_path, refused):
@@ -166,31 +157,21 @@ def test_a_run_that_was_put_aside_is_mentioned(runs, tmp_path, refused):
     refused([run], f"--overwrite has put aside is in {run / 'replaced'}", **EVALUATE)
 
 
-def test_held_out_rows(launch, evaluate, refused, data_dir, tmp_path, monkeypatch):
-    """The rows that --dev-fraction held out are never scored as training examples, whatever the
-    directory is called; of other rows it is not known which they are."""
-    monkeypatch.chdir(tmp_path)
-    Path("data/rte").mkdir(parents=True)
-    shutil.copyfile(data_dir / "rte" / "train.jsonl", "data/rte/train.jsonl")
-    words = "--stage head --task rte --epochs 1 --dev-fraction 0.25"
-    result = launch(*cli(words, data_dir="data", out="run"))
-    assert (result["train_examples"], result["dev_examples"]) == (72, 24)
-    shutil.copytree("data", "moved"), Path("link").symlink_to("data")
-    for place in ("./data", "link", "moved"):
-        assert evaluate("run", "--split", "train", "--data-dir", place)[1]["examples"] == 72
-        found = evaluate("run", "--data-dir", place)[1]
-        assert (found["examples"], found["accuracy"]) == (24, result["accuracy"])
-    Path("data").rename("gone")
-    refused(["run"], "data/rte is not a directory", **EVALUATE)
-    rows = Path("moved/rte/train.jsonl").read_text()
-    more = json.dumps({"sentence1": "a", "sentence2": "b", "label": 0}) + "\n"
-    for changed in (rows + more, rows.replace("cat", "dog")):
-        Path("moved/rte/train.jsonl").write_text(changed)
-        for split in ("train", "validation"):
-            words = ["run", "--data-dir", "moved", "--split", split]
-            refused(words, "held out cannot be told from the others", **EVALUATE)
-    shutil.copyfile(data_dir / "rte" / "validation.jsonl", "moved/rte/validation.jsonl")
-    assert evaluate("run", "--data-dir", "moved")[1]["examples"] == 40  # a set of its own
+def test_held_out_rows(launch, evaluate, refused, data_dir, tmp_path):
+    """The rows that --dev-fraction held out are never scored as training examples; of other rows it
+    is not known which they are."""
+    rows, file = read_lines(data_dir / "rte" / "train.jsonl"), tmp_path / "rte" / "train.jsonl"
+    write_rows(file, rows)
+    run, words = tmp_path / "run", "--stage head --task rte --epochs 1 --dev-fraction 0.25"
+    result = launch(words, data_dir=tmp_path, out=run)
+    assert evaluate(run, "--split", "train")[1]["examples"] == 72
+    found = evaluate(run)[1]
+    assert (found["examples"], found["accuracy"]) == (24, result["accuracy"])
+    write_rows(file, rows[1:])
+    for split in ("train", "validation"):
+        refused([run, "--split", split], "held out cannot be told from the others", **EVALUATE)
+    file.parent.rename(tmp_path / "gone")
+    refused([run], "rte is not a directory", **EVALUATE)
 
 
 def test_mask_on_the_command_line(loud_fusion, evaluate, logits, tmp_path):

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_adapterhub import FIELDS, PEER, needs_peer
 
 import child
 import test_kinds
@@ -28,6 +27,7 @@ from experiments import evaluate, figure4, predict, prune, publish
 from experiments.load_run import load_run
 from formats.files import read_json, write_json
 from fusion import add_fusion, fusions
+from reference import FIELDS, ask_peer, needs_peer
 from runtime.run import next_command
 from test_kinds import examples, inputs, new_bert, places, trained  # noqa: F401  (fixtures)
 
@@ -52,10 +52,8 @@ def test_as_the_reference_computes(encoder, monkeypatch, tmp_path):
         weights |= {f"a,b.{layer}.{part}": p.detach() for part, p in fusion.named_parameters()}
     save_file(weights, tmp_path / "weights.safetensors")
     save_file(dict(zip(FIELDS, inputs(), strict=True)), tmp_path / "inputs.safetensors")
-    plan = {"encoder": str(encoder), "reduction_factor": 4}
-    (tmp_path / "plan.json").write_text(json.dumps(plan))
-    command = [PEER, Path(__file__).with_name("peer.py"), "examples", tmp_path]
-    subprocess.run(command, check=True, capture_output=True)
+    write_json(tmp_path / "plan.json", {"encoder": str(encoder), "reduction_factor": 4})
+    ask_peer("peer.py", "examples", tmp_path)
     theirs = load_file(tmp_path / "examples.safetensors")
     for name in ("a", "lora"):
         activate(bert, name)
@@ -147,7 +145,7 @@ def test_a_run_is_read_once_its_kind_is_imported(fork_runs):
     status, out, err = child.output(words)  # of a process that knows no example
     assert status == 2 and out == "evaluate.py: loading PyTorch\n" and err.count("\n") == 1
     assert "'query_value_lora'" in err and "made by examples/lora.py" in err
-    assert "do by --import examples.lora" in err
+    assert "do by --import MODULE" in err
     status, out, err = child.output([*words, "--import", "examples.lora"])
     accuracy = read_json(run / "metrics.json")["accuracy"]
     assert status == 0 and json.loads(out.splitlines()[-1])["accuracy"] == accuracy, err

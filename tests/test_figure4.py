@@ -165,27 +165,28 @@ def test_spread():
         assert figure4.spread(torch.tensor(weights)) == pytest.approx(entropy)
 
 
-def target(name, own, accuracy, baseline, last=0.5):
-    """Two adapters, the target's own and another one, in two layers; the weights of its own are
-    given."""
-    pairs = {(0, "output"): [own, 1 - own], (1, "output"): [last, 1 - last]}
-    weights = {slot: torch.tensor(pair) for slot, pair in pairs.items()}
-    return figure4.Target(name, [name, "other"], weights, name, {"accuracy": accuracy}, baseline)
-
-
 def test_the_tables_of_section_6():
-    gains, loses = target("cb", 0.1, 0.8, 0.7), target("mnli", 0.9, 0.8, None, last=0.8)
-    absent = gains._replace(weights={(1, "output"): torch.tensor([math.nan, 1.0])}, task="rte")
-    rows, _ = figure4.strengths_table([gains, loses, absent])
+    """Three targets, two of them without a layer or their own adapter."""
+    slots, columns = [(0, "output"), (1, "output")], ["cb", "mnli"]
+    nan = math.nan
+    of_layers = [[0.1, 0.9], [0.1, 0.9], [nan, nan]], [[0.5, 0.5], [0.2, 0.8], [nan, 1.0]]
+    values = torch.tensor(of_layers, dtype=torch.float64)
+    targets = [
+        figure4.Target("cb", "cb", 0.8, 0.7),
+        figure4.Target("mnli", "mnli", 0.8, None),
+        figure4.Target("cb (2)", "cb", None, 0.7),
+    ]
+    rows, _ = figure4.strengths_table(targets, columns, values)
     assert rows == [
         # relative to an even mixture: of two adapters 0.3 is 0.6 of an even weight
-        ["cb", "other", *map(pytest.approx, (1.4, 0.6)), "1 of 2", 80, 70, "+10.00"],
+        ["cb", "mnli", *map(pytest.approx, (1.4, 0.6)), "1 of 2", 80, 70, "+10.00"],
         ["mnli", "mnli", *map(pytest.approx, (1.7, 1.7)), "2 of 2", 80, None, None],
-        ["cb", "other", 1, None, None, 80, 70, "+10.00"],
+        ["cb (2)", "mnli", 1, None, None, None, None, None],
     ]
-    rows, header = figure4.entropy_table([gains, absent], [(0, "output"), (1, "output")])
+    rows, header = figure4.entropy_table(targets, slots, values)
     assert header == ["entropy", "1", "2"]
-    assert rows == [["cb", pytest.approx(0.469, abs=1e-3), pytest.approx(1)], ["cb", None, 0]]
+    assert rows[0] == ["cb", pytest.approx(0.469, abs=1e-3), pytest.approx(1)]
+    assert rows[2] == ["cb (2)", None, 0]
 
 
 def test_baselines_are_averaged_and_must_be_comparable(runs, tmp_path):

@@ -69,29 +69,22 @@ def test_probabilities(run, task, say, runs, data_dir):
 
 
 def test_every_kind_of_input_says_the_same(say, runs, data_dir, tmp_path):
+    """A file, with empty lines, which are passed over; JSON and texts between tabs on stdin;
+    arguments; and Python."""
     rows = read_lines(data_dir / "rte" / "validation.jsonl")[:6]
-    lines = [json.dumps(row) for row in rows]
     texts = [(row["sentence1"], row["sentence2"]) for row in rows]
-    # empty lines are passed over
-    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join(lines).encode())
-    (tmp_path / "a.json").write_text(f"[{','.join(lines)}]")
-    table = ["sentence2\tidx\tsentence1", *(f"{b}\t7\t{a}" for a, b in texts)]
-    (tmp_path / "a.tsv").write_text("\n".join(table))
-    (tmp_path / "a.csv").write_text("\n".join(table).replace("\t", ","))
-    run, tabs = runs / "rte", "\n".join(map("\t".join, texts))
-    kinds = "jsonl", "json", "csv", "tsv"
-    outputs = [say(run, "--json", "--file", tmp_path / f"a.{kind}") for kind in kinds]
-    outputs += [say(run, "--file", "-", "--json", stdin=tabs)]
-    outputs += [say(run, "-", "--json", stdin="\n".join(lines))]
+    lines, tabs = "\r\n\r\n".join(map(json.dumps, rows)), "\n".join(map("\t".join, texts))
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.encode())
+    run = runs / "rte"
+    outputs = [say(run, "--json", "--file", tmp_path / "a.jsonl")]
+    outputs += [say(run, "-", "--json", stdin=lines), say(run, "--file", "-", "--json", stdin=tabs)]
     outputs += [[say(run, "--json", *pair)[0] for pair in texts]]
-    results = [[json.loads(line) for line in lines] for lines in outputs]
-    results.append(load_run(run).predict(texts))
-    assert [result["line"] for result in results[0]] == [1, 3, 5, 7, 9, 11]
-    assert [result["line"] for result in results[2]] == [2, 3, 4, 5, 6, 7]
-    for kind in results[1:]:
-        for result, first in zip(kind, results[0], strict=True):
-            assert result["label"] == first["label"]
-            assert result["probability"] == pytest.approx(first["probability"], abs=1e-5)
+    first, *others = [[json.loads(line) for line in output] for output in outputs]
+    assert [result["line"] for result in first] == [1, 3, 5, 7, 9, 11]
+    for results in (*others, load_run(run).predict(texts)):
+        for ours, result in zip(first, results, strict=True):
+            assert ours["label"] == result["label"]
+            assert ours["probability"] == pytest.approx(result["probability"], abs=1e-5)
 
 
 def test_multiple_choice(say, runs):
@@ -188,13 +181,10 @@ def test_the_explanation_is_the_fusions_weights(say, loud_fusion, tmp_path):
     assert data["examples"][0]["label"] == label
     assert f"{data['examples'][0]['probability']:.3f}" == probability
     assert lines[1] == "a = rte  b = sst2  c = pick" and lines[2].split() == ["layer", "1", "2"]
-    for t, token in enumerate([*encoding.tokens, "(mean)"]):
-        cells = [token]
-        for layer in (0, 1):
-            weights = s[layer, "output"][0]
-            weights = torch.cat([weights, weights.mean(0, keepdim=True)])[t]
-            cells += ["abc"[weights.argmax()], f"{100 * weights.max():.0f}"]
-        assert lines[3 + t].split() == cells
+    layers = [torch.cat([w[0], w[0].mean(0, keepdim=True)]) for w in s.values()]
+    for line, token, *rows in zip(lines[3:-1], [*encoding.tokens, "(mean)"], *layers, strict=True):
+        cells = [("abc"[weights.argmax()], f"{100 * weights.max():.0f}") for weights in rows]
+        assert line.split() == [token, *cells[0], *cells[1]]
     # it is one file
     assert not re.search(r"https?:|//\w|url\(|@import|\ssrc=|\shref=", page.read_text())
     assert "default-src 'none'" in page.read_text()
@@ -322,8 +312,7 @@ def test_what_a_fork_changes_is_in_effect_once_it_is_imported(runs, tmp_path, mo
     words = [str(run), "red", "one", "--device", "cpu", "--json"]
     predict.main(words)
     said = capsys.readouterr()
-    assert f"note: {run}: the run was made by my_fork.py, which is not imported" in said.err
-    assert "predict and figure4 do by --import my_fork" in said.err
+    assert f"note: {run}: the run was made by my_fork.py, which is not imported (" in said.err
     monkeypatch.setattr(train, "predict", train.predict)  # to be restored
     predict.main([*words, "--import", "my_fork"])
     forked = capsys.readouterr()
@@ -336,13 +325,9 @@ def test_what_a_fork_changes_is_in_effect_once_it_is_imported(runs, tmp_path, mo
     sys.modules.pop("my_fork")
 
 
-def test_no_file_inside_a_run_is_recommended(runs, tmp_path, monkeypatch, capsys, refused):
-    """A stranger's run may name a program that came with it."""
-    monkeypatch.chdir(tmp_path)
-    run = changed(runs / "rte", tmp_path / "got" / "run", command="got/run/payload.py --stage x")
-    (run / "payload.py").write_text("raise SystemExit('executed')")
-    evaluate.main([str(run), "--device", "cpu"])
-    note = capsys.readouterr().out
-    write_json(run / "config.json", read_json(run / "config.json") | {"kinds": {"rte": "Unknown"}})
-    for said in (note, refused([run, "red", "one"], **PREDICT)):
-        assert "made by got/run/payload.py" in said and "--import" not in said
+def test_a_run_of_an_unknown_kind(runs, tmp_path, refused):
+    """A stranger's run may name a program that came with it: it is named, and not recommended."""
+    command = "got/run/payload.py --stage x"
+    run = changed(runs / "rte", tmp_path / "run", command=command, kinds={"rte": "Unknown"})
+    error = refused([run, "red", "one"], "an unknown kind, 'Unknown'", **PREDICT)
+    assert error.count("payload") == 1
