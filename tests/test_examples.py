@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_adapterhub import FIELDS, PEER, needs_peer
 
 import child
 import test_kinds
@@ -26,6 +25,7 @@ from examples.sts_b import Regression, pearson, ranks, spearman
 from experiments import evaluate, figure4, predict, prune, publish
 from experiments.load_run import load_run
 from fusion import add_fusion, fusions
+from reference import FIELDS, PEER, needs_peer
 from runtime.run import next_command
 from test_kinds import examples, inputs, new_bert, places, trained  # noqa: F401  (fixtures)
 
