@@ -55,7 +55,7 @@ def write_hub(directory, named, kind="model.safetensors"):
 
 
 @KINDS
-@pytest.mark.parametrize("prefix", ["", "bert.", "roberta.", "model.bert.", "0.auto_model."])
+@pytest.mark.parametrize("prefix", ["", "roberta.", "0.auto_model."])
 def test_prefixes_and_old_names(prefix, kind, tmp_path):
     plain = {prefix + name: tensor for name, tensor in golden_tensors().items()}
     assert same(Bert.from_pretrained(write_hub(tmp_path / "a", plain, kind)))
@@ -66,23 +66,16 @@ def test_prefixes_and_old_names(prefix, kind, tmp_path):
     assert bert.origin["embeddings_norm.bias"] == f"{prefix}embeddings.LayerNorm.beta"
 
 
-def test_any_alignment(tmp_path):
+def test_any_alignment(copy):
     """Files of before 2023 have a header of any length, and so tensors at odd addresses."""
-    content = (SAFETENSORS / "model.safetensors").read_bytes()
-    for spaces in (1, 2, 3):
-        (directory := tmp_path / str(spaces)).mkdir()
-        shutil.copy(SAFETENSORS / "config.json", directory)
-        header = content[8:HEADER] + b" " * spaces
-        length = len(header).to_bytes(8, "little")
-        (directory / "model.safetensors").write_bytes(length + header + content[HEADER:])
-        bert = Bert.from_pretrained(directory)
-        assert same(bert) and torch.equal(hidden(bert), hidden(Bert.from_pretrained(SAFETENSORS)))
-
-
-def test_safetensors_come_first(tmp_path):
-    directory = write_hub(tmp_path / "both", golden_tensors())
-    (directory / "pytorch_model.bin").write_bytes(b"not read")
-    assert same(Bert.from_pretrained(directory))
+    directory = copy(SAFETENSORS)
+    content = (directory / "model.safetensors").read_bytes()
+    header = content[8:HEADER] + b" "
+    length = len(header).to_bytes(8, "little")
+    (directory / "model.safetensors").write_bytes(length + header + content[HEADER:])
+    (directory / "pytorch_model.bin").write_bytes(b"not read where there is the other")
+    bert = Bert.from_pretrained(directory)
+    assert same(bert) and torch.equal(hidden(bert), hidden(Bert.from_pretrained(SAFETENSORS)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -103,37 +96,31 @@ MISFITS = [  # tensors that are added, a part of the names that are left out, wo
 ]
 
 
-@KINDS
-def test_what_does_not_fit_is_named(kind, tmp_path):
+def test_what_does_not_fit_is_named(tmp_path):
     for added, left_out, message in MISFITS:
         kept = {n: t for n, t in golden_tensors().items() if left_out is None or left_out not in n}
-        fails(write_hub(tmp_path / "x", {**kept, **added}, kind), kind, message)
+        fails(write_hub(tmp_path / "x", {**kept, **added}), "model.safetensors", message)
 
 
 class Writes:
-    """Unpickled, it writes a file."""
-
-    def __init__(self, path):
-        self.path = path
+    """Unpickled, it writes the file `executed`."""
 
     def __reduce__(self):
-        return (open, (str(self.path), "w"))
+        return open, ("executed", "w")
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_bin_holds_tensors_alone(legacy, tmp_path):
-    path, victim = tmp_path / "pytorch_model.bin", tmp_path / "written"
+def test_bin_holds_tensors_alone(legacy, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     shutil.copy(SAFETENSORS / "config.json", tmp_path)
-    sparse, nowhere = torch.eye(3).to_sparse(), torch.zeros(2, device="meta")
-    large = torch.zeros(1).expand(2**24, 2**24)
-    strange = [[1, 2], {1: torch.eye(3)}, *({"a": value} for value in (1, sparse, large, nowhere))]
-    for content in ({**golden_tensors(), "x": Writes(victim)}, *strange):
+    path, large = tmp_path / "pytorch_model.bin", torch.zeros(1).expand(2**24, 2**24)
+    strange = [{"a": value} for value in (1, torch.eye(3).to_sparse(), large, Writes())]
+    for content in ([1, 2], {1: torch.eye(3)}, *strange):
         torch.save(content, path, _use_new_zipfile_serialization=not legacy)
         fails(tmp_path, str(path), "refused")
-    assert not victim.exists()
-    for content in (b"", b"garbage", b"PK\3\4", path.read_bytes()[:50]):
-        path.write_bytes(content)
-        fails(tmp_path, str(path), "refused")
+    assert not (tmp_path / "executed").exists()
+    path.write_bytes(path.read_bytes()[:50])
+    fails(tmp_path, str(path), "refused")
     torch.save(golden_tensors(), path, _use_new_zipfile_serialization=not legacy)
     assert same(Bert.from_pretrained(tmp_path))
 
@@ -158,23 +145,11 @@ def test_a_safetensors_header_of_many_names_is_not_read(tmp_path, monkeypatch):
         files.read_tensors(tmp_path / "x.safetensors")
 
 
-def test_tensors_that_share_memory_are_written(tmp_path):
-    """As safetensors itself writes them, but for those that are stored twice, which it refuses."""
-    w = torch.nn.Parameter(torch.randn(3, 5))
-    named = {"b": w, "a": w, "t": w.T, "rows": w[1:], "half": w.half(), "scalar": torch.tensor(1)}
-    files.write_tensors(tmp_path / "ours", named)
-    plain = {name: t.detach().float().clone().contiguous() for name, t in named.items()}
-    save_file(plain, tmp_path / "theirs", metadata={"format": "pt"})
-    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
-
-
 CONFIGS = """
-    {"hidden_size": 0} {"hidden_size": "32"} {"hidden_size": 33} {"hidden_size": 1099511627776}
-    {"vocab_size": true} {"num_attention_heads": 5} {"num_hidden_layers": 9999999}
-    {"hidden_act": "cube"} {"hidden_act": {}} {"is_decoder": true} {"model_type": []}
-    {"layer_norm_eps": "x"} {"layer_norm_eps": NaN} {"hidden_dropout_prob": 1.5}
-    {"classifier_dropout": "x"} {"pad_token_id": null} {"pad_token_id": 60}
-    {"pad_token_id": 30, "model_type": "roberta"} {"position_embedding_type": "relative_key"}
+    {"hidden_size": 33} {"hidden_size": 1099511627776} {"num_hidden_layers": 9999999}
+    {"hidden_act": "cube"} {"is_decoder": true} {"model_type": []} {"layer_norm_eps": NaN}
+    {"hidden_dropout_prob": 1.5} {"pad_token_id": 60} {"pad_token_id": 30, "model_type": "roberta"}
+    {"position_embedding_type": "relative_key"}
 """
 
 
@@ -190,10 +165,8 @@ def test_config_is_checked(text, copy):
 
 def test_nothing_there(tmp_path):
     fails(tmp_path, "no encoder in", "config.json", "bert_config.json")
-    shutil.copy(SAFETENSORS / "config.json", tmp_path)
-    fails(tmp_path, "no encoder in")
     shutil.copy(SAFETENSORS / "model.safetensors", tmp_path)
-    for content in (b"", b"[1]", b"\xff", b'{"a": ' + b"9" * 5000 + b"}"):
+    for content in (b"", b"[1]", b"\xff"):
         (tmp_path / "config.json").write_bytes(content)
         fails(tmp_path, str(tmp_path / "config.json"))
 
@@ -241,6 +214,8 @@ DIRECTORIES = (
 
 def test_only_needed_files_are_downloaded(hub):
     (root, asked), repository = hub, hub[0] / "some" / "bert"
+    fails("some/bert", "no config.json", *DIRECTORIES)
+    asked.clear()
     shutil.copytree(SAFETENSORS, repository)
     for name in "tf_model.h5 pytorch_model.bin vocab.json merges.txt".split():
         (repository / name).write_bytes(b"not needed")
@@ -252,27 +227,13 @@ def test_only_needed_files_are_downloaded(hub):
     (repository / "tokenizer.json").write_text("{}")
     Bert.from_pretrained("some/bert")
     assert asked == first
-    asked.clear()
     write_hub(root / "some" / "other", golden_tensors(), "pytorch_model.bin")
     assert same(Bert.from_pretrained("some/other"))
-    assert asked[:3] == ["config.json", "model.safetensors", "pytorch_model.bin"]
+    (root / "some" / "other" / "pytorch_model.bin").unlink()
+    fails("some/other", "neither model.safetensors nor pytorch_model.bin", *DIRECTORIES)
 
 
-def test_hub_repository_without_an_encoder(hub):
-    (repository := hub[0] / "some" / "bert").mkdir(parents=True)
-    fails("some/bert", "no config.json", *DIRECTORIES)
-    shutil.copy(SAFETENSORS / "config.json", repository)
-    fails("some/bert", "neither model.safetensors nor pytorch_model.bin", *DIRECTORIES)
-
-
-def test_no_network():
-    fails("some/never-downloaded", "cannot be reached", *DIRECTORIES)  # offline, see conftest.py
-    fails("not an id", *DIRECTORIES)
-
-
-@pytest.mark.parametrize(
-    "path", "./x ../x /no/such/place ~/bert a/b/c a\\b . no/such/ runs/mnli runs/full-mnli".split()
-)
+@pytest.mark.parametrize("path", "./x ~/bert a/b/c a\\b . no/such/ runs/mnli".split())
 def test_what_looks_like_a_path_does_not_wait_for_the_network(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
@@ -282,5 +243,6 @@ def test_what_looks_like_a_path_does_not_wait_for_the_network(path, tmp_path, mo
 
 
 def test_cache_without_network():
+    fails("some/never-downloaded", "cannot be reached", *DIRECTORIES)  # offline, see conftest.py
     fill_hub_cache(Path(constants.HF_HUB_CACHE) / "models--some--cached", SAFETENSORS)
     assert same(Bert.from_pretrained("some/cached"))

@@ -143,9 +143,7 @@ def test_tensorflow(name):
     assert same(Bert.from_pretrained(GOLDEN / "bert" / name))
 
 
-@pytest.mark.skipif(
-    not TENSORFLOW_PYTHON.exists(), reason="TENSORFLOW_PYTHON names no Python with tensorflow-cpu"
-)
+@pytest.mark.skipif(not TENSORFLOW_PYTHON.exists(), reason="TENSORFLOW_PYTHON: no tensorflow-cpu")
 @pytest.mark.parametrize("shards", [1, 3])
 def test_written_by_tensorflow_now(shards, tmp_path):
     command = [TENSORFLOW_PYTHON, ROOT / "tests" / "write_tensorflow.py", SAFETENSORS]
@@ -158,7 +156,6 @@ def test_written_by_tensorflow_now(shards, tmp_path):
 def test_own_writer_and_several_blocks(tmp_path):
     """The writer above makes what TensorFlow makes; tables of many blocks, too."""
     entries = sorted(bundle(tmp_path).items())
-    assert same(Bert.from_pretrained(tmp_path))
     parts = [entries[i : i + 5] for i in range(0, len(entries), 5)]
     (tmp_path / INDEX).write_bytes(table([(part[-1][0], block(part)) for part in parts]))
     assert same(Bert.from_pretrained(tmp_path))
@@ -194,11 +191,6 @@ def test_every_damaged_byte_is_found(copy):
                 assert path == index or f"{data.name} does not match its checksum" in str(e)
         path.write_bytes(content)
         assert 0 < unnoticed <= harmless, (path, unnoticed)
-
-
-def test_missing_and_short_data(copy):
-    directory = copy(GOLDEN / "bert" / "encoder-tf-shards")
-    data = directory / "bert_model.ckpt.data-00001-of-00003"
     data.write_bytes(data.read_bytes()[:-10_000])
     fails(directory, data.name)
     data.unlink()
@@ -222,16 +214,9 @@ def test_not_supported_says_what_to_do(tmp_path):
 # Hostile files
 
 HUGE = 2**63 - 1
-BLOCK = block([(b"a", b"1"), (b"b", b"2")])
-NESTED = block([(b"a", varints(0, len(BLOCK))), (b"b", varints(5, len(BLOCK) - 5))])
 LARGE = block([(b"", field(1, 1)), *((b"%06d" % i, b"") for i in range(5_000))])
 PLACES = block([(b"%06d" % i, varints(0, len(LARGE))) for i in range(5_000)])
 LONG = varints(0, 20_000, 0) + b"x" * 20_000 + (varints(20_000, 1, 0) + b"x") * 20_000
-
-
-def one_block(entries):
-    """A table of one block, in which `entries` stands for the entries."""
-    return table([(b"a", entries + block([]))])
 
 
 def two_blocks(contents, index):
@@ -240,20 +225,11 @@ def two_blocks(contents, index):
 
 
 TABLES = {
-    "empty": b"",
     "endless varint": footer((2**280,)),
     "index block beyond the file": footer((0, 0), (HUGE, HUGE)),
-    "empty block": stored(b"") + footer((0, 0), (0, 0)),
     "negative restarts": stored(b"\xff\xff\xff\x7f" * 3) + footer((0, 0), (0, 12)),
-    "shared beyond the key": one_block(varints(9, 1, 0) + b"a"),
-    "value beyond the block": one_block(varints(0, 1, HUGE) + b"a"),
-    "names from nothing": one_block(LONG),
+    "names from nothing": table([(b"a", LONG + block([]))]),
     "the same block often": two_blocks(LARGE, PLACES),
-    "nested blocks": two_blocks(stored(BLOCK), NESTED),
-    "the same name twice": table([(b"a", BLOCK), (b"b", BLOCK)]),
-    "no header": table([(b"a", BLOCK)]),
-    "an endless field": table([(b"a", block([(b"", varints(8 << 3 | 2, HUGE))]))]),
-    "a group": table([(b"a", block([(b"", varint(8 << 3 | 3))]))]),
 }
 
 
@@ -262,24 +238,18 @@ def test_hostile_table(name, tmp_path):
     shutil.copy(TENSORFLOW / "bert_config.json", tmp_path)
     (tmp_path / INDEX).write_bytes(TABLES[name])
     error = attempt(tmp_path, succeeds=False)
-    assert ("overlap" in error) == ("often" in name or "nested" in name), error
+    assert ("overlap" in error) == ("often" in name), error
 
 
-def entry(dtype=1, dimensions=(60, 32), shard=0, offset=0, size=60 * 32 * 4):
+def entry(dimensions=(60, 32), offset=0, size=60 * 32 * 4):
     shape = b"".join(field(2, field(1, length)) for length in dimensions)
-    return field(1, dtype) + field(2, shape) + field(3, shard) + field(4, offset) + field(5, size)
+    return field(1, 1) + field(2, shape) + field(3, 0) + field(4, offset) + field(5, size)
 
 
 ENTRIES = {
-    "size": entry(size=HUGE),
     "offset": entry(offset=HUGE),
-    "shard": entry(shard=HUGE),
-    "type": entry(dtype=HUGE),
     "zero": entry(dimensions=(2**62, 0), size=0),
     "many large dimensions": entry(dimensions=(2**62,) * 100_000),
-    "other shape": entry(dimensions=(32, 60)),
-    "shape is a number": field(1, 1) + field(2, 7),
-    "empty": b"",
     "checksum": entry(),
 }
 
