@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import data
 import train
-from bert import Bert, BertConfig
+from bert import Bert
 from conftest import VOCABULARY, cli, write_rows
 from formats.tokenizer import load_tokenizer
 
@@ -32,7 +32,6 @@ COMMANDS = {  # name: (module, the words that a case's are appended to)
     "train.py": ("train", TRAIN),
     "train.py alone": ("train", ["--out", "out"]),
     "bert.py": ("bert", []),
-    "data.py": ("data", cli("rte --model model --data-dir data")),
     "evaluate": ("experiments.evaluate", []),
     "predict": ("experiments.predict", []),
     "figure4": ("experiments.figure4", ["--out", "out"]),
@@ -76,14 +75,9 @@ def rows(*rows, task="mine"):
 
 
 @later
-def edit(path, inside=None, **values):
-    """Fields of a JSON file, or of the object `inside` it; None removes one."""
-    content = json.loads(Path(path).read_text())
-    part = content[inside] if inside else content
-    part.update(values)
-    for name in [name for name, value in values.items() if value is None]:
-        del part[name]
-    Path(path).write_text(json.dumps(content))
+def edit(path, **values):
+    """Fields of a JSON file."""
+    Path(path).write_text(json.dumps({**json.loads(Path(path).read_text()), **values}))
 
 
 @later
@@ -93,12 +87,12 @@ def tensors(path, function):
     save_file({name: tensor.contiguous() for name, tensor in result.items()}, path)
 
 
-def spoil(path, value, part=""):
-    """One number of every tensor whose name holds `part`."""
+def with_nan(path, part=""):
+    """The first number of every tensor whose name holds `part`."""
 
     def function(name, tensor):
         if part in name:
-            tensor.view(-1)[0] = value
+            tensor.view(-1)[0] = float("nan")
         return tensor
 
     return tensors(path, function)
@@ -116,6 +110,9 @@ def pipe(path):
     os.mkfifo(path)
 
 
+pickled = later(torch.save)
+
+
 class Writes:
     """Unpickled, it writes the file `executed`."""
 
@@ -123,29 +120,13 @@ class Writes:
         return open, ("executed", "w")
 
 
-@later
-def pickled(path, content):
-    torch.save(content, path)
-
-
-@later
-def small_encoder(**sizes):
-    """Another encoder in model/."""
-    values = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
-    values |= dict(intermediate_size=64, max_position_embeddings=48)
-    Bert(BertConfig(len(VOCABULARY), **{**values, **sizes})).save_pretrained("model")
-
-
 def shuffled_vocabulary():
     words = Path("model/vocab.txt").read_text().split()
     put("model/vocab.txt", "\n".join(words[:5] + words[:4:-1]) + "\n")()
 
 
-NAN = float("nan")
 DEEP = b"[" * 100_000 + b"]" * 100_000
 LONG = "x" * 300
-A_RUN = json.dumps({"stage": "head", "command": "train.py"})
-IN_OUT = both(put("out/config.json", A_RUN), put("out/log.jsonl", b""))
 
 # --------------------------------------------------------------------------------------------------
 # Arguments: words | what the message says
@@ -266,7 +247,7 @@ WEIGHTS = "model/model.safetensors"
 add("config.json nested", put("model/config.json", DEEP), "config.json", "model", "bert.py")
 add("model.safetensors is a pipe", pipe(WEIGHTS), "no encoder in model")
 add("no weights", gone(WEIGHTS), ["no encoder", "model.safetensors"])
-change = spoil(WEIGHTS, NAN, "layer.1.attention.output.dense.weight")
+change = with_nan(WEIGHTS, "layer.1.attention.output.dense.weight")
 add("an encoder with NaN", change, "attention_dense.weight", "--stage adapter")
 overflow = tensors(WEIGHTS, lambda _, t: t * 1e38)
 add("an encoder whose numbers overflow", overflow, "the loss is nan")
@@ -314,25 +295,21 @@ for name, file, content, say in [
 
 CONFIG, FILE = "runs/rte/adapter_config.json", "runs/rte/adapter.safetensors"
 for name, change, say in [
-    ("NaN", spoil(FILE, NAN, "adapter_down.0.weight"), [FILE, "not finite"]),
+    ("NaN", with_nan(FILE, "adapter_down.0.weight"), [FILE, "not finite"]),
     ("another shape", tensors(FILE, lambda _, t: t[None]), [FILE, "here it must be a float"]),
     ("no weights", gone(FILE), ["no weights", "adapter.safetensors"]),
     ("broken JSON", put(CONFIG, b"{"), [CONFIG, "line 1"]),
-    ("activation", edit(CONFIG, "config", non_linearity="x"), "non_linearity"),
     ("RTE", edit("runs/sst2/adapter_config.json", name="RTE"), "two adapters are called 'RTE'"),
 ]:
     add(f"adapter: {name}", change, say, FUSE)
-for sizes, say in [({"hidden_size": 16}, "hidden_size 32"), ({"num_hidden_layers": 1}, "layer.1")]:
-    words = f"{FUSE} --allow-other-encoder"
-    add(f"adapters on an encoder of {sizes}", small_encoder(**sizes), say, words)
 
 FUSION = "runs/fusion-rte"
 FUSION_FILE = f"{FUSION}/model_adapter_fusion.safetensors"
 for name, run, change, say in [
-    ("head with NaN", "runs/rte", spoil("runs/rte/model_head.safetensors", NAN), "not finite"),
+    ("head with NaN", "runs/rte", with_nan("runs/rte/model_head.safetensors"), "not finite"),
     ("task ../x", "runs/rte", edit("runs/rte/config.json", task="../x"), "../x"),
     ("no config.json", "runs/rte", gone("runs/rte/config.json"), "config.json"),
-    ("NaN", FUSION, spoil(FUSION_FILE, NAN, "value"), "not finite"),
+    ("NaN", FUSION, with_nan(FUSION_FILE, "value"), "not finite"),
     ("a copy is missing", FUSION, gone(f"{FUSION}/adapters/sst2"), "sst2"),
 ]:
     add(f"evaluate {run}: {name}", change, say, run, "evaluate")
@@ -340,8 +317,9 @@ for name, run, change, say in [
 # --------------------------------------------------------------------------------------------------
 # States, other people's directories, pickles
 
-code = {"config": {}, "trained": {"x": Writes()}}
-change = both(IN_OUT, pickled("out/resume.pt", code))
+CODE = {"x": torch.ones(2), "y": Writes()}
+a_run = put("out/config.json", json.dumps({"stage": "head", "command": "train.py"}))
+change = both(a_run, put("out/log.jsonl", b""), pickled(CODE, "out/resume.pt"))
 add("resume.pt with code", change, "out/resume.pt", "--resume")
 LOG = put("out/log.jsonl", b'{"epoch": 1}\n')
 for name, change in [
@@ -353,7 +331,6 @@ for name, change in [
     for option in ("--overwrite", "--resume"):
         add(f"{option} of {name}", change, "out", option)
 add("--lr 1e38 beside a stranger's log", LOG, "holds other files", "--lr 1e38")
-CODE = {"x": torch.ones(2), "y": Writes()}
 for file, command, words in [
     ("model/pytorch_model.bin", "train.py", ""),
     ("runs/rte/pytorch_adapter.bin", "train.py", FUSE),
@@ -361,7 +338,7 @@ for file, command, words in [
     ("runs/fusion-rte/pytorch_model_adapter_fusion.bin", "evaluate", "runs/fusion-rte"),
 ]:
     safe = file.replace("pytorch_", "").replace(".bin", ".safetensors")
-    change = both(gone(safe), pickled(file, CODE))
+    change = both(gone(safe), pickled(CODE, file))
     add(f"{file} with code", change, [file, "refused"], words, command)
 
 # --------------------------------------------------------------------------------------------------
@@ -427,7 +404,7 @@ def test_wrong_input(name, box, refused, monkeypatch, time_limit):
     before = listing(box)
     monkeypatch.setattr(sys, "argv", [command.split()[0], *common, *words])
     line = refused([], *say, main=lambda _: main())
-    assert line.startswith(("bert", "data", "train", *COMMANDS))
+    assert line.startswith(("train.py: ", *COMMANDS))
     assert listing(box) == before
 
 
