@@ -56,10 +56,10 @@ def fsync(*paths):
 
 
 @contextlib.contextmanager
-def atomic_write(path):
+def atomic_write(path, ending=".tmp"):
     """A temporary path to write to. It replaces `path` once its content is on the disk, so that a
     power cut leaves the old file or the new one; after an error it is removed."""
-    temporary = Path(f"{path}.tmp")
+    temporary = Path(f"{path}{ending}")
     try:
         yield temporary
         fsync(temporary)
