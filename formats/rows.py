@@ -136,10 +136,10 @@ def read_rows(path):
 # Splits
 
 
-def first_file(directory, split, other_name=None):
+def first_file(directory, split, other_name):
     """DIR/TASK/SPLIT.jsonl, .json, .csv, .tsv or .parquet, None if there is none. Others call the
     validation split dev or val."""
-    names = [split, other_name or split, *(("dev", "val") if split == "validation" else ())]
+    names = [split, other_name, *(("dev", "val") if split == "validation" else ())]
     paths = [directory / f"{name}{ending}" for name in names for ending in READERS]
     return next((path for path in paths if path.is_file()), None)
 
@@ -150,7 +150,7 @@ def find_file(directory, split, other_name=None):
         raise FileNotFoundError(
             f"no data for task {directory.name!r}: {directory} is not a directory"
         )
-    if (path := first_file(directory, split, other_name)) is None:
+    if (path := first_file(directory, split, other_name or split)) is None:
         hint = "; --dev-fraction 0.1 holds a tenth of the training examples out"
         found = ", ".join(sorted(path.name for path in directory.iterdir())) or "nothing"
         raise FileNotFoundError(
@@ -172,14 +172,12 @@ class Source:
     part: float | int | None = None  # of these rows is the development set, the others the training
 
 
-def of_files(where, *paths, keep=None):
+def of_files(where, *paths, keep=lambda row: True):
     """The Source of local files. keep: function(row), whether the row belongs to it"""
     files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
     def read():
-        if keep is None:
-            return read_rows(*paths)
-        return enumerate((row for path in paths for _, row in read_rows(path) if keep(row)), 1)
+        return ((line, row) for path in paths for line, row in read_rows(path) if keep(row))
 
     return Source(str(where), read, repr(files), files)
 
@@ -190,10 +188,8 @@ def of_argument(directory, split):
     wanted = "val" if split == "validation" else split
     source = of_files(directory, *paths, keep=lambda row: row.get("set") == wanted)
     if next(source.read(), None) is None:
-        raise FileNotFoundError(
-            f"no train.jsonl in {directory}, nor rows with set = {wanted} in topic .tsv files of "
-            "UKP's corpus"
-        )
+        without = f"nor rows with set = {wanted} in topic .tsv files of UKP's corpus"
+        raise FileNotFoundError(f"no train.jsonl in {directory}, {without}")
     return source
 
 
@@ -245,21 +241,20 @@ def find_split(task, split, data_dir=None, fraction=None, held_out=None):
             where = dev_file or "the hub"
             raise ValueError(f"--dev-fraction: {where} has a development set already")
         fraction = None  # other data than those of the run that held examples out
-    part = None
-    if not dev_file and split in ("train", "validation"):
-        part = fraction or task.held_out or None
+    shared = not dev_file and split in ("train", "validation")
+    part = (fraction or task.held_out or None) if shared else None
     name = "train" if part else split
+    name_on_hub = task.dev if name == "validation" else name
     if task.files:
         if name not in task.files:
             raise FileNotFoundError(f"no {name} split: --dev-file or --dev-fraction gives one")
         source = of_files(task.files[name], Path(task.files[name]))
     elif directory is None:
-        source = of_hub(task, task.dev if name == "validation" else name)
+        source = of_hub(task, name_on_hub)
     elif task.name == "argument" and directory.is_dir() and not list(directory.glob("train.*")):
         source = of_argument(directory, name)
     else:
-        other_name = task.dev if name == "validation" else None
-        path = find_file(directory, name, other_name)
+        path = find_file(directory, name, name_on_hub)
         source = of_files(path, path)
     return replace(source, part=part)
 
