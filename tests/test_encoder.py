@@ -126,7 +126,7 @@ def test_bin_holds_tensors_alone(legacy, tmp_path):
     shutil.copy(SAFETENSORS / "config.json", tmp_path)
     sparse, nowhere = torch.eye(3).to_sparse(), torch.zeros(2, device="meta")
     large = torch.zeros(1).expand(2**24, 2**24)
-    strange = [[1, 2], {1: torch.eye(3)}, *({"a": value} for value in (1, sparse, large, nowhere))]
+    strange = [[1, 2], *({"a": value} for value in (1, sparse, large, nowhere))]
     for content in ({**golden_tensors(), "x": Writes(victim)}, *strange):
         torch.save(content, path, _use_new_zipfile_serialization=not legacy)
         fails(tmp_path, str(path), "refused")

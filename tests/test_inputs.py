@@ -361,7 +361,7 @@ for name, file, content, say in [
     ("no [CLS]", "tokenizer.json", TOKENIZER, "adds 0 tokens"),
     ("60 tokens more", "tokenizer.json", template([], (), FRAME * 60), "adds 60 tokens"),
     ("gaps", "tokenizer.json", GAPS, "knows 10000 tokens"),
-    ("one text of two", "tokenizer.json", template([text("A")]), "drops the second"),
+    ("one text of two", "tokenizer.json", template([text("A")]), "drops one of two texts"),
     ("segments", "tokenizer.json", template([text("A"), text("B", 7)]), "8 kinds of segments"),
 ]:
     content = content if isinstance(content, (str, bytes)) else json.dumps(content)
