@@ -33,12 +33,8 @@ def error_prefix(place):
 
 def read_json(path):
     """The object in a JSON file. Raises ValueError that names file and line."""
-    if Path(path).exists() and not Path(path).is_file():  # reading a pipe would never end
-        raise ValueError(f"{path} is not a file")
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as e:
-        raise ValueError(f"{path}, line {e.lineno}: not JSON: {e.msg}") from e
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path}: not JSON: {e}") from e
     if not isinstance(value, dict):
@@ -56,10 +52,10 @@ def fsync(*paths):
 
 
 @contextlib.contextmanager
-def atomic_write(path):
+def atomic_write(path, ending=".tmp"):
     """A temporary path to write to. It replaces `path` once its content is on the disk, so that a
     power cut leaves the old file or the new one; after an error it is removed."""
-    temporary = Path(f"{path}.tmp")
+    temporary = Path(f"{path}{ending}")
     try:
         yield temporary
         fsync(temporary)
@@ -106,6 +102,12 @@ def read_bin(path):
     refused, not executed. So is one that unpacks to more than its own size, before it is unpacked:
     torch.save does not compress."""
     size = Path(path).stat().st_size
+
+    def plain(tensor):
+        dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+        # a view may repeat what is stored once; on the device "meta" a tensor has no numbers
+        return dense and tensor.nbytes <= size and tensor.device.type == "cpu"
+
     try:
         with open(path, "rb") as file:
             if file.read(4) == b"PK\3\4":  # as torch.load tells a zip archive from an older file
@@ -113,16 +115,9 @@ def read_bin(path):
                 if unpacked > size:
                     raise ValueError(f"its {size:,} bytes would unpack to {unpacked:,}")
         tensors = torch.load(path, map_location="cpu", weights_only=True)
+        if not all(map(plain, tensors.values())):
+            raise ValueError("not a dictionary of plain tensors")
     except Exception as e:  # torch raises many kinds here
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise ValueError(f"{path}: not a file of tensors alone, refused: {reason}") from e
-
-    def plain(name, tensor):
-        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
-            return False
-        dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
-        return dense and tensor.nbytes <= size  # a view may repeat what is stored once
-
-    if not isinstance(tensors, dict) or not all(plain(*item) for item in tensors.items()):
-        raise ValueError(f"{path}: not a dictionary of plain tensors, refused")
     return tensors

@@ -8,7 +8,6 @@ import threading
 from pathlib import Path
 
 SECONDS = 4  # for the hub to answer
-COMMIT = re.compile("[0-9a-f]{40}")
 
 
 @functools.cache
@@ -33,11 +32,7 @@ def is_local(source):
     if re.match(r"[./~]", source) or source.count("/") > 1 or "\\" in source:
         return True
     first, slash, _ = source.partition("/")
-    return bool(slash) and (first == "runs" or "\0" not in first and Path(first).is_dir())
-
-
-def in_one_line(error):
-    return " ".join(str(error).split()) or type(error).__name__
+    return bool(slash) and (first == "runs" or Path(first).is_dir())
 
 
 def reason_of(error):
@@ -46,9 +41,8 @@ def reason_of(error):
     cause = error
     while cause is not None and getattr(cause, "response", None) is None:
         cause = cause.__cause__ or cause.__context__
-    reason = in_one_line(error if cause is None else cause)
-    reason = re.sub(r"\(Request ID: [^)]*\)|For more information check: \S+", "", reason)
-    return in_one_line(reason)[:600]
+    error = cause or error
+    return " ".join(str(error).split())[:600] or type(error).__name__
 
 
 @functools.cache
@@ -75,19 +69,14 @@ def hub_answers():
         constants.HF_HUB_OFFLINE = True
         if "datasets" in sys.modules:  # else it reads the constant when it is imported
             sys.modules["datasets"].config.HF_HUB_OFFLINE = True
-        print(
-            f"note: {constants.ENDPOINT} does not answer, so only what has been downloaded before "
-            "is used"
-        )
+        note = "does not answer, so only what has been downloaded before is used"
+        print(f"note: {constants.ENDPOINT} {note}")
     return bool(answers)
 
 
 def download(repo_id, filename, revision=None):
     """Path of one file of a hub repository, from the cache when there is no network; None if it
-    has no such file.
-
-    Raises FileNotFoundError if the hub does not give it and the cache does not have it, or the id
-    is not one."""
+    has no such file. Raises FileNotFoundError for one that cannot be had."""
     repo_id = str(repo_id)
     if is_local(repo_id):
         raise FileNotFoundError(f"there is no directory {repo_id!r}")
@@ -97,10 +86,9 @@ def download(repo_id, filename, revision=None):
     try:
         cached = library().try_to_load_from_cache(repo_id, filename, revision=revision)
         reached = hub_answers()
-        if cached is library()._CACHED_NO_EXIST and (
-            COMMIT.fullmatch(revision or "") or not reached
-        ):
-            return None  # a branch may have it by now
+        known_to_lack_it = cached is library()._CACHED_NO_EXIST
+        if known_to_lack_it and (revision or not reached):
+            return None  # without a commit: the branch may have it by now
         if cached is None and reached:
             print(f"downloading {filename} of {repo_id}", flush=True)
         return Path(library().hf_hub_download(repo_id, filename, revision=revision))
@@ -108,10 +96,8 @@ def download(repo_id, filename, revision=None):
         reason = f"{constants.ENDPOINT} does not give it: {reason_of(e.__cause__ or e)}"
         if not reached:
             reason = f"the Hugging Face hub cannot be reached ({constants.ENDPOINT})"
-        raise FileNotFoundError(
-            f"{repo_id!r} is no local directory, not in the cache {constants.HF_HUB_CACHE}, and "
-            f"{reason}"
-        ) from e
+        lacks = f"is no local directory, not in the cache {constants.HF_HUB_CACHE}, and {reason}"
+        raise FileNotFoundError(f"{repo_id!r} {lacks}") from e
     except EntryNotFoundError:
         return None
     except Exception as e:  # not found, no access, no id, a full disk: of many kinds

@@ -1,11 +1,9 @@
 """Rows of text and labels, as they are written: from .jsonl, .json, .csv, .tsv and .parquet files,
 or from the hub. And the cache of what they become: their tokens."""
 
-import contextlib
 import csv
 import functools
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -17,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from formats import hub
-from formats.files import fsync
+from formats.files import atomic_write
 
 csv.field_size_limit(10**9)  # longer texts than 131,072 characters are refused later, or cut
 
@@ -47,44 +45,29 @@ class Lines:
 
     def __iter__(self):
         with open(self.path, "rb") as file:
-            for line in file:
-                self.number += 1
+            for self.number, line in enumerate(file, 1):
                 yield line.decode("utf-8-sig" if self.number == 1 else "utf-8")
 
 
-def parse(text):
-    def unique(pairs):
-        if len(row := dict(pairs)) < len(pairs):
-            raise ValueError(f"one of the keys {', '.join(key for key, _ in pairs):.200} is twice")
-        return row
-
-    return json.loads(text, object_pairs_hook=unique)
-
-
 def read_jsonl(lines):
-    return ((lines.number, parse(line.strip())) for line in lines if line.strip())
+    return ((lines.number, json.loads(line.strip())) for line in lines if line.strip())
 
 
 def read_json(lines):
     """A list of objects, or else objects in lines, as in .jsonl"""
     first = next((line for line in lines if line.strip()), "")
-    is_list = first.lstrip().startswith("[")
-    lines.number = 0
-    if not is_list:
+    if not first.lstrip().startswith("["):
         return read_jsonl(lines)
     text = "".join(lines)
     lines.number = 1  # a JSONDecodeError counts from here
-    return enumerate(parse(text), 1)
+    return enumerate(json.loads(text), 1)
 
 
-def read_csv(lines, **options):
-    """A file whose first line has semicolons and no comma is separated by semicolons, as
-    spreadsheets write it where the comma is a decimal sign."""
-    text = iter(lines)
-    first = next(text, "")
-    if not options:
-        options = {"delimiter": ";" if ";" in first and "," not in first else ",", "strict": True}
-    table = csv.reader(itertools.chain([first], text), **options)
+def read_csv(lines, delimiter=None, **options):
+    if delimiter is None:  # where the comma is a decimal sign, spreadsheets write semicolons
+        first = next(iter(lines), "")
+        delimiter = ";" if ";" in first and "," not in first else ","
+    table = csv.reader(lines, delimiter=delimiter, strict=True, **options)
     header, begin = next(table, []), lines.number + 1
     if twice := [name for name in header if header.count(name) > 1]:
         raise ValueError(f"two columns are called {twice[0]!r:.100}")
@@ -96,38 +79,30 @@ def read_csv(lines, **options):
         begin = lines.number + 1
 
 
-def read_tsv(lines):
-    return read_csv(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-
-
 def read_parquet(lines):
     """Labels that the file has as numbers beside their names, as `datasets` writes it, by name: the
     file's order is its own."""
-    import pyarrow
     import pyarrow.parquet
 
-    try:
-        with pyarrow.parquet.ParquetFile(lines.path) as file:
-            described = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", "{}"))
-            features = described.get("info", {}).get("features", {})
-            names = {column: f["names"] for column, f in features.items() if "names" in f}
-            for batch in file.iter_batches(1000):
-                for row in batch.to_pylist():
-                    lines.number += 1
-                    for column, values in names.items():
-                        if row[column] is not None:
-                            known = 0 <= row[column] < len(values)
-                            row[column] = values[row[column]] if known else str(row[column])
-                    yield lines.number, row
-    except (pyarrow.ArrowException, OSError) as e:
-        raise ValueError(f"not a readable parquet file: {hub.in_one_line(e):.200}") from e
+    with pyarrow.parquet.ParquetFile(lines.path) as file:
+        described = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", "{}"))
+        features = described.get("info", {}).get("features", {})
+        names = {column: f["names"] for column, f in features.items() if "names" in f}
+        for batch in file.iter_batches(1000):
+            for row in batch.to_pylist():
+                lines.number += 1
+                for column, values in names.items():
+                    if row[column] is not None:
+                        known = 0 <= row[column] < len(values)
+                        row[column] = values[row[column]] if known else str(row[column])
+                yield lines.number, row
 
 
 READERS = {
     ".jsonl": read_jsonl,
     ".json": read_json,
     ".csv": read_csv,
-    ".tsv": read_tsv,
+    ".tsv": functools.partial(read_csv, delimiter="\t", quoting=csv.QUOTE_NONE),
     ".parquet": read_parquet,
 }
 
@@ -136,23 +111,24 @@ def read_rows(path):
     """(line, row) of a file, one after another: values as they are written, of CSV and TSV all
     texts. line: in which the row begins; in a JSON list and in parquet the row's number. Raises
     ValueError that names file and line."""
-    path, lines, empty = Path(path), Lines(path), True
+    path, lines, row = Path(path), Lines(path), None
     if path.suffix not in READERS:
         raise ValueError(f"{path}: only {', '.join(READERS)} can be read")
+    if not path.is_file():  # a pipe would never end
+        raise FileNotFoundError(f"{path} is not a file")
     try:
-        for line, row in READERS[path.suffix](lines) if path.stat().st_size else ():
+        for line, row in READERS[path.suffix](lines):
             if not isinstance(row, dict):
                 raise ValueError("not a JSON object")
             yield line, row
-            empty = False
-    except (csv.Error, ValueError, RecursionError) as e:
+    except (csv.Error, ValueError, RecursionError, OSError) as e:  # OSError: of a damaged parquet
         line, message = lines.number, str(e)
         if isinstance(e, UnicodeDecodeError):
             message = "not UTF-8 text"
         elif isinstance(e, json.JSONDecodeError):
             line, message = line + e.lineno - 1, f"broken JSON: {e.msg} at column {e.colno}"
         raise ValueError(f"{path}, line {line}: {message}") from e
-    if empty:
+    if row is None:
         raise ValueError(f"{path} is empty")
 
 
@@ -160,26 +136,26 @@ def read_rows(path):
 # Splits
 
 
-def first_file(directory, split, other_name=None):
+def first_file(directory, split, other_name):
     """DIR/TASK/SPLIT.jsonl, .json, .csv, .tsv or .parquet, None if there is none. Others call the
     validation split dev or val."""
-    names = [split, other_name or split, *(("dev", "val") if split == "validation" else ())]
+    names = [split, other_name, *(("dev", "val") if split == "validation" else ())]
     paths = [directory / f"{name}{ending}" for name in names for ending in READERS]
     return next((path for path in paths if path.is_file()), None)
 
 
 def find_file(directory, split, other_name=None):
     """The same, but raises FileNotFoundError."""
-    task = f"task {directory.name!r}"
     if not directory.is_dir():
-        raise FileNotFoundError(f"no data for {task}: {directory} is not a directory")
-    if (path := first_file(directory, split, other_name)) is None:
+        raise FileNotFoundError(
+            f"no data for task {directory.name!r}: {directory} is not a directory"
+        )
+    if (path := first_file(directory, split, other_name or split)) is None:
         hint = "; --dev-fraction 0.1 holds a tenth of the training examples out"
-        hint *= split == "validation"
         found = ", ".join(sorted(path.name for path in directory.iterdir())) or "nothing"
         raise FileNotFoundError(
-            f"no {split} split for {task}: there is no {directory / split}.jsonl, {directory} has "
-            f"{found:.200}{hint}"
+            f"no {split} split for task {directory.name!r}: there is no {directory / split}.jsonl, "
+            f"{directory} has {found:.200}{hint * (split == 'validation')}"
         )
     return path
 
@@ -196,17 +172,12 @@ class Source:
     part: float | int | None = None  # of these rows is the development set, the others the training
 
 
-def of_files(where, *paths, keep=None):
+def of_files(where, *paths, keep=lambda row: True):
     """The Source of local files. keep: function(row), whether the row belongs to it"""
-    files = {}
-    for path in paths:
-        with open(path, "rb") as file:
-            files[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
     def read():
-        if keep is None:
-            return read_rows(*paths)
-        return enumerate((row for path in paths for _, row in read_rows(path) if keep(row)), 1)
+        return ((line, row) for path in paths for line, row in read_rows(path) if keep(row))
 
     return Source(str(where), read, repr(files), files)
 
@@ -217,10 +188,8 @@ def of_argument(directory, split):
     wanted = "val" if split == "validation" else split
     source = of_files(directory, *paths, keep=lambda row: row.get("set") == wanted)
     if next(source.read(), None) is None:
-        raise FileNotFoundError(
-            f"no train.jsonl in {directory}, nor rows with set = {wanted} in topic .tsv files of "
-            "UKP's corpus"
-        )
+        without = f"nor rows with set = {wanted} in topic .tsv files of UKP's corpus"
+        raise FileNotFoundError(f"no train.jsonl in {directory}, {without}")
     return source
 
 
@@ -272,21 +241,20 @@ def find_split(task, split, data_dir=None, fraction=None, held_out=None):
             where = dev_file or "the hub"
             raise ValueError(f"--dev-fraction: {where} has a development set already")
         fraction = None  # other data than those of the run that held examples out
-    part = None
-    if not dev_file and split in ("train", "validation"):
-        part = fraction or task.held_out or None
+    shared = not dev_file and split in ("train", "validation")
+    part = (fraction or task.held_out or None) if shared else None
     name = "train" if part else split
+    name_on_hub = task.dev if name == "validation" else name
     if task.files:
         if name not in task.files:
             raise FileNotFoundError(f"no {name} split: --dev-file or --dev-fraction gives one")
         source = of_files(task.files[name], Path(task.files[name]))
     elif directory is None:
-        source = of_hub(task, task.dev if name == "validation" else name)
+        source = of_hub(task, name_on_hub)
     elif task.name == "argument" and directory.is_dir() and not list(directory.glob("train.*")):
         source = of_argument(directory, name)
     else:
-        other_name = task.dev if name == "validation" else None
-        path = find_file(directory, name, other_name)
+        path = find_file(directory, name, name_on_hub)
         source = of_files(path, path)
     return replace(source, part=part)
 
@@ -332,11 +300,9 @@ def check_size(where, count, task, split, strict):
 
 
 def cached(key, chunks, floats):
-    """
-    A datasets.Dataset of tokens, labels and lengths: dictionaries of columns, which are taken from
-    the generator `chunks` and kept in the cache of `datasets` under `key`. floats: whether labels
-    are numbers, not indices.
-    """
+    """A datasets.Dataset of tokens, labels and lengths: dictionaries of columns, which are taken
+    from the generator `chunks` and kept in the cache of `datasets` under `key`. floats: whether
+    labels are numbers, not indices."""
     import pyarrow
 
     datasets = library()
@@ -350,25 +316,18 @@ def cached(key, chunks, floats):
         return datasets.Dataset.from_file(str(path))
     except (OSError, pyarrow.ArrowException):  # it is not there, or damaged
         pass
-    temporary = path.with_suffix(f".{os.getpid()}")  # several processes may be doing the same
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with pyarrow.OSFile(str(temporary), "wb") as file:
-            with pyarrow.ipc.new_stream(file, schema) as stream:
+        # several processes may be doing the same
+        with atomic_write(path, f".{os.getpid()}") as temporary:
+            with pyarrow.ipc.new_stream(str(temporary), schema) as stream:
                 for chunk in chunks:
                     stream.write(pyarrow.RecordBatch.from_pydict(chunk, schema))
-        fsync(temporary)
-        temporary.replace(path)
     except OSError as e:
-        if e.filename is not None and str(e.filename) not in str(temporary):
-            raise  # a file of data
         raise OSError(
             f"the cache of `datasets`, {path.parent.parent}, cannot be written: {e}; the "
             "environment variable HF_DATASETS_CACHE names another"
         ) from e
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
     return datasets.Dataset.from_file(str(path))
 
 

@@ -7,8 +7,8 @@ import shutil
 from itertools import islice
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-from tokenizers.implementations import BertWordPieceTokenizer
+from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers.implementations import BertWordPieceTokenizer, ByteLevelBPETokenizer
 
 TOKENIZER_FILES = "tokenizer.json tokenizer_config.json vocab.txt vocab.json merges.txt".split()
 
@@ -44,15 +44,12 @@ def load_tokenizer(directory, max_length, vocab_size=None, type_vocab_size=None)
             raise ValueError(
                 f"the tokenizer in {directory} knows {count} {what}, the encoder {limit}"
             )
-    added = [tokenizer.num_special_tokens_to_add(is_pair) for is_pair in (True, False)]
-    if added[0] > max_length - 2 or 0 in added:
-        raise ValueError(
-            f"{directory}: its tokenizer adds {added[0]} tokens to a pair, of at most "
-            f"{max_length}, and {added[1]} to a text"
-        )
+    for is_pair in (True, False):
+        added = tokenizer.num_special_tokens_to_add(is_pair)
+        if not 0 < added <= max_length - 2:
+            raise ValueError(f"{directory}: its tokenizer adds {added} tokens, of {max_length}")
     if {*alone.sequence_ids} != {None} and not {*pair.sequence_ids} >= {0, 1}:
-        dropped = "second" if 0 in pair.sequence_ids else "first"
-        raise ValueError(f"{directory}: its tokenizer drops the {dropped} of two texts")
+        raise ValueError(f"{directory}: its tokenizer drops one of two texts")
     tokenizer.enable_truncation(max_length, strategy="longest_first")
     return tokenizer
 
@@ -114,17 +111,12 @@ def wordpiece(directory):
 def byte_level_bpe(directory):
     """RoBERTa's tokenizer from vocab.json and merges.txt."""
     files = (str(directory / name) for name in ("vocab.json", "merges.txt"))
-    tokenizer = Tokenizer(models.BPE.from_file(*files))
+    tokenizer = ByteLevelBPETokenizer.from_file(*files)._tokenizer
     tokenizer.add_special_tokens(
-        [AddedToken(token, special=True) for token in ("<s>", "<pad>", "</s>", "<unk>")]
-        + [AddedToken("<mask>", lstrip=True, special=True)]
+        ["<s>", "<pad>", "</s>", "<unk>", AddedToken("<mask>", lstrip=True, special=True)]
     )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     sep, cls = ((token, tokenizer.token_to_id(token)) for token in ("</s>", "<s>"))
-    tokenizer.post_processor = processors.RobertaProcessing(
-        sep, cls, trim_offsets=True, add_prefix_space=False
-    )
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.RobertaProcessing(sep, cls, add_prefix_space=False)
     return tokenizer
 
 

@@ -16,7 +16,6 @@ A run saves and reports; it never changes the state that it is given, but to res
 import contextlib
 import hashlib
 import json
-import os
 import platform
 import shlex
 import subprocess
@@ -66,10 +65,8 @@ def open_run(settings, config, device):
             # nothing is written before all processes have come this far
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         first = rank_and_world_size()[0] == 0  # the process that writes
-        with contextlib.ExitStack() as stack:
-            if first:
-                stack.enter_context(directory.taken(settings))
-            signals = stack.enter_context(deferred_signals(STOPPING if first else ""))
+        mine = directory.taken(settings) if first else contextlib.nullcontext()
+        with mine, deferred_signals(STOPPING if first else "") as signals:
             yield Run(settings, config, device, signals)
     except KeyboardInterrupt as e:
         kept = (out / "resume.pt").exists()
@@ -254,11 +251,10 @@ class Run:
     def explain_not_finite(self, error, state, bert):
         """A FloatingPointError that says what is kept and what may help. If no epoch was finished,
         the run's files are removed."""
-        frozen = ((name, p) for name, p in bert.named_parameters() if not p.requires_grad)
-        broken = next((name for name, p in frozen if not p.isfinite().all()), None)
         advice = "a lower --lr may help"
-        if broken is not None:
-            advice = f"the encoder's {broken} holds values that are not finite"
+        for name, p in bert.named_parameters():
+            if not p.requires_grad and not p.isfinite().all():
+                advice = f"the encoder's {name} holds values that are not finite"
         kept = f"epoch {state.best_epoch} is kept in {self.out}"
         if state.best_epoch == 0:
             kept = "no epoch was finished, nothing is kept"
@@ -273,10 +269,10 @@ class Run:
         if compiler_failed(error):
             if self.signals:  # which have ended the compiler, too
                 return KeyboardInterrupt()
+            failed = f"--compile failed ({str(error).splitlines()[0]})"
             return ValueError(
-                f"--compile failed ({str(error).splitlines()[0]}): continue {resume}without it, or "
-                "remove PyTorch's cache (TORCHINDUCTOR_CACHE_DIR), where a process that was killed "
-                "may have left half of a file"
+                f"{failed}: continue {resume}without it, or remove PyTorch's cache "
+                "(TORCHINDUCTOR_CACHE_DIR), where a killed process may have left half of a file"
             )
         if not out_of_memory(error):
             return error
@@ -296,8 +292,9 @@ class Run:
         c, means = self.config, mean_scores(state.best_scores)
         if "loss" in means:
             means["dev_loss"] = means.pop("loss")
-        fields = "stage task seed train_examples dev_examples trained_parameters"
-        result = {name: c[name] for name in [*fields.split(), "majority_class_accuracy"]}
+        fields = "stage task seed train_examples dev_examples trained_parameters "
+        fields += "majority_class_accuracy"
+        result = {name: c[name] for name in fields.split()}
         result |= {"model": self.settings.model, "best_epoch": state.best_epoch, **means}
         if c["stage"] == "multitask":
             score = self.settings.score
@@ -318,13 +315,10 @@ class Run:
         next."""
         last, settings = state.epoch - 1, self.settings
         if last >= settings.epochs:
-            every = f"all {settings.epochs} epochs are" if last > 1 else "the only epoch is"
-            yield f"stopped: {every} done"
+            yield f"stopped: all {settings.epochs} epochs are done"
         else:
-            yield (
-                f"stopped: early, after epoch {last}; {settings.patience} epochs without a better "
-                f"dev {settings.score}"
-            )
+            without = f"{settings.patience} epochs without a better dev {settings.score}"
+            yield f"stopped: early, after epoch {last}; {without}"
         yield f"best epoch: {state.best_epoch}, dev {settings.score} {state.best_score:.4f}"
         share, accuracy = result["majority_class_accuracy"], result.get("accuracy")
         if share is not None and accuracy is not None:
@@ -341,12 +335,11 @@ class Run:
 
 def finished(settings, config):
     """The closing line of the finished run in settings.out. Raises ValueError if it was made by
-    another command, encoder, data or adapters than `config` describes; an entry that the run's
-    config.json does not know is one that its version did not record."""
+    another command, encoder, data or adapters than `config` describes. What its config.json lacks,
+    its version did not record."""
     old = read_json(settings.out / "config.json")
-    free = free_names(settings) | {*MACHINE}
-    known = {name: value for name, value in config.items() if name in old}
-    if found := difference({name: old[name] for name in known}, known, free):
+    old = {name: old.get(name, value) for name, value in config.items()}
+    if found := difference(old, config, free_names(settings) | {*MACHINE}):
         name, before, now = found
         raise ValueError(
             f"{settings.out} holds a finished run with {name} = {before}, not {now}: choose "
@@ -460,16 +453,13 @@ def describe_machine(device, command, compiled):
 
 
 def commit():
-    """The commit of this file's repository, "-dirty" behind it with changes that are not committed;
-    None without one."""
+    """The commit of this file's repository, not of one that is around it or in the environment;
+    with changes that are not committed "-dirty" is behind it. None without a repository."""
+    command = "git --git-dir=.git --work-tree=. --no-optional-locks describe --always --dirty"
+    command = [*command.split(), "--abbrev=40", "--exclude=*"]
     here = Path(__file__).resolve().parent.parent
-    if not (here / ".git").exists():  # not the repository of a directory above
-        return None
-    command = "git --no-optional-locks describe --always --dirty --abbrev=40 --exclude=*".split()
-    # nor one that the environment names
-    environment = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
     try:
-        done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=here, capture_output=True, text=True)
     except OSError:
         return None
     return done.stdout.strip() or None

@@ -379,7 +379,6 @@ adapter file | {"name": ["a"]} | cannot be an adapter's name
 head config | {"head_type": "tagging"} | head_type = 'tagging'
 head config | {"layers": 3} | layers = 3
 head config | {"layers": 2, "activation_function": "relu"} | activation_function = 'relu'
-head config | {"dropout_prob": 7} | dropout probability
 head config | {"num_labels": 2} | float [2, 32]
 fusion config | {"value": false} | value = False
 fusion config | {"query_before_ln": true} | query_before_ln = True

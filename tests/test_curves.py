@@ -57,7 +57,7 @@ def test_table_and_picture(run, runs, tmp_path, capsys, monkeypatch):
     [
         ("log.jsonl", "", "log.jsonl is empty"),
         ("log.jsonl", "{", "log.jsonl, line 1"),
-        ("config.json", "{", "config.json, line 1: not JSON"),
+        ("config.json", "{", "config.json: not JSON"),
     ],
 )
 def test_a_directory_that_is_no_run(run, tmp_path, refused, file, content, message):

@@ -284,7 +284,7 @@ for name, file, content, say in [
     ("nested", "tokenizer.json", DEEP, "cannot be read"),
     ("no [CLS]", "tokenizer.json", TOKENIZER, "adds 0 tokens"),
     ("gaps", "tokenizer.json", GAPS, "knows 10000 tokens"),
-    ("one text of two", "tokenizer.json", template(), "drops the second"),
+    ("one text of two", "tokenizer.json", template(), "drops one of two texts"),
     ("segments", "tokenizer.json", template(SEVENTH), "8 kinds of segments"),
 ]:
     content = content if isinstance(content, (str, bytes)) else json.dumps(content)

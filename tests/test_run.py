@@ -193,7 +193,7 @@ def test_overwrite_keeps_the_old_run_until_there_is_a_new_one(
     overwrite = command("adapter", out, "--overwrite")
     interrupted("adapter", out, "--overwrite", step=5)
     assert_equal(out / "replaced", fusion)
-    refused(command("fusion", tmp_path / "new", adapters=[out]), str(out / "replaced"))
+    refused(command("fusion", tmp_path / "new", adapters=[out]), "it is a run of --stage adapter")
     train.main(command("adapter", out, "--resume"))
     assert_equal(out, whole["adapter"])
     shutil.copytree(fusion / "adapters", neighbour)
