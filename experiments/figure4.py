@@ -199,7 +199,7 @@ def heat_maps(values, titles, rows, columns, path):
     panels, top = len(titles), math.ceil(10 * values.nan_to_num().max().item()) / 10
     across = math.ceil(math.sqrt(panels))
     down = math.ceil(panels / across)
-    rows, columns = ([shorten(name) for name in names] for names in (rows, columns))
+    rows, columns = ([name[:32] for name in names] for names in (rows, columns))
     left, below = (0.085 * max(map(len, names)) + 0.7 for names in (rows, columns))  # in inches
     width = left + across * (len(columns) * 0.34 + 0.3) + 1.2
     height = below + down * (len(rows) * 0.34 + 0.4) + 0.3
@@ -217,10 +217,6 @@ def heat_maps(values, titles, rows, columns, path):
     figure.supxlabel(f"adapter{hatched}", fontsize=9)
     figure.colorbar(image, ax=axes, label="mean fusion weight", fraction=0.05, shrink=0.9)
     save_figure(figure, path)
-
-
-def shorten(name):
-    return name if len(name) <= 32 else f"{name[:31]}…"
 
 
 # --------------------------------------------------------------------------------------------------

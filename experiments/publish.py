@@ -83,8 +83,9 @@ def card(config, metrics, bert, head, encoder, repo, options):
         "datasets": [source] if source else None,
         "base_model": encoder if encoder.count("/") == 1 else None,
     }
-    scores = {name: SCORES[name] for name in SCORES if metrics.get(name) is not None}
-    metric_names = dict.fromkeys(["accuracy", *(hub for _, hub in scores.values() if hub)])
+    scores = [(*SCORES[name], metrics[name]) for name in SCORES if metrics.get(name) is not None]
+    metric_names = dict.fromkeys(["accuracy", *(hub for _, hub, _ in scores if hub)])
+    scores = [f"| {title} on the development set | {value:.4f} |\n" for title, _, value in scores]
     labels = ", ".join(f'"{escape(label)}"' for label in config["labels"])
     share = metrics.get("majority_class_accuracy")
     template = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
@@ -108,10 +109,7 @@ def card(config, metrics, bert, head, encoder, repo, options):
         labels=f"{len(config['labels'])} choices" if choices else labels,
         accuracy=f"{metrics['accuracy']:.4f}",
         majority="" if share is None else f"; majority class: {share:.4f}",
-        scores="".join(
-            f"| {title} on the development set | {metrics[name]:.4f} |\n"
-            for name, (title, _) in scores.items()
-        ),
+        scores="".join(scores),
         shape="[examples, choices, tokens]" if choices else "[examples, tokens]",
         column="choice" if choices else "label, in the order above",
         code=f"The code is at <{options.code}>." if options.code else "Run it where that code is.",

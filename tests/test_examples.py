@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import child
 import test_kinds
 import train
-from adapter import AdapterConfig, activate, add_adapter, find_adapter
+from adapter import activate, add_adapter, find_adapter
 from bert import Bert
 from conftest import cli
 from data import Classification
@@ -28,7 +28,6 @@ from experiments.load_run import load_run
 from formats.files import read_json, write_json
 from fusion import add_fusion, fusions
 from reference import FIELDS, ask_peer, needs_peer
-from runtime.run import next_command
 from test_kinds import examples, inputs, new_bert, places, trained  # noqa: F401  (fixtures)
 
 REPOSITORY = Path(train.__file__).resolve().parent
@@ -151,9 +150,6 @@ def test_a_run_is_read_once_its_kind_is_imported(fork_runs):
     assert status == 0 and json.loads(out.splitlines()[-1])["accuracy"] == accuracy, err
     status, out, err = child.output([*words, "--import", "examples.lor"])
     assert status == 2 and err.count("\n") == 1 and "No module named 'examples.lor'" in err
-    config = read_json(run / "config.json")  # and the command that a run recommends has the option
-    assert next_command(run, config).endswith(" --import examples.lora")
-    assert "--import" not in next_command(run, config | {"command": "train.py --stage adapter"})
 
 
 def test_what_cannot_be_done_with_a_fork_is_said(fork_runs, monkeypatch, tmp_path):
@@ -212,12 +208,8 @@ def test_an_adapter_that_is_trained_with_the_fusion_is_saved(launch, runs, tmp_p
     result = launch(words, adapters=adapters, out=tmp_path / "run")
     bert, _, _ = load_run(tmp_path / "run")
     assert {fusion.name for _, fusion in fusions(bert)} == {"sst2,pick,own"}
-    torch.manual_seed(0)  # as train.py does before it adds the adapter
-    untrained = Bert.from_pretrained(bert.source)
-    add_adapter(untrained, "own", AdapterConfig.pfeiffer())
-    pairs = zip(find_adapter(bert, "own")[1], find_adapter(untrained, "own")[1], strict=True)
-    for (_, _, ours), (_, _, start) in pairs:
-        assert not torch.equal(ours.up.weight, start.up.weight)
+    for _, _, new in find_adapter(bert, "own")[1]:
+        assert new.up.bias.any()  # which starts as 0
     for name in ("sst2", "pick"):  # the others are as they were
         ours = load_file(tmp_path / "run" / "adapters" / name / "adapter.safetensors")
         theirs = load_file(runs / name / "adapter.safetensors")
