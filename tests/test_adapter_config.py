@@ -35,6 +35,8 @@ def test_fields_of_the_preset_are_changed(launch, tmp_path):
 WRONG = """
 pfeiffer | ln_affter=true | has no 'ln_affter', its fields are mh_adapter
 pal | ln_after=true | --adapter pal has no 'ln_after', its fields are size, num_heads, leave_out
+pal | size=0 | size must be
+pal | num_heads=5 | num_heads
 pal --reduction-factor 8 | size=8 | --adapter pal has no 'reduction_factor'
 pfeiffer | ln_after | NAME=VALUE, not 'ln_after'
 pfeiffer | ln_after=yes | ln_after must be true or false, not 'yes'
