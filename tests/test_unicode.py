@@ -48,10 +48,8 @@ def directories(tmp_path_factory):
 # very long words
 HARD = ["\0", "\x1b", "\r\n", "\t", " ", "", "\u0301" * 20, "x" * 300, "\u65e5" * 100]
 HARD += "\u202e \u2066 \u200d \ufeff \ufffd \uffff \u0130 \u1e9e \ufdfa \U0010ffff".split(" ")
-HARD += ["\u2028", "\u0085", "\u00a0", "\u3000"]  # blanks, to some
-HARD += "\u05d0\u05d1 \u0645\u0631 \u65e5\u672c \u1100\u1161".split(" ")
-HARD += "\U0001f468\u200d\U0001f469 \U0001f1e9\U0001f1ea".split(" ")
-HARD += "[CLS] [SEP] [PAD] [MASK] <s> </s> <mask> ##ing the The".split(" ")
+HARD += ["\u2028", "\u0085", "\u00a0", "\u3000", "\u05d0\u05d1", "\u1100\u1161"]
+HARD += "\U0001f468\u200d\U0001f469 [CLS] [SEP] [PAD] <s> </s> <mask> ##ing the The".split(" ")
 letters = st.sampled_from(HARD) | st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 texts = st.lists(letters, max_size=6).map("".join)
 pairs = st.lists(st.tuples(texts, st.none() | texts), min_size=1, max_size=8)
