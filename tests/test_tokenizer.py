@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from conftest import VOCABULARY
-from damage import GOLDEN
 from formats.tokenizer import load_tokenizer
+from reference import GOLDEN
 from runtime.command import run_command
 
 
