@@ -1,7 +1,6 @@
 """The golden encoder, what a checkpoint that was read is compared with, and files that are
 damaged."""
 
-import contextlib
 import os
 import time
 import tracemalloc
@@ -14,16 +13,15 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from bert import Bert
+from reference import GOLDEN
 
 ROOT = Path(__file__).parent.parent
-GOLDEN = Path(__file__).parent / "golden"
 SAFETENSORS, TENSORFLOW = GOLDEN / "bert" / "encoder", GOLDEN / "bert" / "encoder-tf"
 INDEX = "bert_model.ckpt.index"
 
 # a Python that has tensorflow-cpu
-TENSORFLOW_PYTHON = Path(
-    os.environ.get("TENSORFLOW_PYTHON", ROOT / ".venv-tensorflow" / "bin" / "python")
-)
+TENSORFLOW_PYTHON = os.environ.get("TENSORFLOW_PYTHON", ROOT / ".venv-tensorflow/bin/python")
+TENSORFLOW_PYTHON = Path(TENSORFLOW_PYTHON)
 
 
 def golden_tensors():
@@ -42,11 +40,6 @@ def same(bert):
     return state.keys() == EXPECTED.keys() and all(
         torch.equal(state[name], EXPECTED[name]) for name in state
     )
-
-
-def hidden(bert):
-    with torch.no_grad():
-        return bert(INPUT["input_ids"], INPUT["token_type_ids"], INPUT["attention_mask"])
 
 
 def fails(directory, *words):
@@ -104,21 +97,12 @@ def tries(count):
     return count if "THOROUGH" in os.environ else count // 5
 
 
-bounded = settings(
-    max_examples=tries(250),
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+unhurried = dict(deadline=None, derandomize=True, database=None)
+unhurried = settings(suppress_health_check=list(HealthCheck), **unhurried)
+bounded = settings(unhurried, max_examples=tries(250))
 
 
-@contextlib.contextmanager
-def replaced(path, content):
-    """Writes a file anew, for one example: the old one may still be mapped."""
-    original = path.rename(f"{path}.original")
-    try:
-        path.write_bytes(content)
-        yield
-    finally:
-        original.replace(path)
+def rewrite(path, content):
+    """The old file may still be mapped."""
+    path.unlink()
+    path.write_bytes(content)

@@ -1,18 +1,11 @@
-"""Writes tests/golden: small random encoders, adapters, fusions and heads, saved by the reference
-library, and what it computes with them. Run with a Python that has adapters==1.3.0,
-transformers==4.57.6, torch==2.13.0 and tokenizers:
+"""Writes tests/golden/bert and roberta: a small random encoder, NAME/ of adapters and their heads,
+fusion-NAME/, saved by the reference library; and in expected.safetensors inputs, and what it
+computes with each: hidden states, logits, fusion weights, regularisation. With a Python that has
+adapters==1.3.0, transformers==4.57.6, torch==2.13.0 and tokenizers:
 
     python tests/make_golden.py
 
-tests/golden/bert, tests/golden/roberta:
-    encoder/               config.json, model.safetensors, tokenizer files
-    NAME/                  an adapter, and its head if it has one
-    fusion-NAME/           a fusion
-    expected.safetensors   inputs, and per adapter or fusion the hidden states, logits, fusion
-                           weights, regularisation
-
-The TensorFlow checkpoints there, bert/encoder-tf*, are made from bert/encoder by
-write_tensorflow.py.
+write_tensorflow.py makes the TensorFlow checkpoints there from bert/encoder.
 """
 
 import json
@@ -34,11 +27,12 @@ WORDS = (
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
 
 
+PFEIFFER = dict(mh_adapter=False, output_adapter=True, non_linearity="relu")
+PFEIFFER |= dict(original_ln_before=True, original_ln_after=True, residual_before_ln=True)
+
+
 def bottleneck(reduction_factor=8, **changes):
-    """The paper's adapter, with changes."""
-    values = dict(mh_adapter=False, output_adapter=True, non_linearity="relu")
-    values |= dict(original_ln_before=True, original_ln_after=True, residual_before_ln=True)
-    return BnConfig(**{**values, "reduction_factor": reduction_factor, **changes})
+    return BnConfig(**{**PFEIFFER, "reduction_factor": reduction_factor, **changes})
 
 
 HOULSBY = dict(mh_adapter=True, original_ln_before=False, non_linearity="swish")
@@ -94,11 +88,10 @@ def write(directory, model, adapters, fusions, tokenizer, pad):
     model.eval()
     tokenizer(directory / "encoder")
 
-    def own(name):  # of the plain encoder
-        return "prompt_tuning" not in name and "adapter" not in name and "heads." not in name
-
     randomise(model.named_parameters(), generator)
-    encoder = {name: p.detach().clone() for name, p in model.named_parameters() if own(name)}
+    added = ("prompt_tuning", "adapter", "heads.")
+    encoder = {name: p.detach().clone() for name, p in model.named_parameters()}
+    encoder = {n: p for n, p in encoder.items() if not any(part in n for part in added)}
     save_file(encoder, directory / "encoder" / "model.safetensors", metadata={"format": "pt"})
     config = model.config.to_diff_dict()
     config = {key: config[key] for key in config if key not in ("adapters", "prediction_heads")}
@@ -108,8 +101,7 @@ def write(directory, model, adapters, fusions, tokenizer, pad):
     # two pairs and two single texts, of different lengths, one with a run of padding
     lengths, T = [(5, 4), (7, 0), (3, 2), (2, 0)], 12
     input_ids = torch.full((len(lengths), T), pad)
-    token_type_ids = torch.zeros(len(lengths), T, dtype=torch.long)
-    attention_mask = torch.zeros(len(lengths), T, dtype=torch.long)
+    token_type_ids, attention_mask = torch.zeros(2, len(lengths), T, dtype=torch.long)
     for row, (a, b) in enumerate(lengths):
         text = torch.randint(5, model.config.vocab_size, (a + b,), generator=generator)
         input_ids[row, : a + b], attention_mask[row, : a + b] = text, 1
@@ -117,26 +109,26 @@ def write(directory, model, adapters, fusions, tokenizer, pad):
     inputs = dict(input_ids=input_ids, token_type_ids=token_type_ids, attention_mask=attention_mask)
     expected = dict(inputs)
 
-    def run(name, head):
-        with torch.no_grad():
-            output = model.base_model(**inputs, output_adapter_fusion_attentions=name in fusions)
-            expected[f"{name}.last_hidden_state"] = output.last_hidden_state
-            if name in fusions:
-                fused = ",".join(fusions[name])
-                for layer, locations in output.adapter_fusion_attentions[fused].items():
-                    for location, weights in locations.items():
-                        expected[f"{name}.attention.{layer}.{location}"] = torch.as_tensor(weights)
-                for key, parameter in model.named_parameters():  # it sums over what is trainable
-                    parameter.requires_grad_(f"adapter_fusion_layer.{fused}." in key)
-                expected[f"{name}.regularization"] = model.get_fusion_regularization_loss().detach()
-            if head:
-                choice = model.heads[head].config["head_type"] == "multiple_choice"
-                shape = (2, CHOICES, T) if choice else (len(lengths), T)
-                grouped = {key: value.view(shape) for key, value in inputs.items()}
-                expected[f"{name}.logits"] = model(**grouped, head=head).logits
+    @torch.no_grad()
+    def run(name, head=None):
+        output = model.base_model(**inputs, output_adapter_fusion_attentions=name in fusions)
+        expected[f"{name}.last_hidden_state"] = output.last_hidden_state
+        if name in fusions:
+            fused = ",".join(fusions[name])
+            for layer, locations in output.adapter_fusion_attentions[fused].items():
+                for location, weights in locations.items():
+                    expected[f"{name}.attention.{layer}.{location}"] = torch.as_tensor(weights)
+            for key, parameter in model.named_parameters():  # it sums over what is trainable
+                parameter.requires_grad_(f"adapter_fusion_layer.{fused}." in key)
+            expected[f"{name}.regularization"] = model.get_fusion_regularization_loss().detach()
+        if head:
+            choice = model.heads[head].config["head_type"] == "multiple_choice"
+            shape = (2, CHOICES, T) if choice else (len(lengths), T)
+            grouped = {key: value.view(shape) for key, value in inputs.items()}
+            expected[f"{name}.logits"] = model(**grouped, head=head).logits
 
     model.set_active_adapters(None)
-    run("encoder", None)
+    run("encoder")
     for name in adapters:
         model.set_active_adapters(name)
         head = name if name in model.heads else None
@@ -146,7 +138,7 @@ def write(directory, model, adapters, fusions, tokenizer, pad):
         model.save_adapter(str(directory / name), name, **options)
     for name, names in fusions.items():
         model.set_active_adapters(Fuse(*names))
-        run(name, None)
+        run(name)
         model.save_adapter_fusion(str(directory / name), Fuse(*names), use_safetensors=True)
     expected = {name: tensor.contiguous() for name, tensor in expected.items()}
     save_file(expected, directory / "expected.safetensors")

@@ -3,13 +3,12 @@ grid beside the reference library."""
 
 import itertools
 import json
-from dataclasses import dataclass
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapter import AdapterConfig, Kind, add_adapter, save_adapter
+from adapter import AdapterConfig, add_adapter, save_adapter
 from bert import Bert, BertConfig
 from conftest import IDS, MASK
 from experiments.load_run import load_run
@@ -36,18 +35,17 @@ def test_fields_of_the_preset_are_changed(launch, tmp_path):
 WRONG = """
 pfeiffer | ln_affter=true | has no 'ln_affter', its fields are mh_adapter
 pal | ln_after=true | --adapter pal has no 'ln_after', its fields are size, num_heads, leave_out
+pal | size=0 | size must be
+pal | num_heads=5 | num_heads
 pal --reduction-factor 8 | size=8 | --adapter pal has no 'reduction_factor'
 pfeiffer | ln_after | NAME=VALUE, not 'ln_after'
 pfeiffer | ln_after=yes | ln_after must be one of True, False, not 'yes'
 pfeiffer | non_linearity=tanh | non_linearity must be one of leakyrelu, relu
-pfeiffer | non_linearity=["relu"] | not ['relu']
 pfeiffer | init_weights=mam_adapter | init_weights must be one of bert, houlsby, houlsby_code
-pfeiffer | layer_norms=all | layer_norms must be one of True, False
 pfeiffer | leave_out=5 | leave_out must be a list
 pfeiffer | leave_out=[2] | leave_out [2] has others than the layers 0 .. 1
 pfeiffer | leave_out=[0,1] | leaves no layer
 pfeiffer | mh_adapter=false output_adapter=false | no place in the encoder
-pfeiffer | residual_before_ln=post_add original_ln_before=false | 'post_add' is the input
 pfeiffer | residual_before_ln=false original_ln_before=false | original_ln_before=false leaves out
 pfeiffer | adapter_residual_before_ln=true | needs the new LayerNorm
 """
@@ -59,33 +57,12 @@ def test_wrong_changes(fails, row):
     fails(f"--adapter {adapter} --adapter-config {words}", say=say)
 
 
-def test_files_may_have_what_changes_nothing():
-    config = AdapterConfig(
-        original_ln_before=False, residual_before_ln=False, adapter_residual_before_ln=True
-    )
-    assert set(without_effect(config)) == {"residual_before_ln", "adapter_residual_before_ln"}
-    inside = {"ln_after": True, "adapter_residual_before_ln": True}
-    assert not without_effect(AdapterConfig(residual_before_ln=False, **inside))
-
-
-@dataclass(frozen=True)
-class ReadsInput(Kind):
-    """A fork's configuration with one of the fields of AdapterConfig, and not its neighbours."""
-
-    original_ln_before: bool = False
-
-
-def test_fields_of_other_kinds_have_other_neighbours():
-    assert without_effect(ReadsInput()) == {}
-
-
 # --------------------------------------------------------------------------------------------------
 # The whole grid, by itself and beside the reference
 
-POSITIONS = {"top": (False, True), "bottom": (True, False), "both": (True, True)}
 TWICE = list(itertools.product((True, False), repeat=2))  # before, after
 CHOICES = {  # fields, and the values that they take together
-    "mh_adapter output_adapter": POSITIONS.values(),
+    "mh_adapter output_adapter": [(False, True), (True, False), (True, True)],
     "original_ln_before original_ln_after": TWICE,
     "ln_before ln_after": TWICE,
     "residual_before_ln": [(True,), (False,), ("post_add",)],
@@ -107,8 +84,7 @@ def cannot_be(options):
 
 
 def test_every_architecture_trains_or_is_refused(encoder):
-    """All but the sizes: one example of each non-linearity's and bottleneck's is enough for the
-    others."""
+    """With one non-linearity and one bottleneck. In a file, what changes nothing is no error."""
     torch.manual_seed(0)
     bert = Bert.from_pretrained(encoder)
     for options in GRID:
@@ -187,30 +163,18 @@ def both(tmp_path_factory):
 
 
 @needs_peer
-@pytest.mark.parametrize("new", TWICE, ids=lambda new: f"new {new}")
-@pytest.mark.parametrize("own", TWICE, ids=lambda own: f"own {own}")
-@pytest.mark.parametrize("position", POSITIONS)
-def test_every_architecture_of_the_grid(both, position, own, new):
+def test_every_architecture_of_the_grid(both):
     ours, theirs, refused = both
-    where, compared = [*POSITIONS[position], *own, *new], 0
+    assert len(ours) == len(theirs) == 2880 and len(GRID) == 3456
     for number, options in enumerate(GRID):
-        if [*options.values()][:6] != where:
-            continue
         if cannot_be(options):  # there, it finds no residual at all
             assert "UnboundLocalError" in refused[str(number)]
             continue
         a, b = ours[str(number)], theirs[str(number)]
         assert a.dtype == b.dtype == torch.float64 and a.shape == b.shape == (2, 5, 64)
         assert (a - b).abs().max() <= 1e-10 * b.abs().max() and b.abs().max() > 0.1, options
-        compared += 1
-    assert compared == (72 if own[0] else 48)
-
-
-@needs_peer
-def test_the_reference_does_not_read_own_layer_norms(both):
-    """It would know nothing of them: without the word for the architecture it would load the rest,
-    and compute something else."""
-    assert both[2]["own"] == "KeyError: 'layer_norms'"
+    # without the word for the architecture it would load the rest, and compute something else
+    assert refused["own"] == "KeyError: 'layer_norms'"
 
 
 @needs_peer
@@ -218,26 +182,5 @@ def test_the_grid_tells_architectures_apart(both):
     """2,880 outputs, and no two are the same but where a field has no effect, which is what
     `without_effect` says."""
     theirs = {number: h.numpy().round(6).tobytes() for number, h in both[1].items()}
-    assert len(theirs) == 2880
     meaningful = [n for n in theirs if not without_effect(AdapterConfig(**GRID[int(n)]))]
     assert len({theirs[n] for n in meaningful}) == len(meaningful) == len({*theirs.values()})
-
-
-def test_bapna_is_bapna_and_firat_s_formula(encoder):
-    """h + U·relu(D·LN_new(h) + b_D) + b_U, h the layer's output, and nothing after it."""
-    torch.manual_seed(0)
-    bert = Bert.from_pretrained(encoder)
-    add_adapter(bert, "a", AdapterConfig.bapna(reduction_factor=4))
-    slot = bert.layers[0].output_add_norm
-    for p in slot.adapters["a"].parameters():
-        torch.nn.init.normal_(p, std=0.5)
-    f, x = torch.randn(2, 3, 5, 32)
-    W = dict(slot.adapters["a"].named_parameters())
-    with torch.no_grad():
-        h = slot.norm(f + x)
-        mean, variance = h.mean(-1, keepdim=True), h.var(-1, unbiased=False, keepdim=True)
-        normed = (h - mean) / (variance + 1e-5).sqrt()
-        normed = normed * W["norm_before.weight"] + W["norm_before.bias"]
-        a = (normed @ W["down.weight"].T + W["down.bias"]).clamp(min=0)
-        expected = h + a @ W["up.weight"].T + W["up.bias"]
-        assert (slot(f, x) - expected).abs().max() < 1e-5

@@ -4,7 +4,7 @@
 import csv
 import re
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 from experiments.architecture_search import TITLES, label
 from experiments.table1 import SYSTEMS
@@ -123,13 +123,6 @@ def test_tables_of_the_benchmarks_are_extracts():
             cells += len(found)
             assert {*found} - {"", "–"} <= values.get(name, set()), line
     assert cells > 100
-
-
-def test_means_of_the_seeds_that_are_given():
-    for row in read("rte_fusions"):
-        seeds = [float(value) for value in row["fusion by seed"].split(", ") if value]
-        if len(seeds) > 1:
-            assert row["fusion"] == f"{mean(seeds):.2f} ± {stdev(seeds):.2f}"
 
 
 if __name__ == "__main__":

@@ -2,11 +2,8 @@
 answers (formats.hub)."""
 
 import csv
-import http.server
 import json
 import os
-import threading
-from pathlib import Path
 
 import datasets
 import huggingface_hub
@@ -17,7 +14,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from conftest import write_rows
 from data import get_task, load_split
-from formats import hub
+from formats import hub, rows
 from formats.rows import library, origin, read_rows
 
 
@@ -25,14 +22,14 @@ def write(path, rows):
     """Rows in the format that the name of the file says, written by others' code."""
     path.parent.mkdir(exist_ok=True)
     table = pandas.DataFrame(rows)
-    if path.suffix in (".jsonl", ".json"):
-        table.to_json(path, orient="records", lines=path.suffix == ".jsonl", indent=None)
-    elif path.suffix == ".parquet":
-        table.to_parquet(path)
-    elif path.suffix == ".csv":
-        table.to_csv(path, index=False)
-    else:
-        table.to_csv(path, index=False, sep="\t", quoting=csv.QUOTE_NONE, quotechar=None)
+    writers = {
+        ".jsonl": lambda: table.to_json(path, orient="records", lines=True),
+        ".json": lambda: table.to_json(path, orient="records"),
+        ".csv": lambda: table.to_csv(path, index=False),
+        ".tsv": lambda: table.to_csv(path, index=False, sep="\t", quoting=csv.QUOTE_NONE),
+        ".parquet": lambda: table.to_parquet(path),
+    }
+    writers[path.suffix]()
 
 
 @pytest.mark.parametrize("ending", "jsonl json csv tsv parquet".split())
@@ -68,13 +65,11 @@ def test_json_is_read_as_it_is_written(ending, tmp_path):
 
 def test_columns_that_nobody_uses(tokenizer, tmp_path):
     """They may hold anything; a number in a text column is the text that was written."""
-    odd = [{"date": "2020-01-31"}, {"date": 1}, {"date": {"a": [1]}}, {"more": None}]
-    texts = [7, "7.0", 9007199254740993, "x"]
-    rows = [{**row, "text_a": text, "text_b": "b"} for row, text in zip(odd, texts, strict=True)]
-    write_rows(tmp_path / "own/train.jsonl", [{**row, "label": i} for i, row in enumerate(rows)])
-    split = load_split(task := get_task("own", tmp_path), "train", tokenizer, tmp_path)
-    assert task.columns == ("text_a", "text_b")
-    assert split["input_ids"][:] == [[tokenizer.encode(str(text), "b").ids] for text in texts]
+    odd = {7: "2020-01-31", "7.0": 1, 9007199254740993: {"a": [1]}}
+    rows = [{"date": date, "text_a": text, "label": f"is {text}"} for text, date in odd.items()]
+    write_rows(tmp_path / "own/train.jsonl", rows)
+    split = load_split(get_task("own", tmp_path), "train", tokenizer, tmp_path)
+    assert split["input_ids"][:] == [[tokenizer.encode(str(text)).ids] for text in odd]
 
 
 @pytest.mark.parametrize("task, names", [("rte", ["not_entailment", "entailment"]), ("mine", "ba")])
@@ -123,9 +118,6 @@ def test_a_damaged_cache_is_made_anew(tokenizer, tmp_path, monkeypatch):
         path.write_bytes(content)
         assert load()["input_ids"][:] == before
     assert os.listdir(path.parent) == [path.name]
-    monkeypatch.setattr(library().config, "HF_DATASETS_CACHE", Path("/proc/none"))
-    with pytest.raises(OSError, match="the cache of `datasets`, /proc/none, cannot be .*HF_DATASE"):
-        load()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -138,80 +130,29 @@ class Answer(Exception):
     response = "the hub's"
 
 
-NO = Answer("no\n\nYou may not. (Request ID: Root=1-2)")
+def test_what_a_hub_that_answers_has_said(monkeypatch):
+    """It is not called one that cannot be reached; and what a branch lacked may be there now."""
+    behind = LocalEntryNotFoundError("check")
+    behind.__cause__ = Answer("429 Too\nMany")
+    errors = [behind, Answer("no\n\nYou may not."), EntryNotFoundError("404")]
 
+    def download(*_, **__):
+        raise errors[0]
 
-def behind(message, cause=None):
-    error = LocalEntryNotFoundError(message)
-    error.__cause__ = cause
-    return error
-
-
-@pytest.fixture
-def online(monkeypatch):
+    lacks = huggingface_hub._CACHED_NO_EXIST
     monkeypatch.setattr(hub, "hub_answers", lambda: True)
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
-
-    def hf_hub_download(error):
-        def download(*_, **__):
-            raise error
-
-        monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-
-    return hf_hub_download
-
-
-def test_what_the_hub_said_is_said(online, capsys):
-    """A hub that answers is not called one that cannot be reached."""
-    for error, said in (
-        (behind("check", Answer("429 Too\nMany")), "does not give it: 429 Too Many"),
-        (behind("a sign-in page"), "does not give it: a sign-in page"),
-        (NO, "does not come from the hub: no You may not."),
-    ):
-        online(error)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: lacks)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    for said in ("does not give it: 429 Too Many", "does not come from the hub: no You may not."):
+        assert hub.download("me/it", "x.json", "0" * 40) is None  # a commit does not change
         with pytest.raises(FileNotFoundError, match=said) as e:
             hub.download("me/it", "x.json")
-        assert "cannot be reached" not in str(e.value)
-    assert capsys.readouterr().out == "downloading x.json of me/it\n" * 3
-
-
-def test_a_file_that_a_branch_lacked_may_be_there_now(online, monkeypatch):
-    lacks = huggingface_hub._CACHED_NO_EXIST
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: lacks)
-    online(NO)
-    assert hub.download("me/it", "x.json", "0" * 40) is None  # a commit does not change
-    with pytest.raises(FileNotFoundError):
-        hub.download("me/it", "x.json")
-    online(EntryNotFoundError("404"))
+        assert "cannot be reached" not in str(e.value) and errors.pop(0)
     assert hub.download("me/it", "x.json") is None
-    monkeypatch.setattr(hub, "hub_answers", lambda: False)
-    online(ValueError("asked"))
-    assert hub.download("me/it", "x.json") is None
-
-
-def test_a_mirror_whose_first_page_leads_elsewhere(monkeypatch):
-    class Elsewhere(http.server.BaseHTTPRequestHandler):
-        def do_HEAD(self):
-            self.send_response(302)
-            self.send_header("Location", "http://127.0.0.1:9/")
-            self.end_headers()
-
-        def log_message(self, *_):
-            pass
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Elsewhere) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        constants = huggingface_hub.constants
-        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        assert hub.hub_answers.__wrapped__()
-        server.shutdown()
 
 
 def test_the_revision_is_the_commit(tmp_path, monkeypatch, tokenizer):
     """`datasets` keeps the rows of a commit in a directory of that name."""
-    from formats import rows
-
     commit = "0123456789" * 4
     found = [{"sentence": "red", "label": 0}] * 3
     path = tmp_path / commit / "x.arrow"

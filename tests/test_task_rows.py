@@ -1,12 +1,10 @@
 """formats.task_rows: what a stranger's row may hold, and what becomes of it; runtime.results."""
 
-import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-import data
 from conftest import write_rows
 from data import get_task, load_split, own_task, to_candidates
 from formats import task_rows
@@ -15,14 +13,8 @@ from runtime.results import Results
 
 
 def test_columns_are_renamed_at_the_same_time():
-    for names, row, expected in (
-        ({}, {"a": 1}, {"a": 1}),
-        ({"a": "b", "b": "c"}, {"b": 2, "c": 3}, {"a": 2, "b": 3}),
-        ({"a": "b", "b": "a"}, {"a": 1, "b": 2, "c": 3}, {"a": 2, "b": 1, "c": 3}),
-        ({"a": "b", "c": "b"}, {"b": 2}, {"a": 2, "c": 2}),
-        ({"a": "a", "b": "no"}, {"a": 1}, {"a": 1}),
-    ):
-        assert apply_column_names(row, names) == expected
+    swapped = apply_column_names({"a": 1, "b": 2, "c": 3}, {"a": "b", "b": "a"})
+    assert swapped == {"a": 2, "b": 1, "c": 3}
     with pytest.raises(ValueError, match="--columns a=b: there is a column 'a' already"):
         apply_column_names({"a": 1, "b": 2}, {"a": "b"})
 
@@ -36,25 +28,19 @@ def test_renamed_columns_are_trained_on(tokenizer, tmp_path):
     assert split[0]["input_ids"] == [tokenizer.encode("red", "cat").ids]
 
 
-@pytest.mark.parametrize("names", [{"text_b": "texd_b"}, {"texd_b": "text_b"}, {"choices": "c"}])
+@pytest.mark.parametrize("names", [{"text_b": "texd_b"}, {"texd_b": "text_b"}])
 def test_misspelt_columns_are_not_left_out(names, tmp_path):
-    rows = [{"text_a": "red", "label": i} for i in range(2)]
-    write_rows(tmp_path / "own/train.jsonl", rows)
-    with pytest.raises(ValueError, match="--columns .* there is no column .* takes text_a, label"):
-        get_task("own", tmp_path, columns=names)
-    with pytest.raises(ValueError, match="takes sentence1, sentence2, label"):
-        get_task("rte", tmp_path, columns=names)
+    write_rows(tmp_path / "own/train.jsonl", [{"text_a": "red", "label": i} for i in range(2)])
+    for task, takes in (("own", "text_a, label"), ("rte", "sentence1, sentence2, label")):
+        with pytest.raises(ValueError, match=f"--columns .* there is no column .* takes {takes}"):
+            get_task(task, tmp_path, columns=names)
 
 
 PAIR, CHOICE = {"text_a": "a", "text_b": "b"}, {"choices": ["x", "y"]}
-OWN = [  # rows of the training file, columns or what is said of them
-    ([{"text_a": "a"}, {"text_a": "b"}], "text_a"),
+OWN = [  # rows of the training file, columns
     ([{"text_a": "a", "text_b": None}, {"text_a": "b"}], "text_a"),
-    ([PAIR, PAIR], "text_a text_b"),
     ([{"text_a": "a"}, PAIR], "text_a text_b"),
-    ([CHOICE, CHOICE], "choices"),
     ([CHOICE, {**CHOICE, "text_a": "a"}], "text_a choices"),
-    ([CHOICE, {**CHOICE, **PAIR}], ValueError("train.jsonl, line 2: 'text_b' beside 'choices'")),
 ]
 
 
@@ -62,21 +48,15 @@ OWN = [  # rows of the training file, columns or what is said of them
 def test_columns_of_your_own_task(rows, expected, tmp_path):
     """Those that any row has, in whatever row they begin."""
     write_rows(tmp_path / "own/train.jsonl", [{**row, "label": i} for i, row in enumerate(rows)])
-    if isinstance(expected, str):
-        assert get_task("own", tmp_path).columns == tuple(expected.split())
-    else:
-        with pytest.raises(ValueError, match=str(expected)):
-            get_task("own", tmp_path)
+    assert get_task("own", tmp_path).columns == tuple(expected.split())
 
 
 BAD = [  # columns of training, another row, what is said of it
     ("text_a", PAIR, "column 'text_b' is one that mine did not have in training"),
-    ("text_a", {"text_a": "a", **CHOICE}, "column 'choices' is one that mine did not have"),
     ("choices", {"text_a": "a", **CHOICE}, "column 'text_a' is one that mine did not have"),
     ("text_a text_b", {"text_a": "a"}, "no column 'text_b'; it has text_a, label"),
     ("text_a", {"text_a": float("nan")}, "column 'text_a' is missing"),
     ("choices", {"choices": {"text": ["x", "y"]}}, "does not hold a list of texts"),
-    ("choices", {"choices": ["x", "y", "z"]}, "3 choices, expected 2"),
 ]
 
 
@@ -104,23 +84,6 @@ def test_labels_by_name_and_by_place():
         index(-1, from_hub=True)
 
 
-def test_a_tokenizer_that_panics():
-    class Panic(BaseException):
-        """As PyO3's, which is no Exception"""
-
-    class Tokenizer:
-        def encode_batch(self, pairs):
-            raise Panic("index out of bounds\nat src/lib.rs")
-
-    with pytest.raises(ValueError, match="^its tokenizer failed: index out of bounds$"):
-        task_rows.encode_pairs(Tokenizer(), [("a", None)])
-
-
-def test_what_other_code_has_made_is_made_anew():
-    code = task_rows.source_code(data.load_split, data.to_candidates)
-    assert len(code) == 2 and any("def load_split" in text for text in code)
-
-
 def test_results_keep_the_order_of_the_batches():
     results = Results(5, 2)
     assert (results.batch_size, results.steps) == (2, 3)
@@ -130,12 +93,3 @@ def test_results_keep_the_order_of_the_batches():
     labels, predictions, loss = results.gathered(torch.long)
     assert labels.tolist() == [0, 1, 1, 1, 0] and predictions.tolist() == [1, 0, 0, 0, 1]
     assert loss == (1 + 1 + 2 + 2 + 4) / 5
-
-
-def test_outputs_that_are_not_finite():
-    results = Results(2, 2)
-    logits = torch.tensor([[0.0, 1.0], [math.inf, 0.0]])
-    right = logits.isfinite().all(-1)
-    results.add(torch.tensor([1, 0]), logits.argmax(-1), torch.tensor(0.5), right)
-    with pytest.raises(FloatingPointError, match="not finite"):
-        results.gathered(torch.long)

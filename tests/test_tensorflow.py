@@ -7,7 +7,6 @@ import shutil
 import subprocess
 
 import google_crc32c
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,8 +14,8 @@ from hypothesis import strategies as st
 
 from bert import Bert
 from damage import (
-    GOLDEN,
     INDEX,
+    INPUT,
     ROOT,
     SAFETENSORS,
     TENSORFLOW,
@@ -25,14 +24,16 @@ from damage import (
     bounded,
     damaged,
     fails,
-    golden_tensors,
-    hidden,
-    replaced,
+    rewrite,
     same,
 )
+from formats.tensorflow import table_entries
+from reference import GOLDEN, encoder, run
+
+DATA, EMBEDDINGS = "bert_model.ckpt.data-00000-of-00001", b"bert/embeddings/word_embeddings"
 
 # --------------------------------------------------------------------------------------------------
-# A writer of TensorFlow's checkpoints, the inverse of formats/tensorflow.py
+# A writer of the index, the inverse of formats/tensorflow.py
 
 
 def varint(n):
@@ -95,36 +96,18 @@ def table(blocks, compression=0):
     return result + stored(index, compression) + footer(metaindex, (len(result), len(index)))
 
 
-def google_name(name):
-    """encoder.layer.0.output.dense.weight -> bert/encoder/layer_0/output/dense/kernel"""
-    name = name.replace("layer.", "layer_").replace("_embeddings.weight", "_embeddings")
-    name = name.replace("LayerNorm.weight", "LayerNorm.gamma")
-    name = name.replace("LayerNorm.bias", "LayerNorm.beta")
-    return "bert/" + name.replace(".weight", ".kernel").replace(".", "/")
-
-
-def bundle(directory, change=lambda arrays: None):
-    """Writes the golden encoder, its variables changed; returns the index as a dictionary."""
-    directory.mkdir(exist_ok=True)
-    shutil.copy(TENSORFLOW / "bert_config.json", directory)
-    arrays = {google_name(name): tensor.numpy() for name, tensor in golden_tensors().items()}
-    arrays = {name: array.T if name.endswith("kernel") else array for name, array in arrays.items()}
-    change(arrays)
-    entries, data = {b"": field(1, 1)}, b""
-    for name, array in sorted(arrays.items()):
-        content = np.ascontiguousarray(array, "<f4").tobytes()
-        shape = b"".join(field(2, field(1, length)) for length in array.shape)
-        place = field(3, 0) + field(4, len(data)) + field(5, len(content))
-        checksum = varint(6 << 3 | 5) + masked_crc(content)
-        entries[name.encode()] = field(1, 1) + field(2, shape) + place + checksum
-        data += content
-    (directory / "bert_model.ckpt.data-00000-of-00001").write_bytes(data)
-    write_index(directory, entries)
-    return entries
+@pytest.fixture
+def entries(copy):
+    """The golden checkpoint's index, as a dictionary. A copy of the checkpoint is in tmp_path/copy,
+    whose index `write_index` writes anew."""
+    index = (copy(TENSORFLOW) / INDEX).read_bytes()
+    return {name.encode("latin-1"): entry for name, entry in table_entries(index).items()}
 
 
 def write_index(directory, entries, **options):
-    (directory / INDEX).write_bytes(table([(b"~", block(sorted(entries.items())))], **options))
+    content = table([(b"~", block(sorted(entries.items())))], **options)
+    (directory / "copy" / INDEX).write_bytes(content)
+    return directory / "copy"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -135,7 +118,7 @@ def test_tensorflow(name):
     """Written by TensorFlow, with pooler, heads, adam_m, adam_v and global_step beside the
     encoder."""
     bert = Bert.from_pretrained(GOLDEN / "bert" / name)
-    assert same(bert) and torch.equal(hidden(bert), hidden(Bert.from_pretrained(SAFETENSORS)))
+    assert same(bert) and torch.equal(run(bert, INPUT), run(encoder("bert"), INPUT))
     assert not any(p.requires_grad for p in bert.parameters()) and not bert.training
     origin = bert.origin["layers.1.query.weight"]
     assert origin == "bert/encoder/layer_1/attention/self/query/kernel"
@@ -153,31 +136,31 @@ def test_written_by_tensorflow_now(shards, tmp_path):
     assert same(Bert.from_pretrained(tmp_path / "out"))
 
 
-def test_own_writer_and_several_blocks(tmp_path):
-    """The writer above makes what TensorFlow makes; tables of many blocks, too."""
-    entries = sorted(bundle(tmp_path).items())
-    parts = [entries[i : i + 5] for i in range(0, len(entries), 5)]
-    (tmp_path / INDEX).write_bytes(table([(part[-1][0], block(part)) for part in parts]))
-    assert same(Bert.from_pretrained(tmp_path))
+def test_several_blocks(entries, tmp_path):
+    every = sorted(entries.items())
+    parts = [every[i : i + 5] for i in range(0, len(every), 5)]
+    (tmp_path / "copy" / INDEX).write_bytes(table([(part[-1][0], block(part)) for part in parts]))
+    assert same(Bert.from_pretrained(tmp_path / "copy"))
 
 
-def test_what_does_not_fit_is_named(tmp_path):
+def test_what_does_not_fit_is_named(entries, tmp_path):
     """By Google's names; the rest is as in test_encoder.py."""
-    dense, norm = "bert/encoder/layer_0/new/kernel", "bert/embeddings/LayerNorm/beta"
-    kernel = "bert/encoder/layer_0/intermediate/dense/kernel"
-    bundle(tmp_path, lambda arrays: arrays.update({dense: arrays[norm]}))
-    fails(tmp_path, INDEX, f"unknown tensors {dense}")
-    bundle(tmp_path, lambda arrays: arrays.update({kernel: arrays[kernel][:-1]}))
-    fails(tmp_path, INDEX, f"{kernel} has shape [48, 31] in torch.float32, bert_config")
-    bundle(tmp_path, lambda arrays: arrays.update({"output_weights": arrays[norm]}))
-    assert same(Bert.from_pretrained(tmp_path))  # the head of a fine-tuned model
+    other, layer = entries.pop(b"bert/embeddings/LayerNorm/beta/adam_m"), "bert/encoder/layer_0"
+    unknown = {**entries, f"{layer}/new/kernel".encode(): other}
+    fails(write_index(tmp_path, unknown), INDEX, f"unknown tensors {layer}/new/kernel")
+    query, dense = f"{layer}/attention/self/query/kernel", f"{layer}/intermediate/dense/kernel"
+    misshapen = {**entries, dense.encode(): entries[query.encode()]}
+    say = f"{dense} has shape [32, 32] in torch.float32, bert_config"
+    fails(write_index(tmp_path, misshapen), INDEX, say)
+    head = {**entries, b"output_weights": other}  # of a fine-tuned model
+    assert same(Bert.from_pretrained(write_index(tmp_path, head)))
 
 
 def test_every_damaged_byte_is_found(copy):
     """But where nothing is read: in the index's metaindex block and the padding of its footer, and
     in tensors that are not needed."""
     directory = copy(TENSORFLOW)
-    index, data = directory / INDEX, directory / "bert_model.ckpt.data-00000-of-00001"
+    index, data = directory / INDEX, directory / DATA
     for path, step, harmless in ((index, 7, 9), (data, 997, 20)):
         content, unnoticed = path.read_bytes(), 0
         for position in range(0, len(content), step):
@@ -197,17 +180,15 @@ def test_every_damaged_byte_is_found(copy):
     fails(directory, data.name, "not there")
 
 
-def test_not_supported_says_what_to_do(tmp_path):
-    entries, name = bundle(tmp_path), b"bert/embeddings/word_embeddings"
+def test_not_supported_says_what_to_do(entries, tmp_path):
     words = "not supported: save it again with tf.compat.v1.train.Saver"
-    write_index(tmp_path, entries, compression=1)
-    fails(tmp_path, "snappy", words)
-    write_index(tmp_path, {**entries, b"": entries[b""] + field(2, 1)})
-    fails(tmp_path, "big-endian", words)
-    write_index(tmp_path, {**entries, name: entries[name] + field(7, b"")})
-    fails(tmp_path, name.decode(), "slices", words)
-    write_index(tmp_path, {**entries, name: field(1, 3) + entries[name][2:]})
-    fails(tmp_path, f"{name.decode()} has TensorFlow type 3")
+    fails(write_index(tmp_path, entries, compression=1), "snappy", words)
+    big_endian = {**entries, b"": entries[b""] + field(2, 1)}
+    fails(write_index(tmp_path, big_endian), "big-endian", words)
+    sliced = {**entries, EMBEDDINGS: entries[EMBEDDINGS] + field(7, b"")}
+    fails(write_index(tmp_path, sliced), EMBEDDINGS.decode(), "slices", words)
+    integers = {**entries, EMBEDDINGS: field(1, 3) + entries[EMBEDDINGS][2:]}
+    fails(write_index(tmp_path, integers), f"{EMBEDDINGS.decode()} has TensorFlow type 3")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -255,32 +236,22 @@ ENTRIES = {
 
 
 @pytest.mark.parametrize("name", ENTRIES)
-def test_hostile_entry(name, tmp_path):
-    entries = bundle(tmp_path)
-    write_index(tmp_path, {**entries, b"bert/embeddings/word_embeddings": ENTRIES[name]})
-    attempt(tmp_path, succeeds=False)
+def test_hostile_entry(name, entries, tmp_path):
+    attempt(write_index(tmp_path, {**entries, EMBEDDINGS: ENTRIES[name]}), succeeds=False)
 
 
-def test_overlapping_tensors_are_refused(tmp_path):
+def test_overlapping_tensors_are_refused(entries, tmp_path):
     """Small files could ask for as much memory as they like."""
-    entries = bundle(tmp_path)
     kernels = [name for name in entries if name.endswith(b"output/dense/kernel")]
-    write_index(tmp_path, {**entries, **dict.fromkeys(kernels, entries[kernels[-1]])})
-    fails(tmp_path, "bert_model.ckpt.data-00000-of-00001")
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A directory that the property-based test writes into again and again, and its index."""
-    directory = tmp_path_factory.mktemp("google")
-    return directory, bundle(directory)
+    overlapping = {**entries, **dict.fromkeys(kernels, entries[kernels[-1]])}
+    fails(write_index(tmp_path, overlapping), DATA)
 
 
 @bounded
 @given(data=st.data())
-def test_fuzz_index_with_right_checksums(place, data):
+def test_fuzz_index_with_right_checksums(entries, tmp_path, data):
     """The entries, the handles, or one tensor's entry are damaged, and the checksums are right."""
-    directory, entries = place[0], dict(place[1])
+    entries = dict(entries)
     what = data.draw(st.sampled_from(["block", "handles", "entry", "entry"]))
     if what == "entry":
         name = data.draw(st.sampled_from(sorted(entries)))
@@ -292,6 +263,6 @@ def test_fuzz_index_with_right_checksums(place, data):
     if what == "handles":
         index_block = data.draw(damaged(block([(b"~", varints(0, len(contents)))])))
         content = two_blocks(contents, index_block)
-    with replaced(directory / INDEX, content):
-        error = attempt(directory)
-        assert what == "handles" or not re.search(r"block at \d+ does not match", error or "")
+    rewrite(tmp_path / "copy" / INDEX, content)
+    error = attempt(tmp_path / "copy")
+    assert what == "handles" or not re.search(r"block at \d+ does not match", error or "")
