@@ -266,57 +266,41 @@ def mount_small_disk(directory):
         os._exit(MAY_NOT_MOUNT)
 
 
-def on_a_full_disk(directory, result, at_the_end):
-    """To be called in a child: the disk is full from the 15th step on, or when the final files are
-    written; then no longer, and the run is continued, and copied to `result`."""
-    mount_small_disk(directory)
-    train_main, save, run, ballast = (
-        train.main,
-        train.save,
-        directory / "run",
-        directory / "ballast",
-    )
+def on_a_full_disk(words, disk, step, result):
+    """To be called in a child: the disk is full from a step on; then no longer, and the run is
+    continued, and copied to `result`."""
+    mount_small_disk(disk)
 
     def fill():
-        with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
+        with contextlib.suppress(OSError), open(disk / "ballast", "wb", buffering=0) as file:
             while True:
                 file.write(bytes(1024))
 
-    def full_at_the_end(*values):
-        fill()
-        train.save = save
-        return save(*values)
-
-    def main(words):
-        with contextlib.suppress(SystemExit):
-            run_command("train.py", train_main, words)
-        assert not [path for path in run.rglob("*") if "tmp" in path.name]
-        ballast.unlink()
-        line = train_main([*words, "--resume"])
-        shutil.copytree(run, result)
-        return line
-
-    if at_the_end:
-        train.save = full_at_the_end
-    else:
-        child.at_step(15, fill)
-    train.main = main
+    child.at_step(step, fill)
+    with contextlib.suppress(SystemExit):
+        run_command("train.py", train.main, words)
+    assert not [path for path in disk.rglob("*") if "tmp" in path.name]
+    (disk / "ballast").unlink()
+    train.main([*words, "--resume"])
+    shutil.copytree(disk / "run", result)
 
 
 def on_disk(words, output, *before):
     """(exit status, what it wrote) of a child that mounts a file system; without the right to do so
     the test is skipped."""
-    status, text = child.finish(child.start(words, output, before), output)
+    status, text = child.finish(child.start(words, output, [before]), output)
     if status == MAY_NOT_MOUNT:
         pytest.skip("no right to mount a file system")
     return status, text
 
 
-@pytest.mark.parametrize("stage, at_the_end", [("adapter", False), ("fusion", True)])
-def test_a_full_disk(stage, at_the_end, command, whole, tmp_path):
+@pytest.mark.parametrize("stage, step", [("adapter", 7), ("fusion", 28)])
+def test_a_full_disk(stage, step, command, whole, tmp_path):
+    """In training, and in the last batch of the last evaluation. --resume of the run that was
+    continued has nothing to do."""
     disk, result = tmp_path / "disk", tmp_path / "result"
-    before = on_a_full_disk, disk, result, at_the_end
-    status, text = on_disk(command(stage, disk / "run"), tmp_path / "output", before)
+    before = on_a_full_disk, command(stage, disk / "run"), disk, step, result
+    status, text = on_disk(command(stage, result, "--resume"), tmp_path / "output", *before)
     assert status == 0, text
     (error,) = (line for line in text.splitlines() if line.startswith("train.py: "))
     assert str(disk / "run") in error and "No space left" in error
@@ -334,10 +318,10 @@ def read_only(directory, run):
 
 @pytest.mark.parametrize("name, option", [("new", ""), ("run", "--overwrite")])
 def test_a_read_only_directory(name, option, command, whole, tmp_path):
-    out, before = tmp_path / "disk" / name, (read_only, tmp_path / "disk", whole["adapter"])
-    status, text = on_disk(command("adapter", out, option), tmp_path / "output", before)
+    disk, before = tmp_path / "disk", (read_only, tmp_path / "disk", whole["adapter"])
+    status, text = on_disk(command("adapter", disk / name, option), tmp_path / "output", *before)
     (error,) = (line for line in text.splitlines() if not line.startswith("note: "))
-    assert status == 2 and error.startswith("train.py: ") and str(out) in error
+    assert status == 2 and error.startswith("train.py: ") and str(disk / name) in error
     assert "Read-only" in error
 
 
