@@ -11,19 +11,16 @@ import child
 import train
 from conftest import cli, write_rows
 from experiments import predict
-from runtime.command import run_command
 
 
 @pytest.fixture
-def trained(encoder, data_dir, tmp_path, capsys):
+def trained(launch, tmp_path, capsys):
     """trained(...): (the lines on stdout, the closing line's dictionary) of train.py on rte."""
 
-    def trained(text, **options):
-        places = {"model": encoder, "data_dir": data_dir, "out": tmp_path / "run", **options}
-        words = [*cli("--device cpu --task rte", **places), *text.split()]
-        run_command("train.py", train.main, words)
-        *lines, last = capsys.readouterr().out.splitlines()
-        return [line for line in lines if not line.startswith("note: ")], json.loads(last)
+    def trained(text):
+        result = launch(text, task="rte", out=tmp_path / "run")
+        lines = capsys.readouterr().out.splitlines()
+        return [line for line in lines if not line.startswith("note: ")], result
 
     return trained
 
@@ -83,30 +80,21 @@ def test_seeds(trained, launch, tmp_path):
     assert again["accuracy"]["values"][:2] == values and len(again["accuracy"]["values"]) == 3
 
 
-def test_help_names_defaults_and_ends_with_examples(capsys):
-    with pytest.raises(SystemExit) as exit:
-        train.main(["--help"])
-    text = capsys.readouterr().out
-    assert exit.value.code == 0
-    for stage in train.STAGES:
-        assert re.search(rf"^  {stage} +\w+", text, re.MULTILINE)
-    for words in ("300 for each task", "default annealed", "default 32", "else 0"):
-        assert words in " ".join(text.split())
-    assert text[text.index("examples:") :].count("python train.py") == 3
-
-
-def test_help_is_help():
-    for command in ("bert.py", "data.py"):
-        status, out, error = child.output([command, "--help"])
-        assert (status, error) == (0, "") and "usage: " in out
+def test_help_names_defaults_and_ends_with_examples():
+    for command in ("train.py", "bert.py", "data.py"):
+        status, text, error = child.output([command, "--help"])
+        assert (status, error) == (0, "") and "usage: " in text
+        if command == "train.py":
+            for stage in train.STAGES:
+                assert re.search(rf"^  {stage} +\w+", text, re.MULTILINE)
+            assert "default 32" in " ".join(text.split())
+            assert text[text.index("examples:") :].count("python train.py") == 3
 
 
 def test_files_have_the_users_permissions(launch, tmp_path):
     before = os.umask(0o027)
-    try:
-        launch("--stage adapter --task rte --epochs 1", out=tmp_path / "run")
-    finally:
-        os.umask(before)
+    launch("--stage adapter --task rte --epochs 1", out=tmp_path / "run")
+    os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "run").iterdir()}
     assert set(modes.values()) == {0o640}, modes
 
