@@ -35,9 +35,10 @@ def command(quiet_encoder, data_dir, runs):
     return command
 
 
-def start(count, words, output, before=None, own=None):
+def start(count, words, output, before=(), own=()):
     """[Process] of what torchrun starts. before: {number of a process: a call ahead of it}; own:
     {number: words of its own}."""
+    before, own = dict(before), dict(own)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -46,13 +47,12 @@ def start(count, words, output, before=None, own=None):
     result = []
     for rank in range(count):
         numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        given = [*words, *(own or {}).get(rank, [])]
-        calls = [before[rank]] if rank in (before or {}) else []
+        given, calls = [*words, *own.get(rank, [])], [before[rank]] if rank in before else []
         result.append(child.start(given, f"{output}.{rank}", calls, **common, **numbers))
     return result
 
 
-def together(count, words, output, before=None, own=None):
+def together(count, words, output, before=(), own=()):
     """(exit statuses, what each wrote)"""
     started = start(count, words, output, before, own)
     ends = [child.finish(process, f"{output}.{rank}") for rank, process in enumerate(started)]
@@ -183,7 +183,7 @@ def test_killed_in_any_phase(phase, command, undisturbed, tmp_path):
 def test_errors_end_all_processes(command, tmp_path):
     """With one line, and never a traceback."""
 
-    def ends(name, text="", before=None, own=None):
+    def ends(name, text="", before=(), own=()):
         words = command("adapter", tmp_path / name, text)
         statuses, texts = together(2, words, tmp_path / "output", before, own)
         assert not any("Traceback" in text for text in texts), texts

@@ -2,7 +2,6 @@
 reads back exactly."""
 
 import json
-import random
 import shutil
 
 import pytest
@@ -13,7 +12,7 @@ import child
 import train
 from adapter import AdapterConfig, activate, add_adapter, load_adapter
 from bert import Bert
-from conftest import cli, dev_batches, of_stage, sentence, write_rows
+from conftest import cli, dev_batches, of_stage
 from experiments.load_run import load_run
 from fusion import add_fusion
 from runtime.settings import parse
@@ -113,24 +112,11 @@ def test_a_fusion_needs_no_adapters_but_its_copies(launch, encoder, data_dir, ru
 
 
 def test_it_learns(launch, tmp_path):
-    """Classification and multiple choice, your own tasks, far above chance on held-out examples."""
-    rng, data_dir = random.Random(1), tmp_path / "data"
-    for split, n in (("train", 400), ("validation", 100)):
-        animals, affirmations = [], []
-        for i in range(n):
-            text = sentence(rng, 5)
-            label = "cat" if "cat" in text or "dog" in text else "none"
-            animals.append({"text_a": text, "label": label})
-            choices = [sentence(rng, 3).replace("yes", "no") for _ in range(3)]
-            choices[i % 3] += " yes"
-            affirmations.append({"choices": choices, "label": i % 3})
-        write_rows(data_dir / "animal" / f"{split}.jsonl", animals)
-        write_rows(data_dir / "affirm" / f"{split}.jsonl", affirmations)
-    options = "--epochs 6 --lr 1e-2 --batch-size 16 --reduction-factor 2 --stage adapter"
-    for task, chance in (("animal", 0.65), ("affirm", 0.35)):
-        result = launch(options, task=task, data_dir=data_dir, out=tmp_path / task)
+    """Classification and multiple choice, far above chance on examples that it has not seen."""
+    words = "--stage adapter --patience 25 --lr 1e-2 --batch-size 8 --reduction-factor 2"
+    for task, epochs, chance in (("sst2", 25, 0.55), ("pick", 5, 0.35)):
+        result = launch(words, task=task, epochs=epochs, out=tmp_path / task)
         assert result["accuracy"] > chance + 0.2
-    assert json.loads((tmp_path / "animal/config.json").read_text())["labels"] == ["cat", "none"]
 
 
 def test_limits_are_drawn_with_the_seed(launch, tmp_path):
