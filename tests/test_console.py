@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -20,14 +19,14 @@ from runtime.command import Console
 ROOT = Path(__file__).parent.parent
 
 
-def finish(words, **environment):
-    environment = {**os.environ, **environment}
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=environment)
-
-
 def start(words, **environment):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     return subprocess.Popen(words, cwd=ROOT, env={**os.environ, **environment}, **pipes)
+
+
+def finish(words, **environment):
+    options = {"cwd": ROOT, "env": {**os.environ, **environment}}
+    return subprocess.run(words, capture_output=True, text=True, timeout=60, **options)
 
 
 @pytest.fixture
@@ -80,21 +79,19 @@ def test_the_first_line_and_ctrl_c_while_libraries_are_imported(words):
     """In the place of torch there is a module that is interrupted."""
     name, interrupting = words[-1].removeprefix("experiments."), ROOT / "tests" / "interrupting"
     for more in ([], ["--help"]):
-        process = start([sys.executable, *words, *more], PYTHONPATH=str(interrupting))
-        said, error = process.communicate(timeout=60)
+        process = finish([sys.executable, *words, *more], PYTHONPATH=str(interrupting))
         assert process.returncode == -signal.SIGINT
-        said, error = (text.partition(": ")[2] for text in (said, error))
+        said, error = (text.partition(": ")[2] for text in (process.stdout, process.stderr))
         quiet = more or name == "predict"  # its stdout is for programs
         assert (said, error) == ("" if quiet else "loading PyTorch\n", "interrupted\n")
 
 
 def test_a_library_that_cannot_be_loaded(tmp_path):
     """As without the environment, or where memory is limited."""
-    for error in ("ModuleNotFoundError(\"No module named 'torch'\")", "ImportError('no memory')"):
-        (tmp_path / "torch.py").write_text(f"raise {error}")
-        process = finish([sys.executable, "train.py"], PYTHONPATH=str(tmp_path))
-        assert process.returncode == 2 and process.stderr.count("\n") == 1
-        assert ". .venv/bin/activate" in process.stderr
+    (tmp_path / "torch.py").write_text("raise ImportError")
+    process = finish([sys.executable, "train.py"], PYTHONPATH=str(tmp_path))
+    assert process.returncode == 2 and process.stderr.count("\n") == 1
+    assert ". .venv/bin/activate" in process.stderr
 
 
 @pytest.mark.parametrize("name", thorough_after_first("SIGINT", "SIGTERM", "SIGHUP"))
@@ -113,34 +110,27 @@ def test_signals(name, train, tmp_path):
     assert (tmp_path / "run" / "resume.pt").exists()
 
 
-def test_nohup_is_obeyed(train, tmp_path):
-    process = start(["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *train])
-    process.stdout.readline()
-    process.send_signal(signal.SIGHUP)
-    process.communicate(timeout=60)
-    assert process.returncode == 0
-
-
 def test_the_second_signal_ends_at_once():
-    """Also where the first is not listened to."""
+    """Also where the first is not listened to. What nohup ignores is no signal."""
     code = """
-import time
+import signal, time
 from runtime.processes import deferred_signals
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
 with deferred_signals():
     print("here", flush=True)
     time.sleep(60)
 """
     process = start([sys.executable, "-c", code])
     process.stdout.readline()
-    process.terminate()
-    time.sleep(0.5)
-    assert process.poll() is None
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        process.send_signal(number)
+        time.sleep(0.3)
+        assert process.poll() is None
     process.terminate()
     assert process.wait(5) == -signal.SIGTERM
 
 
-@pytest.mark.parametrize("kind", thorough_after_first("nobody", "silent"))
-def test_a_hub_that_does_not_answer(kind, tmp_path):
+def test_a_hub_that_does_not_answer(tmp_path):
     """An id that is not in the cache fails within five seconds, imports not counted."""
     code = """
 import time
@@ -154,11 +144,9 @@ except FileNotFoundError as e:
 """
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
-        if kind == "nobody":
-            server.close()
         environment = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
         process = finish([sys.executable, "-c", code], **environment)
     first, second = process.stdout.splitlines()
     assert process.stderr == "" and "does not answer, so only what has been downloaded" in first
     assert all(text in second for text in ("bert-base-uncasde", address, str(tmp_path)))
-    assert float(re.search(r"[\d.]+$", second)[0]) < 5
+    assert float(second.split()[-1]) < 5

@@ -188,18 +188,16 @@ def test_overwrite_keeps_the_old_run_until_there_is_a_new_one(
 ):
     """An epoch of the new run must have been finished. Links in the old one are removed, and not
     what they lead to; other files stay."""
-    fusion, neighbour = whole["fusion"], tmp_path / "neighbour"
-    out = shutil.copytree(fusion, tmp_path / "run")
-    overwrite = command("adapter", out, "--overwrite")
+    out, neighbour = shutil.copytree(whole["fusion"], tmp_path / "run"), tmp_path / "neighbour"
     interrupted("adapter", out, "--overwrite", step=5)
-    assert_equal(out / "replaced", fusion)
+    assert_equal(out / "replaced", whole["fusion"])
     refused(command("fusion", tmp_path / "new", adapters=[out]), "it is a run of --stage adapter")
     train.main(command("adapter", out, "--resume"))
     assert_equal(out, whole["adapter"])
-    shutil.copytree(fusion / "adapters", neighbour)
+    shutil.copytree(whole["fusion"] / "adapters", neighbour)
     (out / "adapters").symlink_to(neighbour)
     (out / "notes").write_text("mine")
-    train.main(overwrite)
+    train.main(command("adapter", out, "--overwrite"))
     (out / "notes").unlink()
     assert_equal(out, whole["adapter"])
     assert len(list(neighbour.rglob("*.safetensors"))) == 2
@@ -246,7 +244,7 @@ def test_what_a_state_depends_on_is_flushed_before_it(command, tmp_path, monkeyp
 
 def test_a_directory_that_vanishes_under_the_run(command, refused, at_step, tmp_path):
     out = tmp_path / "run"
-    for step in (1, 15, 24):
+    for step in (1, 13, 28):  # in training, in evaluation, before the last files
         at_step(step, shutil.rmtree, out)
         refused(command("adapter", out), str(out), "No such file or directory")
         assert not out.exists()
@@ -266,57 +264,41 @@ def mount_small_disk(directory):
         os._exit(MAY_NOT_MOUNT)
 
 
-def on_a_full_disk(directory, result, at_the_end):
-    """To be called in a child: the disk is full from the 15th step on, or when the final files are
-    written; then no longer, and the run is continued, and copied to `result`."""
-    mount_small_disk(directory)
-    train_main, save, run, ballast = (
-        train.main,
-        train.save,
-        directory / "run",
-        directory / "ballast",
-    )
+def on_a_full_disk(words, disk, step, result):
+    """To be called in a child: the disk is full from a step on; then no longer, and the run is
+    continued, and copied to `result`."""
+    mount_small_disk(disk)
 
     def fill():
-        with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
+        with contextlib.suppress(OSError), open(disk / "ballast", "wb", buffering=0) as file:
             while True:
                 file.write(bytes(1024))
 
-    def full_at_the_end(*values):
-        fill()
-        train.save = save
-        return save(*values)
-
-    def main(words):
-        with contextlib.suppress(SystemExit):
-            run_command("train.py", train_main, words)
-        assert not [path for path in run.rglob("*") if "tmp" in path.name]
-        ballast.unlink()
-        line = train_main([*words, "--resume"])
-        shutil.copytree(run, result)
-        return line
-
-    if at_the_end:
-        train.save = full_at_the_end
-    else:
-        child.at_step(15, fill)
-    train.main = main
+    child.at_step(step, fill)
+    with contextlib.suppress(SystemExit):
+        run_command("train.py", train.main, words)
+    assert not [path for path in disk.rglob("*") if "tmp" in path.name]
+    (disk / "ballast").unlink()
+    train.main([*words, "--resume"])
+    shutil.copytree(disk / "run", result)
 
 
 def on_disk(words, output, *before):
     """(exit status, what it wrote) of a child that mounts a file system; without the right to do so
     the test is skipped."""
-    status, text = child.finish(child.start(words, output, before), output)
+    status, text = child.finish(child.start(words, output, [before]), output)
     if status == MAY_NOT_MOUNT:
         pytest.skip("no right to mount a file system")
     return status, text
 
 
-@pytest.mark.parametrize("stage, at_the_end", [("adapter", False), ("fusion", True)])
-def test_a_full_disk(stage, at_the_end, command, whole, tmp_path):
+@pytest.mark.parametrize("stage, step", [("adapter", 7), ("fusion", 28)])
+def test_a_full_disk(stage, step, command, whole, tmp_path):
+    """In training, and in the last batch of the last evaluation. --resume of the run that was
+    continued has nothing to do."""
     disk, result = tmp_path / "disk", tmp_path / "result"
-    before = on_a_full_disk, disk, result, at_the_end
-    status, text = on_disk(command(stage, disk / "run"), tmp_path / "output", before)
+    before = on_a_full_disk, command(stage, disk / "run"), disk, step, result
+    status, text = on_disk(command(stage, result, "--resume"), tmp_path / "output", *before)
     assert status == 0, text
     (error,) = (line for line in text.splitlines() if line.startswith("train.py: "))
     assert str(disk / "run") in error and "No space left" in error
@@ -334,10 +316,10 @@ def read_only(directory, run):
 
 @pytest.mark.parametrize("name, option", [("new", ""), ("run", "--overwrite")])
 def test_a_read_only_directory(name, option, command, whole, tmp_path):
-    out, before = tmp_path / "disk" / name, (read_only, tmp_path / "disk", whole["adapter"])
-    status, text = on_disk(command("adapter", out, option), tmp_path / "output", before)
+    disk, before = tmp_path / "disk", (read_only, tmp_path / "disk", whole["adapter"])
+    status, text = on_disk(command("adapter", disk / name, option), tmp_path / "output", *before)
     (error,) = (line for line in text.splitlines() if not line.startswith("note: "))
-    assert status == 2 and error.startswith("train.py: ") and str(out) in error
+    assert status == 2 and error.startswith("train.py: ") and str(disk / name) in error
     assert "Read-only" in error
 
 
@@ -479,31 +461,24 @@ def test_what_is_the_same_command(both, data_dir, tmp_path, monkeypatch):
     assert list(answers(both, tmp_path, words)) == ["", ""]
 
 
-def other_label(path):
-    path.write_text(path.read_text().replace('"label": 1', '"label": 0', 1))
+def replaced(old, new):
+    return lambda path: path.write_text(path.read_text().replace(old, new, 1))
 
 
 def double(path):
     save_file({name: 2 * tensor for name, tensor in load_file(path).items()}, path)
 
 
-def other_vocabulary(path):
-    path.write_text(path.read_text().replace("red\ngreen", "green\nred"))
-
-
-def other_activation(path):
-    path.write_text(path.read_text().replace('"relu"', '"gelu"'))
-
-
+other_label = replaced('"label": 1', '"label": 0')
 OTHER_FILES = [  # (what changes, how, what the finished run says, what the other one says)
     ("data/sst2/train.jsonl", other_label, "data_files", "data_sha256"),
     ("data/sst2/validation.jsonl", other_label, "data_files", "data_sha256"),
     ("model/model.safetensors", double, "encoder_sha256", "encoder_sha256"),
-    ("model/vocab.txt", other_vocabulary, "tokenizer_sha256", "tokenizer_sha256"),
+    ("model/vocab.txt", replaced("red\ngreen", "green\nred"), "tokenizer", "tokenizer_sha256"),
     # a run that goes on does so with its own copies of the adapters
     ("runs/rte/adapter.safetensors", double, "adapter_digests", ""),
     ("cut/adapters/rte/adapter.safetensors", double, "", "adapter_digests"),
-    ("cut/adapters/rte/adapter_config.json", other_activation, "", "adapter_digests"),
+    ("cut/adapters/rte/adapter_config.json", replaced("relu", "gelu"), "", "adapter_digests"),
 ]
 
 
@@ -556,11 +531,10 @@ def test_a_hard_linked_log_keeps_its_lines(command, interrupted, tmp_path):
 
 
 def test_the_seeds_of_a_stranger_stay(command, refused, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "seeds.json").write_text("mine")
-    refused(command("head", out, "--epochs 1 --seeds 0 1"), "seeds.json")
-    assert (out / "seeds.json").read_text() == "mine"
-    train.main(command("head", out, "--epochs 1 --seeds 0 1 --overwrite"))
-    assert json.loads((out / "seeds.json").read_text())["seeds"] == [0, 1]
-    refused(command("head", out, "--epochs 1 --seeds 0"), "--overwrite")
+    file, words = tmp_path / "seeds.json", command("head", tmp_path, "--epochs 1 --seeds 0 1")
+    file.write_text("mine")
+    refused(words, "seeds.json")
+    assert file.read_text() == "mine"
+    train.main([*words, "--overwrite"])
+    assert json.loads(file.read_text())["seeds"] == [0, 1]
+    refused(words, "--overwrite")
