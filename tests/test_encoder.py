@@ -173,7 +173,7 @@ CONFIGS = """
     {"vocab_size": true} {"num_attention_heads": 5} {"num_hidden_layers": 9999999}
     {"hidden_act": "cube"} {"hidden_act": {}} {"is_decoder": true} {"model_type": []}
     {"layer_norm_eps": "x"} {"layer_norm_eps": NaN} {"hidden_dropout_prob": 1.5}
-    {"classifier_dropout": "x"} {"pad_token_id": null} {"pad_token_id": 60}
+    {"pad_token_id": null} {"pad_token_id": 60}
     {"pad_token_id": 30, "model_type": "roberta"} {"position_embedding_type": "relative_key"}
 """
 

@@ -104,18 +104,6 @@ def test_labels_by_name_and_by_place():
         index(-1, from_hub=True)
 
 
-def test_a_tokenizer_that_panics():
-    class Panic(BaseException):
-        """As PyO3's, which is no Exception"""
-
-    class Tokenizer:
-        def encode_batch(self, pairs):
-            raise Panic("index out of bounds\nat src/lib.rs")
-
-    with pytest.raises(ValueError, match="^its tokenizer failed: index out of bounds$"):
-        task_rows.encode_pairs(Tokenizer(), [("a", None)])
-
-
 def test_what_other_code_has_made_is_made_anew():
     code = task_rows.source_code(data.load_split, data.to_candidates)
     assert len(code) == 2 and any("def load_split" in text for text in code)
