@@ -179,11 +179,11 @@ def check_bottleneck(config, non_linearities, init_weights):
 def without_effect(config):
     """{field: why} of those that change nothing here. They are harmless in a file; to ask for them
     is a mistake."""
-    on, reasons = {"residual_before_ln": True, **vars(config)}, {}
-    if not on["residual_before_ln"] and not on["original_ln_before"]:
+    off, reasons = {field for field, value in vars(config).items() if not value}, {}
+    if {"residual_before_ln", "original_ln_before"} <= off:
         why = "residual_before_ln=false takes LN(f + x), which original_ln_before=false leaves out"
         reasons["residual_before_ln"] = why
-    if on.get("adapter_residual_before_ln") and not on["ln_after"]:
+    if "ln_after" in off and getattr(config, "adapter_residual_before_ln", False):
         why = "adapter_residual_before_ln=true needs the new LayerNorm of ln_after=true"
         reasons["adapter_residual_before_ln"] = why
     return reasons
