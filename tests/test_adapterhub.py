@@ -575,7 +575,7 @@ def test_sources_can_be_mixed(hub, runs, launch, encoder, tmp_path):
     with pytest.raises(FileNotFoundError, match="USER/none has no adapter_config.json"):
         launch(fuse, adapters="USER/none", out=out)
     (pick / "adapter.safetensors").unlink()
-    neither = "USER/pick has neither adapter.safetensors nor pytorch_adapter.bin"
+    neither = "it has neither adapter.safetensors nor pytorch_adapter.bin"
     with pytest.raises(FileNotFoundError, match=neither):
         launch(fuse, adapters="USER/pick", out=out)
     assert not out.exists()

@@ -352,7 +352,7 @@ def template(pair, single=None, frame=FRAME):
 
 GAPS = {**TOKENIZER, "model": {**TOKENIZER["model"], "vocab": {"a": 9999, "[UNK]": 1}}}
 for name, file, content, say in [
-    ("empty", "vocab.txt", "", "vocab.txt has no [PAD]"),
+    ("empty", "vocab.txt", "", "not found in the vocabulary"),
     ("binary", "vocab.txt", bytes(range(256)), "cannot be read"),
     ("one word more", "vocab.txt", "\n".join([*VOCABULARY, "x"]), f"{len(VOCABULARY) + 1} tokens"),
     ("a list", "tokenizer_config.json", [1], "cannot be read"),
