@@ -141,7 +141,7 @@ def test_files_with_own_layer_norms(encoder, tmp_path, shape):
 
     for name in names:
         place = name.removeprefix("bert.").replace(".adapters.a", "")
-        refused(f"{place} is missing", left_out=name)
+        refused(f"it lacks {place}", left_out=name)
     say = r"is torch.float32 \[31\], here it must be a float \[32\]"
     refused(say, more={name: torch.zeros(31)})
     refused("not finite", more={name: torch.full((32,), math.nan)})
