@@ -179,11 +179,11 @@ def check_bottleneck(config, non_linearities, init_weights):
 def without_effect(config):
     """{field: why} of those that change nothing here. They are harmless in a file; to ask for them
     is a mistake."""
-    on, reasons = {"residual_before_ln": True, **vars(config)}, {}
-    if not on["residual_before_ln"] and not on["original_ln_before"]:
+    off, reasons = {field for field, value in vars(config).items() if not value}, {}
+    if {"residual_before_ln", "original_ln_before"} <= off:
         why = "residual_before_ln=false takes LN(f + x), which original_ln_before=false leaves out"
         reasons["residual_before_ln"] = why
-    if on.get("adapter_residual_before_ln") and not on["ln_after"]:
+    if "ln_after" in off and getattr(config, "adapter_residual_before_ln", False):
         why = "adapter_residual_before_ln=true needs the new LayerNorm of ln_after=true"
         reasons["adapter_residual_before_ln"] = why
     return reasons
@@ -248,9 +248,9 @@ def fetch(source, files=ADAPTER):
     config = download(source, files.config)
     if config is None:
         raise FileNotFoundError(f"hub repository {source} has no {files.config}")
-    if not any(download(source, name, revision=commit_of(config)) for name in files.weights):
-        missing = " nor ".join(files.weights)
-        raise FileNotFoundError(f"hub repository {source} has neither {missing}")
+    for name in files.weights:  # where neither is, `read` says so
+        if download(source, name, revision=commit_of(config)):
+            break
     return config.parent
 
 
@@ -274,20 +274,16 @@ class Saved:
                 raise ValueError(f"an adapter for {theirs}, the encoder has {ours!r}")
 
     def fill(self, parameters, without=()):
-        """
-        Copies the tensors into {(slot, part): parameter}. Nothing is changed unless everything
+        """Copies the tensors into {(slot, part): parameter}. Nothing is changed unless everything
         fits. A parameter that has two names may be stored under one of them; without: slots whose
-        tensors need no parameter.
-        """
-        pairs = []
-        stored = {id(p) for key, p in parameters.items() if key in self.tensors}
+        tensors need no parameter."""
+        stored = {key: p for key, p in parameters.items() if key in self.tensors}
+        found, pairs = {id(p) for p in stored.values()}, []
         with error_prefix(self.path):
-            for key, parameter in parameters.items():
-                tensor, name = self.tensors.get(key), ".".join(key)
-                if tensor is None and id(parameter) in stored:
-                    continue
-                if tensor is None:
-                    raise ValueError(f"{name} is missing")
+            if absent := [".".join(key) for key, p in parameters.items() if id(p) not in found]:
+                raise ValueError(f"it lacks {listed(absent)}")
+            for key, parameter in stored.items():
+                tensor, name = self.tensors[key], ".".join(key)
                 if tensor.shape != parameter.shape or not tensor.is_floating_point():
                     needed = f"here it must be a float {list(parameter.shape)}"
                     raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, {needed}")

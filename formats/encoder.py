@@ -58,7 +58,7 @@ class BertConfig:
         for name in SIZES:
             size = getattr(self, name)
             require(type(size) is int and 0 < size < 10**7, name, "a positive integer")
-        for name in RATES + ["classifier_dropout"] * (self.classifier_dropout is not None):
+        for name in RATES:
             rate = getattr(self, name)
             require(type(rate) in (int, float) and 0 <= rate < 1, name, "a number in [0, 1)")
         for name, known in CHOICES.items():
@@ -89,11 +89,8 @@ class Checkpoint:
     digest: str | None = None  # of the tensors that `read` has returned
 
     def read(self, shapes):
-        """
-        {name: fp32 tensor} of exactly the tensors in `shapes`, {the hub's name: shape}.
-
-        Raises ValueError that names the file and what is missing, unknown or of another shape.
-        """
+        """{name: fp32 tensor} of exactly the tensors in `shapes`, {the hub's name: shape}. Raises
+        ValueError that names the file and what is missing, unknown or of another shape."""
         result = {}
         with error_prefix(self.weights_path):
             if missing := [hub for hub in shapes if hub not in self.names]:
@@ -129,9 +126,7 @@ OF_THE_ENCODER = re.compile(r"(embeddings|encoder)\.(?!.*\b(position_ids|adam_[m
 
 
 def open_encoder(source):
-    """The Checkpoint at `source`, a directory (see `checkpoint_files`) or else a Hugging Face hub
-    id. Raises FileNotFoundError if there is none, ValueError, naming the file, if it cannot be
-    read."""
+    """The Checkpoint at `source`, a directory (see `checkpoint_files`) or a Hugging Face hub id."""
     directory = fetch_encoder(source)
     config_path, weights_path = checkpoint_files(directory)
     config = read_config(config_path)
@@ -180,9 +175,10 @@ def write_encoder(directory, config, tensors, prefix):
 
 def find_config(directory):
     """The configuration of a checkpoint directory; its weights are not read, and may be missing."""
-    paths = [Path(directory) / name for name in ("config.json", "bert_config.json")]
-    path = next((path for path in paths if path.is_file()), None)
-    return read_config(path or checkpoint_files(directory)[0])
+    for name in ("config.json", "bert_config.json"):
+        if (Path(directory) / name).is_file():
+            return read_config(Path(directory) / name)
+    return read_config(checkpoint_files(directory)[0])  # says what is missing
 
 
 def read_config(path):
@@ -206,8 +202,7 @@ def hub_names(names):
         the weight of an embedding          Google: none, bert/embeddings/word_embeddings
         layer 3                             Google: layer_3
 
-    Raises ValueError if two names mean the same tensor of the encoder; of two others the first
-    counts.
+    If two names mean the same tensor, the first counts.
     """
 
     def rename(name):
@@ -220,10 +215,7 @@ def hub_names(names):
     prefix = next((match[1] for name in hub.values() if (match := anchor.fullmatch(name))), "")
     result = {}
     for name in names:
-        short = hub[name].removeprefix(prefix)
-        other = result.setdefault(short, name)
-        if other != name and OF_THE_ENCODER.match(short):
-            raise ValueError(f"{listed(sorted([other, name]))} are the same tensor")
+        result.setdefault(hub[name].removeprefix(prefix), name)
     return result
 
 

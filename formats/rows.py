@@ -17,7 +17,7 @@ import numpy as np
 from formats import hub
 from formats.files import atomic_write
 
-csv.field_size_limit(10**9)  # longer texts than 131,072 characters are refused later, or cut
+csv.field_size_limit(10**9)  # texts may be longer than its 131,072 characters
 
 
 @functools.cache

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from formats.files import error_prefix
 
-LONGEST_TEXT = 1_000_000  # characters
 OWN_COLUMNS = ("text_a", "text_b", "choices")  # of your own task
 
 
@@ -108,12 +107,10 @@ def sorted_labels(where, values):
 
 
 def check_row(row, task):
-    """
-    (texts of a task's columns, label) of a row. Other copies' names of columns count where ours are
-    not there; numbers are texts; `endings` and `choices` are lists of texts, or dictionaries with
-    one. Raises ValueError, naming the column, for what is missing, of another kind, or would be
-    left out without a word.
-    """
+    """(texts of a task's columns, label) of a row. Other copies' names of columns count where ours
+    are not there; numbers are texts; `endings` and `choices` are lists of texts, or dictionaries
+    with one. Raises ValueError, naming the column, for what does not fit or would be left out
+    without a word."""
     for other, column in task.aliases.items():
         if row.get(column) is None and other in row:
             row = {**row, column: row[other]}
@@ -147,13 +144,10 @@ def by_key(choices, keys):
 
 
 def check_candidates(candidates, choices=None):
-    """Raises ValueError for a text that is too long or holds half a character, as JSON can write
-    one, or for another number of candidates than `choices`, where that is given."""
+    """Raises ValueError for a text with half a character, as JSON can write one, or for another
+    number of candidates than `choices`, where that is given."""
     for text in (text for pair in candidates for text in pair if text):
         text.encode()
-        if len(text) > LONGEST_TEXT:
-            most = f"at most {LONGEST_TEXT:,} are read"
-            raise ValueError(f"a text of {len(text):,} characters, {most}")
     if choices is not None and len(candidates) != choices:
         raise ValueError(f"{len(candidates)} choices, expected {choices}")
 
@@ -165,11 +159,8 @@ def make_label_ids(labels):
 
 
 def label_index(value, labels, label_ids, aliases, from_hub):
-    """
-    The index in `labels` of a label as the data writes it. label_ids: `make_label_ids`; aliases:
-    {other name: label}; from_hub: whether an integer may be the index itself. Raises ValueError
-    that shows the value.
-    """
+    """The index in `labels` of a label as the data writes it. label_ids: `make_label_ids`; aliases:
+    {other name: label}; from_hub: whether an integer may be the index itself."""
     text = str(value).strip()
     text = aliases.get(text, text).lower()
     if type(value) in (str, int, bool):
@@ -185,14 +176,8 @@ def label_index(value, labels, label_ids, aliases, from_hub):
 
 
 def encode_pairs(tokenizer, pairs):
-    """The tokenizer's encodings of candidates, made on all cores. Raises ValueError where it
-    fails."""
-    try:
-        return tokenizer.encode_batch([a if b is None else (a, b) for a, b in pairs])
-    except (Exception, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as e:  # a panic of its Rust code
-        raise ValueError(f"its tokenizer failed: {(str(e).splitlines() or [e])[0]:.200}") from e
+    """The tokenizer's encodings of candidates, made on all cores."""
+    return tokenizer.encode_batch([a if b is None else (a, b) for a, b in pairs])
 
 
 def encode(tokenizer, examples):

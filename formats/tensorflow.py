@@ -15,39 +15,30 @@ import torch
 from formats.files import error_prefix, listed
 
 TABLE_MAGIC = 0xDB4775248B80FB57
-UNSUPPORTED = "which is not supported: save it again with tf.compat.v1.train.Saver"
 FLOAT_TYPES = {1: "<f4", 2: "<f8", 19: "<f2"}  # DT_FLOAT, DT_DOUBLE, DT_HALF -> numpy's
 
 # the protocol-buffer messages of the index: (field number, wire type) -> name
 HEADER = {(1, 0): "shards", (2, 0): "big_endian"}
 ENTRY = {(1, 0): "dtype", (2, 2): "shape", (3, 0): "shard", (4, 0): "offset", (5, 0): "size"}
-ENTRY |= {(6, 5): "crc", (7, 2): "slices"}
+ENTRY |= {(6, 5): "crc"}
 SHAPE, DIMENSION = {(2, 2): "dimensions"}, {(1, 0): "size"}
 
 
 def read_tensorflow(path):
-    """
-    {name: function that reads the tensor} for the variables in a TensorFlow checkpoint.
-
-    path: the `.index` file. Raises ValueError, here or when a tensor is read, for a damaged file
-    (every block and tensor that is read is checked against its CRC-32C), and for what Google's
-    releases do not contain: compressed, big-endian or partitioned variables.
-    """
+    """{name: function that reads the tensor} for the variables in a TensorFlow checkpoint, whose
+    `.index` file is at `path`. Raises ValueError, here or when a tensor is read, for a damaged
+    file: every block and tensor that is read is checked against its CRC-32C. Compressed, big-endian
+    and partitioned variables, which Google's releases do not have, are refused."""
     with error_prefix(path):
         entries = table_entries(path.read_bytes())
         if "" not in entries:
             raise ValueError("damaged: it has no header")
         header = protobuf(entries.pop(""), HEADER)
         if header.get("big_endian"):
-            raise ValueError(f"a big-endian checkpoint, {UNSUPPORTED}, on a little-endian machine")
+            raise ValueError("a big-endian checkpoint, which is not supported")
         entries = {name: protobuf(entry, ENTRY) for name, entry in entries.items()}
         used = Counter()
         for name, entry in entries.items():
-            if "slices" in entry:
-                raise ValueError(
-                    f"{listed([name])} is a partitioned variable in slices, {UNSUPPORTED}, "
-                    "without a partitioner"
-                )
             shard, shards = entry.get("shard", 0), header.get("shards", 1)
             data = path.with_name(f"{path.stem}.data-{shard:05d}-of-{shards:05d}")
             if not data.is_file():
@@ -55,10 +46,7 @@ def read_tensorflow(path):
             entry["data"] = data
             used[data] += entry.get("size", 0)
             if used[data] > data.stat().st_size:  # no two tensors share their bytes
-                raise ValueError(
-                    f"{data.name} is cut off: {listed([name])} and those before it do not fit in "
-                    "its bytes"
-                )
+                raise ValueError(f"{data.name} is cut off: {listed([name])} does not fit in it")
     return {name: partial(bundle_tensor, name, entry) for name, entry in entries.items()}
 
 
@@ -116,8 +104,6 @@ def block_entries(table, offset, size):
     block, trailer = table[offset : offset + size], table[offset + size : offset + size + 5]
     if len(block) < max(size, 4) or len(trailer) < 5:
         raise ValueError(f"cut off, or damaged: no block of {size} bytes at {offset}")
-    if trailer[0] == 1:
-        raise ValueError(f"its blocks are compressed with snappy, {UNSUPPORTED}")
     if not intact(block + trailer[:1], int.from_bytes(trailer[1:], "little")):
         raise ValueError(f"the block at {offset} does not match its checksum: the file is damaged")
     end = size - 4 - 4 * int.from_bytes(block[-4:], "little")  # the restart points are not needed
@@ -137,10 +123,7 @@ def block_entries(table, offset, size):
 
 def protobuf(message, names):
     """{name: value} of a protocol-buffer message: numbers, the last one counts, and lists of byte
-    strings.
-
-    names: {(field number, wire type): name}; other fields are skipped.
-    """
+    strings. names: {(field number, wire type): name}; other fields are skipped."""
     result, position = {}, 0
     while position < len(message):
         tag, position = varints(message, position)

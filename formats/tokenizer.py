@@ -89,9 +89,6 @@ def wordpiece(directory):
     """BERT's tokenizer from vocab.txt, one token a line."""
     lines = (directory / "vocab.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
     vocab = {line.rstrip("\r"): i for i, line in enumerate(lines)}
-    for token in ("[PAD]", "[UNK]", "[CLS]", "[SEP]"):
-        if token not in vocab:
-            raise ValueError(f"vocab.txt has no {token}")
     # Not isupper(): uncased vocabularies have "ℝ", which is upper-case but has no lower case. That
     # of Chinese BERT, which is uncased, has <S> and <T> besides [CLS] and the like.
     words = [word for word in vocab if not word.startswith("[") and word not in ("<S>", "<T>")]

@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import sys
 
 import numpy as np
 import torch
@@ -14,22 +15,16 @@ import torch.distributed as dist
 def choose_device(device, dtype):
     """("auto", "auto") -> (torch.device, torch.dtype), and PyTorch set up for it. Raises ValueError
     for a device that is not there."""
-    available = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
+    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    available["cpu"] = True
     if device == "auto":
         device = next(name for name in available if available[name])
     if not available[device]:
         raise ValueError(f"--device {device}: there is no such device on this machine")
     if device == "cuda" and dist.is_torchelastic_launched():
-        here = int(os.environ["LOCAL_WORLD_SIZE"])
-        if here > torch.cuda.device_count():
-            raise ValueError(
-                f"torchrun started {here} processes on a machine with "
-                f"{torch.cuda.device_count()} GPUs"
-            )
+        here, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+        if here > gpus:
+            raise ValueError(f"torchrun started {here} processes on a machine with {gpus} GPUs")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if device == "cuda":  # cuDNN's attention, the default on an H100, plans anew for every length
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -105,10 +100,7 @@ def signals_blocked():
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-try:
-    prctl = ctypes.CDLL(None).prctl
-except (OSError, AttributeError):  # only Linux has it
-    prctl = None
+prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 def end_with_parent():

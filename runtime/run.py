@@ -26,7 +26,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
@@ -52,14 +51,13 @@ MACHINE = "device compile threads processes versions python commit command data_
 
 @contextlib.contextmanager
 def open_run(settings, config, device):
-    """
-    The Run in settings.out, whose directory is locked, and cleared unless the run is resumed.
-
-    config: what config.json is to say. Raises ValueError if the directory is not free, OSError if
-    it cannot be written, ConnectionError if another process of this run has ended, and
-    KeyboardInterrupt that says how to go on.
-    """
+    """The Run in settings.out, whose directory is locked, and cleared unless the run is resumed.
+    config: what config.json is to say. Exceptions inside say how to go on."""
     out = settings.out
+
+    def if_saved(advice):
+        return advice if (out / "resume.pt").exists() else ""
+
     try:
         if dist.is_torchelastic_launched():
             # nothing is written before all processes have come this far
@@ -69,22 +67,18 @@ def open_run(settings, config, device):
         with mine, deferred_signals(STOPPING if first else "") as signals:
             yield Run(settings, config, device, signals)
     except KeyboardInterrupt as e:
-        kept = (out / "resume.pt").exists()
-        saved = f", continue with --resume --out {out} in the same command" if kept else ""
-        raise KeyboardInterrupt(f"interrupted{saved}") from e
-    except (OSError, SafetensorError) as e:
+        advice = if_saved(f", continue with --resume --out {out} in the same command")
+        raise KeyboardInterrupt(f"interrupted{advice}") from e
+    except OSError as e:
         if rank_and_world_size()[0] == 0:
             clear(out, TEMPORARY)
-        kept = (out / "resume.pt").exists()
-        advice = "; its last state is intact, continue with --resume" if kept else ""
+        advice = if_saved("; its last state is intact, continue with --resume")
         raise OSError(f"stopped, {out} cannot be written: {e}{advice}") from e
     except RuntimeError as e:
         if not isinstance(e, dist.DistError) and "gloo" not in str(e):
             raise
-        raise ConnectionError(
-            "another process of this run has ended: see there for the reason, continue with "
-            "--resume"
-        ) from e
+        ended = "another process of this run has ended: see there for the reason"
+        raise ConnectionError(f"{ended}, continue with --resume") from e
 
 
 def progress_bar(batches, description, total, initial=0):
@@ -111,11 +105,9 @@ class Run:
                 write_json(self.out / "config.json", config)
 
     def restore(self, state, trained, optimizer):
-        """
-        Sets `state`, the parameters {name: parameter}, the optimizer and the random numbers to what
-        the last checkpoint holds, if the run is resumed. Then its directory and log are as they
-        were. Raises ValueError if the checkpoint is damaged or belongs to another command.
-        """
+        """Sets `state`, the parameters {name: parameter}, the optimizer and the random numbers to
+        what the last checkpoint holds, if the run is resumed. Then its directory and log are as
+        they were."""
         self.trained, self.optimizer = trained, optimizer
         seconds = 0.0
         if self.rank > 0:
@@ -130,10 +122,8 @@ class Run:
         step = (state.epoch - 1) * self.config["steps_per_epoch"] + state.step
         expected = [self.world_size * step, self.world_size * step**2]
         if all_reduce(torch.tensor([step, step**2])).tolist() != expected:
-            raise ValueError(
-                f"--out {self.out} must be one directory for all processes: they found different "
-                "states there"
-            )
+            found = "must be one directory for all processes: they found different states there"
+            raise ValueError(f"--out {self.out} {found}")
         if self.rank == 0:
             write_json(self.out / "config.json", self.config)
             with atomic_write(self.out / "log.jsonl") as temporary:
@@ -235,14 +225,16 @@ class Run:
         if self.rank == 0:
             with open(self.out / "log.jsonl", "a", encoding="utf-8") as log:
                 log.write(json.dumps(line) + "\n")
-        columns = [name for name in line if name != "accuracies"]
-        titles = [f"{name.replace('_per_second', '/s').replace('_', ' '):>8}" for name in columns]
+        titles = {
+            name: f"{name.replace('_per_second', '/s').replace('_', ' '):>8}"
+            for name in line
+            if name != "accuracies"
+        }
         if not self.header_printed:
-            self.say("  ".join(titles))
+            self.say("  ".join(titles.values()))
             self.header_printed = True
         digits = {"epoch": 0, "examples_per_second": 1, "seconds": 1}
-        cells = [f"{line[name]:.{digits.get(name, 4)}f}" for name in columns]
-        row = [cell.rjust(len(title)) for cell, title in zip(cells, titles, strict=True)]
+        row = [f"{line[n]:{len(title)}.{digits.get(n, 4)}f}" for n, title in titles.items()]
         self.say("  ".join(row) + "  best so far" * (state.best_epoch == state.epoch))
 
     # ----------------------------------------------------------------------------------------------

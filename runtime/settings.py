@@ -132,7 +132,6 @@ def add_option(parser, field, hint):
     elif several in (tuple, dict):
         inner = typing.get_args(kind)
         given |= {"nargs": "+", "type": inner[0] if several is tuple and inner else str}
-        given["default"] = list(default or []) if default is not None else None
     else:
         given["type"] = kind
     if "action" in details:

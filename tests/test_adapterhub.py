@@ -486,7 +486,7 @@ def test_sources_can_be_mixed(hub, runs, launch, encoder, tmp_path):
     for adapters, say in (
         ([*sources, runs / "pick"], "two adapters are called 'pick': .*USER/pick"),
         ("USER/none", "USER/none has no adapter_config.json"),
-        ("USER/bare", "USER/bare has neither adapter.safetensors nor pytorch_adapter.bin"),
+        ("USER/bare", "neither adapter.safetensors nor pytorch_adapter.bin"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=say):
             launch(fuse, adapters=adapters, out=out)
