@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 
 from conftest import VOCABULARY
 from damage import tries, unhurried
-from data import TASKS, batches, get_task, load_split, split_by_length
+from data import batches, get_task, load_split, split_by_length
 from data import length_bucketed_batches as bucketed
 from formats.tokenizer import load_tokenizer
 
-KINDS = st.sampled_from(["uncased", "cased", "bytes"])
+KINDS = st.sampled_from(["words", "bytes"])
 
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    """Three tiny vocabularies: WordPiece, uncased and cased, and byte-level BPE."""
+    """Two tiny vocabularies: WordPiece and byte-level BPE."""
     root = tmp_path_factory.mktemp("vocabularies")
     pieces = [f"{start}{c}" for start in ("##", "") for c in "abcdefgin"]
     pieces += ["\u0301", "\u65e5", "\u05d0", "\U0001f600"]
@@ -29,10 +29,8 @@ def directories(tmp_path_factory):
     merges = [("t", "h"), ("th", "e"), ("\u0120", "the"), ("\u00e2", "\u0122")]
     tokens = "<s> <pad> </s> <unk> <mask>".split() + letters + ["".join(pair) for pair in merges]
     merges = "".join(f"{a} {b}\n" for a, b in merges)
-    words = [*dict.fromkeys([*VOCABULARY, *pieces])]
     for path, text in {
-        "uncased/vocab.txt": "\n".join(words),
-        "cased/vocab.txt": "\n".join([*words, "The", "A", "\u00c9"]),
+        "words/vocab.txt": "\n".join(dict.fromkeys([*VOCABULARY, *pieces])),
         "bytes/vocab.json": json.dumps({token: i for i, token in enumerate(tokens)}),
         "bytes/merges.txt": f"#version: 0.2\n{merges}",
     }.items():
@@ -123,12 +121,3 @@ def test_every_index_once(lengths, batch_size, seed, window):
     assert all(np.array_equal(one, two) for one, two in zip(order, again, strict=True))
     if seed is None:  # the longest batch comes first: what does not fit into memory fails at once
         assert (np.diff(lengths[np.concatenate(order)]) <= 0).all()
-
-
-def test_the_tasks_of_the_paper_take_any_text():
-    """Templates are filled with the text as it is, whatever it holds."""
-    hard = "_{0}%s\\1\0"
-    fill, answers = TASKS["winogrande"].candidates, TASKS["social_i_qa"].candidates
-    assert fill("a _ b", hard, "x") == [(f"a {hard} b", None), ("a x b", None)]
-    assert TASKS["hellaswag"].candidates(hard, hard, [hard]) == answers(hard, hard, hard)
-    assert answers(hard, hard, hard) == [(hard, f"{hard} {hard}")]
