@@ -19,9 +19,8 @@ ROOT = Path(__file__).parent.parent
 SAFETENSORS, TENSORFLOW = GOLDEN / "bert" / "encoder", GOLDEN / "bert" / "encoder-tf"
 INDEX = "bert_model.ckpt.index"
 
-# a Python that has tensorflow-cpu
-TENSORFLOW_PYTHON = os.environ.get("TENSORFLOW_PYTHON", ROOT / ".venv-tensorflow/bin/python")
-TENSORFLOW_PYTHON = Path(TENSORFLOW_PYTHON)
+PYTHON = os.environ.get("TENSORFLOW_PYTHON", ROOT / ".venv-tensorflow/bin/python")
+TENSORFLOW_PYTHON = Path(PYTHON)  # one that has tensorflow-cpu
 
 
 def golden_tensors():
@@ -35,11 +34,10 @@ INPUT = load_file(GOLDEN / "bert" / "expected.safetensors")
 
 
 def same(bert):
-    """Bit-identical parameters, and so hidden states."""
+    """Bit-identical parameters."""
     state = bert.state_dict()
-    return state.keys() == EXPECTED.keys() and all(
-        torch.equal(state[name], EXPECTED[name]) for name in state
-    )
+    equal = (torch.equal(state[name], EXPECTED[name]) for name in state)
+    return state.keys() == EXPECTED.keys() and all(equal)
 
 
 def fails(directory, *words):

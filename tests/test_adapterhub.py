@@ -68,7 +68,6 @@ ADAPTERS = {
     "bottom2": {**BOTTOM, "reduction_factor": 2},
     "both_ln": {**PFEIFFER, **BOTH_LN, "adapter_residual_before_ln": True},
     "late": {**PFEIFFER, "leave_out": [0]},
-    "later": {"leave_out": [0], "reduction_factor": 4},
     "gelu": {**PFEIFFER, "non_linearity": "gelu"},
     "gelu_new": {**PFEIFFER, "non_linearity": "gelu_new"},
 }
@@ -83,7 +82,6 @@ FUSIONS = {
     "with_ln_after": ["pfeiffer", "ln_after"],
     "bottoms": ["bottom", "bottom2"],
     "both_lns": ["houlsby", "both_ln"],
-    "lates": ["late", "later"],
     "partly": ["late", "pfeiffer"],
 }
 OLD = ["pfeiffer", "houlsby", "gelu", "gelu_new"]
@@ -222,8 +220,7 @@ def test_ours_to_theirs(ours, theirs, kind, name):
         weights = found.pop(f"{kind}.partly.0.output_adapter")
         assert (weights[..., 0] == 0).all() and (weights[..., 1] == 1).all()
     for key, tensor in found.items():
-        # theirs counts an unused V where all are left out, which starts as 1e-6 off its diagonal
-        close(tensor, theirs[key], least=0 if key.endswith("regularization") else 0.1)
+        close(tensor, theirs[key], least=1e-3 if key.endswith("regularization") else 0.1)
 
 
 @needs_peer
@@ -315,13 +312,13 @@ def test_several_names_in_a_file(tmp_path):
     def renamed(name):
         return {key.replace(".pfeiffer.", f".{name}."): 2 * t for key, t in tensors.items()}
 
-    save_file({**renamed("x"), **tensors, **renamed("z")}, source / "adapter.safetensors")
+    save_file({**renamed("a"), **tensors, **renamed("z")}, source / "adapter.safetensors")
     load_adapter(bert, source)  # the one that the configuration names
     up = bert.layers[0].output_add_norm.adapters["pfeiffer"].up.weight
     name = "bert.encoder.layer.0.output.adapters.pfeiffer.adapter_up.weight"
     assert torch.equal(up, tensors[name])
-    save_file({**renamed("x"), **renamed("z")}, source / "adapter.safetensors")
-    with pytest.raises(ValueError, match="it holds x, z, not 'pfeiffer'"):
+    save_file({**renamed("a"), **renamed("z")}, source / "adapter.safetensors")
+    with pytest.raises(ValueError, match="it holds a, z, not 'pfeiffer'"):
         load_adapter(bert, source, "again")
 
 
@@ -339,20 +336,6 @@ def test_old_fusion_has_only_a_name(tmp_path, expected):
     add_fusion(bert, ["p4"])
     load_fusion(bert, source)
     assert torch.equal(run(bert, expected["bert"]), h)
-
-
-def test_weights_of_a_fusion_where_all_adapters_are_left_out(ours, tmp_path, expected):
-    """The reference writes them, though nothing uses them."""
-    bert, source = golden_encoder("bert"), tmp_path / "lates"
-    shutil.copytree(ours.root / "bert" / "lates", source)
-    tensors = load_file(source / "model_adapter_fusion.safetensors")
-    more = {name.replace("layer.1.", "layer.0."): 2 * t for name, t in tensors.items()}
-    assert not more.keys() & tensors.keys()
-    save_file({**tensors, **more}, source / "model_adapter_fusion.safetensors")
-    for member in FUSIONS["lates"]:
-        load_adapter(bert, ours.root / "bert" / member)
-    load_fusion(bert, source)
-    assert torch.equal(run(bert, expected["bert"]), ours.outputs["bert.lates.h"])
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from torch import nn
 
 import child
 import fusion as fusion_module
-from adapter import AdapterConfig, add_adapter, save_adapter
+from adapter import AdapterConfig, add_adapter
 from bert import Bert
 from conftest import assert_equal
 from experiments.load_run import load_run
@@ -123,6 +123,8 @@ def test_a_few_adapters_per_batch(launch, runs, tmp_path, monkeypatch):
     two, three, every = (load_file(tmp_path / name / file) for name in ("two", "three", "all"))
     assert all(torch.equal(three[name], every[name]) for name in every)
     assert any(not torch.equal(two[name], every[name]) for name in every)
+    with pytest.raises(ValueError, match="must be in 2 .. 3"):
+        launch(words, adapters=adapters, adapters_per_batch=4, out=tmp_path / "four")
 
 
 def test_a_resumed_run_draws_the_same(launch, runs, tmp_path, at_step):
@@ -135,15 +137,3 @@ def test_a_resumed_run_draws_the_same(launch, runs, tmp_path, at_step):
         launch(words, **given, out=tmp_path / "run")
     launch(f"{words} --resume", **given, out=tmp_path / "run")
     assert_equal(tmp_path / "run", tmp_path / "whole")
-
-
-def test_adapters_per_batch_errors(launch, encoder, runs, tmp_path):
-    bert = Bert.from_pretrained(encoder)
-    for name in ("partly", "too"):
-        add_adapter(bert, name, AdapterConfig(leave_out=(1,)))
-        save_adapter(bert, name, tmp_path / name)
-    adapters = [runs / "rte", tmp_path / "partly", tmp_path / "too"]
-    for K, say in ((1, "must be in 2 .. 3"), (4, "must be in 2 .. 3"), (2, "3 or more, not 2")):
-        with pytest.raises(ValueError, match=say):
-            words = f"--stage fusion --task rte --adapters-per-batch {K}"
-            launch(words, adapters=adapters, out=tmp_path / "out")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.optim.optimizer import register_optimizer_step_post_hook as after_step
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_step
 
+import data
 import train
 from bert import Bert
 from conftest import dev_batches
@@ -175,16 +176,14 @@ def test_momentum_goes_on_between_a_task_s_batches(launch, tmp_path):
 
 
 def test_each_task_has_its_own_length(launch, tmp_path, monkeypatch):
-    seen, lengths, get_task, load = {}, {"sst2": 20, "rte": 31}, train.get_task, train.load_split
-
-    def get(name, *rest, **given):
-        return replace(get_task(name, *rest, **given), max_length=lengths[name])
+    seen, lengths, load = {}, {"sst2": 20, "rte": 31}, train.load_split
 
     def spy(task, split, tokenizer, *rest, **options):
         seen[task.name] = tokenizer.truncation["max_length"]
         return load(task, split, tokenizer, *rest, **options)
 
-    monkeypatch.setattr(train, "get_task", get)
+    for name, length in lengths.items():
+        monkeypatch.setitem(data.TASKS, name, replace(data.TASKS[name], max_length=length))
     monkeypatch.setattr(train, "load_split", spy)
     launch(f"{MULTITASK} --epochs 1 --steps-per-epoch 2", out=tmp_path / "run")
     assert seen == lengths

@@ -89,36 +89,30 @@ def test_a_kind_replaces_no_other():
     assert before == (KINDS, ADAPTERS, FUSIONS)
 
 
-class Stacked(Adapter):
-    """On a layer of its own that stays frozen; it counts its steps in a buffer."""
-
-    def __init__(self, config, hidden_size, r):
-        super().__init__(config, hidden_size, r)
-        self.frozen = nn.Linear(hidden_size, hidden_size)
-        self.register_buffer("steps", torch.zeros(1))
-
-
 @dataclass(frozen=True)
-class StackedConfig(ForkConfig):
-    architecture = "stacked"
+class CountingConfig(ForkConfig):
+    """Trains U alone, and has a buffer."""
+
+    architecture = "counting"
 
     def modules(self, bert):
-        d, slot = bert.config.hidden_size, bert.layers[0].output_add_norm
-        return [((0, "output"), slot, Stacked(self, d, 4))]
+        adapter = Adapter(self, bert.config.hidden_size, 4)
+        adapter.register_buffer("steps", torch.zeros(1))
+        return [((0, "output"), bert.layers[0].output_add_norm, adapter)]
 
     def tensor_names(self, module):
         return super(AdapterConfig, self).tensor_names(module)  # of all parameters and buffers
 
     def trained(self, module):
-        return [*module.down.parameters(), *module.up.parameters()]
+        return [*module.up.parameters()]
 
 
 def test_a_part_that_stays_frozen_and_a_buffer_are_saved(encoder, tmp_path, monkeypatch):
-    monkeypatch.setitem(KINDS, "stacked", StackedConfig)
+    monkeypatch.setitem(KINDS, "counting", CountingConfig)
     bert = new_bert(encoder, "")
-    add_adapter(bert, "a", StackedConfig())
+    add_adapter(bert, "a", CountingConfig())
     trained = [name.split(".a.")[1] for name, p in bert.named_parameters() if p.requires_grad]
-    assert trained == ["down.weight", "down.bias", "up.weight", "up.bias"]
+    assert trained == ["up.weight", "up.bias"]
     find_adapter(bert, "a")[1][0][2].steps += 3
     save_adapter(bert, "a", tmp_path)
     again = new_bert(encoder, "")
@@ -126,8 +120,8 @@ def test_a_part_that_stays_frozen_and_a_buffer_are_saved(encoder, tmp_path, monk
     ours, theirs = (b.layers[0].output_add_norm.adapters["a"].state_dict() for b in (bert, again))
     assert theirs["steps"] == 3 and all(torch.equal(ours[name], theirs[name]) for name in ours)
     forgetful = {"adapter_up.weight": "up.weight"}
-    monkeypatch.setattr(StackedConfig, "tensor_names", lambda self, module: forgetful)
-    with pytest.raises(ValueError, match="tensor_names of StackedConfig forgets"):
+    monkeypatch.setattr(CountingConfig, "tensor_names", lambda self, module: forgetful)
+    with pytest.raises(ValueError, match="tensor_names of CountingConfig forgets"):
         save_adapter(bert, "a", tmp_path)
 
 

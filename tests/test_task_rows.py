@@ -1,15 +1,13 @@
-"""formats.task_rows: what a stranger's row may hold, and what becomes of it; runtime.results."""
+"""formats.task_rows: what a stranger's row may hold, and what becomes of it."""
 
 from dataclasses import replace
 
 import pytest
-import torch
 
 from conftest import write_rows
 from data import get_task, load_split, own_task, to_candidates
 from formats import task_rows
 from formats.task_rows import apply_column_names
-from runtime.results import Results
 
 
 def test_columns_are_renamed_at_the_same_time():
@@ -82,14 +80,3 @@ def test_labels_by_name_and_by_place():
             index(value)
     with pytest.raises(ValueError, match="hidden"):
         index(-1, from_hub=True)
-
-
-def test_results_keep_the_order_of_the_batches():
-    results = Results(5, 2)
-    assert (results.batch_size, results.steps) == (2, 3)
-    for labels, loss in (([0, 1], 1.0), ([1, 1], 2.0), ([0], 4.0)):
-        labels = torch.tensor(labels)
-        results.add(labels, 1 - labels, torch.tensor(loss), labels >= 0)
-    labels, predictions, loss = results.gathered(torch.long)
-    assert labels.tolist() == [0, 1, 1, 1, 0] and predictions.tolist() == [1, 0, 0, 0, 1]
-    assert loss == (1 + 1 + 2 + 2 + 4) / 5
