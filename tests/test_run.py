@@ -31,9 +31,6 @@ SEED = int(os.environ["SEED"])  # conftest.py sets and prints it
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000  # of Linux
 MS_RDONLY, MS_REMOUNT = 1, 32
 MAY_NOT_MOUNT = 77  # an exit status of its own
-every_stage = pytest.mark.parametrize(
-    "stage", thorough_after_first("fusion", "adapter", "multitask")
-)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +63,7 @@ def whole(command, tmp_path_factory):
 # Killed
 
 
-@every_stage
+@pytest.mark.parametrize("stage", thorough_after_first("fusion", "adapter", "multitask"))
 def test_killed_before_any_file_operation(stage, command, whole, tmp_path):
     """The process dies ahead of its n-th opening, renaming or removing of a file in --out; the last
     ones in any case."""
@@ -359,13 +356,12 @@ def test_grad_accumulation_gives_the_same_gradients(
 
     def keep(parameters, norm):
         parameters = list(parameters)
-        found[k] += [p.grad.clone() for p in parameters]
+        found.setdefault(k, [p.grad.clone() for p in parameters])  # of the first step
         return clip(parameters, norm)
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", keep)
     options = {"model": quiet_encoder, "task": task, "batch_size": 11, "epochs": 1}
     for k in (1, 3, 8, 11):  # 96 examples: batches of 11, the last of 8
-        found[k] = []
         train.main(command(stage, tmp_path / str(k), grad_accumulation=k, **options))
         (line,), (first,) = (content(tmp_path / str(run))[0] for run in (k, 1))
         assert line["loss"] == pytest.approx(first["loss"], abs=1e-5)
