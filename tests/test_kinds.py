@@ -316,7 +316,7 @@ COMMANDS = commands()
 fill(without)  # the other tests know nothing of the examples
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def trained(launch, places, runs):
     """trained(name, out, ...): the closing line's dictionary of a run of COMMANDS"""
 

@@ -148,3 +148,10 @@ def test_a_run_that_another_program_continues_says_so(words, tmp_path, at_step, 
     path.write_text(json.dumps(config | {"command": "examples/lora.py --stage head"}))
     train.main([*words, "--resume"])
     assert "note: begun by examples/lora.py, continued by train.py" in capsys.readouterr().out
+
+
+def test_a_hint_where_examples_are_few(launch, capsys, tmp_path):
+    launch("--stage adapter --task rte --epochs 1", out=tmp_path / "low")
+    assert "hint: on a few hundred examples --lr 5e-4 to 1e-3" in capsys.readouterr().out
+    launch("--stage adapter --task rte --epochs 1 --lr 1e-3", out=tmp_path / "high")
+    assert "hint:" not in capsys.readouterr().out
