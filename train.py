@@ -272,7 +272,9 @@ class Settings:
         epochs = self.epochs or stage.epochs
         prefix = "" if self.stage == "adapter" else f"{self.stage}-"
         defaults = {
-            "model": adapterhub.encoder_of(self.adapters) or "google-bert/bert-base-uncased",
+            "model": self.model
+            or adapterhub.encoder_of(self.adapters)
+            or "google-bert/bert-base-uncased",
             "lr": stage.lr,
             "epochs": epochs,
             "patience": epochs if multitask else 5,

@@ -384,9 +384,9 @@ def read(directory, files, name, options, values):
     if path is None:
         missing = " nor ".join(files.weights)
         raise FileNotFoundError(f"no weights in {directory}: it has neither {missing}")
-    by_name, inside = {}, str(values.get("name"))
+    by_name, inside, stored = {}, str(values.get("name")), read_tensors(path)
     with error_prefix(path):
-        for key, tensor in read_tensors(path).items():
+        for key, tensor in stored.items():
             match = files.pattern.fullmatch(key)
             if match is None:  # for instance an invertible adapter's
                 raise ValueError(f"{listed([key])} has no place here, not supported")
@@ -449,9 +449,11 @@ def find_adapters(sources, encoder, model, digest, allow_other_encoder=False):
 
 def encoder_of(sources):
     """The encoder that the runs among `sources` have recorded; None if none has. Raises ValueError
-    if they differ."""
+    if they differ, FileNotFoundError for a directory without an adapter."""
     models = {}
     for source in sources:
+        if is_local(source):
+            fetch(source)  # says so if there is no adapter
         path = Path(source) / "config.json"
         if path.is_file() and (model := read_json(path).get("model")):
             models.setdefault(model, source)

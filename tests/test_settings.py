@@ -69,6 +69,11 @@ def test_the_environment_and_earlier_runs_name_the_encoder(
     monkeypatch.delenv("ADAPTERFUSION_MODEL")
     with pytest.raises(ValueError, match="different encoders .*: add --model"):
         run(fusion, "x", adapters=[runs / "rte", tmp_path / "sst2"])
+    with pytest.raises(FileNotFoundError, match="no directory .*train it with --stage adapter"):
+        run(fusion, "x", adapters=["runs/nothing"])
+    # --model chooses one of them: here the two have the same weights
+    config = run(fusion, "y", adapters=[runs / "rte", tmp_path / "sst2"], model=encoder)
+    assert config["model"] == str(encoder)
 
 
 def test_copies_remember_the_encoder_of_their_adapters(launch, runs, encoder, tmp_path, capsys):
