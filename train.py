@@ -272,9 +272,6 @@ class Settings:
         epochs = self.epochs or stage.epochs
         prefix = "" if self.stage == "adapter" else f"{self.stage}-"
         defaults = {
-            "model": self.model
-            or adapterhub.encoder_of(self.adapters)
-            or "google-bert/bert-base-uncased",
             "lr": stage.lr,
             "epochs": epochs,
             "patience": epochs if multitask else 5,
@@ -284,6 +281,9 @@ class Settings:
             "out": Path("runs/multitask" if multitask else f"runs/{prefix}{self.task}"),
             "tasks": self.tasks or (self.task,),
         }
+        if self.model is None:
+            encoder = adapterhub.encoder_of(self.adapters)
+            defaults["model"] = encoder or "google-bert/bert-base-uncased"
         if multitask:
             defaults |= {"adapter": "pal", "sampling": "annealed"}
             defaults |= {"steps_per_epoch": 300 * len(self.tasks)}

@@ -33,7 +33,7 @@ from data import (
     to_candidates,
 )
 from formats.adapterhub import refuse_or_note
-from formats.files import error_prefix, read_json
+from formats.files import read_json
 from formats.task_rows import apply_column_names, encode_pairs
 from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights, fusions, load_fusion
@@ -107,8 +107,7 @@ class LoadedRun:
     def encode(self, inputs):
         """Inputs -> of each the encodings of its candidates. Raises ValueError."""
         groups = [self.candidates(given) for given in inputs]
-        with error_prefix(self.bert.directory):
-            encodings = iter(encode_pairs(self.tokenizer, itertools.chain(*groups)))
+        encodings = iter(encode_pairs(self.tokenizer, itertools.chain(*groups)))
         return [[next(encodings) for _ in group] for group in groups]
 
     def batch(self, groups):

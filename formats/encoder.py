@@ -202,7 +202,8 @@ def hub_names(names):
         the weight of an embedding          Google: none, bert/embeddings/word_embeddings
         layer 3                             Google: layer_3
 
-    If two names mean the same tensor, the first counts.
+    Raises ValueError if two names mean the same tensor of the encoder; of two others the first
+    counts.
     """
 
     def rename(name):
@@ -215,7 +216,10 @@ def hub_names(names):
     prefix = next((match[1] for name in hub.values() if (match := anchor.fullmatch(name))), "")
     result = {}
     for name in names:
-        result.setdefault(hub[name].removeprefix(prefix), name)
+        short = hub[name].removeprefix(prefix)
+        other = result.setdefault(short, name)
+        if other != name and OF_THE_ENCODER.match(short):
+            raise ValueError(f"{listed(sorted([other, name]))} are the same tensor")
     return result
 
 

@@ -106,6 +106,8 @@ def block_entries(table, offset, size):
         raise ValueError(f"cut off, or damaged: no block of {size} bytes at {offset}")
     if not intact(block + trailer[:1], int.from_bytes(trailer[1:], "little")):
         raise ValueError(f"the block at {offset} does not match its checksum: the file is damaged")
+    if trailer[0] != 0:
+        raise ValueError("its blocks are compressed, which is not supported")
     end = size - 4 - 4 * int.from_bytes(block[-4:], "little")  # the restart points are not needed
     position, key, names = 0, b"", 0
     damaged = ValueError(f"damaged: the block at {offset} does not hold what it says")

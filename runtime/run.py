@@ -247,6 +247,7 @@ class Run:
         for name, p in bert.named_parameters():
             if not p.requires_grad and not p.isfinite().all():
                 advice = f"the encoder's {name} holds values that are not finite"
+                break
         kept = f"epoch {state.best_epoch} is kept in {self.out}"
         if state.best_epoch == 0:
             kept = "no epoch was finished, nothing is kept"
@@ -307,7 +308,8 @@ class Run:
         next."""
         last, settings = state.epoch - 1, self.settings
         if last >= settings.epochs:
-            yield f"stopped: all {settings.epochs} epochs are done"
+            every = f"all {settings.epochs} epochs are" if last > 1 else "the only epoch is"
+            yield f"stopped: {every} done"
         else:
             without = f"{settings.patience} epochs without a better dev {settings.score}"
             yield f"stopped: early, after epoch {last}; {without}"

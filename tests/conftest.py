@@ -244,7 +244,7 @@ def dev_batches(encoder, data_dir, task="rte", size=16):
 
 def content(run):
     """What a run has produced, without times and places."""
-    log = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+    log = read_lines(run / "log.jsonl")
     kept = ("epoch", "loss", "dev_accuracy")
     log = [{name: line[name] for name in kept if name in line} for line in log]
     files = {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file()}

@@ -92,6 +92,7 @@ MISFITS = [  # tensors that are added, a part of the names that are left out, wo
     ({}, "1.output.dense", "lacks encoder.layer.1.output.dense.weight, encoder.layer.1.output"),
     ({}, "layer.1", "1 layers, config.json says 2"),
     ({"encoder.layer.1.x\ny": torch.zeros(1)}, None, r"unknown tensors 'encoder.layer.1.x\ny'"),
+    ({"embeddings.LayerNorm.gamma": torch.zeros(32)}, None, "LayerNorm.weight are the same tensor"),
 ]
 
 

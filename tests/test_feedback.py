@@ -9,7 +9,7 @@ import pytest
 
 import child
 import train
-from conftest import cli, write_rows
+from conftest import cli, read_lines, write_rows
 from experiments import predict
 
 
@@ -33,7 +33,7 @@ def test_start_table_and_end(trained, tmp_path, encoder):
     assert "96 training and 40 development examples" in start and str(tmp_path / "run") in start
     names = ["epoch", "loss", "dev accuracy", "dev macro f1", "dev f1", "dev matthews", "dev loss"]
     assert re.split("  +", titles.strip()) == [*names, "examples/s", "seconds"]
-    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").open()]
+    log = read_lines(tmp_path / "run" / "log.jsonl")
     best = 0.0
     for row, entry in zip(epochs, log, strict=True):
         cells = row.replace("best so far", "").split()
@@ -59,7 +59,7 @@ def test_early_stopping_says_so(trained):
 def test_another_score_chooses(launch, tmp_path):
     words = "--stage head --task sst2 --epochs 4 --lr 3e-2 --score f1"
     result = launch(words, out=tmp_path / "run")
-    log = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").open()]
+    log = read_lines(tmp_path / "run" / "log.jsonl")
     best = max(log, key=lambda line: line["dev_accuracy"])
     assert result["f1"] == max(line["dev_f1"] for line in log) > best["dev_f1"]
 
@@ -102,7 +102,7 @@ def test_files_have_the_users_permissions(launch, tmp_path):
 @pytest.mark.parametrize("task", ["rte", "sst2"])
 def test_a_glue_submission(task, runs, data_dir, tmp_path, capsys):
     """Of a test set as GLUE has it: idx, and -1 for every label."""
-    rows = [json.loads(line) for line in (data_dir / task / "validation.jsonl").open()]
+    rows = read_lines(data_dir / task / "validation.jsonl")
     rows = [{**row, "label": -1, "idx": 100 + i} for i, row in enumerate(rows)]
     write_rows(tmp_path / "test.jsonl", rows)
     words = [str(runs / task), *cli("--device cpu", file=tmp_path / "test.jsonl")]

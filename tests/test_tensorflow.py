@@ -74,8 +74,8 @@ def block(entries):
     return result + b"".join(n.to_bytes(4, "little") for n in [*restarts, len(restarts)])
 
 
-def stored(contents):
-    contents += b"\0"  # not compressed
+def stored(contents, compression=0):
+    contents += bytes([compression])
     return contents + masked_crc(contents)
 
 
@@ -86,12 +86,12 @@ def footer(*handles):
 MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 
 
-def table(blocks):
+def table(blocks, compression=0):
     """A LevelDB table of such blocks: [(a key not before its last, contents)]."""
     result, places = b"", []
     for key, contents in [*blocks, (None, block([]))]:  # the last one is the metaindex
         places.append((key, varints(len(result), len(contents))))
-        result += stored(contents)
+        result += stored(contents, compression)
     index, metaindex = block(places[:-1]), (len(result) - len(stored(block([]))), len(block([])))
     return result + stored(index) + footer(metaindex, (len(result), len(index)))
 
@@ -104,8 +104,8 @@ def entries(copy):
     return {name.encode("latin-1"): entry for name, entry in table_entries(index).items()}
 
 
-def write_index(directory, entries):
-    content = table([(b"~", block(sorted(entries.items())))])
+def write_index(directory, entries, **options):
+    content = table([(b"~", block(sorted(entries.items())))], **options)
     (directory / "copy" / INDEX).write_bytes(content)
     return directory / "copy"
 
@@ -181,6 +181,7 @@ def test_every_damaged_byte_is_found(copy):
 
 
 def test_what_is_not_supported(entries, tmp_path):
+    fails(write_index(tmp_path, entries, compression=1), "compressed, which is not supported")
     big_endian = {**entries, b"": entries[b""] + field(2, 1)}
     fails(write_index(tmp_path, big_endian), "big-endian")
     integers = {**entries, EMBEDDINGS: field(1, 3) + entries[EMBEDDINGS][2:]}
