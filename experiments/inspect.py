@@ -9,11 +9,10 @@ import numpy as np
 import torch
 
 from bert import Bert
-from data import batches, get_task, length_bucketed_batches, load_split, split_by_length
+from data import get_task, load_split
 from formats.encoder import checkpoint_files, fetch_encoder, find_config
-from formats.files import listed
 from formats.tokenizer import load_tokenizer
-from runtime.settings import argument, like, option, parse
+from runtime.settings import argument, like, parse
 from train import Settings
 
 
@@ -28,11 +27,8 @@ def inspect_encoder(argv=None):
     options = parse(EncoderOptions, argv, "python bert.py", "Shows what is in a checkpoint.")
     bert = Bert.from_pretrained(options.source)
     sizes = bert.config.max_length, bert.config.vocab_size, bert.config.type_vocab_size
-    encoding = load_tokenizer(bert.directory, *sizes).encode(options.text or "Hello.")
+    encoding = load_tokenizer(bert.directory, *sizes).encode(options.text)
     h = bert(torch.tensor([encoding.ids]), torch.tensor([encoding.type_ids]))  # [1, T, d]
-    if not h.isfinite().all():
-        broken = listed([name for name, p in bert.named_parameters() if not p.isfinite().all()])
-        raise ValueError(f"{bert.directory}: not finite: the output, and of the weights {broken}")
     print(bert.config)
     count = sum(p.numel() for p in bert.parameters())
     print(f"{count:>12,} parameters from {checkpoint_files(bert.directory)[1]}:")
@@ -54,24 +50,11 @@ class TaskOptions:
     data_dir: str | None = like(Settings, "data_dir", group=None)
     column_names: dict = like(Settings, "column_names", group=None)
     dev_fraction: float | None = like(Settings, "dev_fraction", group=None)
-    model: str = option(
-        "google-bert/bert-base-uncased", "an encoder, for its tokenizer", env="ADAPTERFUSION_MODEL"
-    )
-
-
-def share_that_meets_again(lengths):
-    """Of the pairs of examples in one batch of 32: the share in one batch of the next epoch, too"""
-    place, same = np.empty(len(lengths)), []
-    for i, rows in enumerate(length_bucketed_batches(lengths, 32, seed=(0, 2))):
-        place[rows] = i
-    for rows in length_bucketed_batches(lengths, 32, seed=(0, 1)):
-        pairs = np.triu_indices(len(rows), 1)
-        same.append((place[rows][:, None] == place[rows])[pairs])
-    return np.concatenate(same).mean()
+    model: str = like(Settings, "model", group=None, default="google-bert/bert-base-uncased")
 
 
 def inspect_task(argv=None):
-    """Prints sizes, classes, lengths, padding and the first examples of a task."""
+    """Prints sizes, classes, lengths and the first examples of a task."""
     options = parse(TaskOptions, argv, "python data.py", "Shows what the model will see of a task.")
     data_dir = options.data_dir
     task = get_task(options.task, data_dir, columns=options.column_names)
@@ -79,37 +62,21 @@ def inspect_task(argv=None):
     config = find_config(directory)
     # the length of train.py, which then finds the tokens in the cache
     task = replace(task, max_length=min(task.max_length, config.max_length))
-    tokenizer = load_tokenizer(
-        directory, task.max_length, config.vocab_size, config.type_vocab_size
-    )
-    splits = {
-        name: load_split(task, name, tokenizer, data_dir, dev_fraction=options.dev_fraction)
-        for name in ("train", "validation")
-    }
+    sizes = task.max_length, config.vocab_size, config.type_vocab_size
+    tokenizer = load_tokenizer(directory, *sizes)
     labels = f"one of {len(task.labels)} choices" if task.choices else ", ".join(task.labels)
     print(f"{task.name}: {labels}")
-    for name, split in splits.items():
+    for name in ("validation", "train"):
+        split = load_split(task, name, tokenizer, data_dir, dev_fraction=options.dev_fraction)
         lengths = split.with_format("numpy")["length"][:]
         counts = Counter(split["label"][:])
         shares = [f"{label} {counts[i] / len(split):.1%}" for i, label in enumerate(task.labels)]
         tokens = " / ".join(f"{np.percentile(lengths, p):.0f}" for p in (5, 50, 95, 100))
-        real = total = 0
-        for _, batch in zip(range(100), batches(split, 32, seed=0), strict=False):
-            for _, (_, _, mask) in split_by_length(batch):
-                real, total = real + mask.sum().item(), total + mask.numel()
         print(f"{name}: {len(split):,} examples; {', '.join(shares)}")
-        print(
-            f"    {tokens} tokens (5th, 50th, 95th, 100th percentile), "
-            f"{np.mean(lengths >= task.max_length):.1%} at the "
-            f"limit of {task.max_length}, {1 - real / total:.1%} padding in batches of 32"
-        )
-        print(f"    {share_that_meets_again(lengths):.1%} of the pairs in a batch meet again")
-    for row in splits["train"].select(range(min(3, len(splits["train"])))):
+        print(f"    {tokens} tokens (5th, 50th, 95th, 100th percentile)")
+        print(f"    {np.mean(lengths >= task.max_length):.1%} at the limit of {task.max_length}")
+    for row in split.select(range(min(3, len(split)))):
         print(f"\n{task.labels[row['label']]}")
-        for i, (ids, types) in enumerate(zip(row["input_ids"], row["token_type_ids"], strict=True)):
-            print("  *" if task.choices and i == row["label"] else "   ", end="")
-            tokens = [tokenizer.id_to_token(id) for id in ids]
-            for segment in sorted(set(types)):
-                part = [token for token, type in zip(tokens, types, strict=True) if type == segment]
-                print(f" {segment}: {' '.join(part)}", end="")
-            print()
+        for i, ids in enumerate(row["input_ids"]):
+            mark = "*" if task.choices and i == row["label"] else " "
+            print(f"  {mark} {' '.join(map(tokenizer.id_to_token, ids))}")

@@ -53,7 +53,7 @@ def test_command_line_errors(tmp_path):
 def test_data_command_line(encoder, data_dir, tmp_path, capsys):
     data.main(["pick", *cli(data_dir=data_dir, model=encoder)])
     shown = capsys.readouterr().out
-    for text in ("train: 96 examples", "validation: 40 examples", "[CLS]", "  * 0: "):
+    for text in ("train: 96 examples", "validation: 40 examples", "[CLS]", "  * [CLS] "):
         assert text in shown
     with pytest.raises(ValueError, match="unknown task 'rtee'"):
         data.main(["rtee", "--model", str(encoder)])

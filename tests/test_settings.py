@@ -15,7 +15,7 @@ import train
 from conftest import cli
 from data import length_bucketed_batches
 from experiments import evaluate
-from experiments.inspect import inspect_task, share_that_meets_again
+from experiments.inspect import inspect_task
 from runtime.settings import COUNT, argument, difference, free_names, like, option, parse, record
 
 
@@ -118,9 +118,15 @@ def test_files_of_your_own(launch, data_dir, tmp_path):
 
 
 def test_examples_of_a_small_task_meet_others_in_the_next_epoch():
-    lengths = np.random.default_rng(0).integers(5, 128, 20_000)
+    """Of the pairs in one batch, few are in one batch of the next epoch."""
+    lengths, place = np.random.default_rng(0).integers(5, 128, 20_000), np.empty(20_000)
     for count, most in ((250, 0.15), (2500, 0.2), (20_000, 0.06)):
-        assert share_that_meets_again(lengths[:count]) < most
+        first, second = (length_bucketed_batches(lengths[:count], 32, (0, n)) for n in (1, 2))
+        for i, rows in enumerate(second):
+            place[rows] = i
+        pairs = sum(len(rows) * (len(rows) - 1) for rows in first)
+        again = sum((place[rows] == place[rows][:, None]).sum() - len(rows) for rows in first)
+        assert again / pairs < most
     batches = length_bucketed_batches(lengths, 32, seed=0)
     longest = sum(len(rows) * lengths[rows].max() for rows in batches)
     assert 1 - lengths.sum() / longest < 0.05
