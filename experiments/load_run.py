@@ -4,9 +4,8 @@
     model.predict([("It rains.", "It is wet.")])         # labels and probabilities
     model.fusion_weights([("It rains.", "It is wet.")])  # of every token, at every layer
 
-A run of another program than train.py, as those of examples/, is read with that program's kinds,
-loss and `predict` once its module is imported: in a command by --import. No run makes its reader
-execute code.
+A run of another program than train.py is read once its module is imported, in a command by
+--import. No run makes its reader execute code.
 """
 
 import importlib
@@ -21,25 +20,14 @@ import torch
 import train
 from adapter import Head, activate, load_adapter, load_head
 from bert import Bert
-from data import (
-    TASKS,
-    Classification,
-    MultipleChoice,
-    Task,
-    collate,
-    length_bucketed_batches,
-    load_split,
-    own_task,
-    to_candidates,
-)
+from data import TASKS, Task, collate, length_bucketed_batches, load_split, own_task
 from formats.adapterhub import refuse_or_note
 from formats.files import read_json
-from formats.task_rows import apply_column_names, encode_pairs
+from formats.task_rows import apply_column_names, check_candidates, check_row, encode_pairs
 from formats.tokenizer import load_tokenizer
-from fusion import fusion_weights, fusions, load_fusion
-from runtime.directory import MOVING, REPLACED
+from fusion import fusion_weights, load_fusion
 from runtime.processes import choose_device
-from runtime.run import describe_encoder, program_of, progress_bar
+from runtime.run import describe_encoder, program_of
 from runtime.settings import argument, option
 
 BATCH_SIZE = 64  # of predictions
@@ -83,26 +71,25 @@ class LoadedRun:
         order of the task's columns, with multiple choice the choices behind them as one list; or a
         row of a file, {column: value}. Raises ValueError for an input that does not fit.
         """
-        is_row = isinstance(given, dict)
-        row = apply_column_names(given, self.task.column_names) if is_row else self.as_row(given)
-        # a label is asked for, and not looked at
-        task = replace(self.task, kind=MultipleChoice if self.task.choices else Classification)
-        return to_candidates(task, {**row, task.label: task.labels[0]})[0]
+        task, is_row = self.task, isinstance(given, dict)
+        row = apply_column_names(given, task.column_names) if is_row else self.as_row(given)
+        texts, _ = check_row({**row, task.label: "not looked at"}, task)
+        candidates = task.candidates(*texts)
+        check_candidates(candidates, len(task.labels) if task.choices else None)
+        return candidates
 
     def as_row(self, given):
         """Texts in the order of the task's columns -> {column: text}."""
-        task, K = self.task, len(self.task.labels)
-        texts, options = [given] if isinstance(given, str) else list(given), []
-        if task.choices and texts and not isinstance(texts[-1], str):
-            options = list(texts.pop())
-        together = task.columns[-1] in ("endings", "choices")  # one column holds all choices
-        wanted = task.columns[: -1 if together else -K] if task.choices else task.columns
-        if len(texts) != len(wanted) or len(options) != K * task.choices:
-            takes = " and ".join([*wanted, *[f"{K} choices"] * task.choices])
-            raise ValueError(f"{task.name} takes {takes}, not {given!r:.200}")
-        if together:
-            options = [{"text": options} if task.name == "commonsense_qa" else options]
-        return dict(zip(task.columns, [*texts, *options], strict=True))
+        name, columns = self.task.name, self.task.columns
+        texts = [given] if isinstance(given, str) else list(given)
+        if texts and not isinstance(texts[-1], str):  # the choices, as one list
+            *texts, options = texts
+            if columns[-1] in ("choices", "endings"):  # one column holds all of them
+                options = [{"text": options} if name == "commonsense_qa" else list(options)]
+            texts += options
+        if len(texts) != len(columns):
+            raise ValueError(f"{name} takes {' and '.join(columns)}, not {given!r:.200}")
+        return dict(zip(columns, texts, strict=True))
 
     def encode(self, inputs):
         """Inputs -> of each the encodings of its candidates. Raises ValueError."""
@@ -128,8 +115,7 @@ class LoadedRun:
         groups = self.encode(inputs)
         lengths = np.array([max(len(encoding.ids) for encoding in group) for group in groups])
         result = [None] * len(groups)
-        batches = length_bucketed_batches(lengths, BATCH_SIZE)
-        for rows in progress_bar(batches, "predicting", len(batches)):
+        for rows in length_bucketed_batches(lengths, BATCH_SIZE):
             batch = self.batch([groups[i] for i in rows])
             logits = train.predict(self.bert, self.head, batch, torch.float32)
             if not logits.isfinite().all():
@@ -167,23 +153,12 @@ class LoadedRun:
         return result
 
 
-# --------------------------------------------------------------------------------------------------
-# config.json
-
-
 def read_run_config(directory):
     """config.json of a finished run. Raises FileNotFoundError for a directory that holds none."""
     directory = Path(directory)
     if not (directory / "metrics.json").is_file():
-        why = f"no finished run in {directory}: it has no metrics.json"
-        for name in (REPLACED, MOVING):  # of a command that was killed in its first epoch
-            if (directory / name / "metrics.json").is_file():
-                why += f"; the run that --overwrite has put aside is in {directory / name}"
-        raise FileNotFoundError(why)
+        raise FileNotFoundError(f"no finished run in {directory}: it has no metrics.json")
     config = read_json(directory / "config.json")
-    known = config.get("stage") in [*train.STAGES]
-    if not (known and config.get("model") and config.get("labels")):
-        raise ValueError(f"{directory / 'config.json'} is no run's: no stage, model or labels")
     return {"adapters": [], **config}  # full and multitask runs have none
 
 
@@ -195,15 +170,15 @@ def check_stage(directory, config, stages, what):
         raise ValueError(f"{directory} is of --stage {config['stage']}: only {these} runs {what}")
 
 
-def made_by(config):
-    """Which program has made a run, in words, if it is neither train.py nor imported: without it,
-    its kinds are unknown, and what else it changes has no effect. No module is recommended: it
-    could be a file of the run's directory, which may be a stranger's."""
+def note_other_program(directory, config):
+    """Says so where neither train.py nor anything imported has made a run: without it, its kinds
+    are unknown, and what else it changes has no effect. No module is recommended: it could be a
+    file of the run's directory, which may be a stranger's."""
     program, module = program_of(config) or (None, None)
-    if program is None or module in sys.modules:
-        return ""
-    how = "evaluate, predict and figure4 do by --import MODULE"
-    return f"the run was made by {program!s:.100}, which is not imported ({how})"
+    if program is not None and module not in sys.modules:
+        how = "evaluate, predict and figure4 do by --import MODULE"
+        made = f"the run was made by {program!s:.100}, which is not imported ({how})"
+        print(f"note: {directory}: {made}")
 
 
 def task_of(config):
@@ -223,22 +198,19 @@ def of_one_task(directory, config, task):
     Raises ValueError if the run does not have the task."""
     names = list(config["labels"])
     if task not in names:
-        which = "choose one with --task" if task is None else f"{task!r:.50} is none of them"
-        raise ValueError(f"{directory} holds several tasks, {which}: {', '.join(names)}")
+        raise ValueError(f"{directory} holds several tasks: choose --task from {', '.join(names)}")
     config = {**config, **{name: config[name][task] for name in ("labels", "max_length")}}
     config |= {"task": task, "held_out": [config["held_out"][names.index(task)]]}
     return config, directory / ("heads" if config["adapter"] == "none" else "adapters") / task
 
 
-# --------------------------------------------------------------------------------------------------
-# Loading
-
-
-def check_encoders(bert, directory, config, trained, allow_other_encoder):
+def check_encoders(bert, directory, config, allow_other_encoder):
     """Raises ValueError, or prints a note if that is allowed, for an encoder or a tokenizer that is
-    not the one of the training. trained: digest of the encoder's weights at its end."""
+    not the one with which the training has ended."""
+    trained = config.get("weights_sha256", config["encoder_sha256"])  # the former of Θ′
+    expected = {"encoder_sha256": trained, "tokenizer_sha256": config["tokenizer_sha256"]}
     for name, digest in describe_encoder(bert).items():
-        if digest != (trained if name == "encoder_sha256" else config[name]):
+        if digest != expected[name]:
             what = name.removesuffix("_sha256")
             problem = f"{directory} was trained with another {what} than that in {bert.directory}"
             refuse_or_note(problem, allow_other_encoder)
@@ -264,9 +236,7 @@ def plug_in(bert, directory, part, config):
     return load_head(bert, part)
 
 
-def load_run(
-    directory, device="cpu", dtype=torch.float32, model=None, task=None, allow_other_encoder=False
-):
+def load_run(directory, device="cpu", model=None, task=None, allow_other_encoder=False):
     """
     The LoadedRun of a finished run.
 
@@ -277,25 +247,18 @@ def load_run(
     """
     directory = part = Path(directory)
     config = read_run_config(directory)
-    own = config["stage"] in ("full", "multitask")
-    if own and model is not None:
-        raise ValueError(f"{directory} has an encoder of its own, which --model cannot replace")
     if config["stage"] == "multitask":
         config, part = of_one_task(directory, config, task)
     elif task not in (None, config["task"]):
         raise ValueError(f"{directory} is a run on {config['task']!r:.50}, not on {task!r:.50}")
-    bert = Bert.from_pretrained(directory if own else model or config["model"]).to(device, dtype)
-    trained = config["weights_sha256"] if own else config["encoder_sha256"]
-    check_encoders(bert, directory, config, trained, allow_other_encoder)
-    unknown = made_by(config)
-    try:
-        run_task, head = task_of(config), plug_in(bert, directory, part, config)
-    except ValueError as e:
-        raise ValueError(f"{e}; {unknown}" if unknown else str(e)) from e
-    if head.config.get("label2id") != {label: i for i, label in enumerate(config["labels"])}:
+    note_other_program(directory, config)
+    run_task = task_of(config)
+    encoder = directory if config["stage"] in ("full", "multitask") else config["model"]
+    bert = Bert.from_pretrained(model or encoder).to(device, torch.float32)
+    check_encoders(bert, directory, config, allow_other_encoder)
+    head = plug_in(bert, directory, part, config)
+    if head.config["label2id"] != {label: i for i, label in enumerate(config["labels"])}:
         raise ValueError(f"{part}: config.json and head_config.json have different labels")
-    if unknown:
-        print(f"note: {directory}: {unknown}")
     tokenizer = tokenizer_of(bert, config["max_length"])
     return LoadedRun(bert, head, config, run_task, tokenizer, directory)
 
@@ -305,23 +268,18 @@ def tokenizer_of(bert, max_length):
     return load_tokenizer(bert.directory, max_length, *sizes)
 
 
-def load_run_split(
-    run, bert, config, split="validation", data_dir=None, max_length=None, limit=None, strict=False
-):
-    """(task, split) of a run that `load_run` has loaded, from the data and at the length of its
-    training unless others are given; `limit`: examples at most, else as many development examples
-    as there. Raises as load_split does."""
-    data_dir, max_length = data_dir or config["data_dir"], max_length or config["max_length"]
+def load_run_split(run, bert, config, split="validation", data_dir=None, limit=None):
+    """(task, split) of a run that `load_run` has loaded, at the length of its training, and from
+    its data unless there is a `data_dir`; `limit`: examples at most, else as many development
+    examples as there. Raises as load_split does."""
+    data_dir, task = data_dir or config["data_dir"], task_of(config)
     limit = limit or (config["limit_dev"] if split == "validation" else None)
-    train.check_length(max_length, bert.config.max_length)
-    task = task_of(config)
     if data_dir is None:  # --train-file and --dev-file
-        files = {"train": config.get("train_file"), "validation": config.get("dev_file")}
+        files = {"train": config["train_file"], "validation": config["dev_file"]}
         task = replace(task, files={name: path for name, path in files.items() if path})
-    tokenizer = tokenizer_of(bert, max_length)
-    given = {"limit": limit, "strict": strict, "dev_fraction": config["dev_fraction"]}
-    held_out = config["held_out"][0]
-    return task, load_split(task, split, tokenizer, data_dir, held_out=held_out, **given)
+    tokenizer = tokenizer_of(bert, config["max_length"])
+    held_out = {"dev_fraction": config["dev_fraction"], "held_out": config["held_out"][0]}
+    return task, load_split(task, split, tokenizer, data_dir, limit, **held_out)
 
 
 def unknown_kind(bert):
@@ -331,9 +289,8 @@ def unknown_kind(bert):
         for name, adapter in slot.adapters.items():
             if adapter.config.architecture is not None:
                 return f"adapters like {name} ({type(adapter.config).__name__})"
-    for _, fusion in fusions(bert):
-        if fusion.options != {}:  # in which a kind differs from the paper
-            return f"fusions like this one ({type(fusion).__name__})"
+        if slot.fusion is not None and slot.fusion.options != {}:  # it differs from the paper's
+            return f"fusions like this one ({type(slot.fusion).__name__})"
     return None
 
 

@@ -171,7 +171,7 @@ def label_index(value, labels, label_ids, aliases, from_hub):
         if from_hub and not labels[0].isdigit() and text in map(str, range(len(labels))):
             return int(text)  # the hub's integers
     if text == "-1":
-        raise ValueError("the label is hidden (-1): experiments.predict --out writes a submission")
+        raise ValueError("the label is hidden (-1): experiments.predict takes such rows")
     raise ValueError(f"label {value!r:.100} is not one of {', '.join(labels):.200}")
 
 

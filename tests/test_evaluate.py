@@ -9,7 +9,7 @@ from torch import nn
 
 import train
 from conftest import cli, read_lines, write_rows
-from data import TASKS, batches
+from data import batches
 from experiments import evaluate as evaluation
 from experiments.load_run import load_run, load_run_split
 from formats.files import read_json, write_json
@@ -70,16 +70,14 @@ def test_everything_is_as_in_training(
         assert result["accuracy"] == metrics.get("accuracies", {task: metrics["accuracy"]})[task]
         assert (result["task"], result["examples"], result["split"]) == (task, 39, "validation")
         assert ("classes" in result) == (task != "pick")
-        printed = "\n".join(lines)
-        assert f"of 39 examples right, accuracy {result['accuracy']:.4f}" in printed
-        assert "--limit-dev" in printed
+        assert f"39 examples, accuracy {result['accuracy']:.4f}" in "\n".join(lines)
     assert len(logits) == len(in_training) and all(map(torch.equal, logits, in_training))
     same = [batch for batch in logits if batch.shape[1] == logits[0].shape[1]]
     assert torch.cat(same).std(0).min() > 0
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     if options[:4] in ("full", "mult"):
         words = [out, "--task", task, "--model", encoder]
-        refused(words, "has an encoder of its own", **EVALUATE)
+        refused(words, "was trained with another encoder", **EVALUATE)
 
 
 def test_report(runs, data_dir, evaluate, tmp_path, monkeypatch):
@@ -100,19 +98,17 @@ def test_report(runs, data_dir, evaluate, tmp_path, monkeypatch):
     assert len(split) == result["examples"] == 50
     found = [(b["labels"].item(), b["input_ids"].sum().item() // 3 % 2) for b in batches(split, 1)]
     confusion = [[found.count((k, j)) for j in range(2)] for k in range(2)]
-    assert min(map(min, confusion)) > 0 and result["confusion"] == confusion
+    assert min(map(min, confusion)) > 0 and [*result["classes"]] == config["labels"]
     assert result["accuracy"] == (confusion[0][0] + confusion[1][1]) / 50
-    assert result["labels"] == list(TASKS["rte"].labels) == list(result["classes"])
-    for k, label in enumerate(result["labels"]):
-        values, count = result["classes"][label], sum(confusion[k])
+    for k, (label, values) in enumerate(result["classes"].items()):
         precision = confusion[k][k] / sum(row[k] for row in confusion)
-        assert values == {"precision": precision, "recall": confusion[k][k] / count, "count": count}
-        (line,) = (line for line in lines if line.split()[:2] == [str(k + 1), label])
-        cells = [f"{precision:.3f}", f"{values['recall']:.3f}", count, *confusion[k]]
-        assert line.split()[2:] == list(map(str, cells))
+        recall, count = confusion[k][k] / sum(confusion[k]), sum(confusion[k])
+        assert [*values.values()] == [precision, recall, count, confusion[k]]
+        cells = [k + 1, label, f"{precision:.2f}", f"{recall:.2f}", count, *confusion[k]]
+        assert [*map(str, cells)] in map(str.split, lines)
 
     write_rows(tmp_path / "rte" / "ones.jsonl", [{**row, "label": 1} for row in rows])
-    words = cli("--split ones --batch-size 7 --max-length 12", data_dir=tmp_path)
+    words = cli("--split ones --batch-size 7", data_dir=tmp_path)
     _, result = evaluate(runs / "rte", *words)
     nothing = result["classes"]["entailment"]
     assert nothing["recall"] is None and nothing["count"] == 0
@@ -137,7 +133,6 @@ def test_your_own_task_has_the_columns_of_its_training(
 ERRORS = """
 rte --task sst2 | a run on 'rte', not on 'sst2'
 rte --split test | no test split
-rte --max-length 1000 | --max-length must be in 8 .. 48
 rte --mask rte | no fusion
 fusion-rte --mask rte sst2 pick | layer 1 would be left without
 """.strip().splitlines()
@@ -148,13 +143,6 @@ def test_errors(line, runs, refused):
     words, message = line.split(" | ")
     run, *words = words.split()
     refused([runs / run, *words], message, **EVALUATE)
-
-
-def test_a_run_that_was_put_aside_is_mentioned(runs, tmp_path, refused):
-    """After a kill in the first epoch of --overwrite."""
-    run = tmp_path / "run"
-    shutil.copytree(runs / "rte", run / "replaced")
-    refused([run], f"--overwrite has put aside is in {run / 'replaced'}", **EVALUATE)
 
 
 def test_held_out_rows(launch, evaluate, refused, data_dir, tmp_path):

@@ -142,9 +142,8 @@ def test_a_run_is_read_once_its_kind_is_imported(fork_runs):
     run = fork_runs["lora"]
     words = ["-m", "experiments.evaluate", run, "--device", "cpu"]
     status, out, err = child.output(words)  # of a process that knows no example
-    assert status == 2 and out == "evaluate.py: loading PyTorch\n" and err.count("\n") == 1
-    assert "'query_value_lora'" in err and "made by examples/lora.py" in err
-    assert "do by --import MODULE" in err
+    assert status == 2 and "'query_value_lora'" in err and err.count("\n") == 1
+    assert "made by examples/lora.py" in out and "do by --import MODULE" in out
     status, out, err = child.output([*words, "--import", "examples.lora"])
     accuracy = read_json(run / "metrics.json")["accuracy"]
     assert status == 0 and json.loads(out.splitlines()[-1])["accuracy"] == accuracy, err
@@ -152,7 +151,7 @@ def test_a_run_is_read_once_its_kind_is_imported(fork_runs):
     assert status == 2 and err.count("\n") == 1 and "No module named 'examples.lor'" in err
 
 
-def test_what_cannot_be_done_with_a_fork_is_said(fork_runs, monkeypatch, tmp_path):
+def test_what_cannot_be_done_with_a_fork_is_said(fork_runs, monkeypatch, tmp_path, capsys):
     """publish and prune have no --import; the other commands name it."""
     for module in [name for name in sys.modules if name.startswith("examples.")]:
         monkeypatch.delitem(sys.modules, module)
@@ -164,8 +163,9 @@ def test_what_cannot_be_done_with_a_fork_is_said(fork_runs, monkeypatch, tmp_pat
             (figure4, "fusion mean", cli(out=tmp_path / "figures")),
             (predict, "task Regression", cli("cat dog --device cpu")),
         ):
-            with pytest.raises(ValueError, match="the run was made by examples/"):
+            with pytest.raises(ValueError):
                 command.main([str(fork_runs[run]), *words])
+            assert "the run was made by examples/" in "".join(capsys.readouterr())
         assert not list(tmp_path.iterdir())
     finally:
         test_kinds.fill(test_kinds.with_examples)

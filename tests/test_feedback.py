@@ -9,8 +9,7 @@ import pytest
 
 import child
 import train
-from conftest import cli, read_lines, write_rows
-from experiments import predict
+from conftest import read_lines
 
 
 @pytest.fixture
@@ -97,18 +96,3 @@ def test_files_have_the_users_permissions(launch, tmp_path):
     os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "run").iterdir()}
     assert set(modes.values()) == {0o640}, modes
-
-
-@pytest.mark.parametrize("task", ["rte", "sst2"])
-def test_a_glue_submission(task, runs, data_dir, tmp_path, capsys):
-    """Of a test set as GLUE has it: idx, and -1 for every label."""
-    rows = read_lines(data_dir / task / "validation.jsonl")
-    rows = [{**row, "label": -1, "idx": 100 + i} for i, row in enumerate(rows)]
-    write_rows(tmp_path / "test.jsonl", rows)
-    words = [str(runs / task), *cli("--device cpu", file=tmp_path / "test.jsonl")]
-    predict.main([*words, "--json"])
-    labels = [json.loads(line)["label"] for line in capsys.readouterr().out.splitlines()]
-    predict.main([*words, "--out", str(tmp_path / "a.tsv")])
-    names = {"negative": "0", "positive": "1"} if task == "sst2" else {}
-    expected = [f"{100 + i}\t{names.get(label, label)}" for i, label in enumerate(labels)]
-    assert (tmp_path / "a.tsv").read_text().splitlines() == ["index\tprediction", *expected]

@@ -98,8 +98,8 @@ def test_a_run(adapter, multitask, encoder, data_dir):
             (batch,) = dev_batches(encoder, data_dir, task, 40)
             right = train.predict(bert, head, batch, torch.float32).argmax(-1) == batch["labels"]
         assert right.float().mean().item() == pytest.approx(result["accuracies"][task])
-    for task, why in ((None, "choose one with --task: sst2, rte"), ("mnli", "is none of them")):
-        with pytest.raises(ValueError, match=f"several tasks, .*{why}"):
+    for task in (None, "mnli"):
+        with pytest.raises(ValueError, match="several tasks: choose --task from sst2, rte"):
             load_run(out, task=task)
 
 

@@ -14,7 +14,7 @@ import torch
 import train
 from conftest import read_lines
 from data import TASKS, get_task, to_candidates
-from experiments import evaluate, predict
+from experiments import predict
 from experiments.load_run import LoadedRun, load_run, task_of
 from formats.files import read_json, write_json
 from fusion import fusion_weights
@@ -69,33 +69,21 @@ def test_probabilities(run, task, say, runs, data_dir):
 
 
 def test_every_kind_of_input_says_the_same(say, runs, data_dir, tmp_path):
-    """A file, with empty lines, which are passed over; JSON and texts between tabs on stdin;
-    arguments; and Python."""
+    """A file, with empty lines, which are passed over; JSON on stdin; arguments; and Python."""
     rows = read_lines(data_dir / "rte" / "validation.jsonl")[:6]
-    texts = [(row["sentence1"], row["sentence2"]) for row in rows]
-    lines, tabs = "\r\n\r\n".join(map(json.dumps, rows)), "\n".join(map("\t".join, texts))
+    texts = [[row["sentence1"], row["sentence2"]] for row in rows]
+    lines, lists = ("\r\n\r\n".join(map(json.dumps, inputs)) for inputs in (rows, texts))
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.encode())
-    run = runs / "rte"
-    outputs = [say(run, "--json", "--file", tmp_path / "a.jsonl")]
-    outputs += [say(run, "-", "--json", stdin=lines), say(run, "--file", "-", "--json", stdin=tabs)]
-    outputs += [[say(run, "--json", *pair)[0] for pair in texts]]
+    words = runs / "rte", "--json"
+    outputs = [say(*words, "--file", tmp_path / "a.jsonl")]
+    outputs += [say(*words, "--file", "-", stdin=given) for given in ("\ufeff" + lines, lists)]
+    outputs += [[say(*words, *pair)[0] for pair in texts]]
     first, *others = [[json.loads(line) for line in output] for output in outputs]
     assert [result["line"] for result in first] == [1, 3, 5, 7, 9, 11]
-    for results in (*others, load_run(run).predict(texts)):
+    for results in (*others, load_run(words[0]).predict(texts)):
         for ours, result in zip(first, results, strict=True):
             assert ours["label"] == result["label"]
             assert ours["probability"] == pytest.approx(result["probability"], abs=1e-5)
-
-
-def test_multiple_choice(say, runs):
-    options, run = ["red cat", "one dog yes", "a bird"], runs / "pick"
-    (result,) = load_run(run).predict([("the question", options)])
-    (line,) = say(run, "-", "--json", stdin="\t".join(["the question", *options]))
-    assert json.loads(line)["probabilities"] == pytest.approx(result["probabilities"])
-    (line,) = say("--device", "cpu", run, "--task", "pick", "the question", "--choices", *options)
-    label, probability, text = line.split("\t")
-    assert label == result["label"] and text == f"the question | {options[int(label)]}"
-    assert float(probability) == pytest.approx(result["probability"], abs=1e-3)
 
 
 def without_model(name, **changes):
@@ -123,22 +111,12 @@ def test_texts_take_the_place_they_have_in_training(name):
             model.candidates(wrong)
 
 
-def test_columns_are_those_of_training():
-    """Other names of a task's columns; names that --columns shifts, in files alone; both pairs of
-    names in one row; a column that training did not have."""
-    boolq, scitail = without_model("boolq"), without_model("scitail")
-    assert boolq.candidates({"passage": "p", "question": "q", "answer": True}) == [("p", "q")]
-    both = {"sentence1": "a", "sentence2": "b", "premise": "c", "hypothesis": "d"}
-    assert scitail.candidates(both) == [("c", "d")]
-    assert scitail.candidates({"sentence1": "a", "sentence2": "b"}) == [("a", "b")]
+def test_columns_that_were_renamed_in_training():
+    """Names that --columns shifts, in files alone."""
     own = {"labels": ["0", "1"], "columns": {"own": ["text_a", "text_b"]}}
-    names = {"text_a": "text_b", "text_b": "text_c"}
-    shifted = without_model("own", **own, column_names=names)
+    shifted = without_model("own", **own, column_names={"text_a": "text_b", "text_b": "text_c"})
     assert shifted.candidates({"text_b": "b", "text_c": "c"}) == [("b", "c")]
     assert shifted.candidates(["a", "b"]) == [("a", "b")]
-    single = without_model("own", **{**own, "columns": {"own": ["text_a"]}})
-    with pytest.raises(ValueError, match="'text_b' is one that own did not have in training"):
-        single.candidates({"text_a": "a", "text_b": "b"})
 
 
 def test_long_inputs_are_cut_and_it_says_so(runs, capsys):
@@ -149,10 +127,6 @@ def test_long_inputs_are_cut_and_it_says_so(runs, capsys):
     assert "note: 1 of 1 inputs were cut to 48 tokens" in capsys.readouterr().err
 
 
-# --------------------------------------------------------------------------------------------------
-# Fusion weights
-
-
 def page_data(path):
     script = r'<script type="application/json" id="data">(.*?)</script>'
     (content,) = re.findall(script, path.read_text(), re.DOTALL)
@@ -160,38 +134,32 @@ def page_data(path):
 
 
 def test_the_explanation_is_the_fusions_weights(say, loud_fusion, tmp_path):
-    text = "red\x1b[2J\x07 cat\r\n\u202e", "the dog sleeps ."
+    text = "red\x1b[2J\x07 cat\r\n\u202e", HOSTILE
     page, model = tmp_path / "page.html", load_run(loud_fusion)
-    lines = say(loud_fusion, *text, "--explain", page)
+    (line,) = say(loud_fusion, *text, "--explain", page)
     data, encoding = page_data(page), model.tokenizer.encode(*text)
     with torch.no_grad():
         model.bert(torch.tensor([encoding.ids]), torch.tensor([encoding.type_ids]))
     s = fusion_weights(model.bert)
     (ours,) = model.fusion_weights([text])
-    (candidate,) = data["examples"][0]["candidates"]
+    (example,) = data["examples"]
+    (candidate,) = example["candidates"]
     assert candidate["tokens"] == ours["tokens"] == encoding.tokens
     assert candidate["text"] == " | ".join(text)
+    assert line.startswith(f"{example['label']}\t{example['probability']:.3f}\tred")
     assert [adapter["name"] for adapter in data["adapters"]] == ["rte", "sst2", "pick"]
     for layer, weights in enumerate(candidate["weights"]["output"]):
         assert (torch.tensor(weights) - s[layer, "output"][0]).abs().max() < 1e-4
         assert torch.equal(ours["weights"]["output"][layer], s[layer, "output"][0])
-
-    assert all(letter.isprintable() for line in lines for letter in line.replace("\t", ""))
-    label, probability, _ = lines[0].split("\t")
-    assert data["examples"][0]["label"] == label
-    assert f"{data['examples'][0]['probability']:.3f}" == probability
-    assert lines[1] == "a = rte  b = sst2  c = pick" and lines[2].split() == ["layer", "1", "2"]
-    layers = [torch.cat([w[0], w[0].mean(0, keepdim=True)]) for w in s.values()]
-    for line, token, *rows in zip(lines[3:-1], [*encoding.tokens, "(mean)"], *layers, strict=True):
-        cells = [("abc"[weights.argmax()], f"{100 * weights.max():.0f}") for weights in rows]
-        assert line.split() == [token, *cells[0], *cells[1]]
     # it is one file
-    assert not re.search(r"https?:|//\w|url\(|@import|\ssrc=|\shref=", page.read_text())
+    assert not re.search(r"https?:|//\w|url\(|@import|\ssrc=\"|\shref=", page.read_text())
     assert "default-src 'none'" in page.read_text()
-
-    masked = say(loud_fusion, *text, "--mask", "rte", "sst2", "--explain", page)
-    cells = [line.split() for line in masked if line.split()[:1] == ["(mean)"]]
-    assert cells == [["(mean)", *["c", "100"] * 2]]  # what is left has all the weight
+    # text stays text: also tokens, adapters, labels and the run's name
+    data = json.loads(json.dumps(data).replace('"[UNK]"', json.dumps(HOSTILE)))
+    data["run"] = data["examples"][0]["label"] = data["adapters"][0]["name"] = HOSTILE
+    page.write_text(predict.page(data))
+    assert page.read_text().count("<script") == 2 and "<img" not in page.read_text()
+    assert page_data(page) == data
 
 
 def test_both_locations_and_every_choice_are_explained(say, launch, tmp_path):
@@ -199,30 +167,15 @@ def test_both_locations_and_every_choice_are_explained(say, launch, tmp_path):
     words = "--stage fusion --task pick --epochs 1"
     launch(words, adapters=tmp_path / "pick", out=tmp_path / "run")
     choices = ["--choices", "a", "the cat", "one two three"]
-    lines = say(tmp_path / "run", "red", *choices, "--explain", tmp_path / "page.html")
+    (line,) = say(tmp_path / "run", "red", *choices, "--explain", tmp_path / "page.html")
+    label, _, text = line.split("\t")
+    assert text == f"red | {choices[1 + int(label)]}"
     candidates = page_data(tmp_path / "page.html")["examples"][0]["candidates"]
     texts = [f"{i}: red | {choice}" for i, choice in enumerate(choices[1:])]
     assert [candidate["text"] for candidate in candidates] == texts
     for candidate, tokens in zip(candidates, (5, 6, 7), strict=True):  # without padding
         assert list(candidate["weights"]) == ["attention", "output"]
         assert {len(s) for layers in candidate["weights"].values() for s in layers} == {tokens}
-    titles = [line.split()[0] for line in lines if "layer" in line]
-    assert titles == ["attention,", "output,"] * 3
-
-
-def test_hostile_text_stays_text(say, loud_fusion, tmp_path):
-    """Texts, tokens, adapters, labels and the run's name."""
-    path = tmp_path / "page.html"
-    say(loud_fusion, HOSTILE, "one", "--explain", path)
-    data = json.loads(json.dumps(page_data(path)).replace('"[UNK]"', json.dumps(HOSTILE)))
-    data["run"] = data["examples"][0]["label"] = data["adapters"][0]["name"] = HOSTILE
-    path.write_text(predict.page(data))
-    assert path.read_text().count("<script") == 2 and "<img" not in path.read_text()
-    assert page_data(path) == data
-
-
-# --------------------------------------------------------------------------------------------------
-# What is refused, and what is said
 
 
 @pytest.mark.parametrize(
@@ -230,21 +183,16 @@ def test_hostile_text_stays_text(say, loud_fusion, tmp_path):
     [
         ("rte", "", "give either texts, or --file"),
         ("rte red", "", "rte takes sentence1 and sentence2, not"),
-        ("pick red one --choices a b c", "", "pick takes text_a and 3 choices, not"),
+        ("pick red one", "", "'choices' does not hold a list"),
+        ("pick red --choices a b", "", "2 choices, expected 3"),
         ("rte red one\udcff", "", "surrogates"),
-        ("rte -", "", "stdin is empty"),
-        ("rte -", "red\tone\nred\n", "stdin, line 2: rte takes"),
-        ("rte -", '{"sentence1": "a"}', "stdin, line 1: no column 'sentence2'"),
-        ("rte -", '{"sentence1": "a", "sentence2": "b"}\n[1]', "stdin, line 2: rte takes"),
-        ("rte -", '{"sentence1": "a", "sentence2": "\\ud800"}', "stdin, line 1: 'utf-8'"),
-        ("rte --file a.jsonl --out a.jsonl", "", "would replace the input"),
+        ("rte --file -", '["red", "one"]\n["red"]\n', "stdin, line 2: rte takes"),
+        ("rte --file -", '{"sentence1": "a"}', "stdin, line 1: no column 'sentence2'"),
+        ("rte --file -", '{"sentence1": "a", "sentence2": "\\ud800"}', "stdin, line 1: 'utf-8'"),
         ("fusion-rte --file a.jsonl --explain ./a.jsonl", "", "would replace the input"),
-        ("rte red one --out a.tsv", "", "--out goes with --file alone"),
-        ("rte red one --explain page.html", "", "--explain needs a fusion run"),
-        ("fusion-rte red one --explain no/page.html", "", "lies in no directory"),
+        ("rte red one --explain page.html", "", "only fusion runs can be explained"),
         ("fusion-rte red one --explain .", "", "is not a file"),
-        ("fusion-rte - --explain page.html", "red\tone\n" * 51, "50 inputs at most"),
-        ("fusion-rte red one --mask mnli", "", "'mnli' is not in the fusion"),
+        ("fusion-rte --file - --explain page.html", '["red", "one"]\n' * 51, "50 inputs at most"),
     ],
 )
 def test_errors(words, stdin, message, refused, runs, tmp_path, monkeypatch):
@@ -270,10 +218,12 @@ def changed(run, copy, **changes):
     return copy
 
 
-def test_labels_that_were_swapped(refused, runs, tmp_path):
+def test_labels_and_kinds_that_are_others(refused, runs, tmp_path, capsys):
     """config.json and head_config.json must agree on the order of the labels."""
     run = changed(runs / "rte", tmp_path / "run", labels=["not_entailment", "entailment"])
     refused([run, "a", "b"], "different labels", **PREDICT)
+    run = changed(runs / "rte", tmp_path / "unknown", kinds={"rte": "Unknown"})
+    refused([run, "a", "b"], "an unknown kind, 'Unknown'", **PREDICT)
 
 
 def test_notes_are_no_predictions(runs, tmp_path, capsys):
@@ -289,18 +239,10 @@ def test_notes_are_no_predictions(runs, tmp_path, capsys):
         assert json.loads(said.out)["label"] and said.err.startswith("note: ") and note in said.err
 
 
-# --------------------------------------------------------------------------------------------------
-# Runs of other programs
-
-
 FORK = """import train
 
-def predict(bert, head, batch, dtype, usual=train.predict):
-    return -usual(bert, head, batch, dtype)  # a head that is read the other way round
-
-train.predict = predict
-if __name__ == "__main__":
-    run_command("my_fork.py", train.main)
+usual = train.predict
+train.predict = lambda *given: -usual(*given)  # a head that is read the other way round
 """
 
 
@@ -313,6 +255,7 @@ def test_what_a_fork_changes_is_in_effect_once_it_is_imported(runs, tmp_path, mo
     predict.main(words)
     said = capsys.readouterr()
     assert f"note: {run}: the run was made by my_fork.py, which is not imported (" in said.err
+    assert said.err.count("my_fork") == 1  # a stranger's program is named, and not recommended
     monkeypatch.setattr(train, "predict", train.predict)  # to be restored
     predict.main([*words, "--import", "my_fork"])
     forked = capsys.readouterr()
@@ -320,14 +263,4 @@ def test_what_a_fork_changes_is_in_effect_once_it_is_imported(runs, tmp_path, mo
     first, second = json.loads(said.out), json.loads(forked.out)
     assert first["probability"] == pytest.approx(second["probability"])
     assert first["label"] != second["label"]
-    evaluate.main([str(run), "--device", "cpu"])
-    assert "not imported" not in capsys.readouterr().out
     sys.modules.pop("my_fork")
-
-
-def test_a_run_of_an_unknown_kind(runs, tmp_path, refused):
-    """A stranger's run may name a program that came with it: it is named, and not recommended."""
-    command = "got/run/payload.py --stage x"
-    run = changed(runs / "rte", tmp_path / "run", command=command, kinds={"rte": "Unknown"})
-    error = refused([run, "red", "one"], "an unknown kind, 'Unknown'", **PREDICT)
-    assert error.count("payload") == 1
