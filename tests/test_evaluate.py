@@ -1,7 +1,6 @@
 """experiments.evaluate: what training has measured, and more, also with adapters masked."""
 
 import json
-import shutil
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from conftest import cli, read_lines, write_rows
 from data import batches
 from experiments import evaluate as evaluation
 from experiments.load_run import load_run, load_run_split
-from formats.files import read_json, write_json
 
 EVALUATE = {"name": "evaluate.py", "main": evaluation.main}
 
@@ -115,36 +113,6 @@ def test_report(runs, data_dir, evaluate, tmp_path, monkeypatch):
     assert result["accuracy"] == result["classes"]["not_entailment"]["recall"] > 0
 
 
-def test_your_own_task_has_the_columns_of_its_training(
-    launch, evaluate, refused, data_dir, tmp_path
-):
-    """text_b may be missing from a task, but not from a file of a task that was trained with it."""
-    rows = read_lines(data_dir / "rte" / "train.jsonl")
-    for split, name in (("train", "text_b"), ("validation", "text_b"), ("other", "hypothesis")):
-        columns = {"sentence1": "text_a", "sentence2": name, "label": "label"}
-        renamed = [{columns[c]: row[c] for c in columns} for row in rows]
-        write_rows(tmp_path / "mine" / f"{split}.jsonl", renamed)
-    words = "--stage adapter --task mine --epochs 1"
-    launch(words, data_dir=tmp_path, out=tmp_path / "run")
-    assert evaluate(tmp_path / "run", "--split", "train")[1]["examples"] == len(rows)
-    refused([tmp_path / "run", "--split", "other"], "no column 'text_b'", **EVALUATE)
-
-
-ERRORS = """
-rte --task sst2 | a run on 'rte', not on 'sst2'
-rte --split test | no test split
-rte --mask rte | no fusion
-fusion-rte --mask rte sst2 pick | layer 1 would be left without
-""".strip().splitlines()
-
-
-@pytest.mark.parametrize("line", ERRORS)
-def test_errors(line, runs, refused):
-    words, message = line.split(" | ")
-    run, *words = words.split()
-    refused([runs / run, *words], message, **EVALUATE)
-
-
 def test_held_out_rows(launch, evaluate, refused, data_dir, tmp_path):
     """The rows that --dev-fraction held out are never scored as training examples; of other rows it
     is not known which they are."""
@@ -162,18 +130,11 @@ def test_held_out_rows(launch, evaluate, refused, data_dir, tmp_path):
     refused([run], "rte is not a directory", **EVALUATE)
 
 
-def test_mask_on_the_command_line(loud_fusion, evaluate, logits, tmp_path):
-    """Masking the last two leaves what a run of the first alone gives."""
-    _, whole = evaluate(loud_fusion)
-    _, masked = evaluate(loud_fusion, "--mask", "sst2", "pick")
-    one = shutil.copytree(loud_fusion, tmp_path / "one")
-    for name in ("sst2", "pick"):
-        shutil.rmtree(one / "adapters" / name)
-    alone = {"config": {"adapters": ["rte"]}}
-    alone["adapter_fusion_config"] = {"adapter_names": ["rte"], "name": "rte"}
-    for name, values in alone.items():
-        write_json(one / f"{name}.json", read_json(one / f"{name}.json") | values)
-    evaluate(one)
-    assert masked["masked"] == ["sst2", "pick"] and whole["masked"] == []
-    whole, masked, alone = logits
-    assert (masked - alone).abs().max() < 1e-5 and (masked - whole).abs().max() > 1e-3
+def test_mask_on_the_command_line(loud_fusion, evaluate, logits, runs, refused):
+    assert evaluate(loud_fusion)[1]["masked"] == []
+    assert evaluate(loud_fusion, "--mask", "sst2", "pick")[1]["masked"] == ["sst2", "pick"]
+    whole, masked = logits
+    assert (masked - whole).abs().max() > 1e-3
+    refused([loud_fusion, "--mask", "rte", "sst2", "pick"], "would be left without", **EVALUATE)
+    refused([runs / "sst2", "--mask", "rte"], "there is no fusion", **EVALUATE)
+    refused([loud_fusion, "--task", "sst2"], "a run on 'rte', not on 'sst2'", **EVALUATE)

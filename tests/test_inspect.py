@@ -1,8 +1,6 @@
 """python bert.py and python data.py: what is in a checkpoint, and what a model will see of a
 task."""
 
-import shutil
-
 import pytest
 
 import bert
@@ -10,13 +8,6 @@ import child
 import data
 from conftest import cli
 from damage import EXPECTED, INDEX, ROOT, SAFETENSORS, TENSORFLOW
-
-# --------------------------------------------------------------------------------------------------
-# python bert.py
-
-
-def command(*arguments):
-    return child.output([ROOT / "bert.py", *arguments])
 
 
 def test_command_line(capsys):
@@ -34,20 +25,10 @@ def test_command_line(capsys):
     assert capsys.readouterr().out.splitlines()[-1] == out.splitlines()[-1]
 
 
-def test_command_line_errors(tmp_path):
+def test_a_directory_without_an_encoder(tmp_path):
     code, out, err = child.output([ROOT / "bert.py", str(tmp_path)])
     assert (code, out) == (2, "bert.py: loading PyTorch\n")
     assert err.startswith("bert.py: no encoder in") and err.count("\n") == 1
-    more = shutil.copytree(SAFETENSORS, tmp_path / "more")
-    with open(more / "vocab.txt", "a") as file:
-        file.write("more\n")
-    for words in ([str(more)], [], ["a", "b", "c"], [str(tmp_path / "missing")]):
-        with pytest.raises((ValueError, OSError)):
-            bert.main(words)
-
-
-# --------------------------------------------------------------------------------------------------
-# python data.py
 
 
 def test_data_command_line(encoder, data_dir, tmp_path, capsys):
@@ -65,11 +46,3 @@ def test_data_command_line(encoder, data_dir, tmp_path, capsys):
     data.main(cli(words, data_dir=tmp_path, model=encoder))
     shown = capsys.readouterr().out
     assert "train: 18 examples" in shown and "validation: 2 examples" in shown
-
-
-def test_a_reader_that_has_seen_enough(encoder, data_dir):
-    """python data.py rte | head"""
-    process = child.Program([data.__file__, "rte", "--data-dir", data_dir, "--model", encoder])
-    process.stdout.close()
-    assert process.stderr.read() == ""
-    process.wait(60)
