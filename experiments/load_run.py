@@ -159,6 +159,8 @@ def read_run_config(directory):
     if not (directory / "metrics.json").is_file():
         raise FileNotFoundError(f"no finished run in {directory}: it has no metrics.json")
     config = read_json(directory / "config.json")
+    if config["stage"] not in train.STAGES:  # of a fork: it would be read as a head on Θ
+        raise ValueError(f"{directory} is of an unknown stage, {config['stage']!r:.50}")
     return {"adapters": [], **config}  # full and multitask runs have none
 
 

@@ -163,8 +163,9 @@ def main(argv=None):
         path = write_text(options.explain, page(data))
         print(f"the fusion's weights are in {path}", file=sys.stderr)
     if cut and not options.json:
-        length = model.config["max_length"]
-        note = f"note: {cut} of {len(inputs)} inputs were cut to {length} tokens, as in training"
+        note = (
+            f"note: {cut} of {len(inputs)} inputs were cut to {model.config['max_length']} tokens"
+        )
         print(note, file=sys.stderr)
 
 

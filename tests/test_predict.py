@@ -209,6 +209,8 @@ def test_labels_and_kinds_that_are_others(refused, runs, tmp_path):
     refused([run, "a", "b"], "different labels", **PREDICT)
     run = changed(runs / "rte", tmp_path / "unknown", kinds={"rte": "Unknown"})
     refused([run, "a", "b"], "an unknown kind, 'Unknown'", **PREDICT)
+    run = changed(runs / "rte", tmp_path / "stage", stage="distill")
+    refused([run, "a", "b"], "an unknown stage, 'distill'", **PREDICT)
 
 
 def test_notes_are_no_predictions(runs, encoder, tmp_path, capsys):
