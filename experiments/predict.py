@@ -163,10 +163,8 @@ def main(argv=None):
         path = write_text(options.explain, page(data))
         print(f"the fusion's weights are in {path}", file=sys.stderr)
     if cut and not options.json:
-        note = (
-            f"note: {cut} of {len(inputs)} inputs were cut to {model.config['max_length']} tokens"
-        )
-        print(note, file=sys.stderr)
+        length = model.config["max_length"]
+        print(f"note: {cut} of {len(inputs)} inputs were cut to {length} tokens", file=sys.stderr)
 
 
 if __name__ == "__main__":

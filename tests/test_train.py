@@ -31,10 +31,11 @@ def berts(monkeypatch):
     return result
 
 
-def logits_of(run, batches, **options):
-    bert, head, _ = load_run(run, **options)
+def logits_of(run, batches, dtype=torch.float32):
+    bert, head, _ = load_run(run)
+    bert.to(dtype)
     with torch.inference_mode():
-        return torch.cat([train.predict(bert, head, batch, bert.dtype) for batch in batches])
+        return torch.cat([train.predict(bert, head, batch, dtype) for batch in batches])
 
 
 @pytest.mark.parametrize("stage", ["adapter", "fusion", "head", "full"])
