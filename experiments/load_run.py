@@ -27,7 +27,7 @@ from formats.task_rows import apply_column_names, check_candidates, check_row, e
 from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights, load_fusion
 from runtime.processes import choose_device
-from runtime.run import describe_encoder, program_of
+from runtime.run import describe_encoder, program_of, progress_bar
 from runtime.settings import argument, option
 
 BATCH_SIZE = 64  # of predictions
@@ -115,7 +115,8 @@ class LoadedRun:
         groups = self.encode(inputs)
         lengths = np.array([max(len(encoding.ids) for encoding in group) for group in groups])
         result = [None] * len(groups)
-        for rows in length_bucketed_batches(lengths, BATCH_SIZE):
+        batches = length_bucketed_batches(lengths, BATCH_SIZE)
+        for rows in progress_bar(batches, "predicting", len(batches)):
             batch = self.batch([groups[i] for i in rows])
             logits = train.predict(self.bert, self.head, batch, torch.float32)
             if not logits.isfinite().all():
