@@ -72,21 +72,16 @@ def test_the_fork_on_the_page(monkeypatch):
         assert torch.allclose(scaled.attend(scores), (scores / 32 ** (1 / root)).softmax(-1))
 
 
-def test_refused():
-    with pytest.raises(ValueError, match="r and alpha must be"):
-        LoRAConfig(r=0)
-    for label in ("high", math.nan, -1, None):
-        with pytest.raises(ValueError, match=f"{label!r} is not a number from 0 to 5"):
-            Regression.label(None, label)
-
-
-def test_scores():
+def test_regression():
     assert ranks(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
     x, y = torch.tensor([1.0, 2.0, 3.0, 5.0]), torch.tensor([2.0, 1.0, 4.0, 90.0])
     assert pearson(x, y) == pytest.approx(torch.corrcoef(torch.stack([x, y]))[0, 1].item())
     assert spearman(x, y) == pytest.approx(0.8)  # 1 - 6 Σ d² / (n (n² - 1)), d = 1, 1, 0, 0
     assert pearson(x, torch.ones(4)) == 0.0
     assert Regression.label(None, "3.8") == 3.8 and Regression.label(None, 5) == 5.0
+    for label in ("high", math.nan, -1, None):
+        with pytest.raises(ValueError, match=f"{label!r} is not a number from 0 to 5"):
+            Regression.label(None, label)
 
 
 def test_a_score_may_be_negative_but_must_be_a_number(trained, monkeypatch, tmp_path):  # noqa: F811
