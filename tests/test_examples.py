@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -61,15 +62,17 @@ def test_lora_is_merged_into_the_weights(encoder):
     assert torch.equal(before(*inputs()), plain)  # B is 0 at first
 
 
-def test_the_fork_on_the_page(monkeypatch):
+@patch.dict(fusion.FUSIONS)
+def test_the_fork_on_the_page(launch, runs, tmp_path):
     page = (REPOSITORY / "docs" / "forking.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    monkeypatch.setattr(fusion, "FUSIONS", dict(fusion.FUSIONS))
     exec(code, {"__name__": "scaled_fusion"})
-    for config, root in (({}, 2), ({"power": 0.25}, 4)):
-        scaled = fusion.FUSIONS["scaled"]("a,b", ["a", "b"], 32, 0.0, **config)
-        scores = torch.tensor([[[3.0, -1.0]]])
-        assert torch.allclose(scaled.attend(scores), (scores / 32 ** (1 / root)).softmax(-1))
+    words = "--stage fusion --task rte --epochs 1 --fusion scaled --fusion-config power=0.25"
+    adapters, scores = [runs / "rte", runs / "sst2"], torch.tensor([[[3.0, -1.0]]])
+    result = launch(words, adapters=adapters, out=tmp_path / "run")
+    (_, scaled), *_ = fusion.fusions(load_run(tmp_path / "run").bert)
+    assert torch.allclose(scaled.attend(scores), (scores / 32**0.25).softmax(-1))
+    assert evaluate.main(cli(f"{tmp_path}/run --device cpu"))["accuracy"] == result["accuracy"]
 
 
 def test_regression():
