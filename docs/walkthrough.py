@@ -434,7 +434,7 @@ print(fusion.weights[0])
 # dropout is applied to the scores, before the softmax; $V$ starts as 1 on the diagonal and $10^{-6}$
 # elsewhere.
 #
-# ### A fork in five lines
+# ### A fork in three lines
 #
 # The scores are plain dot products. Vaswani et al. (2017) divide theirs by $\sqrt d$. To try that,
 # derive from `Fusion` and change its one softmax; training, files and figures follow, once it is
