@@ -28,7 +28,6 @@ import train
 from adapter import ADAPTERS, Adapter, AdapterConfig, Head, add_adapter
 from bert import AddNorm, Bert, Layer, activate
 from data import TASKS, batches, get_task, load_split, to_candidates
-from examples.scaled_fusion import ScaledFusion
 from experiments import curves, demo, evaluate, figure4
 from experiments.load_run import load_run, load_run_split
 from experiments.report import markdown

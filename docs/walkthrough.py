@@ -434,14 +434,19 @@ print(fusion.weights[0])
 # dropout is applied to the scores, before the softmax; $V$ starts as 1 on the diagonal and $10^{-6}$
 # elsewhere.
 #
-# ### A fork in five lines
+# ### A fork in three lines
 #
 # The scores are plain dot products. Vaswani et al. (2017) divide theirs by $\sqrt d$. To try that,
-# derive from `Fusion` and change its one softmax; training, files and figures follow. This is all
-# of `examples/scaled_fusion.py` but its imports:
+# derive from `Fusion` and change its one softmax; training, files and figures follow, once it is
+# registered ([forking.md](forking.md)):
+
 
 # %%
-show(ScaledFusion)
+class ScaledFusion(Fusion):
+    def attend(self, scores):
+        return super().attend(scores / self.query.in_features**0.5)
+
+
 scaled = ScaledFusion("a,b,c", ["a", "b", "c"], d, dropout=0.0)
 scaled.load_state_dict(fusion.state_dict())
 with torch.no_grad():

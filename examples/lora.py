@@ -7,7 +7,6 @@ and value are W x + (alpha / r) B A x in place of W x.
 Computes what the `adapters` library does with LoRAConfig(r=8, alpha=8). The files are our own.
 """
 
-import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +30,6 @@ class LoRAConfig(Kind):
 
     architecture = "query_value_lora"  # "lora" are the library's files
     no_fusion = "LoRA changes weights and has no output of its own that a fusion could mix"
-
-    def __post_init__(self):
-        if self.r < 1 or not 0 < self.alpha < math.inf:
-            raise ValueError(
-                f"r and alpha must be positive, not {self.r!r:.50}, {self.alpha!r:.50}"
-            )
 
     @classmethod
     def lora(cls, **changes):

@@ -2,20 +2,16 @@
 
     python examples/mean_fusion.py --stage fusion --task rte --fusion mean \
         --adapters runs/mnli runs/rte
-    python examples/mean_fusion.py --stage fusion --task rte --fusion mean_outputs --out runs/even \
-        --adapters runs/mnli runs/rte
     python -m experiments.evaluate runs/fusion-rte --import examples.mean_fusion
 
-mean           o = V · 1/N Σ_n z_n, where V is trained as in the paper
-mean_outputs   o = 1/N Σ_n z_n, where only the head is trained. AdapterSoup (Chronopoulou et al.,
-               2023) averages the adapters' weights instead, which is the same for linear ones only
+o = V · 1/N Σ_n z_n, where V is trained as in the paper. AdapterSoup (Chronopoulou et al., 2023)
+averages the adapters' weights instead, which is the same for linear ones only.
 """
 
 import sys
 from pathlib import Path
 
 import torch
-from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from any directory
 
@@ -42,19 +38,7 @@ class MeanFusion(Fusion):
         return self.value(sum(adapter.z(h, layer_input) for adapter in adapters) / len(adapters))
 
 
-class MeanOutputs(MeanFusion):
-    options = {"kind": "mean_outputs", "query": False, "key": False, "value": False}
-
-    def __init__(self, *values):
-        super().__init__(*values)
-        self.value = nn.Identity()
-
-    def regularization(self):
-        return 0.0
-
-
 register("mean", MeanFusion)
-register("mean_outputs", MeanOutputs)
 
 if __name__ == "__main__":
     run_command("mean_fusion.py", train.main)

@@ -3,22 +3,23 @@
     python -m experiments.benchmark_worker SPEC              SPEC: JSON, see `columns_of` there
 
 "side": "ours" runs in this project's environment, "peer" in the reference library's. Both sides
-build their model here and are measured by the same code. When everything is built, the process
-prints a line of JSON about itself; then, for each line on stdin ("warm" or "go"), it runs the row
-once and prints seconds, peak memory, and the rate of a matrix product.
+build their model here and are measured by the same code. The last line is JSON: the loss, how many
+parameters are trained, seconds, peak memory in bytes, and the floor: the seconds that the row's
+multiply-adds take at the rate of a feed-forward layer's matrix product.
 """
 
 import json
-import os
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+import torch._dynamo  # AdamW and the counter import it: a library's memory is not the row's
 import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 FIELDS = "input_ids", "token_type_ids", "attention_mask"
 
@@ -30,47 +31,39 @@ def memory(field):
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def ours(spec, dtype, batch):
+def ours(spec, batch):
     from adapter import activate, load_adapter, load_head
     from bert import Bert
+    from experiments.load_run import cast
     from fusion import fusion_regularization, load_fusion
-    from runtime.kernels import compile_layers
-    from runtime.processes import choose_device
     from train import predict
     from variants.folding import fold
 
     idle, root = memory("VmRSS"), Path(spec["root"])
-    choose_device(spec["device"], spec["dtype"])  # as train.py does, which also sets PyTorch up
-    bert = Bert.from_pretrained(root / "encoder").to(spec["device"], dtype)
+    bert = Bert.from_pretrained(root / "encoder")
     names = [load_adapter(bert, root / f"a{i}") for i in range(spec["adapters"])]
     if spec["fused"]:
         load_fusion(bert, root / f"fusion{len(names)}")
     elif names:
         activate(bert, names[0])
     head = load_head(bert, root / "head")
-    if spec["kind"] == "step":  # what train.py trains, it holds in fp32
-        for _, slot in bert.slots():
-            modules = [slot.fusion] if spec["fused"] else slot.adapters.values()
-            for module in filter(None, modules):
-                module.float().requires_grad_(True)
-        head.requires_grad_(True)
+    stage, trained = ("fusion", ".fusion.") if spec["fused"] else ("adapter", ".adapters.")
+    device, dtype = cast(bert, head, {"stage": stage}, spec["device"], spec["dtype"])
+    for name, p in bert.named_parameters():
+        p.requires_grad_(trained in name)
+    head.requires_grad_(True)
     bert = fold(bert) if spec["fold"] else bert
     return SimpleNamespace(
         idle=idle,
         modules=[bert, head],
-        loss=lambda: F.cross_entropy(
-            predict(bert, head, batch, dtype), batch["labels"].to(bert.device)
-        ),
-        regularization=partial(fusion_regularization, bert),
-        encode=lambda: bert(*(batch[name].to(bert.device) for name in FIELDS)),
-        compile=partial(compile_layers, bert),
-        versions={},
+        loss=lambda: F.cross_entropy(predict(bert, head, batch, dtype), batch["labels"].to(device)),
+        regularization=lambda: fusion_regularization(bert),
+        encode=lambda: bert(*(batch[name].to(device) for name in FIELDS)),
     )
 
 
-def peer(spec, dtype, batch):
+def peer(spec, batch):
     import adapters
-    import transformers
     from adapters.composition import Fuse
 
     idle, root = memory("VmRSS"), Path(spec["root"])
@@ -84,18 +77,20 @@ def peer(spec, dtype, batch):
         model.train_adapter(names[0])
     _, model.active_head = model.load_head(str(root / "head"), use_safetensors=True)
     model.to(spec["device"])  # in fp32 also where autocast computes in bf16, as in its trainer
-    on_device = {name: lambda name=name: batch[name].to(spec["device"]) for name in batch}
+
+    def given(*names):
+        return {name: batch[name].to(spec["device"]) for name in names}
+
     return SimpleNamespace(
         idle=idle,
         modules=[model],
-        loss=lambda: model(**{name: get() for name, get in on_device.items()}).loss,
+        loss=lambda: model(**given(*FIELDS, "labels")).loss,
         regularization=model.get_fusion_regularization_loss,
-        encode=lambda: model.base_model(**{name: on_device[name]() for name in FIELDS}),
-        versions={"adapters": adapters.__version__, "transformers": transformers.__version__},
+        encode=lambda: model.base_model(**given(*FIELDS)),
     )
 
 
-def training_step(side, spec, loss):
+def training_step(side, loss, fused):
     """Both sides take the same step: loss, a fusion's regularization, backward, clipping at norm 1
     and fused AdamW, which is the loop of train.py and the default of transformers' trainer."""
     for module in side.modules:
@@ -105,78 +100,66 @@ def training_step(side, spec, loss):
 
     def step():
         optimizer.zero_grad()
-        (loss() + (side.regularization() if spec["fused"] else 0)).backward()
+        (loss() + (side.regularization() if fused else 0)).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
 
     return step
 
 
-def matrix_product(spec, dtype):
-    """(a feed-forward layer's product, ten times, as a function; its multiply-adds)"""
-    length, d, m = spec["product"]
-    x = torch.randn(spec["batch"] * length, d, device=spec["device"], dtype=dtype)
+def matrix_product(spec, dtype, tokens):
+    """(a feed-forward layer's product, as a function; its multiply-adds)"""
+    config = json.loads((Path(spec["root"]) / "encoder" / "config.json").read_text())
+    d, m = config["hidden_size"], config["intermediate_size"]
+    x = torch.randn(tokens, d, device=spec["device"], dtype=dtype)
     weight = torch.randn(m, d, device=spec["device"], dtype=dtype)
-    y = x.new_empty(len(x), m)  # new memory would cost more than the product of a small batch
-    return lambda: [torch.mm(x, weight.T, out=y) for _ in range(10)], 10 * y.numel() * d
+    y = x.new_empty(tokens, m)  # new memory would cost more than the product of a small batch
+    return lambda: torch.mm(x, weight.T, out=y), tokens * d * m
 
 
-def clock(work, device, times):
+def multiply_adds(work):
+    """How many it takes."""
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        work()
+    return counter.get_total_flops() / 2
+
+
+def clock(work, times):
     """Seconds of one run, the mean of several."""
     start = time.perf_counter()
     for _ in range(times):
         work()
-    if device == "cuda":
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return (time.perf_counter() - start) / times
 
 
-def build(spec):
-    """(what the row does, as a function of no arguments; what to say about it; bytes that the
-    process held before)"""
-    dtype = getattr(torch, spec["dtype"])
+def main():
+    spec = json.loads(sys.argv[1])
+    cuda, dtype = spec["device"] == "cuda", getattr(torch, spec["dtype"])
     batch = load_file(Path(spec["root"]) / f"batch{spec['batch']}.safetensors")
-    side = {"ours": ours, "peer": peer}[spec["side"]](spec, dtype, batch)
+    side = {"ours": ours, "peer": peer}[spec["side"]](spec, batch)
     autocast = torch.autocast(spec["device"], torch.bfloat16, enabled=dtype == torch.bfloat16)
     loss, encode = autocast(side.loss), autocast(side.encode)
     for module in side.modules:
         module.eval()
-    with torch.no_grad():
-        value = loss().item()  # must be the same on both sides
-    if spec["compile"] and spec["side"] == "ours":
-        side.compile()
+    with torch.no_grad():  # what must be the same on both sides
+        result = {"loss": loss().item()}
     step = spec["kind"] == "step"
-    work = training_step(side, spec, loss) if step else torch.inference_mode()(encode)
-    trained = sum(p.numel() for m in side.modules for p in m.parameters() if p.requires_grad)
-    return work, {"loss": value, "trained": trained, "versions": side.versions}, side.idle
-
-
-def main():
-    spec = json.loads(sys.argv[1])
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
-    try:
-        torch.set_num_threads(spec["threads"])
-        cuda = spec["device"] == "cuda"
-        work, about, idle = build(spec)
-        if memory("VmRSS"):
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts from here
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        print(json.dumps(about), file=answers)
-        product, multiply_adds = matrix_product(spec, getattr(torch, spec["dtype"]))
-        for line in sys.stdin:
-            seconds = clock(work, spec["device"], 1)
-            if cuda and line.strip() == "go":  # the first run has filled the allocator's cache
-                seconds = clock(work, spec["device"], 10)
-            peak = torch.cuda.max_memory_allocated() if cuda else memory("VmHWM") - idle
-            rate = multiply_adds / clock(product, spec["device"], 1)
-            if cuda:
-                torch.cuda.empty_cache()  # leaves the memory to the others while this one waits
-            print(json.dumps({"seconds": seconds, "memory": peak, "rate": rate}), file=answers)
-    except Exception as e:
-        print(json.dumps({"error": f"{type(e).__name__}: {e}"}), file=answers)
-        raise
+    work = training_step(side, loss, spec["fused"]) if step else torch.no_grad()(encode)
+    trained = [p for m in side.modules for p in m.parameters() if p.requires_grad]
+    result["trained"] = sum(p.numel() for p in trained)
+    product, of_product = matrix_product(spec, dtype, batch["input_ids"].numel())
+    products = multiply_adds(work) / of_product  # as many take as long as the row's
+    work()  # warms up
+    if memory("VmRSS"):
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts from here
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    result["seconds"] = clock(work, 10 if cuda else 1)
+    result["memory"] = torch.cuda.max_memory_allocated() if cuda else memory("VmHWM") - side.idle
+    result["floor"] = products * clock(product, 10)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

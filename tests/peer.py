@@ -9,7 +9,7 @@ read.safetensors, grid.safetensors or examples.safetensors there.
 read      loads adapters, heads and fusions that this project wrote, and runs its cards' Python
 grid      computes with many architectures, with the weights in weights.safetensors; what the
           library refused becomes refused.json
-examples  the kinds of examples/, with the weights in weights.safetensors
+examples  examples/lora.py, with the weights in weights.safetensors
 """
 
 import json
@@ -19,8 +19,7 @@ from pathlib import Path
 
 import huggingface_hub
 import torch
-from adapters import AutoAdapterModel, BnConfig, LoRAConfig, ParBnConfig
-from adapters.composition import Fuse
+from adapters import AutoAdapterModel, BnConfig, LoRAConfig
 from safetensors.torch import load_file, save_file
 
 FIELDS = ("input_ids", "token_type_ids", "attention_mask")
@@ -95,30 +94,18 @@ def grid():
 
 @torch.no_grad()
 def examples():
-    """outputs[name of the adapter, or of the fusion of two]; weights are named
-    ADAPTER.LAYER.MODULE.PARAMETER."""
+    """outputs["lora"], of examples/lora.py; weights are named LAYER.MODULE.PARAMETER."""
     weights = load_file(directory / "weights.safetensors")
     inputs = load_file(directory / "inputs.safetensors")
     model = AutoAdapterModel.from_pretrained(plan["encoder"]).eval()
-    for name in ("a", "b"):
-        model.add_adapter(name, config=ParBnConfig(reduction_factor=plan["reduction_factor"]))
-    model.add_adapter_fusion(["a", "b"])
     model.add_adapter("lora", config=LoRAConfig(r=8, alpha=8))
     for i, layer in enumerate(model.base_model.encoder.layer):
-        for name in ("a", "b"):
-            adapter = layer.output.adapters[name]
-            for ours, theirs in (("down", adapter.adapter_down[0]), ("up", adapter.adapter_up)):
-                theirs.weight.data = weights[f"{name}.{i}.{ours}.weight"]
-                theirs.bias.data = weights[f"{name}.{i}.{ours}.bias"]
-        for part, p in layer.output.adapter_fusion_layer["a,b"].named_parameters():
-            p.data = weights[f"a,b.{i}.{part}"]
         for part in ("query", "value"):
             lora = getattr(layer.attention.self, part).loras["lora"]
-            lora.lora_A.data = weights[f"lora.{i}.{part}.A.weight"]
-            lora.lora_B.data = weights[f"lora.{i}.{part}.B.weight"]
-    for name, active in (("a", "a"), ("lora", "lora"), ("a,b", Fuse("a", "b"))):
-        model.set_active_adapters(active)
-        outputs[name] = model.base_model(**inputs).last_hidden_state
+            lora.lora_A.data = weights[f"{i}.{part}.A.weight"]
+            lora.lora_B.data = weights[f"{i}.{part}.B.weight"]
+    model.set_active_adapters("lora")
+    outputs["lora"] = model.base_model(**inputs).last_hidden_state
 
 
 {"read": read, "grid": grid, "examples": examples}[sys.argv[1]]()

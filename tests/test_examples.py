@@ -3,30 +3,30 @@ their runs, as a user makes and reads them."""
 
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import child
+import fusion
 import test_kinds
 import train
 from adapter import activate, add_adapter, find_adapter
 from bert import Bert
 from conftest import cli
 from data import Classification
-from examples.balanced_accuracy import balanced_accuracy
 from examples.fusion_with_own_adapter import add_fusion_and_adapter
 from examples.lora import LoRAConfig, merge
-from examples.parallel_adapter import ParallelAdapter, ParallelConfig
 from examples.sts_b import Regression, pearson, ranks, spearman
 from experiments import evaluate, figure4, predict, prune, publish
 from experiments.load_run import load_run
 from formats.files import read_json, write_json
-from fusion import add_fusion, fusions
 from reference import FIELDS, ask_peer, needs_peer
 from test_kinds import examples, inputs, new_bert, places, trained  # noqa: F401  (fixtures)
 
@@ -34,82 +34,57 @@ REPOSITORY = Path(train.__file__).resolve().parent
 
 
 @needs_peer
-def test_as_the_reference_computes(encoder, monkeypatch, tmp_path):
-    bert = new_bert(encoder, "lora", ["lora"], torch.float32)
-    for name in "ab":
-        add_adapter(bert, name, ParallelConfig(reduction_factor=4))
-    add_fusion(bert, ["a", "b"])
-    for part in (".adapters.a.", ".adapters.b.", ".fusion."):
-        test_kinds.randomize(bert, part)
-    weights = {}
-    for name in ("a", "b", "lora"):
-        for (layer, location), _, module in find_adapter(bert, name)[1]:
-            inner = f"{location.rsplit('.')[-1]}." if name == "lora" else ""
-            for part, p in module.named_parameters():
-                weights[f"{name}.{layer}.{inner}{part}"] = p.detach()
-    for (layer, _), fusion in fusions(bert):
-        weights |= {f"a,b.{layer}.{part}": p.detach() for part, p in fusion.named_parameters()}
+def test_lora_is_the_reference_s(encoder, tmp_path):
+    bert = new_bert(encoder, "lora", "a", torch.float32)
+    weights = {
+        f"{layer}.{location.split('.')[-1]}.{part}": p.detach()
+        for (layer, location), _, module in find_adapter(bert, "a")[1]
+        for part, p in module.named_parameters()
+    }
     save_file(weights, tmp_path / "weights.safetensors")
     save_file(dict(zip(FIELDS, inputs(), strict=True)), tmp_path / "inputs.safetensors")
-    write_json(tmp_path / "plan.json", {"encoder": str(encoder), "reduction_factor": 4})
+    write_json(tmp_path / "plan.json", {"encoder": str(encoder)})
     ask_peer("peer.py", "examples", tmp_path)
-    theirs = load_file(tmp_path / "examples.safetensors")
-    for name in ("a", "lora"):
-        activate(bert, name)
-        assert (bert(*inputs()) - theirs[name]).abs().max() < 2e-5
-    assert (theirs["a"] - theirs["lora"]).abs().max() > 0.1
-    activate(bert, "a,b")
-    assert (bert(*inputs()) - theirs["a,b"]).abs().max() > 0.1
-    # there a fusion has x twice: in its residual, and from BERT
-    monkeypatch.setattr(ParallelAdapter, "inputs", lambda self, f, x, norm: (x, x + f))
-    assert (bert(*inputs()) - theirs["a,b"]).abs().max() < 2e-5
+    theirs = load_file(tmp_path / "examples.safetensors")["lora"]
+    assert (bert(*inputs()) - theirs).abs().max() < 2e-5
+    activate(bert, None)
+    assert (bert(*inputs()) - theirs).abs().max() > 0.1
 
 
 def test_lora_is_merged_into_the_weights(encoder):
-    bert = new_bert(encoder, "lora", "a")
-    h = bert(*inputs())
-    before = Bert.from_pretrained(encoder).double()
+    bert, before = new_bert(encoder, "lora", "a"), Bert.from_pretrained(encoder).double()
+    h, plain = bert(*inputs()), before(*inputs())
+    assert not torch.allclose(plain, h, atol=1e-3)
     merge(bert, "a")
-    names = {name for name, _ in before.named_parameters()}
-    assert names == {name for name, _ in bert.named_parameters()}
+    assert dict(bert.named_parameters()).keys() == dict(before.named_parameters()).keys()
     assert torch.allclose(bert(*inputs()), h, rtol=1e-9, atol=1e-11)
-    assert not torch.allclose(before(*inputs()), h, atol=1e-3)
-    assert not any(p.requires_grad for p in bert.parameters())
+    add_adapter(before, "new", LoRAConfig())
+    assert torch.equal(before(*inputs()), plain)  # B is 0 at first
 
 
-def test_they_start_as_the_encoder(encoder):
-    """z is 0 at first, of both kinds."""
-    for config in (ParallelConfig(), LoRAConfig()):
-        bert = Bert.from_pretrained(encoder)
-        h = bert(*inputs())
-        add_adapter(bert, "a", config)
-        assert torch.equal(bert(*inputs()), h)
-        for _, _, module in find_adapter(bert, "a")[1]:
-            first = module.down if hasattr(module, "down") else module.A
-            bound = first.in_features**-0.5  # of Kaiming's uniform distribution with a = √5
-            assert 0.8 * bound < first.weight.abs().max() <= bound
+@patch.dict(fusion.FUSIONS)
+def test_the_fork_on_the_page(launch, runs, tmp_path):
+    page = (REPOSITORY / "docs" / "forking.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(code, {"__name__": "scaled_fusion"})
+    words = "--stage fusion --task rte --epochs 1 --fusion scaled --fusion-config power=0.25"
+    adapters, scores = [runs / "rte", runs / "sst2"], torch.tensor([[[3.0, -1.0]]])
+    result = launch(words, adapters=adapters, out=tmp_path / "run")
+    (_, scaled), *_ = fusion.fusions(load_run(tmp_path / "run").bert)
+    assert torch.allclose(scaled.attend(scores), (scores / 32**0.25).softmax(-1))
+    assert evaluate.main(cli(f"{tmp_path}/run --device cpu"))["accuracy"] == result["accuracy"]
 
 
-def test_refused():
-    with pytest.raises(ValueError, match="r and alpha must be"):
-        LoRAConfig(r=0)
-    with pytest.raises(ValueError, match="reduction_factor"):
-        ParallelConfig(reduction_factor=0)
-    for label in ("high", math.nan, -1, None):
-        with pytest.raises(ValueError, match=f"{label!r} is not a number from 0 to 5"):
-            Regression.label(None, label)
-
-
-def test_scores():
-    labels, predictions = torch.tensor([0, 0, 0, 0, 2, 2]), torch.tensor([0, 0, 0, 1, 2, 0])
-    assert balanced_accuracy(labels, predictions) == pytest.approx((3 / 4 + 1 / 2) / 2)
+def test_regression():
     assert ranks(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
     x, y = torch.tensor([1.0, 2.0, 3.0, 5.0]), torch.tensor([2.0, 1.0, 4.0, 90.0])
     assert pearson(x, y) == pytest.approx(torch.corrcoef(torch.stack([x, y]))[0, 1].item())
     assert spearman(x, y) == pytest.approx(0.8)  # 1 - 6 Σ d² / (n (n² - 1)), d = 1, 1, 0, 0
-    assert spearman(x, x**3) == pytest.approx(1) and pearson(x, -2 * x) == pytest.approx(-1)
     assert pearson(x, torch.ones(4)) == 0.0
     assert Regression.label(None, "3.8") == 3.8 and Regression.label(None, 5) == 5.0
+    for label in ("high", math.nan, -1, None):
+        with pytest.raises(ValueError, match=f"{label!r} is not a number from 0 to 5"):
+            Regression.label(None, label)
 
 
 def test_a_score_may_be_negative_but_must_be_a_number(trained, monkeypatch, tmp_path):  # noqa: F811
@@ -121,34 +96,41 @@ def test_a_score_may_be_negative_but_must_be_a_number(trained, monkeypatch, tmp_
         trained("score accuracy", tmp_path / "none", "--score", "none")
 
 
-FORKS = {"lora": "lora", "fusion mean": "mean_fusion", "task Regression": "sts_b"}
+def test_a_run_is_read_once_its_kind_is_imported(encoder, data_dir, tmp_path):
+    """Made as a user makes it, from another directory. No code is executed that the user has not
+    named: the module is in an error's text alone."""
+    run = tmp_path / "run"
+    words = cli("--stage adapter --task rte --adapter lora --adapter-config r=2 --epochs 1")
+    words += cli("--device cpu", model=encoder, data_dir=data_dir, out=run)
+    command = [sys.executable, str(REPOSITORY / "examples/lora.py"), *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["trained_parameters"] == 2 * 256 + 1122
+    assert " --import examples.lora\n" in done.stdout
+
+    words = ["-m", "experiments.evaluate", run, "--device", "cpu"]
+    status, out, err = child.output(words)  # of a process that knows no example
+    assert status == 2 and "'query_value_lora'" in err and err.count("\n") == 1
+    assert "made by examples/lora.py" in out and "do by --import MODULE" in out
+    status, out, err = child.output([*words, "--import", "examples.lora"])
+    assert status == 0, err
+    assert json.loads(out.splitlines()[-1])["accuracy"] == result["accuracy"]
+    status, out, err = child.output([*words, "--import", "examples.lor"])
+    assert status == 2 and err.count("\n") == 1 and "No module named 'examples.lor'" in err
 
 
 @pytest.fixture(scope="module")
 def fork_runs(trained, tmp_path_factory):  # noqa: F811
     """{kind: its run, as `python examples/NAME.py` writes it}"""
     runs = {}
-    for name, module in FORKS.items():
+    for name, module in {"fusion mean": "mean_fusion", "task Regression": "sts_b"}.items():
         run = runs[name] = tmp_path_factory.mktemp("forks") / module
         trained(name, run)
         config = read_json(run / "config.json")
         command = f"examples/{module}.py {config['command'].partition(' ')[2]}"
         write_json(run / "config.json", config | {"command": command})
     return runs
-
-
-def test_a_run_is_read_once_its_kind_is_imported(fork_runs):
-    """No code is executed that the user has not named: the module is in an error's text alone."""
-    run = fork_runs["lora"]
-    words = ["-m", "experiments.evaluate", run, "--device", "cpu"]
-    status, out, err = child.output(words)  # of a process that knows no example
-    assert status == 2 and "'query_value_lora'" in err and err.count("\n") == 1
-    assert "made by examples/lora.py" in out and "do by --import MODULE" in out
-    status, out, err = child.output([*words, "--import", "examples.lora"])
-    accuracy = read_json(run / "metrics.json")["accuracy"]
-    assert status == 0 and json.loads(out.splitlines()[-1])["accuracy"] == accuracy, err
-    status, out, err = child.output([*words, "--import", "examples.lor"])
-    assert status == 2 and err.count("\n") == 1 and "No module named 'examples.lor'" in err
 
 
 def test_what_cannot_be_done_with_a_fork_is_said(fork_runs, monkeypatch, tmp_path, capsys):
@@ -171,33 +153,13 @@ def test_what_cannot_be_done_with_a_fork_is_said(fork_runs, monkeypatch, tmp_pat
         test_kinds.fill(test_kinds.with_examples)
 
 
-def test_a_regression_is_predicted_and_evaluated(fork_runs, capsys):
-    run = str(fork_runs["task Regression"])
-    texts = [run, "red cat", "red dog", "--device", "cpu"]
+def test_a_regression_is_predicted(fork_runs, capsys):
+    texts = [str(fork_runs["task Regression"]), "red cat", "red dog", "--device", "cpu"]
     predict.main(texts)
     value, text = capsys.readouterr().out.strip().split("\t")
     predict.main([*texts, "--json"])
     result = json.loads(capsys.readouterr().out)
     assert text == "red cat | red dog" and f"{result['score']:.3f}" == value
-    result = evaluate.main([run, "--device", "cpu"])
-    metrics = read_json(Path(run) / "metrics.json")
-    assert all(result[name] == metrics[name] for name in Regression.scores)
-    assert "classes" not in result and "accuracy" not in result
-
-
-def test_as_a_user_starts_it(encoder, data_dir, tmp_path):
-    """From another directory, by the path of its file."""
-    run = tmp_path / "run"
-    words = cli("--stage adapter --task rte --adapter lora --adapter-config r=2 --epochs 1")
-    words += cli("--device cpu", model=encoder, data_dir=data_dir, out=run)
-    command = [sys.executable, str(REPOSITORY / "examples/lora.py"), *words]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    last = json.loads(done.stdout.splitlines()[-1])
-    assert last["trained_parameters"] == 2 * 256 + 1122
-    assert " --import examples.lora\n" in done.stdout
-    config = read_json(run / "config.json")
-    assert config["command"].split()[0].endswith("examples/lora.py") and config["adapter"] == "lora"
 
 
 def test_an_adapter_that_is_trained_with_the_fusion_is_saved(launch, runs, tmp_path, monkeypatch):
@@ -207,7 +169,7 @@ def test_an_adapter_that_is_trained_with_the_fusion_is_saved(launch, runs, tmp_p
     adapters = [runs / "sst2", runs / "pick"]
     result = launch(words, adapters=adapters, out=tmp_path / "run")
     bert, _, _ = load_run(tmp_path / "run")
-    assert {fusion.name for _, fusion in fusions(bert)} == {"sst2,pick,own"}
+    assert {one.name for _, one in fusion.fusions(bert)} == {"sst2,pick,own"}
     for _, _, new in find_adapter(bert, "own")[1]:
         assert new.up.bias.any()  # which starts as 0
     for name in ("sst2", "pick"):  # the others are as they were
@@ -216,3 +178,5 @@ def test_an_adapter_that_is_trained_with_the_fusion_is_saved(launch, runs, tmp_p
         assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
     again = evaluate.main([str(tmp_path / "run"), "--device", "cpu"])
     assert again["accuracy"] == result["accuracy"]
+    words = cli(f"{tmp_path / 'run'} --keep 2 --device cpu", out=tmp_path / "pruned")
+    assert len(prune.main(words)["adapters"]) >= 2
