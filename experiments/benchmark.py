@@ -187,7 +187,8 @@ def main(argv=None):
             print(name, flush=True)
             columns = columns_of(row, options, root)
             cells += table_rows(name, measure(columns, options.repeats, options.peer_python))
-    about = f"{date.today()}, torch {torch.__version__}: {record(options)}"
+    about = f"{date.today()}, torch {torch.__version__}, {torch.get_num_threads()} threads: "
+    about += str(record(options))
     text = f"{markdown(cells, COLUMNS)}\n{about}\n"
     print(text)
     if options.out:
