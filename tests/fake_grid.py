@@ -18,12 +18,11 @@ from pathlib import Path
 
 def train(fake, words):
     out = Path(words[words.index("--out") + 1])
-    resumed = (out / "resume.pt").exists()
     with open(fake / "log", "a") as log:
-        log.write(f"{out.name} {'resumed' if resumed else 'new'}\n")
+        log.write(f"{out.name}\n")
     for line in (fake / "fail").read_text().splitlines() if (fake / "fail").exists() else ():
         if out.name.startswith(line.split(": ")[0]):
-            print("train.py: " + line.split(": ", 1)[1], file=sys.stderr)
+            print(f"train.py: {line.split(': ', 1)[1]}\nand what torchrun says", file=sys.stderr)
             sys.exit(2)
     for word in words:
         if word.startswith(str(out.parent)) and word != str(out):
@@ -71,15 +70,15 @@ class Fake:
     -> its exit status."""
 
     def __init__(self, grid, directory, encoder):
+        from conftest import write_rows
+
         self.grid, self.encoder = grid, encoder
         self.fake, self.out, self.data = (directory / name for name in ("fake", "out", "data"))
         self.fake.mkdir()
         for task, n in (("big", 40), ("middle", 30), ("small", 20)):
-            (self.data / task).mkdir(parents=True)
             rows = [{"text_a": "a cat", "label": i % 2} for i in range(n)]
-            text = "".join(json.dumps(row) + "\n" for row in rows)
             for split in ("train", "validation"):
-                (self.data / task / f"{split}.jsonl").write_text(text)
+                write_rows(self.data / task / f"{split}.jsonl", rows)
 
     def words(self, text="", **options):
         """Of the command line. What follows -- goes to train.py."""
@@ -94,25 +93,20 @@ class Fake:
     def __call__(self, text="", **options):
         from runtime.command import run_command
 
+        name = self.grid.__name__.split(".")[-1]
         try:
-            run_command(
-                self.grid.__name__.split(".")[-1], self.grid.main, self.words(text, **options)
-            )
+            run_command(name, self.grid.main, self.words(text, **options))
         except SystemExit as e:
             return e.code
         return 0
 
     def log(self):
-        """["name new", "name resumed", ...] of the runs so far"""
+        """The names of the runs so far"""
         path = self.fake / "log"
         return path.read_text().splitlines() if path.exists() else []
 
     def write(self, name, text=""):
         (self.fake / name).write_text(text)
-
-    def results(self, out=None):
-        files = sorted((out or self.out).iterdir())
-        return {path.name: path.read_bytes() for path in files if path.suffix in (".csv", ".md")}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """experiments.table1, experiments.grid under it and experiments.report. Most runs here are of a
 stand-in for train.py, which takes no time (fake_grid.py)."""
 
+import contextlib
 import csv
 import json
 import re
@@ -18,8 +19,7 @@ import data
 import fake_grid
 from conftest import cli, thorough, thorough_after_first, write_rows
 from experiments import grid, report, table1
-
-ROOT = Path(__file__).parent.parent
+from reference import GOLDEN
 
 
 @pytest.fixture
@@ -37,6 +37,13 @@ def rows_of(path):
 
 def metrics(out, name):
     return json.loads((out / "runs" / name / "metrics.json").read_text())
+
+
+def written(out):
+    """{name: content} of all tables"""
+    return {
+        path.name: path.read_bytes() for path in out.iterdir() if path.suffix in (".csv", ".md")
+    }
 
 
 # --------------------------------------------------------------------------------------------------
@@ -144,30 +151,31 @@ def test_tables_of_a_whole_grid(table, capsys):
     assert len(log) == len(set(log)) == len(list((table.out / "runs").iterdir()))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"0 of {len(log)} runs are finished, {len(log)} to go"
-    ends = [line for line in lines if " left" in line]
-    assert [int(line.split("; ")[1].split()[0]) for line in ends] == list(range(1, len(log)))[::-1]
-    assert all(re.search(r" left, about \d+:\d\d:\d\d$", line) for line in ends)
+    ends = [re.search(r"%; (\d+) left, about \d+:\d\d:\d\d$", line) for line in lines]
+    assert [int(end[1]) for end in ends if end] == list(range(len(log)))[::-1]
 
     row = rows_of(table.out / "table1.csv")["small"]
     values = [100 * metrics(table.out, f"fusion_st_a-small-{s}")["accuracy"] for s in range(2)]
     text = f"{statistics.mean(values):.2f} ± {statistics.stdev(values):.2f}"
     assert f"{row['fusion_st_a_mean']} ± {row['fusion_st_a_std']}" == text
-    assert row["fusion_st_a_seeds"] == "2"
+    assert row["fusion_st_a_seeds"] == "2" and row["train_examples"] == "20"
     joint = [metrics(table.out, f"mtl-{seed}")["accuracies"]["small"] for seed in range(2)]
     assert row["mtl_mean"] == f"{100 * statistics.mean(joint):.2f}"
     page = (table.out / "results.md").read_text()
-    assert re.findall("## (.{7,8})", page) == ["Table 1", "Table 3:", "Table 2:", "Figure 3"]
+    assert re.findall("## (.{8})", page) == ["Tables 1", "Table 2:", "Figure 3"]
     assert f"| {text} |" in page and str(table.data) not in page
     assert any(text in line for line in lines if line.startswith("small "))  # printed, too
     assert lines[-1] == str(table.out / "results.md")
     difference = float(row["fusion_st_a_mean"]) - float(row["st_a_16_mean"])
+    mark = table1.arrow(difference)
     found = (table.out / "table2.csv").read_text()
-    assert f"fusion_st_a,st_a_16,small,{table1.arrow(difference)},{difference:.2f}," in found
+    assert f"fusion_st_a,st_a_16,small,{mark},{difference:.2f},–" in found
+    assert f"| small | {mark} (–) |" in page
     assert (table.out / "figure3.png").read_bytes().startswith(b"\x89PNG")
 
-    before = table.results()
+    before = written(table.out)
     assert table("--seeds 0 1 --jobs 8") == 0 and table.log() == log  # nothing is run again
-    assert table.results() == before
+    assert written(table.out) == before
     again = capsys.readouterr().out.splitlines()
     assert again[0] == f"{len(log)} of {len(log)} runs are finished, 0 to go"
     assert again[1:] == lines[1 - len(again) :]
@@ -184,10 +192,11 @@ def test_the_papers_values_are_beside_ours(table):
     # a mean over other tasks is not beside ours
     assert rows["small"]["full_paper"] == rows["mean"]["full_paper"] == ""
     assert " (71.04) |" in (table.out / "results.md").read_text()
-    roberta = ROOT / "tests" / "golden" / "roberta" / "encoder"
+    roberta = GOLDEN / "roberta" / "encoder"
     out = table.out.parent / "roberta"
     assert table("--systems st_a_2 st_a_16 --seeds 0", tasks=["small"], model=roberta, out=out) == 0
     assert (out / "table4.csv").exists() and not (out / "table1.csv").exists()
+    assert "## Table 4\n" in (out / "results.md").read_text()
 
 
 def test_text_tables(monkeypatch):
@@ -209,7 +218,7 @@ def test_a_failure_stops_only_what_needs_it(table, capsys):
     words = "--systems st_a_16 fusion_st_a --seeds 0 1 --jobs 2"
     assert table(words) == 1
     output = capsys.readouterr().out
-    assert "failed: st_a_16-big-1: this one fails" in output
+    assert "failed: st_a_16-big-1: train.py: this one fails (status 2) (" in output
     assert "failed: fusion_st_a-small-1: not run: it needs st_a_16-big-1, which failed" in output
     assert "failed runs: 4" in output
     rows = rows_of(table.out / "table1.csv")
@@ -219,25 +228,8 @@ def test_a_failure_stops_only_what_needs_it(table, capsys):
     before = len(table.log())
     table.write("fail")
     assert table(words) == 0
-    again = sorted(line.split()[0] for line in table.log()[before:])
     fusions = [f"fusion_st_a-{task}-1" for task in ("big", "middle", "small")]
-    assert again == [*fusions, "st_a_16-big-1"]
-
-
-@pytest.mark.parametrize(
-    "said, status, reason",
-    [
-        ("", -9, "loading PyTorch (killed by signal 9)"),
-        ("KeyError: 1\n", 1, "loading PyTorch (status 1)"),
-        ("train.py: no such task\nbye\n", 2, "no such task"),
-    ],
-)
-def test_why_a_run_failed(tmp_path, said, status, reason):
-    cell = grid.Cell("a", tmp_path / "runs" / "a", ())
-    cell.log.parent.mkdir()
-    log = "\n$ a\ntrain.py: another time\n\n$ b\ntrain.py: loading PyTorch\n"
-    cell.log.write_text(log + said)
-    assert grid.failure(cell, status) == reason
+    assert sorted(table.log()[before:]) == [*fusions, "st_a_16-big-1"]
 
 
 def wait_for(condition, seconds=60):
@@ -248,14 +240,11 @@ def wait_for(condition, seconds=60):
 
 
 def children(table):
-    """Processes of the stand-in that are alive, wherever they belong."""
-    found = []
+    """How many processes of the stand-in are alive, wherever they belong."""
+    found = 0
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:  # it has ended
-            continue
-        found += [path] * (str(table.fake).encode() in words)
+        with contextlib.suppress(OSError):  # it has ended
+            found += str(table.fake).encode() in path.read_bytes().split(b"\0")
     return found
 
 
@@ -283,14 +272,13 @@ def test_no_child_is_left_behind(end, table, tmp_path):
     listening = table.fake / "listening"
     try:
         wait_for(lambda: listening.exists() and len(list(listening.iterdir())) == 2)
-        assert len(children(table)) == 2
+        assert children(table) == 2
         process.stdout.close()
         process.send_signal(getattr(signal, end, signal.SIGINT))
         if end == "deaf":
             time.sleep(0.5)
             process.send_signal(signal.SIGINT)
-        said = process.stderr.read()
-        status = process.wait(20)
+        said, status = process.stderr.read(), process.wait(20)
     finally:
         process.kill()
         process.wait()
@@ -304,30 +292,37 @@ def test_no_child_is_left_behind(end, table, tmp_path):
         assert len(list(table.out.glob("runs/*/resume.pt"))) == 2
     (table.fake / "slow").unlink()
     assert table(words) == 0
-    assert table.results() == table.results(tmp_path / "undisturbed")
+    assert written(table.out) == written(tmp_path / "undisturbed")
 
 
 def test_other_commands_are_told_apart(table, capsys):
     words = "--systems st_a_16 fusion_st_a --seeds 0"
+    adapters, fusions = (
+        [f"{system}-{task}-0" for task in ("big", "middle", "small")]
+        for system in ("st_a_16", "fusion_st_a")
+    )
     assert table(words) == 0
-    log = table.log()
     assert table(words, adapter_options="--lr 1e-3") == 2
-    assert "st_a_16-big-0 was made by another command (such runs: 6)" in capsys.readouterr().err
-    assert table(words, fusion_options="--epochs 3") == 2 and table.log() == log
+    assert "st_a_16-big-0 was made by another command" in capsys.readouterr().err
+    assert table(words, fusion_options="--epochs 3") == 2
+
+    def made_again(**options):
+        """The runs that --overwrite does again, in this order"""
+        before = len(table.log())
+        assert table(f"{words} --overwrite", **options) == 0
+        return table.log()[before:]
+
     (table.out / "runs" / "fusion_st_a-big-0" / "metrics.json").unlink()  # begun, not finished
-    assert table(f"{words} --overwrite", fusion_options="--epochs 3") == 0
-    fusions = [f"fusion_st_a-{task}-0" for task in ("big", "middle", "small")]
-    assert sorted(line.split()[0] for line in table.log()[len(log) :]) == fusions
+    assert made_again(fusion_options="--epochs 3") == fusions
     for name in fusions:  # by train.py's own --overwrite, which keeps the old run for a while
         assert "--overwrite\n" in (table.out / "logs" / f"{name}.txt").read_text()
     # what was made from other runs goes with them
-    assert table(f"{words} --overwrite", adapter_options="--lr 1e-3") == 0
-    assert len(table.log()) == len(log) + 3 + 6
-    # also where an earlier --overwrite was interrupted
+    assert made_again(adapter_options="--lr 1e-3") == [*adapters, *fusions]
+    # also where an earlier --overwrite was interrupted, which itself is continued
     (table.out / "runs" / "st_a_16-big-0" / "metrics.json").unlink()
-    assert table(f"{words} --overwrite", adapter_options="--lr 1e-3") == 0
-    again = sorted(line.split()[0] for line in table.log()[len(log) + 3 + 6 :])
-    assert again == [*fusions, "st_a_16-big-0"]
+    assert made_again(adapter_options="--lr 1e-3") == [adapters[0], *fusions]
+    log = (table.out / "logs" / "st_a_16-big-0.txt").read_text()
+    assert log.splitlines()[-1].endswith("--resume")
 
 
 @thorough
@@ -357,27 +352,24 @@ def test_a_plan_that_must_fail_downloads_nothing(tmp_path):
 
 def test_gpus_and_cores_are_shared_out(monkeypatch):
     options = grid.Options()
-    torchrun = grid.Options(launch="torchrun --nproc_per_node=8")
     for name in ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
 
-    def visible(jobs):
-        shares = [grid.environment(slot, jobs, 4, options) for slot in range(jobs)]
-        return [share["CUDA_VISIBLE_DEVICES"] for share in shares]
+    def shares(name, jobs, options=options):
+        return [grid.environment(slot, jobs, options).get(name) for slot in range(jobs)]
 
-    assert visible(1) == ["0,1,2,3"] and visible(2) == ["0,2", "1,3"]
-    assert visible(4) == [*"0123"] and visible(6) == [*"012301"]
-    for jobs, threads in ((2, "3"), (7, "1"), (16, "1")):
-        share = grid.environment(0, jobs, 0, options)
-        assert share["OMP_NUM_THREADS"] == share["RAYON_NUM_THREADS"] == threads
-    alone = grid.environment(0, 1, 0, options)
-    assert not {"OMP_NUM_THREADS", "OMP_WAIT_POLICY"} & alone.keys()
-    assert "OMP_NUM_THREADS" not in grid.environment(0, 2, 1, torchrun)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")  # the user's
-    monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    assert visible(2) == ["5", "7"]
-    assert grid.environment(0, 2, 0, options)["OMP_NUM_THREADS"] == "5"
+    devices, threads = "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"
+    assert shares(devices, 1) == ["0,1,2,3"] and shares(devices, 2) == ["0,2", "1,3"]
+    assert shares(devices, 4) == [*"0123"] and shares(devices, 6) == [*"012301"]
+    assert shares(threads, 1) == [None] and shares("OMP_WAIT_POLICY", 1) == [None]
+    assert shares(threads, 2) == ["3"] * 2 and shares(threads, 16) == ["1"] * 16
+    torchrun = grid.Options(launch="torchrun --nproc_per_node=8")
+    assert shares(threads, 2, torchrun) == [None] * 2
+    monkeypatch.setenv(devices, "5,7")  # the user's
+    monkeypatch.setenv(threads, "5")
+    assert shares(devices, 2) == ["5", "7"] and shares(threads, 2) == ["5", "5"]
 
 
 WRONG = """--jobs 0 | --jobs must be at least 1
