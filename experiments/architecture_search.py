@@ -95,7 +95,6 @@ class Options(grid.Options):
     )
     out: Path = grid.operation(Path("runs/search"), "of runs and results; default runs/search")
     reduction_factors: tuple[float, ...] = settings.option((2.0, 8.0, 16.0, 64.0))
-    no_extras: bool = settings.option(False, f"leave out {', '.join(EXTRAS)}")
     adapter_options: str = grid.stage_options("adapter")
     full_options: str = grid.stage_options("full")
 
@@ -115,16 +114,6 @@ def options_of(step, best):
             if not without_effect(config):
                 found[name] = config
     return found
-
-
-def architecture(config):
-    """A name of it for directories, such as top-before_after-none-f-relu; the same for the same
-    architecture."""
-    words = []
-    for step in STEPS:
-        sets_it = (name for name in STEPS[step] if sets(step, name).items() <= vars(config).items())
-        words.append(next(sets_it))
-    return "-".join([*words, *["inside"] * config.adapter_residual_before_ln])
 
 
 def changes(config):
@@ -162,11 +151,12 @@ class Search:
         """Returns the cells of a step."""
         before = len(self.cells)
         for option, config in options_of(step, self.best).items():
-            words = ["--adapter-config", *changes(config)] if changes(config) else []
-            self.add(step, option, architecture(config), words)
+            words = changes(config)
+            name = "-".join(words) or "pfeiffer"
+            self.add(step, option, name, ["--adapter-config", *words] if words else [])
         if step == "position":
             self.add("full", "full", "full", [], stage="full", factors=[None])
-            for option, (_, words) in EXTRAS.items() if not self.options.no_extras else ():
+            for option, (_, words) in EXTRAS.items():
                 self.add("extras", option, option, words.split())
         return list(self.cells.values())[before:]
 
@@ -180,32 +170,22 @@ class Search:
                 cell = grid.cell(self.options, run, stage, given, seed)
                 self.cells[step, option, factor, seed] = cell
 
-    def names(self, *where):
-        """Of the cells of a step, of one option of it, or of that with one reduction factor."""
-        return [cell.name for place, cell in self.cells.items() if place[: len(where)] == where]
-
     def over_seeds(self, *where):
-        """(mean, standard deviation) in % of those that are finished"""
-        found = [self.results[name] for name in self.names(*where) if name in self.results]
-        return report.mean_and_deviation(result["accuracy"] for result in found)
+        """(mean, standard deviation) in % of the cells of a step, of one option of it, or of that
+        with one reduction factor; None twice unless all of them are finished"""
+        names = [cell.name for place, cell in self.cells.items() if place[: len(where)] == where]
+        if not self.results.keys() >= {*names}:
+            return None, None
+        return report.mean_and_deviation(self.results[name]["accuracy"] for name in names)
+
+    def steps(self):
+        """Those with runs, and the extras"""
+        return [step for step in TITLES if step in {place[0] for place in self.cells}]
 
     def means(self, step):
-        """{option: mean accuracy in % over all reduction factors and seeds}; None if one of them
-        has no result"""
-        result = {}
-        for option in dict.fromkeys(place[1] for place in self.cells if place[0] == step):
-            complete = self.results.keys() >= {*self.names(step, option)}
-            result[option] = self.over_seeds(step, option)[0] if complete else None
-        return result
-
-    def winner(self, step):
-        """The option with the best mean, of equals the first. An option whose runs diverged has
-        lost; None while any other option lacks a result."""
-        missing = {*self.names(step)} - self.results.keys()
-        if any("no epoch was finished" not in self.failed.get(name, "") for name in missing):
-            return None
-        trained = {option: mean for option, mean in self.means(step).items() if mean is not None}
-        return max(trained, key=trained.get, default=None)
+        """{option: mean accuracy in % over all reduction factors and seeds}"""
+        options = dict.fromkeys(place[1] for place in self.cells if place[0] == step)
+        return {option: self.over_seeds(step, option)[0] for option in options}
 
     def table(self, step):
         """(rows, header): the accuracies of each option; in bold the winner"""
@@ -237,22 +217,22 @@ def write_results(searches, options, config):
                 size = "" if factor is None else f"{factor:g}"
                 numbers = [f"{result['accuracy']:.6f}", result["trained_parameters"]]
                 rows.append([search.task, step, option, size, seed, *numbers])
-        full = search.over_seeds("full")
-        lines += [f"## {search.task}", "", f"Full fine-tuning: {report.with_deviation(*full)}.", ""]
-        if steps := [step for step in TITLES if search.over_seeds(step)[0] is not None]:
-            for step in steps:
-                lines += [f"### {TITLES[step]}", "", report.markdown(*search.table(step))]
-            figure(options.out / f"{search.task}.png", search, steps, full[0])
-            lines += [f"![Accuracy by reduction factor]({search.task}.png)", ""]
+        full = report.with_deviation(*search.over_seeds("full"))
+        lines += [f"## {search.task}", "", f"Full fine-tuning: {full}.", ""]
+        for step in search.steps():
+            lines += [f"### {TITLES[step]}", "", report.markdown(*search.table(step))]
+        figure(options.out / f"{search.task}.png", search)
+        lines += [f"![Accuracy by reduction factor]({search.task}.png)", ""]
     header = "task step option reduction_factor seed accuracy trained_parameters".split()
     report.write_csv(options.out / "search.csv", header, rows)
     return report.write_text(options.out / "search.md", "\n".join(lines))
 
 
-def figure(path, search, steps, full):
+def figure(path, search):
     """Accuracy over the reduction factor: a panel for each step, a curve for each option, full
     fine-tuning as a line."""
-    factors = sorted(search.options.reduction_factors)
+    steps, factors = search.steps(), sorted(search.options.reduction_factors)
+    full, _ = search.over_seeds("full")
     shape, panels = report.subplots(2, 3, (13, 10), sharey=True)
     for panel, step in zip(panels.flat, steps, strict=False):
         if full is not None:
@@ -283,12 +263,14 @@ def run(searches, options, config):
             results, failed = grid.run(search.add_step(step), options)
             search.results |= results
             search.failed |= failed
-            if option := search.winner(step):
-                search.winners[step] = option
-                search.best |= sets(step, option)
-            path = write_results(searches, options, config)
+            # one that lacks a result, because its loss diverged or a run failed, has lost
+            means = {o: mean for o, mean in search.means(step).items() if mean is not None}
+            if means:
+                search.winners[step] = winner = max(means, key=means.get)
+                search.best |= sets(step, winner)
+            path = write_results([one for one in searches if one.cells], options, config)
             print(*report.table(*search.table(step)), sep="\n", flush=True)
-            if option is None:
+            if not means:
                 break
     print(path, flush=True)
     grid.end({name: reason for search in searches for name, reason in search.failed.items()})

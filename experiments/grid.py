@@ -14,7 +14,6 @@ adapters: for a finished run by `train.finished_result`, for any other by --resu
 """
 
 import contextlib
-import datetime
 import functools
 import os
 import shlex
@@ -31,7 +30,6 @@ import torch
 import data
 import train
 from bert import Bert
-from formats.files import read_json
 from formats.rows import find_split
 from runtime.directory import is_finished
 from runtime.processes import deferred_signals, end_with_parent
@@ -64,7 +62,7 @@ class Options:
     data_dir: str | None = like(train.Settings, "data_dir", group=None, recorded=False)
     tasks: tuple = option(())
     seeds: tuple[int, ...] = option((0,), valid=SEED)
-    out: Path = operation(Path("runs/grid"), "directory of all runs and results")
+    out: Path = operation(Path("runs/grid"))
     jobs: int | None = operation(
         None, "runs at a time, which share GPUs and cores; default one a GPU, else one", valid=COUNT
     )
@@ -73,7 +71,9 @@ class Options:
         "what starts train.py, such as 'torchrun --standalone --nproc_per_node=8'",
         metavar="'...'",
     )
-    overwrite: bool = operation(False, "do runs again that were made by another command")
+    overwrite: bool = operation(
+        False, "do runs again that were made by another command, and start unfinished ones anew"
+    )
     plan: bool = operation(False, "list the runs, and run nothing")
     train_options: str = option("", flag=None)  # what follows --
 
@@ -204,7 +204,6 @@ def run(cells, options, part=(0, 1)):
     todo = [cell for cell in cells[part[0] :: part[1]] if cell.name not in results]
     jobs = options.jobs or torch.cuda.device_count() or 1
     print(f"{len(results)} of {len(cells)} runs are finished, {len(todo)} to go", flush=True)
-    began, settled = time.monotonic(), 0
 
     def kill_all():
         for _, process in running.values():
@@ -217,12 +216,8 @@ def run(cells, options, part=(0, 1)):
                 for slot, (cell, process) in list(running.items()):
                     if process.poll() is not None:
                         del running[slot]
-                        settled += 1
                         text = settle(cell, process.returncode, options, results, failed)
-                        left = len(todo) + len(running)
-                        seconds = round((time.monotonic() - began) / settled * left)
-                        rest = datetime.timedelta(seconds=seconds)
-                        print(f"{cell.name}: {text}; {left} left, about {rest}", flush=True)
+                        print(f"{cell.name}: {text}; {len(todo) + len(running)} left", flush=True)
                 for cell in list(todo):
                     if len(running) < jobs and results.keys() >= {*cell.needs}:
                         todo.remove(cell)
@@ -247,9 +242,10 @@ def run(cells, options, part=(0, 1)):
 
 
 def start(cell, options, environment):
-    """train.py as a child, which goes on with what there is of the run."""
+    """train.py as a child. With --overwrite it starts anew: an unfinished run, too, may be another
+    command's, or have copies of adapters that were trained again since."""
     cell.log.parent.mkdir(parents=True, exist_ok=True)
-    mode = "--overwrite" if options.overwrite and made_otherwise(cell) else "--resume"
+    mode = "--overwrite" if options.overwrite else "--resume"
     words = [*shlex.split(options.launch), str(TRAIN), *cell.command, mode]
     with open(cell.log, "ab") as file:
         file.write(f"\n$ {shlex.join(words)}\n".encode())
@@ -265,16 +261,6 @@ def start(cell, options, environment):
         )
 
 
-def made_otherwise(cell):
-    """Of a cell that is not among the results: whether --resume would refuse what is there, a
-    finished run, or one that was begun by another command."""
-    path = cell.out / "config.json"
-    if not path.exists():
-        return False
-    begun = shlex.split(read_json(path)["command"])[1:-1]  # the last is --resume or --overwrite
-    return is_finished(cell.out) or begun != [*cell.command]
-
-
 def environment(slot, jobs, options):
     """Of the job in one of `jobs` slots: its share of the GPUs and of the cores. What the user has
     set stays as it is, and so does the one thread that torchrun gives to each of its processes."""
@@ -283,12 +269,9 @@ def environment(slot, jobs, options):
         every = ",".join(map(str, range(gpus)))
         devices = values.get("CUDA_VISIBLE_DEVICES", every).split(",")
         values["CUDA_VISIBLE_DEVICES"] = ",".join(devices[slot % len(devices) :: jobs])
-    if jobs > 1:
+    if jobs > 1 and "torchrun" not in options.launch:
+        values.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // jobs)))
         values.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # who waits leaves the core to the others
-        if "torchrun" not in options.launch:
-            threads = str(max(1, torch.get_num_threads() // jobs))
-            for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):  # the latter: tokenizers
-                values.setdefault(name, threads)
     return values
 
 
@@ -319,23 +302,15 @@ def accuracy(result, task=None):
     return by_task[task] if task in by_task else statistics.mean(by_task.values())
 
 
-def encoder_name(options, config):
-    """Of a directory the last part alone, so that nothing of this machine stands in results."""
-    path = Path(options.model)
-    name = path.absolute().name if path.is_dir() else options.model
-    return f"{name} ({config.num_hidden_layers} layers, hidden size {config.hidden_size})"
-
-
 def caption(options, config, *more):
     """What stands above the results: the encoder, and every option that decides about them."""
-    words = [
-        f"{dashed(name)} `{' '.join(map(str, value)) if isinstance(value, list) else value}`"
-        for name, value in record(options).items()
-        if value
-    ]
+    path = Path(options.model)  # of a directory the last part: nothing of this machine
+    name = path.absolute().name if path.is_dir() else options.model
+    words = [f"{dashed(name)} `{value}`" for name, value in record(options).items() if value]
     lines = [
-        f"Encoder: {encoder_name(options, config)}. Accuracy on the development set in %, mean ± "
-        "standard deviation over seeds; the best epoch is chosen on the same set, as in the paper.",
+        f"Encoder: {name} ({config.num_hidden_layers} layers, hidden size {config.hidden_size}). "
+        "Accuracy on the development set in %, mean ± standard deviation over seeds; the best "
+        "epoch is chosen on the same set, as in the paper.",
         *more,
         f"Options: {', '.join(words)}.",
     ]

@@ -321,10 +321,9 @@ def figure3(path, tasks, panels):
     """Bars of differences to full fine-tuning. panels: {title: {(system, "full"): {task:
     difference}}}, of which the first has all bars that are drawn"""
     shown = list(next(iter(panels.values())))
-    size = max(6.5, 0.75 * len(tasks) + 1.5), 2.4 * len(panels) + 0.8
-    figure, all_axes = report.subplots(len(panels), figsize=size, sharex=True, squeeze=False)
-    width = 0.8 / len(shown)
-    for axes, (name, panel) in zip(all_axes[:, 0], panels.items(), strict=True):
+    width, size = 0.8 / len(shown), (max(6.5, 0.75 * len(tasks) + 1.5), 5.6)
+    figure, both = report.subplots(len(panels), figsize=size, sharex=True)
+    for axes, (name, panel) in zip(both, panels.items(), strict=True):
         for i, pair in enumerate(shown):
             bars, shift = panel.get(pair, {}), (i - (len(shown) - 1) / 2) * width
             places = [tasks.index(task) + shift for task in bars]
@@ -335,7 +334,7 @@ def figure3(path, tasks, panels):
         axes.set_axisbelow(True)
         axes.set(title=name, ylabel="accuracy − full, points", xlim=(-0.6, len(tasks) - 0.4))
     axes.set_xticks(range(len(tasks)), tasks, rotation=45, ha="right")
-    bars, labels = all_axes[0, 0].get_legend_handles_labels()
+    bars, labels = both[0].get_legend_handles_labels()
     figure.legend(bars, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     report.save_figure(figure, path)
 
@@ -372,8 +371,7 @@ def write_results(options, runs, results, config):
     pairs = [(system, "full") for system in BARS]
     here, there = (differences(values, pairs, tasks) for values in (ours, theirs))
     if here:
-        panels = {f"here: {grid.encoder_name(options, config)}": here}
-        panels |= {f"paper: {'RoBERTa' if roberta else 'BERT'}-base": there} if there else {}
+        panels = {"here": here, f"paper: {printed.split(',')[0]}": there}
         figure3(path("figure3.png"), tasks, panels)
         parts += ["## Figure 3: difference to full fine-tuning\n"]
         parts += [f"![Figure 3]({path('figure3.png').name})\n"]

@@ -1,14 +1,13 @@
 """A grid whose train.py is a stand-in that takes no time.
 
 The stand-in writes what train.py would; its accuracy is made up from its command, or from
-FAKE/scores, {word: points}. It refuses to run before what it needs is there. FAKE/fail has lines
+FAKE/scores, {word: points}. It refuses to run before what it needs is there. FAKE/fail has
 "beginning of a run's name: why it fails"; while FAKE/slow is there, runs last until they are told
 to stop; FAKE/log gets a line a run.
 """
 
 import json
 import os
-import shlex
 import signal
 import sys
 import time
@@ -20,24 +19,22 @@ def train(fake, words):
     out = Path(words[words.index("--out") + 1])
     with open(fake / "log", "a") as log:
         log.write(f"{out.name}\n")
-    for line in (fake / "fail").read_text().splitlines() if (fake / "fail").exists() else ():
-        if out.name.startswith(line.split(": ")[0]):
-            print(f"train.py: {line.split(': ', 1)[1]}\nand what torchrun says", file=sys.stderr)
-            sys.exit(2)
+    name, _, reason = (fake / "fail").read_text().partition(": ")
+    if name and out.name.startswith(name):
+        print(f"train.py: {reason}\nand what torchrun says", file=sys.stderr)
+        sys.exit(2)
     for word in words:
         if word.startswith(str(out.parent)) and word != str(out):
             assert os.path.isfile(word.split("/adapters/")[0] + "/metrics.json"), word
     out.mkdir(parents=True, exist_ok=True)
     (out / "metrics.json").unlink(missing_ok=True)
-    (out / "config.json").write_text(json.dumps({"command": shlex.join(["train.py", *words])}))
 
     def stop(*_):
         (out / "resume.pt").touch()
         sys.exit(130)
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN if (fake / "deaf").exists() else stop)
-    (fake / "listening").mkdir(exist_ok=True)
-    (fake / "listening" / out.name).touch()
+    (out / "config.json").touch()
     while (fake / "slow").exists():
         time.sleep(0.02)
 
@@ -75,6 +72,8 @@ class Fake:
         self.grid, self.encoder = grid, encoder
         self.fake, self.out, self.data = (directory / name for name in ("fake", "out", "data"))
         self.fake.mkdir()
+        for name in ("fail", "log"):
+            self.write(name)
         for task, n in (("big", 40), ("middle", 30), ("small", 20)):
             rows = [{"text_a": "a cat", "label": i % 2} for i in range(n)]
             for split in ("train", "validation"):
@@ -102,8 +101,7 @@ class Fake:
 
     def log(self):
         """The names of the runs so far"""
-        path = self.fake / "log"
-        return path.read_text().splitlines() if path.exists() else []
+        return (self.fake / "log").read_text().splitlines()
 
     def write(self, name, text=""):
         (self.fake / name).write_text(text)
