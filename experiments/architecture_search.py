@@ -178,10 +178,6 @@ class Search:
             return None, None
         return report.mean_and_deviation(self.results[name]["accuracy"] for name in names)
 
-    def steps(self):
-        """Those with runs, and the extras"""
-        return [step for step in TITLES if step in {place[0] for place in self.cells}]
-
     def means(self, step):
         """{option: mean accuracy in % over all reduction factors and seeds}"""
         options = dict.fromkeys(place[1] for place in self.cells if place[0] == step)
@@ -210,43 +206,40 @@ def write_results(searches, options, config):
         "Each step keeps what was best in those before it (bold: the highest mean over the "
         "reduction factors) and has the paper's outcome for those after it.",
     )
-    rows, lines = [], ["# Architecture search", "", above, ""]
+    found, lines = [], ["# Architecture search", "", above, ""]
     for search in searches:
         for (step, option, factor, seed), cell in search.cells.items():
             if result := search.results.get(cell.name):
                 size = "" if factor is None else f"{factor:g}"
                 numbers = [f"{result['accuracy']:.6f}", result["trained_parameters"]]
-                rows.append([search.task, step, option, size, seed, *numbers])
+                found.append([search.task, step, option, size, seed, *numbers])
         full = report.with_deviation(*search.over_seeds("full"))
         lines += [f"## {search.task}", "", f"Full fine-tuning: {full}.", ""]
-        for step in search.steps():
-            lines += [f"### {TITLES[step]}", "", report.markdown(*search.table(step))]
+        for step, title in TITLES.items():
+            rows, header = search.table(step)
+            if rows:
+                lines += [f"### {title}", "", report.markdown(rows, header)]
         figure(options.out / f"{search.task}.png", search)
         lines += [f"![Accuracy by reduction factor]({search.task}.png)", ""]
     header = "task step option reduction_factor seed accuracy trained_parameters".split()
-    report.write_csv(options.out / "search.csv", header, rows)
+    report.write_csv(options.out / "search.csv", header, found)
     return report.write_text(options.out / "search.md", "\n".join(lines))
 
 
 def figure(path, search):
     """Accuracy over the reduction factor: a panel for each step, a curve for each option, full
     fine-tuning as a line."""
-    steps, factors = search.steps(), sorted(search.options.reduction_factors)
-    full, _ = search.over_seeds("full")
+    factors, (full, _) = sorted(search.options.reduction_factors), search.over_seeds("full")
     shape, panels = report.subplots(2, 3, (13, 10), sharey=True)
-    for panel, step in zip(panels.flat, steps, strict=False):
+    for panel, (step, title) in zip(panels.flat, TITLES.items(), strict=True):
         if full is not None:
             panel.axhline(full, color="black", linewidth=2.2, alpha=0.35, label="full fine-tuning")
         for option, line in zip(search.means(step), LINES, strict=False):
             means = [search.over_seeds(step, option, factor)[0] for factor in factors]
             panel.plot(factors, means, line, label=label(step, option))
         panel.set_xscale("log", base=2)
-        panel.set_xticks(factors, [f"{factor:g}" for factor in factors])
-        panel.minorticks_off()
-        panel.set(title=TITLES[step], xlabel="reduction factor", ylabel="accuracy, %")
+        panel.set(title=title, xlabel="reduction factor", ylabel="accuracy, %")
         panel.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12))
-    for panel in panels.flat[len(steps) :]:
-        panel.set_visible(False)
     report.save_figure(shape, path)
 
 

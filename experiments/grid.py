@@ -52,7 +52,7 @@ def stage_options(stage):
 
 @dataclass(frozen=True)
 class Options:
-    """The options that all grids share."""
+    """The options that all grids share. Each has its own --tasks and --out."""
 
     model: str = operation(
         "google-bert/bert-base-uncased",
@@ -60,9 +60,7 @@ class Options:
         env="ADAPTERFUSION_MODEL",
     )
     data_dir: str | None = like(train.Settings, "data_dir", group=None, recorded=False)
-    tasks: tuple = option(())
     seeds: tuple[int, ...] = option((0,), valid=SEED)
-    out: Path = operation(Path("runs/grid"))
     jobs: int | None = operation(
         None, "runs at a time, which share GPUs and cores; default one a GPU, else one", valid=COUNT
     )
