@@ -67,17 +67,15 @@ class Fake:
     -> its exit status."""
 
     def __init__(self, grid, directory, encoder):
-        from conftest import write_rows
-
         self.grid, self.encoder = grid, encoder
         self.fake, self.out, self.data = (directory / name for name in ("fake", "out", "data"))
         self.fake.mkdir()
         for name in ("fail", "log"):
             self.write(name)
-        for task, n in (("big", 40), ("middle", 30), ("small", 20)):
-            rows = [{"text_a": "a cat", "label": i % 2} for i in range(n)]
-            for split in ("train", "validation"):
-                write_rows(self.data / task / f"{split}.jsonl", rows)
+        for task, n in (("big", 40), ("middle", 30), ("small", 20), ("rte", 20)):
+            (self.data / task).mkdir(parents=True)
+            rows = '{"text_a": "a cat", "label": 0}\n{"text_a": "a dog", "label": 1}\n'
+            (self.data / task / "train.jsonl").write_text(rows * (n // 2))
 
     def words(self, text="", **options):
         """Of the command line. What follows -- goes to train.py."""

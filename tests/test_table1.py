@@ -15,7 +15,7 @@ import torch
 import child
 import data
 import fake_grid
-from conftest import cli, thorough, thorough_after_first, write_rows
+from conftest import cli, thorough, thorough_after_first
 from experiments import grid, report, table1
 from formats.files import read_json
 from reference import GOLDEN
@@ -171,9 +171,6 @@ def test_tables_of_a_whole_grid(table, capsys):
 
 
 def test_the_papers_values_are_beside_ours(table):
-    rows = [{"sentence1": "a cat", "sentence2": "a dog", "label": i % 2} for i in range(20)]
-    for split in ("train", "validation"):
-        write_rows(table.data / "rte" / f"{split}.jsonl", rows)
     assert table("--systems full st_a_16 --seeds 0", tasks=["rte", "small"]) == 0
     rows = rows_of(table.out / "table1.csv")
     assert (rows["rte"]["full_paper"], rows["rte"]["st_a_16_paper"]) == ("65.41", "71.04")
