@@ -14,7 +14,6 @@ adapters: for a finished run by `train.finished_result`, for any other by --resu
 """
 
 import contextlib
-import datetime
 import functools
 import os
 import shlex
@@ -31,7 +30,6 @@ import torch
 import data
 import train
 from bert import Bert
-from formats.files import read_json
 from formats.rows import find_split
 from runtime.directory import is_finished
 from runtime.processes import deferred_signals, end_with_parent
@@ -54,7 +52,7 @@ def stage_options(stage):
 
 @dataclass(frozen=True)
 class Options:
-    """The options that all grids share."""
+    """The options that all grids share. Each has its own --tasks and --out."""
 
     model: str = operation(
         "google-bert/bert-base-uncased",
@@ -62,9 +60,7 @@ class Options:
         env="ADAPTERFUSION_MODEL",
     )
     data_dir: str | None = like(train.Settings, "data_dir", group=None, recorded=False)
-    tasks: tuple = option(())
     seeds: tuple[int, ...] = option((0,), valid=SEED)
-    out: Path = operation(Path("runs/grid"), "directory of all runs and results")
     jobs: int | None = operation(
         None, "runs at a time, which share GPUs and cores; default one a GPU, else one", valid=COUNT
     )
@@ -73,9 +69,11 @@ class Options:
         "what starts train.py, such as 'torchrun --standalone --nproc_per_node=8'",
         metavar="'...'",
     )
-    overwrite: bool = operation(False, "do runs again that were made by another command")
+    overwrite: bool = operation(
+        False, "do runs again that were made by another command, and start unfinished ones anew"
+    )
     plan: bool = operation(False, "list the runs, and run nothing")
-    train_options: tuple = option((), flag=None)  # what follows --
+    train_options: str = option("", flag=None)  # what follows --
 
 
 def read_options(options, argv, name, description):
@@ -84,25 +82,23 @@ def read_options(options, argv, name, description):
     words = sys.argv[1:] if argv is None else list(argv)
     end = words.index("--") if "--" in words else len(words)
     result = parse(options, words[:end], f"python -m experiments.{name}", description, epilog)
-    return replace(result, train_options=tuple(words[end + 1 :]))
+    return replace(result, train_options=shlex.join(words[end + 1 :]))
+
+
+def stages_words(options):
+    """{stage: options of train.py for it, "train": those for all runs}"""
+    names = [f.name for f in fields(options) if f.name.endswith("_options")]
+    return {name.removesuffix("_options"): shlex.split(getattr(options, name)) for name in names}
 
 
 def check_owned(options, owned=OWNED):
     """Raises ValueError for an option of train.py that the grid sets itself."""
-    for stage, words in options_by_stage(options).items():
-        where = "behind --" if stage == "all" else f"in --{stage}-options"
+    for stage, words in stages_words(options).items():
+        where = "behind --" if stage == "train" else f"in --{stage}-options"
         for given in (word.split("=")[0] for word in words):
             # argparse takes the beginning of an option's name for it, too
             if len(given) > 2 and any(option.startswith(given) for option in owned):
                 raise ValueError(f"{given} does not belong {where}: the grid sets it for each run")
-
-
-def options_by_stage(options):
-    """{stage: options of train.py for it, "all": those for all runs}"""
-    stages = [field.name for field in fields(options) if field.name.endswith("_options")]
-    stages.remove("train_options")
-    words = {name.removesuffix("_options"): shlex.split(getattr(options, name)) for name in stages}
-    return {"all": list(options.train_options), **words}
 
 
 def train_examples(tasks, data_dir):
@@ -142,10 +138,10 @@ class Cell:
 
 def cell(options, name, stage, words, seed, model=None, needs=(), last=()):
     """words: what this cell has ahead of the options of its stage; last: what it has after them"""
-    out, by_stage = options.out / "runs" / name, options_by_stage(options)
+    out, given = options.out / "runs" / name, stages_words(options)
     command = ["--stage", stage, *words, "--model", model or options.model, "--seed", str(seed)]
     command += ["--data-dir", options.data_dir] if options.data_dir else []
-    command += [*by_stage["all"], *by_stage[stage], *last, "--out", str(out)]
+    command += [*given["train"], *given[stage], *last, "--out", str(out)]
     return Cell(name, out, tuple(command), tuple(needs))
 
 
@@ -165,44 +161,26 @@ def result_of(cell, options):
     return train.finished_result(settings, None if own else encoder(options.model))
 
 
-def begun_otherwise(cell):
-    """Whether an unfinished cell is that of another command."""
-    path = cell.out / "config.json"
-    if is_finished(cell.out) or not path.exists():
-        return False
-    begun = shlex.split(read_json(path)["command"])
-    return begun[1:-1] != [*cell.command]  # the last word is --resume or --overwrite
-
-
 def finished(cells, options):
-    """({name: closing line} of finished cells, {name: why --overwrite is to do it again}). Raises
-    ValueError for a finished cell that was made otherwise, without --overwrite; of an unfinished
-    one, --resume will say so."""
-    results, again = {}, {}
+    """{name: closing line} of the finished cells. Raises ValueError for one that was made
+    otherwise; with --overwrite it counts as one that is not finished."""
+    results = {}
     for cell in cells:
         cell.settings()  # a wrong option is found now
-        missing = {*cell.needs} - results.keys()
-        if missing & again.keys() or missing and options.overwrite and cell.out.exists():
-            again[cell.name] = "made from another run"
-        elif options.overwrite and begun_otherwise(cell):
-            again[cell.name] = "begun by another command"
-        elif not missing:  # else --resume compares it once they are finished
+        if results.keys() >= {*cell.needs}:  # else train.py compares them, once they are finished
             try:
                 if result := result_of(cell, options):
                     results[cell.name] = result
-            except ValueError as e:
-                again[cell.name] = str(e)
-    if again and not options.overwrite:
-        raise ValueError(f"{next(iter(again.values()))} (such runs: {len(again)})")
-    return results, again
+            except ValueError:
+                if not options.overwrite:
+                    raise
+    return results
 
 
 def print_plan(cells, options):
-    results, again = finished(cells, options)
+    results = finished(cells, options)
     for cell in cells:
-        there = "to be done again" if cell.name in again else "to be continued"
-        state = "finished" if cell.name in results else there * cell.out.exists()
-        print(f"{cell.name:60} {state}".rstrip())
+        print(f"{cell.name:60} {'finished' * (cell.name in results)}".rstrip())
     print(f"runs: {len(cells)}, to go: {len(cells) - len(results)}", flush=True)
 
 
@@ -212,7 +190,7 @@ def print_plan(cells, options):
 
 def run(cells, options, part=(0, 1)):
     """
-    Runs all cells that are not finished, --jobs at a time, in the order of the list, where a cell
+    Runs the cells that are not finished, --jobs at a time, in the order of the list, where a cell
     comes after those that it needs. Returns ({name: closing line} of finished cells, {name: reason}
     of failed ones); a failure stops only the cells that need it.
 
@@ -220,75 +198,52 @@ def run(cells, options, part=(0, 1)):
     finished are left to a later call. Raises KeyboardInterrupt, after Ctrl-C, SIGTERM or SIGHUP,
     once the children have saved their state.
     """
-    results, again = finished(cells, options)
-    todo, running, failed, seconds = [], {}, {}, []
-    for cell in cells[part[0] :: part[1]]:
-        possible = {*results, *(earlier.name for earlier in todo)}
-        if cell.name not in results and possible.issuperset(cell.needs):
-            todo.append(cell)
-    on_gpu = torch.cuda.is_available() and todo and todo[0].settings().device in ("auto", "cuda")
-    gpus = torch.cuda.device_count() if on_gpu else 0
-    jobs = options.jobs or gpus or 1
+    results, failed, running = finished(cells, options), {}, {}
+    todo = [cell for cell in cells[part[0] :: part[1]] if cell.name not in results]
+    jobs = options.jobs or torch.cuda.device_count() or 1
     print(f"{len(results)} of {len(cells)} runs are finished, {len(todo)} to go", flush=True)
 
-    def settle(cell, status, took):
-        reason = failure(cell, status)
-        try:
-            result = result_of(cell, options)
-        except (ValueError, OSError) as e:
-            result, reason = None, str(e)
-        if result is None:
-            failed[cell.name] = f"{reason} ({cell.log})"
-            text = f"FAILED, {reason}"
-        else:  # also where the loss diverged, and the best epoch was kept
-            results[cell.name] = result
-            seconds.append(took)
-            note = f" (note: {reason})" if reason else ""
-            text = f"{100 * accuracy(result):.2f} %, {took:.0f} s{note}"
-        left = len(todo) + len(running)
-        if left and seconds:
-            rest = datetime.timedelta(seconds=round(statistics.mean(seconds) * left / jobs))
-            text += f"; {left} left, about {rest}"
-        print(f"{cell.name}: {text}", flush=True)
-
     def kill_all():
-        for _, process, _ in running.values():
+        for _, process in running.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # and all that it has started
 
     with deferred_signals(again=kill_all) as signals:
         try:
-            while (todo or running) and not signals:
-                for slot, (cell, process, began) in list(running.items()):
+            while not signals:
+                for slot, (cell, process) in list(running.items()):
                     if process.poll() is not None:
                         del running[slot]
-                        settle(cell, process.returncode, time.monotonic() - began)
+                        text = settle(cell, process.returncode, options, results, failed)
+                        print(f"{cell.name}: {text}; {len(todo) + len(running)} left", flush=True)
                 for cell in list(todo):
-                    if broken := failed.keys() & {*cell.needs}:
-                        todo.remove(cell)
-                        failed[cell.name] = f"not run: it needs {min(broken)}, which failed"
-                    elif len(running) < jobs and results.keys() >= {*cell.needs}:
+                    if len(running) < jobs and results.keys() >= {*cell.needs}:
                         todo.remove(cell)
                         slot = min({*range(jobs)} - running.keys())
-                        mode = "--overwrite" if cell.name in again else "--resume"
-                        process = start(cell, mode, environment(slot, jobs, gpus, options), options)
-                        running[slot] = cell, process, time.monotonic()
+                        running[slot] = cell, start(cell, options, environment(slot, jobs, options))
+                if not running:
+                    break
                 time.sleep(0.05)
             if signals:
                 raise KeyboardInterrupt("interrupted; the same command goes on from here")
         finally:  # SIGTERM, on which train.py saves its state; a second signal has killed them
-            for _, process, _ in running.values():
+            for _, process in running.values():
                 process.terminate()
             if running:
                 print(f"stopping {len(running)} of the runs, which save their state", flush=True)
-            for _, process, _ in running.values():
+            for _, process in running.values():
                 process.wait()
+    for cell in todo:
+        if broken := failed.keys() & {*cell.needs}:
+            failed[cell.name] = f"not run: it needs {min(broken)}, which failed"
     return results, failed
 
 
-def start(cell, mode, environment, options):
-    """mode: --resume, which starts a run that has not been started, too, or --overwrite"""
+def start(cell, options, environment):
+    """train.py as a child. With --overwrite it starts anew: an unfinished run, too, may be another
+    command's, or have copies of adapters that were trained again since."""
     cell.log.parent.mkdir(parents=True, exist_ok=True)
+    mode = "--overwrite" if options.overwrite else "--resume"
     words = [*shlex.split(options.launch), str(TRAIN), *cell.command, mode]
     with open(cell.log, "ab") as file:
         file.write(f"\n$ {shlex.join(words)}\n".encode())
@@ -304,34 +259,35 @@ def start(cell, mode, environment, options):
         )
 
 
-def failure(cell, status):
-    """Why a child failed: the last line that it wrote. None if it did not fail."""
-    if status == 0:
-        return None
-    text = cell.log.read_text(encoding="utf-8", errors="replace").rpartition("\n$ ")[2]
-    lines = [line for line in text.split("\n") if line.strip()]
-    own = [line for line in lines if line.startswith("train.py: ")]  # torchrun says more
-    last = (own or lines)[-1].removeprefix("train.py: ")
-    ended = f"killed by signal {-status}" if status < 0 else f"status {status}"
-    return last if status == 2 else f"{last} ({ended})"
-
-
-def environment(slot, jobs, gpus, options):
+def environment(slot, jobs, options):
     """Of the job in one of `jobs` slots: its share of the GPUs and of the cores. What the user has
     set stays as it is, and so does the one thread that torchrun gives to each of its processes."""
-    values = dict(os.environ)
+    values, gpus = dict(os.environ), torch.cuda.device_count()
     if gpus:
         every = ",".join(map(str, range(gpus)))
-        devices = (values.get("CUDA_VISIBLE_DEVICES") or every).split(",")
-        own = devices[slot::jobs] or [devices[slot % len(devices)]]
-        values["CUDA_VISIBLE_DEVICES"] = ",".join(own)
-    if jobs > 1:
+        devices = values.get("CUDA_VISIBLE_DEVICES", every).split(",")
+        values["CUDA_VISIBLE_DEVICES"] = ",".join(devices[slot % len(devices) :: jobs])
+    if jobs > 1 and "torchrun" not in options.launch:
+        values.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // jobs)))
         values.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # who waits leaves the core to the others
-        if "torchrun" not in options.launch and "torch.distributed" not in options.launch:
-            threads = str(max(1, torch.get_num_threads() // jobs))
-            for name in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):  # the latter: tokenizers
-                values.setdefault(name, threads)
     return values
+
+
+def settle(cell, status, options, results, failed):
+    """Puts a cell that has ended among the results or the failed ones. Returns which, in words."""
+    text = cell.log.read_text(encoding="utf-8", errors="replace").rpartition("\n$ ")[2]
+    lines = text.strip().split("\n")
+    own = [line for line in lines if line.startswith("train.py: ")]  # torchrun says more below
+    reason = f"{(own or lines)[-1]} (status {status})"
+    try:
+        if result := result_of(cell, options):
+            results[cell.name] = result
+            # where the loss diverged, and the best epoch was kept, there is a reason, too
+            return f"{100 * accuracy(result):.2f} %" + (f" (note: {reason})" if status else "")
+    except (ValueError, OSError) as e:
+        reason = str(e)
+    failed[cell.name] = f"{reason} ({cell.log})"
+    return f"FAILED, {reason}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -344,25 +300,17 @@ def accuracy(result, task=None):
     return by_task[task] if task in by_task else statistics.mean(by_task.values())
 
 
-def encoder_name(options, config):
-    """Of a directory the last part alone, so that nothing of this machine stands in results."""
-    path = Path(options.model)
-    name = path.absolute().name if path.is_dir() else options.model
-    return f"{name} ({config.num_hidden_layers} layers, hidden size {config.hidden_size})"
-
-
 def caption(options, config, *more):
     """What stands above the results: the encoder, and every option that decides about them."""
-    words = {
-        dashed(name): " ".join(map(str, value)) if isinstance(value, list) else value
-        for name, value in record(options).items()
-        if value
-    }
+    path = Path(options.model)  # of a directory the last part: nothing of this machine
+    name = path.absolute().name if path.is_dir() else options.model
+    words = [f"{dashed(name)} `{value}`" for name, value in record(options).items() if value]
     lines = [
-        f"Encoder: {encoder_name(options, config)}. Accuracy on the development set in %, mean ± "
-        "standard deviation over seeds; the best epoch is chosen on the same set, as in the paper.",
+        f"Encoder: {name} ({config.num_hidden_layers} layers, hidden size {config.hidden_size}). "
+        "Accuracy on the development set in %, mean ± standard deviation over seeds; the best "
+        "epoch is chosen on the same set, as in the paper.",
         *more,
-        f"Options: {', '.join(f'{name} `{value}`' for name, value in words.items())}.",
+        f"Options: {', '.join(words)}.",
     ]
     return "\n".join(lines)
 

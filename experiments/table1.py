@@ -37,33 +37,19 @@ from experiments.report import two_decimals
 from runtime.command import run_command
 from runtime.settings import COUNT, SEED, Parser, check_values, option
 
-# {system: title}, as Table 1 calls them; the last two are section 2.1's and have no column there
+# {system: (title in Table 1, stage and options)}; the last two are section 2.1's, and no column
 SYSTEMS = {
-    "head": "Head",
-    "full": "Full",
-    "st_a_2": "ST-A r=2",
-    "st_a_16": "ST-A",
-    "st_a_64": "ST-A r=64",
-    "st_a_houlsby": "ST-A Houlsby",
-    "mt_a": "MT-A",
-    "fusion_st_a": "Fusion w/ ST-A",
-    "fusion_mt_a": "Fusion w/ MT-A",
-    "mtl": "Multi-task",
-    "sequential": "Sequential",
-}
-# {system: stage and options}
-COMMANDS = {
-    "head": "head",
-    "full": "full",
-    "st_a_2": "adapter --reduction-factor 2",
-    "st_a_16": "adapter --reduction-factor 16",
-    "st_a_64": "adapter --reduction-factor 64",
-    "st_a_houlsby": "adapter --adapter houlsby --reduction-factor 16",
-    "mt_a": "multitask --adapter pal",
-    "fusion_st_a": "fusion",
-    "fusion_mt_a": "fusion",
-    "mtl": "multitask --adapter none",
-    "sequential": "full",
+    "head": ("Head", "head"),
+    "full": ("Full", "full"),
+    "st_a_2": ("ST-A r=2", "adapter --reduction-factor 2"),
+    "st_a_16": ("ST-A", "adapter --reduction-factor 16"),
+    "st_a_64": ("ST-A r=64", "adapter --reduction-factor 64"),
+    "st_a_houlsby": ("ST-A Houlsby", "adapter --adapter houlsby --reduction-factor 16"),
+    "mt_a": ("MT-A", "multitask --adapter pal"),
+    "fusion_st_a": ("Fusion w/ ST-A", "fusion"),
+    "fusion_mt_a": ("Fusion w/ MT-A", "fusion"),
+    "mtl": ("Multi-task", "multitask --adapter none"),
+    "sequential": ("Sequential", "full"),
 }
 PAPER = Path(__file__).parent / "paper_results.csv"
 
@@ -88,7 +74,7 @@ class Options(grid.Options):
         "s, or where there is none the first; its target's own adapter has seed s",
         valid=SEED,
     )
-    limit_train: int | None = option(None, "cut targets to N examples", valid=COUNT, metavar="N")
+    limit_train: int | None = option(None, valid=COUNT, flag=None)  # of targets, from behind --
     limit_source: int | None = option(
         None, "cut source tasks to N examples, too", valid=COUNT, metavar="N"
     )
@@ -114,10 +100,10 @@ class Options(grid.Options):
 def arguments(argv):
     description = "Runs the grid of Table 1 and writes the paper's tables."
     options = grid.read_options(Options, argv, "table1", description)
-    behind = Parser(add_help=False, allow_abbrev=False)  # --limit-train means the targets here
-    behind.add_argument("--limit-train", type=int, default=options.limit_train)
-    given, rest = behind.parse_known_args(options.train_options)
-    options = replace(options, limit_train=given.limit_train, train_options=tuple(rest))
+    behind = Parser(add_help=False, allow_abbrev=False)
+    behind.add_argument("--limit-train", type=int)
+    given, rest = behind.parse_known_args(shlex.split(options.train_options))
+    options = replace(options, limit_train=given.limit_train, train_options=shlex.join(rest))
     check_values(options)
     grid.check_owned(options, [*grid.OWNED, "--limit-train"])
     if not options.tasks:
@@ -192,7 +178,7 @@ class Runs:
     def add(self, name, system, words, task, seed, needs=(), model=None, source=False):
         """task: the one whose size decides whether a limit cuts anything. A run of other examples
         or options has another name."""
-        options, (stage, *first) = self.options, COMMANDS[system].split()
+        options, (stage, *first) = self.options, SYSTEMS[system][1].split()
         words = [*first, *words]
         limit = options.limit_source if source else options.limit_train
         if limit is not None and limit < self.sizes[task]:
@@ -215,12 +201,12 @@ class Runs:
 
 
 def collect(results, places):
-    """{(system, task): (mean, standard deviation, number of seeds)} in %, of what is finished"""
+    """{(system, task): accuracies, one a seed}, of what is finished"""
     found = {}
     for (system, task, _), name in places.items():
         if name in results:
             found.setdefault((system, task), []).append(grid.accuracy(results[name], task))
-    return {key: (*report.mean_and_deviation(values), len(values)) for key, values in found.items()}
+    return found
 
 
 def paper(roberta):
@@ -237,45 +223,42 @@ def paper(roberta):
 
 
 # --------------------------------------------------------------------------------------------------
-# Tables: each function writes a CSV file, and returns (title, header, rows) for people
+# Tables: each function writes a CSV file, and returns (rows, header) for people
 
 
-def beside_the_papers(text, printed):
-    """71.04 (70.50): ours, and in brackets the paper's value where it prints one."""
-    return text if printed is None else f"{text} ({printed:.2f})"
+def title(system):
+    return SYSTEMS[system][0]
 
 
-def mean_of(values, system, tasks):
-    """None unless there is a value for each task: means over different tasks cannot be compared."""
-    values = [values.get((system, task)) for task in tasks]
-    return None if None in values else statistics.mean(values)
+def with_means(values, tasks):
+    """{(system, task or "mean"): value}. A system has a mean where it has a value for each task:
+    means over different tasks cannot be compared."""
+    result = dict(values)
+    for system in SYSTEMS:
+        own = [values[system, task] for task in tasks if (system, task) in values]
+        if len(own) == len(tasks):
+            result[system, "mean"] = statistics.mean(own)
+    return result
 
 
-def accuracy_table(title, path, systems, options, sizes, ours, theirs):
-    """Tables 1, 3 and 4: mean ± standard deviation (the paper's)."""
+def accuracy_table(path, systems, examples, found, ours, theirs):
+    """Tables 1, 3 and 4: mean ± standard deviation (the paper's). examples: {task: how many it is
+    trained on}"""
     lines, rows = [], []
-    for task in options.tasks:
-        examples = min(sizes[task], options.limit_train or sizes[task])
-        counts = {ours[system, task][2] for system in systems if (system, task) in ours} or {0}
-        seeds = "–".join(map(str, sorted({min(counts), max(counts)})))  # 1–3 where they differ
-        lines.append([task, f"{examples:,}", seeds])
-        rows.append([task, examples])
-        for system in systems:
-            mean, deviation, n = ours.get((system, task), (None, None, 0))
-            printed = theirs.get((system, task))
-            lines[-1].append(beside_the_papers(report.with_deviation(mean, deviation), printed))
-            values = [two_decimals(value, "") for value in (mean, deviation, printed)]
-            rows[-1] += [*values[:2], n, values[2]]
-    lines.append(["mean", "", ""])
-    rows.append(["mean", ""])
-    means = {key: mean for key, (mean, _, _) in ours.items()}
-    for system in systems:
-        mean, printed = (mean_of(values, system, options.tasks) for values in (means, theirs))
-        lines[-1].append(beside_the_papers(two_decimals(mean), printed))
-        rows[-1] += [two_decimals(mean, ""), "", "", two_decimals(printed, "")]
+    for task in [*examples, "mean"]:
+        seeds = {len(found[system, task]) for system in systems if (system, task) in found}
+        lines.append([task, str(examples.get(task, "")), " or ".join(map(str, sorted(seeds)))])
+        rows.append([task, examples.get(task, "")])
+        for place in ((system, task) for system in systems):
+            values, mean, printed = found.get(place, []), ours.get(place), theirs.get(place)
+            _, deviation = report.mean_and_deviation(values)
+            text = report.with_deviation(mean, deviation)
+            lines[-1].append(text if printed is None else f"{text} ({printed:.2f})")
+            numbers = [two_decimals(value, "") for value in (mean, deviation, printed)]
+            rows[-1] += [*numbers[:2], len(values) or "", numbers[2]]
     columns = [f"{system}_{kind}" for system in systems for kind in "mean std seeds paper".split()]
     report.write_csv(path, ["task", "train_examples", *columns], rows)
-    return title, ["task", "training examples", "seeds", *map(SYSTEMS.get, systems)], lines
+    return lines, ["task", "training examples", "seeds", *map(title, systems)]
 
 
 def arrow(difference):
@@ -308,31 +291,19 @@ def differences(values, pairs, tasks):
     return result
 
 
-def table2(path, options, ours, theirs):
+def table2(path, tasks, ours, theirs):
     """Arrows of fusion against the adapters alone; in brackets those that follow from the
     accuracies the paper prints."""
-    tasks = options.tasks
     mine, printed = (differences(values, COMPARISONS, tasks) for values in (ours, theirs))
-    header, lines, rows = ["compared to"], [[task] for task in tasks], []
-    better, not_worse = ["better"], ["better or the same"]
-    for (one, other), here in mine.items():
-        header.append(f"{SYSTEMS[one]} : {SYSTEMS[other]}")
-        there = printed.get((one, other), {})
-        for line, task in zip(lines, tasks, strict=True):
-            value, papers = here.get(task), there.get(task)
-            text = arrow(value) if value is None else f"{arrow(value)} {value:+.2f}"
-            line.append(text if papers is None else f"{text} ({arrow(papers)} {papers:+.2f})")
-            if value is not None:
-                papers = "" if papers is None else arrow(papers)
-                rows.append([one, other, task, arrow(value), two_decimals(value), papers])
-        for line, counted in ((better, "↗"), (not_worse, "↗→")):
-            count, papers = (
-                f"{sum(arrow(value) in counted for value in values.values())}/{len(values)}"
-                for values in (here, there)
-            )
-            line.append(f"{count} ({papers})" if there else count)
+    rows = [
+        [*pair, task, arrow(value), two_decimals(value), arrow(printed.get(pair, {}).get(task))]
+        for pair, here in mine.items()
+        for task, value in here.items()
+    ]
     report.write_csv(path, ["fusion", "compared_to", "task", "arrow", "difference", "paper"], rows)
-    return "Table 2: fusion compared to adapters alone", header, [*lines, better, not_worse]
+    cells = {(one, other, task): f"{mark} ({paper})" for one, other, task, mark, _, paper in rows}
+    header = ["compared to", *(" : ".join(map(title, pair)) for pair in mine)]
+    return [[task, *(cells.get((*pair, task)) for pair in mine)] for task in tasks], header
 
 
 # --------------------------------------------------------------------------------------------------
@@ -346,25 +317,24 @@ BARS = {  # system: colour and hatching of its bars
 }
 
 
-def figure3(path, options, panels):
+def figure3(path, tasks, panels):
     """Bars of differences to full fine-tuning. panels: {title: {(system, "full"): {task:
     difference}}}, of which the first has all bars that are drawn"""
-    tasks, shown = list(options.tasks), list(next(iter(panels.values())))
-    size = max(6.5, 0.75 * len(tasks) + 1.5), 2.4 * len(panels) + 0.8
-    figure, all_axes = report.subplots(len(panels), figsize=size, sharex=True, squeeze=False)
-    width = 0.8 / len(shown)
-    for axes, (title, panel) in zip(all_axes[:, 0], panels.items(), strict=True):
+    shown = list(next(iter(panels.values())))
+    width, size = 0.8 / len(shown), (max(6.5, 0.75 * len(tasks) + 1.5), 5.6)
+    figure, both = report.subplots(len(panels), figsize=size, sharex=True)
+    for axes, (name, panel) in zip(both, panels.items(), strict=True):
         for i, pair in enumerate(shown):
             bars, shift = panel.get(pair, {}), (i - (len(shown) - 1) / 2) * width
             places = [tasks.index(task) + shift for task in bars]
             style = {"edgecolor": "black", "linewidth": 0.6, **BARS[pair[0]]}
-            axes.bar(places, list(bars.values()), width, label=SYSTEMS[pair[0]], **style)
+            axes.bar(places, list(bars.values()), width, label=title(pair[0]), **style)
         axes.axhline(0, color="black", linewidth=0.8)
         axes.grid(axis="y", color="0.85", linewidth=0.5)
         axes.set_axisbelow(True)
-        axes.set(title=title, ylabel="accuracy − full, points", xlim=(-0.6, len(tasks) - 0.4))
+        axes.set(title=name, ylabel="accuracy − full, points", xlim=(-0.6, len(tasks) - 0.4))
     axes.set_xticks(range(len(tasks)), tasks, rotation=45, ha="right")
-    bars, labels = all_axes[0, 0].get_legend_handles_labels()
+    bars, labels = both[0].get_legend_handles_labels()
     figure.legend(bars, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     report.save_figure(figure, path)
 
@@ -375,47 +345,37 @@ def figure3(path, options, panels):
 
 def write_results(options, runs, results, config):
     """All tables and the figure, of what is finished. Returns the path of the Markdown file, and
-    the tables of accuracies in it."""
-    roberta = config.model_type == "roberta"
-    found, theirs = collect(results, runs.places), paper(roberta)
-    ours = {key: mean for key, (mean, _, _) in found.items()}
-    suffix = f"-{options.limit_train}" if options.limit_train else ""
+    (rows, header) of the table of accuracies."""
+    roberta, tasks, limit = config.model_type == "roberta", options.tasks, options.limit_train
+    found, theirs = collect(results, runs.places), with_means(paper(roberta), tasks)
+    ours = {place: report.mean_and_deviation(values)[0] for place, values in found.items()}
+    ours, suffix = with_means(ours, tasks), f"-{limit}" if limit else ""
+    examples = {task: min(runs.sizes[task], limit or runs.sizes[task]) for task in tasks}
 
-    def path(name, kind="csv"):
-        return options.out / f"{name}{suffix}.{kind}"
+    def path(name):
+        return options.out / name.replace(".", f"{suffix}.")
 
-    first = [s for s in options.systems if s not in ("st_a_2", "st_a_64")]
-    third = [s for s in ("st_a_2", "st_a_16", "st_a_64") if s in options.systems]
-    wanted = [("table1", "Table 1", first)] if first else []
-    if third and third != ["st_a_16"]:
-        wanted.append(("table3", "Table 3: reduction factors", third))
-    if roberta:  # Table 4 has all reduction factors
-        wanted = [("table4", "Table 4", options.systems)]
-    tables = [
-        accuracy_table(title, path(name), systems, options, runs.sizes, found, theirs)
-        for name, title, systems in wanted
-    ]
     printed = "RoBERTa-base, Table 4" if roberta else "BERT-base-uncased, Tables 1 and 3"
     note = f"In brackets: the paper's {printed}; the means, too, are over the tasks listed here."
+    name = path("table4.csv" if roberta else "table1.csv")
+    table = accuracy_table(name, options.systems, examples, found, ours, theirs)
     parts = ["# Results\n", grid.caption(options, config, note) + "\n"]
-    for title, header, rows in tables:
-        parts += [f"## {title}\n", report.markdown(rows, header)]
-    if differences(ours, COMPARISONS, options.tasks):
-        title, header, rows = table2(path("table2"), options, ours, theirs)
-        parts += [f"## {title}\n", report.markdown(rows, header)]
+    parts += [f"## {printed.split(', ')[1]}\n", report.markdown(*table)]
+    if differences(ours, COMPARISONS, tasks):
+        parts += ["## Table 2: fusion compared to adapters alone\n"]
+        parts += [report.markdown(*table2(path("table2.csv"), tasks, ours, theirs))]
         parts.append(
             "↗ better by more than 0.3 points, ↘ worse by more than 0.3, → between. In brackets: "
             "the same rule, applied to the accuracies that the paper prints.\n"
         )
     pairs = [(system, "full") for system in BARS]
-    here, there = (differences(values, pairs, options.tasks) for values in (ours, theirs))
+    here, there = (differences(values, pairs, tasks) for values in (ours, theirs))
     if here:
-        panels = {f"here: {grid.encoder_name(options, config)}": here}
-        panels |= {f"paper: {'RoBERTa' if roberta else 'BERT'}-base": there} if there else {}
-        figure3(path("figure3", "png"), options, panels)
+        panels = {"here": here, f"paper: {printed.split(',')[0]}": there}
+        figure3(path("figure3.png"), tasks, panels)
         parts += ["## Figure 3: difference to full fine-tuning\n"]
-        parts += [f"![Figure 3]({path('figure3', 'png').name})\n"]
-    return report.write_text(path("results", "md"), "\n".join(parts)), tables
+        parts += [f"![Figure 3]({path('figure3.png').name})\n"]
+    return report.write_text(path("results.md"), "\n".join(parts)), table
 
 
 def main(argv=None):
@@ -427,10 +387,8 @@ def main(argv=None):
     config = grid.encoder(options.model).config  # if it is damaged, that is found now
     results, failed = grid.run(cells, options, tuple(map(int, options.part.split("/"))))
     if options.part == "0/1" or len(results) == len(cells):
-        path, tables = write_results(options, runs, results, config)
-        for title, header, rows in tables:
-            print(f"{title}\n", *report.table(rows, header, wrap=True), "", sep="\n")
-        print(path, flush=True)
+        path, table = write_results(options, runs, results, config)
+        print(*report.table(*table, wrap=True), "", path, sep="\n", flush=True)
     grid.end(failed)
 
 

@@ -1,14 +1,13 @@
 """A grid whose train.py is a stand-in that takes no time.
 
 The stand-in writes what train.py would; its accuracy is made up from its command, or from
-FAKE/scores, {word: points}. It refuses to run before what it needs is there. FAKE/fail has lines
+FAKE/scores, {word: points}. It refuses to run before what it needs is there. FAKE/fail has
 "beginning of a run's name: why it fails"; while FAKE/slow is there, runs last until they are told
 to stop; FAKE/log gets a line a run.
 """
 
 import json
 import os
-import shlex
 import signal
 import sys
 import time
@@ -18,27 +17,24 @@ from pathlib import Path
 
 def train(fake, words):
     out = Path(words[words.index("--out") + 1])
-    resumed = (out / "resume.pt").exists()
     with open(fake / "log", "a") as log:
-        log.write(f"{out.name} {'resumed' if resumed else 'new'}\n")
-    for line in (fake / "fail").read_text().splitlines() if (fake / "fail").exists() else ():
-        if out.name.startswith(line.split(": ")[0]):
-            print("train.py: " + line.split(": ", 1)[1], file=sys.stderr)
-            sys.exit(2)
+        log.write(f"{out.name}\n")
+    name, _, reason = (fake / "fail").read_text().partition(": ")
+    if name and out.name.startswith(name):
+        print(f"train.py: {reason}\nand what torchrun says", file=sys.stderr)
+        sys.exit(2)
     for word in words:
         if word.startswith(str(out.parent)) and word != str(out):
             assert os.path.isfile(word.split("/adapters/")[0] + "/metrics.json"), word
     out.mkdir(parents=True, exist_ok=True)
     (out / "metrics.json").unlink(missing_ok=True)
-    (out / "config.json").write_text(json.dumps({"command": shlex.join(["train.py", *words])}))
 
     def stop(*_):
         (out / "resume.pt").touch()
         sys.exit(130)
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN if (fake / "deaf").exists() else stop)
-    (fake / "listening").mkdir(exist_ok=True)
-    (fake / "listening" / out.name).touch()
+    (out / "config.json").touch()
     while (fake / "slow").exists():
         time.sleep(0.02)
 
@@ -74,12 +70,12 @@ class Fake:
         self.grid, self.encoder = grid, encoder
         self.fake, self.out, self.data = (directory / name for name in ("fake", "out", "data"))
         self.fake.mkdir()
-        for task, n in (("big", 40), ("middle", 30), ("small", 20)):
+        for name in ("fail", "log"):
+            self.write(name)
+        for task, n in (("big", 40), ("middle", 30), ("small", 20), ("rte", 20)):
             (self.data / task).mkdir(parents=True)
-            rows = [{"text_a": "a cat", "label": i % 2} for i in range(n)]
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            for split in ("train", "validation"):
-                (self.data / task / f"{split}.jsonl").write_text(text)
+            rows = '{"text_a": "a cat", "label": 0}\n{"text_a": "a dog", "label": 1}\n'
+            (self.data / task / "train.jsonl").write_text(rows * (n // 2))
 
     def words(self, text="", **options):
         """Of the command line. What follows -- goes to train.py."""
@@ -94,26 +90,29 @@ class Fake:
     def __call__(self, text="", **options):
         from runtime.command import run_command
 
+        name = self.grid.__name__.split(".")[-1]
         try:
-            run_command(
-                self.grid.__name__.split(".")[-1], self.grid.main, self.words(text, **options)
-            )
+            run_command(name, self.grid.main, self.words(text, **options))
         except SystemExit as e:
             return e.code
         return 0
 
     def log(self):
-        """["name new", "name resumed", ...] of the runs so far"""
-        path = self.fake / "log"
-        return path.read_text().splitlines() if path.exists() else []
+        """The names of the runs so far"""
+        return (self.fake / "log").read_text().splitlines()
 
     def write(self, name, text=""):
         (self.fake / name).write_text(text)
 
-    def results(self, out=None):
-        files = sorted((out or self.out).iterdir())
-        return {path.name: path.read_bytes() for path in files if path.suffix in (".csv", ".md")}
-
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), sys.argv[3:])
+    if sys.argv[1] == "table1":
+        from runtime.command import announce, run_command
+
+        announce("table1")
+        from experiments import grid, table1
+
+        grid.result_of = result_of
+        run_command("table1", table1.main, sys.argv[2:])
+    else:
+        train(Path(sys.argv[1]), sys.argv[3:])

@@ -30,7 +30,6 @@ def run(encoder, tmp_path, monkeypatch):
         return fake(f"{own} --jobs 4 --reduction-factors 2 8 -- {rest}", tasks=list(tasks))
 
     fake.draws, fake.run = False, run
-    fake.names = lambda: [line.split()[0] for line in fake.log()]
     fake.text = lambda: (fake.out / "search.md").read_text()
     return fake
 
@@ -43,73 +42,21 @@ def rows_of(out):
 def chains(steps=tuple(search.STEPS), best=()):
     """Every (step, option, configuration) that a search can come to, whatever wins."""
     if steps:
-        for option, config in search.options_of(steps[0], dict(best))[0].items():
+        for option, config in search.options_of(steps[0], dict(best)).items():
             yield steps[0], option, config
             yield from chains(steps[1:], {**dict(best), **search.sets(steps[0], option)})
 
 
-# Figure 5 and the legends of Figures 7 to 9, of a configuration c
-PAPERS = """
-position top: not c.mh_adapter and c.output_adapter
-position bottom: c.mh_adapter and not c.output_adapter
-position both: c.mh_adapter and c.output_adapter
-pretrained before_after: c.original_ln_before and c.original_ln_after
-pretrained before: c.original_ln_before and not c.original_ln_after and c.residual_before_ln is True
-pretrained before_ln: c.original_ln_before and not (c.original_ln_after or c.residual_before_ln)
-pretrained after: not c.original_ln_before and c.original_ln_after
-pretrained none: not c.original_ln_before and not c.original_ln_after
-new none: not c.ln_before and not c.ln_after
-new before: c.ln_before and not c.ln_after
-new after: not c.ln_before and c.ln_after
-new before_after: c.ln_before and c.ln_after
-residual f: c.residual_before_ln is True and not c.adapter_residual_before_ln
-residual ln: c.residual_before_ln is False and c.original_ln_before
-residual sum: c.residual_before_ln == 'post_add' and c.original_ln_before
-residual inside: c.adapter_residual_before_ln and c.ln_after
-non_linearity relu: c.non_linearity == 'relu'
-non_linearity leakyrelu: c.non_linearity == 'leakyrelu'
-non_linearity swish: c.non_linearity == 'swish'
-"""
-
-
 def test_the_options_are_the_papers():
-    """In the end everything but the sizes can be come to."""
-    expected = dict(line.split(": ") for line in PAPERS.strip().splitlines())
-    found = {}
-    for step, option, config in chains():
-        found.setdefault(f"{step} {option}", []).append(config)
-    assert found.keys() == expected.keys()
-    for key, text in expected.items():
-        assert all(eval(text, {"c": config}) for config in found[key]), key
-    outcome = [next(iter(options)) for options in search.STEPS.values()]
-    assert outcome == ["top", "before_after", "none", "f", "relu"]
+    """In the end everything but the sizes can be come to, and every configuration has a name."""
+    assert [*search.PAPERS.values()] == ["top", "before_after", "none", "f", "relu"]
     assert next(config for _, _, config in chains()) == ADAPTERS["pfeiffer"]()
-    # after the paper's outcome
-    assert [len(search.options_of(step, {})[0]) for step in search.STEPS] == [3, 5, 4, 3, 3]
-
-
-def test_a_name_is_one_architecture_and_train_makes_it():
-    configs, names = {config for *_, config in chains()}, {}
-    for config in configs:
-        assert names.setdefault(search.architecture(config), config) == config
-    assert len(names) == len(configs) > 300
-    assert search.architecture(ADAPTERS["pfeiffer"]()) == "top-before_after-none-f-relu"
-    words = cli("--tasks rte --data-dir d", full_options="--lr 1e-5")
-    options = grid.read_options(search.Options, [*words, "--", "--lr", "1e-3"], "", "")
-    for config in list(configs)[::7]:
-        changes = search.changes(config)
-        given = ["--task", "rte", *(["--adapter-config", *changes] if changes else [])]
-        made = grid.cell(options, "a", "adapter", given, 3).settings()
-        assert ADAPTERS[made.adapter](**made.adapter_config) == config
-        assert (made.stage, made.task, made.seed, made.lr) == ("adapter", "rte", 3, 1e-3)
-    assert grid.cell(options, "a", "full", ["--task", "rte"], 3).settings().lr == 1e-5
-
-
-def winners(run):
-    """{step: option} in the order of search.md, from what it prints in bold"""
-    lines = run.text().splitlines()
-    bold = [line.split("**")[1] for line in lines if line.startswith("| **")]
-    return dict(zip(search.STEPS, bold, strict=False))
+    # after the paper's outcome, and where the adapter has a LayerNorm of its own
+    assert [len(search.options_of(step, {})) for step in search.STEPS] == [3, 5, 4, 3, 3]
+    assert "inside" in search.options_of("residual", {"ln_after": True})
+    assert "sum" not in search.options_of("residual", {"original_ln_before": False})
+    configs = {config for *_, config in chains()}
+    assert len({tuple(search.changes(config)) for config in configs}) == len(configs) > 300
 
 
 SCORES = """mh_adapter=true 0.1 output_adapter=false -0.04 original_ln_before=false 0.02
@@ -117,100 +64,84 @@ SCORES = """mh_adapter=true 0.1 output_adapter=false -0.04 original_ln_before=fa
     non_linearity=swish -0.005 non_linearity=leakyrelu -0.001 8 0.03 full 0.2""".split()
 
 
+def winners(run):
+    """Of the steps, as search.md prints them in bold"""
+    return [line.split("**")[1] for line in run.text().splitlines() if line.startswith("| **")]
+
+
 def test_each_step_goes_on_from_the_best(run):
     scores = dict(zip(SCORES[::2], map(float, SCORES[1::2]), strict=True))
-    assert run.run("--no-extras", scores=scores) == 0
-    text, names = run.text(), run.names()
-    best = ["both", "after", "after", "before the new LayerNorm", "relu"]
-    assert [*winners(run).values()] == best
+    assert run.run(scores=scores) == 0
+    best = ["both", "after", "after", "before the new LayerNorm", "relu (the paper's)"]
+    assert winners(run) == best
+    assert "Full fine-tuning: 70.00." in run.text()
+    assert "| **both** | 60.00 | 63.00 | 61.50 |\n" in run.text()
     words = "mh_adapter=true original_ln_before=false ln_after=true adapter_residual_before_ln=true"
-    for line in (
-        "Best: both, 4.00 points above bottom only. The paper's: top only, 10.00 points below.",
-        "Best: after, 1.00 points above before & after. The paper's: none, 5.00 points below.",
-        "Not run: LN(f + x). residual_before_ln=false takes LN(f + x), which "
-        "original_ln_before=false leaves out.",
-        "Full fine-tuning: 70.00.",
-        "| **both** | 60.00 | 63.00 | 61.50 |",
-        f"69.50 with `--adapter pfeiffer --adapter-config {words}`, 51.50 with `--adapter pfei",
-    ):
-        assert line in text
-    assert not any("houlsby" in name or "bapna" in name for name in names)
-    assert all(name.startswith("big-both-after-after-f-") for name in names[-3:])
-    found = {
-        (r["step"], r["option"], r["reduction_factor"]): r["accuracy"] for r in rows_of(run.out)
-    }
+    assert all({*words.split()} <= {*name.split("-")} for name in run.log()[-3:])
+    rows = rows_of(run.out)
+    found = {(r["step"], r["option"], r["reduction_factor"]): r["accuracy"] for r in rows}
     swish = 0.5 + 0.1 + 0.02 + 0.05 + 0.01 + 0.03 - 0.005
     assert float(found["non_linearity", "swish", "8"]) == pytest.approx(swish)
     assert found["full", "full", ""] == "0.700000"
 
 
 def test_what_diverges_has_lost(run, capsys, monkeypatch):
-    """Otherwise all is equal, and ends as in the paper. The figures: a curve for each option, told
+    """Otherwise all is equal, and ends as in the paper. The figure: a curve for each option, told
     apart without colour, over the reduction factors on a logarithmic axis, and a line."""
     shown, save = [], report.save_figure
     monkeypatch.setattr(report, "save_figure", lambda *v: (shown.append(v[0]), save(*v)))
     run.draws, reason = True, "the loss is nan in epoch 1: stopped, no epoch was finished"
-    run.write("fail", f"big-both-before_after-none-f-relu-2: {reason}")
+    run.write("fail", f"big-mh_adapter=true-2: {reason}")
     assert run.run("--seeds 0 1", scores={"8": 0.1, "full": 0.2}) == 1
     said, text, log = capsys.readouterr().out, run.text(), run.log()
-    assert f"failed: big-both-before_after-none-f-relu-2-0: {reason}" in said
-    assert [*winners(run).values()] == ["top only", "before & after", "none", "f", "relu"]
-    assert "points above bottom only. The loss diverged in runs of: both. The paper's: top" in text
+    assert f"failed: big-mh_adapter=true-2-0: train.py: {reason}" in said
+    paper = [label for label, _ in (search.STEPS[s][o] for s, o in search.PAPERS.items())]
+    assert winners(run) == [f"{label} (the paper's)" for label in paper]
     assert "| both | – | 60.00 ± 0.00 | – |" in text
-    assert "end is the paper's architecture**: 55.00 with `--adapter pfeiffer`, 55.00" in text
-    assert "Not run: before the new LayerNorm. adapter_residual_before_ln=true needs" in text
     assert str(run.data) not in text and str(run.out) not in text
     # 3 positions, 4 more of BERT's LayerNorms, 3 new, 2 residuals, 2 non-linearities, 3 extras
     assert len(log) == len(set(log)) == (3 + 4 + 3 + 2 + 2 + 3) * 2 * 2 + 2
     assert len(rows_of(run.out)) == (3 + 5 + 4 + 3 + 3 + 3) * 2 * 2 + 2 - 2
 
-    assert all(f"({name})" in text for name in ("big.png", "big-2.png"))
-    assert (run.out / "big-2.png").read_bytes().startswith(b"\x89PNG")
-    panels = [*shown[-2].axes, *shown[-1].axes]
-    assert [len(axes.containers) for axes in panels] == [3, 5, 4, 3, 3, 3]
-    for axes in panels:
-        assert axes.get_xscale() == "log" and list(axes.lines[0].get_ydata()) == [70, 70]
-        curves = [curve.lines[0] for curve in axes.containers]
-        assert len({line.get_marker() for line in curves}) == len(curves)
-        for line in curves:  # the diverged one has one point
-            assert list(zip(*line.get_data(), strict=True)) in ([(2, 50), (8, 60)], [(8, 60)])
+    assert "(big.png)" in text and (run.out / "big.png").read_bytes().startswith(b"\x89PNG")
+    assert [len(axes.lines) - 1 for axes in shown[-1].axes] == [3, 5, 4, 3, 3, 3]
+    for axes in shown[-1].axes:
+        line, *curves = axes.lines
+        assert axes.get_xscale() == "log" and list(line.get_ydata()) == [70, 70]
+        assert len({curve.get_marker() for curve in curves}) == len(curves)
+        for curve in curves:  # the diverged one has one point
+            assert list(curve.get_xdata()) == [2, 8]
+            assert str(curve.get_ydata(orig=False)) in ("[50. 60.]", "[nan 60.]")
 
 
-def test_a_failure_stops_its_task_alone(run, capsys):
-    run.write("fail", "big-bottom: the disk is full")
-    assert run.run("--no-extras", tasks=("big", "small")) == 1
-    said = capsys.readouterr().out
-    assert "failed: big-bottom-before_after-none-f-relu-2-0: the disk is full" in said
-    steps = {(row["task"], row["step"]) for row in rows_of(run.out)}
-    assert {step for task, step in steps if task == "big"} == {"position", "full"}
-    assert {step for task, step in steps if task == "small"} == {*search.STEPS, "full"}
+def test_a_failed_run_is_tried_again(run, capsys):
+    run.write("fail", "big: the disk is full")
+    assert run.run(tasks=("big", "small")) == 1
+    assert "failed: big-pfeiffer-2-0: train.py: the disk is full" in capsys.readouterr().out
+    assert {row["task"] for row in rows_of(run.out)} == {"small"}
     run.write("fail")
-    assert run.run("--no-extras", tasks=("big", "small")) == 0
-    assert len({(row["task"], row["step"]) for row in rows_of(run.out)}) == 2 * 6
-    again = {name for name in run.names() if run.names().count(name) > 1}
-    assert again == {f"big-bottom-before_after-none-f-relu-{factor}-0" for factor in (2, 8)}
+    before = len(run.log())
+    assert run.run(tasks=("big", "small")) == 0
+    assert {(row["task"], row["step"]) for row in rows_of(run.out)} == {
+        (task, step) for task in ("big", "small") for step in (*search.TITLES, "full")
+    }
+    assert all(name.startswith("big-") for name in run.log()[before:])
 
 
 def test_plan_writes_nothing(run, capsys):
     assert run.run("--plan --seeds 0 1 -- --limit-train 10 --epochs 2") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "big-top-before_after-none-f-swish-8-1" in lines
+    assert "big-non_linearity=swish-8-1" in lines
     assert "as if the step ended as in the paper" in lines[-1]
     assert lines[-2] == "runs: {0}, to go: {0}".format((3 + 4 + 3 + 2 + 2 + 3) * 2 * 2 + 2)
     assert not run.out.exists()
 
 
-WRONG = """--full-options=--epochs=0 | --epochs must be at least 1
---adapter-options=--adapter-config=a=1 | does not belong in --adapter-options
--- --adapter bapna | --adapter does not belong behind --"""
-
-
-@pytest.mark.parametrize("line", WRONG.splitlines())
-def test_wrong_input_ends_in_one_line(run, capsys, line):
-    words, say = line.split(" | ")
-    assert run(words, tasks=["big"]) == 2
-    error = capsys.readouterr().err.splitlines()
-    assert len(error) == 1 and error[0].startswith("architecture_search: ") and say in error[0]
+def test_wrong_input_ends_in_one_line(run, capsys):
+    assert run("--adapter-options=--adapter-config=a=1", tasks=["big"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("architecture_search: ") and error.count("\n") == 1
+    assert "--adapter-config does not belong in --adapter-options" in error
     assert not run.out.exists() and run.log() == []
 
 
@@ -221,7 +152,7 @@ def test_a_search_for_real(encoder, data_dir, tmp_path, monkeypatch):
         for cell in cells:
             if not grid.result_of(cell, options):
                 train.main([*cell.command, "--resume"])
-        return grid.finished(cells, options)[0], {}
+        return grid.finished(cells, options), {}
 
     monkeypatch.setattr(grid, "run", here)
     places = {"model": encoder, "data_dir": data_dir, "out": tmp_path / "real"}
@@ -229,7 +160,7 @@ def test_a_search_for_real(encoder, data_dir, tmp_path, monkeypatch):
     search.main([*words, *"-- --device cpu --epochs 1 --lr 5e-3".split()])
     names = {path.name for path in (tmp_path / "real" / "runs").iterdir()}
     for _, _, config in chains():
-        if (name := f"sst2-{search.architecture(config)}-8-0") in names:
+        if (name := "-".join(["sst2", *(search.changes(config) or ["pfeiffer"]), "8-0"])) in names:
             bert, _, _ = load_run(tmp_path / "real" / "runs" / name)
             slots = [slot.adapters for _, slot in bert.slots() if "sst2" in slot.adapters]
             made = search.changes(slots[0]["sst2"].config)
@@ -238,10 +169,8 @@ def test_a_search_for_real(encoder, data_dir, tmp_path, monkeypatch):
     rows, best = rows_of(tmp_path / "real"), {}
     for step in search.STEPS:  # the search by hand
         found = {row["option"]: float(row["accuracy"]) for row in rows if row["step"] == step}
-        assert list(found) == list(search.options_of(step, best)[0])
+        assert list(found) == list(search.options_of(step, best))
         best |= search.sets(step, max(found, key=found.get))
-    last = search.changes(ADAPTERS["pfeiffer"](**best))
-    assert " ".join(last) in (tmp_path / "real" / "search.md").read_text()
     parameters = {row["option"]: int(row["trained_parameters"]) for row in rows}
     order = "full houlsby houlsby_adapters bapna top".split()
     sizes = [parameters[name] for name in order]

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 
 from experiments.architecture_search import TITLES, label
-from experiments.table1 import SYSTEMS
+from experiments.table1 import SYSTEMS, title
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results.md"
@@ -38,7 +38,7 @@ def low_resource():
 def mini():
     rows = read("mini_table1")
     systems = [system for system in SYSTEMS if f"{system}_mean" in rows[0]]
-    yield ["target", *(SYSTEMS[system] for system in systems)]
+    yield ["target", *(title(system) for system in systems)]
     for row in rows[-6:]:  # the tasks with three seeds, and the mean of all
         yield [row["task"], *(row[f"{system}_mean"] for system in systems)]
 
@@ -55,7 +55,7 @@ def mini_counts():
             f"{sum(a in arrows for a in ours)} ({sum(a in arrows for a in papers)}) of {len(rows)}"
             for arrows in ("↗", "↗→")
         ]
-        yield [f"{SYSTEMS[fusion]} : {SYSTEMS[other]}", *counts]
+        yield [f"{title(fusion)} : {title(other)}", *counts]
 
 
 def search():
@@ -68,7 +68,7 @@ def search():
             options = found.setdefault(row["step"], {})
             options.setdefault(row["option"], []).append(100 * float(row["accuracy"]))
         columns.append(found)
-    for step, title in TITLES.items():
+    for step, name in TITLES.items():
         means = [{option: mean(of) for option, of in found[step].items()} for found in columns]
         best = [max(of, key=of.get) if step != "extras" else None for of in means]
         for option in means[0]:
@@ -76,8 +76,8 @@ def search():
                 ("**{:.2f}**" if option == winner else "{:.2f}").format(of[option])
                 for of, winner in zip(means, best, strict=True)
             )
-            yield [title, label(step, option), *cells]
-            title = ""
+            yield [name, label(step, option), *cells]
+            name = ""
 
 
 def prune():
