@@ -52,9 +52,12 @@ pfeiffer | adapter_residual_before_ln=true | needs the new LayerNorm
 
 
 @pytest.mark.parametrize("row", WRONG.strip().splitlines())
-def test_wrong_changes(fails, row):
+def test_wrong_changes(launch, tmp_path, row):
     adapter, words, say = row.split(" | ")
-    fails(f"--adapter {adapter} --adapter-config {words}", say=say)
+    options = f"--stage adapter --task rte --adapter {adapter} --adapter-config {words}"
+    with pytest.raises(ValueError) as error:
+        launch(options, out=tmp_path / "out")
+    assert say in str(error.value) and not list(tmp_path.iterdir())
 
 
 # --------------------------------------------------------------------------------------------------
