@@ -2,25 +2,16 @@
 
 import pytest
 import torch
-from torch import nn
 
-from adapter import add_adapter
-from fusion import add_fusion, fusion_weights, save_fusion
+from fusion import fusion_weights, save_fusion
 from reference import FUSIONS, difference, encoder, run, with_fusion
-from test_fusion import MIXTURES
+from test_fusion import MIXTURES, fused
 from variants.folding import fold
 
 
 @pytest.mark.parametrize("configs", MIXTURES.values(), ids=MIXTURES)
 def test_folded_is_textbook(configs):
-    torch.manual_seed(0)
-    bert = encoder("bert").double()
-    for i, config in enumerate(configs):
-        add_adapter(bert, f"adapter {i}", config)
-    add_fusion(bert, [f"adapter {i}" for i in range(len(configs))])
-    for name, parameter in bert.named_parameters():
-        if ".adapters." in name or ".fusion." in name:
-            nn.init.normal_(parameter, std=0.3)
+    bert = fused(encoder("bert"), configs)
     before = {name: (p, p.clone(), p.requires_grad) for name, p in bert.named_parameters()}
     folded = fold(bert)
     ids = torch.randint(5, 40, (4, 9))
