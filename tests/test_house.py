@@ -1,8 +1,6 @@
 """Which room may import which: imports point down only."""
 
 import ast
-import collections
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,17 +58,6 @@ def test_imports_point_down(module):
     above = {*MAY_IMPORT, *tests} - {*MAY_IMPORT[room(module)]}
     found = {name for name in imports(module) if room(name) in above}
     assert all("inspect" in name for name in found) if module in FIVE else not found, found
-
-
-def test_no_dead_names():
-    """Every function, class and method of the house is named a second time: there, in a test, or in
-    a page."""
-    pages = [*ROOT.glob("tests/*.py"), *ROOT.glob("docs/*"), ROOT / "README.md", *PATHS]
-    texts = [path.read_text("utf-8") for path in pages if path.suffix in (".py", ".md", ".html")]
-    count = collections.Counter(re.findall(r"\w+", "\n".join(texts)))
-    kinds = ast.FunctionDef | ast.ClassDef
-    names = {n.name for tree in FILES.values() for n in ast.walk(tree) if isinstance(n, kinds)}
-    assert not {name for name in names if count[name] == 1 and not name.startswith("_")}
 
 
 def test_help_loads_only_what_it_must():

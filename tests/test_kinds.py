@@ -263,6 +263,7 @@ def commands():
         result[name] = f"--stage adapter --task sst2 --adapter {name}"
     for name in FUSION_KINDS:
         result[f"fusion {name}"] = f"--stage fusion --task sst2 --fusion {name}"
+    result["--adapters-per-batch"] = "--stage fusion --task sst2 --adapters-per-batch 2"
     # `pick` is an own task, without a line in TASKS
     of_task = {Classification: "rte", MultipleChoice: "pick"}
     of_task |= {task.kind: name for name, task in TASKS.items() if task.kind not in of_task}
@@ -284,7 +285,8 @@ def trained(launch, places, runs):
     def trained(name, out, *more):
         words = "--epochs 2 --limit-train 33 --limit-dev 20 --batch-size 8 --lr 5e-3 "
         words += COMMANDS[name]
-        given = cli(adapters=[runs / "rte", runs / "pick"]) if "fusion" in words else []
+        adapters = [runs / task for task in ("rte", "sst2", "pick")]
+        given = cli(adapters=adapters) if "fusion" in words else []
         return launch(words, *given, *more, data_dir=places, out=out)
 
     return trained

@@ -1,15 +1,12 @@
 """variants.masking: fused adapters that take no part, and training on a few of them at a time."""
 
-import json
 from functools import partial
 
 import pytest
 import torch
 
-import child
 from adapter import AdapterConfig
 from bert import Bert
-from conftest import assert_equal
 from experiments.load_run import load_run
 from fusion import Fusion, fusion_regularization, fusion_weights, fusions
 from reference import difference
@@ -70,22 +67,9 @@ def test_a_mask_is_minus_infinity(configs, masked, encoder):
 # --adapters-per-batch
 
 
-@pytest.fixture
-def subsets(launch, runs, tmp_path):
-    """subsets("name", ...): a fusion of three adapters in tmp_path/name"""
-    words = "--stage fusion --task rte --lr 5e-3 --batch-size 8 --save-minutes 0"
-    adapters = [runs / name for name in ("rte", "sst2", "pick")]
-
-    def subsets(name, *more, **options):
-        launch(words, *more, adapters=adapters, out=tmp_path / name, **options)
-        return tmp_path / name
-
-    return subsets
-
-
-def test_a_few_adapters_per_batch(subsets, monkeypatch):
-    """Every step draws anew, the same in all layers; evaluation is over all; K = N is as
-    without."""
+def test_a_few_adapters_per_batch(launch, runs, tmp_path, monkeypatch):
+    """Every step draws anew, the same in all layers; evaluation is over all; K = N is as without.
+    That a resumed run draws the same is tested in test_kinds.py."""
     seen, compose = [], Fusion.compose
 
     def watched(self, h, adapters, layer_input=None):
@@ -93,26 +77,21 @@ def test_a_few_adapters_per_batch(subsets, monkeypatch):
         assert len(adapters) == len(seen[-1][1])
         return compose(self, h, adapters, layer_input)
 
+    def fuse(name, **options):
+        adapters = [runs / name for name in ("rte", "sst2", "pick")]
+        words = "--stage fusion --task rte --epochs 1 --lr 5e-3 --batch-size 4"
+        launch(words, adapters=adapters, out=tmp_path / name, **options)
+        return (tmp_path / name / "model_adapter_fusion.safetensors").read_bytes()
+
     monkeypatch.setattr(Fusion, "compose", watched)
-    two = subsets("two", epochs=2, adapters_per_batch=2)
+    two = fuse("two", adapters_per_batch=2)
     steps = [names for training, names in seen if training]
     assert steps[::2] == steps[1::2] and len(steps) == 2 * 24  # two layers
     assert all(len(names) == 2 for names in steps) and len(set(steps)) == 3
     assert {names for training, names in seen if not training} == {("rte", "sst2", "pick")}
-    assert json.loads((two / "config.json").read_text())["adapters_per_batch"] == 2
-    assert all(not fusion.masked for _, fusion in fusions(load_run(two).bert))
-
-    runs = two, subsets("three", epochs=2, adapters_per_batch=3), subsets("all", epochs=2)
-    two, three, every = ((run / "model_adapter_fusion.safetensors").read_bytes() for run in runs)
-    assert three == every != two
+    bert, _, config = load_run(tmp_path / "two")
+    assert config["adapters_per_batch"] == 2
+    assert all(not fusion.masked for _, fusion in fusions(bert))
+    assert fuse("three", adapters_per_batch=3) == fuse("all") != two
     with pytest.raises(ValueError, match="must be in 2 .. 3"):
-        subsets("four", adapters_per_batch=4)
-
-
-def test_a_resumed_run_draws_the_same(subsets, at_step):
-    options = {"epochs": 2, "adapters_per_batch": 2}
-    whole = subsets("whole", **options)
-    at_step(20, child.stop)  # in the second epoch: one has 12 steps
-    with pytest.raises(KeyboardInterrupt):
-        subsets("run", **options)
-    assert_equal(subsets("run", "--resume", **options), whole)
+        fuse("four", adapters_per_batch=4)

@@ -8,11 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import child
 import train
 from adapter import AdapterConfig, activate, add_adapter, load_adapter
 from bert import Bert
-from conftest import cli, dev_batches, of_stage
+from conftest import dev_batches, of_stage
 from experiments.load_run import load_run
 from fusion import add_fusion
 from runtime.settings import parse
@@ -92,19 +91,6 @@ def test_run_directories(runs):
     assert {*promised.split()} <= {*metrics}
 
 
-def test_a_fusion_needs_no_adapters_but_its_copies(launch, runs, tmp_path):
-    """Also where the run has been moved."""
-    sources = [shutil.copytree(runs / name, tmp_path / name) for name in ("rte", "sst2")]
-    words = "--stage fusion --task rte --epochs 1 --lr 1e-3"
-    launch(words, adapters=sources, out=tmp_path / "run")
-    before = load_run(tmp_path / "run").bert.state_dict()
-    for source in sources:
-        shutil.rmtree(source)
-    after = load_run(shutil.move(tmp_path / "run", tmp_path / "moved")).bert.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(after[name], before[name]) for name in before)
-
-
 def test_it_learns(launch, tmp_path):
     """Classification and multiple choice, far above chance on examples that it has not seen."""
     words = "--stage adapter --patience 25 --lr 1e-2 --batch-size 8 --reduction-factor 2"
@@ -150,17 +136,6 @@ def test_full_run_is_a_checkpoint(launch, encoder, tmp_path):
     assert launch(words, task="sst2", model=one, out=two)["model"] == str(one)
     shutil.rmtree(one)
     load_run(two)
-
-
-def test_command_line(encoder, data_dir, tmp_path):
-    """As a user types it: progress on stdout, and the closing line is JSON."""
-    options = {"model": encoder, "data_dir": data_dir, "out": tmp_path / "run"}
-    words = cli("--stage adapter --task rte --device cpu --epochs 2 --resume", **options)
-    for _ in range(2):  # the second time nothing is left to do
-        status, out, error = child.output(["train.py", *words])
-        assert status == 0, error
-        result = json.loads(out.splitlines()[-1])
-        assert result == json.loads((tmp_path / "run" / "metrics.json").read_text())
 
 
 DEFAULTS = {
