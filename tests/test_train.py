@@ -101,14 +101,18 @@ def test_it_learns(launch, tmp_path):
 
 def test_limits_are_drawn_with_the_seed(launch, tmp_path):
     """The training examples; the development examples are the same for every seed."""
-    digests, weights = [], []
-    for i, seed in enumerate((3, 3, 4)):
-        words = "--stage adapter --task rte --epochs 1 --limit-train 10 --limit-dev 7"
-        result = launch(words, seed=seed, out=tmp_path / str(i))
-        assert (result["train_examples"], result["dev_examples"]) == (10, 7)
-        digests.append(json.loads((tmp_path / str(i) / "config.json").read_text())["data_sha256"])
-        weights.append((tmp_path / str(i) / "adapter.safetensors").read_bytes())
-    assert digests[0] == digests[1] != digests[2] and weights[0] == weights[1] != weights[2]
+
+    def run(name, limits, seed):
+        words = f"--stage adapter --task rte --epochs 1 --limit-dev 7 {limits}"
+        result = launch(words, seed=seed, out=tmp_path / name)
+        digest = json.loads((tmp_path / name / "config.json").read_text())["data_sha256"]
+        weights = (tmp_path / name / "adapter.safetensors").read_bytes()
+        return digest, result["train_examples"], result["dev_examples"], weights
+
+    first, other = (run(f"ten {seed}", "--limit-train 10", seed) for seed in (3, 4))
+    assert first[1:3] == (10, 7) and run("again", "--limit-train 10", 3) == first
+    assert first[0] != other[0] and first[3] != other[3]
+    assert run("all 3", "", 3)[:3] == run("all 4", "", 4)[:3]  # 96 and 7
 
 
 def test_bfloat16_holds_frozen_weights_in_bf16_and_trained_ones_in_fp32(
