@@ -63,6 +63,14 @@ def test_a_stage_trains_exactly_what_it_should(stage, launch, runs, berts, tmp_p
         assert sorted(spared) == [(2,)] + [(32,)] * 5 + [(32, 32)] * 2  # all biases, and V
 
 
+def test_the_penalty_is_part_of_every_step(launch, runs, tmp_path, monkeypatch):
+    """Once in each of three, however many parts a batch has."""
+    penalty = torch.zeros((), requires_grad=True)
+    monkeypatch.setattr(train, "fusion_regularization", lambda _: penalty)
+    launch("--epochs 1 --grad-accumulation 2", *of_stage("fusion", runs, 8), out=tmp_path / "run")
+    assert penalty.grad == 3
+
+
 def test_requires_grad_is_the_contract(encoder, runs):
     """What is added is trained; what is loaded or activated is frozen."""
     bert = Bert.from_pretrained(encoder)
