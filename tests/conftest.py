@@ -102,23 +102,21 @@ def data_dir(tmp_path_factory):
     multiple-choice task `pick`."""
     directory, rng = tmp_path_factory.mktemp("data"), random.Random(0)
     for split, n in (("train", 96), ("validation", 40)):
-        rows = []
+        tasks = {"rte": [], "sst2": [], "pick": []}
         for i in range(n):
             a = sentence(rng)
             b = a if i % 2 else sentence(rng)
-            rows.append({"sentence1": a, "sentence2": b, "label": 1 - i % 2, "idx": i})
-        write_rows(directory / "rte" / f"{split}.jsonl", rows)
-        texts = [sentence(rng) for _ in range(n)]
-        labels = [int(not {"red", "green", "blue"}.isdisjoint(text.split())) for text in texts]
-        pairs = zip(texts, labels, strict=True)
-        rows = [{"sentence": text, "label": label, "idx": 0} for text, label in pairs]
-        write_rows(directory / "sst2" / f"{split}.jsonl", rows)
-        rows = []
+            tasks["rte"].append({"sentence1": a, "sentence2": b, "label": 1 - i % 2, "idx": i})
+        for _ in range(n):
+            text = sentence(rng)
+            has_colour = not {"red", "green", "blue"}.isdisjoint(text.split())
+            tasks["sst2"].append({"sentence": text, "label": int(has_colour)})
         for i in range(n):
             choices = [sentence(rng, 4) for _ in range(3)]
             choices[i % 3] += " yes"
-            rows.append({"text_a": sentence(rng, 5), "choices": choices, "label": i % 3})
-        write_rows(directory / "pick" / f"{split}.jsonl", rows)
+            tasks["pick"].append({"text_a": sentence(rng, 5), "choices": choices, "label": i % 3})
+        for task, rows in tasks.items():
+            write_rows(directory / task / f"{split}.jsonl", rows)
     return directory
 
 
@@ -182,13 +180,8 @@ def at_step(monkeypatch):
 
 @pytest.fixture
 def copy(tmp_path):
-    """A copy of a golden encoder to damage."""
-
-    def make(source):
-        shutil.copytree(source, tmp_path / "copy", dirs_exist_ok=True)
-        return tmp_path / "copy"
-
-    return make
+    """copy(directory): tmp_path/copy, to be damaged."""
+    return partial(shutil.copytree, dst=tmp_path / "copy", dirs_exist_ok=True)
 
 
 @pytest.fixture
@@ -209,18 +202,6 @@ def refused(capsys):
         return line
 
     return refused
-
-
-@pytest.fixture
-def fails(encoder, data_dir, tmp_path, refused):
-    """fails("--adapter x", say="did you mean"): --stage adapter is refused, and writes nothing."""
-
-    def fails(text, say):
-        places = {"model": encoder, "data_dir": data_dir, "out": tmp_path / "out"}
-        refused(cli(f"--stage adapter --task rte --epochs 1 {text}", **places), say)
-        assert not list(tmp_path.iterdir())
-
-    return fails
 
 
 def fill_hub_cache(repository, encoder):
@@ -244,8 +225,7 @@ def dev_batches(encoder, data_dir, task="rte", size=16):
 
 def content(run):
     """What a run has produced, without times and places."""
-    log = read_lines(run / "log.jsonl")
-    kept = ("epoch", "loss", "dev_accuracy")
+    log, kept = read_lines(run / "log.jsonl"), ("epoch", "loss", "dev_accuracy")
     log = [{name: line[name] for name in kept if name in line} for line in log]
     files = {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file()}
     config = json.loads(files.pop("config.json").read_text())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapter import AdapterConfig, add_adapter, save_adapter
+from adapter import Adapter, AdapterConfig, add_adapter, save_adapter
 from bert import Bert, BertConfig
 from conftest import IDS, MASK
 from experiments.load_run import load_run
@@ -52,9 +52,34 @@ pfeiffer | adapter_residual_before_ln=true | needs the new LayerNorm
 
 
 @pytest.mark.parametrize("row", WRONG.strip().splitlines())
-def test_wrong_changes(fails, row):
+def test_wrong_changes(launch, tmp_path, row):
     adapter, words, say = row.split(" | ")
-    fails(f"--adapter {adapter} --adapter-config {words}", say=say)
+    options = f"--stage adapter --task rte --adapter {adapter} --adapter-config {words}"
+    with pytest.raises(ValueError) as error:
+        launch(options, out=tmp_path / "out")
+    assert say in str(error.value) and not list(tmp_path.iterdir())
+
+
+def z(adapter, h):
+    return adapter.up(adapter.act(adapter.down(h)))
+
+
+def test_the_presets_are_what_their_papers_write():
+    """All golden adapters end in BERT's LayerNorm, which bapna has not."""
+    torch.manual_seed(0)
+    norm, (f, x) = torch.nn.LayerNorm(32), torch.randn(2, 2, 5, 32)
+    presets = AdapterConfig.pfeiffer, AdapterConfig.houlsby, AdapterConfig.bapna
+    adapters = torch.nn.ModuleList(Adapter(preset(), 32, 4) for preset in presets)
+    for p in adapters.parameters():
+        torch.nn.init.normal_(p)
+    pfeiffer, houlsby, bapna = adapters
+    h = norm(f + x)
+    for adapter, expected in (
+        (pfeiffer, norm(f + z(pfeiffer, h) + x)),
+        (houlsby, norm(f + z(houlsby, f) + x)),
+        (bapna, h + z(bapna, bapna.norm_before(h))),
+    ):
+        assert torch.allclose(adapter(f, x, norm), expected, atol=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------

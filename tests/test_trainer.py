@@ -2,62 +2,50 @@
 dropout, in float64. Needs PEER_PYTHON, a Python with `adapters` (make test-peers)."""
 
 import json
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
 
 import train
 from adapter import save_adapter, save_head
-from conftest import cli
 from data import Classification
 from fusion import save_fusion
-from reference import PEER, needs_peer
+from reference import ask_peer, needs_peer
 
 RUNS = {
     "pfeiffer": "--stage adapter --task rte --adapter pfeiffer",
     "houlsby": "--stage adapter --task rte --adapter houlsby",
     "multiple choice": "--stage adapter --task pick",
-    "fusion": "--stage fusion --task rte",
+    "fusion": "--stage fusion --task rte --allow-other-encoder",
 }
 
 
 @needs_peer
 @pytest.mark.parametrize("name", RUNS)
-def test_losses_of_40_steps(name, runs, quiet_encoder, data_dir, tmp_path, monkeypatch):
-    batches, losses, saved = [], [], {}
+def test_losses_of_40_steps(name, runs, launch, quiet_encoder, tmp_path, monkeypatch):
+    task, batches, losses, saved = RUNS[name].split()[3], [], [], {}
     fused = [runs / task for task in ("rte", "sst2", "pick")] * (name == "fusion")
-    collate, make_optimizer = train.collate, train.make_optimizer
+    collate, loss, make_optimizer = train.collate, Classification.loss, train.make_optimizer
 
     def keep_batch(rows, pad_token_id):
         batch = collate(rows, pad_token_id)
-        labels = batch["labels"]
-        if "pick" in RUNS[name]:  # theirs are [B, C, T]
-            of_examples = {
-                key: t.view(len(labels), -1, t.shape[-1]) if t.ndim > 1 else t
-                for key, t in batch.items()
-            }
-            batches.append({**of_examples, "labels": labels})
-        else:
-            batches.append(batch)
+        B = len(batch["labels"])  # of multiple choice theirs are [B, C, T]
+        theirs = {n: t.view(B, -1, t.shape[1]).squeeze(1) for n, t in batch.items() if t.ndim > 1}
+        batches.append({**batch, **theirs})
         return batch
 
-    def keep_loss(loss):
-        def keep(logits, labels):
-            losses.append(loss(logits, labels))
-            return losses[-1]
+    def keep_loss(logits, labels):
+        losses.append(loss(logits, labels))
+        return losses[-1]
 
-        return staticmethod(keep)
-
-    def keep_weights(trained, *values):
-        bert, heads = saved["model"].bert, saved["model"].heads
+    def keep_weights(*values):
+        bert, (head,) = saved["model"].bert, saved["model"].heads
         if fused:
             save_fusion(bert, tmp_path / "fusion")
         else:
-            save_adapter(bert, "rte" if "rte" in RUNS[name] else "pick", tmp_path / "adapter")
-        save_head(heads[0], bert, "head", tmp_path / "head")
-        return make_optimizer(trained, *values)
+            save_adapter(bert, task, tmp_path / "adapter")
+        save_head(head, bert, "head", tmp_path / "head")
+        return make_optimizer(*values)
 
     class Model(train.Model):
         def __init__(self, *values):
@@ -73,13 +61,12 @@ def test_losses_of_40_steps(name, runs, quiet_encoder, data_dir, tmp_path, monke
         patch.setattr(train, "collate", keep_batch)
         patch.setattr(train, "make_optimizer", keep_weights)
         patch.setattr(train, "evaluate_all", lambda *_: {"rte": {"accuracy": 0.5, "loss": 0.5}})
-        patch.setattr(Classification, "loss", keep_loss(Classification.loss))
+        patch.setattr(Classification, "loss", staticmethod(keep_loss))
         torch.set_default_dtype(torch.float64)
         try:
-            words = cli(f"{RUNS[name]} --epochs 10 --patience 10 --batch-size 24 --lr 1e-3")
-            words += cli(model=quiet_encoder, data_dir=data_dir, out=tmp_path / "run")
-            words += cli(adapters=fused) + cli("--allow-other-encoder") if fused else []
-            train.main(words)
+            words = f"{RUNS[name]} --epochs 10 --patience 10 --batch-size 24 --lr 1e-3"
+            given = {"adapters": fused} if fused else {}
+            launch(words, model=quiet_encoder, out=tmp_path / "run", **given)
         finally:
             torch.set_default_dtype(torch.float32)
     assert len(losses) == 40
@@ -92,8 +79,7 @@ def test_losses_of_40_steps(name, runs, quiet_encoder, data_dir, tmp_path, monke
         "lr": 1e-3,
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    script = Path(__file__).with_name("peer_trainer.py")
-    subprocess.run([PEER, script, tmp_path], check=True)
+    ask_peer("peer_trainer.py", tmp_path)
     theirs = json.loads((tmp_path / "losses.json").read_text())
     differences = [abs(ours.item() - peer) for ours, peer in zip(losses, theirs, strict=True)]
     print(f"{name}: losses {losses[0]:.4f} to {losses[-1]:.4f}, differ by {max(differences):.1e}")
