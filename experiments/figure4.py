@@ -306,8 +306,8 @@ def main(argv=None):
         texts = ["" if math.isnan(value) else value for value in values[x, y].tolist()]
         rows.append([runs[y], tasks[y], slots[x][0] + 1, slots[x][1], *texts])
     write_csv(out / "weights.csv", ["run", "target", "layer", "location", *columns], rows)
-    strongest = table(*strengths_table(targets, columns, values), wrap=True)
-    entropies = table(*entropy_table(targets, slots, values), wrap=True)
+    strongest = table(*strengths_table(targets, columns, values))
+    entropies = table(*entropy_table(targets, slots, values))
     lines = [*strongest, "", *entropies, "", LEGEND]
     write_text(out / "summary.txt", "\n".join(lines) + "\n")
     print("\n".join(lines))

@@ -184,7 +184,7 @@ def tables(example, adapters):
             ]
             title = f"{location}, layer" if len(candidate["weights"]) > 1 else "layer"
             header = [title, *map(str, range(1, len(layers) + 1))]
-            yield from table([*zip([*tokens, "(mean)"], *columns, strict=True)], header, wrap=True)
+            yield from table([*zip([*tokens, "(mean)"], *columns, strict=True)], header)
 
 
 def page_data(model):

@@ -429,7 +429,7 @@ def main(argv=None):
     if options.part == "0/1" or len(results) == len(cells):
         path, tables = write_results(options, runs, results, config)
         for title, header, rows in tables:
-            print(f"{title}\n", *report.table(rows, header, wrap=True), "", sep="\n")
+            print(f"{title}\n", *report.table(rows, header), "", sep="\n")
         print(path, flush=True)
     grid.end(failed)
 
