@@ -32,36 +32,27 @@ class Options:
 
 
 def read_log(run):
-    """(name of the score, [(epoch, training loss, dev loss, score)]) of a run."""
+    """(name of the score, [(epoch, training loss, dev loss, score)], index of the best) of a run"""
     score = read_json(run / "config.json").get("score") or "accuracy"
     names = "epoch", "loss", "dev_loss", f"dev_{score}"
-    return score, [[row[name] for name in names] for _, row in read_rows(run / "log.jsonl")]
-
-
-def best(points):
-    """The index of the best epoch: the first with the highest score, as in training."""
-    scores = [score for *_, score in points]
-    return scores.index(max(scores))
+    points = [[row[name] for name in names] for _, row in read_rows(run / "log.jsonl")]
+    scores = [value for *_, value in points]
+    return score, points, scores.index(max(scores))  # the first of equal ones, as in training
 
 
 def draw(logs, path):
-    """logs: {run: what `read_log` returns}. A score has a panel of its own."""
-    scores = list(dict.fromkeys(score for score, _ in logs.values()))
-    figure, (left, *others) = subplots(1, 1 + len(scores), (4.6 * (1 + len(scores)), 4))
-    for (run, (score, points)), marker in zip(logs.items(), cycle(MARKERS), strict=False):
+    """logs: {run: what `read_log` returns}"""
+    figure, (left, right) = subplots(1, 2, (9.2, 4))
+    for (run, (score, points, best)), marker in zip(logs.items(), cycle(MARKERS), strict=False):
         epochs, losses, dev_losses, values = zip(*points, strict=True)
         (line,) = left.plot(epochs, losses, f"{marker}-", markersize=4, label=f"{run}: training")
-        colour, i = line.get_color(), best(points)
-        style = {"color": colour, "markersize": 4, "label": f"{run}: development"}
-        left.plot(epochs, dev_losses, f"{marker}--", fillstyle="none", **style)
-        right = others[scores.index(score)]
-        right.plot(epochs, values, f"{marker}-", color=colour, markersize=4, label=str(run))
-        label = f"best epoch of {run}, the one that is kept"
-        right.plot(epochs[i], values[i], marker, color=colour, markersize=10, label=label)
+        style = {"color": line.get_color(), "marker": marker, "markersize": 4}
+        left.plot(epochs, dev_losses, "--", fillstyle="none", label=f"{run}: development", **style)
+        right.plot(epochs, values, "-", label=f"{run}: {score}", **style)
+        right.plot(epochs[best], values[best], **style | {"markersize": 10})
     left.set(title="Loss", ylabel="mean loss of an example")
-    for score, right in zip(scores, others, strict=True):
-        right.set(title="Score on the development set", ylabel=score)
-    for axes in (left, *others):
+    right.set(title="Score on the development set", ylabel="score (large: best epoch)")
+    for axes in (left, right):
         axes.set(xlabel="epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
@@ -71,15 +62,13 @@ def draw(logs, path):
 
 def main(argv=None):
     options = parse(Options, argv, "python -m experiments.curves", __doc__)
-    if options.out.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--out {options.out} is not a .png, .svg or .pdf file")
     logs = {run: read_log(run) for run in options.runs}
     draw(logs, options.out)
-    rows = [
-        [str(run), epoch, *(f"{value:.4f}" for value in values), "best" * (i == best(points))]
-        for run, (_, points) in logs.items()
-        for i, (epoch, *values) in enumerate(points)
-    ]
+    rows = []
+    for run, (_, points, best) in logs.items():
+        for i, (epoch, *values) in enumerate(points):
+            texts = [f"{value:.4f}" for value in values]
+            rows.append([run, epoch, *texts, "best" * (i == best)])
     print(*table(rows, ["run", "epoch", "loss", "dev loss", "score", ""]), sep="\n")
     print(f"\n{options.out}")
 
