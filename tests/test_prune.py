@@ -113,7 +113,7 @@ def test_a_smaller_run(name, keep, leave_out, whole, capsys, tmp_path):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["accuracy"] == metrics["accuracy"]
     run_command("predict.py", predict.main, cli(f"{out} red one --device cpu"))
     assert sorted(figure4.mean_weights(out)[0]) == sorted(left)
-    publish.main([str(out), *cli("--encoder tiny --anyway", out=tmp_path / "published")])
+    publish.main([str(out), *cli("--encoder tiny", out=tmp_path / "published")])
     card = (tmp_path / "published" / "README.md").read_text()
     assert ("## With `adapters`" in card) == bool(everywhere)
 
