@@ -7,10 +7,7 @@ section 6 reads from them, as tables.
 Every RUN is a finished fusion run and becomes a row of each panel: the weights that it gives to its
 adapters, averaged over the tokens of its task's development set ([CLS] and [SEP] included, padding
 not). DIR gets figure4.png, figure6.png, weights.csv and summary.txt, which is also printed. Layers
-are counted from 1, as in the paper.
-
---baseline names runs of single adapters. They say what a fusion on the same task, encoder and data
-has gained.
+are counted from 1. Runs of single adapters after --baseline show what a fusion has gained.
 """
 
 if __name__ == "__main__":
@@ -40,7 +37,6 @@ from train import Settings
 # Lightness rises with the weight, so it can be read in grey and with any colour vision. In the
 # middle black and white text have the same contrast.
 COLOURS, MIDDLE = "cividis", 0.465
-HATCHED = {"facecolor": "white", "edgecolor": "0.75", "hatch": "////", "linewidth": 0}
 BATCH_SIZE = 64
 LEGEND = """weight: mean over tokens and layers; 1.00 is what each adapter has if none is preferred.
 own: the adapter of the target's task; own first: in how many layers it has the largest weight.
@@ -110,13 +106,11 @@ def spread(weights):
 
 def heat_map(axes, values, rows, columns, top=1.0):
     """Draws fusion weights, a table [rows, columns] of 0 .. top, with the number in every cell; a
-    cell is hatched where the table has NaN. Returns the image, for a colour bar."""
+    cell is blank where the table has NaN. Returns the image, for a colour bar."""
     image = axes.imshow(values.numpy(), cmap=COLOURS, vmin=0, vmax=top, aspect="auto")
     for y, row in enumerate(values.tolist()):
         for x, value in enumerate(row):
-            if math.isnan(value):
-                axes.fill_between([x - 0.5, x + 0.5], y - 0.5, y + 0.5, **HATCHED)
-            else:
+            if not math.isnan(value):
                 colour = "black" if image.norm(value) > MIDDLE else "white"
                 axes.text(x, y, f"{value:.2f}", color=colour, fontsize=6, ha="center", va="center")
     names = {"fontsize": 8, "parse_math": False}  # no name of an adapter is a formula
@@ -155,8 +149,8 @@ def heat_maps(values, titles, rows, columns, path):
         panel.set_visible(False)
     figure.suptitle("What each target task takes from each adapter", fontsize=10)
     figure.supylabel("target task", fontsize=9)
-    hatched = " (hatched: not in this layer of this target)" if values.isnan().any() else ""
-    figure.supxlabel(f"adapter{hatched}", fontsize=9)
+    blank = " (blank: not in this layer of this target)" if values.isnan().any() else ""
+    figure.supxlabel(f"adapter{blank}", fontsize=9)
     figure.colorbar(image, ax=axes, label="mean fusion weight", fraction=0.05, shrink=0.9)
     save_figure(figure, path)
 

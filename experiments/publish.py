@@ -32,12 +32,6 @@ from fusion import fusions, save_fusion
 from runtime.command import run_command
 from runtime.settings import argument, like, option, parse
 
-# AdapterHub's names of the paper's tasks
-TAGS = """mnli=nli/multinli qqp=sts/qqp sst2=sentiment/sst-2 winogrande=comsense/winogrande
-    imdb=sentiment/imdb hellaswag=comsense/hellaswag social_i_qa=comsense/siqa
-    cosmos_qa=comsense/cosmosqa scitail=nli/scitail argument=argument/ukpsent
-    commonsense_qa=comsense/csqa boolq=rc/boolq mrpc=sts/mrpc sick=nli/sick rte=nli/rte cb=nli/cb"""
-TAGS = dict(pair.split("=") for pair in TAGS.split())
 # {stage: how the files are loaded here, and with AdapterHub's library}
 LOAD = {
     "adapter": (
@@ -91,7 +85,6 @@ def card(config, metrics, bert, head, encoder, repo):
     text = Template(template).substitute(
         texts,
         model_type=bert.config.model_type,
-        tag=TAGS.get(task, task),
         front="".join(f"{name}: {json.dumps(value)}\n" for name, value in front.items() if value),
         encoder=encoder,
         repo=repo,

@@ -69,10 +69,10 @@ DOCSTRINGS = {
 @pytest.mark.parametrize(
     "own, head, without, words",
     [
-        (0.5, 0.6, 0.7, "fusing them is better than taking the most related one; without `name`"),
-        (0.5, 0.8, 0.9, "these seeds do not show that fusing adapters is better"),
-        (0.8, 0.6, 0.7, "the other tasks' adapters do not reliably help."),
-        (0.5, 0.6, 0.8, "fusing them is better than taking the most related one."),
+        (0.5, 0.6, 0.7, "fusing them is better than taking the most related one"),
+        (0.5, 0.8, 0.7, "these seeds do not show that fusing adapters is better"),
+        (0.8, 0.6, 0.7, "the other tasks' adapters do not reliably help"),
+        (0.5, 0.6, 0.8, "better than the fusion without `name` with 1 of 2 seeds"),
     ],
 )
 def test_the_conclusion_follows_from_the_figures(own, head, without, words):

@@ -10,13 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from conftest import cli
-from data import get_task, load_split
+from conftest import cli, read_lines
 from experiments import figure4
 from experiments.load_run import load_run
 from formats.files import read_json, write_json
-from formats.tokenizer import load_tokenizer
-from fusion import fusion_weights
 from reference import FP32_TOLERANCE, FUSIONS, GOLDEN, with_fusion
 
 INPUTS = ("input_ids", "token_type_ids", "attention_mask")
@@ -86,18 +83,12 @@ def test_files(fused, tmp_path, capsys):
     assert re.search(rf"\(fusion-rte\) .* {accuracy:.2f} ", printed)
 
 
-def test_multiple_choice_counts_every_candidate(runs, launch, encoder, data_dir, tmp_path):
-    adapters = [runs / "rte", runs / "pick"]
-    words = "--stage fusion --task pick --epochs 1"
-    launch(words, adapters=adapters, out=tmp_path / "run")
-    _, weights, _ = figure4.mean_weights(tmp_path / "run")
-    (bert, _, _), task = load_run(tmp_path / "run"), get_task("pick", data_dir)
-    seen = []
-    with torch.no_grad():
-        for row in load_split(task, "validation", load_tokenizer(encoder, 48), data_dir):
-            for ids, types in zip(row["input_ids"], row["token_type_ids"], strict=True):
-                bert(torch.tensor([ids]), torch.tensor([types]))
-                seen.append(fusion_weights(bert)[0, "output"][0])
+def test_multiple_choice_counts_every_candidate(runs, launch, data_dir, tmp_path):
+    adapters, run = [runs / "rte", runs / "pick"], tmp_path / "run"
+    launch("--stage fusion --task pick --epochs 1", adapters=adapters, out=run)
+    _, weights, _ = figure4.mean_weights(run)
+    rows = read_lines(data_dir / "pick" / "validation.jsonl")
+    seen = [found["weights"]["output"][0] for found in load_run(run).fusion_weights(rows)]
     assert len(seen) == 3 * 40
     assert torch.allclose(weights[0, "output"], torch.cat(seen).mean(0).double(), atol=1e-5)
 
