@@ -75,17 +75,13 @@ def card(config, metrics, bert, head, encoder, repo):
     for name, code in zip(("load_here", "load_there"), LOAD[config["stage"]], strict=True):
         template = template.replace(f"${name}", code)
     labels = ", ".join(f'"{escape(label)}"' for label in config["labels"])
-    front = {
-        "datasets": [TASKS[task].source] if task in TASKS else None,
-        "base_model": encoder if encoder.count("/") == 1 else None,
-    }
     scores = [name for name in ("macro_f1", "f1", "matthews", "dev_loss") if name in metrics]
     share = metrics.get("majority_class_accuracy")
     inputs = "input_ids", "token_type_ids", "attention_mask"
     text = Template(template).substitute(
         texts,
         model_type=bert.config.model_type,
-        front="".join(f"{name}: {json.dumps(value)}\n" for name, value in front.items() if value),
+        datasets=f'datasets: ["{TASKS[task].source}"]\n' if task in TASKS else "",
         encoder=encoder,
         repo=repo,
         task=task,
