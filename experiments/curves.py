@@ -4,7 +4,6 @@
 
 Every RUN is a directory that `train.py` writes, finished or not. The picture shows each run's
 training and development loss, and the score on the development set that chooses its best epoch.
-The same is printed as a table.
 """
 
 if __name__ == "__main__":
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
-from experiments.report import save_figure, subplots, table
+from experiments.report import save_figure, subplots
 from formats.files import read_json
 from formats.rows import read_rows
 from runtime.command import run_command
@@ -62,15 +61,8 @@ def draw(logs, path):
 
 def main(argv=None):
     options = parse(Options, argv, "python -m experiments.curves", __doc__)
-    logs = {run: read_log(run) for run in options.runs}
-    draw(logs, options.out)
-    rows = []
-    for run, (_, points, best) in logs.items():
-        for i, (epoch, *values) in enumerate(points):
-            texts = [f"{value:.4f}" for value in values]
-            rows.append([run, epoch, *texts, "best" * (i == best)])
-    print(*table(rows, ["run", "epoch", "loss", "dev loss", "score", ""]), sep="\n")
-    print(f"\n{options.out}")
+    draw({run: read_log(run) for run in options.runs}, options.out)
+    print(options.out)
 
 
 if __name__ == "__main__":

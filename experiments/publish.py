@@ -1,8 +1,7 @@
 """Writes a folder that is ready for upload from a finished adapter or fusion run. It uploads
 nothing.
 
-    python -m experiments.publish runs/rte [--out published/rte] [--repo USER/rte] \\
-        [--encoder HUB_ID]
+    python -m experiments.publish runs/rte [--repo USER/rte] [--encoder HUB_ID]
 
 The folder holds AdapterHub's files, for a fusion also those of its adapters (adapters/NAME), and
 README.md, a model card that says what it is, how good, and how to load it here and with
@@ -54,9 +53,7 @@ class Options:
     run: Path = argument("an adapter or a fusion run")
     out: Path | None = option(None, "default published/RUN")
     repo: str | None = option(None, "hub repository that the card names; default USER/RUN")
-    encoder: str | None = option(
-        None, "the encoder's hub id, if the run was trained from a local directory"
-    )
+    encoder: str | None = option(None, "the encoder's hub id, if it was a local directory")
     model: str | None = like(Reading, "model")
 
 
@@ -141,10 +138,7 @@ def main(argv=None):
         raise ValueError(f"{run}: AdapterHub's library has no {unknown}, and cannot read the file")
     encoder = options.encoder or config["model"]
     if options.encoder is None and Path(encoder).is_absolute():
-        raise ValueError(
-            f"{run} was trained on an encoder in a local directory, {Path(encoder).name}: say "
-            "with --encoder what its hub id is"
-        )
+        raise ValueError(f"{run}: say with --encoder what the hub id of {encoder} is")
     for said in (encoder, repo):  # which the card has in its code
         if not re.fullmatch(r"[\w./@+-]+", said):
             raise ValueError(f"{said!r:.100} is no name for an encoder or a repository")

@@ -1,11 +1,5 @@
 """How experiments report: tables as text and Markdown, CSV files and pictures. Every file replaces
-an earlier one only once it is complete.
-
-    header, rows = ["task", "accuracy"], [["rte", 71.04], ["cb", None]]
-    print(*table(rows, header), sep="\\n")
-    markdown(rows, header)
-    write_csv("table.csv", header, rows)
-"""
+an earlier one only once it is complete. A table is rows of cells, and a header of titles."""
 
 import csv
 import re
