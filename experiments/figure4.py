@@ -219,7 +219,7 @@ def arrange(found):
 def main(argv=None):
     options = parse(Options, argv, "python -m experiments.figure4", __doc__)
     runs, out = options.runs, options.out
-    if out.exists() and not options.overwrite:
+    if out.exists() and not (options.overwrite and out.is_dir()):
         raise ValueError(f"{out} is already there: choose another --out, or --overwrite")
     device, _ = choose_device(options.device, "float32")
     singles, found = single_accuracies(runs, options.baseline), []
