@@ -4,7 +4,6 @@
 
 Every RUN is a directory that `train.py` writes, finished or not. The picture shows each run's
 training and development loss, and the score on the development set that chooses its best epoch.
-The same is printed as a table.
 """
 
 if __name__ == "__main__":
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 
-from experiments.report import save_figure, subplots, table
+from experiments.report import save_figure, subplots
 from formats.files import read_json
 from formats.rows import read_rows
 from runtime.command import run_command
@@ -32,36 +31,27 @@ class Options:
 
 
 def read_log(run):
-    """(name of the score, [(epoch, training loss, dev loss, score)]) of a run."""
+    """(name of the score, [(epoch, training loss, dev loss, score)], index of the best) of a run"""
     score = read_json(run / "config.json").get("score") or "accuracy"
     names = "epoch", "loss", "dev_loss", f"dev_{score}"
-    return score, [[row[name] for name in names] for _, row in read_rows(run / "log.jsonl")]
-
-
-def best(points):
-    """The index of the best epoch: the first with the highest score, as in training."""
-    scores = [score for *_, score in points]
-    return scores.index(max(scores))
+    points = [[row[name] for name in names] for _, row in read_rows(run / "log.jsonl")]
+    scores = [value for *_, value in points]
+    return score, points, scores.index(max(scores))  # the first of equal ones, as in training
 
 
 def draw(logs, path):
-    """logs: {run: what `read_log` returns}. A score has a panel of its own."""
-    scores = list(dict.fromkeys(score for score, _ in logs.values()))
-    figure, (left, *others) = subplots(1, 1 + len(scores), (4.6 * (1 + len(scores)), 4))
-    for (run, (score, points)), marker in zip(logs.items(), cycle(MARKERS), strict=False):
+    """logs: {run: what `read_log` returns}"""
+    figure, (left, right) = subplots(1, 2, (9.2, 4))
+    for (run, (score, points, best)), marker in zip(logs.items(), cycle(MARKERS), strict=False):
         epochs, losses, dev_losses, values = zip(*points, strict=True)
         (line,) = left.plot(epochs, losses, f"{marker}-", markersize=4, label=f"{run}: training")
-        colour, i = line.get_color(), best(points)
-        style = {"color": colour, "markersize": 4, "label": f"{run}: development"}
-        left.plot(epochs, dev_losses, f"{marker}--", fillstyle="none", **style)
-        right = others[scores.index(score)]
-        right.plot(epochs, values, f"{marker}-", color=colour, markersize=4, label=str(run))
-        label = f"best epoch of {run}, the one that is kept"
-        right.plot(epochs[i], values[i], marker, color=colour, markersize=10, label=label)
+        style = {"color": line.get_color(), "marker": marker, "markersize": 4}
+        left.plot(epochs, dev_losses, "--", fillstyle="none", label=f"{run}: development", **style)
+        right.plot(epochs, values, "-", label=f"{run}: {score}", **style)
+        right.plot(epochs[best], values[best], **style | {"markersize": 10})
     left.set(title="Loss", ylabel="mean loss of an example")
-    for score, right in zip(scores, others, strict=True):
-        right.set(title="Score on the development set", ylabel=score)
-    for axes in (left, *others):
+    right.set(title="Score on the development set", ylabel="score (large: best epoch)")
+    for axes in (left, right):
         axes.set(xlabel="epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
@@ -71,17 +61,8 @@ def draw(logs, path):
 
 def main(argv=None):
     options = parse(Options, argv, "python -m experiments.curves", __doc__)
-    if options.out.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"--out {options.out} is not a .png, .svg or .pdf file")
-    logs = {run: read_log(run) for run in options.runs}
-    draw(logs, options.out)
-    rows = [
-        [str(run), epoch, *(f"{value:.4f}" for value in values), "best" * (i == best(points))]
-        for run, (_, points) in logs.items()
-        for i, (epoch, *values) in enumerate(points)
-    ]
-    print(*table(rows, ["run", "epoch", "loss", "dev loss", "score", ""]), sep="\n")
-    print(f"\n{options.out}")
+    draw({run: read_log(run) for run in options.runs}, options.out)
+    print(options.out)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def class_table(classes):
         scores = found["precision"], found["recall"], found["count"]
         rows.append([f"{i} {name}", *scores, *found["confusion"]])
     numbers = [f"as {i}" for i in range(1, len(rows) + 1)]
-    return table(rows, ["label", "precision", "recall", "count", *numbers], wrap=True)
+    return table(rows, ["label", "precision", "recall", "count", *numbers])
 
 
 def main(argv=None):

@@ -7,11 +7,7 @@ section 6 reads from them, as tables.
 Every RUN is a finished fusion run and becomes a row of each panel: the weights that it gives to its
 adapters, averaged over the tokens of its task's development set ([CLS] and [SEP] included, padding
 not). DIR gets figure4.png, figure6.png, weights.csv and summary.txt, which is also printed. Layers
-are counted from 1, as in the paper.
-
-Whether a target gains from fusion needs the accuracy of its single adapter. It is taken from the
-runs in --baseline, or from the finished run beside the fusion's that has the task's name, which is
-where `train.py` puts it.
+are counted from 1. Runs of single adapters after --baseline show what a fusion has gained.
 """
 
 if __name__ == "__main__":
@@ -19,17 +15,16 @@ if __name__ == "__main__":
 
     announce("figure4.py")
 
-import contextlib
 import math
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
 
 import torch
 
 from data import batches, split_by_length
-from experiments.load_run import Reading, check_stage, load_run, load_run_split
+from experiments.load_run import Reading, check_stage, load_run, load_run_split, read_run_config
 from experiments.report import save_figure, subplots, table, write_csv, write_text
 from formats.files import read_json
 from fusion import fusion_weights, fusions
@@ -42,12 +37,11 @@ from train import Settings
 # Lightness rises with the weight, so it can be read in grey and with any colour vision. In the
 # middle black and white text have the same contrast.
 COLOURS, MIDDLE = "cividis", 0.465
-HATCHED = {"facecolor": "white", "edgecolor": "0.75", "hatch": "////", "linewidth": 0}
-WRITTEN = ("figure4.png", "figure6.png", "weights.csv", "summary.txt")
 BATCH_SIZE = 64
 LEGEND = """weight: mean over tokens and layers; 1.00 is what each adapter has if none is preferred.
 own: the adapter of the target's task; own first: in how many layers it has the largest weight.
-fusion, single, gain: accuracy on the development set, in %.
+fusion, single, gain: accuracy on the development set, in %; single is the mean of the adapters in
+--baseline that are on the fusion's task, encoder and data (–: none is).
 entropy, by layer: 0.00 if one adapter has all the weight, 1.00 if all have the same."""
 
 
@@ -56,25 +50,12 @@ class Options:
     runs: tuple[Path, ...] = argument("finished fusion runs, a row each", metavar="RUN")
     out: Path = option(None, "directory for figures, CSV and summary", required=True)
     baseline: tuple[Path, ...] = option((), "runs of single adapters on the target tasks")
-    data_dir: str | None = option(
-        None, "directory with TASK/validation.jsonl; default: where each run had it"
-    )
+    data_dir: str | None = option(None, "where the data are now, if not where the runs had them")
     model: str | None = like(Reading, "model")
     allow_other_encoder: bool = like(Reading, "allow_other_encoder")
     imports: str | None = like(Reading, "imports")
     overwrite: bool = option(False, "replace earlier figures")
     device: str = like(Settings, "device", group=None)
-
-
-class Target(NamedTuple):
-    label: str  # the task, and the run where another run has the same task
-    task: str
-    accuracy: float | None  # of the fusion
-    baseline: float | None  # of the single adapter
-
-
-# --------------------------------------------------------------------------------------------------
-# Weights
 
 
 @torch.inference_mode()
@@ -123,55 +104,13 @@ def spread(weights):
     return torch.special.entr(present).sum().item() / math.log(max(2, len(present)))
 
 
-# --------------------------------------------------------------------------------------------------
-# Single adapters to compare with
-
-
-def single_adapter(directory, runs):
-    """(task, development accuracy) of the run of a single adapter. Raises ValueError for another
-    one, and for one that is not comparable with the fusions of its task among the runs."""
-    metrics, theirs = (read_json(directory / f"{name}.json") for name in ("metrics", "config"))
-    if metrics["stage"] != "adapter" or "accuracy" not in metrics:
-        raise ValueError(f"--baseline {directory} is not the run of a single adapter's accuracy")
-    for ours in (read_json(run / "config.json") for run in runs):
-        same = ["model", "dev_examples", "data_sha256"] if ours["task"] == theirs["task"] else []
-        if same and ours["seed"] != theirs["seed"] and ours["limit_train"]:
-            same.remove("data_sha256")  # the training examples are drawn with the seed
-        for name in same:
-            if ours[name] != theirs[name]:
-                what = f"{name} is {theirs[name]}, that of the fusion is {ours[name]}"
-                raise ValueError(f"--baseline {directory} is not comparable: its {what}")
-    return metrics["task"], metrics["accuracy"]
-
-
-def find_baselines(runs, given):
-    """{task: mean development accuracy of its single adapters}. A run that only lies beside a
-    fusion is passed over if it is not comparable."""
-    found = {}
-    for task, accuracy in (single_adapter(directory, runs) for directory in given):
-        found.setdefault(task, []).append(accuracy)
-    for run in runs:
-        task = read_json(run / "config.json")["task"]
-        beside = run.resolve().parent / task
-        if task not in found and (beside / "metrics.json").is_file():
-            with contextlib.suppress(ValueError):
-                found[task] = [single_adapter(beside, runs)[1]]
-    return {task: mean(accuracies) for task, accuracies in found.items()}
-
-
-# --------------------------------------------------------------------------------------------------
-# The figure
-
-
 def heat_map(axes, values, rows, columns, top=1.0):
     """Draws fusion weights, a table [rows, columns] of 0 .. top, with the number in every cell; a
-    cell is hatched where the table has NaN. Returns the image, for a colour bar."""
+    cell is blank where the table has NaN. Returns the image, for a colour bar."""
     image = axes.imshow(values.numpy(), cmap=COLOURS, vmin=0, vmax=top, aspect="auto")
     for y, row in enumerate(values.tolist()):
         for x, value in enumerate(row):
-            if math.isnan(value):
-                axes.fill_between([x - 0.5, x + 0.5], y - 0.5, y + 0.5, **HATCHED)
-            else:
+            if not math.isnan(value):
                 colour = "black" if image.norm(value) > MIDDLE else "white"
                 axes.text(x, y, f"{value:.2f}", color=colour, fontsize=6, ha="center", va="center")
     names = {"fontsize": 8, "parse_math": False}  # no name of an adapter is a formula
@@ -189,8 +128,7 @@ def slot_names(slots):
 
 
 def figure_4_layers(count):
-    """The paper's layers 1, 7, 9 and 12 of 12, and those at the same depth in other encoders, from
-    0."""
+    """From 0: the paper's layers 1, 7, 9 and 12 of 12; in other encoders those at their depth."""
     return {0, math.ceil(count * 7 / 12) - 1, math.ceil(count * 9 / 12) - 1, count - 1}
 
 
@@ -199,64 +137,68 @@ def heat_maps(values, titles, rows, columns, path):
     panels, top = len(titles), math.ceil(10 * values.nan_to_num().max().item()) / 10
     across = math.ceil(math.sqrt(panels))
     down = math.ceil(panels / across)
-    rows, columns = ([name[:32] for name in names] for names in (rows, columns))
     left, below = (0.085 * max(map(len, names)) + 0.7 for names in (rows, columns))  # in inches
     width = left + across * (len(columns) * 0.34 + 0.3) + 1.2
     height = below + down * (len(rows) * 0.34 + 0.4) + 0.3
-    figure, axes = subplots(down, across, (max(4.5, width), max(3, height)), squeeze=False)
-    for i, panel in enumerate(axes.flat):
-        panel.set_visible(i < panels)
-        if i < panels:
-            y = rows if i % across == 0 else [""] * len(rows)
-            x = columns if i + across >= panels else [""] * len(columns)
-            image = heat_map(panel, values[i], y, x, top)
-            panel.set_title(titles[i], fontsize=9)
+    shared = {"sharex": True, "sharey": True, "squeeze": False}  # names at the outer panels alone
+    figure, axes = subplots(down, across, (max(4.5, width), max(3, height)), **shared)
+    for panel, weights, title in zip(axes.flat, values, titles, strict=False):
+        image = heat_map(panel, weights, rows, columns, top)
+        panel.set_title(title, fontsize=9)
+    for panel in axes.flat[panels:]:
+        panel.set_visible(False)
     figure.suptitle("What each target task takes from each adapter", fontsize=10)
     figure.supylabel("target task", fontsize=9)
-    hatched = " (hatched: not in this layer of this target)" if values.isnan().any() else ""
-    figure.supxlabel(f"adapter{hatched}", fontsize=9)
+    blank = " (blank: not in this layer of this target)" if values.isnan().any() else ""
+    figure.supxlabel(f"adapter{blank}", fontsize=9)
     figure.colorbar(image, ax=axes, label="mean fusion weight", fraction=0.05, shrink=0.9)
     save_figure(figure, path)
 
 
-# --------------------------------------------------------------------------------------------------
-# Section 6, as tables
+def single_accuracies(runs, baselines):
+    """For each fusion the mean accuracy of the single adapters that are on its task, encoder and
+    data, or None. With --limit-train, the data of another seed are others."""
+
+    def on(config):
+        return tuple(
+            config[name] for name in ("task", "encoder_sha256", "data_sha256", "dev_examples")
+        )
+
+    found = defaultdict(list)
+    for directory in baselines:
+        config = read_run_config(directory)
+        if config["stage"] == "adapter":
+            found[on(config)].append(read_json(directory / "metrics.json")["accuracy"])
+    fitting = [found[on(read_run_config(run))] for run in runs]
+    return [mean(accuracies) if accuracies else None for accuracies in fitting]
 
 
 def strengths_table(targets, columns, values):
     """(rows, header): the strongest adapter of each target; the weight of the target's own adapter
     in units of an even one, which is what each would have if none were preferred, and in how many
-    layers it is the strongest; accuracies in %. values: of `arrange`"""
+    layers it is the strongest; accuracies in %. targets: [(label, task, accuracy of the fusion, of
+    the single adapter)]; values: of `arrange`"""
     rows = []
-    for target, weights in zip(targets, values.unbind(1), strict=True):  # [slots, adapters]
-        weights = weights[~weights.isnan().all(1)]
-        present = ~weights.isnan()
-        weights, even = weights.nan_to_num(), (1 / present.sum(1)).mean().item()
-        means, own, accuracies = weights.mean(0), [None, None], [None, None, None]
-        if target.task in columns and present[:, n := columns.index(target.task)].any():
+    for (label, task, fusion, single), weights in zip(targets, values.unbind(1), strict=True):
+        weights = weights[~weights.isnan().all(1)]  # [slots, adapters]
+        present, weights = ~weights.isnan(), weights.nan_to_num()
+        means = weights.mean(0) / (1 / present.sum(1)).mean()
+        best, own = means.argmax().item(), [None, None]
+        if task in columns and present[:, n := columns.index(task)].any():
             first = (weights.argmax(1) == n).sum().item()
-            own = [means[n].item() / even, f"{first} of {len(weights)}"]
-        if target.accuracy is not None:
-            accuracies[0] = 100 * target.accuracy
-            if target.baseline is not None:
-                single = 100 * target.baseline
-                accuracies[1:] = [single, f"{accuracies[0] - single:+.2f}"]
-        n = means.argmax().item()
-        rows.append([target.label, columns[n], means[n].item() / even, *own, *accuracies])
+            own = [means[n].item(), f"{first} of {len(weights)}"]
+        accuracies = [None if value is None else 100 * value for value in (fusion, single)]
+        gain = None if None in accuracies else f"{accuracies[0] - accuracies[1]:+.2f}"
+        rows.append([label, columns[best], means[best].item(), *own, *accuracies, gain])
     return rows, "target,strongest,its weight,own weight,own first,fusion,single,gain".split(",")
 
 
 def entropy_table(targets, slots, values):
     """(rows, header): `spread` of every layer's weights."""
     rows = []
-    for target, weights in zip(targets, values.unbind(1), strict=True):
-        found = [None if s.isnan().all() else spread(s) for s in weights]
-        rows.append([target.label, *found])
+    for (label, *_), weights in zip(targets, values.unbind(1), strict=True):
+        rows.append([label, *(None if s.isnan().all() else spread(s) for s in weights)])
     return rows, ["entropy", *(title.removeprefix("layer ") for title in slot_names(slots))]
-
-
-# --------------------------------------------------------------------------------------------------
-# The command
 
 
 def arrange(found):
@@ -277,26 +219,23 @@ def arrange(found):
 def main(argv=None):
     options = parse(Options, argv, "python -m experiments.figure4", __doc__)
     runs, out = options.runs, options.out
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out {out} is a file")
-    earlier = [name for name in WRITTEN if (out / name).exists()]
-    if earlier and not options.overwrite:
-        raise ValueError(f"{out / earlier[0]} is already there: another --out, or --overwrite")
+    if out.exists() and not (options.overwrite and out.is_dir()):
+        raise ValueError(f"{out} is already there: choose another --out, or --overwrite")
     device, _ = choose_device(options.device, "float32")
-    given, found = (options.data_dir, options.model, device, options.allow_other_encoder), []
+    singles, found = single_accuracies(runs, options.baseline), []
     for run in runs:
         print(f"{run}: fusion weights on its development set", flush=True)
+        given = options.data_dir, options.model, device, options.allow_other_encoder
         found.append(mean_weights(run, *given))
     slots, columns, values = arrange(found)
-    tasks, baselines = [task for _, _, task in found], find_baselines(runs, options.baseline)
-    targets = []
-    for run, task in zip(runs, tasks, strict=True):
+    tasks, targets = [task for _, _, task in found], []
+    for run, task, single in zip(runs, tasks, singles, strict=True):
         label = task if tasks.count(task) == 1 else f"{task} ({run.resolve().name})"
         accuracy = read_json(run / "metrics.json").get("accuracy")
-        targets.append(Target(label, task, accuracy, baselines.get(task)))
+        targets.append((label, task, accuracy, single))
 
     out.mkdir(parents=True, exist_ok=True)
-    titles, labels = slot_names(slots), [target.label for target in targets]
+    titles, labels = slot_names(slots), [label for label, *_ in targets]
     some = figure_4_layers(1 + max(layer for layer, _ in slots))
     papers = [i for i, (layer, _) in enumerate(slots) if layer in some]
     heat_maps(values[papers], [titles[i] for i in papers], labels, columns, out / "figure4.png")
@@ -306,12 +245,10 @@ def main(argv=None):
         texts = ["" if math.isnan(value) else value for value in values[x, y].tolist()]
         rows.append([runs[y], tasks[y], slots[x][0] + 1, slots[x][1], *texts])
     write_csv(out / "weights.csv", ["run", "target", "layer", "location", *columns], rows)
-    strongest = table(*strengths_table(targets, columns, values), wrap=True)
-    entropies = table(*entropy_table(targets, slots, values), wrap=True)
-    lines = [*strongest, "", *entropies, "", LEGEND]
-    write_text(out / "summary.txt", "\n".join(lines) + "\n")
-    print("\n".join(lines))
-    print(f"\n{out}: {', '.join(WRITTEN)}")
+    tables = strengths_table(targets, columns, values), entropy_table(targets, slots, values)
+    text = "\n\n".join("\n".join(table(*found)) for found in tables) + f"\n\n{LEGEND}\n"
+    print(text)
+    print(write_text(out / "summary.txt", text).parent)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,8 @@
 """How experiments report: tables as text and Markdown, CSV files and pictures. Every file replaces
-an earlier one only once it is complete.
-
-    header, rows = ["task", "accuracy"], [["rte", 71.04], ["cb", None]]
-    print(*table(rows, header), sep="\\n")
-    markdown(rows, header)
-    write_csv("table.csv", header, rows)
-"""
+an earlier one only once it is complete. A table is rows of cells, and a header of titles."""
 
 import csv
 import re
-import shutil
 import statistics
 
 from formats.files import atomic_write
@@ -21,10 +14,8 @@ def mean_and_deviation(accuracies):
     """Accuracies of several seeds, 0 to 1 -> (mean, standard deviation) in %; the deviation of one
     seed, and both of none, are None."""
     values = [100 * accuracy for accuracy in accuracies]
-    return (
-        statistics.mean(values) if values else None,
-        statistics.stdev(values) if len(values) > 1 else None,
-    )
+    mean = statistics.mean(values) if values else None
+    return mean, statistics.stdev(values) if len(values) > 1 else None
 
 
 def two_decimals(value, missing="–"):
@@ -41,29 +32,14 @@ def as_text(value):
     return two_decimals(value) if value is None or isinstance(value, float) else str(value)
 
 
-def table(rows, header=(), wrap=False):
-    """The lines of a table in aligned columns; numbers are flush right. With wrap, the columns for
-    which the terminal has no room stand below the others, after the first column again."""
-    lines = [[as_text(value) for value in row] for row in ([header] if header else []) + [*rows]]
-    first, *columns = [aligned(cells, bool(header)) for cells in zip(*lines, strict=True)]
-    room, blocks = shutil.get_terminal_size((100, 0)).columns, []
-    for cells in columns:
-        width = sum(2 + len(block[0]) for block in blocks[-1]) if blocks else 0
-        if not blocks or wrap and width + len(cells[0]) > room:
-            blocks.append([first])
-        blocks[-1].append(cells)
-    texts = [
-        ["  ".join(cells).rstrip() for cells in zip(*block, strict=True)]
-        for block in blocks or [[first]]
-    ]
-    return [line for i, block in enumerate(texts) for line in ([""] * (i > 0) + block)]
-
-
-def aligned(cells, titled):
-    """The texts of one column, padded to one width; titled: the first one is a title."""
-    width = max(map(len, cells))
-    right = all(NUMBER.fullmatch(cell) for cell in cells[titled:])
-    return [cell.rjust(width) if right else cell.ljust(width) for cell in cells]
+def table(rows, header):
+    """The lines of a table in aligned columns; numbers are flush right."""
+    lines, columns = [[as_text(value) for value in row] for row in [header, *rows]], []
+    for cells in zip(*lines, strict=True):
+        width = max(map(len, cells))
+        right = all(NUMBER.fullmatch(cell) for cell in cells[1:])
+        columns.append([cell.rjust(width) if right else cell.ljust(width) for cell in cells])
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
 
 
 def markdown(rows, header):

@@ -388,7 +388,7 @@ def main(argv=None):
     results, failed = grid.run(cells, options, tuple(map(int, options.part.split("/"))))
     if options.part == "0/1" or len(results) == len(cells):
         path, table = write_results(options, runs, results, config)
-        print(*report.table(*table, wrap=True), "", path, sep="\n", flush=True)
+        print(*report.table(*table), "", path, sep="\n", flush=True)
     grid.end(failed)
 
 

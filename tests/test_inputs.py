@@ -36,7 +36,7 @@ COMMANDS = {  # name: (module, the words that a case's are appended to)
     "evaluate": ("experiments.evaluate", []),
     "predict": ("experiments.predict", []),
     "figure4": ("experiments.figure4", ["--out", "out"]),
-    "publish": ("experiments.publish", cli("--anyway --encoder me/bert --out out")),
+    "publish": ("experiments.publish", cli("--encoder me/bert --out out")),
     "prune": ("experiments.prune", cli("--out out --keep 1")),
 }
 FUSE = "--stage fusion --adapters runs/rte runs/sst2"

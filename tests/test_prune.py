@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from adapter import read_config
 from bert import Bert
 from conftest import IDS, cli
-from experiments import evaluate, figure4, predict, prune
+from experiments import evaluate, figure4, predict, prune, publish
 from experiments.load_run import load_run, load_run_split
 from formats.adapterhub import run_encoder
 from formats.files import read_json
@@ -88,6 +88,9 @@ def test_a_smaller_run(name, keep, leave_out, whole, tmp_path):
     assert evaluate.main(cli(f"{out} --device cpu"))["accuracy"] == metrics["accuracy"]
     predict.main(cli(f"{out} red one --device cpu"))
     assert sorted(figure4.mean_weights(out)[0]) == sorted(left)
+    publish.main([str(out), *cli("--encoder tiny", out=tmp_path / "published")])
+    card = (tmp_path / "published" / "README.md").read_text()
+    assert ("## With `adapters`" in card) == bool(everywhere)  # which else cannot run it
     if keep == 2:  # once more
         again = prune.main(cli(f"{out} --keep {keep} --device cpu", out=tmp_path / "again"))
         assert again["accuracy"] == metrics["accuracy"]

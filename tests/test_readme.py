@@ -93,7 +93,7 @@ def write_what_the_pages_presuppose(place, encoder):
     fill_hub_cache(place / "hub" / "models--google-bert--bert-base-uncased", encoder)
     for task in "mnli qqp sst2 mrpc rte cb".split():
         rows = []
-        for i in range(2000):  # as easy as can be: what is published must have learned something
+        for i in range(2000):
             text = ["the cat sleeps and sleeps", "red dog runs"][i % 2]
             rows.append({**dict.fromkeys(TASKS[task].columns, text), "label": i % 2})
         for split, n in (("train", 2000), ("validation", 100), ("test", 100)):

@@ -183,13 +183,10 @@ def test_the_papers_values_are_beside_ours(table):
     assert rows_of(more["out"] / "table4.csv")["rte"]["st_a_2_paper"] == "61.80"
 
 
-def test_text_tables(monkeypatch):
+def test_text_tables():
     rows, header = [["rte", "1.00 ± 2.00", 71.044], ["", None, 3]], ["task", "a", "b"]
     expected = ["task  a                b", "rte   1.00 ± 2.00  71.04", "      –                3"]
     assert report.table(rows, header) == expected
-    monkeypatch.setenv("COLUMNS", "20")
-    narrow = "task  a|rte   1.00 ± 2.00|      –||task      b|rte   71.04|          3"
-    assert report.table(rows, header, wrap=True) == narrow.split("|")
     assert report.markdown(rows, header).splitlines()[2] == "| rte | 1.00 ± 2.00 | 71.04 |"
 
 
