@@ -164,7 +164,7 @@ def write_run(run, bert, names, changes, out):
     config["adapter_digests"] = {}
     for name in names:
         directory = out / "adapters" / name
-        config["adapter_digests"][name] = digest(directory, name, read_config(directory, name)[1])
+        config["adapter_digests"][name] = digest(directory, read_config(directory, name)[1])
     config["adapter_encoders"] = {  # those of their training, also after --allow-other-encoder
         name: run_encoder(run / "adapters" / name) for name in names
     }
