@@ -1,15 +1,17 @@
 """The other side of test_adapterhub.py, test_adapter_config.py and test_examples.py: what
 AdapterHub's own library reads and computes.
 
-    python tests/peer.py read | grid | examples DIRECTORY
+    python tests/peer.py read | grid | examples | pooler DIRECTORY
 
 It needs what experiments/requirements-peer.txt lists. DIRECTORY holds plan.json; the outputs become
-read.safetensors, grid.safetensors or examples.safetensors there.
+read.safetensors and so on there.
 
 read      loads adapters, heads and fusions that this project wrote, and runs its cards' Python
 grid      computes with many architectures, with the weights in weights.safetensors; what the
           library refused becomes refused.json
 examples  the kinds of examples/, with the weights in weights.safetensors
+pooler    writes an encoder with pooler, an adapter, and the head that the library makes of
+          BertForSequenceClassification's; the outputs are that model's
 """
 
 import json
@@ -17,11 +19,13 @@ import re
 import sys
 from pathlib import Path
 
+import adapters
 import huggingface_hub
 import torch
 from adapters import AutoAdapterModel, BnConfig, LoRAConfig, ParBnConfig
 from adapters.composition import Fuse
 from safetensors.torch import load_file, save_file
+from transformers import BertConfig, BertForSequenceClassification
 
 FIELDS = ("input_ids", "token_type_ids", "attention_mask")
 directory = Path(sys.argv[2])
@@ -121,6 +125,29 @@ def examples():
         outputs[name] = model.base_model(**inputs).last_hidden_state
 
 
-{"read": read, "grid": grid, "examples": examples}[sys.argv[1]]()
+@torch.no_grad()
+def pooler():
+    sizes = dict(vocab_size=40, hidden_size=32, intermediate_size=64, max_position_embeddings=24)
+    config = BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, num_labels=3)
+    static = BertForSequenceClassification(config)
+    for p in static.parameters():
+        if p.ndim > 1:
+            torch.nn.init.normal_(p, std=0.2)
+    static.save_pretrained(directory / "encoder")
+    model = AutoAdapterModel.from_pretrained(directory / "encoder")
+    model.add_adapter("a", config="pfeiffer")
+    for name, p in model.named_parameters():
+        if ".adapters." in name:
+            torch.nn.init.normal_(p, std=0.3)
+    model.save_adapter(directory / "adapter", "a", with_head=False)
+    model.save_head(directory / "head", "default")
+    adapters.init(static)
+    static.load_adapter(str(directory / "adapter"), set_active=True)
+    outputs["ids"] = torch.randint(5, 40, (4, 9))
+    outputs["logits"] = static.eval()(outputs["ids"]).logits
+
+
+torch.manual_seed(0)
+{"read": read, "grid": grid, "examples": examples, "pooler": pooler}[sys.argv[1]]()
 outputs = {name: t.detach().contiguous() for name, t in outputs.items()}
 save_file(outputs, directory / f"{sys.argv[1]}.safetensors")
