@@ -39,20 +39,20 @@ def read():
         every = load_file(case["inputs"])
         inputs = {name: every[name] for name in FIELDS}
         model = AutoAdapterModel.from_pretrained(case["model"]).eval()
-        options = {"use_safetensors": case["safe"]}
+        options, fusion = {"use_safetensors": case.get("safe", True)}, case.get("fusion")
         names = [model.load_adapter(path, with_head=False, **options) for path in case["adapters"]]
         model.set_active_adapters(names[0])
-        if case["fusion"]:
-            model.load_adapter_fusion(case["fusion"], set_active=True, **options)
-        result = model.base_model(**inputs, output_adapter_fusion_attentions=bool(case["fusion"]))
+        if fusion:
+            model.load_adapter_fusion(fusion, set_active=True, **options)
+        result = model.base_model(**inputs, output_adapter_fusion_attentions=bool(fusion))
         outputs[f"{case['key']}.h"] = result.last_hidden_state
-        if case["head"]:
+        if "head" in case:
             _, head = model.load_head(case["head"], **options)
             choices = model.heads[head].config.get("num_choices")
             if choices:
                 inputs = {n: t.view(-1, choices, t.shape[-1]) for n, t in inputs.items()}
             outputs[f"{case['key']}.logits"] = model(**inputs, head=head).logits
-        if case["fusion"]:
+        if fusion:
             for layer, locations in result.adapter_fusion_attentions[",".join(names)].items():
                 for location, weights in locations.items():
                     outputs[f"{case['key']}.{layer}.{location}"] = torch.as_tensor(weights)

@@ -3,7 +3,6 @@ PEER_PYTHON (tests/reference.py), what its library computes with files of this p
 the library wrote are read in test_reference.py."""
 
 import copy
-import itertools
 import json
 import re
 import shutil
@@ -30,7 +29,14 @@ from data import TASKS
 from experiments import publish
 from experiments.load_run import load_run
 from formats.adapterhub import paper_adapters
-from fusion import add_fusion, fusion_regularization, fusion_weights, load_fusion, save_fusion
+from fusion import (
+    add_fusion,
+    fusion_regularization,
+    fusion_weights,
+    fusions,
+    load_fusion,
+    save_fusion,
+)
 from reference import (
     ENCODERS,
     FIELDS,
@@ -82,14 +88,13 @@ LOCATIONS = {"attention": "mh_adapter", "output": "output_adapter"}
 
 
 @torch.no_grad()
-def compute(key, bert, inputs, head=None, fused=False):
+def compute(key, bert, inputs, head=None):
     """{key.h: [B, T, d], key.logits: [B, K], and of a fusion key.LAYER.LOCATION: [B, T, N],
     key.regularization: []}"""
-    h = run(bert, inputs)
-    result = {f"{key}.h": h}
+    result = {f"{key}.h": run(bert, inputs)}
     if head is not None:
-        result[f"{key}.logits"] = head.eval()(h)
-    if fused:
+        result[f"{key}.logits"] = head.eval()(result[f"{key}.h"])
+    if fusions(bert):
         for (layer, location), s in fusion_weights(bert).items():
             result[f"{key}.{layer}.{LOCATIONS[location]}"] = s
         result[f"{key}.regularization"] = fusion_regularization(bert)
@@ -132,11 +137,11 @@ def ours(tmp_path_factory):
     root, outputs, plan = tmp_path_factory.mktemp("exchange"), {}, []
     generator = torch.Generator().manual_seed(3)
     for kind in ENCODERS:
-        bert, target = golden_encoder(kind), root / kind
-        golden = GOLDEN / kind
+        bert, target, golden = golden_encoder(kind), root / kind, GOLDEN / kind
         place = {"model": golden / "encoder", "inputs": golden / "expected.safetensors"}
         inputs = load_file(place["inputs"])
         for name, options in ADAPTERS.items():
+            case = {"key": f"{kind}.{name}", **place, "adapters": [target / name]}
             add_adapter(bert, name, AdapterConfig(**options))
             randomise(bert, f".adapters.{name}.", generator)
             save_adapter(bert, name, target / name)
@@ -144,34 +149,38 @@ def ours(tmp_path_factory):
             if head:
                 spread(head.named_parameters(), generator)
                 save_head(head, bert, name, target / name)
-            outputs |= compute(f"{kind}.{name}", bert, inputs, head)
-            files = {"adapters": [target / name], "head": head and target / name}
-            plan.append({"key": f"{kind}.{name}", **place, **files})
+                case["head"] = target / name
+            outputs |= compute(case["key"], bert, inputs, head)
+            plan.append(case)
+            if name in OLD:
+                old, key = root / "old" / kind / name, f"{case['key']}.old"
+                old_format(target / name, old, name, name)
+                outputs[f"{key}.h"] = outputs[f"{case['key']}.h"]
+                plan.append({**place, "key": key, "adapters": [old], "safe": False})
         for name, members in FUSIONS.items():
             add_fusion(bert, members)
             randomise(bert, ".fusion.", generator)
             save_fusion(bert, target / name)
-            outputs |= compute(f"{kind}.{name}", bert, inputs, fused=True)
+            outputs |= compute(f"{kind}.{name}", bert, inputs)
             files = {"adapters": [target / member for member in members], "fusion": target / name}
             plan.append({"key": f"{kind}.{name}", **place, **files})
-        for name in OLD:
-            old = old_format(target / name, root / "old" / kind / name, name, name)
-            plan.append({"key": f"{kind}.{name}.old", **place, "adapters": [old], "safe": False})
     return SimpleNamespace(root=root, outputs=outputs, plan=plan)
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory, runs, encoder):
-    """Runs with a card, for the tiny encoder: [(run, folder, file of inputs, their shape)]"""
+    """Runs with a card, for the tiny encoder, and inputs for its Python."""
     root = tmp_path_factory.mktemp("published")
     ids = torch.randint(5, 29, (6, 10), generator=torch.Generator().manual_seed(0))
     inputs = dict(zip(FIELDS, (ids, (ids > 20).long(), torch.ones_like(ids)), strict=True))
-    save_file(inputs, root / "inputs.safetensors")
-    for name in ("rte", "pick", "fusion-rte"):
+    save_file(inputs, path := root / "inputs.safetensors")
+    cards = []
+    for name, shape in {"rte": [6, 10], "pick": [2, 3, 10], "fusion-rte": [6, 10]}.items():
         words = cli("--anyway", out=root / name, encoder=encoder, repo=f"USER/{name}")
         publish.main([str(runs / name), *words])
-    shapes = {"rte": [6, 10], "pick": [2, 3, 10], "fusion-rte": [6, 10]}
-    return [(n, root / n, root / "inputs.safetensors", shape) for n, shape in shapes.items()]
+        cards.append({"key": f"card.{name}", "run": runs / name, "folder": root / name})
+        cards[-1] |= {"inputs": path, "shape": shape}
+    return cards
 
 
 # --------------------------------------------------------------------------------------------------
@@ -179,69 +188,46 @@ def published(tmp_path_factory, runs, encoder):
 
 
 @pytest.fixture(scope="module")
-def theirs(ours, published, launch, encoder, tmp_path_factory):
+def theirs(ours, published, launch, tmp_path_factory):
     """What the reference library computes with our files. Of a multi-task run, also ours."""
     root = tmp_path_factory.mktemp("peer")
     text = "--stage multitask --adapter pfeiffer --tasks rte sst2 --epochs 1 --lr 1e-2"
     launch(f"{text} --steps-per-epoch 10", out=root / "multitask")
     bert, head, _ = load_run(root / "multitask", task="sst2")
-    adapter, inputs = root / "multitask" / "adapters" / "sst2", published[0][2]
+    adapter, inputs = root / "multitask" / "adapters" / "sst2", published[0]["inputs"]
     ours.outputs.update(compute("multitask", bert, load_file(inputs), head))
-    place = {"key": "multitask", "model": root / "multitask", "inputs": inputs}
-    cases = [*ours.plan, {**place, "adapters": [adapter], "head": adapter}]
-    rest = {"safe": True, "head": None, "fusion": None}
-    names = "key folder inputs shape".split()
-    cards = [dict(zip(names, (f"card.{name}", *card), strict=True)) for name, *card in published]
-    plan = {"read": [{**rest, **case} for case in cases], "cards": cards}
-    (root / "plan.json").write_text(json.dumps(plan, default=str))
+    case = {"key": "multitask", "model": root / "multitask", "inputs": inputs}
+    cases = [*ours.plan, {**case, "adapters": [adapter], "head": adapter}]
+    plan = json.dumps({"read": cases, "cards": published}, default=str)
+    (root / "plan.json").write_text(plan)
     ask_peer("peer.py", "read", root)
     return load_file(root / "read.safetensors")
 
 
-def close(ours, theirs, least=0.1):
+@needs_peer
+def test_ours_to_theirs(ours, theirs):
     """The same, and large enough for that to mean something."""
-    assert difference(ours, theirs) <= FP32_TOLERANCE and ours.abs().max() > least
-
-
-@needs_peer
-@pytest.mark.parametrize("name", [*ADAPTERS, *FUSIONS])
-@pytest.mark.parametrize("kind", ENCODERS)
-def test_ours_to_theirs(ours, theirs, kind, name):
-    found = {key: t for key, t in ours.outputs.items() if key.startswith(f"{kind}.{name}.")}
-    assert len(found) >= (1 + (name in HEADS) if name in ADAPTERS else 3)
-    if name == "partly":  # there the absent adapter is left out of the weights, here its own is 0
-        weights = found.pop(f"{kind}.partly.0.output_adapter")
+    for kind in ENCODERS:  # the absent adapter has no weight there, and here its own is 0
+        weights = ours.outputs.pop(f"{kind}.partly.0.output_adapter")
         assert (weights[..., 0] == 0).all() and (weights[..., 1] == 1).all()
-    for key, tensor in found.items():
-        close(tensor, theirs[key], least=1e-3 if key.endswith("regularization") else 0.1)
+    for key, tensor in ours.outputs.items():
+        assert difference(tensor, theirs[key]) <= FP32_TOLERANCE, key
+        assert tensor.abs().max() > (1e-3 if key.endswith("regularization") else 0.02), key
 
 
-@needs_peer
-def test_old_files_and_a_multi_task_run_in_theirs(ours, theirs):
-    for name in itertools.product(ENCODERS, OLD):
-        name = ".".join(name)
-        close(ours.outputs[f"{name}.h"], theirs[f"{name}.old.h"])
-    for key in ("multitask.h", "multitask.logits"):
-        close(ours.outputs[key], theirs[key], least=0.02)
-
-
-def logits_of_card(folder, inputs, shape, monkeypatch):
-    """The card's first block of Python, run as it stands."""
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo: folder)
-    names = {name: tensor.view(shape) for name, tensor in load_file(inputs).items()}
-    blocks = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
-    exec(blocks[0], names)
-    return names["logits"].detach()
-
-
-def test_cards_run(published, runs, request, monkeypatch):
-    for name, *card in published:
-        bert, head, _ = load_run(runs / name)
-        logits = logits_of_card(*card, monkeypatch)
+def test_cards_run(published, request, monkeypatch):
+    """The first block of Python, as it stands; the reference runs the second one."""
+    for card in published:
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda _, c=card: c["folder"])
+        text, inputs = (card["folder"] / "README.md").read_text(), load_file(card["inputs"])
+        names = {name: tensor.view(card["shape"]) for name, tensor in inputs.items()}
+        exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], names)
+        bert, head, _ = load_run(card["run"])
         with torch.no_grad():
-            assert torch.equal(logits, head(run(bert, load_file(card[1]))))
+            assert torch.equal(names["logits"], head(run(bert, inputs)))
         if PEER:
-            close(logits, request.getfixturevalue("theirs")[f"card.{name}"], least=0.01)
+            theirs = request.getfixturevalue("theirs")[card["key"]]
+            assert difference(names["logits"].detach(), theirs) <= FP32_TOLERANCE
 
 
 # --------------------------------------------------------------------------------------------------
