@@ -2,10 +2,10 @@
 PEER_PYTHON (tests/reference.py), what its library computes with files of this project. Those that
 the library wrote are read in test_reference.py."""
 
-import copy
 import json
 import re
 import shutil
+from copy import deepcopy
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -242,70 +242,51 @@ def test_old_files(ours, expected, kind, name):
     assert torch.equal(run(bert, expected[kind]), ours.outputs[f"{kind}.{name}.h"])
 
 
-def change(directory, file=(), config=()):
-    """Changes the JSON file of a copy: fields of its own, and of its "config"."""
-    (path,) = directory.glob("*_config.json")
+def change(path, file=(), config=()):
+    """Changes a JSON file: fields of its own, and of its "config"."""
     old = json.loads(path.read_text())
     path.write_text(json.dumps({**old, "config": {**old["config"], **dict(config)}, **dict(file)}))
 
 
-FILES = {  # what reads them, their names, one of them in the golden set
-    "adapter": (load_adapter, "adapter_config.json adapter", "pfeiffer"),
-    "head": (load_head, "head_config.json model_head", "p4"),
-    "fusion": (load_fusion, "adapter_fusion_config.json model_adapter_fusion", "fusion-pfeiffer"),
-}
-
-
-def copy_of(kind, directory, name=None):
-    """A copy of an adapter, head or fusion of the golden set, to be changed."""
-    _, files, one = FILES[kind]
-    directory.mkdir()
-    for file in f"{files}.safetensors".split():
-        shutil.copy(BERT / (name or one) / file, directory)
-    return directory
-
-
-def test_fields_that_old_configs_lack_are_the_reference_s_defaults(tmp_path):
-    bert, source = golden_encoder("bert"), copy_of("adapter", tmp_path / "bottom", "bottom")
+def test_fields_that_old_configs_lack_are_the_reference_s_defaults(copy):
+    bert, path = golden_encoder("bert"), copy(BERT / "bottom") / "adapter_config.json"
     required = "mh_adapter output_adapter reduction_factor non_linearity".split()
-    config = json.loads((source / "adapter_config.json").read_text())["config"]
+    config = json.loads(path.read_text())["config"]
     config = {field: config[field] for field in required}
-    change(source, {"config": {**config, "leave_out": None}})
-    load_adapter(bert, source)
+    change(path, {"config": {**config, "leave_out": None}})
+    load_adapter(bert, path.parent)
     found = next(bert.slots())[1].adapters["bottom"].config
     assert found == AdapterConfig(**config, original_ln_before=False)
     for field in required:
-        change(source, {"config": {key: value for key, value in config.items() if key != field}})
+        change(path, {"config": {key: value for key, value in config.items() if key != field}})
         with pytest.raises(ValueError, match=f"this one has no {field}"):
-            load_adapter(bert, source, "other")
+            load_adapter(bert, path.parent, "other")
 
 
-def test_several_names_in_a_file(tmp_path):
-    bert, source = golden_encoder("bert"), copy_of("adapter", tmp_path / "several")
-    tensors = load_file(source / "adapter.safetensors")
-
-    def renamed(name):
-        return {key.replace(".pfeiffer.", f".{name}."): 2 * t for key, t in tensors.items()}
-
-    save_file({**renamed("a"), **tensors, **renamed("z")}, source / "adapter.safetensors")
-    load_adapter(bert, source)  # the one that the configuration names
+def test_several_names_in_a_file(copy):
+    bert, path = golden_encoder("bert"), copy(BERT / "pfeiffer") / "adapter.safetensors"
+    tensors = load_file(path)
+    doubled = {key.replace(".pfeiffer.", ".a."): 2 * t for key, t in tensors.items()}
+    save_file({**doubled, **tensors}, path)
+    load_adapter(bert, path.parent)  # the one that the configuration names
     up = bert.layers[0].output_add_norm.adapters["pfeiffer"].up.weight
     name = "bert.encoder.layer.0.output.adapters.pfeiffer.adapter_up.weight"
     assert torch.equal(up, tensors[name])
-    save_file({**renamed("a"), **renamed("z")}, source / "adapter.safetensors")
-    with pytest.raises(ValueError, match="it holds a, z, not 'pfeiffer'"):
-        load_adapter(bert, source, "again")
+    change(path.parent / "adapter_config.json", {"name": "b"})
+    with pytest.raises(ValueError, match="it holds a, pfeiffer, not 'b'"):
+        load_adapter(bert, path.parent)
 
 
-def test_head_of_one_layer_needs_no_activation(tmp_path):
-    source = copy_of("head", tmp_path / "head")
-    change(source, config={"activation_function": None})
+def test_head_of_one_layer_needs_no_activation(copy):
+    source = copy(BERT / "p4")
+    change(source / "head_config.json", config={"activation_function": None})
     assert len(list(load_head(golden_encoder("bert"), source).parameters())) == 2
 
 
-def test_old_fusion_has_only_a_name(tmp_path, expected):
-    source = copy_of("fusion", tmp_path / "fusion")
-    change(source, {"adapter_names": None}, {"dropout_prob": None})
+def test_old_fusion_has_only_a_name(copy, expected):
+    source = copy(BERT / "fusion-pfeiffer")
+    old = {"adapter_names": None}, {"dropout_prob": None}
+    change(source / "adapter_fusion_config.json", *old)
     bert = with_fusion("bert/fusion-pfeiffer")
     h = run(bert, expected["bert"])
     add_fusion(bert, ["p4"])
@@ -316,6 +297,11 @@ def test_old_fusion_has_only_a_name(tmp_path, expected):
 # --------------------------------------------------------------------------------------------------
 # Refused files
 
+FILES = {  # what reads them, their JSON file, one in the golden set
+    "adapter": (load_adapter, "adapter_config.json", "pfeiffer"),
+    "head": (load_head, "head_config.json", "p4"),
+    "fusion": (load_fusion, "adapter_fusion_config.json", "fusion-pfeiffer"),
+}
 REFUSED = r"""
 adapter config | {"phm_layer": true} | phm_layer = True
 adapter config | {"scaling": "learned"} | scaling = 'learned'
@@ -338,15 +324,15 @@ fusion file | {"adapter_names": ["pfeiffer", "pfeiffer"]} | each of them once
 
 
 @pytest.mark.parametrize("row", REFUSED.strip().splitlines())
-def test_what_is_refused_leaves_the_encoder_as_it_was(tmp_path, row):
+def test_what_is_refused_leaves_the_encoder_as_it_was(copy, row):
     what, changes, say = row.split(" | ")
     (kind, part), bert = what.split(), with_fusion("bert/fusion-houlsby")
-    load, source = FILES[kind][0], copy_of(kind, tmp_path / "changed")
+    load, file, one = FILES[kind]
     if kind == "fusion":
         for member in ("pfeiffer", "p4", "p16"):
             load_adapter(bert, BERT / member)
-    before = copy.deepcopy(bert.state_dict())
-    change(source, **{part: json.loads(changes)})
+    source, before = copy(BERT / one), deepcopy(bert.state_dict())
+    change(source / file, **{part: json.loads(changes)})
     with pytest.raises(ValueError) as error:
         load(bert, source)
     message, after = str(error.value), bert.state_dict()
@@ -374,13 +360,12 @@ encoder.layer.0.output.layer_text_task_adapters.pfeiffer.adapter_up.weight | twi
 
 
 @pytest.mark.parametrize("row", NO_PLACE.strip().splitlines())
-def test_tensors_without_a_place_are_refused(tmp_path, row):
+def test_tensors_without_a_place_are_refused(copy, row):
     name, say = row.split(" | ")
-    bert, source = golden_encoder("bert"), copy_of("adapter", tmp_path / "more")
-    tensors = load_file(source / "adapter.safetensors")
-    save_file({**tensors, f"bert.{name}": torch.zeros(32, 4)}, source / "adapter.safetensors")
+    bert, path = golden_encoder("bert"), copy(BERT / "pfeiffer") / "adapter.safetensors"
+    save_file({**load_file(path), f"bert.{name}": torch.zeros(32, 4)}, path)
     with pytest.raises(ValueError, match=say):
-        load_adapter(bert, source)
+        load_adapter(bert, path.parent)
     assert not any(slot.adapters for _, slot in bert.slots())
 
 
@@ -402,21 +387,19 @@ def test_the_paper_s_adapters_are_fused(hub, launch, encoder, tmp_path, capsys):
         old_format(tmp_path / "new" / task, root / id, name, "glue_mnli")
         tensors = load_file(tmp_path / "new" / task / "adapter.safetensors")
         source[task] = {key.replace(".x.", f".{task}."): t for key, t in tensors.items()}
-    fuse = "--stage fusion --task rte --epochs 1 --adapters paper"
-    launch(fuse, model=encoder, out=tmp_path / "run")
+    launch("--stage fusion --task rte --epochs 1 --adapters paper", out=tmp_path / "run")
     note = "AdapterHub/bert-base-uncased_nli_rte_pfeiffer was trained on 'bert-base-uncased'"
     assert f"note: {note}" in capsys.readouterr().out
     shutil.rmtree(root)
     assert load_run(tmp_path / "run").config["adapters"] == list(TASKS)
-    copies = sorted((tmp_path / "run/adapters").iterdir())
-    assert [path.name for path in copies] == sorted(TASKS)
-    for path in copies:  # in today's format, under the name that it has here
-        assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
+    for task in TASKS:  # in today's format, under the name that it has here
+        path = tmp_path / "run" / "adapters" / task
         values = json.loads((path / "adapter_config.json").read_text())
-        assert (values["name"], values["model_name"]) == (path.name, "bert-base-uncased")
+        assert "version" in values
+        assert (values["name"], values["model_name"]) == (task, "bert-base-uncased")
         tensors = load_file(path / "adapter.safetensors")
-        assert "version" in values and tensors.keys() == source[path.name].keys()
-        assert all(torch.equal(tensors[key], source[path.name][key]) for key in tensors)
+        assert tensors.keys() == source[task].keys()
+        assert all(torch.equal(tensors[key], source[task][key]) for key in tensors)
 
 
 def test_sources_can_be_mixed(hub, runs, launch, encoder, tmp_path):
@@ -461,17 +444,16 @@ def test_a_head_on_the_pooler_is_that_of_the_reference(tmp_path):
     assert torch.equal(load_head(bert, tmp_path / "again")(h), head(h))
 
 
-def test_a_head_on_the_pooler_needs_one(encoder, tmp_path):
+def test_a_head_on_the_pooler_needs_one(encoder, copy, tmp_path):
     bert = Bert.from_pretrained(encoder)  # a checkpoint without pooler
     config = {"head_type": "classification", "num_labels": 2, "layers": 1, "use_pooler": True}
     save_head(Head(config, bert.config), bert, "rte", tmp_path)
     with pytest.raises(ValueError, match="it has no pooler"):
         load_head(bert, tmp_path)
-    copy = shutil.copytree(encoder, tmp_path / "with")
-    tensors, (W, b) = load_file(copy / "model.safetensors"), torch.randn(33, 32).split([32, 1])
+    path, (W, b) = copy(encoder) / "model.safetensors", torch.randn(33, 32).split([32, 1])
     pooler = {"bert.pooler.dense.weight": W, "bert.pooler.dense.bias": b[0]}
-    save_file({**tensors, **pooler}, copy / "model.safetensors")
-    bert = Bert.from_pretrained(copy)
+    save_file({**load_file(path), **pooler}, path)
+    bert = Bert.from_pretrained(path.parent)
     head, h = load_head(bert, tmp_path), bert(IDS, None, MASK)
     logits = head.layers[-1](torch.tanh(h[:, 0] @ W.T + b))
     assert torch.allclose(head(h), logits, atol=1e-5)
