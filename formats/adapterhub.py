@@ -73,36 +73,34 @@ SAME_FUNCTION = ("dropout_prob", "regularization", "value_before_softmax", "valu
 
 # The single-task adapters that the paper's authors published (reduction factor 16), for
 # BERT-base-uncased and RoBERTa-base. A row: the task under which they are loaded here (inside the
-# files they have other names), and what hub ids have after AdapterHub/bert-base-uncased and
-# AdapterHub/roberta-base-, before _pfeiffer. For BERT, those of mnli, qqp, sst2, mrpc and rte were
-# replaced in August 2020 by those of the AdapterHub paper, of the same architecture. Their heads
-# are the pretrained pooler, which is in the encoder's files, and one linear layer.
+# files they have other names), and what hub ids have between AdapterHub/ and _pfeiffer. For BERT,
+# those of mnli, qqp, sst2, mrpc and rte were replaced in August 2020 by those of the AdapterHub
+# paper, of the same architecture. Their heads are the pretrained pooler, which is in the encoder's
+# files, and one linear layer.
 PAPER_ADAPTERS = """
-mnli            _nli_multinli     multinli
-qqp             _sts_qqp          qqp
-sst2            _sentiment_sst-2  sst
-winogrande      -winogrande       winogrande
-imdb            -imdb             imdb
-hellaswag       -hellaswag        hellaswag
-social_i_qa     -siqa             siqa
-cosmos_qa       -cosmosqa         cosmosqa
-scitail         -scitail          scitail
-argument        -ukpsent1         ukpsent1
-commonsense_qa  -csqa             csqa
-boolq           -boolq            boolq
-mrpc            _sts_mrpc         mrpc
-sick            -sick             sick
-rte             _nli_rte          rte
-cb              -cb               cb
+mnli            bert-base-uncased_nli_multinli     roberta-base-multinli
+qqp             bert-base-uncased_sts_qqp          roberta-base-qqp
+sst2            bert-base-uncased_sentiment_sst-2  roberta-base-sst
+winogrande      bert-base-uncased-winogrande       roberta-base-winogrande
+imdb            bert-base-uncased-imdb             roberta-base-imdb
+hellaswag       bert-base-uncased-hellaswag        roberta-base-hellaswag
+social_i_qa     bert-base-uncased-siqa             roberta-base-siqa
+cosmos_qa       bert-base-uncased-cosmosqa         roberta-base-cosmosqa
+scitail         bert-base-uncased-scitail          roberta-base-scitail
+argument        bert-base-uncased-ukpsent1         roberta-base-ukpsent1
+commonsense_qa  bert-base-uncased-csqa             roberta-base-csqa
+boolq           bert-base-uncased-boolq            roberta-base-boolq
+mrpc            bert-base-uncased_sts_mrpc         roberta-base-mrpc
+sick            bert-base-uncased-sick             roberta-base-sick
+rte             bert-base-uncased_nli_rte          roberta-base-rte
+cb              bert-base-uncased-cb               roberta-base-cb
 """
 
 
 def paper_adapters(model_type):
     """[(task, hub id)] of the paper's 16 adapters for "bert" or "roberta"."""
-    rows = [row.split() for row in PAPER_ADAPTERS.split("\n") if row]
-    if model_type == "roberta":
-        return [(task, f"AdapterHub/roberta-base-{name}_pfeiffer") for task, _, name in rows]
-    return [(task, f"AdapterHub/bert-base-uncased{name}_pfeiffer") for task, name, _ in rows]
+    rows, column = PAPER_ADAPTERS.strip().split("\n"), 2 if model_type == "roberta" else 1
+    return [(row.split()[0], f"AdapterHub/{row.split()[column]}_pfeiffer") for row in rows]
 
 
 def check_name(name, taken=()):

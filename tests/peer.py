@@ -1,7 +1,7 @@
-"""The other side of test_adapterhub.py, test_adapter_config.py and test_examples.py: what
-AdapterHub's own library reads and computes.
+"""The other side of the tests that need PEER_PYTHON: what AdapterHub's own library reads, computes
+and trains.
 
-    python tests/peer.py read | grid | examples | pooler DIRECTORY
+    python tests/peer.py read | grid | examples | pooler | trainer DIRECTORY
 
 It needs what experiments/requirements-peer.txt lists. DIRECTORY holds plan.json; the outputs become
 read.safetensors and so on there.
@@ -12,6 +12,7 @@ grid      computes with many architectures, with the weights in weights.safetens
 examples  the kinds of examples/, with the weights in weights.safetensors
 pooler    writes an encoder with pooler, an adapter, and the head that the library makes of
           BertForSequenceClassification's; the outputs are that model's
+trainer   trains an adapter or a fusion on batches.pt; outputs the losses
 """
 
 import json
@@ -25,7 +26,8 @@ import torch
 from adapters import AutoAdapterModel, BnConfig, LoRAConfig, ParBnConfig
 from adapters.composition import Fuse
 from safetensors.torch import load_file, save_file
-from transformers import BertConfig, BertForSequenceClassification
+from torch.utils.data import DataLoader
+from transformers import BertConfig, BertForSequenceClassification, TrainingArguments
 
 FIELDS = ("input_ids", "token_type_ids", "attention_mask")
 directory = Path(sys.argv[2])
@@ -147,7 +149,52 @@ def pooler():
     outputs["logits"] = static.eval()(outputs["ids"]).logits
 
 
+class Trainer(adapters.AdapterTrainer):
+    """The library's, on our batches; it adds fusion's penalty after each step to the gradients of
+    the next one, so that only the first step lacks it: here it has it, too."""
+
+    losses = []
+
+    def get_train_dataloader(self):
+        return DataLoader(self.train_dataset, batch_size=None, shuffle=False)
+
+    def training_step(self, model, inputs, *rest):
+        if plan["fusion"] and not self.losses:
+            model.base_model.get_fusion_regularization_loss().backward()
+        loss = super().training_step(model, inputs, *rest)
+        self.losses.append(loss.double())
+        return loss
+
+
+def trainer():
+    batches, options = torch.load(directory / "batches.pt"), {"use_safetensors": True}
+    model = AutoAdapterModel.from_pretrained(plan["encoder"])
+    names = [model.load_adapter(path, with_head=False, **options) for path in plan["adapters"]]
+    if plan["fusion"]:
+        model.load_adapter_fusion(plan["fusion"], **options)
+        model.train_adapter_fusion(Fuse(*names))
+    else:
+        model.train_adapter(names[0])
+    model.load_head(plan["head"], **options)
+    arguments = TrainingArguments(
+        output_dir=str(directory / "peer"),
+        max_steps=len(batches),
+        learning_rate=plan["lr"],
+        lr_scheduler_type="linear",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        optim="adamw_torch",
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    Trainer(model=model.double(), args=arguments, train_dataset=batches).train()
+    outputs["losses"] = torch.stack(Trainer.losses)
+
+
 torch.manual_seed(0)
-{"read": read, "grid": grid, "examples": examples, "pooler": pooler}[sys.argv[1]]()
+commands = [read, grid, examples, pooler, trainer]
+{command.__name__: command for command in commands}[sys.argv[1]]()
 outputs = {name: t.detach().contiguous() for name, t in outputs.items()}
 save_file(outputs, directory / f"{sys.argv[1]}.safetensors")

@@ -106,8 +106,7 @@ def randomise(bert, part, generator):
 
 
 def old_format(source, target, name, inside):
-    """An adapter as AdapterHub published them in 2020: an old configuration, old names, a .bin, and
-    junk beside it."""
+    """An adapter as AdapterHub published them in 2020: an old configuration, old names, a .bin."""
     target.mkdir(parents=True)
     values = json.loads((source / "adapter_config.json").read_text())
     fields = "mh_adapter output_adapter reduction_factor non_linearity original_ln_before"
@@ -120,7 +119,6 @@ def old_format(source, target, name, inside):
     kept |= {"config": old, "config_id": "9076f36a74755ac4", "type": "text_task"}
     kept |= {"name": name, "model_class": "BertModel", "model_name": "bert-base-uncased"}
     (target / "adapter_config.json").write_text(json.dumps(kept))
-    (target / "._adapter_config.json").write_bytes(b"\0\5\26\7\0\2\0\0Mac OS X        ")
     tensors = {}
     for key, tensor in load_file(source / "adapter.safetensors").items():
         kind = "attention" if ".attention." in key else "layer"
@@ -339,15 +337,6 @@ def test_what_is_refused_leaves_the_encoder_as_it_was(copy, row):
     assert say in message and "\n" not in message and str(source) in message
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_different_locations_cannot_be_fused():
-    bert = golden_encoder("bert")
-    for name in ("pfeiffer", "houlsby"):
-        load_adapter(bert, BERT / name)
-    say = "different locations .*: output in pfeiffer, attention and output in houlsby"
-    with pytest.raises(ValueError, match=say):
-        add_fusion(bert, ["pfeiffer", "houlsby"])
 
 
 NO_PLACE = """

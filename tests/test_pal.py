@@ -102,7 +102,11 @@ def test_what_layers_share(encoder, tmp_path):
     assert 1.12 < total / 110e6 < 1.14
 
 
-def test_they_are_not_fused_with_other_adapters(encoder):
-    bert = with_adapters(encoder, KINDS["pal"], AdapterConfig.pfeiffer())
-    with pytest.raises(ValueError, match="different kinds cannot be fused: pal in a"):
-        add_fusion(bert, ["a", "b"])
+def test_different_kinds_and_locations_cannot_be_fused(encoder):
+    for config, say in (
+        (KINDS["pal"], "of different kinds cannot be fused: pal in a, bottleneck in b"),
+        (AdapterConfig.houlsby(), "at different locations .*: attention and output in a, output"),
+    ):
+        bert = with_adapters(encoder, config, AdapterConfig.pfeiffer())
+        with pytest.raises(ValueError, match=say):
+            add_fusion(bert, ["a", "b"])

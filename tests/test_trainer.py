@@ -2,18 +2,17 @@
 dropout, in float64. Needs PEER_PYTHON, a Python with `adapters` (make test-peers)."""
 
 import json
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import train
 from adapter import save_adapter, save_head
 from conftest import cli
 from data import Classification
 from fusion import save_fusion
-from reference import PEER, needs_peer
+from reference import ask_peer, needs_peer
 
 RUNS = {
     "pfeiffer": "--stage adapter --task rte --adapter pfeiffer",
@@ -92,9 +91,8 @@ def test_losses_of_40_steps(name, runs, quiet_encoder, data_dir, tmp_path, monke
         "lr": 1e-3,
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    script = Path(__file__).with_name("peer_trainer.py")
-    subprocess.run([PEER, script, tmp_path], check=True)
-    theirs = json.loads((tmp_path / "losses.json").read_text())
+    ask_peer("peer.py", "trainer", tmp_path)
+    theirs = load_file(tmp_path / "trainer.safetensors")["losses"].tolist()
     differences = [abs(ours.item() - peer) for ours, peer in zip(losses, theirs, strict=True)]
     print(f"{name}: losses {losses[0]:.4f} to {losses[-1]:.4f}, differ by {max(differences):.1e}")
     assert max(differences) < 1e-12
