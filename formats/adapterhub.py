@@ -233,8 +233,8 @@ def fetch(source, files=ADAPTER):
         hint = f": it is a run of --stage {stage}" if stage else ""
         raise FileNotFoundError(f"{source} has no {files.config}{hint}")
     if files is ADAPTER and is_local(source):
-        train = f"--stage adapter --task {directory.name:.50} makes one"
-        raise FileNotFoundError(f"there is no directory {str(source)!r}: {train}")
+        how = f"train it with --stage adapter --task {directory.name:.50}"
+        raise FileNotFoundError(f"there is no directory {str(source)!r}: {how}")
     config = download(source, files.config)
     if config is None:
         raise FileNotFoundError(f"hub repository {source} has no {files.config}")
