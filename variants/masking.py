@@ -21,7 +21,8 @@ def mask(bert, names, layers=None):
     names, fused_layers = frozenset(names), {layer for (layer, _), _ in fusions(bert)}
     layers = fused_layers if layers is None else set(layers)
     if not fused_layers or layers - fused_layers:
-        raise ValueError(f"layers with a fusion are {sorted(fused_layers)}, not {sorted(layers)}")
+        where = f"layer {min(layers - fused_layers)}, from 0" if fused_layers else "this encoder"
+        raise ValueError(f"there is no fusion in {where}")
     chosen = [(layer, fusion) for (layer, _), fusion in fusions(bert) if layer in layers]
     for layer, fusion in chosen:
         if fusion.options is None:
