@@ -390,7 +390,7 @@ def load_adapter(bert, directory, name=None):
     encoder is unchanged."""
     directory = adapterhub.fetch(directory)
     name, config, _ = read_config(directory, name)
-    saved = adapterhub.read_adapter(directory, name)
+    saved = adapterhub.read(directory, adapterhub.ADAPTER)
     with error_prefix(directory):
         saved.check_size(bert.config)
         modules = new_modules(bert, name, config, bert.dtype)
@@ -405,7 +405,7 @@ def copy_adapters(sources, directory, bert_config):
     under these names. bert_config: their encoder's."""
     for name, source in sources.items():
         options = options_of(read_config(source, name)[1])
-        saved = adapterhub.read_adapter(source, name)
+        saved = adapterhub.read(source, adapterhub.ADAPTER)
         header = adapterhub.header(name, bert_config, str(saved.values.get("model_name", "")))
         adapterhub.write_adapter(directory / name, options, saved.tensors, header)
 

@@ -740,7 +740,7 @@ def describe(settings, tasks, bert, adapter_dirs, dtype):
         # own.
         result["adapters"] = [*adapter_dirs]
         result["adapter_digests"] = {
-            name: adapterhub.digest(directory, name, read_config(directory, name)[1])
+            name: adapterhub.digest(directory, read_config(directory, name)[1])
             for name, directory in adapter_dirs.items()
         }
         # of the encoders that they were trained on, null where no run says

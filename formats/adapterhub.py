@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,36 +73,34 @@ SAME_FUNCTION = ("dropout_prob", "regularization", "value_before_softmax", "valu
 
 # The single-task adapters that the paper's authors published (reduction factor 16), for
 # BERT-base-uncased and RoBERTa-base. A row: the task under which they are loaded here (inside the
-# files they have other names), and what hub ids have after AdapterHub/bert-base-uncased and
-# AdapterHub/roberta-base-, before _pfeiffer. For BERT, those of mnli, qqp, sst2, mrpc and rte were
-# replaced in August 2020 by those of the AdapterHub paper, of the same architecture. Their heads
-# are the pretrained pooler, which is in the encoder's files, and one linear layer.
+# files they have other names), and what hub ids have between AdapterHub/ and _pfeiffer. For BERT,
+# those of mnli, qqp, sst2, mrpc and rte were replaced in August 2020 by those of the AdapterHub
+# paper, of the same architecture. Their heads are the pretrained pooler, which is in the encoder's
+# files, and one linear layer.
 PAPER_ADAPTERS = """
-mnli            _nli_multinli     multinli
-qqp             _sts_qqp          qqp
-sst2            _sentiment_sst-2  sst
-winogrande      -winogrande       winogrande
-imdb            -imdb             imdb
-hellaswag       -hellaswag        hellaswag
-social_i_qa     -siqa             siqa
-cosmos_qa       -cosmosqa         cosmosqa
-scitail         -scitail          scitail
-argument        -ukpsent1         ukpsent1
-commonsense_qa  -csqa             csqa
-boolq           -boolq            boolq
-mrpc            _sts_mrpc         mrpc
-sick            -sick             sick
-rte             _nli_rte          rte
-cb              -cb               cb
+mnli            bert-base-uncased_nli_multinli     roberta-base-multinli
+qqp             bert-base-uncased_sts_qqp          roberta-base-qqp
+sst2            bert-base-uncased_sentiment_sst-2  roberta-base-sst
+winogrande      bert-base-uncased-winogrande       roberta-base-winogrande
+imdb            bert-base-uncased-imdb             roberta-base-imdb
+hellaswag       bert-base-uncased-hellaswag        roberta-base-hellaswag
+social_i_qa     bert-base-uncased-siqa             roberta-base-siqa
+cosmos_qa       bert-base-uncased-cosmosqa         roberta-base-cosmosqa
+scitail         bert-base-uncased-scitail          roberta-base-scitail
+argument        bert-base-uncased-ukpsent1         roberta-base-ukpsent1
+commonsense_qa  bert-base-uncased-csqa             roberta-base-csqa
+boolq           bert-base-uncased-boolq            roberta-base-boolq
+mrpc            bert-base-uncased_sts_mrpc         roberta-base-mrpc
+sick            bert-base-uncased-sick             roberta-base-sick
+rte             bert-base-uncased_nli_rte          roberta-base-rte
+cb              bert-base-uncased-cb               roberta-base-cb
 """
 
 
 def paper_adapters(model_type):
     """[(task, hub id)] of the paper's 16 adapters for "bert" or "roberta"."""
-    rows = [row.split() for row in PAPER_ADAPTERS.split("\n") if row]
-    if model_type == "roberta":
-        return [(task, f"AdapterHub/roberta-base-{name}_pfeiffer") for task, _, name in rows]
-    return [(task, f"AdapterHub/bert-base-uncased{name}_pfeiffer") for task, name, _ in rows]
+    rows, column = PAPER_ADAPTERS.strip().split("\n"), 2 if model_type == "roberta" else 1
+    return [(row.split()[0], f"AdapterHub/{row.split()[column]}_pfeiffer") for row in rows]
 
 
 def check_name(name, taken=()):
@@ -149,31 +146,33 @@ FLAGS = """mh_adapter output_adapter original_ln_before original_ln_after ln_bef
 
 def check_bottleneck(config, non_linearities, init_weights):
     """Raises ValueError, naming the field, for an invalid configuration of a bottleneck adapter."""
-
-    def require(valid, field, words):
-        if not valid:
-            raise ValueError(f"{field} must be {words}, not {getattr(config, field)!r:.50}")
-
     choices = {
-        **dict.fromkeys(FLAGS, (True, False)),
-        "residual_before_ln": (True, False, "post_add"),
-        "non_linearity": non_linearities,
-        "init_weights": init_weights,
+        **dict.fromkeys(FLAGS, [True, False]),
+        "residual_before_ln": [True, False, "post_add"],
+        "non_linearity": [*non_linearities],
+        "init_weights": [*init_weights],
     }
-    for field, values in choices.items():
-        known = getattr(config, field) in list(values)
-        require(known, field, f"one of {', '.join(map(str, values))}")
+    for field, known in choices.items():
+        if (value := getattr(config, field)) not in known:
+            these = ", ".join(map(str, known))
+            raise ValueError(f"{field} must be one of {these}, not {value!r:.50}")
     factors = config.reduction_factor
     for factor in factors.values() if isinstance(factors, Mapping) else [factors]:
         # below 0.1, a file could ask for a bottleneck of any size
-        usable = type(factor) in (int, float) and 0.1 <= factor < math.inf
-        require(usable, "reduction_factor", "a number of at least 0.1")
-    require(is_list_of_layers(config.leave_out), "leave_out", "a list of layers")
+        if type(factor) not in (int, float) or not 0.1 <= factor < math.inf:
+            raise ValueError(f"reduction_factor must be at least 0.1, not {factor!r:.50}")
+    check_leave_out(config)
     if not (config.mh_adapter or config.output_adapter):
         raise ValueError("without mh_adapter and output_adapter it has no place in the encoder")
     if config.residual_before_ln == "post_add" and not config.original_ln_before:
-        off = "residual_before_ln 'post_add' is the input of original_ln_before, which is off"
-        raise ValueError(off)
+        raise ValueError("'post_add' is the input of original_ln_before, which is off")
+
+
+def check_leave_out(config):
+    """Raises ValueError unless leave_out is a list of layers."""
+    layers = config.leave_out
+    if not isinstance(layers, (list, tuple)) or not all(type(layer) is int for layer in layers):
+        raise ValueError(f"leave_out must be a list of layers, not {layers!r:.50}")
 
 
 def without_effect(config):
@@ -183,14 +182,10 @@ def without_effect(config):
     if {"residual_before_ln", "original_ln_before"} <= off:
         why = "residual_before_ln=false takes LN(f + x), which original_ln_before=false leaves out"
         reasons["residual_before_ln"] = why
-    if "ln_after" in off and getattr(config, "adapter_residual_before_ln", False):
+    if "ln_after" in off and "adapter_residual_before_ln" not in off:
         why = "adapter_residual_before_ln=true needs the new LayerNorm of ln_after=true"
         reasons["adapter_residual_before_ln"] = why
     return reasons
-
-
-def is_list_of_layers(value):
-    return isinstance(value, (list, tuple)) and all(type(layer) is int for layer in value)
 
 
 def bottleneck_names(ln_before, ln_after):
@@ -234,17 +229,12 @@ def fetch(source, files=ADAPTER):
     if (directory / files.config).is_file():
         return directory
     if directory.is_dir():
-        hint, config = "", directory / "config.json"
-        if config.is_file() and (stage := read_json(config).get("stage")):
-            hint = f", it is a run of --stage {stage}"
-        if files is ADAPTER and (directory / "adapters").is_dir():
-            hint += f"; its adapters are in {directory / 'adapters'}"
+        stage = run_config(directory).get("stage")
+        hint = f": it is a run of --stage {stage}" if stage else ""
         raise FileNotFoundError(f"{source} has no {files.config}{hint}")
     if files is ADAPTER and is_local(source):
-        raise FileNotFoundError(
-            f"there is no directory {str(source)!r}: if it is to be the run on a task, train it "
-            f"with --stage adapter --task {shlex.quote(directory.name):.50}"
-        )
+        how = f"train it with --stage adapter --task {directory.name:.50}"
+        raise FileNotFoundError(f"there is no directory {str(source)!r}: {how}")
     config = download(source, files.config)
     if config is None:
         raise FileNotFoundError(f"hub repository {source} has no {files.config}")
@@ -259,7 +249,6 @@ class Saved:
     """A saved adapter, head or fusion."""
 
     directory: Path
-    name: str  # what to call it
     options: dict
     values: dict  # the whole JSON object
     path: Path  # of its tensors
@@ -274,62 +263,46 @@ class Saved:
                 raise ValueError(f"an adapter for {theirs}, the encoder has {ours!r}")
 
     def fill(self, parameters, without=()):
-        """Copies the tensors into {(slot, part): parameter}. Nothing is changed unless everything
-        fits. A parameter that has two names may be stored under one of them; without: slots whose
-        tensors need no parameter."""
+        """Copies the tensors into {(slot, part): parameter}, new ones. A parameter that has two
+        names may be stored under one of them; without: slots whose tensors need no parameter."""
         stored = {key: p for key, p in parameters.items() if key in self.tensors}
-        found, pairs = {id(p) for p in stored.values()}, []
-        with error_prefix(self.path):
+        found = {id(p) for p in stored.values()}
+        with error_prefix(self.path), torch.no_grad():
             if absent := [".".join(key) for key, p in parameters.items() if id(p) not in found]:
                 raise ValueError(f"it lacks {listed(absent)}")
+            unused = [key for key in self.tensors if key not in parameters]
+            if names := [".".join(key) for key in unused if key[0] not in without]:
+                raise ValueError(f"tensors without a place here: {listed(names)}")
             for key, parameter in stored.items():
                 tensor, name = self.tensors[key], ".".join(key)
                 if tensor.shape != parameter.shape or not tensor.is_floating_point():
                     needed = f"here it must be a float {list(parameter.shape)}"
                     raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, {needed}")
-                tensor = tensor.to(parameter.dtype)  # float8 knows no isfinite
-                if not tensor.isfinite().all():
+                if not parameter.copy_(tensor).isfinite().all():
                     raise ValueError(f"{name} holds values that are not finite")
-                pairs.append((parameter, tensor))
-            unused = [key for key in self.tensors if key not in parameters]
-            if names := [".".join(key) for key in unused if key[0] not in without]:
-                raise ValueError(f"tensors without a place here: {listed(names)}")
-        with torch.no_grad():
-            for parameter, tensor in pairs:
-                parameter.copy_(tensor)
 
 
 def read_values(directory, files):
     """(options, the whole JSON object) of an adapter, head or fusion."""
-    path = Path(directory) / files.config
-    values = read_json(path)
+    values = read_json(path := Path(directory) / files.config)
     if not isinstance(values.get("config"), dict):
         raise ValueError(f"{path}: no 'config' object, as AdapterHub's files have it")
     return values["config"], values
 
 
-def read_adapter(source, name=None):
-    """The Saved adapter at `source`, a directory or a hub id; see `read_adapter_config`."""
-    directory = fetch(source)
-    return read(directory, ADAPTER, *read_adapter_config(directory, name))
-
-
 def read_head(source):
     """The Saved head at `source`, a directory or a hub id."""
-    directory = fetch(source, HEAD)
-    options, values = read_values(directory, HEAD)
-    with error_prefix(directory / HEAD.config):
-        options = head_config(options)
-    return read(directory, HEAD, values.get("name"), options, values)
+    saved = read(fetch(source, HEAD), HEAD)
+    with error_prefix(saved.directory / HEAD.config):
+        saved.options = head_config(saved.options)
+    return saved
 
 
 def read_fusion(source):
     """(Saved fusion, names of its adapters) at `source`, a directory or a hub id."""
-    directory = fetch(source, FUSION)
-    options, values = read_values(directory, FUSION)
-    names = values.get("adapter_names") or values["name"]  # old files have only the name
-    names = names.split(",") if isinstance(names, str) else names
-    return read(directory, FUSION, values.get("name"), options, values), names
+    saved = read(fetch(source, FUSION), FUSION)
+    names = saved.values.get("adapter_names") or saved.values["name"]  # old files have only that
+    return saved, names.split(",") if isinstance(names, str) else names
 
 
 def own_options(options):
@@ -376,16 +349,17 @@ def bottleneck_options(values, options):
     return options
 
 
-def read(directory, files, name, options, values):
-    """The Saved with the tensors of what the JSON object calls so, in the first of files.weights
-    that exists. Alone there, it may be called anything; but the reference writes a head (fusion)
-    "rte2" also into the file of one called "rte"."""
-    path = next((directory / f for f in files.weights if (directory / f).is_file()), None)
-    if path is None:
+def read(directory, files):
+    """What is Saved in a directory, with its options as they are there, and the tensors in the
+    first of files.weights that exists. Alone there, they may have any name; but the reference
+    writes a head (fusion) "rte2" also into the file of one called "rte"."""
+    directory, (options, values) = Path(directory), read_values(directory, files)
+    paths = [directory / name for name in files.weights if (directory / name).is_file()]
+    if not paths:
         missing = " nor ".join(files.weights)
         raise FileNotFoundError(f"no weights in {directory}: it has neither {missing}")
-    by_name, inside, stored = {}, str(values.get("name")), read_tensors(path)
-    with error_prefix(path):
+    by_name, inside, stored = {}, str(values.get("name")), read_tensors(paths[0])
+    with error_prefix(paths[0]):
         for key, tensor in stored.items():
             match = files.pattern.fullmatch(key)
             if match is None:  # for instance an invertible adapter's
@@ -398,7 +372,7 @@ def read(directory, files, name, options, values):
             raise ValueError(f"it holds {listed(list(by_name))}, not {inside!r:.50}")
     # without any: a kind of fusion may have no parameters; if it has, `fill` misses them
     tensors = by_name.get(inside) or next(iter(by_name.values()), {})
-    return Saved(directory, name, options, values, path, tensors)
+    return Saved(directory, options, values, paths[0], tensors)
 
 
 def check_encoder(source, directory, values, model, digest, allow=False):
@@ -423,25 +397,20 @@ def refuse_or_note(problem, allow):
 
 
 def find_adapters(sources, encoder, model, digest, allow_other_encoder=False):
-    """
-    {name: directory} of saved adapters that are to be fused. sources: directories, hub ids, pairs
-    (name, directory), or "paper" for its authors' 16; encoder: its configuration, model: its name,
-    digest: that of its weights. Raises ValueError if two have the same name, or if one was trained
-    on another encoder; FileNotFoundError for one that is not there.
-    """
+    """{name: directory} of saved adapters that are to be fused. sources: directories, hub ids,
+    pairs (name, directory), or "paper" for its authors' 16; encoder: its configuration, model: its
+    name, digest: that of its weights. Raises ValueError if two have the same name, or if one was
+    trained on another encoder; FileNotFoundError for one that is not there."""
     pairs, found = [], {}
     for source in sources:
-        if source == "paper":
-            pairs += paper_adapters(encoder.model_type)
-        else:
-            pairs.append(source if isinstance(source, tuple) else (None, source))
+        pair = source if isinstance(source, tuple) else (None, source)
+        pairs += paper_adapters(encoder.model_type) if source == "paper" else [pair]
     for name, source in pairs:
         directory = fetch(source)
         name, _, values = read_adapter_config(directory, name)
-        for other in found:  # rte and RTE are one name to some file systems
-            if other.lower() == name.lower():
-                both = f"{found[other]} and {directory}"
-                raise ValueError(f"two adapters are called {name!r}: {both}")
+        same = [d for other, d in found.items() if other.lower() == name.lower()]  # also RTE
+        if same:
+            raise ValueError(f"two adapters are called {name!r}: {same[0]} and {directory}")
         check_encoder(source, directory, values, model, digest, allow_other_encoder)
         found[name] = directory
     return found
@@ -454,8 +423,7 @@ def encoder_of(sources):
     for source in sources:
         if is_local(source):
             fetch(source)  # says so if there is no adapter
-        path = Path(source) / "config.json"
-        if path.is_file() and (model := read_json(path).get("model")):
+        if model := run_config(source).get("model"):
             models.setdefault(model, source)
     if len(models) > 1:
         found = ", ".join(f"{source} on {model}" for model, source in models.items())
@@ -463,32 +431,32 @@ def encoder_of(sources):
     return next(iter(models), None)
 
 
-def digest(directory, name, config):
+def digest(directory, config):
     """SHA-256 of a saved adapter: its configuration and tensors, whatever its own name and its kind
     of file."""
     result = hashlib.sha256(repr(config).encode())
-    for key, tensor in sorted(read_adapter(directory, name).tensors.items()):
+    for key, tensor in sorted(read(directory, ADAPTER).tensors.items()):
         result.update(repr(key).encode() + tensor.float().numpy().tobytes())
     return result.hexdigest()
+
+
+def run_config(directory):
+    """What a run has recorded in its directory, {} if there is none."""
+    path = Path(directory) / "config.json"
+    return read_json(path) if path.is_file() else {}
 
 
 def run_encoder(directory):
     """The digest of the encoder that a run's adapters belong to, from the directory of the run, or
     of an adapter in it: the one it was trained on, or for multi-task training, which changes the
     encoder, the one it ended with. None where no run says."""
-    runs = [Path(directory)]
-    if runs[0].parent.name == "adapters":
-        runs.append(runs[0].parent.parent)
-    for run in runs:
-        config = read_json(run / "config.json") if (run / "config.json").is_file() else {}
-        # of a fusion's copies, also of those that --allow-other-encoder has let in
-        if (name := Path(directory).name) in config.get("adapter_encoders", ()):
-            return config["adapter_encoders"][name]
-        if config.get("stage") in ("adapter", "fusion"):
-            return config.get("encoder_sha256")
-        if config.get("stage") == "multitask":
-            return config.get("weights_sha256")
-    return None
+    directory = Path(directory)
+    config = run_config(directory)
+    if not config and directory.parent.name == "adapters":
+        config = run_config(directory.parent.parent)
+    which = "weights_sha256" if config.get("stage") == "multitask" else "encoder_sha256"
+    # of a fusion's copies, also of those that --allow-other-encoder has let in
+    return config.get("adapter_encoders", {}).get(directory.name, config.get(which))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -498,9 +466,9 @@ def run_encoder(directory):
 def write(directory, files, options, tensors, values):
     """Writes one kind of `files`: its options, {(slot, part): tensor} as fp32, and what `header`
     gives. Raises ValueError for a tensor that could not be read back under its name."""
-    names, by_name = {"model_type": values["model_type"], "name": values["name"]}, {}
+    by_name = {}
     for (slot, part), tensor in tensors.items():
-        key = files.tensor.format(slot=slot, part=part, **names)
+        key = files.tensor.format(slot=slot, part=part, **values)
         match = files.pattern.fullmatch(key)
         if match is None or (match["slot"], match["part"]) != (slot, part):
             raise ValueError(f"a tensor cannot be called {part} in {slot}: it would not be found")

@@ -15,11 +15,10 @@ from safetensors.torch import load_file
 MAX_HEADER = 10**6  # bytes of a safetensors file's header; BERT-large's has 47,000
 
 
-def listed(names, most=4):
-    """The first few names of a list, for a message of one line."""
-    shown = [name if name.isprintable() and len(name) < 200 else repr(name[:200]) for name in names]
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(shown[:most]) + more
+def listed(names):
+    """The first names of a list, for a message of one line."""
+    safe = [name if name.isprintable() and len(name) < 200 else repr(name[:200]) for name in names]
+    return ", ".join(safe[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 @contextlib.contextmanager

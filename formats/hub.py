@@ -1,7 +1,7 @@
 """Files from the Hugging Face hub, or from its cache where there is no network."""
 
+import contextlib
 import functools
-import os
 import re
 import sys
 import threading
@@ -14,8 +14,6 @@ SECONDS = 4  # for the hub to answer
 def library():
     """`huggingface_hub`, imported when it is first needed: most runs read local files, and it takes
     half a second."""
-    if "HF_ENDPOINT" in os.environ:  # `datasets` appends "/datasets/..." to it as it is
-        os.environ["HF_ENDPOINT"] = os.environ["HF_ENDPOINT"].rstrip("/")
     import huggingface_hub
 
     # Errors are raised, and reported once; downloads are announced by a line, since the bars of
@@ -38,11 +36,10 @@ def is_local(source):
 def reason_of(error):
     """Why a hub's library gave up, in one line: what the hub answered, if that is what is behind
     the error, or else the whole of its message."""
-    cause = error
-    while cause is not None and getattr(cause, "response", None) is None:
-        cause = cause.__cause__ or cause.__context__
-    error = cause or error
-    return " ".join(str(error).split())[:600] or type(error).__name__
+    answer = error
+    while answer is not None and getattr(answer, "response", None) is None:
+        answer = answer.__cause__ or answer.__context__
+    return " ".join(str(answer or error).split())[:600] or type(error).__name__
 
 
 @functools.cache
@@ -55,12 +52,10 @@ def hub_answers():
     answers = []
 
     def ask():
-        try:
+        with contextlib.suppress(Exception):  # no name, no route, a proxy's error, time-out
             # a mirror's first page may lead to a host that cannot be reached
             session().head(constants.ENDPOINT, timeout=SECONDS, follow_redirects=False)
             answers.append(True)
-        except Exception:  # no name, no route, a proxy's error, time-out: of many kinds
-            pass
 
     thread = threading.Thread(target=ask, daemon=True)  # looking up a name has no time-out
     thread.start()
@@ -69,8 +64,8 @@ def hub_answers():
         constants.HF_HUB_OFFLINE = True
         if "datasets" in sys.modules:  # else it reads the constant when it is imported
             sys.modules["datasets"].config.HF_HUB_OFFLINE = True
-        note = "does not answer, so only what has been downloaded before is used"
-        print(f"note: {constants.ENDPOINT} {note}")
+        so = "so only what has been downloaded before is used"
+        print(f"note: {constants.ENDPOINT} does not answer, {so}")
     return bool(answers)
 
 
@@ -80,30 +75,25 @@ def download(repo_id, filename, revision=None):
     repo_id = str(repo_id)
     if is_local(repo_id):
         raise FileNotFoundError(f"there is no directory {repo_id!r}")
-    constants = library().constants
+    reached, constants = hub_answers(), library().constants
+    hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         cached = library().try_to_load_from_cache(repo_id, filename, revision=revision)
-        reached = hub_answers()
         known_to_lack_it = cached is library()._CACHED_NO_EXIST
         if known_to_lack_it and (revision or not reached):
             return None  # without a commit: the branch may have it by now
         if cached is None and reached:
             print(f"downloading {filename} of {repo_id}", flush=True)
         return Path(library().hf_hub_download(repo_id, filename, revision=revision))
-    except LocalEntryNotFoundError as e:  # an EntryNotFoundError, so it must come first
-        reason = f"{constants.ENDPOINT} does not give it: {reason_of(e.__cause__ or e)}"
-        if not reached:
-            reason = f"the Hugging Face hub cannot be reached ({constants.ENDPOINT})"
-        lacks = f"is no local directory, not in the cache {constants.HF_HUB_CACHE}, and {reason}"
-        raise FileNotFoundError(f"{repo_id!r} {lacks}") from e
-    except EntryNotFoundError:
-        return None
     except Exception as e:  # not found, no access, no id, a full disk: of many kinds
-        raise FileNotFoundError(
-            f"{repo_id!r} is no local directory, and does not come from the hub: {reason_of(e)}"
-        ) from e
+        if isinstance(e, EntryNotFoundError) and not isinstance(e, LocalEntryNotFoundError):
+            return None
+        reason = f"does not come from {hub}: {reason_of(e)}"
+        if not reached:
+            reason = f"is not in the cache {cache}, and {hub} cannot be reached"
+        raise FileNotFoundError(f"{repo_id!r} is no local directory, and {reason}") from e
 
 
 def commit_of(path):

@@ -73,6 +73,7 @@ def randomise(parameters, generator):
             parameter.data = scale / parameter.shape[-1] ** 0.5 * noise
 
 
+@torch.no_grad()
 def write(directory, model, adapters, fusions, tokenizer, pad):
     generator = torch.Generator().manual_seed(2021)
     shutil.rmtree(directory, ignore_errors=True)
@@ -90,11 +91,10 @@ def write(directory, model, adapters, fusions, tokenizer, pad):
 
     randomise(model.named_parameters(), generator)
     added = ("prompt_tuning", "adapter", "heads.")
-    encoder = {name: p.detach().clone() for name, p in model.named_parameters()}
-    encoder = {n: p for n, p in encoder.items() if not any(part in n for part in added)}
+    encoder = {n: p for n, p in model.named_parameters() if not any(part in n for part in added)}
     save_file(encoder, directory / "encoder" / "model.safetensors", metadata={"format": "pt"})
     config = model.config.to_diff_dict()
-    config = {key: config[key] for key in config if key not in ("adapters", "prediction_heads")}
+    config.pop("adapters", None), config.pop("prediction_heads", None)
     text = json.dumps(config, indent=2, sort_keys=True, default=str) + "\n"
     (directory / "encoder" / "config.json").write_text(text)
 
@@ -109,7 +109,6 @@ def write(directory, model, adapters, fusions, tokenizer, pad):
     inputs = dict(input_ids=input_ids, token_type_ids=token_type_ids, attention_mask=attention_mask)
     expected = dict(inputs)
 
-    @torch.no_grad()
     def run(name, head=None):
         output = model.base_model(**inputs, output_adapter_fusion_attentions=name in fusions)
         expected[f"{name}.last_hidden_state"] = output.last_hidden_state
@@ -120,7 +119,7 @@ def write(directory, model, adapters, fusions, tokenizer, pad):
                     expected[f"{name}.attention.{layer}.{location}"] = torch.as_tensor(weights)
             for key, parameter in model.named_parameters():  # it sums over what is trainable
                 parameter.requires_grad_(f"adapter_fusion_layer.{fused}." in key)
-            expected[f"{name}.regularization"] = model.get_fusion_regularization_loss().detach()
+            expected[f"{name}.regularization"] = model.get_fusion_regularization_loss()
         if head:
             choice = model.heads[head].config["head_type"] == "multiple_choice"
             shape = (2, CHOICES, T) if choice else (len(lengths), T)

@@ -55,8 +55,7 @@ def difference(a, b):
 
 
 PEER = os.environ.get("PEER_PYTHON")
-reason = "PEER_PYTHON: no Python with the reference library"
-needs_peer = pytest.mark.skipif(not PEER, reason=reason)
+needs_peer = pytest.mark.skipif(not PEER, reason="PEER_PYTHON, with the reference library")
 
 
 def ask_peer(script, *words):

@@ -2,11 +2,10 @@
 PEER_PYTHON (tests/reference.py), what its library computes with files of this project. Those that
 the library wrote are read in test_reference.py."""
 
-import copy
-import itertools
 import json
 import re
 import shutil
+from copy import deepcopy
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -30,12 +29,20 @@ from data import TASKS
 from experiments import publish
 from experiments.load_run import load_run
 from formats.adapterhub import paper_adapters
-from fusion import add_fusion, fusion_regularization, fusion_weights, load_fusion, save_fusion
+from fusion import (
+    add_fusion,
+    fusion_regularization,
+    fusion_weights,
+    fusions,
+    load_fusion,
+    save_fusion,
+)
 from reference import (
     ENCODERS,
     FIELDS,
     FP32_TOLERANCE,
     GOLDEN,
+    PEER,
     ask_peer,
     difference,
     needs_peer,
@@ -54,18 +61,12 @@ PFEIFFER = {"reduction_factor": 8}
 HOULSBY = {"mh_adapter": True, "original_ln_before": False, "non_linearity": "swish"}
 OWN_LN = {"ln_after": True, "original_ln_before": False, "residual_before_ln": False}
 BOTH_LN = {"mh_adapter": True, "ln_before": True, "ln_after": True}
-BOTTOM = {**HOULSBY, "output_adapter": False}
 ADAPTERS = {
     "pfeiffer": PFEIFFER,
-    "p2": {"reduction_factor": 2},
-    "p3": {"reduction_factor": 3},
     "p100": {"reduction_factor": 100},  # a bottleneck of 1
     "houlsby": {**PFEIFFER, **HOULSBY},
     "bapna": {**PFEIFFER, "ln_before": True},
-    "b2": {"ln_before": True, "reduction_factor": 2},
     "ln_after": {**PFEIFFER, **OWN_LN, "non_linearity": "leakyrelu"},
-    "bottom": {**BOTTOM, "reduction_factor": 4},
-    "bottom2": {**BOTTOM, "reduction_factor": 2},
     "both_ln": {**PFEIFFER, **BOTH_LN, "adapter_residual_before_ln": True},
     "late": {**PFEIFFER, "leave_out": [0]},
     "gelu": {**PFEIFFER, "non_linearity": "gelu"},
@@ -76,12 +77,10 @@ HEADS = {
     "bapna": {"head_type": "multiple_choice", "num_choices": 2, "layers": 1},
 }
 FUSIONS = {
-    "five": ["p3", "pfeiffer", "gelu", "p100", "p2"],
-    "bapnas": ["bapna", "b2"],
+    "three": ["pfeiffer", "gelu", "p100"],
     "some_ln": ["bapna", "pfeiffer"],  # the last one's configuration counts
     "with_ln_after": ["pfeiffer", "ln_after"],
-    "bottoms": ["bottom", "bottom2"],
-    "both_lns": ["houlsby", "both_ln"],
+    "both_places": ["houlsby", "both_ln"],
     "partly": ["late", "pfeiffer"],
 }
 OLD = ["pfeiffer", "houlsby", "gelu", "gelu_new"]
@@ -89,14 +88,13 @@ LOCATIONS = {"attention": "mh_adapter", "output": "output_adapter"}
 
 
 @torch.no_grad()
-def compute(key, bert, inputs, head=None, fused=False):
+def compute(key, bert, inputs, head=None):
     """{key.h: [B, T, d], key.logits: [B, K], and of a fusion key.LAYER.LOCATION: [B, T, N],
     key.regularization: []}"""
-    h = run(bert, inputs)
-    result = {f"{key}.h": h}
+    result = {f"{key}.h": run(bert, inputs)}
     if head is not None:
-        result[f"{key}.logits"] = head.eval()(h)
-    if fused:
+        result[f"{key}.logits"] = head.eval()(result[f"{key}.h"])
+    if fusions(bert):
         for (layer, location), s in fusion_weights(bert).items():
             result[f"{key}.{layer}.{LOCATIONS[location]}"] = s
         result[f"{key}.regularization"] = fusion_regularization(bert)
@@ -108,8 +106,7 @@ def randomise(bert, part, generator):
 
 
 def old_format(source, target, name, inside):
-    """An adapter as AdapterHub published them in 2020: an old configuration, old names, a .bin, and
-    junk beside it."""
+    """An adapter as AdapterHub published them in 2020: an old configuration, old names, a .bin."""
     target.mkdir(parents=True)
     values = json.loads((source / "adapter_config.json").read_text())
     fields = "mh_adapter output_adapter reduction_factor non_linearity original_ln_before"
@@ -122,7 +119,6 @@ def old_format(source, target, name, inside):
     kept |= {"config": old, "config_id": "9076f36a74755ac4", "type": "text_task"}
     kept |= {"name": name, "model_class": "BertModel", "model_name": "bert-base-uncased"}
     (target / "adapter_config.json").write_text(json.dumps(kept))
-    (target / "._adapter_config.json").write_bytes(b"\0\5\26\7\0\2\0\0Mac OS X        ")
     tensors = {}
     for key, tensor in load_file(source / "adapter.safetensors").items():
         kind = "attention" if ".attention." in key else "layer"
@@ -139,11 +135,11 @@ def ours(tmp_path_factory):
     root, outputs, plan = tmp_path_factory.mktemp("exchange"), {}, []
     generator = torch.Generator().manual_seed(3)
     for kind in ENCODERS:
-        bert, target = golden_encoder(kind), root / kind
-        golden = GOLDEN / kind
+        bert, target, golden = golden_encoder(kind), root / kind, GOLDEN / kind
         place = {"model": golden / "encoder", "inputs": golden / "expected.safetensors"}
         inputs = load_file(place["inputs"])
         for name, options in ADAPTERS.items():
+            case = {"key": f"{kind}.{name}", **place, "adapters": [target / name]}
             add_adapter(bert, name, AdapterConfig(**options))
             randomise(bert, f".adapters.{name}.", generator)
             save_adapter(bert, name, target / name)
@@ -151,34 +147,38 @@ def ours(tmp_path_factory):
             if head:
                 spread(head.named_parameters(), generator)
                 save_head(head, bert, name, target / name)
-            outputs |= compute(f"{kind}.{name}", bert, inputs, head)
-            files = {"adapters": [target / name], "head": head and target / name}
-            plan.append({"key": f"{kind}.{name}", **place, **files})
+                case["head"] = target / name
+            outputs |= compute(case["key"], bert, inputs, head)
+            plan.append(case)
+            if name in OLD:
+                old, key = root / "old" / kind / name, f"{case['key']}.old"
+                old_format(target / name, old, name, name)
+                outputs[f"{key}.h"] = outputs[f"{case['key']}.h"]
+                plan.append({**place, "key": key, "adapters": [old], "safe": False})
         for name, members in FUSIONS.items():
             add_fusion(bert, members)
             randomise(bert, ".fusion.", generator)
             save_fusion(bert, target / name)
-            outputs |= compute(f"{kind}.{name}", bert, inputs, fused=True)
+            outputs |= compute(f"{kind}.{name}", bert, inputs)
             files = {"adapters": [target / member for member in members], "fusion": target / name}
             plan.append({"key": f"{kind}.{name}", **place, **files})
-        for name in OLD:
-            old = old_format(target / name, root / "old" / kind / name, name, name)
-            plan.append({"key": f"{kind}.{name}.old", **place, "adapters": [old], "safe": False})
     return SimpleNamespace(root=root, outputs=outputs, plan=plan)
 
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory, runs, encoder):
-    """Runs with a card, for the tiny encoder: [(run, folder, file of inputs, their shape)]"""
+    """Runs with a card, for the tiny encoder, and inputs for its Python."""
     root = tmp_path_factory.mktemp("published")
     ids = torch.randint(5, 29, (6, 10), generator=torch.Generator().manual_seed(0))
     inputs = dict(zip(FIELDS, (ids, (ids > 20).long(), torch.ones_like(ids)), strict=True))
-    save_file(inputs, root / "inputs.safetensors")
-    for name in ("rte", "pick", "fusion-rte"):
+    save_file(inputs, path := root / "inputs.safetensors")
+    cards = []
+    for name, shape in {"rte": [6, 10], "pick": [2, 3, 10], "fusion-rte": [6, 10]}.items():
         words = cli(out=root / name, encoder=encoder, repo=f"USER/{name}")
         publish.main([str(runs / name), *words])
-    shapes = {"rte": [6, 10], "pick": [2, 3, 10], "fusion-rte": [6, 10]}
-    return [(n, root / n, root / "inputs.safetensors", shape) for n, shape in shapes.items()]
+        cards.append({"key": f"card.{name}", "run": runs / name, "folder": root / name})
+        cards[-1] |= {"inputs": path, "shape": shape}
+    return cards
 
 
 # --------------------------------------------------------------------------------------------------
@@ -186,73 +186,46 @@ def published(tmp_path_factory, runs, encoder):
 
 
 @pytest.fixture(scope="module")
-def theirs(ours, published, launch, encoder, tmp_path_factory):
+def theirs(ours, published, launch, tmp_path_factory):
     """What the reference library computes with our files. Of a multi-task run, also ours."""
     root = tmp_path_factory.mktemp("peer")
     text = "--stage multitask --adapter pfeiffer --tasks rte sst2 --epochs 1 --lr 1e-2"
     launch(f"{text} --steps-per-epoch 10", out=root / "multitask")
     bert, head, _ = load_run(root / "multitask", task="sst2")
-    adapter, inputs = root / "multitask" / "adapters" / "sst2", published[0][2]
+    adapter, inputs = root / "multitask" / "adapters" / "sst2", published[0]["inputs"]
     ours.outputs.update(compute("multitask", bert, load_file(inputs), head))
-    place = {"key": "multitask", "model": root / "multitask", "inputs": inputs}
-    cases = [*ours.plan, {**place, "adapters": [adapter], "head": adapter}]
-    rest = {"safe": True, "head": None, "fusion": None}
-    names = "key folder inputs shape".split()
-    cards = [dict(zip(names, (f"card.{name}", *card), strict=True)) for name, *card in published]
-    plan = {"read": [{**rest, **case} for case in cases], "cards": cards}
-    (root / "plan.json").write_text(json.dumps(plan, default=str))
+    case = {"key": "multitask", "model": root / "multitask", "inputs": inputs}
+    cases = [*ours.plan, {**case, "adapters": [adapter], "head": adapter}]
+    plan = json.dumps({"read": cases, "cards": published}, default=str)
+    (root / "plan.json").write_text(plan)
     ask_peer("peer.py", "read", root)
     return load_file(root / "read.safetensors")
 
 
-def close(ours, theirs, least=0.1):
+@needs_peer
+def test_ours_to_theirs(ours, theirs):
     """The same, and large enough for that to mean something."""
-    assert difference(ours, theirs) <= FP32_TOLERANCE and ours.abs().max() > least
-
-
-@needs_peer
-@pytest.mark.parametrize("name", [*ADAPTERS, *FUSIONS])
-@pytest.mark.parametrize("kind", ENCODERS)
-def test_ours_to_theirs(ours, theirs, kind, name):
-    found = {key: t for key, t in ours.outputs.items() if key.startswith(f"{kind}.{name}.")}
-    assert len(found) >= (1 + (name in HEADS) if name in ADAPTERS else 3)
-    if name == "partly":  # there the absent adapter is left out of the weights, here its own is 0
-        weights = found.pop(f"{kind}.partly.0.output_adapter")
+    for kind in ENCODERS:  # the absent adapter has no weight there, and here its own is 0
+        weights = ours.outputs.pop(f"{kind}.partly.0.output_adapter")
         assert (weights[..., 0] == 0).all() and (weights[..., 1] == 1).all()
-    for key, tensor in found.items():
-        close(tensor, theirs[key], least=1e-3 if key.endswith("regularization") else 0.1)
+    for key, tensor in ours.outputs.items():
+        assert difference(tensor, theirs[key]) <= FP32_TOLERANCE, key
+        assert tensor.abs().max() > (1e-3 if key.endswith("regularization") else 0.02), key
 
 
-@needs_peer
-def test_old_files_and_a_multi_task_run_in_theirs(ours, theirs):
-    for name in itertools.product(ENCODERS, OLD):
-        name = ".".join(name)
-        close(ours.outputs[f"{name}.h"], theirs[f"{name}.old.h"])
-    for key in ("multitask.h", "multitask.logits"):
-        close(ours.outputs[key], theirs[key], least=0.02)
-
-
-def logits_of_card(folder, inputs, shape, monkeypatch):
-    """The card's first block of Python, run as it stands."""
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo: folder)
-    names = {name: tensor.view(shape) for name, tensor in load_file(inputs).items()}
-    blocks = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
-    exec(blocks[0], names)
-    return names["logits"].detach()
-
-
-def test_cards_run_here(published, runs, monkeypatch):
-    for name, *card in published:
-        bert, head, _ = load_run(runs / name)
+def test_cards_run(published, request, monkeypatch):
+    """The first block of Python, as it stands; the reference runs the second one."""
+    for card in published:
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda _, c=card: c["folder"])
+        text, inputs = (card["folder"] / "README.md").read_text(), load_file(card["inputs"])
+        names = {name: tensor.view(card["shape"]) for name, tensor in inputs.items()}
+        exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], names)
+        bert, head, _ = load_run(card["run"])
         with torch.no_grad():
-            logits = head(run(bert, load_file(card[1])))
-        assert torch.equal(logits_of_card(*card, monkeypatch), logits)
-
-
-@needs_peer
-def test_cards_run_with_the_reference(published, theirs, monkeypatch):
-    for name, *card in published:
-        close(logits_of_card(*card, monkeypatch), theirs[f"card.{name}"], least=0.01)
+            assert torch.equal(names["logits"], head(run(bert, inputs)))
+        if PEER:
+            theirs = request.getfixturevalue("theirs")[card["key"]]
+            assert difference(names["logits"].detach(), theirs) <= FP32_TOLERANCE
 
 
 # --------------------------------------------------------------------------------------------------
@@ -267,70 +240,51 @@ def test_old_files(ours, expected, kind, name):
     assert torch.equal(run(bert, expected[kind]), ours.outputs[f"{kind}.{name}.h"])
 
 
-def change(directory, file=(), config=()):
-    """Changes the JSON file of a copy: fields of its own, and of its "config"."""
-    (path,) = directory.glob("*_config.json")
+def change(path, file=(), config=()):
+    """Changes a JSON file: fields of its own, and of its "config"."""
     old = json.loads(path.read_text())
     path.write_text(json.dumps({**old, "config": {**old["config"], **dict(config)}, **dict(file)}))
 
 
-FILES = {  # what reads them, their names, one of them in the golden set
-    "adapter": (load_adapter, "adapter_config.json adapter", "pfeiffer"),
-    "head": (load_head, "head_config.json model_head", "p4"),
-    "fusion": (load_fusion, "adapter_fusion_config.json model_adapter_fusion", "fusion-pfeiffer"),
-}
-
-
-def copy_of(kind, directory, name=None):
-    """A copy of an adapter, head or fusion of the golden set, to be changed."""
-    _, files, one = FILES[kind]
-    directory.mkdir()
-    for file in f"{files}.safetensors".split():
-        shutil.copy(BERT / (name or one) / file, directory)
-    return directory
-
-
-def test_fields_that_old_configs_lack_are_the_reference_s_defaults(tmp_path):
-    bert, source = golden_encoder("bert"), copy_of("adapter", tmp_path / "bottom", "bottom")
+def test_fields_that_old_configs_lack_are_the_reference_s_defaults(copy):
+    bert, path = golden_encoder("bert"), copy(BERT / "bottom") / "adapter_config.json"
     required = "mh_adapter output_adapter reduction_factor non_linearity".split()
-    config = json.loads((source / "adapter_config.json").read_text())["config"]
+    config = json.loads(path.read_text())["config"]
     config = {field: config[field] for field in required}
-    change(source, {"config": {**config, "leave_out": None}})
-    load_adapter(bert, source)
+    change(path, {"config": {**config, "leave_out": None}})
+    load_adapter(bert, path.parent)
     found = next(bert.slots())[1].adapters["bottom"].config
     assert found == AdapterConfig(**config, original_ln_before=False)
     for field in required:
-        change(source, {"config": {key: value for key, value in config.items() if key != field}})
+        change(path, {"config": {key: value for key, value in config.items() if key != field}})
         with pytest.raises(ValueError, match=f"this one has no {field}"):
-            load_adapter(bert, source, "other")
+            load_adapter(bert, path.parent, "other")
 
 
-def test_several_names_in_a_file(tmp_path):
-    bert, source = golden_encoder("bert"), copy_of("adapter", tmp_path / "several")
-    tensors = load_file(source / "adapter.safetensors")
-
-    def renamed(name):
-        return {key.replace(".pfeiffer.", f".{name}."): 2 * t for key, t in tensors.items()}
-
-    save_file({**renamed("a"), **tensors, **renamed("z")}, source / "adapter.safetensors")
-    load_adapter(bert, source)  # the one that the configuration names
+def test_several_names_in_a_file(copy):
+    bert, path = golden_encoder("bert"), copy(BERT / "pfeiffer") / "adapter.safetensors"
+    tensors = load_file(path)
+    doubled = {key.replace(".pfeiffer.", ".a."): 2 * t for key, t in tensors.items()}
+    save_file({**doubled, **tensors}, path)
+    load_adapter(bert, path.parent)  # the one that the configuration names
     up = bert.layers[0].output_add_norm.adapters["pfeiffer"].up.weight
     name = "bert.encoder.layer.0.output.adapters.pfeiffer.adapter_up.weight"
     assert torch.equal(up, tensors[name])
-    save_file({**renamed("a"), **renamed("z")}, source / "adapter.safetensors")
-    with pytest.raises(ValueError, match="it holds a, z, not 'pfeiffer'"):
-        load_adapter(bert, source, "again")
+    change(path.parent / "adapter_config.json", {"name": "b"})
+    with pytest.raises(ValueError, match="it holds a, pfeiffer, not 'b'"):
+        load_adapter(bert, path.parent)
 
 
-def test_head_of_one_layer_needs_no_activation(tmp_path):
-    source = copy_of("head", tmp_path / "head")
-    change(source, config={"activation_function": None})
+def test_head_of_one_layer_needs_no_activation(copy):
+    source = copy(BERT / "p4")
+    change(source / "head_config.json", config={"activation_function": None})
     assert len(list(load_head(golden_encoder("bert"), source).parameters())) == 2
 
 
-def test_old_fusion_has_only_a_name(tmp_path, expected):
-    source = copy_of("fusion", tmp_path / "fusion")
-    change(source, {"adapter_names": None}, {"dropout_prob": None})
+def test_old_fusion_has_only_a_name(copy, expected):
+    source = copy(BERT / "fusion-pfeiffer")
+    old = {"adapter_names": None}, {"dropout_prob": None}
+    change(source / "adapter_fusion_config.json", *old)
     bert = with_fusion("bert/fusion-pfeiffer")
     h = run(bert, expected["bert"])
     add_fusion(bert, ["p4"])
@@ -341,9 +295,13 @@ def test_old_fusion_has_only_a_name(tmp_path, expected):
 # --------------------------------------------------------------------------------------------------
 # Refused files
 
+FILES = {  # what reads them, their JSON file, one in the golden set
+    "adapter": (load_adapter, "adapter_config.json", "pfeiffer"),
+    "head": (load_head, "head_config.json", "p4"),
+    "fusion": (load_fusion, "adapter_fusion_config.json", "fusion-pfeiffer"),
+}
 REFUSED = r"""
 adapter config | {"phm_layer": true} | phm_layer = True
-adapter config | {"use_gating": true} | use_gating = True
 adapter config | {"scaling": "learned"} | scaling = 'learned'
 adapter config | {"architecture": "lora", "r": 8} | 'lora'
 adapter config | {"reduction_factor": 1e-9} | reduction_factor must be
@@ -355,10 +313,8 @@ adapter file | {"name": "a.b"} | cannot be an adapter's name
 adapter file | {"name": "a\nb"} | cannot be an adapter's name
 adapter file | {"name": ["a"]} | cannot be an adapter's name
 head config | {"head_type": "tagging"} | head_type = 'tagging'
-head config | {"layers": 3} | layers = 3
 head config | {"layers": 2, "activation_function": "relu"} | activation_function = 'relu'
 head config | {"num_labels": 2} | float [2, 32]
-fusion config | {"value": false} | value = False
 fusion config | {"query_before_ln": true} | query_before_ln = True
 fusion file | {"adapter_names": ["pfeiffer", "../p2"]} | '../p2' is to be fused
 fusion file | {"adapter_names": ["pfeiffer", "pfeiffer"]} | each of them once
@@ -366,30 +322,21 @@ fusion file | {"adapter_names": ["pfeiffer", "pfeiffer"]} | each of them once
 
 
 @pytest.mark.parametrize("row", REFUSED.strip().splitlines())
-def test_what_is_refused_leaves_the_encoder_as_it_was(tmp_path, row):
+def test_what_is_refused_leaves_the_encoder_as_it_was(copy, row):
     what, changes, say = row.split(" | ")
     (kind, part), bert = what.split(), with_fusion("bert/fusion-houlsby")
-    load, source = FILES[kind][0], copy_of(kind, tmp_path / "changed")
+    load, file, one = FILES[kind]
     if kind == "fusion":
         for member in ("pfeiffer", "p4", "p16"):
             load_adapter(bert, BERT / member)
-    before = copy.deepcopy(bert.state_dict())
-    change(source, **{part: json.loads(changes)})
+    source, before = copy(BERT / one), deepcopy(bert.state_dict())
+    change(source / file, **{part: json.loads(changes)})
     with pytest.raises(ValueError) as error:
         load(bert, source)
     message, after = str(error.value), bert.state_dict()
     assert say in message and "\n" not in message and str(source) in message
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_different_locations_cannot_be_fused():
-    bert = golden_encoder("bert")
-    for name in ("pfeiffer", "houlsby"):
-        load_adapter(bert, BERT / name)
-    say = "different locations .*: output in pfeiffer, attention and output in houlsby"
-    with pytest.raises(ValueError, match=say):
-        add_fusion(bert, ["pfeiffer", "houlsby"])
 
 
 NO_PLACE = """
@@ -402,13 +349,12 @@ encoder.layer.0.output.layer_text_task_adapters.pfeiffer.adapter_up.weight | twi
 
 
 @pytest.mark.parametrize("row", NO_PLACE.strip().splitlines())
-def test_tensors_without_a_place_are_refused(tmp_path, row):
+def test_tensors_without_a_place_are_refused(copy, row):
     name, say = row.split(" | ")
-    bert, source = golden_encoder("bert"), copy_of("adapter", tmp_path / "more")
-    tensors = load_file(source / "adapter.safetensors")
-    save_file({**tensors, f"bert.{name}": torch.zeros(32, 4)}, source / "adapter.safetensors")
+    bert, path = golden_encoder("bert"), copy(BERT / "pfeiffer") / "adapter.safetensors"
+    save_file({**load_file(path), f"bert.{name}": torch.zeros(32, 4)}, path)
     with pytest.raises(ValueError, match=say):
-        load_adapter(bert, source)
+        load_adapter(bert, path.parent)
     assert not any(slot.adapters for _, slot in bert.slots())
 
 
@@ -430,26 +376,24 @@ def test_the_paper_s_adapters_are_fused(hub, launch, encoder, tmp_path, capsys):
         old_format(tmp_path / "new" / task, root / id, name, "glue_mnli")
         tensors = load_file(tmp_path / "new" / task / "adapter.safetensors")
         source[task] = {key.replace(".x.", f".{task}."): t for key, t in tensors.items()}
-    fuse = "--stage fusion --task rte --epochs 1 --adapters paper"
-    launch(fuse, model=encoder, out=tmp_path / "run")
+    launch("--stage fusion --task rte --epochs 1 --adapters paper", out=tmp_path / "run")
     note = "AdapterHub/bert-base-uncased_nli_rte_pfeiffer was trained on 'bert-base-uncased'"
     assert f"note: {note}" in capsys.readouterr().out
     shutil.rmtree(root)
     assert load_run(tmp_path / "run").config["adapters"] == list(TASKS)
-    copies = sorted((tmp_path / "run/adapters").iterdir())
-    assert [path.name for path in copies] == sorted(TASKS)
-    for path in copies:  # in today's format, under the name that it has here
-        assert {file.suffix for file in path.iterdir()} == {".json", ".safetensors"}
+    for task in TASKS:  # in today's format, under the name that it has here
+        path = tmp_path / "run" / "adapters" / task
         values = json.loads((path / "adapter_config.json").read_text())
-        assert (values["name"], values["model_name"]) == (path.name, "bert-base-uncased")
+        assert "version" in values
+        assert (values["name"], values["model_name"]) == (task, "bert-base-uncased")
         tensors = load_file(path / "adapter.safetensors")
-        assert "version" in values and tensors.keys() == source[path.name].keys()
-        assert all(torch.equal(tensors[key], source[path.name][key]) for key in tensors)
+        assert tensors.keys() == source[task].keys()
+        assert all(torch.equal(tensors[key], source[task][key]) for key in tensors)
 
 
 def test_sources_can_be_mixed(hub, runs, launch, encoder, tmp_path):
-    """A run, an old AdapterHub directory and a hub id; two of one name are told apart before
-    anything is written. Heads and fusions come from the hub, too."""
+    """A run, an old AdapterHub directory and a hub id. Heads and fusions come from the hub,
+    too."""
     old_format(runs / "sst2", tmp_path / "old", "sentiment", "sentiment")
     for name in ("pick", "fusion-rte"):
         shutil.copytree(runs / name, hub[0] / "USER" / name)
@@ -462,18 +406,11 @@ def test_sources_can_be_mixed(hub, runs, launch, encoder, tmp_path):
     load_adapter(bert, runs / "sst2")
     load_fusion(bert, "USER/fusion-rte")
     assert load_head(bert, "USER/pick").num_outputs == 3
-    shutil.rmtree(out)
-    for name in ("none", "bare"):
-        (hub[0] / "USER" / name).mkdir()
-    shutil.copy(runs / "rte" / "adapter_config.json", hub[0] / "USER" / "bare")
-    for adapters, say in (
-        ([*sources, runs / "pick"], "two adapters are called 'pick': .*USER/pick"),
-        ("USER/none", "USER/none has no adapter_config.json"),
-        ("USER/bare", "neither adapter.safetensors nor pytorch_adapter.bin"),
-    ):
+    (hub[0] / "USER" / "none").mkdir()
+    for source, say in ((runs / "pick", "called 'pick': .*USER/pick"), ("USER/none", "has no ada")):
         with pytest.raises((ValueError, FileNotFoundError), match=say):
-            launch(fuse, adapters=adapters, out=out)
-    assert not out.exists()
+            launch(fuse, adapters=[*sources, source], out=tmp_path / "refused")
+    assert not (tmp_path / "refused").exists()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -484,8 +421,9 @@ def test_sources_can_be_mixed(hub, runs, launch, encoder, tmp_path):
 def test_a_head_on_the_pooler_is_that_of_the_reference(tmp_path):
     """BertForSequenceClassification with an adapter, its head converted by the reference
     library."""
-    ask_peer("peer_pooler.py", tmp_path)
-    expected = load_file(tmp_path / "expected.safetensors")
+    (tmp_path / "plan.json").write_text("{}")
+    ask_peer("peer.py", "pooler", tmp_path)
+    expected = load_file(tmp_path / "pooler.safetensors")
     bert = Bert.from_pretrained(tmp_path / "encoder")
     activate(bert, load_adapter(bert, tmp_path / "adapter"))
     head = load_head(bert, tmp_path / "head")
@@ -495,17 +433,16 @@ def test_a_head_on_the_pooler_is_that_of_the_reference(tmp_path):
     assert torch.equal(load_head(bert, tmp_path / "again")(h), head(h))
 
 
-def test_a_head_on_the_pooler_needs_one(encoder, tmp_path):
+def test_a_head_on_the_pooler_needs_one(encoder, copy, tmp_path):
     bert = Bert.from_pretrained(encoder)  # a checkpoint without pooler
     config = {"head_type": "classification", "num_labels": 2, "layers": 1, "use_pooler": True}
     save_head(Head(config, bert.config), bert, "rte", tmp_path)
     with pytest.raises(ValueError, match="it has no pooler"):
         load_head(bert, tmp_path)
-    copy = shutil.copytree(encoder, tmp_path / "with")
-    tensors, (W, b) = load_file(copy / "model.safetensors"), torch.randn(33, 32).split([32, 1])
+    path, (W, b) = copy(encoder) / "model.safetensors", torch.randn(33, 32).split([32, 1])
     pooler = {"bert.pooler.dense.weight": W, "bert.pooler.dense.bias": b[0]}
-    save_file({**tensors, **pooler}, copy / "model.safetensors")
-    bert = Bert.from_pretrained(copy)
+    save_file({**load_file(path), **pooler}, path)
+    bert = Bert.from_pretrained(path.parent)
     head, h = load_head(bert, tmp_path), bert(IDS, None, MASK)
     logits = head.layers[-1](torch.tanh(h[:, 0] @ W.T + b))
     assert torch.allclose(head(h), logits, atol=1e-5)

@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-import train
 from adapter import AdapterConfig, activate, add_adapter, find_adapter, layer_norm_slots
 from bert import Bert, BertConfig
-from conftest import IDS, MASK, cli, dev_batches
+from conftest import IDS, MASK, cli
+from experiments import evaluate
 from experiments.load_run import load_run
 
 SHAPES = {
@@ -51,6 +51,7 @@ def norms_of(bert, name):
     return {key: norm.adapters[name] for key, norm in slots if name in norm.adapters}
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("shape", SHAPES)
 def test_own_layer_norms_stand_in_for_bert_s(encoder, shape):
     """The same as an encoder whose LayerNorms are those, with the adapter alone; and other adapters
@@ -63,29 +64,27 @@ def test_own_layer_norms_stand_in_for_bert_s(encoder, shape):
     own = norms_of(bert, "a")
     assert len(own) == 2 * 2 + 1 and not norms_of(bert, "alone")
     for key, norm in layer_norm_slots(bert):
-        for part, value in norm.state_dict().items():
-            assert "adapters" in part or torch.equal(value, own[key].get_parameter(part))
+        assert torch.equal(norm.weight, own[key].weight) and torch.equal(norm.bias, own[key].bias)
         assert own[key].eps == norm.eps
-    with torch.no_grad():
-        for name, p in bert.named_parameters():
-            if ".adapters." in name:
-                p.add_(torch.randn_like(p), alpha=0.3)
-        slots = dict(other.slots())
-        for key, _, module in find_adapter(bert, "a")[1]:
-            if key not in own:
-                slots[key].adapters["a"], slots[key].active = copy.deepcopy(module), "a"
-        for key, norm in layer_norm_slots(other):
-            norm.load_state_dict(own[key].state_dict())
-        assert torch.equal(bert(IDS, None, MASK), other(IDS, None, MASK))
-        first = bert(IDS, None, MASK, cls_only=True)
-        assert (bert(IDS, None, MASK)[:, :1] - first).abs().max() < 1e-5
-        activate(bert, "alone")
-        alone = bert(IDS, None, MASK)
-        activate(bert, None)
-        assert torch.equal(bert(IDS, None, MASK), plain) and (alone - plain).abs().max() > 0.1
+    for name, p in bert.named_parameters():
+        if ".adapters." in name:
+            p.add_(torch.randn_like(p), alpha=0.3)
+    slots = dict(other.slots())
+    for key, _, module in find_adapter(bert, "a")[1]:
+        if key not in own:
+            slots[key].adapters["a"], slots[key].active = copy.deepcopy(module), "a"
+    for key, norm in layer_norm_slots(other):
+        norm.load_state_dict(own[key].state_dict())
+    assert torch.equal(bert(IDS, None, MASK), other(IDS, None, MASK))
+    first = bert(IDS, None, MASK, cls_only=True)
+    assert (bert(IDS, None, MASK)[:, :1] - first).abs().max() < 1e-5
+    activate(bert, "alone")
+    alone = bert(IDS, None, MASK)
+    activate(bert, None)
+    assert torch.equal(bert(IDS, None, MASK), plain) and (alone - plain).abs().max() > 0.1
 
 
-def test_multitask_with_own_layer_norms(launch, encoder, data_dir, tmp_path):
+def test_multitask_with_own_layer_norms(launch, encoder, tmp_path):
     """Each task its own LayerNorms, all else of Θ is shared and trained; Θ's own LayerNorms are
     never used and stay."""
     text = "--stage multitask --tasks sst2 rte --epochs 1 --steps-per-epoch 8 --lr 5e-3"
@@ -97,11 +96,9 @@ def test_multitask_with_own_layer_norms(launch, encoder, data_dir, tmp_path):
     for key, norm in layer_norm_slots(after):
         assert torch.equal(norm.weight, dict(layer_norm_slots(before))[key].weight), key
     for task in ("sst2", "rte"):
-        bert, head, _ = load_run(tmp_path / "mt", task=task)
-        (batch,) = dev_batches(encoder, data_dir, task, 40)
-        right = train.predict(bert, head, batch, torch.float32).argmax(-1) == batch["labels"]
-        assert right.float().mean().item() == pytest.approx(result["accuracies"][task])
-        found[task] = norms_of(bert, task)
+        again = evaluate.main([str(tmp_path / "mt"), "--task", task, "--device", "cpu"])
+        assert again["accuracy"] == result["accuracies"][task]
+        found[task] = norms_of(load_run(tmp_path / "mt", task=task).bert, task)
     for key, norm in found["rte"].items():
         assert not torch.equal(found["sst2"][key].bias, norm.bias)
 
@@ -111,9 +108,6 @@ def test_houlsby_s_recipe_is_their_code_s(encoder):
     bert = Bert.from_pretrained(encoder)
     add_adapter(bert, "a", AdapterConfig.houlsby_recipe())
     config, modules = find_adapter(bert, "a")
-    assert config.init_weights == "houlsby_code"
+    assert (config.init_weights, config.non_linearity) == ("houlsby_code", "gelu_new")
     adapters = [module for _, _, module in modules if not isinstance(module, torch.nn.LayerNorm)]
     assert len(adapters) == 4 and len(modules) == 4 + 5
-    x = torch.linspace(-3, 3, 99)
-    tanh = 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
-    assert torch.allclose(adapters[0].act(x), tanh, atol=1e-6)

@@ -26,17 +26,6 @@ from fusion import register as register_fusion
 from variants.pal import PALConfig
 
 
-@dataclass(frozen=True)
-class ForkConfig(AdapterConfig):
-    """A bottleneck adapter under another name."""
-
-    architecture = "fork"
-
-    @classmethod
-    def fork(cls, **changes):
-        return cls(**changes)
-
-
 class TopFusion(Fusion):
     """Only the k largest scores count; a gate of its own scales the result."""
 
@@ -58,13 +47,9 @@ class TopFusion(Fusion):
 @pytest.fixture(autouse=True, scope="module")
 def registered():
     """What is registered here is forgotten after these tests."""
-    before = [(table, dict(table)) for table in (ADAPTERS, KINDS, FUSIONS)]
-    register(ForkConfig, "fork")
     register_fusion("top", TopFusion)
     yield
-    for table, content in before:
-        table.clear()
-        table.update(content)
+    del FUSIONS["top"]
 
 
 def new_bert(encoder, names="ab", **changes):
@@ -77,9 +62,8 @@ def new_bert(encoder, names="ab", **changes):
 
 def test_a_kind_replaces_no_other():
     before = dict(KINDS), dict(ADAPTERS), dict(FUSIONS)
-
     second_pal = type("SecondPAL", (PALConfig,), {})
-    other_pfeiffer = type("Second", (ForkConfig,), {"architecture": "second"})
+    other_pfeiffer = type("Second", (AdapterConfig,), {"architecture": "second"})
     for kind, *names in ((second_pal,), (other_pfeiffer, "pfeiffer")):
         with pytest.raises(ValueError, match=kind.__name__):
             register(kind, *names)
@@ -90,7 +74,7 @@ def test_a_kind_replaces_no_other():
 
 
 @dataclass(frozen=True)
-class CountingConfig(ForkConfig):
+class CountingConfig(AdapterConfig):
     """Trains U alone, and has a buffer."""
 
     architecture = "counting"
@@ -134,7 +118,6 @@ def test_all_options_of_a_fusion_decide(encoder, tmp_path, monkeypatch):
     again = new_bert(encoder, "abc")
     load_fusion(again, tmp_path / "two")
     assert {type(one) for _, one in fusions(again)} == {TopFusion}
-    assert [one.config for _, one in fusions(again)] == [{"k": 2}] * 2
     assert torch.equal(again(IDS, None, MASK), bert(IDS, None, MASK))
     assert ((fusions(again)[0][1].weights > 0).sum(-1) == 2).all()
 
@@ -173,16 +156,13 @@ def test_what_the_last_adapter_decides_is_said(encoder, capsys):
     assert not torch.allclose(bert(IDS, None, MASK), ab, atol=1e-3)
 
 
-def test_what_commands_do_with_a_kind_that_is_not_adapterhub_s(launch, runs, tmp_path, refused):
+def test_commands_with_a_kind_that_is_not_adapterhub_s(launch, runs, tmp_path, refused):
     """It is trained and evaluated; publish and prune name it."""
     out, adapters = tmp_path / "run", [runs / "rte", runs / "sst2"]
     words = "--stage fusion --task rte --epochs 1 --fusion top --fusion-config k=2"
     result = launch(words, adapters=adapters, out=out)
-    bert, _, config = load_run(out)
-    assert [one.config for _, one in fusions(bert)] == [{"k": 2}] * 2
-    assert config["fusion_config"] == {"k": 2}
-    found = evaluate.main([str(out), "--device", "cpu"])
-    assert found["accuracy"] == result["accuracy"]
+    assert [one.config for _, one in fusions(load_run(out).bert)] == [{"k": 2}] * 2
+    assert evaluate.main([str(out), "--device", "cpu"])["accuracy"] == result["accuracy"]
     words, kind = [out, "--out", tmp_path / "out"], "fusions like this one (TopFusion)"
     refused(words, f"AdapterHub's library has no {kind}", main=publish.main)
     refused([*words, "--keep", "1"], f"{kind} cannot be pruned", main=prune.main)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from adapter import AdapterConfig, add_adapter, load_adapter, save_adapter
+from adapter import AdapterConfig, activate, add_adapter, load_adapter, save_adapter
 from bert import Bert, BertConfig
 from conftest import IDS, MASK
 from fusion import add_fusion, fusions
@@ -48,21 +48,34 @@ def transcribed(adapter, x, mask):
     return z
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_parallel_to_the_whole_layer(kind, encoder):
     """LN(FFN(x') + x' + PAL(x)), with x the layer's input and x' what its attention sub-layer made
-    of it."""
-    bert = with_adapters(encoder, KINDS[kind])
-    layer = bert.layers[0]
-    x = torch.randn(*IDS.shape, 32, dtype=torch.float64)
-    with torch.no_grad():
-        out = layer(x, MASK.bool()[:, None, None])
-        plain = layer.output_add_norm
-        del layer.output_add_norm
-        vars(layer)["output_add_norm"] = lambda f, inner, parallel: (f, inner)
-        f, inner = layer(x, MASK.bool()[:, None, None])
-        expected = plain.norm(f + inner + transcribed(plain.adapters["a"], x, MASK))
-    assert (out - expected)[MASK.bool()].abs().max() <= 1e-10
+    of it; fused, LN(f + o + x') with o = V Σ s_n z_n and s = softmax((Q h + b_Q)·(K z_n + b_K)),
+    h = LN(f + x')."""
+    bert = with_adapters(encoder, KINDS[kind], KINDS[kind])
+    layer, mask, seen = bert.layers[0], MASK.bool(), []
+    slot, x = layer.output_add_norm, torch.randn(*IDS.shape, 32, dtype=torch.float64)
+    slot.register_forward_pre_hook(lambda _, given: seen.append(given))
+    activate(bert, "a")
+    alone = layer(x, mask[:, None, None])
+    f, inner, _ = seen[0]
+    z = torch.stack([transcribed(slot.adapters[name], x, MASK) for name in "ab"], 2)
+    assert (alone - slot.norm(f + inner + z[:, :, 0]))[mask].abs().max() <= 1e-10
+    add_fusion(bert, ["a", "b"])
+    for _, fusion in fusions(bert):
+        for p in fusion.parameters():
+            nn.init.normal_(p, std=0.3)
+    fused, h, fusion = layer(x, mask[:, None, None]), slot.norm(f + inner), slot.fusion
+    s = torch.einsum("btd,btnd->btn", fusion.query(h), fusion.key(z)).softmax(-1)
+    o = torch.einsum("btn,btnd->btd", s, fusion.value(z))
+    assert (fused - slot.norm(f + o + inner))[mask].abs().max() <= 1e-10
+    assert (fusion.weights - s)[mask].abs().max() <= 1e-10
+    for name in ("a", "a,b"):  # in the last layer only the first token, but it attends to all
+        activate(bert, name)
+        first = bert(IDS, None, MASK, cls_only=True)
+        assert (first - bert(IDS, None, MASK)[:, :1]).abs().max() <= 1e-10
 
 
 def trained(bert):
@@ -70,7 +83,7 @@ def trained(bert):
 
 
 def test_what_layers_share(encoder, tmp_path):
-    pal, low_rank = (with_adapters(encoder, KINDS[kind]) for kind in ("pal", "low_rank"))
+    pal, low_rank = (with_adapters(encoder, config) for config in KINDS.values())
     d, size = 32, 12
     projections, per_layer = d * size + size + size * d + d, 3 * (size * size + size)
     assert trained(pal) == projections + 2 * per_layer
@@ -89,38 +102,11 @@ def test_what_layers_share(encoder, tmp_path):
     assert 1.12 < total / 110e6 < 1.14
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_first_token_alone(kind, encoder):
-    """In the last layer only it is computed, but it attends to all."""
-    bert = with_adapters(encoder, KINDS[kind])
-    with torch.no_grad():
-        first = bert(IDS, None, MASK, cls_only=True)
-        assert (first - bert(IDS, None, MASK)[:, :1]).abs().max() <= 1e-10
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_fusion_over_them(kind, encoder, tmp_path):
-    """o = V Σ s_n z_n, s = softmax((Q h + b_Q)·(K z_n + b_K)), h = LN(f + x'), then LN(f + o +
-    x')."""
-    config = KINDS[kind]
-    bert = with_adapters(encoder, config, config)
-    add_fusion(bert, ["a", "b"])
-    for _, fusion in fusions(bert):
-        for p in fusion.parameters():
-            nn.init.normal_(p, std=0.3)
-    slot = bert.layers[0].output_add_norm
-    x, f, inner = torch.randn(3, *IDS.shape, 32, dtype=torch.float64)
-    with torch.no_grad():
-        out = slot(f, inner, (x, MASK.bool()[:, None, None]))
-        h = slot.norm(f + inner)
-        z = torch.stack([transcribed(slot.adapters[name], x, MASK) for name in "ab"], 2)
-        s = torch.einsum("btd,btnd->btn", slot.fusion.query(h), slot.fusion.key(z)).softmax(-1)
-        o = torch.einsum("btn,btnd->btd", s, slot.fusion.value(z))
-    assert (out - slot.norm(f + o + inner))[MASK.bool()].abs().max() <= 1e-10
-    assert (slot.fusion.weights - s)[MASK.bool()].abs().max() <= 1e-10
-
-
-def test_they_are_not_fused_with_other_adapters(encoder):
-    bert = with_adapters(encoder, KINDS["pal"], AdapterConfig.pfeiffer())
-    with pytest.raises(ValueError, match="different kinds cannot be fused: pal in a"):
-        add_fusion(bert, ["a", "b"])
+def test_different_kinds_and_locations_cannot_be_fused(encoder):
+    for config, say in (
+        (KINDS["pal"], "of different kinds cannot be fused: pal in a, bottleneck in b"),
+        (AdapterConfig.houlsby(), "at different locations .*: attention and output in a, output"),
+    ):
+        bert = with_adapters(encoder, config, AdapterConfig.pfeiffer())
+        with pytest.raises(ValueError, match=say):
+            add_fusion(bert, ["a", "b"])

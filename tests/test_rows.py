@@ -143,7 +143,7 @@ def test_what_a_hub_that_answers_has_said(monkeypatch):
     monkeypatch.setattr(hub, "hub_answers", lambda: True)
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: lacks)
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    for said in ("does not give it: 429 Too Many", "does not come from the hub: no You may not."):
+    for said in ("does not come from .*: 429 Too Many", "does not come from .*: no You may not."):
         assert hub.download("me/it", "x.json", "0" * 40) is None  # a commit does not change
         with pytest.raises(FileNotFoundError, match=said) as e:
             hub.download("me/it", "x.json")

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import train
 from adapter import save_adapter, save_head
@@ -79,8 +80,8 @@ def test_losses_of_40_steps(name, runs, launch, quiet_encoder, tmp_path, monkeyp
         "lr": 1e-3,
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
-    ask_peer("peer_trainer.py", tmp_path)
-    theirs = json.loads((tmp_path / "losses.json").read_text())
+    ask_peer("peer.py", "trainer", tmp_path)
+    theirs = load_file(tmp_path / "trainer.safetensors")["losses"].tolist()
     differences = [abs(ours.item() - peer) for ours, peer in zip(losses, theirs, strict=True)]
     print(f"{name}: losses {losses[0]:.4f} to {losses[-1]:.4f}, differ by {max(differences):.1e}")
     assert max(differences) < 1e-12

@@ -41,19 +41,14 @@ def check_subset(bert, count, adapters):
     """Raises ValueError if Q and K cannot be trained on `count` of the fused adapters
     (--adapters-per-batch), or if a layer could be left without any of them. adapters: their
     names."""
-    N = len(adapters)
-    if not 2 <= count <= N:  # the softmax over one is 1, whatever Q and K are
-        why = ": Q and K learn nothing from one" if count == 1 else ""
+    # the softmax over one is 1, whatever Q and K are; and every layer needs one of those drawn
+    N, fewest = len(adapters), min(len(fusion.adapter_names) for _, fusion in fusions(bert))
+    least = max(2, N - fewest + 1)
+    if not least <= count <= N:
         raise ValueError(
-            f"--adapters-per-batch must be in 2 .. {N}, the number of --adapters, not {count}{why}"
+            f"--adapters-per-batch must be in {least} .. {N}, not {count}: {N} adapters are fused, "
+            f"{fewest} in the layer that has the fewest"
         )
-    for (layer, _), fusion in fusions(bert):
-        if (present := len(fusion.adapter_names)) <= N - count:
-            raise ValueError(
-                f"--adapters-per-batch must be {N - present + 1} or more, not {count}: layer "
-                f"{layer + 1} has {present} of the {N} "
-                "adapters, and one has to be among those drawn"
-            )
 
 
 def mask_all_but(bert, count, adapters, seed):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from adapter import Kind, register
-from formats.adapterhub import is_list_of_layers
+from formats.adapterhub import check_leave_out
 from runtime.kernels import attention
 
 
@@ -34,11 +34,8 @@ class PALConfig(Kind):
             raise ValueError(f"size must be a positive integer, not {self.size!r:.50}")
         heads = self.num_heads
         if type(heads) is not int or heads < 0 or heads and self.size % heads:
-            raise ValueError(
-                f"num_heads must be 0 or divide the size {self.size}, not {heads!r:.50}"
-            )
-        if not is_list_of_layers(self.leave_out):
-            raise ValueError(f"leave_out must be a list of layers, not {self.leave_out!r:.50}")
+            raise ValueError(f"num_heads must be 0 or divide the size, not {heads!r:.50}")
+        check_leave_out(self)
         object.__setattr__(self, "leave_out", tuple(self.leave_out))
 
     @classmethod
