@@ -9,9 +9,9 @@
 
 Texts are given in the order of the task's columns.
 
---file reads what training reads, .jsonl, .json, .csv, .tsv or .parquet, with the columns of the
-task's training data; the label may be missing, or hidden (-1). A line of stdin is a JSON object, or
-texts with tabs between. --json prints one object a line: label, probability, all probabilities, and
+--file reads what training reads, .jsonl, .csv, .tsv or .parquet, with the columns of the task's
+training data; the label may be missing, or hidden (-1). A line of stdin is a JSON object, or texts
+with tabs between. --json prints one object a line: label, probability, all probabilities, and
 whether the text was longer than in training and therefore cut.
 
 --explain, for fusion runs, shows the weight of every adapter for every token at every layer: as a

@@ -213,7 +213,7 @@ for name, content, say in [
     ("text a list", pair(b"0", b'["a"]'), "'sentence1' holds list"),
     ("text null", pair(b"0", b"null"), "'sentence1' is missing"),
     ("half a surrogate pair", pair(b"0", b'"\\ud800"'), "surrogate"),
-    ("invalid UTF-8", pair(b"0") + pair(b"0", b'"caf\xe9"'), "not UTF-8"),
+    ("invalid UTF-8", pair(b"0") + pair(b"0", b'"caf\xe9"'), "utf-8"),
 ]:
     change, say = put("data/rte/train.jsonl", content), [say] if isinstance(say, str) else say
     add(f"rows: {name}", change, ["data/rte/train.jsonl", *say])
@@ -238,7 +238,7 @@ change = both(rows(A, B), change)
 add("own task: a new label", change, ["validation.jsonl", "'z'"], "--task mine")
 add("train.jsonl is a pipe", pipe("data/rte/train.jsonl"), "no train split")
 change = both(gone("data/rte"), put("data/rte", b"x"))
-add("a file in the task's place", change, "not a directory")
+add("a file in the task's place", change, "no train split")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 
 import pytest
 from tokenizers import Tokenizer
@@ -26,15 +25,8 @@ def written(directory, words, options=None):
     return directory
 
 
-def test_roberta_tokens(tmp_path):
-    directory = GOLDEN / "roberta" / "encoder"
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copy(directory / name, tmp_path)
-    whole, parts = load_tokenizer(directory, 30), load_tokenizer(tmp_path, 30)
-    for texts in (("the cat sat on the mat.", "the dog"), ("The  man",), (" a", ""), ("a, a", "a")):
-        a, b = whole.encode(*texts), parts.encode(*texts)
-        assert (a.ids, a.type_ids, a.tokens) == (b.ids, b.type_ids, b.tokens)
-    pair = parts.encode("the cat", "the dog")
+def test_roberta_tokens():
+    pair = load_tokenizer(GOLDEN / "roberta" / "encoder", 30).encode("the cat", "the dog")
     assert "".join(pair.tokens) == "<s>theĠcat</s></s>theĠdog</s>" and set(pair.type_ids) == {0}
 
 
