@@ -23,10 +23,8 @@ KINDS = st.sampled_from(["words", "bytes"])
 def directories(tmp_path_factory):
     """Two tiny vocabularies: WordPiece, and RoBERTa's byte-level BPE."""
     words, of_bytes = tmp_path_factory.mktemp("words"), tmp_path_factory.mktemp("bytes")
-    pieces = [f"{start}{c}" for start in ("##", "") for c in "abcdefgin"]
-    pieces += ["\u0301", "\u65e5", "\u05d0", "\U0001f600"]
-    text = "\n".join(dict.fromkeys([*VOCABULARY, *pieces]))
-    (words / "vocab.txt").write_text(text, encoding="utf-8")
+    pieces = "##a ##b ##c ##e b c d \u0301 \u65e5 \u05d0 \U0001f600".split()
+    (words / "vocab.txt").write_text("\n".join([*VOCABULARY, *pieces]), encoding="utf-8")
     bpe = ByteLevelBPETokenizer()
     bpe.train_from_iterator(["the the \u202e\u2066"], special_tokens=["<s>", "</s>", "<mask>"])
     bpe.post_processor = RobertaProcessing(("</s>", 1), ("<s>", 0), add_prefix_space=False)
@@ -34,9 +32,8 @@ def directories(tmp_path_factory):
     return {"words": words, "bytes": of_bytes}
 
 
-# characters of every kind but surrogates, and what texts go wrong with: control characters, NUL,
-# marks that combine or change direction, joiners, emoji in families, noncharacters, special tokens,
-# very long words
+# what texts go wrong with: control characters, marks that combine or change direction, joiners,
+# emoji in families, noncharacters, special tokens, very long words
 HARD = ["\0", "\x1b", "\r\n", "\t", " ", "", "\u0301" * 20, "x" * 300, "\u65e5" * 100]
 HARD += "\u202e \u2066 \u200d \ufeff \ufffd \uffff \u0130 \u1e9e \ufdfa \U0010ffff".split(" ")
 HARD += ["\u2028", "\u0085", "\u00a0", "\u3000", "\u05d0\u05d1", "\u1100\u1161"]
@@ -95,24 +92,16 @@ def test_no_example_is_lost(directories, tmp_path_factory, rows, name, ascii, ba
     assert sorted(seen) == sorted(expected)
 
 
-# --------------------------------------------------------------------------------------------------
-# Batches
-
-
-numbers = st.lists(st.integers(1, 600), min_size=1, max_size=400).map(np.array)
-seeds = st.integers(0, 2**32 - 1)
-seeds |= st.none() | st.tuples(seeds, st.integers(1, 99))
-sizes = st.integers(1, 40) | st.integers(1, 500)
+lengths = st.lists(st.integers(1, 600), min_size=1, max_size=400).map(np.array)
+seeds = st.none() | st.tuples(st.integers(0, 2**32 - 1), st.integers(1, 99))  # and epochs
 
 
 @settings(unhurried, max_examples=tries(300))
-@given(lengths=numbers, batch_size=sizes, seed=seeds, window=st.integers(1, 60))
+@given(lengths, st.integers(1, 40) | st.integers(1, 500), seeds, st.integers(1, 60))
 def test_every_index_once(lengths, batch_size, seed, window):
     order = bucketed(lengths, batch_size, seed, window)
     assert sorted(np.concatenate(order).tolist()) == list(range(len(lengths)))
     assert len(order) == -(-len(lengths) // batch_size)
     assert all(1 <= len(batch) <= batch_size for batch in order)
-    again = bucketed(lengths, batch_size, seed, window)
-    assert all(np.array_equal(one, two) for one, two in zip(order, again, strict=True))
     if seed is None:  # the longest batch comes first: what does not fit into memory fails at once
         assert (np.diff(lengths[np.concatenate(order)]) <= 0).all()
