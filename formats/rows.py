@@ -175,11 +175,8 @@ def load_from_hub(source, config, revision):
 
 def of_hub(task, name):
     if task.source is None:
-        raise FileNotFoundError(
-            "the UKP Sentential Argument Mining Corpus is not on the hub: request it at "
-            "tudatalib.ulb.tu-darmstadt.de/handle/tudatalib/2345 and put its eight .tsv files "
-            "into DATA_DIR/argument"
-        )
+        where = "tudatalib.ulb.tu-darmstadt.de/handle/tudatalib/2345 has it"
+        raise FileNotFoundError(f"{task.name} is not on the hub; {where}, for --data-dir")
     where = f"{task.source} {task.config or ''}".strip() + f", {name}"
     try:
         rows = load_from_hub(task.source, task.config, task.revision)[name]
@@ -247,10 +244,8 @@ def hold_out(source, examples, split, recorded=None):
     held = np.sort(drawn[:n])
     digest = hashlib.sha256(b"".join(digests[i] for i in held)).hexdigest()
     if recorded not in (None, digest):
-        raise ValueError(
-            f"{source.where}: the examples that training held out cannot be told from the others: "
-            "rows were added, removed or changed since"
-        )
+        problem = "the examples that training held out cannot be told from the others"
+        raise ValueError(f"{source.where}: {problem}: rows were added, removed or changed since")
     return held if split == "validation" else np.sort(drawn[n:]), digest
 
 

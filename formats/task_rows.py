@@ -107,11 +107,10 @@ def check_row(row, task):
             row = {**row, column: row[other]}
     for column in task.absent:
         if row.get(column) is not None:
-            has = ", ".join(task.columns)
-            raise ValueError(f"column {column!r} is none of {task.name}'s, which are {has}")
+            known = ", ".join(task.columns)
+            raise ValueError(f"column {column!r} is none of {task.name}'s, which are {known}")
     for column in (task.label, *task.columns):
-        value = row.get(column)
-        if value is None or (value != value and column != task.label):  # NaN: a missing text
+        if (value := row.get(column)) is None or value != value:  # NaN
             raise ValueError(missing(column, row))
     texts = []
     for column in task.columns:

@@ -1,5 +1,7 @@
 """The 16 tasks in the hub's columns, your own data as they come, and batches."""
 
+import functools
+
 import datasets
 import numpy as np
 import pytest
@@ -44,31 +46,20 @@ ROWS = {
 }
 
 
-@pytest.fixture
-def on_hub(monkeypatch):
-    """on_hub(split=rows, ...): the hub has these rows. Returns what it was asked for."""
-    asked = []
-
-    def on_hub(**splits):
-        def load_dataset(*address, **more):
-            asked.append((*address, more["revision"]))
-            return {name: datasets.Dataset.from_list(found) for name, found in splits.items()}
-
-        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-        return asked
-
-    rows.load_from_hub.cache_clear()
-    yield on_hub
-    rows.load_from_hub.cache_clear()
-
-
 @pytest.mark.parametrize("name", TASKS)
-def test_hub_columns(name, tokenizer, on_hub, tmp_path):
+def test_hub_columns(name, tokenizer, tmp_path, monkeypatch):
     """A row in the hub's columns and types, by the code that reads the hub (of the UKP's corpus, a
     file), to tokens and label; all splits are loaded at once."""
     assert set(ROWS) == set(TASKS) and len(TASKS) == 16
-    (row, candidates, label), task = ROWS[name], get_task(name)
-    asked = on_hub(**{"train": [row] * 3, task.dev: [row] * 4})
+    (row, candidates, label), task, asked = ROWS[name], get_task(name), []
+
+    def load_dataset(*address, revision):
+        asked.append((*address, revision))
+        counts = {"train": 3, task.dev: 4}
+        return {split: datasets.Dataset.from_list([row] * n) for split, n in counts.items()}
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(rows, "load_from_hub", functools.cache(rows.load_from_hub.__wrapped__))
     write_rows(tmp_path / "argument" / "train.jsonl", [row] * 3)
     where = tmp_path if name == "argument" else None
     split = load_split(task, "train", tokenizer, where)
@@ -83,27 +74,20 @@ def test_hub_columns(name, tokenizer, on_hub, tmp_path):
 
 def test_answer_keys_belong_to_their_texts():
     """commonsense_qa may list its choices in any order."""
-    task, row = get_task("commonsense_qa"), ROWS["commonsense_qa"][0]
-
-    def candidates(label, text):
-        choices = words("label text", [*label], [*text])
-        return data.to_candidates(task, {**row, "choices": choices})[0]
-
-    assert candidates("CABED", "xvwzy") == QUESTION
+    assert data.question_choices("q", words("label text", [*"CABED"], [*"xvwzy"])) == QUESTION
     for label, text in (("AABCD", "vwxyz"), ("ABCDE", "vwxy")):
         with pytest.raises(ValueError, match="one text for each of ABCDE"):
-            candidates(label, text)
+            data.question_choices("q", words("label text", [*label], [*text]))
 
 
 def test_other_copies_of_the_data():
     """SciTail's tsv_format and Google's own BoolQ differ in columns and label values; in a row with
     both, the columns that are ours count."""
-    tsv = words("premise hypothesis label", "p", "h", "neutral")
-    assert data.to_candidates(get_task("scitail"), tsv) == ([("p", "h")], 1)
+    tsv = words("premise hypothesis label", "p", "q", "neutral")
     both = {**tsv, **words("sentence1 sentence2 gold_label", "x", "y", "entailment")}
-    assert data.to_candidates(get_task("scitail"), both) == ([("p", "h")], 1)
     boolq = words("question passage answer", "q", "p", True)
-    assert data.to_candidates(get_task("boolq"), boolq) == ([("p", "q")], 1)
+    for task, row in (("scitail", tsv), ("scitail", both), ("boolq", boolq)):
+        assert data.to_candidates(get_task(task), row) == (PAIR, 1)
 
 
 def test_argument_as_distributed(tokenizer, tmp_path):
