@@ -1,5 +1,5 @@
-"""Rows of text and labels, as they are written: from .jsonl, .json, .csv, .tsv and .parquet files,
-or from the hub. And the cache of what they become: their tokens."""
+"""Rows of text and labels, as they are written: from .jsonl, .csv, .tsv and .parquet files, or from
+the hub; the splits of a task; and the cache of what the rows become, their tokens."""
 
 import contextlib
 import csv
@@ -32,10 +32,6 @@ def library():
     datasets.disable_progress_bars()
     datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # no request to a counter elsewhere
     return datasets
-
-
-# --------------------------------------------------------------------------------------------------
-# Files
 
 
 class Lines:
@@ -111,10 +107,6 @@ def read_rows(path):
         raise ValueError(f"{path}, line {lines.number}: {reason}") from e
     if row is None:
         raise ValueError(f"{path} is empty")
-
-
-# --------------------------------------------------------------------------------------------------
-# Splits
 
 
 def find_file(directory, split, dev="validation", required=True):
@@ -258,10 +250,6 @@ def check_size(where, count, task, split, strict):
         if strict:
             raise ValueError(message)
         print(f"note: {message}")
-
-
-# --------------------------------------------------------------------------------------------------
-# Tokens
 
 
 def cached(key, chunks, floats):
