@@ -99,7 +99,7 @@ def read_rows(path):
     try:
         for row in READERS[path.suffix](lines):
             if not isinstance(row, dict):
-                raise ValueError("not a JSON object, of which a line holds one")
+                raise ValueError("not a JSON object; each line must hold one")
             yield lines.number, row
     except (csv.Error, ValueError, RecursionError, OSError) as e:  # OSError: of a damaged parquet
         broken = isinstance(e, json.JSONDecodeError)
