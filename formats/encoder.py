@@ -1,21 +1,25 @@
-"""Encoders on disk: Google's TensorFlow checkpoints, safetensors, and PyTorch's .bin files.
-
-Whatever its format, a checkpoint's tensors are looked up by the names that the Hugging Face hub
-uses today.
-"""
+"""Encoders on disk: Google's TensorFlow checkpoints, safetensors, and PyTorch's .bin files. In any
+format, tensors are looked up by the names that the Hugging Face hub uses today."""
 
 import hashlib
 import importlib.util
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 
 from formats.files import error_prefix, listed, read_json, read_tensors, write_json, write_tensors
 from formats.hub import commit_of, download
 from formats.tensorflow import read_tensorflow
 
+# (configuration, weights) on the Hugging Face hub, or as Google published them; of a directory the
+# first pair counts that is there
+FILES = (
+    ("config.json", "model.safetensors"),
+    ("config.json", "pytorch_model.bin"),
+    ("bert_config.json", "bert_model.ckpt.index"),
+)
+NEEDED = ", or ".join(" and ".join(pair) for pair in FILES)
 SIZES = (
     "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
     "max_position_embeddings type_vocab_size"
@@ -51,23 +55,21 @@ class BertConfig:
     model_type: str = "bert"
 
     def __post_init__(self):
-        def require(valid, name, what):
-            if not valid:
+        def require(name, what, valid):
+            if not valid(getattr(self, name)):
                 raise ValueError(f"{name} must be {what}, not {getattr(self, name)!r:.50}")
 
         for name in SIZES:
-            size = getattr(self, name)
-            require(type(size) is int and 0 < size < 10**7, name, "a positive integer")
+            require(name, "a positive integer", lambda n: type(n) is int and 0 < n < 10**7)
         for name in RATES:
-            rate = getattr(self, name)
-            require(type(rate) in (int, float) and 0 <= rate < 1, name, "a number in [0, 1)")
+            require(name, "in [0, 1)", lambda rate: type(rate) in (int, float) and 0 <= rate < 1)
         for name, known in CHOICES.items():
-            require(getattr(self, name) in known, name, " or ".join(known))
-        divides = self.hidden_size % self.num_attention_heads == 0
-        require(divides, "num_attention_heads", f"a divisor of hidden_size {self.hidden_size}")
-        pad = self.pad_token_id
-        usable = type(pad) is int and 0 <= pad < self.vocab_size and self.max_length > 0
-        require(usable, "pad_token_id", "in the vocabulary, and leave positions for a text")
+            require(name, " or ".join(known), known.__contains__)
+        # to build a damaged file's millions would take minutes
+        require("num_hidden_layers", "under 1000", lambda n: n < 1000)
+        require("num_attention_heads", "hidden_size's divisor", lambda n: self.hidden_size % n == 0)
+        require("pad_token_id", "in the vocabulary", range(self.vocab_size).__contains__)
+        require("pad_token_id", "before the last position", lambda _: self.max_length > 0)
 
     @property
     def max_length(self):
@@ -132,12 +134,8 @@ def open_encoder(source):
     config = read_config(config_path)
     tensors = open_tensors(weights_path)
     with error_prefix(weights_path):
-        names = hub_names(tensors)
-        names = {hub: name for hub, name in names.items() if OF_THE_ENCODER.match(hub)}
-        layers = {hub.split(".")[2] for hub in names if hub.startswith("encoder.layer.")}
-        asked = config.num_hidden_layers  # in a damaged file perhaps millions
-        if len(layers) != asked:
-            raise ValueError(f"it has {len(layers)} layers, {config_path.name} says {asked}")
+        every = hub_names(tensors)
+    names = {hub: name for hub, name in every.items() if OF_THE_ENCODER.match(hub)}
     return Checkpoint(directory, config_path, weights_path, config, names, tensors)
 
 
@@ -154,10 +152,9 @@ def read_pooler(directory):
     _, path = checkpoint_files(directory)
     tensors = open_tensors(path)
     names = hub_names(tensors)
-    parts = {kind: names.get(f"pooler.dense.{kind}") for kind in ("weight", "bias")}
-    if None in parts.values():
+    if not {"pooler.dense.weight", "pooler.dense.bias"} <= {*names}:
         raise ValueError(f"{path}: it has no pooler, which the head is to read")
-    return {kind: tensors[name]().float() for kind, name in parts.items()}
+    return {kind: tensors[names[f"pooler.dense.{kind}"]]().float() for kind in ("weight", "bias")}
 
 
 def write_encoder(directory, config, tensors, prefix):
@@ -175,10 +172,8 @@ def write_encoder(directory, config, tensors, prefix):
 
 def find_config(directory):
     """The configuration of a checkpoint directory; its weights are not read, and may be missing."""
-    for name in ("config.json", "bert_config.json"):
-        if (Path(directory) / name).is_file():
-            return read_config(Path(directory) / name)
-    return read_config(checkpoint_files(directory)[0])  # says what is missing
+    path = Path(directory) / "config.json"
+    return read_config(path if path.is_file() else path.with_name("bert_config.json"))
 
 
 def read_config(path):
@@ -250,34 +245,21 @@ def fetch_encoder(source, weights=True):
         config = download(source, "config.json")
         if config is None:
             raise FileNotFoundError(f"{source!r} has no config.json on the hub")
-        fetch = partial(download, source, revision=commit_of(config))
-        if weights and not (fetch("model.safetensors") or fetch("pytorch_model.bin")):
-            neither = "neither model.safetensors nor pytorch_model.bin"
-            raise FileNotFoundError(f"{source!r} has {neither} on the hub")
-        if not fetch("tokenizer.json"):
-            wordpiece = fetch("vocab.txt")
-            for name in ["tokenizer_config.json"] if wordpiece else ["vocab.json", "merges.txt"]:
-                fetch(name)
     except FileNotFoundError as e:
-        raise FileNotFoundError(
-            f"{e}; --model takes a directory with bert_config.json and bert_model.ckpt.*, a "
-            "directory with config.json and model.safetensors (or pytorch_model.bin), or a hub id"
-        ) from e
+        takes = f"--model takes a hub id, or a directory with {NEEDED} and its data files"
+        raise FileNotFoundError(f"{e}; {takes}") from e
+    commit = commit_of(config)
+    if weights and not download(source, "model.safetensors", commit):
+        download(source, "pytorch_model.bin", commit)
+    if not download(source, "tokenizer.json", commit) and download(source, "vocab.txt", commit):
+        download(source, "tokenizer_config.json", commit)
     return config.parent
 
 
 def checkpoint_files(directory):
-    """(config, weights) of a directory as Google published it, or as on the Hugging Face hub.
-    Raises FileNotFoundError that says what is missing."""
-    for config, weights in (
-        ("config.json", "model.safetensors"),
-        ("config.json", "pytorch_model.bin"),
-        ("bert_config.json", "bert_model.ckpt.index"),
-    ):
-        paths = Path(directory) / config, Path(directory) / weights
-        if paths[0].is_file() and paths[1].is_file():
-            return paths
-    raise FileNotFoundError(
-        f"no encoder in {directory}: it needs config.json with model.safetensors or "
-        "pytorch_model.bin, or bert_config.json with bert_model.ckpt.index and its data files"
-    )
+    """(config, weights) of a directory, see FILES. Raises FileNotFoundError without them."""
+    for pair in FILES:
+        config, weights = (Path(directory) / name for name in pair)
+        if config.is_file() and weights.is_file():
+            return config, weights
+    raise FileNotFoundError(f"no encoder in {directory}: it needs {NEEDED} and its data files")

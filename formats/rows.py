@@ -1,6 +1,7 @@
-"""Rows of text and labels, as they are written: from .jsonl, .json, .csv, .tsv and .parquet files,
-or from the hub. And the cache of what they become: their tokens."""
+"""Rows of text and labels, as they are written: from .jsonl, .csv, .tsv and .parquet files, or from
+the hub; the splits of a task; and the cache of what the rows become, their tokens."""
 
+import contextlib
 import csv
 import functools
 import hashlib
@@ -33,10 +34,6 @@ def library():
     return datasets
 
 
-# --------------------------------------------------------------------------------------------------
-# Files
-
-
 class Lines:
     """The lines of a file of UTF-8 text; `number` is that of the last one."""
 
@@ -50,33 +47,18 @@ class Lines:
 
 
 def read_jsonl(lines):
-    return ((lines.number, json.loads(line.strip())) for line in lines if line.strip())
+    return (json.loads(line.strip()) for line in lines if line.strip())
 
 
-def read_json(lines):
-    """A list of objects, or else objects in lines, as in .jsonl"""
-    first = next((line for line in lines if line.strip()), "")
-    if not first.lstrip().startswith("["):
-        return read_jsonl(lines)
-    text = "".join(lines)
-    lines.number = 1  # a JSONDecodeError counts from here
-    return enumerate(json.loads(text), 1)
-
-
-def read_csv(lines, delimiter=None, **options):
-    if delimiter is None:  # where the comma is a decimal sign, spreadsheets write semicolons
-        first = next(iter(lines), "")
-        delimiter = ";" if ";" in first and "," not in first else ","
-    table = csv.reader(lines, delimiter=delimiter, strict=True, **options)
-    header, begin = next(table, []), lines.number + 1
+def read_csv(lines, **dialect):
+    table = csv.reader(lines, strict=True, **dialect)
+    header = next(table, [])
     if twice := [name for name in header if header.count(name) > 1]:
         raise ValueError(f"two columns are called {twice[0]!r:.100}")
-    for cells in table:
-        if cells and len(cells) != len(header):
+    for cells in filter(None, table):
+        if len(cells) != len(header):
             raise ValueError(f"{len(cells)} fields, the first line has {len(header)}")
-        if cells:
-            yield begin, dict(zip(header, cells, strict=True))
-        begin = lines.number + 1
+        yield dict(zip(header, cells, strict=True))
 
 
 def read_parquet(lines):
@@ -87,20 +69,18 @@ def read_parquet(lines):
     with pyarrow.parquet.ParquetFile(lines.path) as file:
         described = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", "{}"))
         features = described.get("info", {}).get("features", {})
-        names = {column: f["names"] for column, f in features.items() if "names" in f}
+        names = {c: dict(enumerate(f["names"])) for c, f in features.items() if "names" in f}
         for batch in file.iter_batches(1000):
             for row in batch.to_pylist():
                 lines.number += 1
-                for column, values in names.items():
-                    if row[column] is not None:
-                        known = 0 <= row[column] < len(values)
-                        row[column] = values[row[column]] if known else str(row[column])
-                yield lines.number, row
+                for column, name in names.items():
+                    row[column] = name.get(row[column], row[column])
+                yield row
 
 
 READERS = {
     ".jsonl": read_jsonl,
-    ".json": read_json,
+    ".json": read_jsonl,
     ".csv": read_csv,
     ".tsv": functools.partial(read_csv, delimiter="\t", quoting=csv.QUOTE_NONE),
     ".parquet": read_parquet,
@@ -109,55 +89,41 @@ READERS = {
 
 def read_rows(path):
     """(line, row) of a file, one after another: values as they are written, of CSV and TSV all
-    texts. line: in which the row begins; in a JSON list and in parquet the row's number. Raises
-    ValueError that names file and line."""
+    texts. line: in which the row ends; in parquet the row's number. Raises ValueError that names
+    file and line."""
     path, lines, row = Path(path), Lines(path), None
     if path.suffix not in READERS:
         raise ValueError(f"{path}: only {', '.join(READERS)} can be read")
     if not path.is_file():  # a pipe would never end
         raise FileNotFoundError(f"{path} is not a file")
     try:
-        for line, row in READERS[path.suffix](lines):
+        for row in READERS[path.suffix](lines):
             if not isinstance(row, dict):
-                raise ValueError("not a JSON object")
-            yield line, row
+                raise ValueError("not a JSON object; each line must hold one")
+            yield lines.number, row
     except (csv.Error, ValueError, RecursionError, OSError) as e:  # OSError: of a damaged parquet
-        line, message = lines.number, str(e)
-        if isinstance(e, UnicodeDecodeError):
-            message = "not UTF-8 text"
-        elif isinstance(e, json.JSONDecodeError):
-            line, message = line + e.lineno - 1, f"broken JSON: {e.msg} at column {e.colno}"
-        raise ValueError(f"{path}, line {line}: {message}") from e
+        broken = isinstance(e, json.JSONDecodeError)
+        reason = f"broken JSON: {e.msg} at column {e.colno}" if broken else e
+        raise ValueError(f"{path}, line {lines.number}: {reason}") from e
     if row is None:
         raise ValueError(f"{path} is empty")
 
 
-# --------------------------------------------------------------------------------------------------
-# Splits
-
-
-def first_file(directory, split, other_name):
-    """DIR/TASK/SPLIT.jsonl, .json, .csv, .tsv or .parquet, None if there is none. Others call the
-    validation split dev or val."""
-    names = [split, other_name, *(("dev", "val") if split == "validation" else ())]
-    paths = [directory / f"{name}{ending}" for name in names for ending in READERS]
-    return next((path for path in paths if path.is_file()), None)
-
-
-def find_file(directory, split, other_name=None):
-    """The same, but raises FileNotFoundError."""
-    if not directory.is_dir():
-        raise FileNotFoundError(
-            f"no data for task {directory.name!r}: {directory} is not a directory"
-        )
-    if (path := first_file(directory, split, other_name or split)) is None:
-        hint = "; --dev-fraction 0.1 holds a tenth of the training examples out"
-        found = ", ".join(sorted(path.name for path in directory.iterdir())) or "nothing"
-        raise FileNotFoundError(
-            f"no {split} split for task {directory.name!r}: there is no {directory / split}.jsonl, "
-            f"{directory} has {found:.200}{hint * (split == 'validation')}"
-        )
-    return path
+def find_file(directory, split, dev="validation", required=True):
+    """DIR/TASK/SPLIT.jsonl, .json, .csv, .tsv or .parquet. Others call the validation split dev or
+    val, or what `dev` says. Raises FileNotFoundError, or returns None if it is not required."""
+    names = [split, dev, "dev", "val"] if split == "validation" else [split]
+    for path in (directory / f"{name}{ending}" for name in names for ending in READERS):
+        if path.is_file():
+            return path
+    if not required:
+        return None
+    found = ", ".join(sorted(path.name for path in directory.glob("*"))) or "nothing"
+    hint = "; --dev-fraction 0.1 holds a tenth of the training examples out"
+    raise FileNotFoundError(
+        f"no {split} split for task {directory.name!r}: there is no {directory / split}.jsonl, "
+        f"{directory} has {found:.200}{hint * (split == 'validation')}"
+    )
 
 
 @dataclass(frozen=True)
@@ -184,31 +150,25 @@ def of_files(where, *paths, keep=lambda row: True):
 
 def of_argument(directory, split):
     """UKP's corpus as it is distributed: one file a topic, the split in the column `set`."""
-    paths = sorted(directory.glob("*.tsv"))
-    wanted = "val" if split == "validation" else split
+    wanted, paths = "val" if split == "validation" else split, sorted(directory.glob("*.tsv"))
     source = of_files(directory, *paths, keep=lambda row: row.get("set") == wanted)
-    if next(source.read(), None) is None:
-        without = f"nor rows with set = {wanted} in topic .tsv files of UKP's corpus"
-        raise FileNotFoundError(f"no train.jsonl in {directory}, {without}")
+    if not any(source.read()):
+        raise FileNotFoundError(f"{directory} has no train.jsonl, nor .tsv files with set {wanted}")
     return source
 
 
 @functools.cache
 def load_from_hub(source, config, revision):
     """{split: rows} of a data set, all of which `datasets` downloads at once."""
-    cache = Path(library().config.HF_DATASETS_CACHE)
-    if hub.hub_answers() and not any(cache.glob(f"{source.replace('/', '___')}/{config or '*'}")):
-        print(f"downloading the data set {source} {config or ''}".rstrip(), flush=True)
+    if hub.hub_answers():
+        print(f"loading the data set {source} {config or ''} from the hub", flush=True)
     return library().load_dataset(source, config, revision=revision)
 
 
 def of_hub(task, name):
     if task.source is None:
-        raise FileNotFoundError(
-            "the UKP Sentential Argument Mining Corpus is not on the hub: request it at "
-            "tudatalib.ulb.tu-darmstadt.de/handle/tudatalib/2345 and put its eight .tsv files "
-            "into DATA_DIR/argument"
-        )
+        where = "tudatalib.ulb.tu-darmstadt.de/handle/tudatalib/2345 has it"
+        raise FileNotFoundError(f"{task.name} is not on the hub; {where}, for --data-dir")
     where = f"{task.source} {task.config or ''}".strip() + f", {name}"
     try:
         rows = load_from_hub(task.source, task.config, task.revision)[name]
@@ -232,29 +192,30 @@ def find_split(task, split, data_dir=None, fraction=None, held_out=None):
     "train" the others: as many as the task says (`Task.held_out`), or the fraction that is asked
     for. held_out: see `hold_out`.
     """
-    directory = None if data_dir is None else Path(data_dir) / task.name
-    dev_file = directory and first_file(directory, "validation", task.dev)
-    if task.files:
-        directory, dev_file = Path(task.files["train"]).parent, task.files.get("validation")
-    if fraction and (dev_file or (directory is None and not task.held_out)):
+    on_hub = data_dir is None and not task.files
+    dev_file = task.files.get("validation")
+    if data_dir is not None and not task.files:
+        directory = Path(data_dir) / task.name
+        dev_file = find_file(directory, "validation", task.dev, required=False)
+    if fraction and (dev_file or (on_hub and not task.held_out)):
         if not held_out:
             where = dev_file or "the hub"
             raise ValueError(f"--dev-fraction: {where} has a development set already")
         fraction = None  # other data than those of the run that held examples out
-    shared = not dev_file and split in ("train", "validation")
-    part = (fraction or task.held_out or None) if shared else None
+    part = None
+    if not dev_file and split in ("train", "validation"):
+        part = fraction or task.held_out or None
     name = "train" if part else split
-    name_on_hub = task.dev if name == "validation" else name
-    if task.files:
+    if on_hub:
+        source = of_hub(task, task.dev if name == "validation" else name)
+    elif task.files:
         if name not in task.files:
             raise FileNotFoundError(f"no {name} split: --dev-file or --dev-fraction gives one")
         source = of_files(task.files[name], Path(task.files[name]))
-    elif directory is None:
-        source = of_hub(task, name_on_hub)
-    elif task.name == "argument" and directory.is_dir() and not list(directory.glob("train.*")):
+    elif task.name == "argument" and directory.is_dir() and not any(directory.glob("train.*")):
         source = of_argument(directory, name)
     else:
-        path = find_file(directory, name, name_on_hub)
+        path = find_file(directory, name, task.dev)
         source = of_files(path, path)
     return replace(source, part=part)
 
@@ -271,32 +232,24 @@ def hold_out(source, examples, split, recorded=None):
     drawn = np.random.default_rng(0).permutation(count)
     n = min(part, count // 2) if isinstance(part, int) else round(part * count)
     if not 0 < n < count:
-        asked = "the development set" if isinstance(part, int) else f"--dev-fraction {part}"
-        raise ValueError(f"{asked} would be all or none of {count} training examples")
+        raise ValueError(f"the development set would be {n} of {count} training examples")
     held = np.sort(drawn[:n])
     digest = hashlib.sha256(b"".join(digests[i] for i in held)).hexdigest()
     if recorded not in (None, digest):
-        raise ValueError(
-            f"{source.where}: the examples that training held out cannot be told from the others: "
-            "rows were added, removed or changed since"
-        )
+        problem = "the examples that training held out cannot be told from the others"
+        raise ValueError(f"{source.where}: {problem}: rows were added, removed or changed since")
     return held if split == "validation" else np.sort(drawn[n:]), digest
 
 
 def check_size(where, count, task, split, strict):
-    """A note, or if it is strict a ValueError, about another number of rows than the paper's and
-    the hub's."""
+    """A note, or if it is strict a ValueError, about a number of rows that neither the paper nor
+    the hub has."""
     known = [sizes[split == "validation"] for sizes in (task.sizes, task.hub_sizes) if sizes]
     if split in ("train", "validation") and known and count not in known:
         message = f"{where} has {count} rows, the {task.name} of the paper has {known[0]}"
-        message += "".join(f", the hub's copy has {other}" for other in known[1:])
         if strict:
             raise ValueError(message)
         print(f"note: {message}")
-
-
-# --------------------------------------------------------------------------------------------------
-# Tokens
 
 
 def cached(key, chunks, floats):
@@ -305,29 +258,20 @@ def cached(key, chunks, floats):
     labels are numbers, not indices."""
     import pyarrow
 
-    datasets = library()
-    ids, integer = datasets.List(datasets.List(datasets.Value("int32"))), datasets.Value("int32")
-    label = datasets.Value("float32") if floats else integer
-    features = datasets.Features(input_ids=ids, token_type_ids=ids, label=label, length=integer)
-    schema = features.arrow_schema
+    datasets, integer = library(), pyarrow.int32()
+    ids, label = pyarrow.list_(pyarrow.list_(integer)), pyarrow.float32() if floats else integer
+    columns = {"input_ids": ids, "token_type_ids": ids, "label": label, "length": integer}
+    schema = pyarrow.schema(columns)
     name = hashlib.sha256(repr([key, floats]).encode()).hexdigest()
     path = Path(datasets.config.HF_DATASETS_CACHE) / "tokens" / f"{name}.arrow"
-    try:
+    with contextlib.suppress(OSError, pyarrow.ArrowException):  # it is not there, or damaged
         return datasets.Dataset.from_file(str(path))
-    except (OSError, pyarrow.ArrowException):  # it is not there, or damaged
-        pass
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # several processes may be doing the same
-        with atomic_write(path, f".{os.getpid()}") as temporary:
-            with pyarrow.ipc.new_stream(str(temporary), schema) as stream:
-                for chunk in chunks:
-                    stream.write(pyarrow.RecordBatch.from_pydict(chunk, schema))
-    except OSError as e:
-        raise OSError(
-            f"the cache of `datasets`, {path.parent.parent}, cannot be written: {e}; the "
-            "environment variable HF_DATASETS_CACHE names another"
-        ) from e
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # several processes may be doing the same
+    with atomic_write(path, f".{os.getpid()}") as temporary:
+        with pyarrow.ipc.new_stream(str(temporary), schema) as stream:
+            for chunk in chunks:
+                stream.write(pyarrow.RecordBatch.from_pydict(chunk, schema))
     return datasets.Dataset.from_file(str(path))
 
 

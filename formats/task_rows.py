@@ -26,27 +26,21 @@ def check_own_task(name, data_dir, known):
 
 def apply_column_names(row, names):
     """A row under our names of its columns; names: {our name of a column: the file's}, all of which
-    are replaced at the same time. Raises ValueError for a name that would be there twice."""
+    are replaced at the same time."""
     if not names:
         return row
     rest = {column: value for column, value in row.items() if column not in names.values()}
-    named = {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
-    for ours in named:
-        if ours in rest:
-            raise ValueError(f"--columns {ours}={names[ours]}: there is a column {ours!r} already")
-    return {**rest, **named}
+    return rest | {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
 
 
 def check_column_names(names, task):
     """Raises ValueError for a name that would rename nothing of a task: a column that is misspelt
     would be left out without a word."""
+    takes = *task.columns, task.label
     for ours, theirs in (names or {}).items():
-        if ours not in (task.label, *task.columns):
-            has = ", ".join([*task.columns, task.label])
-            raise ValueError(
-                f"--columns {ours}={theirs}: there is no column {theirs!r}, or the task does not "
-                f"take {ours!r}; it takes {has}"
-            )
+        if ours not in takes:
+            why = f"there is no column {theirs!r}, or the task takes none called {ours!r}"
+            raise ValueError(f"--columns {ours}={theirs}: {why}; it takes {', '.join(takes)}")
 
 
 def own_columns(where, rows, names, labels=None):
@@ -61,8 +55,6 @@ def own_columns(where, rows, names, labels=None):
                     raise ValueError("'choices' must be a list of at least two texts")
                 choices = len(row["choices"])
             filled |= {column for column in OWN_COLUMNS if row.get(column) is not None}
-            if choices and "text_b" in filled:
-                raise ValueError("'text_b' beside 'choices': what the choices share is 'text_a'")
             if not choices and labels is None:
                 check_own_label(row)
                 values.add(str(row["label"]))
@@ -76,13 +68,14 @@ def own_columns(where, rows, names, labels=None):
 def missing(column, row):
     if column in row:
         return f"column {column!r} is missing"
-    return f"no column {column!r}; it has {', '.join(map(str, row)) or 'none: it is empty':.200}"
+    has = ", ".join(map(str, row)) or "none: it is empty"
+    return f"no column {column!r}; it has {has:.200}: --columns {column}=NAME says which one it is"
 
 
 def check_own_label(row):
     """Raises ValueError unless it is a text or an integer."""
     if "label" not in row:
-        raise ValueError(f"{missing('label', row)}: --columns label=NAME says which one it is")
+        raise ValueError(missing("label", row))
     value = row["label"]
     fraction = isinstance(value, str) and re.fullmatch(r"[-+]?\d*\.\d+(e[-+]?\d+)?", value)
     if type(value) not in (str, int, bool) or value == "" or fraction:
@@ -92,17 +85,15 @@ def check_own_label(row):
 def sorted_labels(where, values):
     """Numbers by value, texts by their letters. Raises ValueError for labels that only look
     different, or where all are the same."""
-    numbers = all(value.removeprefix("-").isdecimal() for value in values)
-    alike = {}
-    for value in sorted(values):
-        other = alike.setdefault(unicodedata.normalize("NFC", value).strip(), value)
-        if other != value:
-            raise ValueError(
-                f"{where}: the labels {ascii(other):.100} and {ascii(value):.100} differ in blanks "
-                "at their ends, or in how an accent is written: make them one"
-            )
+    alike = {unicodedata.normalize("NFC", value).strip() for value in values}
+    if len(alike) < len(values):
+        raise ValueError(
+            f"{where}: labels that differ in blanks at their ends, or in how an accent is written: "
+            f"make them one: {', '.join(map(ascii, sorted(values))):.300}"
+        )
     if len(values) == 1:
         raise ValueError(f"{where}: all labels are {[*values][0]!r:.100}: nothing to learn")
+    numbers = all(value.removeprefix("-").isdecimal() for value in values)
     return sorted(values, key=lambda value: (int(value), value) if numbers else value)
 
 
@@ -116,10 +107,10 @@ def check_row(row, task):
             row = {**row, column: row[other]}
     for column in task.absent:
         if row.get(column) is not None:
-            raise ValueError(f"column {column!r} is one that {task.name} did not have in training")
+            known = ", ".join(task.columns)
+            raise ValueError(f"column {column!r} is none of {task.name}'s, which are {known}")
     for column in (task.label, *task.columns):
-        value = row.get(column)
-        if value is None or (value != value and column != task.label):  # NaN: a missing text
+        if (value := row.get(column)) is None or value != value:  # NaN
             raise ValueError(missing(column, row))
     texts = []
     for column in task.columns:
@@ -163,13 +154,11 @@ def label_index(value, labels, label_ids, aliases, from_hub):
     {other name: label}; from_hub: whether an integer may be the index itself."""
     text = str(value).strip()
     text = aliases.get(text, text).lower()
-    if type(value) in (str, int, bool):
-        if str(value) in label_ids:  # own labels may differ in case alone
-            return label_ids[str(value)]
-        if text in label_ids:  # "1".."3" and own integer labels come as their own names
-            return label_ids[text]
-        if from_hub and not labels[0].isdigit() and text in map(str, range(len(labels))):
-            return int(text)  # the hub's integers
+    for name in (str(value), text):  # own labels may differ in case alone
+        if name in label_ids:  # "1".."3" and own integer labels come as their own names
+            return label_ids[name]
+    if from_hub and not labels[0].isdigit() and text in map(str, range(len(labels))):
+        return int(text)  # the hub's integers
     if text == "-1":
         raise ValueError("the label is hidden (-1): experiments.predict takes such rows")
     raise ValueError(f"label {value!r:.100} is not one of {', '.join(labels):.200}")

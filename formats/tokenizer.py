@@ -1,5 +1,4 @@
-"""The tokenizers of encoders, as `tokenizers` objects: from tokenizer.json, from vocab.txt, or from
-vocab.json with merges.txt."""
+"""The tokenizers of encoders, as `tokenizers` objects: from tokenizer.json or vocab.txt."""
 
 import hashlib
 import json
@@ -7,17 +6,17 @@ import shutil
 from itertools import islice
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, processors
-from tokenizers.implementations import BertWordPieceTokenizer, ByteLevelBPETokenizer
+from tokenizers import Tokenizer
+from tokenizers.implementations import BertWordPieceTokenizer
 
-TOKENIZER_FILES = "tokenizer.json tokenizer_config.json vocab.txt vocab.json merges.txt".split()
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
 
 
 def load_tokenizer(directory, max_length, vocab_size=None, type_vocab_size=None):
     """
-    The tokenizer in an encoder's directory: tokenizer.json, vocab.txt (WordPiece, BERT), or
-    vocab.json and merges.txt (byte-level BPE, RoBERTa). It adds [CLS] a [SEP] b [SEP], or <s> a
-    </s></s> b </s>, and truncates to `max_length` tokens, the longer of two texts first.
+    The tokenizer in an encoder's directory: tokenizer.json, or BERT's vocab.txt. It adds [CLS] a
+    [SEP] b [SEP], or RoBERTa's <s> a </s></s> b </s>, and truncates to `max_length` tokens, the
+    longer of two texts first.
 
     A vocabulary with upper-case entries is a cased one, unless tokenizer_config.json says
     otherwise. Raises FileNotFoundError if there is no tokenizer, ValueError if it cannot be read,
@@ -73,8 +72,6 @@ def read_tokenizer(directory):
         tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     elif (directory / "vocab.txt").is_file():
         tokenizer = wordpiece(directory)
-    elif (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file():
-        tokenizer = byte_level_bpe(directory)
     else:
         raise FileNotFoundError(
             f"no tokenizer in {directory}: it needs tokenizer.json or vocab.txt"
@@ -103,18 +100,6 @@ def wordpiece(directory):
         handle_chinese_chars=bool(options.get("tokenize_chinese_chars", True)),
     )
     return wrapped._tokenizer  # like the others a plain Tokenizer
-
-
-def byte_level_bpe(directory):
-    """RoBERTa's tokenizer from vocab.json and merges.txt."""
-    files = (str(directory / name) for name in ("vocab.json", "merges.txt"))
-    tokenizer = ByteLevelBPETokenizer.from_file(*files)._tokenizer
-    tokenizer.add_special_tokens(
-        ["<s>", "<pad>", "</s>", "<unk>", AddedToken("<mask>", lstrip=True, special=True)]
-    )
-    sep, cls = ((token, tokenizer.token_to_id(token)) for token in ("</s>", "<s>"))
-    tokenizer.post_processor = processors.RobertaProcessing(sep, cls, add_prefix_space=False)
-    return tokenizer
 
 
 def copy_tokenizer(source, directory):

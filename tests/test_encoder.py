@@ -7,7 +7,6 @@ import time
 import zipfile
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import constants
@@ -17,52 +16,32 @@ from safetensors.torch import save_file
 
 from bert import Bert
 from conftest import fill_hub_cache
-from damage import (
-    EXPECTED,
-    INPUT,
-    SAFETENSORS,
-    attempt,
-    bounded,
-    damaged,
-    fails,
-    golden_tensors,
-    rewrite,
-    same,
-)
+from damage import SAFETENSORS, attempt, bounded, damaged, fails, golden_tensors, rewrite, same
 from formats import files
-from reference import encoder, run
+from formats.encoder import digest_of
 
-# --------------------------------------------------------------------------------------------------
-# Hugging Face
-
-KINDS = pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
 # heads, pooler, and a buffer of older versions, outside the encoder and inside
 OUTSIDE = "cls.predictions.bias classifier.weight lm_head.bias bert.norm.gamma".split()
 INSIDE = "pooler.dense.weight norm.weight embeddings.position_ids".split()
 
 
-def old(name):
-    name = name.replace("LayerNorm.weight", "LayerNorm.gamma")
-    return name.replace("LayerNorm.bias", "LayerNorm.beta")
-
-
 def write_hub(directory, named, kind="model.safetensors"):
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+    directory.mkdir(parents=True, exist_ok=True)
     shutil.copy(SAFETENSORS / "config.json", directory)
     named = {name: tensor.clone() for name, tensor in named.items()}
     (save_file if kind.endswith("safetensors") else torch.save)(named, directory / kind)
     return directory
 
 
-@KINDS
+@pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
 @pytest.mark.parametrize("prefix", ["", "roberta.", "0.auto_model."])
 def test_prefixes_and_old_names(prefix, kind, tmp_path):
-    plain = {prefix + name: tensor for name, tensor in golden_tensors().items()}
-    assert same(Bert.from_pretrained(write_hub(tmp_path / "a", plain, kind)))
     named = golden_tensors() | dict.fromkeys(INSIDE, torch.arange(24)[None])
-    more = dict.fromkeys(OUTSIDE, torch.zeros(3)) | {old(prefix + n): t for n, t in named.items()}
-    bert = Bert.from_pretrained(write_hub(tmp_path / "b", more, kind))
+    more = dict.fromkeys(OUTSIDE, torch.zeros(3))
+    for name, tensor in named.items():
+        name = name.replace("LayerNorm.weight", "LayerNorm.gamma")
+        more[prefix + name.replace("LayerNorm.bias", "LayerNorm.beta")] = tensor
+    bert = Bert.from_pretrained(write_hub(tmp_path, more, kind))
     assert same(bert)
     assert bert.origin["embeddings_norm.bias"] == f"{prefix}embeddings.LayerNorm.beta"
 
@@ -75,14 +54,15 @@ def test_any_alignment(copy):
     (directory / "model.safetensors").write_bytes(length + header + CONTENT[HEADER:])
     (directory / "pytorch_model.bin").write_bytes(b"not read where there is the other")
     bert = Bert.from_pretrained(directory)
-    assert same(bert) and torch.equal(run(bert, INPUT), run(encoder("bert"), INPUT))
+    assert same(bert) and bert(torch.tensor([[2, 7, 3]])).isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_precisions_become_float32(dtype, tmp_path):
     written = {name: tensor.to(dtype) for name, tensor in golden_tensors().items()}
-    for name, p in Bert.from_pretrained(write_hub(tmp_path / "x", written)).state_dict().items():
-        assert torch.equal(p, EXPECTED[name].to(dtype).float())
+    bert = Bert.from_pretrained(write_hub(tmp_path, written))
+    assert bert.digest == digest_of({name: tensor.float() for name, tensor in written.items()})
+    assert all(parameter.dtype == torch.float32 for parameter in bert.parameters())
 
 
 WORDS = "embeddings.word_embeddings.weight"
@@ -90,7 +70,6 @@ MISFITS = [  # tensors that are added, a part of the names that are left out, wo
     ({WORDS: torch.zeros(61, 32)}, None, "[61, 32] in torch.float32, config.json says [60, 32]"),
     ({WORDS: torch.zeros(60, 32).long()}, None, f"{WORDS} has shape [60, 32] in torch.int64"),
     ({}, "1.output.dense", "lacks encoder.layer.1.output.dense.weight, encoder.layer.1.output"),
-    ({}, "layer.1", "1 layers, config.json says 2"),
     ({"encoder.layer.1.x\ny": torch.zeros(1)}, None, r"unknown tensors 'encoder.layer.1.x\ny'"),
     ({"embeddings.LayerNorm.gamma": torch.zeros(32)}, None, "LayerNorm.weight are the same tensor"),
 ]
@@ -126,16 +105,11 @@ def test_bin_holds_tensors_alone(legacy, tmp_path, monkeypatch):
 
 
 def test_a_bin_that_unpacks_to_more_is_not_unpacked(tmp_path, monkeypatch):
-    torch.save({"a": torch.zeros(10**6)}, tmp_path / "plain.bin")
-    path = tmp_path / "packed.bin"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
-        plain = zipfile.ZipFile(tmp_path / "plain.bin")
-        for name in plain.namelist():
-            packed.writestr(name, plain.read(name))
-    assert files.read_bin(tmp_path / "plain.bin")["a"].shape == (10**6,)
+    with zipfile.ZipFile(tmp_path / "packed.bin", "w", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr("data.pkl", bytes(10**6))
     monkeypatch.setattr(torch, "load", lambda *_, **__: pytest.fail("unpacked"))
-    with pytest.raises(ValueError, match=r"packed.bin: .* would unpack to 4,00\d,\d\d\d$"):
-        files.read_bin(path)
+    with pytest.raises(ValueError, match="packed.bin: .* would unpack to 1,000,000$"):
+        files.read_bin(tmp_path / "packed.bin")
 
 
 def test_a_safetensors_header_of_many_names_is_not_read(tmp_path, monkeypatch):
@@ -145,59 +119,50 @@ def test_a_safetensors_header_of_many_names_is_not_read(tmp_path, monkeypatch):
         files.read_tensors(tmp_path / "x.safetensors")
 
 
-CONFIGS = """
-    {"hidden_size": 33} {"hidden_size": 1099511627776} {"num_hidden_layers": 9999999}
-    {"hidden_act": "cube"} {"is_decoder": true} {"model_type": []} {"layer_norm_eps": NaN}
-    {"hidden_dropout_prob": 1.5} {"pad_token_id": 60} {"pad_token_id": 30, "model_type": "roberta"}
-    {"position_embedding_type": "relative_key"}
-"""
+CONFIGS = [{"hidden_size": size} for size in (33, 2**40, "32")]
+CONFIGS += [{"num_hidden_layers": 9_999_999}, {"hidden_act": "cube"}, {"is_decoder": True}]
+CONFIGS += [{"model_type": []}, {"layer_norm_eps": float("nan")}, {"hidden_dropout_prob": 1.5}]
+CONFIGS += [{"pad_token_id": 60}, {"pad_token_id": 30, "model_type": "roberta"}]
+CONFIGS += [{"position_embedding_type": "relative_key"}]
 
 
-@pytest.mark.parametrize("text", CONFIGS.replace("} {", "}\n{").strip().splitlines())
-def test_config_is_checked(text, copy):
-    path, values = copy(SAFETENSORS) / "config.json", json.loads(text)
+@pytest.mark.parametrize("values", CONFIGS)
+def test_config_is_checked(values, copy):
+    path = copy(SAFETENSORS) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
     started = time.perf_counter()
-    word = "layers" if "num_hidden_layers" in values else next(iter(values))
-    fails(path.parent, "config.json", word)
+    fails(path.parent, "config.json", next(iter(values)))
     assert time.perf_counter() - started < 2
 
 
+NEEDED = "config.json and model.safetensors", "bert_config.json and bert_model.ckpt.index"
+
+
 def test_nothing_there(tmp_path):
-    fails(tmp_path, "no encoder in", "config.json", "bert_config.json")
+    fails(tmp_path, "no encoder in", *NEEDED)
     shutil.copy(SAFETENSORS / "model.safetensors", tmp_path)
     for content in (b"", b"[1]", b"\xff"):
         (tmp_path / "config.json").write_bytes(content)
         fails(tmp_path, str(tmp_path / "config.json"))
 
 
-# --------------------------------------------------------------------------------------------------
-# Hostile files
-
-
 CONTENT = (SAFETENSORS / "model.safetensors").read_bytes()
 HEADER = 8 + int.from_bytes(CONTENT[:8], "little")
 
 
-@pytest.fixture
-def directory(copy):
-    return copy(SAFETENSORS)
-
-
 @bounded
-@given(data=st.data())
-def test_fuzz_safetensors(directory, data):
+@given(st.data(), st.sampled_from(["header", "header with length", "length", "cut"]))
+def test_fuzz_safetensors(copy, data, what):
     """The header, with its own length or with the length put right, and files that are cut off."""
-    content = CONTENT
-    what = data.draw(st.sampled_from(["header", "header with length", "length", "cut"]))
+    header, directory = CONTENT[8:HEADER], copy(SAFETENSORS)
+    if what != "length":
+        header = data.draw(damaged(header))
+    length = len(header) if what == "header with length" else HEADER - 8
     if what == "length":
-        content = data.draw(st.integers(0, 2**64 - 1)).to_bytes(8, "little") + content[8:]
-    elif what == "cut":
-        content = content[: data.draw(st.integers(0, len(content) - 1))]
-    else:
-        header = data.draw(damaged(content[8:HEADER]))
-        length = len(header) if what == "header with length" else HEADER - 8
-        content = length.to_bytes(8, "little") + header + content[HEADER:]
+        length = data.draw(st.integers(0, 2**64 - 1))
+    content = length.to_bytes(8, "little") + header + CONTENT[HEADER:]
+    if what == "cut":
+        content = CONTENT[: data.draw(st.integers(0, len(CONTENT) - 1))]
     rewrite(directory / "model.safetensors", content)
     attempt(directory)
 
@@ -205,19 +170,13 @@ def test_fuzz_safetensors(directory, data):
 # --------------------------------------------------------------------------------------------------
 # The hub
 
-DIRECTORIES = (
-    "bert_config.json and bert_model.ckpt.*",
-    "config.json and model.safetensors (or pytorch_model.bin)",
-)
-
 
 def test_only_needed_files_are_downloaded(hub):
-    (root, asked), repository = hub, hub[0] / "some" / "bert"
-    fails("some/bert", "no config.json", *DIRECTORIES)
+    (root, asked), repository = hub, hub[0] / "some/bert"
+    fails("some/bert", "no config.json", *NEEDED)
     asked.clear()
     shutil.copytree(SAFETENSORS, repository)
-    for name in "tf_model.h5 pytorch_model.bin vocab.json merges.txt".split():
-        (repository / name).write_bytes(b"not needed")
+    (repository / "pytorch_model.bin").write_bytes(b"not needed")
     bert = Bert.from_pretrained("some/bert")
     assert same(bert) and bert.source == "some/bert"
     first = ["config.json", "model.safetensors", "tokenizer.json"]
@@ -226,22 +185,20 @@ def test_only_needed_files_are_downloaded(hub):
     (repository / "tokenizer.json").write_text("{}")
     Bert.from_pretrained("some/bert")
     assert asked == first
-    write_hub(root / "some" / "other", golden_tensors(), "pytorch_model.bin")
+    write_hub(root / "some/other", golden_tensors(), "pytorch_model.bin")
     assert same(Bert.from_pretrained("some/other"))
-    (root / "some" / "other" / "pytorch_model.bin").unlink()
-    fails("some/other", "neither model.safetensors nor pytorch_model.bin", *DIRECTORIES)
+    (root / "some/other/pytorch_model.bin").unlink()
+    fails("some/other", "no encoder in", *NEEDED)
 
 
 @pytest.mark.parametrize("path", "./x ~/bert a/b/c a\\b . no/such/ runs/mnli".split())
-def test_what_looks_like_a_path_does_not_wait_for_the_network(path, tmp_path, monkeypatch):
+def test_what_looks_like_a_path_does_not_wait_for_the_network(path, hub, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("asked the network")
-    )
     fails(path, "no encoder in" if path == "." else f"there is no directory {path!r}")
+    assert hub[1] == []
 
 
 def test_cache_without_network():
-    fails("some/never-downloaded", "cannot be reached", *DIRECTORIES)  # offline, see conftest.py
+    fails("some/never-downloaded", "cannot be reached", *NEEDED)  # offline, see conftest.py
     fill_hub_cache(Path(constants.HF_HUB_CACHE) / "models--some--cached", SAFETENSORS)
     assert same(Bert.from_pretrained("some/cached"))

@@ -127,7 +127,7 @@ def test_held_out_rows(launch, evaluate, refused, data_dir, tmp_path):
     for split in ("train", "validation"):
         refused([run, "--split", split], "held out cannot be told from the others", **EVALUATE)
     file.parent.rename(tmp_path / "gone")
-    refused([run], "rte is not a directory", **EVALUATE)
+    refused([run], "there is no", **EVALUATE)
 
 
 def test_mask_on_the_command_line(loud_fusion, evaluate, logits, runs, refused):

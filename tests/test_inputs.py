@@ -195,7 +195,7 @@ for name, content, say in [
     ("text a list", pair(b"0", b'["a"]'), "'sentence1' holds list"),
     ("text null", pair(b"0", b"null"), "'sentence1' is missing"),
     ("half a surrogate pair", pair(b"0", b'"\\ud800"'), "surrogate"),
-    ("invalid UTF-8", pair(b"0") + pair(b"0", b'"caf\xe9"'), "not UTF-8"),
+    ("invalid UTF-8", pair(b"0") + pair(b"0", b'"caf\xe9"'), "utf-8"),
 ]:
     file = "data/rte/train.jsonl"
     add(f"rows: {name}", "", [file, say], put(file, content))

@@ -7,23 +7,17 @@ import pytest
 from conftest import write_rows
 from data import get_task, load_split, own_task, to_candidates
 from formats import task_rows
-from formats.task_rows import apply_column_names
 
 
-def test_columns_are_renamed_at_the_same_time():
-    swapped = apply_column_names({"a": 1, "b": 2, "c": 3}, {"a": "b", "b": "a"})
-    assert swapped == {"a": 2, "b": 1, "c": 3}
-    with pytest.raises(ValueError, match="--columns a=b: there is a column 'a' already"):
-        apply_column_names({"a": 1, "b": 2}, {"a": "b"})
-
-
-def test_renamed_columns_are_trained_on(tokenizer, tmp_path):
-    """Names that shift: every text where it belongs."""
-    rows = [{"text_b": "red", "text_c": "cat", "label": i} for i in range(2)]
-    write_rows(tmp_path / "own/train.jsonl", rows)
-    task = get_task("own", tmp_path, columns={"text_a": "text_b", "text_b": "text_c"})
+@pytest.mark.parametrize("names", ["text_b text_c", "text_c text_b", "text_b text_a"])
+def test_columns_are_renamed_at_the_same_time(names, tokenizer, tmp_path):
+    """Names that shift or change places: every text where it belongs."""
+    texts = {"text_a": "blue", "text_b": "red", "text_c": "cat"}
+    write_rows(tmp_path / "own/train.jsonl", [{**texts, "label": i} for i in range(2)])
+    a, b = names.split()
+    task = get_task("own", tmp_path, columns={"text_a": a, "text_b": b})
     split = load_split(task, "train", tokenizer, tmp_path)
-    assert split[0]["input_ids"] == [tokenizer.encode("red", "cat").ids]
+    assert split[0]["input_ids"] == [tokenizer.encode(texts[a], texts[b]).ids]
 
 
 @pytest.mark.parametrize("names", [{"text_b": "texd_b"}, {"texd_b": "text_b"}])
@@ -35,23 +29,27 @@ def test_misspelt_columns_are_not_left_out(names, tmp_path):
 
 
 PAIR, CHOICE = {"text_a": "a", "text_b": "b"}, {"choices": ["x", "y"]}
-OWN = [  # rows of the training file, columns
-    ([{"text_a": "a", "text_b": None}, {"text_a": "b"}], "text_a"),
-    ([{"text_a": "a"}, PAIR], "text_a text_b"),
-    ([CHOICE, {**CHOICE, "text_a": "a"}], "text_a choices"),
+OWN = [  # rows of the training file, labels, columns, classes
+    ([{"text_a": "a", "text_b": None}, {"text_a": "b"}, {}], [10, 9, 2], "text_a", "2 9 10"),
+    ([{"text_a": "a"}, PAIR], ["b", "a"], "text_a text_b", "a b"),
+    ([{"text_a": "a"}, {"text_a": "b"}], [True, False], "text_a", "False True"),
+    ([CHOICE, {**CHOICE, "text_a": "a"}], [0, 1], "text_a choices", "0 1"),
 ]
 
 
-@pytest.mark.parametrize("rows, expected", OWN)
-def test_columns_of_your_own_task(rows, expected, tmp_path):
-    """Those that any row has, in whatever row they begin."""
-    write_rows(tmp_path / "own/train.jsonl", [{**row, "label": i} for i, row in enumerate(rows)])
-    assert get_task("own", tmp_path).columns == tuple(expected.split())
+@pytest.mark.parametrize("rows, labels, columns, classes", OWN)
+def test_columns_and_classes_of_your_own_task(rows, labels, columns, classes, tmp_path):
+    """Columns are those that any row has, classes are sorted."""
+    rows = [{**row, "label": label} for row, label in zip(rows, labels, strict=True)]
+    write_rows(tmp_path / "own/train.jsonl", rows)
+    task = get_task("own", tmp_path)
+    assert (task.columns, task.labels) == (tuple(columns.split()), tuple(classes.split()))
+    assert [task.labels[task.kind.label(task, x)] for x in labels] == [str(x) for x in labels]
 
 
 BAD = [  # columns of training, another row, what is said of it
-    ("text_a", PAIR, "column 'text_b' is one that mine did not have in training"),
-    ("choices", {"text_a": "a", **CHOICE}, "column 'text_a' is one that mine did not have"),
+    ("text_a", PAIR, "column 'text_b' is none of mine's, which are text_a"),
+    ("choices", {"text_a": "a", **CHOICE}, "column 'text_a' is none of mine's"),
     ("text_a text_b", {"text_a": "a"}, "no column 'text_b'; it has text_a, label"),
     ("text_a", {"text_a": float("nan")}, "column 'text_a' is missing"),
     ("choices", {"choices": {"text": ["x", "y"]}}, "does not hold a list of texts"),

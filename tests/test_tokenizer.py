@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 
 import pytest
 from tokenizers import Tokenizer
@@ -17,42 +16,35 @@ def tokens(directory, *texts, max_length=20):
     return " ".join(load_tokenizer(directory, max_length).encode(*texts).tokens)
 
 
-def written(directory, words, options=None):
-    """Writes vocab.txt, and tokenizer_config.json where there are options; returns the folder."""
-    vocabulary = "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words.split()])
-    (directory / "vocab.txt").write_text(vocabulary, encoding="utf-8")
-    if options is not None:
-        (directory / "tokenizer_config.json").write_text(json.dumps(options))
-    return directory
-
-
-def test_roberta_tokens(tmp_path):
-    directory = GOLDEN / "roberta" / "encoder"
-    for name in ("vocab.json", "merges.txt"):
-        shutil.copy(directory / name, tmp_path)
-    whole, parts = load_tokenizer(directory, 30), load_tokenizer(tmp_path, 30)
-    for texts in (("the cat sat on the mat.", "the dog"), ("The  man",), (" a", ""), ("a, a", "a")):
-        a, b = whole.encode(*texts), parts.encode(*texts)
-        assert (a.ids, a.type_ids, a.tokens) == (b.ids, b.type_ids, b.tokens)
-    pair = parts.encode("the cat", "the dog")
+def test_roberta_tokens():
+    pair = load_tokenizer(GOLDEN / "roberta" / "encoder", 30).encode("the cat", "the dog")
     assert "".join(pair.tokens) == "<s>theĠcat</s></s>theĠdog</s>" and set(pair.type_ids) == {0}
 
 
-CASED = [  # words of the vocabulary, options, whether it is a cased one
-    ("the cat", None, False),
-    ("the É", None, True),
-    ("the ##s ##S", None, True),
-    ("the ℝ ##ℝ ™", None, False),  # they have no lower case; Google's uncased vocabulary
-    ("the <S> <T>", None, False),  # Chinese BERT's vocabulary, by Google's tokenization.py
-    ("the The", {"do_lower_case": True}, False),
-    ("the cat", {"do_lower_case": False}, True),
+WORDPIECE = [  # words of the vocabulary, options, a text, its tokens
+    ("the cat", None, "THE", "the"),
+    ("the É", None, "THE", "[UNK]"),  # a cased vocabulary
+    ("the ##s ##S", None, "THE", "[UNK]"),
+    ("the ℝ ##ℝ ™", None, "THE", "the"),  # they have no lower case; Google's uncased vocabulary
+    ("the <S> <T>", None, "THE", "the"),  # Chinese BERT's vocabulary, by Google's tokenization.py
+    ("the The", {"do_lower_case": True}, "THE", "the"),
+    ("the cat", {"do_lower_case": False}, "THE", "[UNK]"),
+    ("red réd", {"do_lower_case": True}, "RÉD", "red"),
+    ("red réd", {"do_lower_case": True, "strip_accents": False}, "RÉD", "réd"),
+    ("red réd", {"do_lower_case": False, "strip_accents": True}, "réd", "red"),
+    ("的 的的", {"tokenize_chinese_chars": True}, "的的", "的 的"),
+    ("的 的的", {"tokenize_chinese_chars": False}, "的的", "的的"),
 ]
 
 
-@pytest.mark.parametrize("words, options, cased", CASED)
-def test_cased_or_uncased(words, options, cased, tmp_path):
-    found = tokens(written(tmp_path, words, options), "THE the")
-    assert found == f"[CLS] {'[UNK]' if cased else 'the'} the [SEP]"
+@pytest.mark.parametrize("words, options, text, expected", WORDPIECE)
+def test_kinds_of_wordpiece(words, options, text, expected, tmp_path):
+    """Cased or uncased, by the vocabulary or by tokenizer_config.json, which is obeyed."""
+    vocabulary = "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words.split()])
+    (tmp_path / "vocab.txt").write_text(vocabulary, encoding="utf-8")
+    if options is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+    assert tokens(tmp_path, text) == f"[CLS] {expected} [SEP]"
 
 
 def test_wordpiece_and_truncation(encoder):
@@ -63,22 +55,6 @@ def test_wordpiece_and_truncation(encoder):
     assert cut == "[CLS] red red red red red red [SEP] cat dog bird [SEP]"
     cut = tokens(encoder, "red " * 20, "cat " * 30, max_length=12).split()
     assert len(cut) == 12 and 4 <= cut.count("red") <= 5
-
-
-OPTIONS = [  # options, a text, its tokens
-    ({"do_lower_case": True}, "RÉD", "red"),
-    ({"do_lower_case": True, "strip_accents": False}, "RÉD", "réd"),
-    ({"do_lower_case": False, "strip_accents": True}, "réd", "red"),
-    ({"do_lower_case": False}, "réd", "réd"),
-    ({"tokenize_chinese_chars": True}, "的的", "的 的"),
-    ({"tokenize_chinese_chars": False}, "的的", "的的"),
-]
-
-
-@pytest.mark.parametrize("options, text, expected", OPTIONS)
-def test_tokenizer_config_is_obeyed(options, text, expected, tmp_path):
-    directory = written(tmp_path, "red réd 的 的的", options)
-    assert tokens(directory, text) == f"[CLS] {expected} [SEP]"
 
 
 def test_a_panic_of_the_library_is_an_error_of_one_line(tmp_path, capsys):

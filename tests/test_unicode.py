@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers.implementations import ByteLevelBPETokenizer
+from tokenizers.processors import RobertaProcessing
 
 from conftest import VOCABULARY
 from damage import tries, unhurried
@@ -19,29 +21,19 @@ KINDS = st.sampled_from(["words", "bytes"])
 
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
-    """Two tiny vocabularies: WordPiece and byte-level BPE."""
-    root = tmp_path_factory.mktemp("vocabularies")
-    pieces = [f"{start}{c}" for start in ("##", "") for c in "abcdefgin"]
-    pieces += ["\u0301", "\u65e5", "\u05d0", "\U0001f600"]
-    # GPT-2's 256 letters for bytes: printable Latin-1 stands for itself, the rest comes behind it
-    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = [chr(b) for b in plain] + [chr(256 + i) for i in range(256 - len(plain))]
-    merges = [("t", "h"), ("th", "e"), ("\u0120", "the"), ("\u00e2", "\u0122")]
-    tokens = "<s> <pad> </s> <unk> <mask>".split() + letters + ["".join(pair) for pair in merges]
-    merges = "".join(f"{a} {b}\n" for a, b in merges)
-    for path, text in {
-        "words/vocab.txt": "\n".join(dict.fromkeys([*VOCABULARY, *pieces])),
-        "bytes/vocab.json": json.dumps({token: i for i, token in enumerate(tokens)}),
-        "bytes/merges.txt": f"#version: 0.2\n{merges}",
-    }.items():
-        (root / path).parent.mkdir(exist_ok=True)
-        (root / path).write_text(text, encoding="utf-8")
-    return root
+    """Two tiny vocabularies: WordPiece, and RoBERTa's byte-level BPE."""
+    words, of_bytes = tmp_path_factory.mktemp("words"), tmp_path_factory.mktemp("bytes")
+    pieces = "##a ##b ##c ##e b c d \u0301 \u65e5 \u05d0 \U0001f600".split()
+    (words / "vocab.txt").write_text("\n".join([*VOCABULARY, *pieces]), encoding="utf-8")
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(["the the \u202e\u2066"], special_tokens=["<s>", "</s>", "<mask>"])
+    bpe.post_processor = RobertaProcessing(("</s>", 1), ("<s>", 0), add_prefix_space=False)
+    bpe.save(str(of_bytes / "tokenizer.json"))
+    return {"words": words, "bytes": of_bytes}
 
 
-# characters of every kind but surrogates, and what texts go wrong with: control characters, NUL,
-# marks that combine or change direction, joiners, emoji in families, noncharacters, special tokens,
-# very long words
+# what texts go wrong with: control characters, marks that combine or change direction, joiners,
+# emoji in families, noncharacters, special tokens, very long words
 HARD = ["\0", "\x1b", "\r\n", "\t", " ", "", "\u0301" * 20, "x" * 300, "\u65e5" * 100]
 HARD += "\u202e \u2066 \u200d \ufeff \ufffd \uffff \u0130 \u1e9e \ufdfa \U0010ffff".split(" ")
 HARD += ["\u2028", "\u0085", "\u00a0", "\u3000", "\u05d0\u05d1", "\u1100\u1161"]
@@ -56,7 +48,7 @@ pairs = st.lists(st.tuples(texts, st.none() | texts), min_size=1, max_size=8)
 def test_tokens(directories, pairs, max_length, name):
     """Each text alone gives what it gives among others: framed, not too long, only known ids,
     segments in order."""
-    tokenizer, of_bytes = load_tokenizer(directories / name, max_length), name == "bytes"
+    tokenizer, of_bytes = load_tokenizer(directories[name], max_length), name == "bytes"
     size = max(tokenizer.get_vocab().values()) + 1
     encodings = tokenizer.encode_batch([a if b is None else (a, b) for a, b in pairs])
     frame = ("<s>", "</s>") if of_bytes else ("[CLS]", "[SEP]")
@@ -79,7 +71,7 @@ rows = st.lists(st.tuples(texts, texts, texts, st.integers(0, 1)), min_size=1, m
 def test_no_example_is_lost(directories, tmp_path_factory, rows, name, ascii, batch_size, seed):
     """JSON lines -> batches: every row once, with its own label, its own tokens and both of its
     choices, in any order."""
-    directory, tokenizer = tmp_path_factory.mktemp("data"), load_tokenizer(directories / name, 40)
+    directory, tokenizer = tmp_path_factory.mktemp("data"), load_tokenizer(directories[name], 40)
     written = [dict(text_a=a, choices=bs, label=label) for a, *bs, label in rows]
     lines = "".join(json.dumps(row, ensure_ascii=ascii) + "\n" for row in written)
     (directory / "pick").mkdir()
@@ -100,24 +92,16 @@ def test_no_example_is_lost(directories, tmp_path_factory, rows, name, ascii, ba
     assert sorted(seen) == sorted(expected)
 
 
-# --------------------------------------------------------------------------------------------------
-# Batches
-
-
-numbers = st.lists(st.integers(1, 600), min_size=1, max_size=400).map(np.array)
-seeds = st.integers(0, 2**32 - 1)
-seeds |= st.none() | st.tuples(seeds, st.integers(1, 99))
-sizes = st.integers(1, 40) | st.integers(1, 500)
+lengths = st.lists(st.integers(1, 600), min_size=1, max_size=400).map(np.array)
+seeds = st.none() | st.tuples(st.integers(0, 2**32 - 1), st.integers(1, 99))  # and epochs
 
 
 @settings(unhurried, max_examples=tries(300))
-@given(lengths=numbers, batch_size=sizes, seed=seeds, window=st.integers(1, 60))
+@given(lengths, st.integers(1, 40) | st.integers(1, 500), seeds, st.integers(1, 60))
 def test_every_index_once(lengths, batch_size, seed, window):
     order = bucketed(lengths, batch_size, seed, window)
     assert sorted(np.concatenate(order).tolist()) == list(range(len(lengths)))
     assert len(order) == -(-len(lengths) // batch_size)
     assert all(1 <= len(batch) <= batch_size for batch in order)
-    again = bucketed(lengths, batch_size, seed, window)
-    assert all(np.array_equal(one, two) for one, two in zip(order, again, strict=True))
     if seed is None:  # the longest batch comes first: what does not fit into memory fails at once
         assert (np.diff(lengths[np.concatenate(order)]) <= 0).all()
