@@ -102,7 +102,7 @@ class Options(grid.Options):
 
 def sets(step, name):
     """{field: value} of an option."""
-    return settings.pairs("", STEPS[step][name][1].split())
+    return dict(map(settings.pair, STEPS[step][name][1].split()))
 
 
 def papers(step):

@@ -48,8 +48,7 @@ def check_out(out, needed, overwrite, resume):
         weights = [name for name in WEIGHTS if os.path.lexists(out / name)]
         held = f"{weights[0]}, and no metrics.json of a finished run" if weights else None
     if held is not None:
-        aside = " (an earlier run waits in its directory replaced)" * (out / REPLACED).is_dir()
-        raise ValueError(f"{out} holds {held}{aside}: choose another --out, or --overwrite it")
+        raise ValueError(f"{out} holds {held}: choose another --out, or --overwrite it")
 
 
 def check_run(out):

@@ -76,29 +76,21 @@ def commands():
 
 @pytest.mark.parametrize("words", [*commands()], ids=" ".join)
 def test_the_first_line_and_ctrl_c_while_libraries_are_imported(words):
-    """In the place of torch there is a module that is interrupted."""
+    """In the place of torch there is a module that sends the signal."""
     name, interrupting = words[-1].removeprefix("experiments."), ROOT / "tests" / "interrupting"
     for more in ([], ["--help"]):
         process = finish([sys.executable, *words, *more], PYTHONPATH=str(interrupting))
-        assert process.returncode == -signal.SIGINT
+        assert process.returncode == 130
         said, error = (text.partition(": ")[2] for text in (process.stdout, process.stderr))
         quiet = more or name == "predict"  # its stdout is for programs
         assert (said, error) == ("" if quiet else "loading PyTorch\n", "interrupted\n")
-
-
-def test_a_library_that_cannot_be_loaded(tmp_path):
-    """As without the environment, or where memory is limited."""
-    (tmp_path / "torch.py").write_text("raise ImportError")
-    process = finish([sys.executable, "train.py"], PYTHONPATH=str(tmp_path))
-    assert process.returncode == 2 and process.stderr.count("\n") == 1
-    assert ". .venv/bin/activate" in process.stderr
 
 
 @pytest.mark.parametrize("name", thorough_after_first("SIGINT", "SIGTERM", "SIGHUP"))
 def test_signals(name, train, tmp_path):
     """Each stops the run, which can be continued."""
     process = child.Program([*train[1:], *cli("--epochs 1000 --patience 1000")])
-    while process.stdout.readline().split()[:1] != ["1"]:  # the first epoch's row
+    while not process.stdout.readline().startswith("epoch  1:"):
         assert process.poll() is None
     process.send_signal(signal.Signals[name])
     error = process.stderr.read()

@@ -93,7 +93,7 @@ def test_the_same_numbers_as_one_process(stage, count, text, command, tmp_path):
     for name in ours:  # Adam divides by the gradient's size: where it is nearly 0, rounding shows
         if not name.endswith("heads.pick.4.bias"):  # the same for all choices: nothing but rounding
             assert torch.allclose(ours[name], theirs[name], atol=1e-3), name
-    assert "\n       3  " in texts[0]
+    assert "\nepoch  3: " in texts[0]
     assert all("epoch" not in text for text in texts[1:])  # one voice
     assert json.loads((many / "config.json").read_text())["processes"] == count
     assert not [path for path in many.iterdir() if "tmp" in path.name or path.name == "resume.pt"]
@@ -211,7 +211,7 @@ def test_as_a_user_starts_it(command, tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     root = Path(train.__file__).parent
     process = subprocess.Popen([sys.executable, *words], cwd=root, start_new_session=True, **pipes)
-    while not (line := process.stdout.readline()).startswith("       2  "):
+    while not (line := process.stdout.readline()).startswith("epoch  2:"):
         assert line, process.stderr.read()
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
