@@ -2,7 +2,7 @@
 forked from one that has imported torch and `datasets` already, which takes seconds."""
 
 import contextlib
-import multiprocessing.connection
+import multiprocessing
 import os
 import runpy
 import signal
@@ -14,8 +14,6 @@ ROOT = Path(__file__).parent.parent
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["train", "torch._dynamo", "pytest", "datasets", "pandas"])
-# to start a process is also to look for the ends of others, each of which is told once
-one_at_a_time = threading.Lock()
 
 
 def start(arguments, output, before=(), **environment):
@@ -23,16 +21,14 @@ def start(arguments, output, before=(), **environment):
     (function, *arguments) ahead of it."""
     arguments = [str(argument) for argument in arguments]
     process = context.Process(target=main, args=(arguments, str(output), list(before), environment))
-    with one_at_a_time:
-        process.start()
+    process.start()
     return process
 
 
 def wait(process, timeout=None):
     """Its exit status, None if it is still running after so many seconds."""
-    multiprocessing.connection.wait([process.sentinel], timeout)
-    with one_at_a_time:
-        return process.exitcode
+    process.join(timeout)
+    return process.exitcode
 
 
 def main(arguments, output, before, environment):
@@ -57,8 +53,7 @@ def finish(process, output, timeout=120):
     """(exit status, what it wrote), once it has ended."""
     status = wait(process, timeout)
     assert status is not None, f"still running after {timeout} s"
-    with open(output) as file:
-        return status, file.read()
+    return status, Path(output).read_text()
 
 
 class Program:
@@ -71,9 +66,7 @@ class Program:
         theirs = [stdin, stdout, stderr]
         words = [str(word) for word in words]
         self.process = context.Process(target=run_program, args=(words, theirs), daemon=True)
-        with one_at_a_time:
-            self.process.start()
-        self.pid = self.process.pid
+        self.process.start()
         self.stdin = open(os.dup(ours.fileno()), "w")
         self.stdout, self.stderr = open(os.dup(out.fileno())), open(os.dup(error.fileno()))
         for end in (ours, out, error, *theirs):
@@ -81,7 +74,7 @@ class Program:
 
     def send_signal(self, number):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+            os.kill(self.process.pid, number)
 
     def wait(self, timeout=None):
         status = wait(self.process, timeout)
@@ -96,14 +89,11 @@ class Program:
 
 
 def output(words):
-    """(exit status, stdout, stderr) of `python WORDS`"""
-    program, texts = Program(words), {}
+    """(exit status, stdout, stderr) of `python WORDS`, whose stderr is short."""
+    program = Program(words)
     program.stdin.close()
-    reader = threading.Thread(target=lambda: texts.update(error=program.stderr.read()))
-    reader.start()
-    out = program.stdout.read()
-    reader.join()
-    return program.wait(60), out, texts["error"]
+    out, error = program.stdout.read(), program.stderr.read()
+    return program.wait(60), out, error
 
 
 def run_program(words, ends):
