@@ -1,7 +1,6 @@
 """What a user sees: the start, a line for each epoch, the end, several seeds, and help."""
 
 import json
-import os
 import re
 import statistics
 
@@ -74,14 +73,6 @@ def test_help_names_defaults_and_ends_with_examples():
     for stage in train.STAGES:
         assert re.search(rf"^  {stage} +\w+", text, re.MULTILINE)
     assert text[text.index("examples:") :].count("python train.py") == 3
-
-
-def test_files_have_the_users_permissions(launch, tmp_path):
-    before = os.umask(0o027)
-    launch("--stage adapter --task rte --epochs 1", out=tmp_path / "run")
-    os.umask(before)
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "run").iterdir()}
-    assert set(modes.values()) == {0o640}, modes
 
 
 @pytest.mark.parametrize("task, names", [("rte", {}), ("sst2", {"negative": 0, "positive": 1})])

@@ -33,34 +33,31 @@ def command(quiet_encoder, data_dir, runs):
     return command
 
 
-def start(words, output, before=()):
-    """[Process] of what torchrun starts: words of each. before: (rank, what is called in it)"""
+def start(words, before=()):
+    """[Program] of what torchrun starts: words of each. before: (rank, what is called in it)"""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port, count = str(free.getsockname()[1]), str(len(words))
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
-    common |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    common |= {"TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": str(len(words))}
     result = []
     for rank, given in enumerate(words):
+        calls = before[1:] if before and before[0] == rank else ()
         numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        calls = before[1:] if before and before[0] == rank else []
-        result.append(child.start(given, f"{output}.{rank}", calls, **common, **numbers))
+        result.append(child.Program(["train.py", *given], calls, **common, **numbers))
     return result
 
 
-def together(words, output, before=()):
-    """(exit statuses, what each wrote)"""
-    started = start(words, output, before)
-    ends = [child.finish(process, f"{output}.{rank}") for rank, process in enumerate(started)]
-    return [status for status, _ in ends], [text for _, text in ends]
+def together(words, before=()):
+    """(exit statuses, the stdout of each, the stderr of each)"""
+    ends = [program.finish() for program in start(words, before)]
+    return tuple(map(list, zip(*ends, strict=True)))
 
 
 def assert_close(run, other):
     """The losses are the same but for rounding, the accuracies to the last bit."""
-    ours, theirs = content(run)[0], content(other)[0]
     for name, tolerance in (("loss", 1e-5), ("dev_accuracy", 0)):
-        values = [line[name] for line in theirs]
-        assert [line[name] for line in ours] == pytest.approx(values, abs=tolerance, rel=0)
+        ours, theirs = ([line[name] for line in content(out)[0]] for out in (run, other))
+        assert ours == pytest.approx(theirs, abs=tolerance, rel=0)
 
 
 def tensors_of(run):
@@ -81,16 +78,15 @@ CONFIGURATIONS = [
 def test_the_same_numbers_as_one_process(stage, count, text, command, tmp_path):
     one, many = tmp_path / "one", tmp_path / "many"
     train.main(command(stage, one, text))
-    statuses, texts = together([command(stage, many, text)] * count, tmp_path / "output")
-    assert statuses == [0] * count, texts
+    statuses, said, errors = together([command(stage, many, text)] * count)
+    assert statuses == [0] * count, errors
     assert_close(many, one)
     ours, theirs = tensors_of(many), tensors_of(one)
     assert ours.keys() == theirs.keys() and len(ours) >= 4
     for name in ours:  # Adam divides by the gradient's size: where it is nearly 0, rounding shows
         if not name.endswith("heads.pick.4.bias"):  # the same for all choices: nothing but rounding
             assert torch.allclose(ours[name], theirs[name], atol=1e-3), name
-    assert "\nepoch  3: " in texts[0]
-    assert all("epoch" not in text for text in texts[1:])  # one voice
+    assert "\nepoch  3: " in said[0] and not any(said[1:])  # one voice
     assert json.loads((many / "config.json").read_text())["processes"] == count
     assert not [path for path in many.iterdir() if "tmp" in path.name or path.name == "resume.pt"]
 
@@ -121,29 +117,28 @@ def undisturbed(command, encoder, tmp_path_factory):
         return [command("adapter", out, options, model=encoder)] * 2
 
     out = tmp_path_factory.mktemp("undisturbed")
-    assert together(words(out / "run"), out / "output")[0] == [0, 0]
+    assert together(words(out / "run"))[0] == [0, 0]
     return out / "run", words
 
 
 def test_resume(command, undisturbed, tmp_path):
     """One of two processes hears the signal: both stop. Two continue to the same result, bit by
     bit; one and three to the same to 1e-5, where there is no dropout."""
-    output, before = tmp_path / "output", (1, (child.at_step, 5, child.stop))
+    before, cut, one = (1, (child.at_step, 5, child.stop)), tmp_path / "cut", tmp_path / "one"
     run, words = undisturbed
-    statuses, texts = together(words(tmp_path / "cut"), output, before)
-    assert statuses == [130, 130] and not texts[1]
-    assert f"continue with --resume --out {tmp_path / 'cut'}" in texts[0]
-    statuses, said = together([*words(tmp_path / "cut")[:1], *words(tmp_path / "x")[:1]], output)
-    assert statuses == [2, 2] and "one directory for all processes" in said[0]
-    assert together(words(tmp_path / "cut"), output)[0] == [0, 0]
-    assert_equal(tmp_path / "cut", run)
-    one = tmp_path / "one"
+    statuses, _, errors = together(words(cut), before)
+    assert statuses == [130, 130] and not errors[1]
+    assert f"continue with --resume --out {cut}" in errors[0]
+    statuses, _, errors = together([words(cut)[0], words(tmp_path / "elsewhere")[0]])
+    assert statuses == [2, 2] and "one directory for all processes" in errors[0]
+    assert together(words(cut))[0] == [0, 0]
+    assert_equal(cut, run)
     train.main(command("adapter", one))
-    assert together([command("adapter", tmp_path / "quiet")] * 2, output, before)[0] == [130, 130]
+    assert together([command("adapter", tmp_path / "quiet")] * 2, before)[0] == [130, 130]
     for count in (1, 3):
         out = shutil.copytree(tmp_path / "quiet", tmp_path / str(count))
-        statuses, texts = together([command("adapter", out, "--resume")] * count, output)
-        assert statuses == [0] * count, texts
+        statuses, _, errors = together([command("adapter", out, "--resume")] * count)
+        assert statuses == [0] * count, errors
         assert_close(out, one)
 
 
@@ -164,17 +159,16 @@ def test_killed_in_any_phase(phase, undisturbed, tmp_path):
     """torchrun ends the others when one is killed; here nobody does, and they end by themselves or
     wait. The same command continues, or starts where nothing had been saved, and comes to the
     end."""
-    (run, words), output, rank = undisturbed, tmp_path / "output", int(phase[0])
-    started = start(words(tmp_path / "out"), output, (rank, (die_in, phase[2:])))
-    assert child.finish(started[rank], f"{output}.{rank}")[0] == -signal.SIGKILL
+    (run, words), rank = undisturbed, int(phase[0])
+    started = start(words(tmp_path / "out"), (rank, (die_in, phase[2:])))
+    assert started[rank].wait() == -signal.SIGKILL
     other = started[1 - rank]
-    for end in (other.terminate, other.kill):  # as torchrun does
-        if child.wait(other, 3) is None:
-            end()
-    child.wait(other)
-    assert "Traceback" not in Path(f"{output}.{1 - rank}").read_text()
-    statuses, texts = together(words(tmp_path / "out"), output)
-    assert statuses == [0, 0], texts
+    for number in (signal.SIGTERM, signal.SIGKILL):  # as torchrun does
+        if other.poll(3) is None:
+            other.send_signal(number)
+    assert "Traceback" not in other.finish()[2]
+    statuses, _, errors = together(words(tmp_path / "out"))
+    assert statuses == [0, 0], errors
     assert_equal(tmp_path / "out", run)
 
 
@@ -182,10 +176,9 @@ def test_errors_end_all_processes(command, tmp_path):
     """With one line, and never a traceback."""
 
     def ends(text="", before=()):
-        words = [command("adapter", tmp_path / "run", text)] * 2
-        statuses, texts = together(words, tmp_path / "output", before)
-        assert not any("Traceback" in text for text in texts), texts
-        return statuses, *texts
+        statuses, _, errors = together([command("adapter", tmp_path / "run", text)] * 2, before)
+        assert not any("Traceback" in error for error in errors), errors
+        return statuses, *errors
 
     statuses, said, other = ends("--lr -1")
     assert statuses == [2, 2] and said.count("\n") == 1 and "--lr must be" in said and other == ""

@@ -39,17 +39,21 @@ def command(encoder, data_dir, runs):
     return command
 
 
+def ends(words, *before, **options):
+    """(exit status, stdout, stderr) of train.py in another process. before: calls ahead of it"""
+    return child.Program(["train.py", *words], before).finish(**options)
+
+
 @pytest.fixture(scope="module")
 def whole(command, tmp_path_factory):
     """{stage: a run that nobody has disturbed}; beside it STAGE.output tells the number of its file
     operations"""
-    out = tmp_path_factory.mktemp("whole")
-    for stage in ("fusion", "adapter", "multitask"):
-        output, before = out / f"{stage}.output", [(child.die_at, 0, out / stage)]
-        process = child.start(command(stage, out / stage), output, before)
-        status, text = child.finish(process, output)
-        assert status == 0, text
-    return {stage: out / stage for stage in ("fusion", "adapter", "multitask")}
+    out, stages = tmp_path_factory.mktemp("whole"), ("fusion", "adapter", "multitask")
+    for stage in stages:
+        status, said, error = ends(command(stage, out / stage), (child.die_at, 0, out / stage))
+        assert status == 0, error
+        (out / f"{stage}.output").write_text(said)
+    return {stage: out / stage for stage in stages}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -64,26 +68,24 @@ def test_killed_before_any_file_operation(stage, command, whole, tmp_path):
     last = range(count - 3, count + 1)
     others = random.Random(f"{SEED} {stage}").sample(range(1, count + 1), min(KILLS - 4, count))
     for moment in {*last, *others}:
-        out, output = tmp_path / str(moment), tmp_path / "output"
-        process = child.start(command(stage, out), output, [(child.die_at, moment, out)])
-        assert child.finish(process, output)[0] == -9
-        status, text = child.finish(child.start(command(stage, out, "--resume"), output), output)
-        assert status == 0, (moment, text)
+        out = tmp_path / str(moment)
+        assert ends(command(stage, out), (child.die_at, moment, out))[0] == -signal.SIGKILL
+        status, _, error = ends(command(stage, out, "--resume"))
+        assert status == 0, (moment, error)
         assert_equal(out, whole[stage])
 
 
 def test_killed_before_any_operation_of_overwrite(command, whole, refused, tmp_path):
     """Until the new run has finished an epoch, the old one comes back with the next command, here
     one that fails, or waits in OUT/replaced."""
-    fusion, output, moment, kills = whole["fusion"], tmp_path / "output", 1, 0
+    fusion, moment, kills = whole["fusion"], 1, 0
     while True:
         out = shutil.copytree(fusion, tmp_path / f"run{moment}")
         words = command("adapter", out, "--overwrite --epochs 1")
-        process = child.start(words, output, [(child.die_at, moment, out)])
-        status, text = child.finish(process, output)
+        status, _, error = ends(words, (child.die_at, moment, out))
         if (out / "resume.pt").exists() and not (out / "replaced").exists():
             break  # the new one has something to keep
-        assert status == -signal.SIGKILL, text
+        assert status == -signal.SIGKILL, error
         if kills % 5 == 4 or KILLS >= 100:
             refused([*words, "--lr", "1e38"], "the loss is nan")
             assert_equal(out, fusion)
@@ -159,13 +161,13 @@ def test_the_sources_of_a_fusion_may_go(command, interrupted, refused, runs, who
 def test_the_second_process_in_a_directory_refuses(command, refused, whole, tmp_path):
     out = tmp_path / "run"
     long = command("adapter", out, "--epochs 10000 --patience 10000")
-    process = child.start(long, tmp_path / "output")
+    process = child.Program(["train.py", *long])
     while not (out / "resume.pt").exists():
-        assert child.wait(process, 0.01) is None
+        assert process.poll(0.01) is None
     for option in ("--resume", "--overwrite"):
         refused([*long, option], "another process is at work", str(out))
     process.kill()
-    assert child.wait(process) == -9
+    assert process.wait() == -signal.SIGKILL
     train.main(command("adapter", out, "--overwrite"))
     assert_equal(out, whole["adapter"])
 
@@ -318,10 +320,9 @@ def test_compile_without_a_compiler(command, refused, tmp_path, monkeypatch):
 def test_compile(stage, command, quiet_encoder, tmp_path):
     logs = []
     for option in ("", "--compile"):
-        out, output = tmp_path / f"run{option}", tmp_path / "output"
-        process = child.start(command(stage, out, option, model=quiet_encoder), output)
-        status, text = child.finish(process, output, timeout=300)
-        assert status == 0, text
+        out = tmp_path / f"run{option}"
+        status, _, error = ends(command(stage, out, option, model=quiet_encoder), timeout=300)
+        assert status == 0, error
         logs.append(content(out)[0])
     for plain, compiled in zip(*logs, strict=True):
         assert compiled["loss"] == pytest.approx(plain["loss"], abs=1e-5)
@@ -346,9 +347,7 @@ def both(command, encoder, data_dir, runs, tmp_path_factory):
         return [*command("fusion", out, "--allow-other-encoder", **options), *text.split()]
 
     train.main(words(place / "finished"))
-    before = [(child.at_step, 15, child.stop)]
-    process = child.start(words(place / "cut"), place / "output", before)
-    assert child.finish(process, place / "output")[0] == 130
+    assert ends(words(place / "cut"), (child.at_step, 15, child.stop))[0] == 130
     return place, words
 
 
