@@ -95,13 +95,12 @@ def test_a_run(adapter, multitask, encoder, data_dir):
             (batch,) = dev_batches(encoder, data_dir, task, 40)
             right = train.predict(bert, head, batch, torch.float32).argmax(-1) == batch["labels"]
         assert right.float().mean().item() == pytest.approx(accuracies[task])
-    for task, why in ((None, "choose one with --task: sst2, rte"), ("mnli", "is none of them")):
-        with pytest.raises(ValueError, match=f"several tasks, .*{why}"):
-            load_run(out, task=task)
+    with pytest.raises(ValueError, match="several tasks, .*choose one with --task: sst2, rte"):
+        load_run(out)
 
 
 @pytest.mark.parametrize("adapter", ["pal", "pfeiffer"])
-def test_fusion_over_it(adapter, multitask, launch, tmp_path, capsys):
+def test_fusion_over_it(adapter, multitask, launch, tmp_path):
     """On Θ′, which its adapters belong to, and not on Θ; it is the encoder that the run ended
     with."""
     out = shutil.copytree(multitask[adapter]["out"], tmp_path / "run")
@@ -111,7 +110,6 @@ def test_fusion_over_it(adapter, multitask, launch, tmp_path, capsys):
     with pytest.raises(ValueError, match="was trained on an encoder with other weights than"):
         launch(fuse, **options)
     launch(fuse, model=out, **options)
-    assert "was trained on" not in capsys.readouterr().out
     bert, _, config = load_run(tmp_path / "fusion")
     assert config["adapters"] == TASKS
     assert all(torch.equal(bert.get_parameter(name), p) for name, p in theta.items())
