@@ -619,7 +619,7 @@ def train(settings):
                 state.loss = torch.zeros_like(state.loss)
                 run.checkpoint(state)
         except FloatingPointError as error:
-            failure = run.explain_not_finite(error, state)
+            failure = run.explain_not_finite(error, state, bert)
             if state.best_epoch == 0:
                 raise failure from error
         except RuntimeError as error:  # of memory, or of --compile

@@ -226,15 +226,20 @@ class Run:
     # ----------------------------------------------------------------------------------------------
     # The end
 
-    def explain_not_finite(self, error, state):
+    def explain_not_finite(self, error, state, bert):
         """A FloatingPointError that says what is kept and what may help. If no epoch was finished,
         the run's files are removed."""
+        advice = "a lower --lr may help"
+        for name, p in bert.named_parameters():
+            if not p.requires_grad and not p.isfinite().all():
+                advice = f"the encoder's {name} holds values that are not finite"
+                break
         kept = f"epoch {state.best_epoch} is kept in {self.out}"
         if state.best_epoch == 0:
             kept = "no epoch was finished, nothing is kept"
             if self.rank == 0:
                 clear(self.out, RUN_FILES + TEMPORARY)
-        return FloatingPointError(f"{error}: stopped, {kept}; a lower --lr may help")
+        return FloatingPointError(f"{error}: stopped, {kept}; {advice}")
 
     def explain(self, error, batch):
         """The exception to raise for PyTorch's RuntimeError: one that says how to go on where
