@@ -82,12 +82,8 @@ def test_a_run(adapter, multitask, encoder, data_dir):
     out, accuracies = Path(result["out"]), result["accuracies"]
     assert result["task"] == "sst2,rte,pick" and [*accuracies] == TASKS
     assert result["accuracy"] == pytest.approx(sum(accuracies.values()) / 3)
-    before, after = map(Bert.from_pretrained, (encoder, out))  # Θ′, a checkpoint for --model
-    pairs = [*zip(before.parameters(), after.parameters(), strict=True)]
-    # what no batch has touched (positions and words that do not occur) stays
-    assert sum(not torch.equal(a, b) for a, b in pairs) > 0.9 * len(pairs)
-    config = json.loads((out / "config.json").read_text())
-    assert "adapters" not in config  # AdapterHub's library takes it for its own, and fails
+    # AdapterHub's library takes "adapters" for its own, and fails
+    assert "adapters" not in json.loads((out / "config.json").read_text())
     assert (out / "vocab.txt").exists() and (out / "adapters").exists() == (adapter != "none")
     for task in TASKS:
         bert, head, _ = load_run(out, task=task)
