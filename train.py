@@ -46,14 +46,8 @@ from formats.tokenizer import copy_tokenizer, load_tokenizer
 from fusion import FUSIONS, add_fusion, fusion_regularization, save_fusion
 from runtime.command import run_command
 from runtime.directory import check_out, is_finished, resumes
-from runtime.kernels import AdamW, check_compiler, compile_layers
-from runtime.processes import (
-    all_reduce,
-    choose_device,
-    micro_batches,
-    rank_and_world_size,
-    report_out_of_memory,
-)
+from runtime.kernels import AdamW, compile_layers
+from runtime.processes import all_reduce, choose_device, micro_batches, rank_and_world_size
 from runtime.results import Results, eval_batch_size, mean_scores
 from runtime.run import (
     describe_data,
@@ -359,8 +353,6 @@ def check(settings):
         raise ValueError("--train-file is the data of one --task")
     if len({*settings.column_names.values()}) < len(settings.column_names):
         raise ValueError("--columns has a name twice")
-    if settings.compile:
-        check_compiler()
 
 
 def check_length(max_length, longest):
@@ -796,8 +788,7 @@ def train_or_report(settings):
     """A finished run of the same command needs no training: --resume reads its result."""
     if settings.resume and is_finished(settings.out):
         return finished_result(settings)
-    with report_out_of_memory():
-        return train(settings)
+    return train(settings)
 
 
 DESCRIPTION = "Trains one stage of AdapterFusion on one task.\n\n" + "\n".join(

@@ -101,7 +101,7 @@ class Options(grid.Options):
 
 def sets(step, name):
     """{field: value} of an option."""
-    return settings.pairs("", STEPS[step][name][1].split())
+    return dict(map(settings.pair, STEPS[step][name][1].split()))
 
 
 def options_of(step, best):

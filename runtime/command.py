@@ -11,7 +11,6 @@ changed where another program imports this project.
 """
 
 import contextlib
-import gc
 import json
 import os
 import re
@@ -19,7 +18,6 @@ import signal
 import sys
 import time
 import traceback
-from functools import partial
 
 WRONG = ValueError, OSError, FloatingPointError, MemoryError  # their messages are for users
 TRACEBACK = "ADAPTERFUSION_TRACEBACK"
@@ -30,10 +28,8 @@ def announce(name, stdout_is_data=False):
     """The first line of a command, before its imports: what is loaded. Where stdout is for another
     program it goes to stderr, which is for errors, and so to a terminal alone."""
     guard_outputs()
-    sys.excepthook = partial(error_while_importing, name)
     if callable(signal.getsignal(signal.SIGINT)):  # not ignored, as in the background of a script
         signal.signal(signal.SIGINT, lambda *_: leave(name, "interrupted", 130))
-    gc.disable()  # imports make much that stays, a tenth of their time is looking for what does not
     stream = sys.stderr if stdout_is_data else sys.stdout
     first = int(os.environ.get("RANK", 0)) == 0  # of torchrun's processes, speaks for all
     heard = not stdout_is_data or stream.isatty()
@@ -95,17 +91,6 @@ def leave(name, message, status):
     os._exit(status)
 
 
-def error_while_importing(name, kind, error, trace):
-    """What the interpreter calls for an error that nothing has caught."""
-    if issubclass(kind, KeyboardInterrupt):
-        say_why(name, "interrupted")
-    elif issubclass(kind, ImportError):
-        how = "activate the environment first: . .venv/bin/activate (make .venv/installed makes it)"
-        leave(name, f"{error}; {how}", 2)
-    else:
-        sys.__excepthook__(kind, error, trace)
-
-
 def describe_error(error):
     """One line about an exception: its message alone where a user's input explains it, else with
     the exception's name, and how to see where it was raised."""
@@ -128,7 +113,7 @@ def run_command(name, main, argv=None, interrupted="interrupted"):
     rank = int(os.environ.get("RANK", 0)) if dist and dist.is_torchelastic_launched() else 0
     if rank > 0:
         sys.stdout = open(os.devnull, "w")  # the first process prints for all
-    gc.enable()  # again, as `announce` found it; and Ctrl-C raises KeyboardInterrupt
+    # Ctrl-C raises KeyboardInterrupt again, in place of what `announce` has it do
     if getattr(signal.getsignal(signal.SIGINT), "__module__", None) == __name__:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -146,7 +131,8 @@ def run_command(name, main, argv=None, interrupted="interrupted"):
         if os.environ.get(TRACEBACK):
             traceback.print_exc()
         status, message = 2, describe_error(e)
-        prints = rank == 0 or isinstance(e, MemoryError)  # which may be one process's alone
+        # which may be one process's alone
+        prints = rank == 0 or isinstance(e, (MemoryError, RuntimeError))
     if prints:
         say_why(name, message)
     elif status == 2:  # the first to end has torchrun end the others: it must not be a silent one

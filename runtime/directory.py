@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import fnmatch
 import os
 import shutil
 from pathlib import Path
@@ -18,8 +17,8 @@ RUN_FILES = [
     *WEIGHTS,
     *TOKENIZER_FILES,
 ]
-# of a killed or failed write; the last is safetensors' own
-TEMPORARY = [f"{name}.tmp" for name in RUN_FILES] + [".tmp??????", "forgotten.tmp"]
+# of a killed or failed write
+TEMPORARY = [*(f"{name}.tmp" for name in RUN_FILES), "forgotten.tmp"]
 
 # With --overwrite the old run waits here until the new one has finished an epoch. The first is its
 # name while the files are on their way there or back.
@@ -48,8 +47,7 @@ def check_out(out, needed, overwrite, resume):
         weights = [name for name in WEIGHTS if os.path.lexists(out / name)]
         held = f"{weights[0]}, and no metrics.json of a finished run" if weights else None
     if held is not None:
-        aside = " (an earlier run waits in its directory replaced)" * (out / REPLACED).is_dir()
-        raise ValueError(f"{out} holds {held}{aside}: choose another --out, or --overwrite it")
+        raise ValueError(f"{out} holds {held}: choose another --out, or --overwrite it")
 
 
 def check_run(out):
@@ -98,11 +96,11 @@ def resumes(settings):
     return settings.resume and (settings.out / "resume.pt").exists()
 
 
-def clear(out, patterns):
+def clear(out, names):
     """Removes a run's files from its directory, and nothing else; what a link in it leads to
     stays."""
     for path in list(out.iterdir()) if out.is_dir() else []:
-        if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in patterns):
+        if path.name in names:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 

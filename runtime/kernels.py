@@ -3,9 +3,6 @@ their random numbers are not: dropout rounds p to 1/65,536 and draws from a stre
 new embeddings are uniform."""
 
 import math
-import os
-import shutil
-import sys
 from inspect import unwrap
 
 import torch
@@ -68,16 +65,6 @@ def compile_layers(bert):
         maybe_warm_pool()
     for layer in bert.layers:
         layer.compile(dynamic=True)
-
-
-def check_compiler():
-    """Raises ValueError without the C++ compiler that torch.compile calls."""
-    default = "clang++" if sys.platform == "darwin" else "g++"
-    if not shutil.which(os.environ.get("CXX", default)):
-        raise ValueError(
-            "--compile needs a C++ compiler: install g++, or name one in the environment variable "
-            "CXX"
-        )
 
 
 def compiler_failed(error):

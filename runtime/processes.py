@@ -22,9 +22,6 @@ def choose_device(device, dtype):
     if not available[device]:
         raise ValueError(f"--device {device}: there is no such device on this machine")
     if device == "cuda" and dist.is_torchelastic_launched():
-        here, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-        if here > gpus:
-            raise ValueError(f"torchrun started {here} processes on a machine with {gpus} GPUs")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if device == "cuda":  # cuDNN's attention, the default on an H100, plans anew for every length
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -110,19 +107,8 @@ def end_with_parent():
         prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
 
 
-@contextlib.contextmanager
-def report_out_of_memory():
-    """Raises MemoryError in a line for whatever says that there is no memory left: where no batch
-    is to blame, a model is too large."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as e:
-        if not (isinstance(e, MemoryError) and not str(e) or out_of_memory(e)):
-            raise
-        raise MemoryError("out of memory: a smaller model, or a larger machine") from e
-
-
 def out_of_memory(error):
+    """Whether a RuntimeError of PyTorch says that there is no memory left."""
     # the last two on a CPU: PyTorch's allocator, and oneDNN
     words = "can't allocate memory", "could not create a primitive"
     return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)

@@ -38,7 +38,7 @@ from runtime.kernels import compiler_failed
 from runtime.processes import all_reduce, deferred_signals, out_of_memory, rank_and_world_size
 from runtime.results import mean_scores
 from runtime.settings import difference, free_names
-from runtime.state import load_state, save_state
+from runtime.state import load_state, restore_state, save_state
 
 # Its monitor is a thread that only refreshes the bar, and waits forever where memory is short.
 tqdm.monitor_interval = 0
@@ -96,7 +96,6 @@ class Run:
         self.config = config = {**config, "processes": self.world_size}
         self.is_new = not directory.resumes(settings)
         self.history = []  # the lines of log.jsonl
-        self.header_printed = False
         if self.rank == 0:
             if settings.overwrite:
                 directory.set_aside(self.out)
@@ -116,8 +115,8 @@ class Run:
             # the tokens are compared, in whatever files they are
             free = free_names(self.settings) | {*MACHINE, "data_files"}
             saved = load_state(self.out / "resume.pt", self.config, free)
-            saved.restore(state, trained, optimizer, self.device)
-            self.history, seconds = saved.history, saved.seconds
+            restore_state(saved, state, trained, optimizer, self.device)
+            self.history, seconds = saved["history"], saved["seconds"]
             self.note_other_program()
         step = (state.epoch - 1) * self.config["steps_per_epoch"] + state.step
         expected = [self.world_size * step, self.world_size * step**2]
@@ -153,14 +152,12 @@ class Run:
     def announce(self):
         """One line before the first step: what is trained on what, and where."""
         c = self.config
-        share = c["majority_class_accuracy"]
-        majority = "" if share is None else f" (majority-class accuracy {share:.4f})"
         self.say(
             f"{c['stage']} on {c['task']}: encoder {c['model']} "
             f"({c['encoder_parameters'] / 1e6:.1f} M parameters), "
             f"{c['trained_parameters']:,} parameters are trained, on {c['device']} in "
             f"{c['dtype']}; {c['train_examples']:,} training and {c['dev_examples']:,} development "
-            f"examples{majority}; run directory {self.out}"
+            f"examples; run directory {self.out}"
         )
 
     def note_other_program(self):
@@ -176,22 +173,18 @@ class Run:
 
     def progress(self, batches, state):
         """The rest of an epoch's batches, [(task, its examples)], under a progress bar."""
-        self.first_step, self.seen = state.step, 0
-        self.epoch_started = time.monotonic()
+        started, self.seen = time.monotonic(), 0
         steps = self.config["steps_per_epoch"]
         self.bar = progress_bar(batches, f"epoch {state.epoch}", steps, state.step)
         for n, rows in self.bar:
             self.seen += len(rows)
             yield n, rows
-        self.trained_for = time.monotonic() - self.epoch_started
+        self.trained_for = time.monotonic() - started
 
     def report_step(self, state):
-        """The loss and the speed beside the progress bar."""
-        steps = state.step - self.first_step
-        speed = self.settings.batch_size * steps / (time.monotonic() - self.epoch_started)
+        """The loss beside the progress bar."""
         best = f", best dev {self.settings.score} {state.best_score:.4f}" * (state.best_epoch > 0)
-        mean = state.loss.item() / state.step
-        self.bar.set_postfix_str(f"loss {mean:.4f}, {speed:.0f} examples/s{best}")
+        self.bar.set_postfix_str(f"loss {state.loss.item() / state.step:.4f}{best}")
 
     def checkpoint_if_due(self, state):
         """Saves the state after --save-minutes. After a signal to any of the processes it saves,
@@ -213,7 +206,7 @@ class Run:
             directory.forget_replaced(self.out)
 
     def log_epoch(self, state, scores):
-        """A line in log.jsonl, and a row on the screen. scores: {task: {score: value}}"""
+        """A line in log.jsonl, and one on the screen. scores: {task: {score: value}}"""
         means, loss = mean_scores(scores), state.loss.item()
         line = {"epoch": state.epoch, "loss": loss / self.config["steps_per_epoch"]}
         line |= {f"dev_{name}": value for name, value in means.items()}
@@ -225,17 +218,10 @@ class Run:
         if self.rank == 0:
             with open(self.out / "log.jsonl", "a", encoding="utf-8") as log:
                 log.write(json.dumps(line) + "\n")
-        titles = {
-            name: f"{name.replace('_per_second', '/s').replace('_', ' '):>8}"
-            for name in line
-            if name != "accuracies"
-        }
-        if not self.header_printed:
-            self.say("  ".join(titles.values()))
-            self.header_printed = True
-        digits = {"epoch": 0, "examples_per_second": 1, "seconds": 1}
-        row = [f"{line[n]:{len(title)}.{digits.get(n, 4)}f}" for n, title in titles.items()]
-        self.say("  ".join(row) + "  best so far" * (state.best_epoch == state.epoch))
+        dev = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in means.items())
+        best = "; best so far" * (state.best_epoch == state.epoch)
+        seconds = f"{line['seconds']:.0f} s"
+        self.say(f"epoch {state.epoch:2}: loss {line['loss']:.4f}; dev {dev}; {seconds}{best}")
 
     # ----------------------------------------------------------------------------------------------
     # The end
@@ -319,11 +305,6 @@ class Run:
             advice = ": try another --lr, more --epochs, or more training examples"
             said = f"accuracy {accuracy:.4f}, majority-class baseline {share:.4f}"
             yield said + (advice if accuracy <= share else "")
-        if settings.stage == "adapter" and result["train_examples"] < 2000 and settings.lr <= 1e-4:
-            yield (
-                "hint: on a few hundred examples --lr 5e-4 to 1e-3 and more --epochs did better in "
-                "docs/results.md than the paper's 1e-4"
-            )
         yield f"next: {next_command(self.out, self.config)}"
 
 
@@ -348,17 +329,12 @@ def next_command(out, config):
     stage, place = config["stage"], shlex.quote(str(out))
     program = program_of(config)
     fork = f" --import {program[1]}" if program else ""  # what makes its kinds known
-    if stage == "multitask":
-        first = shlex.quote(next(iter(config["labels"])))
-        return f"python -m experiments.evaluate {place} --task {first}{fork}"
     if stage == "fusion":
         figures = shlex.quote(f"{out}-figures")
         return f"python -m experiments.figure4 {place} --out {figures}{fork}"
-    columns = config["columns"][config["task"]]
-    if {"choices", "endings"} & {*columns}:
-        return f"python -m experiments.evaluate {place}{fork}"
-    texts = " ".join(shlex.quote(f"<{column}>") for column in columns)
-    return f"python -m experiments.predict {place} {texts}{fork}"
+    first = shlex.quote(next(iter(config["columns"])))
+    task = f" --task {first}" if stage == "multitask" else ""
+    return f"python -m experiments.predict {place} --file FILE{task}{fork}"
 
 
 def program_of(config):

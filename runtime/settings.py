@@ -79,21 +79,11 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-class Help(argparse.RawDescriptionHelpFormatter):
-    """Names the default of every option whose text does not mention one."""
-
-    def _get_help_string(self, action):
-        text, default = action.help or "", action.default
-        plain = isinstance(default, (int, float, str)) and default is not False
-        if plain and default != argparse.SUPPRESS and "default" not in text:
-            text += f"{'; ' * bool(text)}default {default}"
-        return text.replace("%", "%%")
-
-
 def parse(options, argv, prog, description, epilog=""):
     """argv (None: the command line's) -> an instance of the dataclass. Raises ValueError for what
     cannot be parsed or is out of range."""
-    parser = Parser(prog=prog, description=description, epilog=epilog, formatter_class=Help)
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog=prog, description=description, epilog=epilog, formatter_class=as_written)
     groups, hints = {None: parser}, typing.get_type_hints(options)
     known = [field for field in dataclasses.fields(options) if field.metadata.get("flag", True)]
     for field in known:
@@ -104,8 +94,7 @@ def parse(options, argv, prog, description, epilog=""):
     values = vars(parser.parse_intermixed_args(argv))
     for field in known:
         if isinstance(default_of(field), dict):
-            flag = field.metadata.get("flag", f"--{dashed(field.name)}")
-            values[field.name] = pairs(flag, values[field.name])
+            values[field.name] = dict(values[field.name])
         elif isinstance(values[field.name], list):
             values[field.name] = tuple(values[field.name])
     result = options(**values)
@@ -118,20 +107,25 @@ def dashed(name):
 
 
 def add_option(parser, field, hint):
-    """Adds one field to argparse's parser."""
+    """Adds one field to argparse's parser. Its help names the default if its text does not."""
     details, default = field.metadata, default_of(field)
     one = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
     kind = one[0] if isinstance(hint, types.UnionType) else hint  # int | None -> int
     several = typing.get_origin(kind) or kind
-    given = {"help": details["help"], "default": default}
+    given, text = {"default": default}, [details["help"]]
+    plain = isinstance(default, (int, float, str)) and default is not False
+    if plain and "default" not in details["help"]:
+        text.append(f"default {default}")
     if env := details.get("env"):
-        given["help"] += f"; the variable {env} in the environment sets it"
+        text.append(f"the variable {env} in the environment sets it")
         given["default"] = os.environ.get(env, default)
+    given["help"] = "; ".join(filter(None, text)).replace("%", "%%")
     if several is bool:
         given["action"] = "store_true"
-    elif several in (tuple, dict):
-        inner = typing.get_args(kind)
-        given |= {"nargs": "+", "type": inner[0] if several is tuple and inner else str}
+    elif several is dict:
+        given |= {"nargs": "+", "type": pair}
+    elif several is tuple:
+        given |= {"nargs": "+", "type": next(iter(typing.get_args(kind)), str)}
     else:
         given["type"] = kind
     if "action" in details:
@@ -151,20 +145,15 @@ def add_option(parser, field, hint):
         parser.add_argument(flag, dest=field.name, required=details.get("required", False), **given)
 
 
-def pairs(flag, words):
-    """["ln_after=true", "text_a=review"] -> {"ln_after": True, "text_a": "review"}"""
-    result = {}
-    for word in words or []:
-        name, _, value = word.partition("=")
-        if not name or not value:
-            raise ValueError(f"{flag} takes NAME=VALUE, not {word!r:.50}")
-        if name in result:
-            raise ValueError(f"{flag} has {name!r:.50} twice")
-        try:
-            result[name] = json.loads(value)
-        except (ValueError, RecursionError):
-            result[name] = value
-    return result
+def pair(word):
+    """ "ln_after=true" -> ("ln_after", True), "text_a=review" -> ("text_a", "review")"""
+    name, _, value = word.partition("=")
+    if not name or not value:
+        raise argparse.ArgumentTypeError(f"takes NAME=VALUE, not {word!r:.50}")
+    try:
+        return name, json.loads(value)
+    except (ValueError, RecursionError):
+        return name, value
 
 
 def check_values(settings):

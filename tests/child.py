@@ -1,8 +1,8 @@
-"""train.py in processes of its own that can be killed, limited and put side by side. They are
+"""Commands in processes of their own that can be killed, limited and put side by side. They are
 forked from one that has imported torch and `datasets` already, which takes seconds."""
 
 import contextlib
-import multiprocessing.connection
+import multiprocessing
 import os
 import runpy
 import signal
@@ -14,66 +14,20 @@ ROOT = Path(__file__).parent.parent
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["train", "torch._dynamo", "pytest", "datasets", "pandas"])
-# to start a process is also to look for the ends of others, each of which is told once
-one_at_a_time = threading.Lock()
-
-
-def start(arguments, output, before=(), **environment):
-    """Process: python train.py ARGUMENTS, stdout and stderr go to the file `output`. before: calls
-    (function, *arguments) ahead of it."""
-    arguments = [str(argument) for argument in arguments]
-    process = context.Process(target=main, args=(arguments, str(output), list(before), environment))
-    with one_at_a_time:
-        process.start()
-    return process
-
-
-def wait(process, timeout=None):
-    """Its exit status, None if it is still running after so many seconds."""
-    multiprocessing.connection.wait([process.sentinel], timeout)
-    with one_at_a_time:
-        return process.exitcode
-
-
-def main(arguments, output, before, environment):
-    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
-    os.environ.update(environment)
-    from tqdm import tqdm
-
-    import train
-    from runtime.command import run_command
-
-    # its own is a semaphore, which a killed process leaves behind
-    tqdm.set_lock(threading.RLock())
-    for function, *values in before:
-        function(*values)
-    run_command("train.py", train.main, arguments)
-    print(f"{operations} file operations", flush=True)
-
-
-def finish(process, output, timeout=120):
-    """(exit status, what it wrote), once it has ended."""
-    status = wait(process, timeout)
-    assert status is not None, f"still running after {timeout} s"
-    with open(output) as file:
-        return status, file.read()
 
 
 class Program:
     """`python WORDS`, as subprocess.Popen starts it with pipes of text. All is as in a process that
-    is started anew, sys.argv, __main__, signals, stdout and stderr; only imports have been made."""
+    is started anew, sys.argv, __main__, signals, stdout and stderr; only imports have been made.
+    before: calls (function, *arguments) ahead of train.py, which may change that module."""
 
-    def __init__(self, words):
+    def __init__(self, words, before=(), **environment):
         pipes = (context.Pipe(duplex=False) for _ in range(3))
         (stdin, ours), (out, stdout), (error, stderr) = pipes
         theirs = [stdin, stdout, stderr]
-        words = [str(word) for word in words]
-        self.process = context.Process(target=run_program, args=(words, theirs), daemon=True)
-        with one_at_a_time:
-            self.process.start()
-        self.pid = self.process.pid
+        given = [str(word) for word in words], theirs, list(before), environment
+        self.process = context.Process(target=run_program, args=given, daemon=True)
+        self.process.start()
         self.stdin = open(os.dup(ours.fileno()), "w")
         self.stdout, self.stderr = open(os.dup(out.fileno())), open(os.dup(error.fileno()))
         for end in (ours, out, error, *theirs):
@@ -81,39 +35,52 @@ class Program:
 
     def send_signal(self, number):
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+            os.kill(self.process.pid, number)
 
-    def wait(self, timeout=None):
-        status = wait(self.process, timeout)
+    def poll(self, timeout=0):
+        """Its exit status, None if it is still running after so many seconds."""
+        self.process.join(timeout)
+        return self.process.exitcode
+
+    def wait(self, timeout=120):
+        status = self.poll(timeout)
         assert status is not None, f"still running after {timeout} s"
         return status
-
-    def poll(self):
-        return wait(self.process, 0)
 
     def kill(self):
         self.process.kill()
 
+    def finish(self, timeout=120):
+        """(exit status, stdout, stderr) once it has ended, which are short."""
+        self.stdin.close()
+        return self.wait(timeout), self.stdout.read(), self.stderr.read()
+
 
 def output(words):
-    """(exit status, stdout, stderr) of `python WORDS`"""
-    program, texts = Program(words), {}
-    program.stdin.close()
-    reader = threading.Thread(target=lambda: texts.update(error=program.stderr.read()))
-    reader.start()
-    out = program.stdout.read()
-    reader.join()
-    return program.wait(60), out, texts["error"]
+    return Program(words).finish()
 
 
-def run_program(words, ends):
+def run_program(words, ends, before, environment):
     for number, end in enumerate(ends):
         os.dup2(end.fileno(), number)
         end.close()
     sys.stdin = open(0, closefd=False)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)
     os.chdir(ROOT)
-    if words[0] == "-m":
+    os.environ.update(environment)
+    from tqdm import tqdm
+
+    # its own is a semaphore, which a killed process leaves behind
+    tqdm.set_lock(threading.RLock())
+    if before:
+        import train
+        from runtime.command import run_command
+
+        for function, *values in before:
+            function(*values)
+        run_command("train.py", train.main, words[1:])
+        print(operations, "file operations", flush=True)
+    elif words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:

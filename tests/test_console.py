@@ -1,7 +1,5 @@
 """Commands as processes of their own: closed and broken outputs, signals, a hub that is silent."""
 
-import io
-import json
 import os
 import signal
 import socket
@@ -13,15 +11,9 @@ from pathlib import Path
 import pytest
 
 import child
-from conftest import cli, thorough_after_first
-from runtime.command import Console
+from conftest import cli, read_lines, thorough_after_first
 
 ROOT = Path(__file__).parent.parent
-
-
-def start(words, **environment):
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(words, cwd=ROOT, env={**os.environ, **environment}, **pipes)
 
 
 def finish(words, **environment):
@@ -37,23 +29,16 @@ def train(encoder, data_dir, tmp_path):
     return [sys.executable, ROOT / "train.py", *cli(text, **places)]
 
 
-def test_a_reader_that_goes_away(train, tmp_path):
-    """train.py ... | head -1: the run is finished, without a word."""
-    process = child.Program(train[1:])
-    process.stdout.readline()
-    process.stdout.close()
-    error = process.stderr.read()
-    assert (process.wait(), error) == (0, "")
-    assert (tmp_path / "run" / "metrics.json").exists()
-
-
-@pytest.mark.parametrize("closed", thorough_after_first(">&- 2>&-", "<&-", "> /dev/full"))
+@pytest.mark.parametrize(
+    "closed", [*thorough_after_first("| head -1", "<&-", "> /dev/full"), ">&- 2>&-"]
+)
 def test_closed_streams(closed, train, tmp_path):
-    """No file of the run becomes stdout or stderr."""
-    process = finish(["sh", "-c", f'exec "$@" {closed}', "sh", *train])
+    """The run is finished, without a word, and no file of it becomes stdout or stderr."""
+    process = finish(["sh", "-c", f'"$@" {closed}', "sh", *train])
     assert (process.returncode, process.stderr) == (0, ""), process.stderr
-    log = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line)["epoch"] for line in log] == [1, 2, 3, 4]
+    log = read_lines(tmp_path / "run" / "log.jsonl")
+    assert [line["epoch"] for line in log] == [1, 2, 3, 4]
+    assert (tmp_path / "run" / "metrics.json").exists()
 
 
 def test_letters_and_controls(tmp_path):
@@ -62,9 +47,6 @@ def test_letters_and_controls(tmp_path):
     process = finish(words, PYTHONIOENCODING="ascii")
     assert process.returncode == 2 and process.stderr.count("\n") == 1
     assert "caf\\xe9\\x1b[2J\\x9bb" in process.stderr
-    stream = io.StringIO()
-    print("\x1b]0;title\x07 \x9b2J\r\t\x7f caf\u00e9", file=Console(stream))
-    assert stream.getvalue() == "\\x1b]0;title\\x07 \\x9b2J\r\t\\x7f caf\u00e9\n"
 
 
 def commands():
@@ -76,29 +58,19 @@ def commands():
 
 @pytest.mark.parametrize("words", [*commands()], ids=" ".join)
 def test_the_first_line_and_ctrl_c_while_libraries_are_imported(words):
-    """In the place of torch there is a module that is interrupted."""
+    """In the place of torch there is a module that sends the signal."""
     name, interrupting = words[-1].removeprefix("experiments."), ROOT / "tests" / "interrupting"
-    for more in ([], ["--help"]):
-        process = finish([sys.executable, *words, *more], PYTHONPATH=str(interrupting))
-        assert process.returncode == -signal.SIGINT
-        said, error = (text.partition(": ")[2] for text in (process.stdout, process.stderr))
-        quiet = more or name == "predict"  # its stdout is for programs
-        assert (said, error) == ("" if quiet else "loading PyTorch\n", "interrupted\n")
-
-
-def test_a_library_that_cannot_be_loaded(tmp_path):
-    """As without the environment, or where memory is limited."""
-    (tmp_path / "torch.py").write_text("raise ImportError")
-    process = finish([sys.executable, "train.py"], PYTHONPATH=str(tmp_path))
-    assert process.returncode == 2 and process.stderr.count("\n") == 1
-    assert ". .venv/bin/activate" in process.stderr
+    process = finish([sys.executable, *words], PYTHONPATH=str(interrupting))
+    said, error = (text.partition(": ")[2] for text in (process.stdout, process.stderr))
+    assert (process.returncode, error) == (130, "interrupted\n")
+    assert said == "loading PyTorch\n" or name == "predict" and said == ""  # which is for programs
 
 
 @pytest.mark.parametrize("name", thorough_after_first("SIGINT", "SIGTERM", "SIGHUP"))
 def test_signals(name, train, tmp_path):
     """Each stops the run, which can be continued."""
     process = child.Program([*train[1:], *cli("--epochs 1000 --patience 1000")])
-    while process.stdout.readline().split()[:1] != ["1"]:  # the first epoch's row
+    while not process.stdout.readline().startswith("epoch  1:"):
         assert process.poll() is None
     process.send_signal(signal.Signals[name])
     error = process.stderr.read()
@@ -120,7 +92,7 @@ with deferred_signals():
     print("here", flush=True)
     time.sleep(60)
 """
-    process = start([sys.executable, "-c", code])
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
     process.stdout.readline()
     for number in (signal.SIGHUP, signal.SIGTERM):
         process.send_signal(number)

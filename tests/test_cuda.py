@@ -1,12 +1,11 @@
 """The same on a GPU as on a CPU: skipped where there is none."""
 
 import json
-import os
-import signal
 
 import pytest
 import torch
 
+import child
 import train
 from adapter import activate, load_adapter
 from conftest import assert_equal, cli, compiles, content, of_stage
@@ -38,27 +37,19 @@ def command(quiet_encoder, data_dir, runs):
     return command
 
 
-def on_gpu(tensors):
-    return {name: tensor.cuda() for name, tensor in tensors.items()}
-
-
-@pytest.mark.parametrize("directory", ADAPTERS)
-def test_the_reference_library_s_adapters(directory, expected):
+@pytest.mark.parametrize("directory", [*ADAPTERS, *FUSIONS])
+def test_the_reference_library_s_adapters_and_fusions(directory, expected):
     model, name = directory.split("/")
-    bert = encoder(model).cuda()
-    activate(bert, load_adapter(bert, GOLDEN / directory))
-    h = run(bert, on_gpu(expected[model]))
-    assert difference(h.cpu(), expected[model][f"{name}.last_hidden_state"]) <= FP32_TOLERANCE
-
-
-@pytest.mark.parametrize("directory", FUSIONS)
-def test_the_reference_library_s_fusions(directory, expected):
-    model, name = directory.split("/")
-    bert = with_fusion(directory).cuda()
-    wanted, inputs = expected[model][f"{name}.last_hidden_state"], on_gpu(expected[model])
-    assert difference(run(bert, inputs).cpu(), wanted) <= FP32_TOLERANCE
-    assert difference(run(fold(bert), inputs).cpu(), wanted) <= FP32_TOLERANCE
-    assert fusion_regularization(bert).device.type == "cuda"
+    tensors = {key: tensor.cuda() for key, tensor in expected[model].items()}
+    wanted = tensors[f"{name}.last_hidden_state"]
+    if directory in FUSIONS:
+        bert = with_fusion(directory).cuda()
+        assert fusion_regularization(bert).device.type == "cuda"
+        assert difference(run(fold(bert), tensors), wanted) <= FP32_TOLERANCE
+    else:
+        bert = encoder(model).cuda()
+        activate(bert, load_adapter(bert, GOLDEN / directory))
+    assert difference(run(bert, tensors), wanted) <= FP32_TOLERANCE
 
 
 @pytest.mark.parametrize("compiled", ["", pytest.param("--compile", marks=compiles)])
@@ -74,7 +65,7 @@ def test_training_is_that_of_a_cpu(stage, compiled, command, tmp_path):
 def test_an_interrupted_run_ends_as_an_undisturbed_one(stage, command, encoder, at_step, tmp_path):
     """In bf16, which is what a GPU computes in unless told otherwise, and with dropout."""
     train.main(command(stage, tmp_path / "whole", model=encoder))
-    at_step(8, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    at_step(8, child.stop)
     with pytest.raises(KeyboardInterrupt):
         train.main(command(stage, tmp_path / "stopped", model=encoder))
     train.main(command(stage, tmp_path / "stopped", "--resume", model=encoder))

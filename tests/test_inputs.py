@@ -413,8 +413,3 @@ def test_the_same_path_and_time_with_other_content(box):
         split = data.load_split(data.get_task("rte", "data"), "train", tokenizer, "data")
         found.append(split["input_ids"][:])
     assert found[0] != found[1] and len(found[0]) == len(found[1])
-
-
-def test_out_of_memory_while_the_model_is_built(box, refused, monkeypatch):
-    monkeypatch.setattr(Bert, "from_pretrained", lambda *_: bytearray(10**15))
-    refused(TRAIN, "out of memory")

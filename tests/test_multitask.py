@@ -72,49 +72,33 @@ def test_every_task_goes_through_all_of_its_examples(sampling):
         for number, indices in drawn(lengths, epoch, sampling):
             seen[number] += indices.tolist()
     for size, examples in zip(sizes, seen, strict=True):
-        assert len(examples) > size
-        for start in range(0, len(examples), size):
-            turn = examples[start : start + size]
-            assert len(set(turn)) == len(turn)
+        turns = [examples[start : start + size] for start in range(0, len(examples), size)]
+        assert len(turns) > 1 and all(len({*turn}) == len(turn) for turn in turns)
 
 
 @pytest.mark.parametrize("adapter", KINDS)
 def test_a_run(adapter, multitask, encoder, data_dir):
     result = multitask[adapter]
-    out = Path(result["out"])
-    assert result["task"] == "sst2,rte,pick" and set(result["accuracies"]) == set(TASKS)
-    assert result["accuracy"] == pytest.approx(sum(result["accuracies"].values()) / 3)
-    before, after = map(Bert.from_pretrained, (encoder, out))  # Θ′, a checkpoint for --model
-    pairs = [*zip(before.parameters(), after.parameters(), strict=True)]
-    # what no batch has touched (positions and words that do not occur) stays
-    assert sum(not torch.equal(a, b) for a, b in pairs) > 0.9 * len(pairs)
-    config = json.loads((out / "config.json").read_text())
-    assert "adapters" not in config  # AdapterHub's library takes it for its own, and fails
+    out, accuracies = Path(result["out"]), result["accuracies"]
+    assert result["task"] == "sst2,rte,pick" and [*accuracies] == TASKS
+    assert result["accuracy"] == pytest.approx(sum(accuracies.values()) / 3)
+    # AdapterHub's library takes "adapters" for its own, and fails
+    assert "adapters" not in json.loads((out / "config.json").read_text())
     assert (out / "vocab.txt").exists() and (out / "adapters").exists() == (adapter != "none")
     for task in TASKS:
-        bert, head, config = load_run(out, task=task)
-        assert config["task"] == task and not any(p.requires_grad for p in bert.parameters())
+        bert, head, _ = load_run(out, task=task)
         with torch.inference_mode():
             (batch,) = dev_batches(encoder, data_dir, task, 40)
             right = train.predict(bert, head, batch, torch.float32).argmax(-1) == batch["labels"]
-        assert right.float().mean().item() == pytest.approx(result["accuracies"][task])
-    for task in (None, "mnli"):
-        with pytest.raises(ValueError, match="several tasks: choose --task from sst2, rte"):
-            load_run(out, task=task)
-
-
-def test_its_encoder_is_the_one_it_ended_with(multitask, tmp_path):
-    out = shutil.copytree(multitask["none"]["out"], tmp_path / "run")
-    weights = load_file(out / "model.safetensors")
-    weights["bert.embeddings.LayerNorm.bias"][0] += 1e-3
-    save_file(weights, out / "model.safetensors")
-    with pytest.raises(ValueError, match="was trained with another encoder than that in"):
-        load_run(out, task="rte")
+        assert right.float().mean().item() == pytest.approx(accuracies[task])
+    with pytest.raises(ValueError, match="several tasks: choose --task from sst2, rte"):
+        load_run(out)
 
 
 @pytest.mark.parametrize("adapter", ["pal", "pfeiffer"])
-def test_fusion_over_it(adapter, multitask, launch, tmp_path, capsys):
-    """On Θ′, which its adapters belong to, and not on Θ."""
+def test_fusion_over_it(adapter, multitask, launch, tmp_path):
+    """On Θ′, which its adapters belong to, and not on Θ; it is the encoder that the run ended
+    with."""
     out = shutil.copytree(multitask[adapter]["out"], tmp_path / "run")
     theta = {name: p.clone() for name, p in Bert.from_pretrained(out).named_parameters()}
     options = {"adapters": [out / "adapters" / task for task in TASKS], "out": tmp_path / "fusion"}
@@ -122,13 +106,17 @@ def test_fusion_over_it(adapter, multitask, launch, tmp_path, capsys):
     with pytest.raises(ValueError, match="was trained on an encoder with other weights than"):
         launch(fuse, **options)
     launch(fuse, model=out, **options)
-    assert "was trained on" not in capsys.readouterr().out
     bert, _, config = load_run(tmp_path / "fusion")
     assert config["adapters"] == TASKS
     assert all(torch.equal(bert.get_parameter(name), p) for name, p in theta.items())
     for task in TASKS:
         place = Path("adapters", task, "adapter.safetensors")
         assert (tmp_path / "fusion" / place).read_bytes() == (out / place).read_bytes()
+    weights = load_file(out / "model.safetensors")
+    weights["bert.embeddings.LayerNorm.bias"][0] += 1e-3
+    save_file(weights, out / "model.safetensors")
+    with pytest.raises(ValueError, match="was trained with another encoder than that in"):
+        load_run(out, task="rte")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -151,41 +139,31 @@ def test_momentum_goes_on_between_a_task_s_batches(launch, tmp_path):
     before, moved = {}, []
 
     def keep(optimizer, *_):
-        for p in optimizer.param_groups[0]["params"]:
-            state = optimizer.state.get(p)
-            if state and p.grad is not None and not p.grad.any():
+        for p, state in optimizer.state.items():
+            if p.grad is not None and not p.grad.any():
                 values = p, state["exp_avg"], state["exp_avg_sq"], state["step"]
                 before[p] = [value.detach().clone() for value in values]
 
     def compare(optimizer, *_):
-        group = optimizer.param_groups[0]
-        lr, decay = group["lr"], group["weight_decay"]
+        lr = optimizer.param_groups[0]["lr"]
         for after, (p, m, v, t) in before.items():
             m_hat, v_hat = 0.9 * m / (1 - 0.9 ** (t + 1)), 0.999 * v / (1 - 0.999 ** (t + 1))
-            expected = p * (1 - lr * decay) - lr * m_hat / (v_hat.sqrt() + 1e-8)
-            assert torch.allclose(after, expected, atol=1e-7)
-            moved.append(not torch.allclose(after, p * (1 - lr * decay), atol=1e-9))
+            assert torch.allclose(after, p - lr * m_hat / (v_hat.sqrt() + 1e-8), atol=1e-7)
+            moved.append(not torch.allclose(after, p, atol=1e-9))
         before.clear()
 
     hooks = before_step(keep), after_step(compare)
     options = "--adapter pfeiffer --epochs 1 --steps-per-epoch 8 --sampling round_robin"
-    launch(f"{MULTITASK} {options}", out=tmp_path / "run")
+    launch(f"{MULTITASK} --weight-decay 0 {options}", out=tmp_path / "run")
     for hook in hooks:
         hook.remove()
     assert sum(moved) > 10
 
 
 def test_each_task_has_its_own_length(launch, tmp_path, monkeypatch):
-    seen, lengths, load = {}, {"sst2": 20, "rte": 31}, train.load_split
-
-    def spy(task, split, tokenizer, *rest, **options):
-        seen[task.name] = tokenizer.truncation["max_length"]
-        return load(task, split, tokenizer, *rest, **options)
-
-    for name, length in lengths.items():
+    for name, length in (("sst2", 20), ("rte", 31)):
         monkeypatch.setitem(data.TASKS, name, replace(data.TASKS[name], max_length=length))
-    monkeypatch.setattr(train, "load_split", spy)
     launch(f"{MULTITASK} --epochs 1 --steps-per-epoch 2", out=tmp_path / "run")
-    assert seen == lengths
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["max_length"] == lengths
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["max_length"] == {"sst2": 20, "rte": 31}
     assert load_run(tmp_path / "run", task="rte").config["max_length"] == 31

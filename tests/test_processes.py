@@ -19,8 +19,6 @@ import child
 import train
 from conftest import assert_equal, cli, content, of_stage, thorough, thorough_after_first
 
-KILL, TERM = signal.SIGKILL, signal.SIGTERM
-
 
 @pytest.fixture(scope="module")
 def command(quiet_encoder, data_dir, runs):
@@ -35,36 +33,31 @@ def command(quiet_encoder, data_dir, runs):
     return command
 
 
-def start(count, words, output, before=(), own=()):
-    """[Process] of what torchrun starts. before: {number of a process: a call ahead of it}; own:
-    {number: words of its own}."""
-    before, own = dict(before), dict(own)
+def start(words, before=()):
+    """[Program] of what torchrun starts: words of each. before: (rank, what is called in it)"""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
-    common |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    common |= {"TORCHELASTIC_RUN_ID": "test", "WORLD_SIZE": str(len(words))}
     result = []
-    for rank in range(count):
+    for rank, given in enumerate(words):
+        calls = before[1:] if before and before[0] == rank else ()
         numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        given, calls = [*words, *own.get(rank, [])], [before[rank]] if rank in before else []
-        result.append(child.start(given, f"{output}.{rank}", calls, **common, **numbers))
+        result.append(child.Program(["train.py", *given], calls, **common, **numbers))
     return result
 
 
-def together(count, words, output, before=(), own=()):
-    """(exit statuses, what each wrote)"""
-    started = start(count, words, output, before, own)
-    ends = [child.finish(process, f"{output}.{rank}") for rank, process in enumerate(started)]
-    return [status for status, _ in ends], [text for _, text in ends]
+def together(words, before=()):
+    """(exit statuses, the stdout of each, the stderr of each)"""
+    ends = [program.finish() for program in start(words, before)]
+    return tuple(map(list, zip(*ends, strict=True)))
 
 
 def assert_close(run, other):
     """The losses are the same but for rounding, the accuracies to the last bit."""
-    ours, theirs = content(run)[0], content(other)[0]
     for name, tolerance in (("loss", 1e-5), ("dev_accuracy", 0)):
-        values = [line[name] for line in theirs]
-        assert [line[name] for line in ours] == pytest.approx(values, abs=tolerance, rel=0)
+        ours, theirs = ([line[name] for line in content(out)[0]] for out in (run, other))
+        assert ours == pytest.approx(theirs, abs=tolerance, rel=0)
 
 
 def tensors_of(run):
@@ -85,18 +78,16 @@ CONFIGURATIONS = [
 def test_the_same_numbers_as_one_process(stage, count, text, command, tmp_path):
     one, many = tmp_path / "one", tmp_path / "many"
     train.main(command(stage, one, text))
-    statuses, texts = together(count, command(stage, many, text), tmp_path / "output")
-    assert statuses == [0] * count, texts
+    statuses, said, errors = together([command(stage, many, text)] * count)
+    assert statuses == [0] * count, errors
     assert_close(many, one)
     ours, theirs = tensors_of(many), tensors_of(one)
     assert ours.keys() == theirs.keys() and len(ours) >= 4
     for name in ours:  # Adam divides by the gradient's size: where it is nearly 0, rounding shows
         if not name.endswith("heads.pick.4.bias"):  # the same for all choices: nothing but rounding
             assert torch.allclose(ours[name], theirs[name], atol=1e-3), name
-    assert "\n       3  " in texts[0]
-    assert all("epoch" not in text for text in texts[1:])  # one voice
+    assert "\nepoch  3: " in said[0] and not any(said[1:])  # one voice
     assert json.loads((many / "config.json").read_text())["processes"] == count
-    assert not [path for path in many.iterdir() if "tmp" in path.name or path.name == "resume.pt"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -113,32 +104,41 @@ def explode():
 
 def die_in(path):
     owner, _, name = path.rpartition(".")
-    instead = lambda *_, **__: os.kill(os.getpid(), KILL)  # noqa: E731
-    setattr(pkgutil.resolve_name(owner), name, instead)
+    setattr(pkgutil.resolve_name(owner), name, lambda *_, **__: child.stop(signal.SIGKILL))
 
 
-@pytest.mark.parametrize("number", thorough_after_first(TERM, KILL))
-def test_resume(number, encoder, command, tmp_path):
+@pytest.fixture(scope="module")
+def undisturbed(command, encoder, tmp_path_factory):
+    """(a finished run of two processes, with dropout; the words of the same in another place)"""
+
+    def words(out, text=""):
+        options = "--epochs 2 --save-minutes 0 --resume " + text
+        return [command("adapter", out, options, model=encoder)] * 2
+
+    out = tmp_path_factory.mktemp("undisturbed")
+    assert together(words(out / "run"))[0] == [0, 0]
+    return out / "run", words
+
+
+def test_resume(command, undisturbed, tmp_path):
     """One of two processes hears the signal: both stop. Two continue to the same result, bit by
-    bit, one and three to the same to 1e-5 where there is no dropout."""
-    output, before = tmp_path / "output", {1: (child.at_step, 5, child.stop, number)}
-    for counts, model in (((2,), {"model": encoder}), ((1, 2, 3), {})):
-        reference, cut = tmp_path / f"whole{counts}", tmp_path / f"cut{counts}"
-        options = {"text": "--save-minutes 0 --resume", **model}
-        assert together(2, command("adapter", reference, **options), output)[0] == [0, 0]
-        statuses, texts = together(2, command("adapter", cut, **options), output, before)
-        if number == TERM:
-            assert statuses == [130, 130] and not texts[1]
-            assert f"continue with --resume --out {cut}" in texts[0]
-        else:
-            assert statuses[1] == -number and statuses[0] > 0 and "Traceback" not in texts[0], texts
-        for count in counts:
-            out = shutil.copytree(cut, tmp_path / f"{count} of {counts}")
-            statuses, texts = together(count, command("adapter", out, **options), output)
-            assert statuses == [0] * count, texts
-            if count == 2:
-                assert_equal(out, reference)
-            assert_close(out, reference)
+    bit; one and three to the same to 1e-5, where there is no dropout."""
+    before, cut, one = (1, (child.at_step, 5, child.stop)), tmp_path / "cut", tmp_path / "one"
+    run, words = undisturbed
+    statuses, _, errors = together(words(cut), before)
+    assert statuses == [130, 130] and not errors[1]
+    assert f"continue with --resume --out {cut}" in errors[0]
+    statuses, _, errors = together([words(cut)[0], words(tmp_path / "elsewhere")[0]])
+    assert statuses == [2, 2] and "one directory for all processes" in errors[0]
+    assert together(words(cut))[0] == [0, 0]
+    assert_equal(cut, run)
+    train.main(command("adapter", one))
+    assert together([command("adapter", tmp_path / "quiet")] * 2, before)[0] == [130, 130]
+    for count in (1, 3):
+        out = shutil.copytree(tmp_path / "quiet", tmp_path / str(count))
+        statuses, _, errors = together([command("adapter", out, "--resume")] * count)
+        assert statuses == [0] * count, errors
+        assert_close(out, one)
 
 
 PHASES = """
@@ -149,58 +149,45 @@ PHASES = """
 0 train.evaluate
 1 torch.distributed.destroy_process_group
 0 train.save
+1 train.predict
 """  # which process is killed, what it was about to do
 
 
-@pytest.fixture(scope="module")
-def undisturbed(command, tmp_path_factory):
-    out = tmp_path_factory.mktemp("undisturbed")
-    words = command("adapter", out / "run", "--epochs 2 --save-minutes 0")
-    assert together(2, words, out / "output")[0] == [0, 0]
-    return out / "run"
-
-
 @pytest.mark.parametrize("phase", thorough_after_first(*PHASES.strip().splitlines()))
-def test_killed_in_any_phase(phase, command, undisturbed, tmp_path):
+def test_killed_in_any_phase(phase, undisturbed, tmp_path):
     """torchrun ends the others when one is killed; here nobody does, and they end by themselves or
     wait. The same command continues, or starts where nothing had been saved, and comes to the
     end."""
-    output, out, rank = tmp_path / "output", tmp_path / "out", int(phase[0])
-    words = command("adapter", out, "--epochs 2 --save-minutes 0 --resume")
-    started = start(2, words, output, {rank: (die_in, phase[2:])})
-    assert child.finish(started[rank], f"{output}.{rank}")[0] == -KILL
+    (run, words), rank = undisturbed, int(phase[0])
+    started = start(words(tmp_path / "out"), (rank, (die_in, phase[2:])))
+    assert started[rank].wait() == -signal.SIGKILL
     other = started[1 - rank]
-    if child.wait(other, 3) is None:
-        other.terminate()  # as torchrun does
-        if child.wait(other, 3) is None:
-            other.kill()
-    assert "Traceback" not in Path(f"{output}.{1 - rank}").read_text()
-    statuses, texts = together(2, words, output)
-    assert statuses == [0, 0], texts
-    assert_equal(out, undisturbed)
+    for number in (signal.SIGTERM, signal.SIGKILL):  # as torchrun does
+        if other.poll(3) is None:
+            other.send_signal(number)
+    assert "Traceback" not in other.finish()[2]
+    statuses, _, errors = together(words(tmp_path / "out"))
+    assert statuses == [0, 0], errors
+    assert_equal(tmp_path / "out", run)
 
 
 def test_errors_end_all_processes(command, tmp_path):
     """With one line, and never a traceback."""
 
-    def ends(name, text="", before=(), own=()):
-        words = command("adapter", tmp_path / name, text)
-        statuses, texts = together(2, words, tmp_path / "output", before, own)
-        assert not any("Traceback" in text for text in texts), texts
-        return statuses, *texts
+    def ends(text="", before=()):
+        statuses, _, errors = together([command("adapter", tmp_path / "run", text)] * 2, before)
+        assert not any("Traceback" in error for error in errors), errors
+        return statuses, *errors
 
-    statuses, said, other = ends("a", "--lr -1")
+    statuses, said, other = ends("--lr -1")
     assert statuses == [2, 2] and said.count("\n") == 1 and "--lr must be" in said and other == ""
-    assert not (tmp_path / "a").exists()
-    statuses, _, other = ends("b", before={1: (child.at_step, 1, run_out)})
+    assert not (tmp_path / "run").exists()
+    statuses, _, other = ends(before=(1, (child.at_step, 1, run_out)))
     assert statuses[0] > 0 and statuses[1] == 2 and other.count("\n") == 1
     assert "ran out of memory on a batch of 8 examples" in other
-    statuses, said, other = ends("c", before={1: (child.at_step, 5, explode)})
+    statuses, said, other = ends(before=(1, (child.at_step, 5, explode)))
     assert statuses == [2, 2] and "epoch 1 is kept" in said and other == ""
-    assert (tmp_path / "c" / "metrics.json").exists()
-    assert ends("d", before={1: (child.at_step, 5, child.stop, TERM)})[0] == [130, 130]
-    statuses, said, _ = ends("d", "--resume", own={1: ["--out", tmp_path / "elsewhere"]})
-    assert statuses == [2, 2] and "one directory for all processes" in said
+    assert (tmp_path / "run" / "metrics.json").exists()
 
 
 @thorough
@@ -211,7 +198,7 @@ def test_as_a_user_starts_it(command, tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     root = Path(train.__file__).parent
     process = subprocess.Popen([sys.executable, *words], cwd=root, start_new_session=True, **pipes)
-    while not (line := process.stdout.readline()).startswith("       2  "):
+    while not (line := process.stdout.readline()).startswith("epoch  2:"):
         assert line, process.stderr.read()
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)

@@ -42,14 +42,11 @@ def test_scikit_learn():
         n = rng.randint(1, 60)
         cases.append([[rng.randrange(K) for _ in range(n)] for _ in "ab"])
     cases += [[[0, 0, 0], [0, 0, 0]], [[1, 1], [0, 0]], [[0, 1, 1], [1, 1, 1]]]
-    done = subprocess.run(
-        [environ["PEER_PYTHON"], "-c", PEER],
-        input="\n".join(map(json.dumps, cases)),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    for (labels, predictions), line in zip(cases, done.stdout.splitlines(), strict=True):
+    command, given = [environ["PEER_PYTHON"], "-c", PEER], "\n".join(map(json.dumps, cases))
+    said = subprocess.run(
+        command, input=given, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+    for (labels, predictions), line in zip(cases, said.splitlines(), strict=True):
         a, b = torch.tensor(labels), torch.tensor(predictions)
         theirs = json.loads(line)
         assert [accuracy(a, b), macro_f1(a, b)] == pytest.approx(theirs[:2])

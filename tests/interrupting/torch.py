@@ -1,3 +1,6 @@
 """In the place of torch: Ctrl-C while it is imported."""
 
-raise KeyboardInterrupt
+import os
+import signal
+
+os.kill(os.getpid(), signal.SIGINT)
