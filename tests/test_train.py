@@ -134,8 +134,8 @@ def test_bfloat16_holds_frozen_weights_in_bf16_and_trained_ones_in_fp32(
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     batch, logits = dev_batches(encoder, data_dir)[0], []
     for dtype in (torch.bfloat16, torch.float32):
-        bert, head, _ = load_run(tmp_path / "run", dtype=dtype)
-        logits.append(train.predict(bert, head, batch, dtype))
+        bert, head, _ = load_run(tmp_path / "run")
+        logits.append(train.predict(bert.to(dtype), head, batch, dtype))
     assert logits[0].dtype == torch.float32 and torch.allclose(*logits, atol=0.1)
 
 
