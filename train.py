@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import variants.pal  # noqa: F401  (registers --adapter pal | low_rank)
+import variants.pal  # noqa: F401  (registers --adapter pal)
 from adapter import (
     ADAPTERS,
     Head,
@@ -46,7 +46,7 @@ from formats.tokenizer import copy_tokenizer, load_tokenizer
 from fusion import FUSIONS, add_fusion, fusion_regularization, save_fusion
 from runtime.command import run_command
 from runtime.directory import check_out, is_finished, resumes
-from runtime.kernels import AdamW, compile_layers
+from runtime.kernels import AdamW
 from runtime.processes import all_reduce, choose_device, micro_batches, rank_and_world_size
 from runtime.results import Results, eval_batch_size, mean_scores
 from runtime.run import (
@@ -246,9 +246,6 @@ class Settings:
         "of products and frozen weights; auto: bf16 on a GPU that has it",
         choices="auto float32 bfloat16".split(),
     )
-    compile: bool = operation(
-        False, "torch.compile each layer; slower on a CPU, and it needs a C++ compiler"
-    )
     save_minutes: float = operation(
         5.0, "how much work an interrupted run may have to repeat; 0: none", valid=NOT_NEGATIVE
     )
@@ -340,11 +337,6 @@ def check(settings):
         raise ValueError("--seeds is one process: under torchrun start a run for each --seed")
     if settings.resume and settings.overwrite:
         raise ValueError("--resume continues what is in --out, --overwrite replaces it: choose one")
-    if settings.adapters_per_batch is not None and settings.compile:
-        raise ValueError(
-            "--compile and --adapters-per-batch exclude each other: every subset would be compiled "
-            "anew"
-        )
     if settings.adapter_config and settings.adapter == "none":
         raise ValueError("--adapter-config changes a new adapter, and --adapter none makes none")
     if settings.dev_file and not settings.train_file:
@@ -544,7 +536,7 @@ def train(settings):
     config = {
         **describe(settings, tasks, bert, adapter_dirs, dtype),
         **describe_data(train_sets, dev_sets),
-        **describe_machine(device, settings.command, settings.compile),
+        **describe_machine(device, settings.command),
         "steps_per_epoch": steps,
         "trained_parameters": sum(p.numel() for p in trained.values()),
     }
@@ -554,8 +546,6 @@ def train(settings):
         if run.is_new and run.rank == 0:  # the sources may be gone by the end
             copy_adapters(adapter_dirs, settings.out / "adapters", bert.config)
         run.restore(state, trained, optimizer)  # --resume: to the bit, random numbers included
-        if settings.compile:
-            compile_layers(bert)
         # a step may leave parameters out: other tasks' adapters, or LayerNorms that nothing reads
         some_unused = multitask or settings.adapter_config.get("layer_norms", False)
         model = run.distribute(network, trained, some_unused)  # itself, but under torchrun
@@ -622,7 +612,7 @@ def train(settings):
             failure = run.explain_not_finite(error, state, bert)
             if state.best_epoch == 0:
                 raise failure from error
-        except RuntimeError as error:  # of memory, or of --compile
+        except RuntimeError as error:  # of memory, perhaps
             raise run.explain(error, batch if bert.training else None) from error
 
         with torch.no_grad():  # the best epoch's parameters are the result

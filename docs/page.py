@@ -29,7 +29,7 @@ from adapter import ADAPTERS, Adapter, AdapterConfig, Head, add_adapter
 from bert import AddNorm, Bert, Layer, activate
 from data import TASKS, batches, get_task, load_split, to_candidates
 from experiments import curves, demo, evaluate, figure4
-from experiments.load_run import load_run, load_run_split
+from experiments.load_run import load_run
 from experiments.report import markdown
 from formats.tokenizer import load_tokenizer
 from fusion import Fusion, add_fusion, fusion_regularization, fusions

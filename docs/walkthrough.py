@@ -130,7 +130,7 @@ before = fine_tune("library", model)
 fine_tune("kind", RUNS / "full-library")
 run = load_run(RUNS / "full-library")  # its head, on the encoder that `kind` has moved
 moved = Bert.from_pretrained(RUNS / "full-kind")
-task, split = load_run_split(run.directory, moved, run.config)
+task, split = run.task, run.split()
 after = accuracy(moved, run.head, task, split)
 share = max(split["label"].count(i) for i in range(3)) / len(split)
 print(f"`library` before the second task {percent(before)}, after it {percent(after)}")

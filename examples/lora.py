@@ -11,13 +11,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from any directory
 
 import train
-from adapter import Kind, activate, find_adapter, register
+from adapter import Kind, register
 from runtime.command import run_command
 
 
@@ -71,15 +70,6 @@ class LinearSlot(nn.Linear):
     def forward(self, x):
         y = super().forward(x)
         return y + self.adapters[self.active](x) if self.active in self.adapters else y
-
-
-@torch.no_grad()
-def merge(bert, name):
-    """Adds (alpha / r) B A to the weights; nothing is left of the adapter, nor of its cost."""
-    for _, slot, module in find_adapter(bert, name)[1]:
-        slot.weight += module.scaling * module.B.weight @ module.A.weight
-        del slot.adapters[name]
-    activate(bert, None)
 
 
 register(LoRAConfig, "lora")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 
 import train
-from experiments.load_run import Reading, cast, load_run, load_run_split
+from experiments.load_run import Reading, cast, load_run
 from experiments.report import table
 from runtime.command import run_command
 from runtime.results import eval_batch_size
@@ -70,11 +70,11 @@ def class_table(classes):
 def main(argv=None):
     options = parse(Options, argv, "python -m experiments.evaluate", __doc__)
     given = options.model, options.task, options.allow_other_encoder
-    bert, head, config = load_run(options.run, "cpu", *given)
+    run = load_run(options.run, "cpu", *given)
+    bert, head, config = run
     if options.mask:
         mask(bert, options.mask)
-    split = options.split, options.data_dir, options.limit_dev
-    task, examples = load_run_split(options.run, bert, config, *split)
+    task, examples = run.task, run.split(options.split, options.data_dir, options.limit_dev)
     _, dtype = cast(bert, head, config, options.device, options.dtype)
     size = options.batch_size or eval_batch_size(config["batch_size"], config["grad_accumulation"])
     labels, predictions, loss = train.evaluate(bert, head, task, examples, size, dtype)

@@ -24,7 +24,7 @@ from statistics import mean
 import torch
 
 from data import batches, split_by_length
-from experiments.load_run import Reading, check_stage, load_run, load_run_split, read_run_config
+from experiments.load_run import Reading, check_stage, load_run, read_run_config
 from experiments.report import save_figure, subplots, table, write_csv, write_text
 from formats.files import read_json
 from fusion import fusion_weights, fusions
@@ -88,13 +88,13 @@ def inputs_of(bert, examples, description="fusion weights"):
             yield inputs
 
 
-def mean_weights(run, data_dir=None, model=None, device="cpu", allow_other_encoder=False):
+def mean_weights(directory, data_dir=None, model=None, device="cpu", allow_other_encoder=False):
     """(names of the N adapters, `average`'s weights, task) of a fusion run on its development
     set."""
-    bert, _, config = load_run(run, device, model=model, allow_other_encoder=allow_other_encoder)
-    check_stage(run, config, ["fusion"], "have fusion weights")
-    task, examples = load_run_split(run, bert, config, data_dir=data_dir)
-    return config["adapters"], average(bert, inputs_of(bert, examples, str(run))), task.name
+    run = load_run(directory, device, model, allow_other_encoder=allow_other_encoder)
+    check_stage(directory, run.config, ["fusion"], "have fusion weights")
+    inputs = inputs_of(run.bert, run.split(data_dir=data_dir), str(directory))
+    return run.config["adapters"], average(run.bert, inputs), run.task.name
 
 
 def spread(weights):

@@ -105,6 +105,18 @@ class LoadedRun:
         }
         return collate(rows, self.bert.config.pad_token_id)
 
+    def split(self, name="validation", data_dir=None, limit=None):
+        """A split as in training, from its data unless there is a `data_dir`; `limit`: examples at
+        most, else as many development examples as there. Raises as load_split does."""
+        config, task = self.config, self.task
+        data_dir = data_dir or config["data_dir"]
+        limit = limit or (config["limit_dev"] if name == "validation" else None)
+        if data_dir is None:  # --train-file and --dev-file
+            files = {"train": config["train_file"], "validation": config["dev_file"]}
+            task = replace(task, files={name: path for name, path in files.items() if path})
+        held_out = {"dev_fraction": config["dev_fraction"], "held_out": config["held_out"][0]}
+        return load_split(task, name, self.tokenizer, data_dir, limit, **held_out)
+
     @torch.inference_mode()
     def predict(self, inputs):
         """
@@ -262,27 +274,9 @@ def load_run(directory, device="cpu", model=None, task=None, allow_other_encoder
     head = plug_in(bert, directory, part, config)
     if head.config["label2id"] != {label: i for i, label in enumerate(config["labels"])}:
         raise ValueError(f"{part}: config.json and head_config.json have different labels")
-    tokenizer = tokenizer_of(bert, config["max_length"])
+    sizes = config["max_length"], bert.config.vocab_size, bert.config.type_vocab_size
+    tokenizer = load_tokenizer(bert.directory, *sizes)
     return LoadedRun(bert, head, config, run_task, tokenizer, directory)
-
-
-def tokenizer_of(bert, max_length):
-    sizes = bert.config.vocab_size, bert.config.type_vocab_size
-    return load_tokenizer(bert.directory, max_length, *sizes)
-
-
-def load_run_split(run, bert, config, split="validation", data_dir=None, limit=None):
-    """(task, split) of a run that `load_run` has loaded, at the length of its training, and from
-    its data unless there is a `data_dir`; `limit`: examples at most, else as many development
-    examples as there. Raises as load_split does."""
-    data_dir, task = data_dir or config["data_dir"], task_of(config)
-    limit = limit or (config["limit_dev"] if split == "validation" else None)
-    if data_dir is None:  # --train-file and --dev-file
-        files = {"train": config["train_file"], "validation": config["dev_file"]}
-        task = replace(task, files={name: path for name, path in files.items() if path})
-    tokenizer = tokenizer_of(bert, config["max_length"])
-    held_out = {"dev_fraction": config["dev_fraction"], "held_out": config["held_out"][0]}
-    return task, load_split(task, split, tokenizer, data_dir, limit, **held_out)
 
 
 def unknown_kind(bert):

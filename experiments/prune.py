@@ -26,7 +26,7 @@ from pathlib import Path
 from adapter import save_adapter
 from bert import activate
 from experiments.figure4 import average, inputs_of
-from experiments.load_run import Reading, cast, check_stage, load_run, load_run_split, unknown_kind
+from experiments.load_run import Reading, cast, check_stage, load_run, unknown_kind
 from experiments.report import write_csv
 from formats.files import read_json, write_json
 from fusion import fusions, save_fusion
@@ -134,12 +134,13 @@ def main(argv=None):
     if out.exists():
         raise ValueError(f"--out {out} is already there")
     allow = options.allow_other_encoder
-    bert, head, config = load_run(run, model=options.model, allow_other_encoder=allow)
+    loaded = load_run(run, model=options.model, allow_other_encoder=allow)
+    bert, head, config = loaded
     check_stage(run, config, ["fusion"], "can be pruned")
     names = fusions(bert)[0][1].name.split(",")
     check(options, bert, names)
-    task, split = load_run_split(run, bert, config, "validation", options.data_dir)
-    _, seen = load_run_split(run, bert, config, "train", options.data_dir, limit=options.limit)
+    task, split = loaded.task, loaded.split("validation", options.data_dir)
+    seen = loaded.split("train", options.data_dir, options.limit)
     device, _ = choose_device(options.device, "float32")
     out.parent.mkdir(parents=True, exist_ok=True)  # before the long work: it may be impossible
 

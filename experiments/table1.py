@@ -81,7 +81,7 @@ class Options(grid.Options):
     source_options: str = option(
         "",
         "options of train.py for sources' runs, after all others; of one word alone: "
-        "--source-options=--compile",
+        "--source-options=--strict-data",
         metavar="'...'",
     )
     head_options: str = grid.stage_options("head")

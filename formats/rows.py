@@ -1,5 +1,5 @@
-"""Rows of text and labels, as they are written: from .jsonl, .csv, .tsv and .parquet files, or from
-the hub; the splits of a task; and the cache of what the rows become, their tokens."""
+"""Rows of text and labels, as they are written: from .jsonl, .json, .csv, .tsv and .parquet files,
+or from the hub; the splits of a task; and the cache of what the rows become, their tokens."""
 
 import contextlib
 import csv
@@ -50,6 +50,16 @@ def read_jsonl(lines):
     return (json.loads(line.strip()) for line in lines if line.strip())
 
 
+def read_json(lines):
+    """A list of objects, or else objects in lines, as in .jsonl"""
+    if not next(filter(str.strip, lines), "").lstrip().startswith("["):
+        yield from read_jsonl(lines)
+        return
+    text, lines.number = "".join(lines), 1  # from where a JSONDecodeError counts
+    for lines.number, row in enumerate(json.loads(text), 1):
+        yield row
+
+
 def read_csv(lines, **dialect):
     table = csv.reader(lines, strict=True, **dialect)
     header = next(table, [])
@@ -80,7 +90,7 @@ def read_parquet(lines):
 
 READERS = {
     ".jsonl": read_jsonl,
-    ".json": read_jsonl,
+    ".json": read_json,
     ".csv": read_csv,
     ".tsv": functools.partial(read_csv, delimiter="\t", quoting=csv.QUOTE_NONE),
     ".parquet": read_parquet,
@@ -89,8 +99,8 @@ READERS = {
 
 def read_rows(path):
     """(line, row) of a file, one after another: values as they are written, of CSV and TSV all
-    texts. line: in which the row ends; in parquet the row's number. Raises ValueError that names
-    file and line."""
+    texts. line: in which the row ends; in a JSON list and in parquet the row's number. Raises
+    ValueError that names file and line."""
     path, lines, row = Path(path), Lines(path), None
     if path.suffix not in READERS:
         raise ValueError(f"{path}: only {', '.join(READERS)} can be read")
@@ -99,12 +109,13 @@ def read_rows(path):
     try:
         for row in READERS[path.suffix](lines):
             if not isinstance(row, dict):
-                raise ValueError("not a JSON object; each line must hold one")
+                raise ValueError("not a JSON object")
             yield lines.number, row
     except (csv.Error, ValueError, RecursionError, OSError) as e:  # OSError: of a damaged parquet
-        broken = isinstance(e, json.JSONDecodeError)
-        reason = f"broken JSON: {e.msg} at column {e.colno}" if broken else e
-        raise ValueError(f"{path}, line {lines.number}: {reason}") from e
+        line, reason = lines.number, e
+        if isinstance(e, json.JSONDecodeError):
+            line, reason = line + e.lineno - 1, f"broken JSON: {e.msg} at column {e.colno}"
+        raise ValueError(f"{path}, line {line}: {reason}") from e
     if row is None:
         raise ValueError(f"{path} is empty")
 

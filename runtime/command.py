@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 import traceback
+from functools import partial
 
 WRONG = ValueError, OSError, FloatingPointError, MemoryError  # their messages are for users
 TRACEBACK = "ADAPTERFUSION_TRACEBACK"
@@ -28,6 +29,7 @@ def announce(name, stdout_is_data=False):
     """The first line of a command, before its imports: what is loaded. Where stdout is for another
     program it goes to stderr, which is for errors, and so to a terminal alone."""
     guard_outputs()
+    sys.excepthook = partial(error_while_importing, name)
     if callable(signal.getsignal(signal.SIGINT)):  # not ignored, as in the background of a script
         signal.signal(signal.SIGINT, lambda *_: leave(name, "interrupted", 130))
     stream = sys.stderr if stdout_is_data else sys.stdout
@@ -89,6 +91,14 @@ def leave(name, message, status):
     say_why(name, message)
     sys.stdout.flush()
     os._exit(status)
+
+
+def error_while_importing(name, kind, error, trace):
+    """What the interpreter calls for an error that nothing has caught."""
+    if not issubclass(kind, ImportError):
+        return sys.__excepthook__(kind, error, trace)
+    how = "activate the environment first: . .venv/bin/activate (make .venv/installed makes it)"
+    leave(name, f"{error}; {how}", 2)
 
 
 def describe_error(error):

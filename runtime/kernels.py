@@ -9,13 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from runtime.processes import signals_blocked
-
 
 def dropout(x, p, training):
     """F.dropout, on a CPU in a third of its time: from 16 random bits for each element, so that p
     is rounded to a multiple of 1/65,536."""
-    if not training or p == 0 or x.device.type != "cpu" or torch.compiler.is_compiling():
+    if not training or p == 0 or x.device.type != "cpu":
         return F.dropout(x, p, training)
     bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
     keep = bits.view(torch.int16)[: x.numel()].view(x.shape) >= round(2**16 * p) - 2**15
@@ -49,25 +47,3 @@ class AdamW(torch.optim.AdamW):
     state_dict = unwrap(torch.optim.AdamW.state_dict)
     step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
     zero_grad = unwrap(torch.optim.AdamW.zero_grad)
-
-
-def compile_layers(bert):
-    """torch.compile, layer by layer: all of them share what is compiled, which takes minutes for an
-    encoder as a whole. Each form of a layer (the first, the last for [CLS] alone, in evaluation,
-    with another task's adapter) is compiled when it first comes; PyTorch's own limit is 8."""
-    import torch._dynamo
-    from torch._inductor.async_compile import maybe_warm_pool
-
-    torch._dynamo.config.recompile_limit = 64
-    # For a GPU there are processes that compile. A signal for all, which `timeout` and a terminal
-    # send, would end them, and PyTorch would wait for them forever.
-    with signals_blocked():
-        maybe_warm_pool()
-    for layer in bert.layers:
-        layer.compile(dynamic=True)
-
-
-def compiler_failed(error):
-    """Whether an exception comes from torch.compile."""
-    names = {kind.__name__ for kind in type(error).__mro__}  # its module takes seconds to import
-    return "TorchDynamoException" in names

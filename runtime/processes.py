@@ -87,16 +87,6 @@ def deferred_signals(notice="", again=None):
             signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def signals_blocked():
-    """Processes that are started inside do not hear these signals, nor do theirs."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 

@@ -34,7 +34,6 @@ from formats.rows import find_split, origin
 from formats.tokenizer import read_tokenizer, tokenizer_digest
 from runtime import directory
 from runtime.directory import RUN_FILES, TEMPORARY, clear
-from runtime.kernels import compiler_failed
 from runtime.processes import all_reduce, deferred_signals, out_of_memory, rank_and_world_size
 from runtime.results import mean_scores
 from runtime.settings import difference, free_names
@@ -46,7 +45,7 @@ tqdm.monitor_interval = 0
 STOPPING = "stopping after this step, or this evaluation; a second signal stops without saving"
 
 # What config.json records of the machine, which may be another one when a run is resumed.
-MACHINE = "device compile threads processes versions python commit command data_revision".split()
+MACHINE = "device threads processes versions python commit command data_revision".split()
 
 
 @contextlib.contextmanager
@@ -243,18 +242,10 @@ class Run:
 
     def explain(self, error, batch):
         """The exception to raise for PyTorch's RuntimeError: one that says how to go on where
-        memory ran out or --compile failed, otherwise itself. batch: None in evaluation."""
-        resume = "with --resume and " * (self.out / "resume.pt").exists()
-        if compiler_failed(error):
-            if self.signals:  # which have ended the compiler, too
-                return KeyboardInterrupt()
-            failed = f"--compile failed ({str(error).splitlines()[0]})"
-            return ValueError(
-                f"{failed}: continue {resume}without it, or remove PyTorch's cache "
-                "(TORCHINDUCTOR_CACHE_DIR), where a killed process may have left half of a file"
-            )
+        memory ran out, otherwise itself. batch: None in evaluation."""
         if not out_of_memory(error):
             return error
+        resume = "with --resume and " * (self.out / "resume.pt").exists()
         where = "in evaluation"
         if batch is not None:
             candidates, tokens = batch["input_ids"].shape
@@ -305,6 +296,11 @@ class Run:
             advice = ": try another --lr, more --epochs, or more training examples"
             said = f"accuracy {accuracy:.4f}, majority-class baseline {share:.4f}"
             yield said + (advice if accuracy <= share else "")
+        if settings.stage == "adapter" and result["train_examples"] < 2000 and settings.lr <= 1e-4:
+            yield (
+                "hint: on a few hundred examples --lr 5e-4 to 1e-3 and more --epochs did better in "
+                "docs/results.md than the paper's 1e-4"
+            )
         yield f"next: {next_command(self.out, self.config)}"
 
 
@@ -408,12 +404,11 @@ def majority_class_accuracy(dev_sets):
     return float(np.mean(shares))
 
 
-def describe_machine(device, command, compiled):
+def describe_machine(device, command):
     """Where and how a run was made."""
     packages = "torch numpy tokenizers safetensors datasets".split()
     return {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
-        "compile": compiled,
         "threads": torch.get_num_threads(),
         "versions": {name: version(name) for name in packages},
         "python": platform.python_version(),

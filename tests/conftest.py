@@ -39,8 +39,6 @@ from runtime.command import run_command  # noqa: E402
 # the same property once more, slowly
 thorough = pytest.mark.skipif("THOROUGH" not in os.environ, reason="in `make test-all`: THOROUGH=1")
 
-compiles = pytest.mark.skipif("COMPILE" not in os.environ, reason="takes some minutes: COMPILE=1")
-
 
 def thorough_after_first(first, *others):
     """Parameters of a test: the first one always, the others in `make test-all` alone."""

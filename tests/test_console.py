@@ -66,6 +66,14 @@ def test_the_first_line_and_ctrl_c_while_libraries_are_imported(words):
     assert said == "loading PyTorch\n" or name == "predict" and said == ""  # which is for programs
 
 
+def test_a_library_that_cannot_be_loaded(tmp_path):
+    """As without the environment."""
+    (tmp_path / "torch.py").write_text("raise ImportError")
+    process = finish([sys.executable, "train.py"], PYTHONPATH=str(tmp_path))
+    assert process.returncode == 2 and process.stderr.count("\n") == 1
+    assert ". .venv/bin/activate" in process.stderr
+
+
 @pytest.mark.parametrize("name", thorough_after_first("SIGINT", "SIGTERM", "SIGHUP"))
 def test_signals(name, train, tmp_path):
     """Each stops the run, which can be continued."""

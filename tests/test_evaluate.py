@@ -10,7 +10,7 @@ import train
 from conftest import cli, read_lines, write_rows
 from data import batches
 from experiments import evaluate as evaluation
-from experiments.load_run import load_run, load_run_split
+from experiments.load_run import load_run
 
 EVALUATE = {"name": "evaluate.py", "main": evaluation.main}
 
@@ -89,14 +89,14 @@ def test_report(runs, data_dir, evaluate, tmp_path, monkeypatch):
     rows = read_lines(data_dir / "rte" / "train.jsonl")[:50]
     write_rows(tmp_path / "rte" / "test.jsonl", rows)
     lines, result = evaluate(runs / "rte", "--split", "test", "--data-dir", tmp_path)
-    bert, _, config = load_run(runs / "rte")
-    cut = {**config, "limit_dev": 7}  # which is about the development set
-    assert len(load_run_split(runs / "rte", bert, cut, "validation", data_dir)[1]) == 7
-    _, split = load_run_split(runs / "rte", bert, cut, "test", tmp_path)
+    run = load_run(runs / "rte")
+    run.config["limit_dev"] = 7  # which is about the development set
+    assert len(run.split("validation", data_dir)) == 7
+    split = run.split("test", tmp_path)
     assert len(split) == result["examples"] == 50
     found = [(b["labels"].item(), b["input_ids"].sum().item() // 3 % 2) for b in batches(split, 1)]
     confusion = [[found.count((k, j)) for j in range(2)] for k in range(2)]
-    assert min(map(min, confusion)) > 0 and [*result["classes"]] == config["labels"]
+    assert min(map(min, confusion)) > 0 and [*result["classes"]] == run.config["labels"]
     assert result["accuracy"] == (confusion[0][0] + confusion[1][1]) / 50
     for k, (label, values) in enumerate(result["classes"].items()):
         precision = confusion[k][k] / sum(row[k] for row in confusion)

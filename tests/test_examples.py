@@ -17,12 +17,10 @@ import child
 import fusion
 import test_kinds
 import train
-from adapter import activate, add_adapter, find_adapter
-from bert import Bert
+from adapter import activate, find_adapter
 from conftest import cli
 from data import Classification
 from examples.fusion_with_own_adapter import add_fusion_and_adapter
-from examples.lora import LoRAConfig, merge
 from examples.sts_b import Regression, pearson, ranks, spearman
 from experiments import evaluate, figure4, predict, prune, publish
 from experiments.load_run import load_run
@@ -49,17 +47,6 @@ def test_lora_is_the_reference_s(encoder, tmp_path):
     assert (bert(*inputs()) - theirs).abs().max() < 2e-5
     activate(bert, None)
     assert (bert(*inputs()) - theirs).abs().max() > 0.1
-
-
-def test_lora_is_merged_into_the_weights(encoder):
-    bert, before = new_bert(encoder, "lora", "a"), Bert.from_pretrained(encoder).double()
-    h, plain = bert(*inputs()), before(*inputs())
-    assert not torch.allclose(plain, h, atol=1e-3)
-    merge(bert, "a")
-    assert dict(bert.named_parameters()).keys() == dict(before.named_parameters()).keys()
-    assert torch.allclose(bert(*inputs()), h, rtol=1e-9, atol=1e-11)
-    add_adapter(before, "new", LoRAConfig())
-    assert torch.equal(before(*inputs()), plain)  # B is 0 at first
 
 
 @patch.dict(fusion.FUSIONS)

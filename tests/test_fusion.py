@@ -90,9 +90,9 @@ class Fourfold(Adapter):
 
 d = 24
 bert = BertConfig(hidden_size=d, attention_probs_dropout_prob=0.2)
-pals = PALConfig.low_rank(size=8), PALConfig.pal(size=12, num_heads=3)
+pals = PALConfig.pal(size=8, num_heads=1), PALConfig.pal(size=12, num_heads=3)
 OTHER_KINDS = {
-    "pal and low rank": [PAL(config, bert) for config in pals],
+    "two sizes of pal": [PAL(config, bert) for config in pals],
     "four times z": [Fourfold(bapna(), d, r) for r in (2, 3)],
     "four times z of one": [Adapter(pfeiffer(), d, 2), Fourfold(pfeiffer(), d, 4)],
 }

@@ -13,7 +13,7 @@ from conftest import IDS, MASK
 from fusion import add_fusion, fusions
 from variants.pal import PALConfig
 
-KINDS = {"pal": PALConfig.pal(size=12, num_heads=3), "low_rank": PALConfig.low_rank(size=10)}
+PAL = PALConfig.pal(size=12, num_heads=3)
 
 
 def with_adapters(encoder, *configs, names="abc"):
@@ -33,28 +33,24 @@ def gelu(x):
 
 def transcribed(adapter, x, mask):
     """z of one PAL, example by example and head by head, without padding."""
-    size, z = adapter.config.size // (adapter.config.num_heads or 1), torch.zeros_like(x)
+    size, z = adapter.config.size // adapter.config.num_heads, torch.zeros_like(x)
     for b in range(len(x)):
         real = int(mask[b].sum())
         y = adapter.down(x[b, :real])
-        if adapter.config.num_heads:
-            linear = adapter.query, adapter.key, adapter.value
-            q, k, v = (part(y).split(size, 1) for part in linear)
-            scores = [q_i @ k_i.T / math.sqrt(size) for q_i, k_i in zip(q, k, strict=True)]
-            heads = [torch.softmax(s, 1) @ v_i for s, v_i in zip(scores, v, strict=True)]
-            z[b, :real] = gelu(adapter.up(torch.cat(heads, 1)))
-        else:  # Bert-n-Pals, BERTLowRank: the activation is between the two projections
-            z[b, :real] = adapter.up(gelu(y))
+        linear = adapter.query, adapter.key, adapter.value
+        q, k, v = (part(y).split(size, 1) for part in linear)
+        scores = [q_i @ k_i.T / math.sqrt(size) for q_i, k_i in zip(q, k, strict=True)]
+        heads = [torch.softmax(s, 1) @ v_i for s, v_i in zip(scores, v, strict=True)]
+        z[b, :real] = gelu(adapter.up(torch.cat(heads, 1)))
     return z
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_is_parallel_to_the_whole_layer(kind, encoder):
+def test_it_is_parallel_to_the_whole_layer(encoder):
     """LN(FFN(x') + x' + PAL(x)), with x the layer's input and x' what its attention sub-layer made
     of it; fused, LN(f + o + x') with o = V Σ s_n z_n and s = softmax((Q h + b_Q)·(K z_n + b_K)),
     h = LN(f + x')."""
-    bert = with_adapters(encoder, KINDS[kind], KINDS[kind])
+    bert = with_adapters(encoder, PAL, PAL)
     layer, mask, seen = bert.layers[0], MASK.bool(), []
     slot, x = layer.output_add_norm, torch.randn(*IDS.shape, 32, dtype=torch.float64)
     slot.register_forward_pre_hook(lambda _, given: seen.append(given))
@@ -83,8 +79,7 @@ def trained(bert):
 
 
 def test_what_layers_share(encoder, tmp_path):
-    pal, low_rank = (with_adapters(encoder, config) for config in KINDS.values())
-    d, size = 32, 12
+    pal, d, size = with_adapters(encoder, PAL), 32, 12
     projections, per_layer = d * size + size + size * d + d, 3 * (size * size + size)
     assert trained(pal) == projections + 2 * per_layer
     save_adapter(pal, "a", tmp_path)
@@ -93,7 +88,6 @@ def test_what_layers_share(encoder, tmp_path):
         first, second = (layer.output_add_norm.adapters["a"] for layer in bert.layers)
         assert first.down is second.down and first.up is second.up
         assert first.query is not second.query
-    assert trained(low_rank) == 2 * (d * 10 + 10 + 10 * d + d)
     with torch.device("meta"):
         bert = Bert(BertConfig())
         add_adapter(bert, "a", PALConfig.pal())
@@ -104,7 +98,7 @@ def test_what_layers_share(encoder, tmp_path):
 
 def test_different_kinds_and_locations_cannot_be_fused(encoder):
     for config, say in (
-        (KINDS["pal"], "of different kinds cannot be fused: pal in a, bottleneck in b"),
+        (PAL, "of different kinds cannot be fused: pal in a, bottleneck in b"),
         (AdapterConfig.houlsby(), "at different locations .*: attention and output in a, output"),
     ):
         bert = with_adapters(encoder, config, AdapterConfig.pfeiffer())

@@ -14,7 +14,7 @@ from adapter import read_config
 from bert import Bert
 from conftest import IDS, cli
 from experiments import evaluate, figure4, predict, prune, publish
-from experiments.load_run import load_run, load_run_split
+from experiments.load_run import load_run
 from formats.adapterhub import run_encoder
 from formats.files import read_json
 from runtime.command import run_command
@@ -42,8 +42,8 @@ def test_a_smaller_run(name, keep, leave_out, whole, tmp_path):
     assert [path.name for path in out.parent.iterdir()] == ["out"]
 
     # by hand: which adapters have the largest weights on the training set
-    whole_bert, _, config = load_run(run)
-    names, (_, examples) = config["adapters"], load_run_split(run, whole_bert, config, "train")
+    loaded = load_run(run)
+    whole_bert, names, examples = loaded.bert, loaded.config["adapters"], loaded.split("train")
     weights, expected = figure4.average(whole_bert, figure4.inputs_of(whole_bert, examples)), {}
     for layer in (0, 1):
         s = sum(s for (i, _), s in weights.items() if i == layer)

@@ -76,6 +76,8 @@ def test_labels_with_names_of_their_own(task, names, tokenizer, tmp_path):
 
 LINES = [  # ending, content, what is said of it
     ("jsonl", '\n{"text_a": "a", "label": "x"}\n \n{"text_a": "b", "label": ""}', "4: label ''"),
+    ("json", '\n[{"text_a": "a", "label": "x"},\n{"text_a": "b", "label": ""}]', "2: label ''"),
+    ("json", '[{"text_a": "a", "label": "x"},\n{"text_a"]', "2: broken JSON"),
     ("csv", 'text_a,label\n"a\n\nb",x\n\nb,\n', "6: label ''"),
     ("tsv", 'text_a\tlabel\n"a\tx\n\nb\t\n', "4: label ''"),
 ]

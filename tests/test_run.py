@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 import child
 import train
-from conftest import assert_equal, cli, compiles, content, of_stage, thorough_after_first
+from conftest import assert_equal, cli, content, of_stage, thorough_after_first
 
 ROOT = Path(train.__file__).parent
 KILLS = int(os.environ.get("KILLS", 6))  # of either kind, for each stage
@@ -249,7 +249,7 @@ def test_a_read_only_directory(command, refused):
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory, numbers, --compile
+# Memory, numbers
 
 
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -306,27 +306,6 @@ def test_the_config_says_what_a_run_was_made_with(whole):
     done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     head = done.stdout.strip() if (ROOT / ".git").exists() else "None"
     assert str(config["commit"]).removesuffix("-dirty") == head
-
-
-@compiles
-def test_compile_without_a_compiler(command, refused, tmp_path, monkeypatch):
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    words = command("adapter", tmp_path / "run", "--compile")
-    refused(words, "--compile failed", "no-such-compiler", "continue without it")
-
-
-@compiles
-@pytest.mark.parametrize("stage", train.STAGES)
-def test_compile(stage, command, quiet_encoder, tmp_path):
-    logs = []
-    for option in ("", "--compile"):
-        out = tmp_path / f"run{option}"
-        status, _, error = ends(command(stage, out, option, model=quiet_encoder), timeout=300)
-        assert status == 0, error
-        logs.append(content(out)[0])
-    for plain, compiled in zip(*logs, strict=True):
-        assert compiled["loss"] == pytest.approx(plain["loss"], abs=1e-5)
-        assert compiled["dev_accuracy"] == plain["dev_accuracy"]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
-"""The task-specific layers of MT-A (section 2.2.2): projected attention layers and low-rank layers,
-parallel to a whole layer of BERT (Stickland and Murray, 2019). AdapterHub's library has neither:
-their files are our own."""
+"""The task-specific layers of MT-A (section 2.2.2): projected attention layers, parallel to a whole
+layer of BERT (Stickland and Murray, 2019). AdapterHub's library has none: the files are our own."""
 
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ class PALConfig(Kind):
     """
     size        of the small space
     num_heads   of the self-attention there, whose projections from d and back are shared by all
-                layers; 0: no self-attention, and projections of each layer's own
+                layers
     leave_out   layers (from 0) without one
 
     Raises ValueError, naming the field, for an invalid value.
@@ -33,8 +32,8 @@ class PALConfig(Kind):
         if type(self.size) is not int or not 0 < self.size < 10**5:
             raise ValueError(f"size must be a positive integer, not {self.size!r:.50}")
         heads = self.num_heads
-        if type(heads) is not int or heads < 0 or heads and self.size % heads:
-            raise ValueError(f"num_heads must be 0 or divide the size, not {heads!r:.50}")
+        if type(heads) is not int or heads < 1 or self.size % heads:
+            raise ValueError(f"num_heads must divide the size, not {heads!r:.50}")
         check_leave_out(self)
         object.__setattr__(self, "leave_out", tuple(self.leave_out))
 
@@ -43,16 +42,11 @@ class PALConfig(Kind):
         """Projected attention layers: 1.1 times BERT-base's parameters for eight tasks."""
         return cls(**changes)
 
-    @classmethod
-    def low_rank(cls, **changes):
-        """Their low-rank layers, of about as many parameters."""
-        return cls(**{"size": 100, "num_heads": 0, **changes})
-
     def modules(self, bert):
         found = []
         for (layer, location), slot in bert.slots():
             if location == "output" and layer not in self.leave_out:
-                shared = found[0][2] if found and self.num_heads else None
+                shared = found[0][2] if found else None
                 found.append(((layer, location), slot, PAL(self, bert.config, shared)))
         return found
 
@@ -70,10 +64,8 @@ class PAL(nn.Module):
     """
     x is the input of a whole layer of BERT, at whose end z is added: LN(f + z + x').
 
-    projected attention   z = GELU(U·g(D·x + b_D) + b_U), g self-attention without output matrix
-    low-rank              z = U·GELU(D·x + b_D) + b_U
-
-    Both as in Stickland and Murray's code (Bert-n-Pals, modeling.py: BERTPals, BERTLowRank).
+    z = GELU(U·g(D·x + b_D) + b_U), where g is self-attention without output matrix, as in Stickland
+    and Murray's code (Bert-n-Pals, modeling.py: BERTPals).
     """
 
     def __init__(self, config, bert_config, shared=None):
@@ -84,7 +76,7 @@ class PAL(nn.Module):
         self.attention_dropout = bert_config.attention_probs_dropout_prob
         self.down = shared.down if shared else nn.Linear(d, size)
         self.up = shared.up if shared else nn.Linear(size, d)
-        for name in ("query", "key", "value") if config.num_heads else ():
+        for name in ("query", "key", "value"):
             setattr(self, name, nn.Linear(size, size))
         for linear in self.children():
             if not (shared and linear in (shared.down, shared.up)):
@@ -100,19 +92,13 @@ class PAL(nn.Module):
         h has no other."""
         x, mask = layer_input
         y = self.down(x)  # d -> size
-        if not self.config.num_heads:
-            y = F.gelu(y)
-        else:
-            q, k, v = (
-                part(y)
-                .unflatten(2, (self.config.num_heads, -1))
-                .transpose(1, 2)  # [B, H, T, size/H]
-                for part in (self.query, self.key, self.value)
-            )
-            y = attention(q, k, v, mask, self.attention_dropout if self.training else 0.0)
-            y = y.transpose(1, 2).flatten(2)  # [B, T, size]
-        z = self.up(y)  # size -> d
-        return (F.gelu(z) if self.config.num_heads else z)[:, : h.shape[1]]
+        q, k, v = (
+            part(y).unflatten(2, (self.config.num_heads, -1)).transpose(1, 2)  # [B, H, T, size/H]
+            for part in (self.query, self.key, self.value)
+        )
+        y = attention(q, k, v, mask, self.attention_dropout if self.training else 0.0)
+        y = y.transpose(1, 2).flatten(2)  # [B, T, size]
+        return F.gelu(self.up(y))[:, : h.shape[1]]  # size -> d
 
     def add_and_norm(self, output, x, norm):
         return norm(output + x)
@@ -122,4 +108,4 @@ class PAL(nn.Module):
         return norm(f + self.z(f, layer_input) + x)
 
 
-register(PALConfig, "pal", "low_rank")
+register(PALConfig, "pal")
