@@ -36,7 +36,7 @@ def test_fields_of_the_preset_are_changed(launch, tmp_path):
 WRONG = """
 pfeiffer | ln_affter=true | has no 'ln_affter', its fields are mh_adapter
 pal | ln_after=true | --adapter pal has no 'ln_after', its fields are size, num_heads, leave_out
-pal | num_heads=5 | num_heads must be 0 or divide
+pal | num_heads=5 | num_heads must divide
 pal --reduction-factor 8 | size=8 | --adapter pal has no 'reduction_factor'
 pfeiffer | ln_after | NAME=VALUE, not 'ln_after'
 pfeiffer | ln_after=yes | ln_after must be one of True, False, not 'yes'
