@@ -5,7 +5,7 @@
     python -m experiments.predict runs/sts_b "A man sleeps." "A dog runs." --import examples.sts_b
 
 The loss is the squared error, as in GLUE's baselines. The best epoch is the one with the highest
-Pearson correlation, or with `--score spearman`.
+Pearson correlation.
 """
 
 import sys
@@ -28,21 +28,11 @@ def pearson(labels, predictions):
     return (x @ y).item() / size if size > 0 else 0.0
 
 
-def ranks(values):
-    """The place of each in their order, from 1; equal values share the mean of theirs."""
-    _, group, counts = values.unique(return_inverse=True, return_counts=True)
-    return (counts.cumsum(0) - (counts - 1) / 2)[group]
-
-
-def spearman(labels, predictions):
-    return pearson(ranks(labels), ranks(predictions))
-
-
 class Regression(Classification):
     """A number for each example; the head is one for a single class."""
 
     dtype = torch.float32
-    scores = {"pearson": pearson, "spearman": spearman}
+    scores = {"pearson": pearson}
 
     def loss(logits, labels):
         return F.mse_loss(logits[:, 0], labels)

@@ -102,12 +102,9 @@ def check_owned(options, owned=OWNED):
 
 
 def train_examples(tasks, data_dir):
-    """{task: number of its training examples}. Tasks that are not on the hub are read first, so
-    that nothing has been downloaded if they are not in data_dir either."""
-    found = [data.get_task(task, data_dir) for task in tasks]
-    found.sort(key=lambda task: task.source is not None)
+    """{task: number of its training examples}"""
     sizes = {}
-    for task in found:
+    for task in [data.get_task(task, data_dir) for task in tasks]:
         source = find_split(task, "train", data_dir)
         rows = sum(1 for _ in source.read())
         sizes[task.name] = rows - min(source.part or 0, rows // 2)  # without those held out

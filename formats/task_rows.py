@@ -1,7 +1,6 @@
 """The rows of a task, as strangers write them: their columns, texts and labels, and how candidates
 become tokens. A candidate is a pair (text_a, text_b or None)."""
 
-import difflib
 import inspect
 import re
 import unicodedata
@@ -18,10 +17,9 @@ def check_own_task(name, data_dir, known):
     is_name = data_dir is not None and name not in ("", "..") and Path(name).name == name
     if is_name and (Path(data_dir) / name).is_dir():
         return
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"the paper's are {', '.join(known)};"
     own = f"{data_dir}/{name}" if data_dir else "--data-dir DIR with DIR/TASK/train.jsonl"
-    raise ValueError(f"unknown task {name!r}: {hint} your own task needs {own}")
+    papers = ", ".join(known)
+    raise ValueError(f"unknown task {name!r}: the paper's are {papers}; your own needs {own}")
 
 
 def apply_column_names(row, names):

@@ -142,7 +142,7 @@ for line in f"""
 --stage fusion | --stage fusion needs --adapters
 --tasks sst2 | takes --task
 --stage multitask --tasks sst2 | takes --tasks
---task rtee | did you mean 'rte'?
+--task rtee | unknown task 'rtee': the paper's are
 --task ../data/rte | unknown task
 --data-dir nowhere | nowhere is not a directory
 --model data | no encoder in
