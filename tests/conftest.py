@@ -184,6 +184,13 @@ def copy(tmp_path):
     return partial(shutil.copytree, dst=tmp_path / "copy", dirs_exist_ok=True)
 
 
+class Writes:
+    """Unpickled, it writes the file `executed`."""
+
+    def __reduce__(self):
+        return open, ("executed", "w")
+
+
 @pytest.fixture
 def refused(capsys):
     """refused(words, "text", ...): train.py, or another command's main, ends with exit status 2 and
