@@ -190,7 +190,8 @@ def entry(dimensions=(60, 32), offset=0, size=60 * 32 * 4):
 
 def test_hostile_entries(entries, tmp_path):
     offset, zero = entry(offset=HUGE), entry(dimensions=(2**62, 0), size=0)
-    for hostile in (offset, zero, entry(dimensions=(2**62,) * 100_000)):
+    large, without_checksum = entry(dimensions=(2**62,) * 100_000), entry()
+    for hostile in (offset, zero, large, without_checksum):
         assert attempt(write_index(tmp_path, {**entries, EMBEDDINGS: hostile}))
     # tensors that overlap: small files could ask for as much memory as they like
     kernels = [name for name in entries if name.endswith(b"output/dense/kernel")]
