@@ -31,7 +31,6 @@ pytest.register_assert_rewrite("damage", "reference")
 import child  # noqa: E402
 import train  # noqa: E402
 from bert import Bert, BertConfig  # noqa: E402
-from data import batches, get_task, load_split  # noqa: E402
 from formats.tokenizer import load_tokenizer  # noqa: E402
 from reference import ENCODERS, GOLDEN  # noqa: E402
 from runtime.command import run_command  # noqa: E402
@@ -76,8 +75,8 @@ def quiet_encoder(encoder, tmp_path_factory):
     """The tiny encoder without dropout."""
     directory = shutil.copytree(encoder, tmp_path_factory.mktemp("quiet") / "encoder")
     path = directory / "config.json"
-    config = {**json.loads(path.read_text()), "hidden_dropout_prob": 0.0}
-    path.write_text(json.dumps({**config, "attention_probs_dropout_prob": 0.0}))
+    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **rates}))
     return directory
 
 
@@ -182,6 +181,13 @@ def copy(tmp_path):
     return partial(shutil.copytree, dst=tmp_path / "copy", dirs_exist_ok=True)
 
 
+class Writes:
+    """Unpickled, it writes the file `executed`."""
+
+    def __reduce__(self):
+        return open, ("executed", "w")
+
+
 @pytest.fixture
 def refused(capsys):
     """refused(words, "text", ...): train.py, or another command's main, ends with exit status 2 and
@@ -214,11 +220,6 @@ def fill_hub_cache(repository, encoder):
         (repository / ".no_exist" / commit / name).touch()
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
-
-
-def dev_batches(encoder, data_dir, task="rte", size=16):
-    task, tokenizer = get_task(task, data_dir), load_tokenizer(encoder, 48)
-    return list(batches(load_split(task, "validation", tokenizer, data_dir), size))
 
 
 def content(run):

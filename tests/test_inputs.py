@@ -25,7 +25,7 @@ from tokenizers.processors import TemplateProcessing
 import data
 import train
 from bert import Bert
-from conftest import VOCABULARY, cli
+from conftest import VOCABULARY, Writes, cli
 from formats.tokenizer import load_tokenizer
 
 ROOT = Path(train.__file__).parent
@@ -108,13 +108,6 @@ def pipe(path):
 
 
 pickled = later(torch.save)
-
-
-class Writes:
-    """Unpickled, it writes the file `executed`."""
-
-    def __reduce__(self):
-        return open, ("executed", "w")
 
 
 def shuffle_vocabulary():

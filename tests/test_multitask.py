@@ -2,21 +2,18 @@
 it."""
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch.optim.optimizer import register_optimizer_step_post_hook as after_step
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_step
 
 import data
-import train
 from bert import Bert
-from conftest import dev_batches
+from experiments import evaluate
 from experiments.load_run import load_run
 from variants.multitask import multitask_batches
 
@@ -77,29 +74,24 @@ def test_every_task_goes_through_all_of_its_examples(sampling):
 
 
 @pytest.mark.parametrize("adapter", KINDS)
-def test_a_run(adapter, multitask, encoder, data_dir):
+def test_a_run(adapter, multitask):
     result = multitask[adapter]
     out, accuracies = Path(result["out"]), result["accuracies"]
     assert result["task"] == "sst2,rte,pick" and [*accuracies] == TASKS
     assert result["accuracy"] == pytest.approx(sum(accuracies.values()) / 3)
     # AdapterHub's library takes "adapters" for its own, and fails
     assert "adapters" not in json.loads((out / "config.json").read_text())
-    assert (out / "vocab.txt").exists() and (out / "adapters").exists() == (adapter != "none")
     for task in TASKS:
-        bert, head, _ = load_run(out, task=task)
-        with torch.inference_mode():
-            (batch,) = dev_batches(encoder, data_dir, task, 40)
-            right = train.predict(bert, head, batch, torch.float32).argmax(-1) == batch["labels"]
-        assert right.float().mean().item() == pytest.approx(accuracies[task])
+        found = evaluate.main([str(out), "--task", task, "--device", "cpu"])
+        assert found["accuracy"] == accuracies[task]
     with pytest.raises(ValueError, match="several tasks: choose --task from sst2, rte"):
         load_run(out)
 
 
 @pytest.mark.parametrize("adapter", ["pal", "pfeiffer"])
 def test_fusion_over_it(adapter, multitask, launch, tmp_path):
-    """On Θ′, which its adapters belong to, and not on Θ; it is the encoder that the run ended
-    with."""
-    out = shutil.copytree(multitask[adapter]["out"], tmp_path / "run")
+    """On Θ′, which its adapters belong to, and not on Θ."""
+    out = Path(multitask[adapter]["out"])
     theta = {name: p.clone() for name, p in Bert.from_pretrained(out).named_parameters()}
     options = {"adapters": [out / "adapters" / task for task in TASKS], "out": tmp_path / "fusion"}
     fuse = "--stage fusion --task rte --epochs 1 --lr 1e-3"
@@ -109,14 +101,6 @@ def test_fusion_over_it(adapter, multitask, launch, tmp_path):
     bert, _, config = load_run(tmp_path / "fusion")
     assert config["adapters"] == TASKS
     assert all(torch.equal(bert.get_parameter(name), p) for name, p in theta.items())
-    for task in TASKS:
-        place = Path("adapters", task, "adapter.safetensors")
-        assert (tmp_path / "fusion" / place).read_bytes() == (out / place).read_bytes()
-    weights = load_file(out / "model.safetensors")
-    weights["bert.embeddings.LayerNorm.bias"][0] += 1e-3
-    save_file(weights, out / "model.safetensors")
-    with pytest.raises(ValueError, match="was trained with another encoder than that in"):
-        load_run(out, task="rte")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -161,9 +145,9 @@ def test_momentum_goes_on_between_a_task_s_batches(launch, tmp_path):
 
 
 def test_each_task_has_its_own_length(launch, tmp_path, monkeypatch):
-    for name, length in (("sst2", 20), ("rte", 31)):
+    lengths = {"sst2": 20, "rte": 31}
+    for name, length in lengths.items():
         monkeypatch.setitem(data.TASKS, name, replace(data.TASKS[name], max_length=length))
     launch(f"{MULTITASK} --epochs 1 --steps-per-epoch 2", out=tmp_path / "run")
-    config = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert config["max_length"] == {"sst2": 20, "rte": 31}
-    assert load_run(tmp_path / "run", task="rte").config["max_length"] == 31
+    for name, length in lengths.items():
+        assert load_run(tmp_path / "run", task=name).config["max_length"] == length

@@ -127,7 +127,7 @@ def page_data(path):
 def test_the_explanation_is_the_fusions_weights(say, loud_fusion, tmp_path):
     text = "red\x1b[2J\x07 cat\r\n\u202e", HOSTILE
     page, model = tmp_path / "page.html", load_run(loud_fusion)
-    (line,) = say(loud_fusion, *text, "--explain", page)
+    say(loud_fusion, *text, "--explain", page)
     data, encoding = page_data(page), model.tokenizer.encode(*text)
     with torch.no_grad():
         model.bert(torch.tensor([encoding.ids]), torch.tensor([encoding.type_ids]))
@@ -137,7 +137,6 @@ def test_the_explanation_is_the_fusions_weights(say, loud_fusion, tmp_path):
     (candidate,) = example["candidates"]
     assert candidate["tokens"] == ours["tokens"] == encoding.tokens
     assert candidate["text"] == " | ".join(text)
-    assert line.startswith(f"{example['label']}\t{example['probability']:.3f}\tred")
     assert [adapter["name"] for adapter in data["adapters"]] == ["rte", "sst2", "pick"]
     for layer, weights in enumerate(candidate["weights"]["output"]):
         assert (torch.tensor(weights) - s[layer, "output"][0]).abs().max() < 1e-4
@@ -175,10 +174,8 @@ def test_both_locations_and_every_choice_are_explained(say, launch, tmp_path):
         ("rte", "", "give either texts, or --file"),
         ("rte red", "", "rte takes sentence1 and sentence2, not"),
         ("pick red one", "", "'choices' does not hold a list"),
-        ("pick red --choices a b", "", "2 choices, expected 3"),
         ("rte red one\udcff", "", "surrogates"),
         ("rte --file -", '["red", "one"]\n["red"]\n', "stdin, line 2: rte takes"),
-        ("rte --file -", '{"sentence1": "a"}', "stdin, line 1: no column 'sentence2'"),
         ("rte --file -", '{"sentence1": "a", "sentence2": "\\ud800"}', "stdin, line 1: 'utf-8'"),
         ("fusion-rte --file a.jsonl --explain ./a.jsonl", "", "would replace the input"),
         ("rte red one --explain page.html", "", "only fusion runs can be explained"),
@@ -214,43 +211,20 @@ def test_labels_and_kinds_that_are_others(refused, runs, tmp_path):
 
 
 def test_notes_are_no_predictions(runs, encoder, tmp_path, capsys):
-    """Another encoder than that of the training, and elsewhere; adapters of another than the
-    fusion's."""
+    """Another encoder than that of the training, and elsewhere."""
     elsewhere = {"encoder_sha256": "0" * 64, "model": str(tmp_path / "gone")}
-    other = changed(runs / "rte", tmp_path / "other", **elsewhere)
-    mixed = changed(runs / "fusion-rte", tmp_path / "mixed", adapter_encoders={"pick": "0" * 64})
+    run = changed(runs / "rte", tmp_path / "run", **elsewhere)
     allow = ["--allow-other-encoder", "--model", str(encoder)]
-    for run, options, note in (
-        (other, allow, "was trained with another encoder"),
-        (mixed, [], "fuses adapters of another encoder: pick"),
-    ):
-        predict.main([str(run), "red", "one", "--device", "cpu", "--json", *options])
-        said = capsys.readouterr()
-        assert json.loads(said.out)["label"] and said.err.startswith("note: ") and note in said.err
-
-
-FORK = """import train
-
-usual = train.predict
-train.predict = lambda *given: -usual(*given)  # a head that is read the other way round
-"""
-
-
-def test_what_a_fork_changes_is_in_effect_once_it_is_imported(runs, tmp_path, monkeypatch, capsys):
-    (tmp_path / "my_fork.py").write_text(FORK)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    run = changed(runs / "rte", tmp_path / "run", command="my_fork.py --stage adapter --task rte")
-    words = [str(run), "red", "one", "--device", "cpu", "--json"]
-    predict.main(words)
+    predict.main([str(run), "red", "one", "--device", "cpu", "--json", *allow])
     said = capsys.readouterr()
-    assert f"note: {run}: the run was made by my_fork.py, which is not imported (" in said.err
-    assert said.err.count("my_fork") == 1  # a stranger's program is named, and not recommended
-    monkeypatch.setattr(train, "predict", train.predict)  # to be restored
-    predict.main([*words, "--import", "my_fork"])
-    forked = capsys.readouterr()
-    assert forked.err == ""
-    first, second = json.loads(said.out), json.loads(forked.out)
-    assert first["probability"] == pytest.approx(second["probability"])
-    assert first["label"] != second["label"]
-    sys.modules.pop("my_fork")
+    assert json.loads(said.out)["label"]
+    assert said.err.startswith("note: ") and "was trained with another encoder" in said.err
+
+
+def test_what_a_fork_changes_is_in_effect(runs, monkeypatch):
+    """It imports train.py, and puts its own function in the place of one."""
+    usual, words = train.predict, ("red", "one")
+    (before,) = load_run(runs / "rte").predict([words])
+    monkeypatch.setattr(train, "predict", lambda *given: -usual(*given))
+    (after,) = load_run(runs / "rte").predict([words])
+    assert before["label"] != after["label"]

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import train
 from adapter import AdapterConfig, activate, add_adapter, load_adapter
 from bert import Bert
-from conftest import dev_batches, of_stage
+from conftest import of_stage
 from experiments.load_run import load_run
 from fusion import add_fusion
 from runtime.settings import parse
@@ -124,7 +124,7 @@ def test_limits_are_drawn_with_the_seed(launch, tmp_path):
 
 
 def test_bfloat16_holds_frozen_weights_in_bf16_and_trained_ones_in_fp32(
-    launch, data_dir, encoder, runs, berts, tmp_path
+    launch, runs, berts, tmp_path
 ):
     words = "--stage fusion --task rte --epochs 1 --dtype bfloat16"
     launch(words, adapters=[runs / "rte", runs / "sst2"], out=tmp_path / "run")
@@ -132,10 +132,11 @@ def test_bfloat16_holds_frozen_weights_in_bf16_and_trained_ones_in_fp32(
         assert p.dtype == (torch.float32 if ".fusion." in name else torch.bfloat16), name
     saved = load_file(tmp_path / "run" / "model_adapter_fusion.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
-    batch, logits = dev_batches(encoder, data_dir)[0], []
+    logits = []
     for dtype in (torch.bfloat16, torch.float32):
-        bert, head, _ = load_run(tmp_path / "run")
-        logits.append(train.predict(bert.to(dtype), head, batch, dtype))
+        model = load_run(tmp_path / "run")
+        batch = model.batch(model.encode([("red cat", "red"), ("one", "the dog runs")]))
+        logits.append(train.predict(model.bert.to(dtype), model.head, batch, dtype))
     assert logits[0].dtype == torch.float32 and torch.allclose(*logits, atol=0.1)
 
 
