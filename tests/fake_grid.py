@@ -107,11 +107,10 @@ class Fake:
 
 if __name__ == "__main__":
     if sys.argv[1] == "table1":
+        from experiments import grid, table1
         from runtime.command import announce, run_command
 
         announce("table1")
-        from experiments import grid, table1
-
         grid.result_of = result_of
         run_command("table1", table1.main, sys.argv[2:])
     else:
