@@ -66,9 +66,8 @@ def test_arrows_at_their_thresholds():
 def build(text, **options):
     """(cells, places, {name: settings}) of tasks of 40,000, 3,000 and 250 examples"""
     sizes = {"big": 40000, "middle": 3000, "small": 250}
-    own, _, rest = text.partition("-- ")
-    words = [*cli(own, tasks=[*sizes], model="M", out=".", **options), "--", *rest.split()]
-    runs = table1.Runs(table1.arguments(words), sizes)
+    words = cli(tasks=[*sizes], model="M", out=".", **options)
+    runs = table1.Runs(table1.arguments([*words, *text.split()]), sizes)
     return runs.cells, runs.places, {name: cell.settings() for name, cell in runs.cells.items()}
 
 
