@@ -81,11 +81,10 @@ class Fake:
         """Of the command line. What follows -- goes to train.py."""
         from conftest import cli
 
-        own, _, rest = text.partition("-- ")
         launch = f"{sys.executable} -S {__file__} {self.fake}"
         given = {"model": self.encoder, "data_dir": self.data, "out": self.out, "launch": launch}
         given |= {"tasks": "big middle small".split(), **options}
-        return [*cli(**given), *own.split(), "--", "--device", "cpu", *rest.split()]
+        return [*cli(**given), *text.split()]
 
     def __call__(self, text="", **options):
         from runtime.command import run_command
@@ -107,11 +106,10 @@ class Fake:
 
 if __name__ == "__main__":
     if sys.argv[1] == "table1":
+        from experiments import grid, table1
         from runtime.command import announce, run_command
 
         announce("table1")
-        from experiments import grid, table1
-
         grid.result_of = result_of
         run_command("table1", table1.main, sys.argv[2:])
     else:
