@@ -344,7 +344,7 @@ def check(settings):
     if settings.train_file and settings.task is None:
         raise ValueError("--train-file is the data of one --task")
     if len({*settings.column_names.values()}) < len(settings.column_names):
-        raise ValueError("--columns has a name twice")
+        raise ValueError("--columns has one column of the file twice")
 
 
 def check_length(max_length, longest):

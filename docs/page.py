@@ -22,7 +22,7 @@ import datasets
 import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
-from IPython.display import HTML, Image, Markdown, display
+from IPython.display import Image, Markdown, display
 
 import train
 from adapter import ADAPTERS, Adapter, AdapterConfig, Head, add_adapter

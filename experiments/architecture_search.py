@@ -256,14 +256,15 @@ def run(searches, options, config):
             results, failed = grid.run(search.add_step(step), options)
             search.results |= results
             search.failed |= failed
-            # one that lacks a result, because its loss diverged or a run failed, has lost
+            # one that lacks a result, because its loss diverged, has lost
             means = {o: mean for o, mean in search.means(step).items() if mean is not None}
-            if means:
+            broken = [why for why in failed.values() if "no epoch was finished" not in why]
+            if means and not broken:
                 search.winners[step] = winner = max(means, key=means.get)
                 search.best |= sets(step, winner)
             path = write_results([one for one in searches if one.cells], options, config)
             print(*report.table(*search.table(step)), sep="\n", flush=True)
-            if not means:
+            if broken or not means:
                 break
     print(path, flush=True)
     grid.end({name: reason for search in searches for name, reason in search.failed.items()})

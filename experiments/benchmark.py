@@ -178,9 +178,6 @@ def main(argv=None):
     rows, cells = wanted_rows(options), []
     torch.manual_seed(0)
     bert = Bert.from_pretrained(options.model) if options.model else Bert(BertConfig())
-    if options.length > bert.config.max_length:
-        longest = bert.config.max_length
-        raise ValueError(f"--length {options.length} is more than the encoder's {longest}")
     with tempfile.TemporaryDirectory() as root:
         write_inputs(bert, Path(root), rows.values(), options.length)
         for name, row in rows.items():

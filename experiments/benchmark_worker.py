@@ -151,7 +151,7 @@ def main():
     result["trained"] = sum(p.numel() for p in trained)
     product, of_product = matrix_product(spec, dtype, batch["input_ids"].numel())
     products = multiply_adds(work) / of_product  # as many take as long as the row's
-    work()  # warms up
+    clock(work, 1), clock(product, 1)  # they warm up
     if memory("VmRSS"):
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts from here
     if cuda:

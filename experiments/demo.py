@@ -34,11 +34,8 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 import train
-from experiments.figure4 import heat_map, mean_weights
-from experiments.report import mean_and_deviation, save_figure, subplots, table, with_deviation
+from experiments.report import mean_and_deviation, table, with_deviation
 from formats.encoder import find_minilm
 from formats.files import read_json
 from runtime.command import run_command
@@ -235,16 +232,6 @@ def conclusion(results):
     return "\n".join([*lines, f"so on this target {verdict}."])
 
 
-def draw_weights(run, path):
-    names, weights, _ = mean_weights(run)
-    weights = torch.stack(list(weights.values()))  # [layers, N]
-    figure, axes = subplots(figsize=(5.5, 3.2))
-    image = heat_map(axes, weights.T, names, range(1, len(weights) + 1))
-    axes.set(xlabel="layer", ylabel="adapter", title=f"{TARGET}: mean fusion weight")
-    figure.colorbar(image)
-    save_figure(figure, path)
-
-
 def main(argv=None):
     words = "Adapters, their fusion and its controls on docstrings, with MiniLM, on two cores."
     out = parse(Options, argv, "python -m experiments.demo", words).out
@@ -255,16 +242,13 @@ def main(argv=None):
         lines = path.read_text(encoding="utf-8").splitlines()
         print(f"{path}: {len(lines)} examples, the first: {lines[0]}")
     sources, results = train_sources(out, "minilm"), compare(out, "minilm")
-    own, fusion, picture = out / "own-0", out / "fusion-0", out / "fusion_weights.png"
-    draw_weights(fusion, picture)
 
     print("\nAccuracy on the development sets, in %")
     print("", *table(*source_table(sources | {TARGET: results["own"][0]})), sep="\n")
     print("", *table(*system_table(results)), sep="\n")
     print(f"\n{conclusion(results)}")
-    print(f"\nfusion weights by adapter and layer: {picture}")
-    page, figures = out / "page.html", out / "figures"
-    print(f"next: python -m experiments.curves {own} {fusion}")
+    own, fusion, page, figures = (out / x for x in "own-0 fusion-0 page.html figures".split())
+    print(f"\nnext: python -m experiments.curves {own} {fusion}")
     print(f"      python -m experiments.predict {fusion} 'The sum.' 'total' --explain {page}")
     print(f"      python -m experiments.figure4 {fusion} --baseline {own} --out {figures}")
 

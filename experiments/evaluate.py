@@ -27,6 +27,8 @@ from runtime.results import eval_batch_size
 from runtime.settings import COUNT, like, option, parse
 from variants.masking import mask
 
+MOST_CLASSES = 12  # with their confusions in the table; the closing line has all
+
 
 @dataclass(frozen=True)
 class Options(Reading):
@@ -59,11 +61,12 @@ def by_class(names, labels, predictions):
 def class_table(classes):
     """Lines of a table: columns of the confusion matrix have the number of the label that was
     predicted."""
-    rows = []
+    rows, few = [], len(classes) <= MOST_CLASSES
     for i, (name, found) in enumerate(classes.items(), 1):
         scores = found["precision"], found["recall"], found["count"]
-        rows.append([f"{i} {name}", *scores, *found["confusion"]])
-    numbers = [f"as {i}" for i in range(1, len(rows) + 1)]
+        name = " ".join(name.split())
+        rows.append([f"{i} {name:.30}", *scores, *found["confusion"] * few])
+    numbers = [f"as {i}" for i in range(1, len(rows) + 1)] * few
     return table(rows, ["label", "precision", "recall", "count", *numbers])
 
 

@@ -142,9 +142,11 @@ def heat_maps(values, titles, rows, columns, path):
     height = below + down * (len(rows) * 0.34 + 0.4) + 0.3
     shared = {"sharex": True, "sharey": True, "squeeze": False}  # names at the outer panels alone
     figure, axes = subplots(down, across, (max(4.5, width), max(3, height)), **shared)
-    for panel, weights, title in zip(axes.flat, values, titles, strict=False):
-        image = heat_map(panel, weights, rows, columns, top)
+    for i, title in enumerate(titles):
+        panel = axes.flat[i]
+        image = heat_map(panel, values[i], rows, columns, top)
         panel.set_title(title, fontsize=9)
+        panel.tick_params(labelbottom=i + across >= panels)  # also above a gap in the last row
     for panel in axes.flat[panels:]:
         panel.set_visible(False)
     figure.suptitle("What each target task takes from each adapter", fontsize=10)
@@ -164,13 +166,14 @@ def single_accuracies(runs, baselines):
             config[name] for name in ("task", "encoder_sha256", "data_sha256", "dev_examples")
         )
 
-    found = defaultdict(list)
+    found, wanted = defaultdict(list), [on(read_run_config(run)) for run in runs]
     for directory in baselines:
         config = read_run_config(directory)
-        if config["stage"] == "adapter":
+        if config["stage"] == "adapter" and on(config) in wanted:
             found[on(config)].append(read_json(directory / "metrics.json")["accuracy"])
-    fitting = [found[on(read_run_config(run))] for run in runs]
-    return [mean(accuracies) if accuracies else None for accuracies in fitting]
+        else:
+            print(f"note: --baseline {directory} is no single adapter on a fusion's task and data")
+    return [mean(found[run]) if run in found else None for run in wanted]
 
 
 def strengths_table(targets, columns, values):

@@ -103,8 +103,9 @@ def check_owned(options, owned=OWNED):
 
 def train_examples(tasks, data_dir):
     """{task: number of its training examples}"""
-    sizes = {}
-    for task in [data.get_task(task, data_dir) for task in tasks]:
+    sizes, found = {}, [data.get_task(task, data_dir) for task in tasks]
+    # those first that are not on the hub: before the others are downloaded
+    for task in sorted(found, key=lambda task: task.source is not None):
         source = find_split(task, "train", data_dir)
         rows = sum(1 for _ in source.read())
         sizes[task.name] = rows - min(source.part or 0, rows // 2)  # without those held out
@@ -197,7 +198,8 @@ def run(cells, options, part=(0, 1)):
     """
     results, failed, running = finished(cells, options), {}, {}
     todo = [cell for cell in cells[part[0] :: part[1]] if cell.name not in results]
-    jobs = options.jobs or torch.cuda.device_count() or 1
+    on_gpus = todo and todo[0].settings().device in ("auto", "cuda")
+    jobs = options.jobs or (torch.cuda.device_count() if on_gpus else 0) or 1
     print(f"{len(results)} of {len(cells)} runs are finished, {len(todo)} to go", flush=True)
 
     def kill_all():
@@ -264,7 +266,8 @@ def environment(slot, jobs, options):
         every = ",".join(map(str, range(gpus)))
         devices = values.get("CUDA_VISIBLE_DEVICES", every).split(",")
         values["CUDA_VISIBLE_DEVICES"] = ",".join(devices[slot % len(devices) :: jobs])
-    if jobs > 1 and "torchrun" not in options.launch:
+    several = "torchrun" in options.launch or "torch.distributed" in options.launch
+    if jobs > 1 and not several:
         values.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // jobs)))
         values.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # who waits leaves the core to the others
     return values

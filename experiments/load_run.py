@@ -83,9 +83,9 @@ class LoadedRun:
         name, columns = self.task.name, self.task.columns
         texts = [given] if isinstance(given, str) else list(given)
         if texts and not isinstance(texts[-1], str):  # the choices, as one list
-            *texts, options = texts
+            options = list(texts.pop())
             if columns[-1] in ("choices", "endings"):  # one column holds all of them
-                options = [{"text": options} if name == "commonsense_qa" else list(options)]
+                options = [{"text": options} if name == "commonsense_qa" else options]
             texts += options
         if len(texts) != len(columns):
             raise ValueError(f"{name} takes {' and '.join(columns)}, not {given!r:.200}")
@@ -268,8 +268,12 @@ def load_run(directory, device="cpu", model=None, task=None, allow_other_encoder
         raise ValueError(f"{directory} is a run on {config['task']!r:.50}, not on {task!r:.50}")
     note_other_program(directory, config)
     run_task = task_of(config)
-    encoder = directory if config["stage"] in ("full", "multitask") else config["model"]
-    bert = Bert.from_pretrained(model or encoder).to(device, torch.float32)
+    encoder = model or config["model"]
+    if config["stage"] in ("full", "multitask"):
+        encoder = directory
+        if model is not None:
+            raise ValueError(f"{directory} has an encoder of its own, which --model cannot replace")
+    bert = Bert.from_pretrained(encoder).to(device, torch.float32)
     check_encoders(bert, directory, config, allow_other_encoder)
     head = plug_in(bert, directory, part, config)
     if head.config["label2id"] != {label: i for i, label in enumerate(config["labels"])}:

@@ -40,7 +40,6 @@ from runtime.settings import argument, like, option, parse
 from train import Settings
 
 WINDOW = 3200  # inputs that are sorted by length together
-MOST_EXPLAINED = 50  # a page with more inputs would have megabytes
 # Okabe and Ito's colours, which most kinds of colour vision tell apart
 COLOURS = "#e69f00 #56b4e9 #009e73 #f0e442 #0072b2 #d55e00 #cc79a7 #999999".split()
 
@@ -86,6 +85,8 @@ def read_inputs(options, model):
     for line, given in inputs:
         with error_prefix(f"{where}, line {line}"):
             model.candidates(given)
+    if not inputs:
+        raise ValueError("stdin is empty")
     return inputs
 
 
@@ -99,7 +100,7 @@ def line_of_text(model, candidates, answer):
     text = f"{' '.join(joined(candidates[best]).split()):.100}"
     if "label" not in answer:
         return f"{answer[model.task.labels[0]]:.3f}\t{text}"
-    return f"{answer['label']}\t{answer['probability']:.3f}\t{text}"
+    return f"{' '.join(answer['label'].split())}\t{answer['probability']:.3f}\t{text}"
 
 
 def explain(model, given, answer):
@@ -145,8 +146,6 @@ def main(argv=None):
     if options.explain:
         check_stage(options.run, model.config, ["fusion"], "can be explained")
     inputs = read_inputs(options, model)
-    if options.explain and len(inputs) > MOST_EXPLAINED:
-        raise ValueError(f"--explain takes {MOST_EXPLAINED} inputs at most, not {len(inputs)}")
     cut, data = 0, page_data(model)
     for start in range(0, len(inputs), WINDOW):
         window = inputs[start : start + WINDOW]

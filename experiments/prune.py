@@ -120,7 +120,7 @@ def write_run(run, bert, names, record, out):
     for name in ("head_config.json", "model_head.safetensors", "log.jsonl"):
         shutil.copyfile(run / name, out / name)
     config = {**read_json(run / "config.json"), "adapters": names, "pruned": record}
-    config.pop("adapter_digests", None)  # of the adapters in all their layers
+    config["adapter_digests"] = None  # so that --resume of the larger run refuses this one
     encoders = config["adapter_encoders"]
     config["adapter_encoders"] = {name: encoders[name] for name in names if name in encoders}
     write_json(out / "config.json", config)
@@ -131,7 +131,7 @@ def main(argv=None):
     run, out, left_out = options.run, options.out, options.leave_out
     if options.keep is None and not left_out:
         raise ValueError("give --keep, --leave-out, or both")
-    if out.exists():
+    if out.exists() or out.is_symlink():
         raise ValueError(f"--out {out} is already there")
     allow = options.allow_other_encoder
     loaded = load_run(run, model=options.model, allow_other_encoder=allow)
@@ -142,25 +142,24 @@ def main(argv=None):
     task, split = loaded.task, loaded.split("validation", options.data_dir)
     seen = loaded.split("train", options.data_dir, options.limit)
     device, _ = choose_device(options.device, "float32")
-    out.parent.mkdir(parents=True, exist_ok=True)  # before the long work: it may be impossible
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as directory:  # fails before the long work
+        print(f"{run}: mean fusion weights on {len(seen)} training examples", flush=True)
+        weights = weights_by_layer(bert.to(device), seen)
+        print(f"accuracy on {len(split)} development examples, by adapters in a layer", flush=True)
+        size, scores = eval_batch_size(config["batch_size"], config["grad_accumulation"]), {}
+        for k in range(len(names), 0, -1):
+            smaller, _ = pruned(bert, names, weights, k, left_out)
+            _, dtype = cast(smaller, head, config, options.device)
+            labels, predictions, loss = evaluate(smaller, head, task, split, size, dtype)
+            scores[k] = {name: score(labels, predictions) for name, score in task.scores.items()}
+            scores[k]["dev_loss"] = loss
+            print(f"{k:>4}  {scores[k]['accuracy']:.4f}", flush=True)
 
-    print(f"{run}: mean fusion weights on {len(seen)} training examples", flush=True)
-    weights = weights_by_layer(bert.to(device), seen)
-    print(f"accuracy on {len(split)} development examples, by adapters in a layer", flush=True)
-    size, scores = eval_batch_size(config["batch_size"], config["grad_accumulation"]), {}
-    for k in range(len(names), 0, -1):
-        smaller, _ = pruned(bert, names, weights, k, left_out)
-        _, dtype = cast(smaller, head, config, options.device)
-        labels, predictions, loss = evaluate(smaller, head, task, split, size, dtype)
-        scores[k] = {name: score(labels, predictions) for name, score in task.scores.items()}
-        scores[k]["dev_loss"] = loss
-        print(f"{k:>4}  {scores[k]['accuracy']:.4f}", flush=True)
-
-    k = options.keep or len(names)
-    smaller, left = pruned(bert.cpu(), names, weights, k, left_out)
-    record = {"from": str(run.resolve()), "keep": options.keep, "leave_out": left_out}
-    metrics = {**read_json(run / "metrics.json"), **scores[k], "out": str(out)}
-    with tempfile.TemporaryDirectory(dir=out.parent) as directory:
+        k = options.keep or len(names)
+        smaller, left = pruned(bert.cpu(), names, weights, k, left_out)
+        record = {"from": str(run.resolve()), "keep": options.keep, "leave_out": left_out}
+        metrics = {**read_json(run / "metrics.json"), **scores[k], "out": str(out)}
         complete = Path(directory) / "run"
         complete.mkdir()
         write_run(run, smaller, left, record, complete)

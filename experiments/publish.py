@@ -75,10 +75,11 @@ def card(config, metrics, bert, head, encoder, repo):
     scores = [name for name in ("macro_f1", "f1", "matthews", "dev_loss") if name in metrics]
     share = metrics.get("majority_class_accuracy")
     inputs = "input_ids", "token_type_ids", "attention_mask"
+    source = TASKS[task].source if task in TASKS else None
     text = Template(template).substitute(
         texts,
         model_type=bert.config.model_type,
-        datasets=f'datasets: ["{TASKS[task].source}"]\n' if task in TASKS else "",
+        datasets=f'datasets: ["{source}"]\n' if source else "",
         encoder=encoder,
         repo=repo,
         task=task,

@@ -317,15 +317,14 @@ BARS = {  # system: colour and hatching of its bars
 }
 
 
-def figure3(path, tasks, panels):
-    """Bars of differences to full fine-tuning. panels: {title: {(system, "full"): {task:
-    difference}}}, of which the first has all bars that are drawn"""
-    shown = list(next(iter(panels.values())))
-    width, size = 0.8 / len(shown), (max(6.5, 0.75 * len(tasks) + 1.5), 5.6)
-    figure, both = report.subplots(len(panels), figsize=size, sharex=True)
-    for axes, (name, panel) in zip(both, panels.items(), strict=True):
-        for i, pair in enumerate(shown):
-            bars, shift = panel.get(pair, {}), (i - (len(shown) - 1) / 2) * width
+def figure3(path, tasks, here, there):
+    """Bars of differences to full fine-tuning, ours and below them the paper's. here, there:
+    {(system, "full"): {task: difference}}"""
+    width, size = 0.8 / len(here), (max(6.5, 0.75 * len(tasks) + 1.5), 5.6)
+    figure, both = report.subplots(2, figsize=size, sharex=True)
+    for axes, name, panel in zip(both, ("here", "the paper's"), (here, there), strict=True):
+        for i, pair in enumerate(here):
+            bars, shift = panel.get(pair, {}), (i - (len(here) - 1) / 2) * width
             places = [tasks.index(task) + shift for task in bars]
             style = {"edgecolor": "black", "linewidth": 0.6, **BARS[pair[0]]}
             axes.bar(places, list(bars.values()), width, label=title(pair[0]), **style)
@@ -355,12 +354,11 @@ def write_results(options, runs, results, config):
     def path(name):
         return options.out / name.replace(".", f"{suffix}.")
 
-    printed = "RoBERTa-base, Table 4" if roberta else "BERT-base-uncased, Tables 1 and 3"
-    note = f"In brackets: the paper's {printed}; the means, too, are over the tasks listed here."
-    name = path("table4.csv" if roberta else "table1.csv")
-    table = accuracy_table(name, options.systems, examples, found, ours, theirs)
+    papers, name = ("Table 4", "table4.csv") if roberta else ("Tables 1 and 3", "table1.csv")
+    note = f"In brackets: the paper's {papers}; the means, too, are over the tasks listed here."
+    table = accuracy_table(path(name), options.systems, examples, found, ours, theirs)
     parts = ["# Results\n", grid.caption(options, config, note) + "\n"]
-    parts += [f"## {printed.split(', ')[1]}\n", report.markdown(*table)]
+    parts += [f"## {papers}\n", report.markdown(*table)]
     if differences(ours, COMPARISONS, tasks):
         parts += ["## Table 2: fusion compared to adapters alone\n"]
         parts += [report.markdown(*table2(path("table2.csv"), tasks, ours, theirs))]
@@ -371,8 +369,7 @@ def write_results(options, runs, results, config):
     pairs = [(system, "full") for system in BARS]
     here, there = (differences(values, pairs, tasks) for values in (ours, theirs))
     if here:
-        panels = {"here": here, f"paper: {printed.split(',')[0]}": there}
-        figure3(path("figure3.png"), tasks, panels)
+        figure3(path("figure3.png"), tasks, here, there)
         parts += ["## Figure 3: difference to full fine-tuning\n"]
         parts += [f"![Figure 3]({path('figure3.png').name})\n"]
     return report.write_text(path("results.md"), "\n".join(parts)), table

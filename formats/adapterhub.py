@@ -99,8 +99,9 @@ cb              bert-base-uncased-cb               roberta-base-cb
 
 def paper_adapters(model_type):
     """[(task, hub id)] of the paper's 16 adapters for "bert" or "roberta"."""
-    rows, column = PAPER_ADAPTERS.strip().split("\n"), 2 if model_type == "roberta" else 1
-    return [(row.split()[0], f"AdapterHub/{row.split()[column]}_pfeiffer") for row in rows]
+    rows = [row.split() for row in PAPER_ADAPTERS.strip().split("\n")]
+    names = [(task, roberta if model_type == "roberta" else bert) for task, bert, roberta in rows]
+    return [(task, f"AdapterHub/{name}_pfeiffer") for task, name in names]
 
 
 def check_name(name, taken=()):
@@ -284,7 +285,8 @@ class Saved:
 
 def read_values(directory, files):
     """(options, the whole JSON object) of an adapter, head or fusion."""
-    values = read_json(path := Path(directory) / files.config)
+    path = Path(directory) / files.config
+    values = read_json(path)
     if not isinstance(values.get("config"), dict):
         raise ValueError(f"{path}: no 'config' object, as AdapterHub's files have it")
     return values["config"], values
@@ -468,7 +470,8 @@ def write(directory, files, options, tensors, values):
     gives. Raises ValueError for a tensor that could not be read back under its name."""
     by_name = {}
     for (slot, part), tensor in tensors.items():
-        key = files.tensor.format(slot=slot, part=part, **values)
+        names = {"model_type": values["model_type"], "name": values["name"]}
+        key = files.tensor.format(slot=slot, part=part, **names)
         match = files.pattern.fullmatch(key)
         if match is None or (match["slot"], match["part"]) != (slot, part):
             raise ValueError(f"a tensor cannot be called {part} in {slot}: it would not be found")

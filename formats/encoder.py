@@ -55,21 +55,25 @@ class BertConfig:
     model_type: str = "bert"
 
     def __post_init__(self):
-        def require(name, what, valid):
-            if not valid(getattr(self, name)):
+        def require(valid, name, what):
+            if not valid:
                 raise ValueError(f"{name} must be {what}, not {getattr(self, name)!r:.50}")
 
         for name in SIZES:
-            require(name, "a positive integer", lambda n: type(n) is int and 0 < n < 10**7)
+            size = getattr(self, name)
+            require(type(size) is int and 0 < size < 10**7, name, "a positive integer")
         for name in RATES:
-            require(name, "in [0, 1)", lambda rate: type(rate) in (int, float) and 0 <= rate < 1)
+            rate = getattr(self, name)
+            require(type(rate) in (int, float) and 0 <= rate < 1, name, "in [0, 1)")
         for name, known in CHOICES.items():
-            require(name, " or ".join(known), known.__contains__)
+            require(getattr(self, name) in known, name, " or ".join(known))
         # to build a damaged file's millions would take minutes
-        require("num_hidden_layers", "under 1000", lambda n: n < 1000)
-        require("num_attention_heads", "hidden_size's divisor", lambda n: self.hidden_size % n == 0)
-        require("pad_token_id", "in the vocabulary", range(self.vocab_size).__contains__)
-        require("pad_token_id", "before the last position", lambda _: self.max_length > 0)
+        require(self.num_hidden_layers < 1000, "num_hidden_layers", "under 1000")
+        divides = self.hidden_size % self.num_attention_heads == 0
+        require(divides, "num_attention_heads", "hidden_size's divisor")
+        pad = self.pad_token_id
+        usable = type(pad) is int and 0 <= pad < self.vocab_size and self.max_length > 0
+        require(usable, "pad_token_id", "in the vocabulary, and before the last position")
 
     @property
     def max_length(self):

@@ -52,11 +52,14 @@ def read_jsonl(lines):
 
 def read_json(lines):
     """A list of objects, or else objects in lines, as in .jsonl"""
-    if not next(filter(str.strip, lines), "").lstrip().startswith("["):
+    first = next((line for line in lines if line.strip()), "")
+    if not first.lstrip().startswith("["):
         yield from read_jsonl(lines)
         return
-    text, lines.number = "".join(lines), 1  # from where a JSONDecodeError counts
-    for lines.number, row in enumerate(json.loads(text), 1):
+    text = "".join(lines)
+    lines.number = 1  # from where a JSONDecodeError counts
+    for number, row in enumerate(json.loads(text), 1):
+        lines.number = number
         yield row
 
 
@@ -65,10 +68,11 @@ def read_csv(lines, **dialect):
     header = next(table, [])
     if twice := [name for name in header if header.count(name) > 1]:
         raise ValueError(f"two columns are called {twice[0]!r:.100}")
-    for cells in filter(None, table):
-        if len(cells) != len(header):
+    for cells in table:
+        if cells and len(cells) != len(header):
             raise ValueError(f"{len(cells)} fields, the first line has {len(header)}")
-        yield dict(zip(header, cells, strict=True))
+        if cells:
+            yield dict(zip(header, cells, strict=True))
 
 
 def read_parquet(lines):
@@ -277,12 +281,16 @@ def cached(key, chunks, floats):
     path = Path(datasets.config.HF_DATASETS_CACHE) / "tokens" / f"{name}.arrow"
     with contextlib.suppress(OSError, pyarrow.ArrowException):  # it is not there, or damaged
         return datasets.Dataset.from_file(str(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # several processes may be doing the same
-    with atomic_write(path, f".{os.getpid()}") as temporary:
-        with pyarrow.ipc.new_stream(str(temporary), schema) as stream:
-            for chunk in chunks:
-                stream.write(pyarrow.RecordBatch.from_pydict(chunk, schema))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # several processes may be doing the same
+        with atomic_write(path, f".{os.getpid()}") as temporary:
+            with pyarrow.ipc.new_stream(str(temporary), schema) as stream:
+                for chunk in chunks:
+                    stream.write(pyarrow.RecordBatch.from_pydict(chunk, schema))
+    except OSError as e:
+        problem = f"the cache of `datasets` cannot be written ({e})"
+        raise OSError(f"{problem}: HF_DATASETS_CACHE in the environment names another") from e
     return datasets.Dataset.from_file(str(path))
 
 

@@ -27,7 +27,7 @@ def apply_column_names(row, names):
     are replaced at the same time."""
     if not names:
         return row
-    rest = {column: value for column, value in row.items() if column not in names.values()}
+    rest = {name: value for name, value in row.items() if name not in {*names, *names.values()}}
     return rest | {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
 
 

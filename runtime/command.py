@@ -141,7 +141,7 @@ def run_command(name, main, argv=None, interrupted="interrupted"):
         if os.environ.get(TRACEBACK):
             traceback.print_exc()
         status, message = 2, describe_error(e)
-        # which may be one process's alone
+        # a lack of memory, or an error of CUDA, may come to one process alone
         prints = rank == 0 or isinstance(e, (MemoryError, RuntimeError))
     if prints:
         say_why(name, message)

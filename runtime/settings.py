@@ -94,7 +94,9 @@ def parse(options, argv, prog, description, epilog=""):
     values = vars(parser.parse_intermixed_args(argv))
     for field in known:
         if isinstance(default_of(field), dict):
-            values[field.name] = dict(values[field.name])
+            given, values[field.name] = values[field.name], dict(values[field.name])
+            if len(values[field.name]) < len(given):
+                raise ValueError(f"one name is given twice: {', '.join(name for name, _ in given)}")
         elif isinstance(values[field.name], list):
             values[field.name] = tuple(values[field.name])
     result = options(**values)

@@ -40,7 +40,9 @@ def save_state(path, config, state, trained, optimizer, device, history, seconds
             with open(temporary, "wb") as file:
                 torch.save(saved, file)
         except RuntimeError as e:  # PyTorch's, on top of the OSError of a full disk
-            raise OSError(str(e.__context__ or e).splitlines()[0]) from e
+            if isinstance(e.__context__, OSError):
+                raise e.__context__ from None
+            raise
 
 
 def restore_state(saved, state, trained, optimizer, device):

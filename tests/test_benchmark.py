@@ -89,8 +89,6 @@ def test_turns_alternate_and_losses_are_equal(dtype, error, monkeypatch):
         benchmark.measure(specs, 3)
 
 
-@pytest.mark.parametrize(
-    "words, message", [("--rows x", "no row has 'x'"), ("--length 49", "than the encoder's 48")]
-)
-def test_errors(words, message, encoder, refused):
-    refused(cli(words, model=encoder), message, name="benchmark.py", main=benchmark.main)
+def test_errors(encoder, refused):
+    words = cli("--rows x", model=encoder)
+    refused(words, "no row has 'x'", name="benchmark.py", main=benchmark.main)

@@ -75,7 +75,7 @@ def test_everything_is_as_in_training(
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     if options[:4] in ("full", "mult"):
         words = [out, "--task", task, "--model", encoder]
-        refused(words, "was trained with another encoder", **EVALUATE)
+        refused(words, "has an encoder of its own", **EVALUATE)
 
 
 def test_report(runs, data_dir, evaluate, tmp_path, monkeypatch):

@@ -59,6 +59,7 @@ def test_files(fused, tmp_path, capsys):
     written = {path.name for path in out.iterdir()}
     assert written == {"figure4.png", "figure6.png", "weights.csv", "summary.txt"}
     assert (out / "summary.txt").read_text() in printed
+    assert [f"note: --baseline {run} is no" in printed for run in (single, fused[0])] == [0, 1]
 
     with open(out / "weights.csv", newline="") as file:
         rows = list(csv.DictReader(file))

@@ -126,6 +126,7 @@ for words in WRONG.split("|"):
 for line in f"""
 --epochs 1.5 | --epochs
 --seeds 1 1 | twice
+--adapter-config ln_after=true ln_after=false | one name is given twice: ln_after
 --seeds 1 --seed 2 | --seed
 --score loss | --score loss: rte has accuracy
 --stage adapter --reduction-factor 33 | --reduction-factor 33 leaves no bottleneck

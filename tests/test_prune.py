@@ -84,6 +84,8 @@ def test_a_smaller_run(name, keep, leave_out, whole, tmp_path):
         accuracies = {int(row["k"]): float(row["accuracy"]) for row in csv.DictReader(file)}
     assert [*accuracies] == [*range(len(names), 0, -1)]
     assert accuracies[keep or len(names)] == metrics["accuracy"] == result["accuracy"]
+    # --resume of the larger run's command would compare these, and refuses
+    assert config["adapter_digests"] != load_run(run).config["adapter_digests"]
     assert metrics["out"] == str(out) and config["pruned"]["from"] == str(run)
     assert evaluate.main(cli(f"{out} --device cpu"))["accuracy"] == metrics["accuracy"]
     predict.main(cli(f"{out} red one --device cpu"))

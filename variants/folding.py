@@ -42,9 +42,6 @@ class FoldedFusion(nn.Module):
         output = F.linear((s @ self.membership.T) * a, self.to_output).view(h.shape)
         return last.add_and_norm(output + residual, x, norm)
 
-    def regularization(self):
-        raise ValueError("a folded fusion has no regularization: it is not for training")
-
 
 @torch.no_grad()
 def fold(bert):
