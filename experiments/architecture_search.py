@@ -238,6 +238,7 @@ def figure(path, search):
             means = [search.over_seeds(step, option, factor)[0] for factor in factors]
             panel.plot(factors, means, line, label=label(step, option))
         panel.set_xscale("log", base=2)
+        panel.set_xticks(factors, [f"{factor:g}" for factor in factors])
         panel.set(title=title, xlabel="reduction factor", ylabel="accuracy, %")
         panel.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     report.save_figure(shape, path)

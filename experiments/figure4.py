@@ -162,9 +162,7 @@ def single_accuracies(runs, baselines):
     data, or None. With --limit-train, the data of another seed are others."""
 
     def on(config):
-        return tuple(
-            config[name] for name in ("task", "encoder_sha256", "data_sha256", "dev_examples")
-        )
+        return tuple(config[n] for n in "task encoder_sha256 data_sha256 dev_examples".split())
 
     found, wanted = defaultdict(list), [on(read_run_config(run)) for run in runs]
     for directory in baselines:

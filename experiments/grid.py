@@ -219,6 +219,7 @@ def run(cells, options, part=(0, 1)):
                     if len(running) < jobs and results.keys() >= {*cell.needs}:
                         todo.remove(cell)
                         slot = min({*range(jobs)} - running.keys())
+                        print(f"{cell.name}: see {cell.log}", flush=True)
                         running[slot] = cell, start(cell, options, environment(slot, jobs, options))
                 if not running:
                     break

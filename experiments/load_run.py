@@ -268,12 +268,12 @@ def load_run(directory, device="cpu", model=None, task=None, allow_other_encoder
         raise ValueError(f"{directory} is a run on {config['task']!r:.50}, not on {task!r:.50}")
     note_other_program(directory, config)
     run_task = task_of(config)
-    encoder = model or config["model"]
-    if config["stage"] in ("full", "multitask"):
-        encoder = directory
-        if model is not None:
-            raise ValueError(f"{directory} has an encoder of its own, which --model cannot replace")
-    bert = Bert.from_pretrained(encoder).to(device, torch.float32)
+    own = config["stage"] in ("full", "multitask")
+    if own and model is not None:
+        raise ValueError(f"{directory} has an encoder of its own, which --model cannot replace")
+    bert = Bert.from_pretrained(directory if own else model or config["model"]).to(
+        device, torch.float32
+    )
     check_encoders(bert, directory, config, allow_other_encoder)
     head = plug_in(bert, directory, part, config)
     if head.config["label2id"] != {label: i for i, label in enumerate(config["labels"])}:

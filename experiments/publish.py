@@ -138,7 +138,7 @@ def main(argv=None):
     if unknown := unknown_kind(bert):
         raise ValueError(f"{run}: AdapterHub's library has no {unknown}, and cannot read the file")
     encoder = options.encoder or config["model"]
-    if options.encoder is None and Path(encoder).is_absolute():
+    if options.encoder is None and (encoder == "minilm" or Path(encoder).is_absolute()):
         raise ValueError(f"{run}: say with --encoder what the hub id of {encoder} is")
     for said in (encoder, repo):  # which the card has in its code
         if not re.fullmatch(r"[\w./@+-]+", said):

@@ -230,7 +230,7 @@ def fetch(source, files=ADAPTER):
     if (directory / files.config).is_file():
         return directory
     if directory.is_dir():
-        stage = run_config(directory).get("stage")
+        stage = run_of(directory)[1].get("stage")
         hint = f": it is a run of --stage {stage}" if stage else ""
         raise FileNotFoundError(f"{source} has no {files.config}{hint}")
     if files is ADAPTER and is_local(source):
@@ -425,7 +425,8 @@ def encoder_of(sources):
     for source in sources:
         if is_local(source):
             fetch(source)  # says so if there is no adapter
-        if model := run_config(source).get("model"):
+        run, config = run_of(source)
+        if model := str(run) if config.get("stage") == "multitask" else config.get("model"):
             models.setdefault(model, source)
     if len(models) > 1:
         found = ", ".join(f"{source} on {model}" for model, source in models.items())
@@ -442,20 +443,23 @@ def digest(directory, config):
     return result.hexdigest()
 
 
-def run_config(directory):
-    """What a run has recorded in its directory, {} if there is none."""
-    path = Path(directory) / "config.json"
-    return read_json(path) if path.is_file() else {}
+def run_of(directory):
+    """(the run's directory, what it has recorded) of a run, or of an adapter in one; (None, {}) of
+    any other directory."""
+    runs = [Path(directory)]
+    if runs[0].parent.name == "adapters":
+        runs.append(runs[0].parent.parent)
+    for run in runs:
+        if (run / "config.json").is_file():
+            return run, read_json(run / "config.json")
+    return None, {}
 
 
 def run_encoder(directory):
     """The digest of the encoder that a run's adapters belong to, from the directory of the run, or
     of an adapter in it: the one it was trained on, or for multi-task training, which changes the
     encoder, the one it ended with. None where no run says."""
-    directory = Path(directory)
-    config = run_config(directory)
-    if not config and directory.parent.name == "adapters":
-        config = run_config(directory.parent.parent)
+    directory, (_, config) = Path(directory), run_of(directory)
     which = "weights_sha256" if config.get("stage") == "multitask" else "encoder_sha256"
     # of a fusion's copies, also of those that --allow-other-encoder has let in
     return config.get("adapter_encoders", {}).get(directory.name, config.get(which))

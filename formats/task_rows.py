@@ -66,14 +66,13 @@ def own_columns(where, rows, names, labels=None):
 def missing(column, row):
     if column in row:
         return f"column {column!r} is missing"
-    has = ", ".join(map(str, row)) or "none: it is empty"
-    return f"no column {column!r}; it has {has:.200}: --columns {column}=NAME says which one it is"
+    return f"no column {column!r}; it has {', '.join(map(str, row)) or 'none: it is empty':.200}"
 
 
 def check_own_label(row):
     """Raises ValueError unless it is a text or an integer."""
     if "label" not in row:
-        raise ValueError(missing("label", row))
+        raise ValueError(f"{missing('label', row)}: --columns label=NAME says which one it is")
     value = row["label"]
     fraction = isinstance(value, str) and re.fullmatch(r"[-+]?\d*\.\d+(e[-+]?\d+)?", value)
     if type(value) not in (str, int, bool) or value == "" or fraction:

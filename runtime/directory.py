@@ -40,7 +40,7 @@ def check_out(out, needed, overwrite, resume):
     if overwrite:
         return
     if is_finished(out):
-        held = "a finished run"
+        held = "a finished run" + " again (--resume once more reads its result)" * resume
     elif (out / "resume.pt").exists():
         held = None if resume else "an interrupted run, which --resume continues"
     else:

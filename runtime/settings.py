@@ -115,7 +115,7 @@ def add_option(parser, field, hint):
     kind = one[0] if isinstance(hint, types.UnionType) else hint  # int | None -> int
     several = typing.get_origin(kind) or kind
     given, text = {"default": default}, [details["help"]]
-    plain = isinstance(default, (int, float, str)) and default is not False
+    plain = isinstance(default, (int, float, str)) and default is not False and default != ""
     if plain and "default" not in details["help"]:
         text.append(f"default {default}")
     if env := details.get("env"):

@@ -15,6 +15,7 @@ import data
 from bert import Bert
 from experiments import evaluate
 from experiments.load_run import load_run
+from formats.adapterhub import encoder_of
 from variants.multitask import multitask_batches
 
 TASKS, KINDS = ["sst2", "rte", "pick"], ["pal", "pfeiffer", "none"]
@@ -97,6 +98,7 @@ def test_fusion_over_it(adapter, multitask, launch, tmp_path):
     fuse = "--stage fusion --task rte --epochs 1 --lr 1e-3"
     with pytest.raises(ValueError, match="was trained on an encoder with other weights than"):
         launch(fuse, **options)
+    assert encoder_of(options["adapters"]) == str(out)  # without --model
     launch(fuse, model=out, **options)
     bert, _, config = load_run(tmp_path / "fusion")
     assert config["adapters"] == TASKS

@@ -177,9 +177,8 @@ def test_both_locations_and_every_choice_are_explained(say, launch, tmp_path):
         ("rte red one\udcff", "", "surrogates"),
         ("rte --file -", '["red", "one"]\n["red"]\n', "stdin, line 2: rte takes"),
         ("rte --file -", '{"sentence1": "a", "sentence2": "\\ud800"}', "stdin, line 1: 'utf-8'"),
-        ("fusion-rte --file a.jsonl --explain ./a.jsonl", "", "would replace the input"),
         ("rte red one --explain page.html", "", "only fusion runs can be explained"),
-        ("fusion-rte red one --explain .", "", "is not a file"),
+        ("fusion-rte --file a.jsonl --explain ./a.jsonl", "", "is not an .html file"),
         ("rte --file -", "", "stdin is empty"),
     ],
 )
