@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import child
 import fusion
+import test_kinds  # noqa: F401  (first: it notes what there is without examples)
 import train
 from adapter import AdapterConfig, activate, add_adapter, find_adapter
 from conftest import cli

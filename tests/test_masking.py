@@ -8,7 +8,7 @@ import torch
 from adapter import AdapterConfig
 from bert import Bert
 from experiments.load_run import load_run
-from fusion import Fusion, fusion_regularization, fusion_weights, fusions
+from fusion import Fusion, fusion_weights, fusions
 from reference import difference
 from test_fusion import fused
 from variants.folding import fold
@@ -47,8 +47,6 @@ def test_a_mask_is_minus_infinity(configs, masked, encoder):
     folded = fold(bert)
     assert difference(folded(IDS), o) < 1e-10 and torch.equal(fold(folded)(IDS), folded(IDS))
     assert all(difference(fusion_weights(folded)[key], s[key]) < 1e-10 for key in s)
-    with pytest.raises(ValueError, match="not for training"):
-        fusion_regularization(folded)
     with pytest.raises(ValueError, match="then fold"):
         mask(folded, ["a1"])
     mask(bert, [])
