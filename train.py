@@ -612,7 +612,7 @@ def train(settings):
             failure = run.explain_not_finite(error, state, bert)
             if state.best_epoch == 0:
                 raise failure from error
-        except RuntimeError as error:  # of memory, perhaps
+        except RuntimeError as error:  # the memory may have run out
             raise run.explain(error, batch if bert.training else None) from error
 
         with torch.no_grad():  # the best epoch's parameters are the result

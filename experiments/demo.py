@@ -208,7 +208,7 @@ def system_table(results):
         accuracies = [metrics["accuracy"] for metrics in found]
         each = [f"{100 * accuracy:.1f}" for accuracy in accuracies]
         rows.append([what, lr, *each, with_deviation(*mean_and_deviation(accuracies))])
-    seeds = [f"seed {metrics['seed']}" for metrics in found]
+    seeds = [f"seed {seed}" for seed in SEEDS]
     return rows, [TARGET, "learning rate", *seeds, "mean ± deviation"]
 
 

@@ -247,7 +247,7 @@ def main(argv=None):
         rows.append([runs[y], tasks[y], slots[x][0] + 1, slots[x][1], *texts])
     write_csv(out / "weights.csv", ["run", "target", "layer", "location", *columns], rows)
     tables = strengths_table(targets, columns, values), entropy_table(targets, slots, values)
-    text = "\n\n".join("\n".join(table(*found)) for found in tables) + f"\n\n{LEGEND}\n"
+    text = "\n\n".join("\n".join(table(*one)) for one in tables) + f"\n\n{LEGEND}\n"
     print(text)
     print(write_text(out / "summary.txt", text).parent)
 

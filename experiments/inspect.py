@@ -66,7 +66,7 @@ def inspect_task(argv=None):
     tokenizer = load_tokenizer(directory, *sizes)
     labels = f"one of {len(task.labels)} choices" if task.choices else ", ".join(task.labels)
     print(f"{task.name}: {labels}")
-    for name in ("validation", "train"):
+    for name in ("validation", "train"):  # the latter's first examples are shown at the end
         split = load_split(task, name, tokenizer, data_dir, dev_fraction=options.dev_fraction)
         lengths = split.with_format("numpy")["length"][:]
         counts = Counter(split["label"][:])

@@ -271,9 +271,7 @@ def load_run(directory, device="cpu", model=None, task=None, allow_other_encoder
     own = config["stage"] in ("full", "multitask")
     if own and model is not None:
         raise ValueError(f"{directory} has an encoder of its own, which --model cannot replace")
-    bert = Bert.from_pretrained(directory if own else model or config["model"]).to(
-        device, torch.float32
-    )
+    bert = Bert.from_pretrained(directory if own else model or config["model"]).to(device)
     check_encoders(bert, directory, config, allow_other_encoder)
     head = plug_in(bert, directory, part, config)
     if head.config["label2id"] != {label: i for i, label in enumerate(config["labels"])}:

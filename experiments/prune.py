@@ -34,7 +34,7 @@ from runtime.command import run_command
 from runtime.processes import choose_device
 from runtime.results import eval_batch_size
 from runtime.settings import COUNT, argument, like, option, parse
-from train import Settings, evaluate
+from train import Settings, evaluate_all
 
 
 @dataclass(frozen=True)
@@ -151,9 +151,8 @@ def main(argv=None):
         for k in range(len(names), 0, -1):
             smaller, _ = pruned(bert, names, weights, k, left_out)
             _, dtype = cast(smaller, head, config, options.device)
-            labels, predictions, loss = evaluate(smaller, head, task, split, size, dtype)
-            scores[k] = {name: score(labels, predictions) for name, score in task.scores.items()}
-            scores[k]["dev_loss"] = loss
+            scores[k] = evaluate_all(smaller, [head], [task], [split], size, dtype)[task.name]
+            scores[k]["dev_loss"] = scores[k].pop("loss")
             print(f"{k:>4}  {scores[k]['accuracy']:.4f}", flush=True)
 
         k = options.keep or len(names)
