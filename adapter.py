@@ -8,7 +8,6 @@ save_adapter(bert, "rte", "runs/rte")
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -19,28 +18,18 @@ from formats import adapterhub
 from formats.encoder import read_pooler
 from formats.files import error_prefix
 
-NON_LINEARITIES = {
-    "leakyrelu": F.leaky_relu,
-    **{name: ACTIVATIONS[name] for name in ("relu", "swish", "gelu", "gelu_new")},
-}
-INIT_WEIGHTS = {  # of D and U; Houlsby et al. (2019): closer to the identity, cut at two sigma
-    "bert": partial(nn.init.normal_, std=0.02),
-    "houlsby": partial(nn.init.trunc_normal_, std=0.01, a=-0.02, b=0.02),  # in their paper
-    "houlsby_code": partial(nn.init.trunc_normal_, std=0.001, a=-0.002, b=0.002),  # in their code
-}
 
-
-class Kind:
+class BaseAdapterConfig:
     """
-    What the configuration of any kind of adapter says. A new kind is a frozen dataclass derived
+    The interface of adapter configurations. A new kind of adapter is a frozen dataclass derived
     from this one, whose fields are those of its adapter_config.json, and the module that its
-    `modules` makes (docs/forking.md).
+    `make_modules` makes (docs/forking.md).
     """
 
-    architecture = None  # the kind's name in adapter_config.json; None: a bottleneck adapter
-    no_fusion = None  # why adapters of this kind cannot be fused, if they cannot
+    architecture = None  # its name in adapter_config.json; None: a bottleneck adapter
+    cannot_fuse_because = None  # a sentence for the error message; None: it can be fused
 
-    def modules(self, bert):
+    def make_modules(self, bert):
         """[((layer, location), slot, new module)] for every place where the adapter sits"""
         raise NotImplementedError
 
@@ -48,35 +37,33 @@ class Kind:
         """{name in the file, which begins with adapter_: name in the module}, buffers included"""
         return {f"adapter_{name}": name for name in module.state_dict()}
 
-    def trained(self, module):
+    def trainable_parameters(self, module):
         """The parameters of a new adapter's module that training changes; all others stay as they
         are, and are saved with it."""
         return module.parameters()
 
-    def fields_in_stream(self):
+    def residual_fields(self):
         """Names of the fields on which `inputs` and `add_and_norm` of its modules depend. In a
         fusion only the last adapter's count, so `add_fusion` says where adapters differ in them."""
         return [field.name for field in fields(self)]
 
 
 @dataclass(frozen=True)
-class AdapterConfig(Kind):
+class AdapterConfig(BaseAdapterConfig):
     """
     Any point of the paper's grid (appendix A.2, Figure 5), under AdapterHub's field names.
 
     mh_adapter, output_adapter   where: after the attention ("bottom"), the feed-forward ("top")
     reduction_factor             bottleneck r = hidden_size // reduction_factor, at least 1; a
                                  mapping {"0": 2, "default": 16} gives it by layer
-    non_linearity                relu | leakyrelu | swish | gelu | gelu_new, its tanh form
+    non_linearity                relu | leakyrelu | swish | gelu | gelu_new (GELU's tanh form)
     original_ln_before           it reads LN(f + x), with BERT's own LayerNorm, instead of f
     original_ln_after            LN(· + x), with BERT's own LayerNorm, after the adapter
     ln_before, ln_after          a new LayerNorm on the adapter's input, output
-    residual_before_ln           its residual is f (True), LN(f + x) (False), f + x ("post_add")
+    residual_before_ln           which residual is added to its output:
+                                     True: f     False: LN(f + x)     "post_add": f + x
     adapter_residual_before_ln   with ln_after: the residual is added before that LayerNorm
     leave_out                    layers (from 0) without an adapter
-    init_weights                 bert | houlsby | houlsby_code, see INIT_WEIGHTS
-    layer_norms                  copies of all of BERT's LayerNorms are trained with the adapter and
-                                 replace them; AdapterHub's library has no such field
 
     Raises ValueError, naming the field, for an invalid value.
     """
@@ -92,16 +79,15 @@ class AdapterConfig(Kind):
     residual_before_ln: bool | str = True
     adapter_residual_before_ln: bool = False
     leave_out: tuple = ()
-    init_weights: str = "bert"
-    layer_norms: bool = False
 
     def __post_init__(self):
-        adapterhub.check_bottleneck(self, NON_LINEARITIES, INIT_WEIGHTS)
+        adapterhub.check_bottleneck(self, ACTIVATIONS)
         object.__setattr__(self, "leave_out", tuple(self.leave_out))
 
     @classmethod
     def pfeiffer(cls, **changes):
-        """The paper's own: one per layer, on top, between BERT's LayerNorm applied twice."""
+        """The paper's own: one per layer, after the feed-forward sub-layer; BERT's LayerNorm comes
+        before it, and again after it."""
         return cls(**changes)
 
     @classmethod
@@ -116,30 +102,8 @@ class AdapterConfig(Kind):
         own = {"ln_before": True, "original_ln_after": False, "residual_before_ln": False}
         return cls(**{**own, **changes})
 
-    @classmethod
-    def houlsby_recipe(cls, **changes):
-        """Houlsby et al.'s architecture as in their code: the tanh form of GELU, their
-        initialisation, and LayerNorms of its own. Their training (weight decay 0.01, warm-up over
-        0.1 of the steps, lr 3e-4) and their head are not part of it. `houlsby` is AdapterHub's
-        preset: swish, and neither of the other two."""
-        own = {"non_linearity": "gelu_new", "init_weights": "houlsby_code", "layer_norms": True}
-        return cls.houlsby(**{**own, **changes})
-
-    @property
-    def architecture(self):
-        """A name for what AdapterHub's library has not, so that it refuses such a file instead of
-        ignoring the LayerNorms."""
-        return "layer_norms" if self.layer_norms else None
-
-    @property
-    def no_fusion(self):
-        """z_n of such an adapter has a meaning only in the residual stream that its own LayerNorms
-        make, and in a fusion all adapters share one stream."""
-        reason = "adapters that come with LayerNorms of their own (layer_norms) cannot be fused"
-        return reason if self.layer_norms else None
-
     def bottleneck_size(self, hidden_size, layer):
-        """r of one layer. The reference rounds down, and never below 1."""
+        """r of one layer. adapters 1.3 rounds down, and never below 1."""
         factor = self.reduction_factor
         if isinstance(factor, Mapping):
             factor = factor.get(str(layer), factor.get("default"))
@@ -147,52 +111,40 @@ class AdapterConfig(Kind):
                 raise ValueError(f"reduction_factor has neither layer {layer} nor a default")
         return max(int(hidden_size // factor), 1)
 
-    def modules(self, bert):
+    def make_modules(self, bert):
         """[((layer, location), slot, new module)] for every place where the adapter sits"""
         sits_at = {"attention": self.mh_adapter, "output": self.output_adapter}
         d = bert.config.hidden_size
-        result = [
+        return [
             ((layer, location), slot, Adapter(self, d, self.bottleneck_size(d, layer)))
             for (layer, location), slot in bert.slots()
             if sits_at.get(location, False) and layer not in self.leave_out
         ]
-        if self.layer_norms and result:
-            result += [(key, slot, slot.new_copy()) for key, slot in layer_norm_slots(bert)]
-        return result
 
     def tensor_names(self, module):
         """{name in the file: name in the module}"""
-        if isinstance(module, nn.LayerNorm):
-            return {f"adapter_layer_norm.{part}": part for part in ("weight", "bias")}
         return adapterhub.bottleneck_names(self.ln_before, self.ln_after)
 
-    def fields_in_stream(self):
+    def residual_fields(self):
         return ["original_ln_before", "residual_before_ln", "original_ln_after"]
 
     def initialize(self, linear):
-        """The initial weights of D or U; biases are 0."""
-        INIT_WEIGHTS[self.init_weights](linear.weight)
+        """The initial weights of D or U (adapters 1.3: as BERT's own)."""
+        nn.init.normal_(linear.weight, std=0.02)
         nn.init.zeros_(linear.bias)
 
 
 class Adapter(nn.Module):
     """One adapter in one slot, with its LayerNorms and residual (Figure 5)."""
 
-    # The promise that z(h) is U·act(D·norm_before(h) + b_D) + b_U, with `norm_before`, `down`,
-    # `act` and `up_projection` of this module. Fusion then computes from these, without z.
-    low_rank = True
-
-    def __init_subclass__(cls, **options):
-        super().__init_subclass__(**options)
-        if "z" in vars(cls) and "low_rank" not in vars(cls):
-            cls.low_rank = False  # a subclass with a z of its own keeps no promise it did not make
+    mixes_tokens = False  # each token's output depends on that token alone, see bert.py
 
     def __init__(self, config, hidden_size, bottleneck_size):
         super().__init__()
         self.config = config
         self.norm_before = nn.LayerNorm(hidden_size) if config.ln_before else nn.Identity()
         self.down = nn.Linear(hidden_size, bottleneck_size)  # D
-        self.act = NON_LINEARITIES[config.non_linearity]
+        self.act = ACTIVATIONS[config.non_linearity]
         self.up = nn.Linear(bottleneck_size, hidden_size)  # U
         self.norm_after = nn.LayerNorm(hidden_size) if config.ln_after else None
         for linear in (self.down, self.up):
@@ -208,7 +160,8 @@ class Adapter(nn.Module):
 
     def z(self, h, layer_input=None):
         """U·act(D·h + b_D) + b_U, the adapter's output without the residual, which is what fusion
-        mixes: [B, T, d] -> [B, T, d]"""
+        mixes: [B, T, d] -> [B, T, d]. Fusion computes it from `norm_before`, `down`, `act` and
+        `up_projection` without forming it, unless a subclass has another `z`."""
         U, b_U = self.up_projection()
         a = self.act(self.down(self.norm_before(h)))  # [B, T, d] -> [B, T, r]
         return F.linear(a, U, b_U)  # -> [B, T, d]
@@ -218,7 +171,7 @@ class Adapter(nn.Module):
         return self.up.weight, self.up.bias
 
     def add_and_norm(self, output, x, norm):
-        """Back into the residual stream."""
+        """Back into the residual stream: LN(output + x), or without original_ln_after `output`"""
         return norm(output + x) if self.config.original_ln_after else output
 
     def forward(self, f, x, norm, layer_input=None):
@@ -234,23 +187,27 @@ class Adapter(nn.Module):
         return self.add_and_norm(output, x, norm)
 
 
-# --adapter: what makes a configuration
-PRESETS = ("pfeiffer", "houlsby", "bapna", "houlsby_recipe")
-ADAPTERS = {name: getattr(AdapterConfig, name) for name in PRESETS}
-# architecture in a saved adapter's file: the class of its configuration
-KINDS = {None: AdapterConfig, "layer_norms": AdapterConfig}
+# --adapter NAME: a function that makes a configuration
+ADAPTERS = {name: getattr(AdapterConfig, name) for name in ("pfeiffer", "houlsby", "bapna")}
+# "architecture" in a saved adapter's file: its configuration class
+ARCHITECTURES = {None: AdapterConfig}
 
 
-def register(kind, *names):
-    """Registers a kind of adapter; `names` are its factory methods, for --adapter. Raises
-    ValueError for a kind without an `architecture` of its own, and for a name that is taken."""
-    architecture = kind.architecture
-    if not isinstance(architecture, str) or KINDS.get(architecture, kind) is not kind:
-        raise ValueError(f"{kind.__name__} needs an `architecture` of its own: {architecture!r}")
-    if taken := [name for name in names if name in ADAPTERS and architecture not in KINDS]:
-        raise ValueError(f"{kind.__name__}: there is already an --adapter {taken[0]}")
-    KINDS[architecture] = kind
-    ADAPTERS.update({name: getattr(kind, name) for name in names})
+def register(name, config_class):
+    """Registers a kind of adapter. `name` is the value of --adapter, and the classmethod that makes
+    the configuration; its `architecture` is what adapter_config.json says. Raises ValueError for a
+    class without an `architecture` of its own, and for a name that is taken."""
+    architecture = config_class.architecture
+    if not isinstance(architecture, str) or (
+        architecture in ARCHITECTURES and ARCHITECTURES[architecture] is not config_class
+    ):
+        raise ValueError(
+            f"{config_class.__name__} needs an `architecture` of its own: {architecture!r}"
+        )
+    make = getattr(config_class, name)
+    if name in ADAPTERS and ADAPTERS[name] != make:
+        raise ValueError(f"{config_class.__name__}: there is already an --adapter {name}")
+    ARCHITECTURES[architecture], ADAPTERS[name] = config_class, make
 
 
 def add_adapter(bert, name, config):
@@ -262,24 +219,24 @@ def add_adapter(bert, name, config):
     insert(bert, name, modules)
     activate(bert, name)
     for _, _, module in modules:
-        for parameter in config.trained(module):
+        for parameter in config.trainable_parameters(module):
             parameter.requires_grad_(True)
 
 
 def new_modules(bert, name, config, dtype):
     """[((layer, location), slot, new module)] of a new adapter, frozen, not yet in the slots."""
     adapterhub.check_name(name, taken=known_adapters(bert))
-    modules = config.modules(bert)
+    modules = config.make_modules(bert)
     if not modules:
-        raise ValueError(f"adapter {name!r}: leave_out leaves no layer of {len(bert.layers)}")
+        raise ValueError(f"adapter {name!r}: leave_out excludes all {len(bert.layers)} layers")
     for _, _, module in modules:
         module.to(bert.device, dtype).requires_grad_(False).train(bert.training)
     return modules
 
 
 def insert(bert, name, modules):
-    """Puts an adapter's modules into their slots. Raises ValueError if the encoder does not own
-    one of these slots, as nothing there would be trained or saved."""
+    """Puts an adapter's modules into their slots. Raises ValueError for a slot that is not a
+    submodule of the encoder, since nothing there would be trained or saved."""
     for _, slot, module in modules:
         slot.adapters[name] = module
     owned = {id(p) for p in bert.parameters()}
@@ -287,10 +244,12 @@ def insert(bert, name, modules):
         if any(id(p) not in owned for p in module.parameters()):
             for _, slot, _ in modules:
                 del slot.adapters[name]
-            raise ValueError(f"the slot {key} of adapter {name!r} is no submodule of the encoder")
+            raise ValueError(
+                f"the slot {key} of adapter {name!r} is not a submodule of the encoder"
+            )
 
 
-def find_adapter(bert, name):
+def adapter_modules(bert, name):
     """(configuration, [((layer, location), slot, module)]). Raises ValueError if there is no such
     adapter."""
     slots = [(key, slot) for key, slot in bert.slots() if name in slot.adapters]
@@ -301,85 +260,53 @@ def find_adapter(bert, name):
 
 
 # --------------------------------------------------------------------------------------------------
-# Task-dependent copies of BERT's LayerNorms (appendix A.2), `layer_norms` of a configuration
-
-
-class LayerNormSlot(nn.LayerNorm):
-    """One of BERT's LayerNorms, and the copies of it that adapters bring: a slot as AddNorm is,
-    where the active adapter's copy is applied in its place."""
-
-    def __init__(self, norm):
-        super().__init__(norm.normalized_shape, norm.eps)
-        self.weight, self.bias = norm.weight, norm.bias
-        self.adapters, self.fusion, self.active = nn.ModuleDict(), None, None
-
-    def new_copy(self):
-        copy = nn.LayerNorm(self.normalized_shape, self.eps, device=self.weight.device)
-        copy.load_state_dict({"weight": self.weight, "bias": self.bias})
-        return copy
-
-    def forward(self, x):
-        return self.adapters[self.active](x) if self.active in self.adapters else super().forward(x)
-
-
-def layer_norm_slots(bert):
-    """[(key, LayerNormSlot)] of all LayerNorms of BERT, which become slots if they are not yet."""
-    places = {(None, "embeddings.norm"): (bert, "embeddings_norm")}
-    for i, layer in enumerate(bert.layers):
-        places[i, "attention.norm"] = layer.attention_add_norm, "norm"
-        places[i, "output.norm"] = layer.output_add_norm, "norm"
-    for key, (owner, name) in places.items():
-        if key not in bert.more_slots:
-            bert.more_slots[key] = LayerNormSlot(getattr(owner, name))
-            setattr(owner, name, bert.more_slots[key])
-    return [(key, bert.more_slots[key]) for key in places]
-
-
-# --------------------------------------------------------------------------------------------------
 # Files
 
 
-def tensors_by_file_name(config, modules):
-    """{(slot, part): tensor} of an adapter's modules, [((layer, location), slot, module)]. Raises
-    ValueError for one that `tensor_names` forgets."""
+def adapter_tensors(config, modules):
+    """{(path of the slot, part): tensor} of an adapter's modules, [((layer, location), slot,
+    module)]. Raises ValueError for one that `tensor_names` omits."""
     result, names = {}, {}
     for key, _, module in modules:
         tensors = module.state_dict(keep_vars=True)
         names |= {id(tensor): name for name, tensor in tensors.items()}
         for theirs, ours in config.tensor_names(module).items():
-            result[adapterhub.slot_name(key), theirs] = tensors[ours]
-    if forgotten := names.keys() - {id(tensor) for tensor in result.values()}:
-        name = names[forgotten.pop()]
-        raise ValueError(f"tensor_names of {type(config).__name__} forgets {name}")
+            result[adapterhub.slot_path(key), theirs] = tensors[ours]
+    if omitted := names.keys() - {id(tensor) for tensor in result.values()}:
+        name = names[omitted.pop()]
+        raise ValueError(f"tensor_names of {type(config).__name__} omits {name}")
     return result
 
 
 def save_adapter(bert, name, directory):
     """Writes adapter_config.json and adapter.safetensors, fp32. Raises ValueError if there is no
     such adapter."""
-    config, modules = find_adapter(bert, name)
-    tensors = tensors_by_file_name(config, modules)
+    config, modules = adapter_modules(bert, name)
+    tensors = adapter_tensors(config, modules)
     header = adapterhub.header(name, bert.config, bert.source)
-    adapterhub.write_adapter(directory, options_of(config), tensors, header)
+    adapterhub.write_adapter(directory, config_dict(config), tensors, header)
 
 
-def options_of(config):
-    """The options in adapter_config.json"""
+def config_dict(config):
+    """The "config" object of adapter_config.json"""
     return {"architecture": config.architecture, **asdict(config)}
 
 
 def read_config(directory, name=None):
-    """(name, configuration, the whole JSON object) of an adapter directory; name: what to call it,
-    else the file's own. Raises ValueError for what this project does not implement."""
-    name, options, values = adapterhub.read_adapter_config(directory, name)
+    """(name, configuration, metadata: the whole JSON object) of an adapter directory; name: what to
+    call it, else the file's own. Raises ValueError for what this project does not implement."""
+    name, options, metadata = adapterhub.read_adapter_config(directory, name)
     with error_prefix(f"{directory}/{adapterhub.ADAPTER.config}"):
         architecture = options["architecture"] or None
-        if architecture not in list(KINDS):
-            known = "only bottleneck adapters are supported, and this is of the kind"
-            raise ValueError(f"{known} {architecture!r:.50}")
-        known = [field.name for field in fields(KINDS[architecture])]
-        config = KINDS[architecture](**{name: options[name] for name in known if name in options})
-    return name, config, values
+        if architecture not in list(ARCHITECTURES):  # a list: a file's value may be unhashable
+            raise ValueError(
+                "only bottleneck adapters are supported, and this is of the kind "
+                f"{architecture!r:.50}"
+            )
+        config_class = ARCHITECTURES[architecture]
+        known = [field.name for field in fields(config_class)]
+        config = config_class(**{field: options[field] for field in known if field in options})
+    return name, config, metadata
 
 
 def load_adapter(bert, directory, name=None):
@@ -394,19 +321,19 @@ def load_adapter(bert, directory, name=None):
     with error_prefix(directory):
         saved.check_size(bert.config)
         modules = new_modules(bert, name, config, bert.dtype)
-        tensors = tensors_by_file_name(config, modules)
-    saved.fill(tensors)
+        tensors = adapter_tensors(config, modules)
+    saved.copy_into(tensors)
     insert(bert, name, modules)
     return name
 
 
 def copy_adapters(sources, directory, bert_config):
-    """Writes saved adapters, {name: directory}, to `directory`/NAME, in today's format, as fp32 and
-    under these names. bert_config: their encoder's."""
+    """Saves adapters again, {name: directory}, in `directory`/NAME: in the current format, in fp32,
+    and under these names. bert_config: their encoder's."""
     for name, source in sources.items():
-        options = options_of(read_config(source, name)[1])
+        options = config_dict(read_config(source, name)[1])
         saved = adapterhub.read(source, adapterhub.ADAPTER)
-        header = adapterhub.header(name, bert_config, str(saved.values.get("model_name", "")))
+        header = adapterhub.header(name, bert_config, str(saved.metadata.get("model_name", "")))
         adapterhub.write_adapter(directory / name, options, saved.tensors, header)
 
 
@@ -420,56 +347,93 @@ class Head(nn.Module):
     AdapterHub's default. Its configuration, AdapterHub's head_config.json:
 
     head_type                 classification | multiple_choice
-    num_labels, num_choices   K, of either type
+    num_labels, num_choices   K, the number of classes, or of choices
     layers                    2: dropout, linear d -> d, tanh, dropout, linear; 1: dropout, linear
     use_pooler                [CLS] goes through the encoder's own pretrained pooler first
     dropout_prob              None: the encoder's
     label2id                  {label: its index}
 
-    Raises ValueError for other heads.
+    Raises ValueError for other heads. A head of your own is a subclass; it is saved with all of its
+    parameters (docs/forking.md).
     """
+
+    cls_only = True  # `forward` reads only the first token: the encoder may leave out the others
 
     def __init__(self, config, bert_config):
         super().__init__()
-        self.config = config = adapterhub.head_config(config)  # complete
-        choices = config["head_type"] == "multiple_choice"
-        self.num_outputs = config["num_choices" if choices else "num_labels"]  # K
-        rates = config["dropout_prob"], bert_config.classifier_dropout
-        p = next((rate for rate in rates if rate is not None), bert_config.hidden_dropout_prob)
+        self.config = config = adapterhub.head_config(config)  # with its defaults
+        is_multiple_choice = config["head_type"] == "multiple_choice"
+        self.num_outputs = config["num_choices" if is_multiple_choice else "num_labels"]  # K
+        p = config["dropout_prob"]
+        if p is None:
+            p = bert_config.classifier_dropout
+        if p is None:
+            p = bert_config.hidden_dropout_prob
         d = bert_config.hidden_size
-        # classification has one output per label; of a multiple-choice example each choice is an
-        # input of its own, and is scored by the same single output
-        layers = [nn.Dropout(p), nn.Linear(d, 1 if choices else self.num_outputs)]
+        # classification has one output for each label; each choice of a multiple-choice example is
+        # an input of its own, and all are scored by the same single output
+        layers = [nn.Dropout(p), nn.Linear(d, 1 if is_multiple_choice else self.num_outputs)]
         if config["layers"] == 2:
             layers = [nn.Dropout(p), nn.Linear(d, d), nn.Tanh(), *layers]
-        self.layers = nn.Sequential(*layers)  # numbered as in AdapterHub's files
+        self.layers = nn.Sequential(*layers)  # the indices are those of AdapterHub's parameters
         for layer in self.layers:
             if isinstance(layer, nn.Linear):
                 nn.init.normal_(layer.weight, std=bert_config.initializer_range)
                 nn.init.zeros_(layer.bias)
         self.pooler = nn.Linear(d, d) if config["use_pooler"] else None
 
-    def forward(self, h):
-        """h: hidden states [B·C, T, d], an example's C candidates one after another
-        -> logits [B, K]"""
-        cls = h[:, 0].to(self.layers[-1].weight.dtype)  # [B·C, d]
+    def forward(self, h, mask):
+        """h: hidden states [B·C, T, d], the C candidates of an example one after another (T = 1
+        where the head is `cls_only`); mask: [B·C, T], 1 on real tokens -> logits [B, K]"""
+        return self.logits(h[:, 0])
+
+    def logits(self, x):
+        """One vector for each candidate, [B·C, d] -> [B, K]"""
+        x = x.to(self.layers[-1].weight.dtype)
         if self.pooler is not None:
-            cls = self.pooler(cls).tanh()
-        return self.layers(cls).view(-1, self.num_outputs)  # [B·C, K or 1] -> [B, K]
+            x = self.pooler(x).tanh()
+        return self.layers(x).view(-1, self.num_outputs)  # [B·C, K or 1] -> [B, K]
+
+
+HEADS = {"cls": Head}  # --head NAME, and "kind" in the head_config.json of the others
+
+
+def register_head(name, head_class):
+    """Makes a kind of head known to --head and `load_head`. Raises ValueError if the name is
+    another's."""
+    if name in HEADS and HEADS[name] is not head_class:
+        raise ValueError(f"{head_class.__name__}: there is already a --head {name}")
+    HEADS[name] = head_class
+
+
+def new_head(kind, config, bert_config):
+    """A head of one of HEADS. Raises ValueError for one that is not registered."""
+    if kind not in HEADS:
+        raise ValueError(f"a head of the kind {kind!r:.50} is not known, only {', '.join(HEADS)}")
+    return HEADS[kind](config if kind == "cls" else {**config, "kind": kind}, bert_config)
+
+
+def head_tensors(head):
+    """{("heads", part): tensor}, without the pooler, whose weights are in the encoder's files."""
+    tensors = head.state_dict(keep_vars=True).items()
+    return {
+        ("heads", name.removeprefix("layers.")): tensor
+        for name, tensor in tensors
+        if not name.startswith("pooler.")
+    }
 
 
 def save_head(head, bert, name, directory):
     """Writes head_config.json and model_head.safetensors into `directory`."""
     header = adapterhub.header(name, bert.config, bert.source)
-    tensors = {("heads", part): tensor for part, tensor in head.layers.state_dict().items()}
-    adapterhub.write(directory, adapterhub.HEAD, head.config, tensors, header)
+    adapterhub.write(directory, adapterhub.HEAD, head.config, head_tensors(head), header)
 
 
 def load_head(bert, directory):
-    """The Head saved in `directory` (or a hub id), frozen, in eval mode. Raises as load_adapter."""
+    """The head saved in `directory` (or a hub id), frozen, in eval mode. Raises as load_adapter."""
     saved = adapterhub.read_head(directory)
-    head = Head(saved.options, bert.config)
-    saved.fill({("heads", part): p for part, p in head.layers.named_parameters()})
-    if head.pooler is not None:  # its weights are in the encoder's files
+    head = new_head(saved.options.get("kind", "cls"), saved.options, bert.config)
+    saved.copy_into(head_tensors(head))
+    if head.config["use_pooler"]:
         head.pooler.load_state_dict(read_pooler(bert.directory))
     return head.to(bert.device).requires_grad_(False).eval()

@@ -2,45 +2,77 @@
 
     bert = Bert.from_pretrained("google-bert/bert-base-uncased")  # or a directory
     h = bert(input_ids, token_type_ids, attention_mask)           # [B, T] -> [B, T, d]
-    python bert.py SOURCE "Some text"                             # what a checkpoint holds
 
-Shapes: B batch, T tokens, d hidden_size, H heads. Figures and sections are the paper's.
+Shapes: B batch, T tokens, d hidden_size, H attention heads. Figures and sections are the paper's.
+"adapters 1.3" is AdapterHub's library, the reference implementation of AdapterFusion.
 """
 
-if __name__ == "__main__":
-    from runtime.command import announce
-
-    announce("bert.py")
-
 import re
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from formats.encoder import BertConfig, open_encoder, write_encoder
-from runtime.command import run_command
-from runtime.kernels import attention, dropout, embedding
+from formats.encoder import check_config, open_encoder, write_encoder
+from runtime.kernels import attention, dropout, embedding  # torch's, but faster on a CPU
 
 ACTIVATIONS = {
-    "gelu": F.gelu,  # with erf, as transformers computes Google's "gelu"
+    "gelu": F.gelu,  # the exact one, by erf, as in transformers
     "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
     "silu": F.silu,
     "swish": F.silu,
+    "leakyrelu": F.leaky_relu,
 }
+
+
+@dataclass
+class BertConfig:
+    """The fields of `config.json` (Google's `bert_config.json`) that change what is computed."""
+
+    vocab_size: int = 30522
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int = 3072
+    hidden_act: str = "gelu"
+    hidden_dropout_prob: float = 0.1
+    attention_probs_dropout_prob: float = 0.1
+    classifier_dropout: float | None = None
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    initializer_range: float = 0.02
+    layer_norm_eps: float = 1e-12
+    pad_token_id: int = 0
+    position_embedding_type: str = "absolute"
+    model_type: str = "bert"
+
+    @property
+    def max_length(self):
+        """The longest input in tokens. RoBERTa's positions start after its padding index."""
+        first = self.pad_token_id + 1 if self.model_type == "roberta" else 0
+        return self.max_position_embeddings - first
+
+    @classmethod
+    def from_json(cls, path, values):
+        """The configuration that a file holds; its other fields are ignored. Raises ValueError,
+        naming the field, for one that is not a BERT or RoBERTa encoder."""
+        known = [field.name for field in fields(cls)]
+        config = cls(**{name: values[name] for name in known if name in values})
+        check_config(path, config, ACTIVATIONS)
+        return config
 
 
 class AddNorm(nn.Module):
     """
-    The "Add & Norm" that closes a sub-layer: the insertion point for adapters and fusion, called a
-    slot in this project (Figures 1, 2, 5).
+    The "Add & Norm" that closes a sub-layer: LN(f + x). This project calls it a slot: adapters and
+    their fusion are inserted here (Figures 1, 2, 5).
 
     adapters   every Φ_n that sits here, by name (adapter.py)
     fusion     Ψ, or None (fusion.py)
-    active     None for plain BERT, an adapter's name, or the fusion's name (its adapters,
-               comma-separated)
+    active     None for plain BERT, an adapter's name, or the fusion's name (the names of its
+               adapters, comma-separated)
     """
 
     def __init__(self, config):
@@ -50,11 +82,11 @@ class AddNorm(nn.Module):
         self.fusion = None
         self.active = None
 
-    def forward(self, f, x, layer_input=None):
+    def forward(self, f, x, layer_input):
         """
         f: the sub-layer's output, x: its input (the residual stream), both [B, T, d] -> the same.
-        layer_input: what the whole layer read, (its x, its mask), for adapters that work in
-        parallel to the layer (MT-A, variants/pal.py). Only the slot on top of a layer is given it.
+        layer_input: (the layer's input [B, T, d], the mask [B, 1, 1, T] or None), for adapters that
+        are parallel to the whole layer (MT-A, variants/pal.py) and for whatever mixes tokens.
         """
         if self.fusion is not None and self.active == self.fusion.name:
             adapters = [self.adapters[name] for name in self.fusion.adapter_names]
@@ -87,23 +119,23 @@ class Layer(nn.Module):
         """x: [B, T, d], mask: [B, 1, 1, T], True = real token -> [B, T, d], or with cls_only the
         first token's [B, 1, d]"""
         layer_input = (x, mask)
-        k, v = self.heads(self.key(x)), self.heads(self.value(x))  # [B, H, T, d/H]
+        k, v = self.split_heads(self.key(x)), self.split_heads(self.value(x))  # [B, H, T, d/H]
         if cls_only:
-            x = x[:, :1].contiguous()  # so that each projection is one matmul instead of B
-        q = self.heads(self.query(x))  # [B, H, T, d/H], or with cls_only [B, H, 1, d/H]
-        a = self.attend(q, k, v, mask).transpose(1, 2).reshape(x.shape)
+            x = x[:, :1].contiguous()  # contiguous: one matrix product for the batch
+        q = self.split_heads(self.query(x))  # [B, H, T, d/H], or with cls_only [B, H, 1, d/H]
+        a = self.attention(q, k, v, mask).transpose(1, 2).reshape(x.shape)
         f = dropout(self.attention_dense(a), self.hidden_dropout, self.training)
-        x = self.attention_add_norm(f, x)
-        f = self.output_dense(self.activation(self.intermediate(x)))  # d -> 4d -> d
+        x = self.attention_add_norm(f, x, layer_input)
+        f = self.output_dense(self.activation(self.intermediate(x)))  # d -> intermediate_size -> d
         f = dropout(f, self.hidden_dropout, self.training)
         return self.output_add_norm(f, x, layer_input)
 
-    def heads(self, x):
+    def split_heads(self, x):
         """[B, T, d] -> [B, H, T, d/H]"""
         B, T, _ = x.shape
         return x.view(B, T, self.num_heads, -1).transpose(1, 2)
 
-    def attend(self, q, k, v, mask):
+    def attention(self, q, k, v, mask):
         """softmax(q kᵀ / √(d/H)) v over the real tokens, with dropout on the softmax in training:
         q, k, v [B, H, T, d/H] -> q's shape"""
         p = self.attention_dropout if self.training else 0.0
@@ -117,16 +149,15 @@ class Bert(nn.Module):
         super().__init__()
         self.config = config
         # set by from_pretrained:
-        self.source = None  # its argument, which the files of adapters mention
-        self.directory = None  # of the checkpoint's files, the tokenizer's among them
+        self.source = None  # its argument, a directory or hub id, which saved adapters mention
+        self.directory = None  # where the checkpoint's files and the tokenizer's are
         self.digest = None  # SHA-256 of the weights in the checkpoint
-        self.origin = {}  # {our name of a parameter: its name in the checkpoint}
-        # {(layer, location): module} of slots beside the AddNorms, for adapters that sit elsewhere
+        self.checkpoint_names = {}  # {our name of a parameter: its name in the checkpoint}
+        # {(layer, location): module} of slots that are not AddNorms, for adapters elsewhere
         # (LoRA in the query projection, say): submodules of this encoder, with `adapters`, `fusion`
         # and `active` as AddNorm has them
-        self.more_slots = {}
+        self.extra_slots = {}
         d = config.hidden_size
-        # an nn.Embedding each; see runtime/kernels.py for why not by its own constructor
         self.word_embeddings = embedding(config.vocab_size, d)
         self.position_embeddings = embedding(config.max_position_embeddings, d)
         self.token_type_embeddings = embedding(config.type_vocab_size, d)
@@ -138,14 +169,15 @@ class Bert(nn.Module):
         input_ids, token_type_ids, attention_mask: LongTensors [B, T]; attention_mask is 1 on real
         tokens. Without token types all are 0, without a mask all tokens are real.
         Returns the last layer's hidden states [B, T, d], or with cls_only the first token's
-        [B, 1, d]. (The head reads only [CLS], so in the last layer the other tokens need only keys
-        and values.) Raises ValueError if T exceeds the position embeddings.
+        [B, 1, d]: for a head that reads only [CLS] (adapter.py), the other tokens of the last layer
+        need only keys and values. Raises ValueError if T exceeds the position embeddings.
         """
-        T, longest = input_ids.shape[1], self.config.max_length
-        if T > longest:
+        B, T = input_ids.shape
+        if T > self.config.max_length:
+            longest = self.config.max_length
             raise ValueError(f"an input of {T} tokens is longer than this encoder's {longest}")
         positions = torch.arange(T, device=input_ids.device)  # [T]
-        if self.config.model_type == "roberta":  # from pad + 1; padding stays at pad
+        if self.config.model_type == "roberta":  # its positions count from pad_token_id + 1
             real = (input_ids != self.config.pad_token_id).long()
             positions = real.cumsum(1) * real + self.config.pad_token_id  # [B, T]
         if token_type_ids is None:
@@ -159,18 +191,20 @@ class Bert(nn.Module):
         x = dropout(x, self.config.hidden_dropout_prob, self.training)
         for layer in self.layers[:-1]:
             x = layer(x, mask)
-        # For a single example the shortcut would turn matrix products into matrix-vector products,
-        # whose rounding depends on where in memory the weights are. So it is computed whole.
-        x = self.layers[-1](x, mask, cls_only=cls_only and len(x) > 1)
+        # All tokens are computed where something in the last layer may mix them, and for a single
+        # example: its matrix-vector products would round by where the weights lie in memory.
+        last = self.layers[-1]
+        mixing = any(may_mix_tokens(module) for module in last.modules())
+        x = last(x, mask, cls_only=cls_only and B > 1 and not mixing)
         return x[:, :1] if cls_only else x
 
     def slots(self):
-        """Every slot: ((layer, "attention" | "output"), AddNorm) from bottom to top, then those of
-        `more_slots`."""
+        """Every slot: ((layer, "attention" | "output"), AddNorm) from bottom to top, then
+        `extra_slots`."""
         for i, layer in enumerate(self.layers):
             yield (i, "attention"), layer.attention_add_norm
             yield (i, "output"), layer.output_add_norm
-        yield from self.more_slots.items()
+        yield from self.extra_slots.items()
 
     @property
     def dtype(self):
@@ -191,29 +225,44 @@ class Bert(nn.Module):
         content does not fit; the message names the file, and the tensor with both shapes.
         """
         checkpoint = open_encoder(source)
-        with torch.device("meta"):  # empty: its parameters become the loaded tensors themselves
-            bert = cls(checkpoint.config)
+        config = BertConfig.from_json(checkpoint.config_path, checkpoint.config)
+        with torch.device("meta"):  # allocates nothing: the loaded tensors become its parameters
+            bert = cls(config)
         shapes = {hub_name(name): p.shape for name, p in bert.named_parameters()}
         tensors = checkpoint.read(shapes)
         state = {name: tensors[hub_name(name)] for name, _ in bert.named_parameters()}
         bert.load_state_dict(state, assign=True)
         bert.source, bert.directory = str(source), checkpoint.directory
         bert.digest = checkpoint.digest
-        bert.origin = {name: checkpoint.names[hub_name(name)] for name in state}
+        bert.checkpoint_names = {name: checkpoint.names[hub_name(name)] for name in state}
         return bert.requires_grad_(False).eval()
+
+    def own_parameters(self):
+        """{name: parameter} of Θ alone, without adapters and fusions."""
+        inserted = re.compile(r"\.(adapters|fusion)\.")
+        return {n: p for n, p in self.named_parameters() if not inserted.search(n)}
 
     def save_pretrained(self, directory):
         """Writes config.json and model.safetensors (Θ alone) under Hugging Face's names, so that
-        `transformers` and `from_pretrained` read them. Existing keys of config.json stay."""
-        inserted = re.compile(r"\.(adapters|fusion)\.")
-        tensors = {hub_name(n): p for n, p in self.named_parameters() if not inserted.search(n)}
+        `transformers` and `from_pretrained` read them. Other keys of a config.json there stay."""
+        tensors = {hub_name(name): p for name, p in self.own_parameters().items()}
         write_encoder(directory, asdict(self.config), tensors, prefix=self.config.model_type)
 
 
+def may_mix_tokens(module):
+    """Whether a token's output may depend on other tokens. Each class says so itself: a subclass of
+    `Adapter` or `Fusion` does not inherit their `mixes_tokens = False`, as it may be another
+    function."""
+    own = vars(type(module))
+    if "mixes_tokens" in own:
+        return own["mixes_tokens"]
+    return hasattr(module, "mixes_tokens")
+
+
 def activate(bert, name):
-    """Activates an adapter, a fusion (named after its adapters, comma-separated; a fusion of one
-    adapter goes before that adapter) or, with None, plain BERT, and freezes all parameters. Raises
-    ValueError if nothing has that name."""
+    """Activates an adapter, a fusion (by its name, that of its adapters, comma-separated) or, with
+    None, plain BERT, and freezes all parameters. If a fusion has a single adapter, the name means
+    the fusion. Raises ValueError if nothing has that name."""
     known = known_adapters(bert) | {slot.fusion.name for _, slot in bert.slots() if slot.fusion}
     if name is not None and name not in known:
         names = ", ".join(sorted(known)) or "none"
@@ -228,7 +277,7 @@ def known_adapters(bert):
     return {name for _, slot in bert.slots() for name in slot.adapters}
 
 
-NAMES = {  # our module -> Hugging Face's; Google's differ from those only in punctuation
+HUB_NAMES = {  # our module -> Hugging Face's; Google's differ from those only in punctuation
     "word_embeddings": "embeddings.word_embeddings",
     "position_embeddings": "embeddings.position_embeddings",
     "token_type_embeddings": "embeddings.token_type_embeddings",
@@ -245,16 +294,9 @@ NAMES = {  # our module -> Hugging Face's; Google's differ from those only in pu
 
 
 def hub_name(name):
-    """Of our parameter: layers.0.query.weight -> encoder.layer.0.attention.self.query.weight"""
-    layer, module, part = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)\.(\w+)", name).groups()
-    return (f"encoder.layer.{layer}." if layer else "") + f"{NAMES[module]}.{part}"
-
-
-def main(argv=None):
-    from experiments.inspect import inspect_encoder
-
-    return inspect_encoder(argv)
-
-
-if __name__ == "__main__":
-    run_command("bert.py", main)
+    """ "layers.0.query.weight" -> "encoder.layer.0.attention.self.query.weight". Raises ValueError
+    for a parameter that a checkpoint does not have."""
+    layer, module, part = re.fullmatch(r"(?:layers\.(\d+)\.)?(.*?)\.?(\w+)", name).groups()
+    if module not in HUB_NAMES:
+        raise ValueError(f"a checkpoint of BERT has no place for the parameter {name}")
+    return (f"encoder.layer.{layer}." if layer else "") + f"{HUB_NAMES[module]}.{part}"

@@ -1,21 +1,14 @@
 """D: the paper's 16 tasks (section 4.2), your own task, and batches.
 
-A task reduces to C candidate pairs (text_a, text_b or None) and a label. Classification has one
-candidate per example and a K-way head; multiple choice has one candidate per choice, and a softmax
-over their scores.
+Every example becomes C candidates, pairs (text_a, text_b or None), and a label. Classification has
+one candidate per example and a K-way head; multiple choice has one candidate per choice, and a
+softmax over their scores.
 
     task = get_task("rte", data_dir)                        # or your own, see `own_task`
     tokenizer = load_tokenizer(directory, max_length=128)   # of formats.tokenizer
     train = load_split(task, "train", tokenizer, data_dir)  # tokenised once, then cached
     for batch in batches(train, batch_size=32, seed=0): ...
-
-    python data.py TASK [--data-dir DIR] [--model SOURCE]   # what the model will see
 """
-
-if __name__ == "__main__":
-    from runtime.command import announce
-
-    announce("data.py")
 
 import itertools
 from collections.abc import Callable
@@ -30,16 +23,16 @@ from tqdm import tqdm
 
 from formats import task_rows
 from formats.files import error_prefix
-from formats.rows import cached, check_size, find_file, find_split, hold_out, read_rows, set_origin
-from runtime.command import run_command
+from formats.rows import cached, find_file, find_split, hold_out, note_size, read_rows, set_origin
 from runtime.scores import CLASS_SCORES, accuracy
 
 
 class Classification:
-    """A type of task: one of K labels for each example."""
+    """A type of task: one of K labels for each example. A type of your own is a subclass."""
 
     dtype = torch.long  # of labels and predictions
-    scores = CLASS_SCORES  # the first one chooses the best epoch, unless --score does
+    # larger is better; the first one chooses the best epoch, unless --score does
+    scores = CLASS_SCORES
 
     @staticmethod
     def head(labels):
@@ -58,10 +51,11 @@ class Classification:
 
     @staticmethod
     def label(task, value):
-        """A label as the data writes it -> its index in task.labels. Raises ValueError that shows
-        the value."""
-        from_hub = task.source is not None
-        return task_rows.label_index(value, task.labels, task.label_ids, task.aliases, from_hub)
+        """A raw label, as the data writes it -> its index in task.labels. Raises ValueError that
+        shows the value."""
+        return task_rows.label_index(
+            value, task.labels, task.label_ids, task.label_aliases, on_hub=task.hub is not None
+        )
 
 
 class MultipleChoice(Classification):
@@ -78,36 +72,33 @@ class MultipleChoice(Classification):
 class Task:
     """One task: what its data look like, and how a row becomes candidates."""
 
-    source: str | None  # hub repository; None: not on the hub
-    config: str | None  # its configuration
+    hub: tuple | None  # repository, configuration, revision on the hub; None: it is not there
     columns: tuple  # text columns, in the order in which `candidates` takes them
-    labels: tuple  # as the hub writes them, in our order; an integer is an index into them
+    labels: tuple  # class names in the order of their indices, as the hub writes them
     sizes: tuple  # rows of training and development set; (): any number
     candidates: Callable = lambda *texts: [(texts[0], texts[1] if len(texts) > 1 else None)]
     label: str = "label"  # the column of the label
     max_length: int = 128  # in tokens; longer pairs are cut
     dev: str = "validation"  # the hub's name of the development set
-    held_out: int = 0  # the development set is this many training examples
+    dev_from_train: int = 0  # the development set is this many training examples
     hub_sizes: tuple = ()  # rows of the hub's copy, if they differ from the paper's
-    aliases: dict = field(default_factory=dict)  # other copies' names of columns and labels -> ours
-    revision: str | None = None  # of the hub repository
+    column_aliases: dict = field(default_factory=dict)  # names in other copies -> ours
+    label_aliases: dict = field(default_factory=dict)  # the same for labels
     column_names: dict = field(default_factory=dict)  # --columns: {our name: the file's}
-    kind: type = Classification
+    type: type = Classification
     name: str = ""
-    files: dict = field(default_factory=dict)  # {split: path}, of your own in place of a directory
-    absent: tuple = ()  # columns that a row must not fill, because the model would not see them
+    files: dict = field(default_factory=dict)  # {split: path}: your own, instead of --data-dir
+    unused_columns: tuple = ()  # must be empty in every row: the model would not see them
 
     @property
-    def choices(self):
-        """Whether it is multiple choice."""
-        return issubclass(self.kind, MultipleChoice)
+    def is_multiple_choice(self):
+        return issubclass(self.type, MultipleChoice)
 
     @property
     def scores(self):
-        """{name: function(labels, predictions)} of its type; F1 of one class only if there are
-        two."""
-        two = len(self.labels) == 2
-        return {name: score for name, score in self.kind.scores.items() if two or name != "f1"}
+        """{name: function(labels, predictions)} of its type; binary F1 only for two classes."""
+        binary = len(self.labels) == 2
+        return {name: score for name, score in self.type.scores.items() if binary or name != "f1"}
 
     @cached_property
     def label_ids(self):
@@ -141,92 +132,129 @@ def own_choices(*texts):
     return [(texts[0], choice) if len(texts) == 2 else (choice, None) for choice in texts[-1]]
 
 
-def row(columns, labels, sizes, max_length=128, **more):
-    """A row of the table; columns and labels are written as words of one string."""
-    words = tuple(columns.split()), tuple(labels.split())
-    return Task(None, None, *words, sizes, max_length=max_length, **more)
+def classification(hub, columns, labels, sizes, max_length=128, revision=None, **more):
+    """A Task. hub ("repository configuration"), columns and labels are each given as one string of
+    words."""
+    if hub is not None:
+        repository, *configuration = hub.split()
+        hub = repository, configuration[0] if configuration else None, revision
+    columns, labels = tuple(columns.split()), tuple(labels.split())
+    return Task(hub, columns, labels, sizes, max_length=max_length, **more)
 
 
-def choices(columns, labels, sizes, candidates, max_length=128, **more):
-    """A row of the table, of a multiple-choice task"""
-    more |= {"candidates": candidates, "kind": MultipleChoice}
-    return row(columns, labels, sizes, max_length, **more)
+def multiple_choice(hub, columns, labels, sizes, candidates, max_length=128, **more):
+    more |= {"candidates": candidates, "type": MultipleChoice}
+    return classification(hub, columns, labels, sizes, max_length, **more)
 
 
 NLI = "entailment neutral contradiction"
 UKP = "NoArgument Argument_against Argument_for"
-TSV_FORMAT = {"sentence1": "premise", "sentence2": "hypothesis", "gold_label": "label"}
-TSV_FORMAT |= {"entailment": "entails"}
+SCITAIL_COLUMNS = {"sentence1": "premise", "sentence2": "hypothesis", "gold_label": "label"}
 
-# Section 4.2, in the order of Table 1: columns, labels, rows of training and development set, and
-# the length in tokens. At 128, the reference's, 0.4 % of mnli's examples are cut and under 0.1 % of
-# most others', but 12 % of rte's and cb's, 19 % of cosmos_qa's, 47 % of boolq's and 90 % of imdb's.
-# So these have more, which cuts none of rte's and cosmos_qa's, 0.4 % of cb's, 0.7 % of boolq's and
-# 25 % of imdb's. hellaswag's 200 is AdapterHub's.
+# Section 4.2, in the order of Table 1: place on the hub, columns, labels, rows of training and
+# development set, and the length in tokens where it is not 128. The repositories are such that
+# `datasets` 5 can read, which hold no loading script. Where the reference's 128 tokens would cut
+# many examples the length is ours (docs/silent.md).
 TASKS = {
-    "mnli": row("premise hypothesis", NLI, (392702, 9815), dev="validation_matched"),
-    "qqp": row("question1 question2", "not_duplicate duplicate", (363846, 40430)),
-    "sst2": row("sentence", "negative positive", (67349, 872)),
-    "winogrande": choices(
-        "sentence option1 option2", "1 2", (40398, 1267), fill_blank, label="answer"
+    "mnli": classification(
+        "nyu-mll/glue mnli", "premise hypothesis", NLI, (392702, 9815), dev="validation_matched"
     ),
-    "imdb": row("text", "neg pos", (23000, 2000), 384, held_out=2000),
-    "hellaswag": choices("ctx_a ctx_b endings", "0 1 2 3", (39905, 10042), endings, 200),
-    "social_i_qa": choices(
-        "context question answerA answerB answerC", "1 2 3", (33410, 1954), answers
+    "qqp": classification(
+        "nyu-mll/glue qqp", "question1 question2", "not_duplicate duplicate", (363846, 40430)
     ),
-    "cosmos_qa": choices(
-        "context question answer0 answer1 answer2 answer3", "0 1 2 3", (25262, 2985), answers, 256
+    "sst2": classification("nyu-mll/glue sst2", "sentence", "negative positive", (67349, 872)),
+    "winogrande": multiple_choice(
+        "allenai/winogrande winogrande_xl",
+        "sentence option1 option2",
+        "1 2",
+        (40398, 1267),
+        fill_blank,
+        label="answer",
     ),
-    "scitail": row("premise hypothesis", "entails neutral", (23596, 1304), aliases=TSV_FORMAT),
-    "argument": row("topic sentence", UKP, (18341, 2042), label="annotation"),
-    "commonsense_qa": choices(
-        "question choices", "A B C D E", (9741, 1221), question_choices, label="answerKey"
+    "imdb": classification(
+        "stanfordnlp/imdb plain_text", "text", "neg pos", (23000, 2000), 384, dev_from_train=2000
     ),
-    "boolq": row("passage question", "False True", (9427, 3270), 384, aliases={"answer": "label"}),
-    "mrpc": row("sentence1 sentence2", "not_equivalent equivalent", (3668, 408)),
-    "sick": row("sentence_A sentence_B", NLI, (4500, 500), hub_sizes=(4439, 495)),
-    "rte": row("sentence1 sentence2", "entailment not_entailment", (2490, 277), 290),
-    "cb": row("premise hypothesis", "entailment contradiction neutral", (250, 56), 256),
+    "hellaswag": multiple_choice(
+        "Rowan/hellaswag", "ctx_a ctx_b endings", "0 1 2 3", (39905, 10042), endings, 200
+    ),
+    "social_i_qa": multiple_choice(
+        "lighteval/siqa",
+        "context question answerA answerB answerC",
+        "1 2 3",
+        (33410, 1954),
+        answers,
+    ),
+    "cosmos_qa": multiple_choice(
+        "Samsoup/cosmos_qa",
+        "context question answer0 answer1 answer2 answer3",
+        "0 1 2 3",
+        (25262, 2985),
+        answers,
+        256,
+    ),
+    "scitail": classification(
+        "allenai/scitail snli_format",
+        "premise hypothesis",
+        "entails neutral",
+        (23596, 1304),
+        column_aliases=SCITAIL_COLUMNS,
+        label_aliases={"entailment": "entails"},
+    ),
+    "argument": classification(None, "topic sentence", UKP, (18341, 2042), label="annotation"),
+    "commonsense_qa": multiple_choice(
+        "tau/commonsense_qa",
+        "question choices",
+        "A B C D E",
+        (9741, 1221),
+        question_choices,
+        label="answerKey",
+    ),
+    "boolq": classification(
+        "aps/super_glue boolq",
+        "passage question",
+        "False True",
+        (9427, 3270),
+        384,
+        column_aliases={"answer": "label"},
+    ),
+    "mrpc": classification(
+        "nyu-mll/glue mrpc", "sentence1 sentence2", "not_equivalent equivalent", (3668, 408)
+    ),
+    "sick": classification(
+        "RobZamp/sick",
+        "sentence_A sentence_B",
+        NLI,
+        (4500, 500),
+        revision="refs/convert/parquet",
+        hub_sizes=(4439, 495),
+    ),
+    "rte": classification(
+        "nyu-mll/glue rte", "sentence1 sentence2", "entailment not_entailment", (2490, 277), 290
+    ),
+    "cb": classification(
+        "aps/super_glue cb",
+        "premise hypothesis",
+        "entailment contradiction neutral",
+        (250, 56),
+        256,
+    ),
 }
-# Where they are on the hub, in repositories that `datasets` 5 can read, because they hold no
-# loading script: repository, configuration, revision.
-HUB = {
-    "mnli": ("nyu-mll/glue", "mnli", None),
-    "qqp": ("nyu-mll/glue", "qqp", None),
-    "sst2": ("nyu-mll/glue", "sst2", None),
-    "winogrande": ("allenai/winogrande", "winogrande_xl", None),
-    "imdb": ("stanfordnlp/imdb", "plain_text", None),
-    "hellaswag": ("Rowan/hellaswag", None, None),
-    "social_i_qa": ("lighteval/siqa", None, None),
-    "cosmos_qa": ("Samsoup/cosmos_qa", None, None),
-    "scitail": ("allenai/scitail", "snli_format", None),
-    "argument": (None, None, None),
-    "commonsense_qa": ("tau/commonsense_qa", None, None),
-    "boolq": ("aps/super_glue", "boolq", None),
-    "mrpc": ("nyu-mll/glue", "mrpc", None),
-    "sick": ("RobZamp/sick", None, "refs/convert/parquet"),
-    "rte": ("nyu-mll/glue", "rte", None),
-    "cb": ("aps/super_glue", "cb", None),
-}
-for name, (source, config, revision) in HUB.items():
-    where = {"source": source, "config": config, "revision": revision}
-    TASKS[name] = replace(TASKS[name], name=name, **where)
+TASKS = {name: replace(task, name=name) for name, task in TASKS.items()}
 
 
-def get_task(name, data_dir=None, labels=None, split="train", columns=None, files=None):
+def get_task(name, data_dir=None, labels=None, split="train", column_names=None, files=None):
     """
     The paper's task of that name, or your own: any other name, with data in `data_dir`/NAME, or in
     `files`, {"train": path, "validation": path}.
 
-    labels: those of an earlier run of your own task; otherwise they are read from the file of
-    `split`. columns: {our name of a column: the files'}. Raises ValueError for an unknown task,
+    labels: those of an earlier run of your own task; otherwise they are collected from `split`.
+    column_names: {our name of a column: the files'}. Raises ValueError for an unknown task,
     FileNotFoundError for a missing directory.
     """
     if data_dir is not None and not Path(data_dir).is_dir():
         raise FileNotFoundError(f"--data-dir {data_dir} is not a directory")
     for path in (files or {}).values():
-        if not Path(path).is_file():  # a pipe would never end
+        if not Path(path).is_file():
             raise FileNotFoundError(f"{path} is not a file")
     if name in TASKS:
         task = TASKS[name]
@@ -236,9 +264,9 @@ def get_task(name, data_dir=None, labels=None, split="train", columns=None, file
         else:
             task_rows.check_own_task(name, data_dir, TASKS)
             path = find_file(Path(data_dir) / name, split)
-        task = own_task(*task_rows.own_columns(path, read_rows(path), columns, labels))
-    task_rows.check_column_names(columns, task)
-    return replace(task, name=name, column_names=columns or {}, files=files or {})
+        task = own_task(*task_rows.own_columns(path, read_rows(path), column_names, labels))
+    task_rows.check_column_names(column_names, task)
+    return replace(task, name=name, column_names=column_names or {}, files=files or {})
 
 
 def own_task(columns, labels):
@@ -247,43 +275,34 @@ def own_task(columns, labels):
     sorted values are the classes), or `choices` (a list of texts, the same number in every row),
     `label` (the index of the right one, from 0) and optionally `text_a`.
     """
-    absent = tuple(column for column in task_rows.OWN_COLUMNS if column not in columns)
-    task = Task(None, None, tuple(columns), tuple(labels), (), absent=absent)
+    unused = tuple(column for column in task_rows.OWN_COLUMNS if column not in columns)
+    task = Task(None, tuple(columns), tuple(labels), (), unused_columns=unused)
     if "choices" in columns:
-        task = replace(task, candidates=own_choices, kind=MultipleChoice)
+        task = replace(task, candidates=own_choices, type=MultipleChoice)
     return task
 
 
 def to_candidates(task, row):
-    """One row, under our names of its columns -> (candidates, label). Raises ValueError for a
+    """One row, with its columns renamed already -> (candidates, label). Raises ValueError for a
     missing value or an unknown label."""
     texts, label = task_rows.check_row(row, task)
     candidates = task.candidates(*texts)
-    task_rows.check_candidates(candidates, len(task.labels) if task.choices else None)
-    return candidates, task.kind.label(task, label)
+    task_rows.check_candidates(candidates, len(task.labels) if task.is_multiple_choice else None)
+    return candidates, task.type.label(task, label)
 
 
 def load_split(
-    task,
-    split,
-    tokenizer,
-    data_dir=None,
-    limit=None,
-    seed=0,
-    strict=False,
-    dev_fraction=None,
-    held_out=None,
+    task, split, tokenizer, data_dir=None, limit=None, seed=0, dev_fraction=None, held_out=None
 ):
     """
     One split, tokenised: a datasets.Dataset with `input_ids` and `token_type_ids` (for every
     candidate a list of ids), `label`, and `length` (tokens of the longest candidate). Tokenising
     runs on all cores and is cached. `formats.rows.origin(split)` says what it was made of.
 
-    limit: keep that many examples, drawn with `seed`. dev_fraction: the part of the training file
-    that is the validation split, where there is no file of it. held_out: what `origin` said of the
-    examples that an earlier run held out, which must be the same. strict: a row count unlike the
-    task's is an error, not a warning. Raises FileNotFoundError without the data, ValueError naming
-    file and line for a row that does not fit.
+    limit: keep that many examples, drawn with `seed`. dev_fraction: share of the training file that
+    is held out where there is no development file. held_out: the digest of the examples that an
+    earlier run has held out, which must be the same. Raises FileNotFoundError if the data are not
+    there, ValueError naming file and line for a row that does not fit.
     """
     source = find_split(task, split, data_dir, dev_fraction, held_out)
 
@@ -294,30 +313,29 @@ def load_split(
                 values = task_rows.apply_column_names(values, task.column_names)
                 yield to_candidates(task, values)
 
-    def tokenize():
-        chosen = iter(
-            tqdm(examples(wanted), f"tokenizing {task.name} {split}", leave=False, disable=None)
-        )
+    def tokenize(wanted):
+        title = f"tokenizing {task.name} {split}"
+        chosen = iter(tqdm(examples(wanted), title, leave=False, disable=None))
         while chunk := list(itertools.islice(chosen, 1000)):
             yield task_rows.encode(tokenizer, chunk)
 
     wanted = np.ones(sum(1 for _ in source.read()), dtype=bool)
-    places, digest = np.arange(len(wanted)), None
-    if source.part is not None:
-        places, digest = hold_out(source, examples(wanted), split, held_out)
+    indices, digest = np.arange(len(wanted)), None
+    if source.dev_share is not None:
+        indices, digest = hold_out(source, examples(wanted), split, held_out)
     if dev_fraction is None:
-        check_size(source.where, len(places), task, split, strict)
-    if limit is not None and limit < len(places):
-        places = places[np.random.default_rng(seed).permutation(len(places))[:limit]]
+        note_size(source.where, len(indices), task, split)
+    if limit is not None and limit < len(indices):
+        indices = indices[np.random.default_rng(seed).permutation(len(indices))[:limit]]
     wanted[:] = False
-    wanted[places] = True
+    wanted[indices] = True
 
-    names = split, task.name, task.labels, task.columns, task.label, task.column_names
-    code = task_rows.source_code(load_split, task.candidates, task.kind)
-    key = [source.digest, wanted.tobytes(), names, tokenizer.to_str(), code]
-    result = cached(key, tokenize(), task.kind.dtype.is_floating_point)
-    if (places[1:] < places[:-1]).any():  # drawn
-        result = result.select(np.searchsorted(np.sort(places), places))
+    fields = split, task.name, task.labels, task.columns, task.label, task.column_names
+    code = task_rows.source_code(load_split, task.candidates, task.type)
+    key = [source.digest, wanted.tobytes(), fields, tokenizer.to_str(), code]
+    result = cached(key, tokenize(wanted), task.type.dtype.is_floating_point)
+    if limit is not None:  # the rows come in the order of the file: restore the drawn order
+        result = result.select(np.searchsorted(np.sort(indices), indices))
     set_origin(result, source, digest)
     return result
 
@@ -327,8 +345,8 @@ def length_bucketed_batches(lengths, batch_size, seed=None, window=50):
     Indices of every batch of one epoch. Batches hold examples of similar length, so that little is
     padding: a random order is sorted by length within windows of 50 batches, and the batches are
     shuffled. A window is at most a quarter of the examples, so that those of a small task meet
-    others in every epoch, as where one shuffles without regard to length. Without a seed
-    (evaluation) everything is sorted, longest first. Every index occurs exactly once.
+    others in every epoch, as with plain shuffling. Without a seed (evaluation) everything is
+    sorted, longest first. Every index occurs exactly once.
     """
     if seed is None:
         order = np.argsort(-lengths, kind="stable")
@@ -364,38 +382,28 @@ def collate(rows, pad_token_id):
     }
 
 
-def split_by_length(batch):
+def length_groups(batch):
     """
-    What the encoder sees of a batch: (rows, [input_ids, token_type_ids, attention_mask]) with C
-    groups of B candidates.
+    The inputs of the encoder, in C groups: (indices [B] of candidates in the batch, [input_ids,
+    token_type_ids, attention_mask] of these, [B, T] each).
 
-    The candidates of one multiple-choice example differ in length, so they are grouped by length
-    and each group is cut to its longest. `rows` [B] are the places of its candidates in the batch.
-    Classification has one group, the batch itself.
+    The candidates of one multiple-choice example differ in length, so they are sorted by length
+    into C groups of B candidates, and each group is cut to its longest. Classification has one
+    group, the batch itself.
     """
     C = len(batch["input_ids"]) // len(batch["labels"])
     lengths = batch["attention_mask"].sum(1)
     order = lengths.argsort(stable=True) if C > 1 else torch.arange(len(lengths))
     names = "input_ids", "token_type_ids", "attention_mask"
-    for rows in order.chunk(C):
-        T = lengths[rows].max()
-        yield rows, [batch[name][rows, :T] for name in names]
+    for indices in order.chunk(C):
+        T = lengths[indices].max()
+        yield indices, [batch[name][indices, :T] for name in names]
 
 
 def batches(split, batch_size, pad_token_id=0, seed=None, rank=0, world_size=1):
-    """The batches of one epoch over a split from `load_split`, as `collate` makes them; of each,
-    the share of one of `world_size` processes."""
+    """The batches of one epoch over a split from `load_split`, as `collate` makes them; of each
+    batch, the share of process `rank`."""
     lengths = split.with_format("numpy")["length"][:]
     for indices in length_bucketed_batches(lengths, batch_size, seed):
         if len(mine := indices[rank::world_size]) > 0:
             yield collate(split[mine.tolist()], pad_token_id)
-
-
-def main(argv=None):
-    from experiments.inspect import inspect_task
-
-    return inspect_task(argv)
-
-
-if __name__ == "__main__":
-    run_command("data.py", main)

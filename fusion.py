@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from adapter import find_adapter
+from adapter import Adapter, adapter_modules
 from bert import activate, known_adapters
 from formats import adapterhub
 from formats.files import error_prefix
@@ -23,43 +23,51 @@ class Fusion(nn.Module):
 
         s = softmax_n( (Q h + b_Q) · (K z_n + b_K) )        o = Σ_n s_n V z_n
 
-    where the biases are the reference's. `textbook` computes it as written, `low_rank` the same
-    function at a fraction of the cost. Another kind of fusion is a subclass with another `attend`
-    or `compose`, registered under a name of its own (docs/forking.md).
+    where adapters 1.3 adds the biases, and h is what the adapters read. `textbook` computes it as
+    written, and is what tests compare with; the model runs `compose`, the same function at a
+    fraction of the cost. Another kind of fusion is a subclass with another `attend` or `compose`,
+    registered under a name of its own (docs/forking.md).
     """
 
-    options = {}  # what adapter_fusion_config.json says of a kind that is not the paper's
-    config = {}  # a kind's own fields with their defaults: --fusion-config, in the file, too
+    file_tag = {}  # tells a variant from the paper's fusion in adapter_fusion_config.json
+    config_defaults = {}  # hyper-parameters of a variant, set by --fusion-config, saved with it
+    mixes_tokens = False  # each token's output depends on that token alone (bert.py)
+    order_matters_because = None  # a sentence that says why, where the order of the adapters does
 
     def __init__(self, name, adapter_names, hidden_size, dropout, **config):
         super().__init__()
-        if unknown := [field for field in config if field not in self.config]:
-            known = ", ".join(self.config) or "none"
-            raise ValueError(f"{unknown[0]!r:.50} is no field of {type(self).__name__}: {known}")
+        if unknown := [field for field in config if field not in self.config_defaults]:
+            known = ", ".join(self.config_defaults) or "none"
+            raise ValueError(
+                f"{type(self).__name__} has no field {unknown[0]!r:.50}, its fields: {known}"
+            )
         self.name = name  # all fused adapters, comma-separated
         self.adapter_names = adapter_names  # those of them that sit in this slot
-        self.config = {**self.config, **config}
+        self.config = {**self.config_defaults, **config}
         self.query = nn.Linear(hidden_size, hidden_size)  # Q
         self.key = nn.Linear(hidden_size, hidden_size)  # K
         self.value = nn.Linear(hidden_size, hidden_size, bias=False)  # V
         self.dropout = nn.Dropout(dropout)
-        self.masked = frozenset()  # names of adapters that are left out (variants/masking.py)
-        self.weights = None  # s of the last forward [B, T, N], N without those masked
+        self.masked = frozenset()  # names of adapters whose s_n must be 0 (variants/masking.py)
+        self.weights = None  # s of the last forward [B, T, N]
         for linear in (self.query, self.key):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
-        # section 4.1: ones on the diagonal, small values elsewhere; o starts near the mean of z_n
+        # section 4.1: ones on the diagonal, small values elsewhere; o starts as about Σ s_n z_n
         with torch.no_grad():
             self.value.weight.fill_(1e-6).fill_diagonal_(1.0)
 
     def forward(self, f, x, norm, adapters, layer_input=None):
         """f: sub-layer output, x: its input [B, T, d], norm: BERT's own LayerNorm, adapters: N
-        modules, layer_input: what the whole layer read -> [B, T, d]"""
-        # As in the reference, the last adapter's configuration says what all of them read, and how
-        # the result goes back into the residual stream.
+        modules, layer_input: the layer's input and the mask -> [B, T, d]"""
+        # As in adapters 1.3, the configuration of the last adapter decides for all of them which
+        # input and which LayerNorms there are.
         last = adapters[-1]
         h, residual = last.inputs(f, x, norm)
-        o = self.compose(h, self.unmasked(adapters), layer_input)
+        self.weights = None
+        o = self.compose(h, adapters, layer_input)
+        if self.masked:
+            self.check_masked()
         return last.add_and_norm(o + residual, x, norm)
 
     def textbook(self, h, adapters, layer_input=None):
@@ -71,16 +79,19 @@ class Fusion(nn.Module):
         return torch.einsum("btn,btnd->btd", s, self.value(z))  # o = Σ_n s_n V z_n
 
     def attend(self, scores):
-        """s = softmax_n(scores): [B, T, N] -> [B, T, N]. As in the reference, dropout is applied to
-        the raw scores."""
-        s = self.dropout(scores).softmax(-1)
+        """s = softmax_n(scores): [B, T, N] -> [B, T, N]. As in adapters 1.3, dropout is applied to
+        the raw scores. The score of a masked adapter is -∞."""
+        scores = self.dropout(scores)
+        if self.masked:
+            scores = scores.masked_fill(self.is_masked(scores.device), -torch.inf)
+        s = scores.softmax(-1)
         self.weights = s.detach()
         return s
 
     def compose(self, h, adapters, layer_input=None):
         """o: [B, T, d]. By `low_rank` if every z_n is a linear map of a bottleneck, otherwise by
         `absorbed`."""
-        if are_low_rank(adapters):
+        if are_bottlenecks(adapters):
             return self.low_rank(h, adapters)
         return self.absorbed(h, adapters, layer_input)
 
@@ -133,7 +144,7 @@ class Fusion(nn.Module):
             q = F.linear(h, Q, b_Q)  # Q h + b_Q: [B·T, d]
             q_keys = q @ K @ U  # qᵀ K U: [B·T, R]
             scores = (q_keys * a) @ membership + (q @ b_K)[:, None]  # [B·T, N]
-        s = self.attend(scores.view(B, T, N)).view(B * T, N)
+        s = self.attend(scores.view(B, T, N)).reshape(B * T, N)
         s_a = s.to(a.dtype) @ membership.T * a  # each a_n times its s_n: [B·T, R]
         if weights_first:
             o = s_a @ (V @ U).T  # Σ_n s_n V z_n: [B·T, d]
@@ -141,10 +152,19 @@ class Fusion(nn.Module):
             o = s_a @ U.T @ V.T  # the same: [B·T, R] -> [B·T, d] -> [B·T, d]
         return o.view(B, T, d)
 
-    def unmasked(self, of_each):
-        """Drops the masked adapters' entries from a list with one entry per adapter here."""
-        pairs = zip(self.adapter_names, of_each, strict=True)
-        return [value for name, value in pairs if name not in self.masked]
+    def is_masked(self, device=None):
+        """[N], True for a masked adapter"""
+        masked = [name in self.masked for name in self.adapter_names]
+        return torch.tensor(masked, device=device)
+
+    def check_masked(self):
+        """Raises ValueError where a `compose` or `attend` of a variant has ignored the mask."""
+        s = self.weights
+        if s is None or s[..., self.is_masked(s.device)].any():
+            raise ValueError(
+                f"{type(self).__name__} cannot leave adapters out: their weights are not 0, "
+                "as those of Fusion.attend are, which knows the mask"
+            )
 
     def regularization(self):
         """0.01 · ‖V − I‖²_F"""
@@ -156,20 +176,25 @@ class Fusion(nn.Module):
 FUSIONS = {"attention": Fusion}  # --fusion
 
 
-def register(name, kind):
-    """Registers a kind of fusion for --fusion NAME. Raises ValueError if the name, or what the kind
-    says in the file, is another's."""
+def register(name, fusion_class):
+    """Makes a kind of fusion known as --fusion NAME. Raises ValueError if the name or the file_tag
+    is taken."""
     for other_name, other in FUSIONS.items():
-        if other is not kind and (other_name == name or other.options == kind.options):
+        if other is fusion_class:
+            continue
+        if other_name == name:
+            raise ValueError(f"--fusion {name} is already registered for {other.__name__}")
+        if other.file_tag == fusion_class.file_tag:
             raise ValueError(
-                f"{kind.__name__}: {name}, {kind.options} is {other.__name__}'s already"
+                f"{fusion_class.__name__} has the file_tag of {other.__name__}, "
+                f"{other.file_tag}: its files could not be told apart"
             )
-    FUSIONS[name] = kind
+    FUSIONS[name] = fusion_class
 
 
-def are_low_rank(adapters):
-    """Whether every adapter promises that its z_n is U_n a_n + b_n (Adapter.low_rank)."""
-    return all(getattr(adapter, "low_rank", False) for adapter in adapters)
+def are_bottlenecks(adapters):
+    """Whether every z_n is U_n a_n + b_n, as `Adapter.z` computes it."""
+    return all(getattr(type(adapter), "z", None) is Adapter.z for adapter in adapters)
 
 
 def bottlenecks(h, adapters):
@@ -196,37 +221,37 @@ def up_projections(adapters, dtype):
     return U.to(dtype), torch.cat([*rows, identity])
 
 
-def add_fusion(bert, adapter_names, kind=Fusion, **config):
+def add_fusion(bert, adapter_names, fusion_class=Fusion, **config):
     """
     Adds a new fusion over adapters that are already in the encoder, at every slot where they sit,
-    activates it, and makes it the only trainable part. It takes the place of an earlier one.
-    config: fields of the kind's own.
+    activates it, and makes it the only trainable part. It replaces an existing fusion.
+    config: hyper-parameters of a variant.
 
-    Raises ValueError for an unknown or repeated adapter, fewer than one, adapters of different
-    kinds, or at different locations (some only on top, some also at the bottom), which the
-    reference does not fuse either.
+    Raises ValueError for an unknown or repeated adapter, no adapter, adapters of different
+    kinds, or at different locations (some only on top, some also at the bottom), which adapters 1.3
+    does not fuse either.
     """
     names = list(adapter_names)
     dtype = torch.float64 if bert.dtype == torch.float64 else torch.float32
-    install(bert, new_fusions(bert, names, kind, config, None, dtype))
-    configs = [find_adapter(bert, name)[0] for name in names]
-    for field in configs[-1].fields_in_stream():
+    insert_fusions(bert, new_fusions(bert, names, fusion_class, config, None, dtype))
+    configs = [adapter_modules(bert, name)[0] for name in names]
+    for field in configs[-1].residual_fields():
         values = [getattr(config, field) for config in configs]
         if any(value != values[-1] for value in values):
             each = ", ".join(f"{v} in {n}" for n, v in zip(names, values, strict=True))
-            print(f"note: {field} is {each}: all are read and go back as the last one's says")
+            print(f"note: the adapters differ in {field} ({each}): the last one's value is used")
     for _, fusion in fusions(bert):
         fusion.requires_grad_(True)
 
 
-def new_fusions(bert, names, kind, config, dropout, dtype):
+def new_fusions(bert, names, fusion_class, config, dropout, dtype):
     """{(layer, location): new fusion} over the adapters of these names, not yet in the slots."""
     check_adapters(bert, names)
-    p = dropout or bert.config.attention_probs_dropout_prob  # as the reference, which takes 0.0 too
+    p = dropout or bert.config.attention_probs_dropout_prob  # 0.0 counts as unset, as in adapters
     result = {}
     for key, slot in bert.slots():
         if present := [name for name in names if name in slot.adapters]:
-            fusion = kind(",".join(names), present, bert.config.hidden_size, p, **config)
+            fusion = fusion_class(",".join(names), present, bert.config.hidden_size, p, **config)
             result[key] = fusion.to(bert.device, dtype).train(bert.training)
     return result
 
@@ -237,9 +262,10 @@ def check_adapters(bert, names):
         raise ValueError(f"a fusion needs at least one adapter, and each of them once, not {names}")
     if missing := [name for name in names if name not in known_adapters(bert)]:
         raise ValueError(f"adapter {missing[0]!r} is to be fused, but has not been loaded")
-    found = {name: find_adapter(bert, name) for name in names}
-    for reason in [config.no_fusion for config, _ in found.values() if config.no_fusion]:
-        these = [name for name, (config, _) in found.items() if config.no_fusion == reason]
+    found = {name: adapter_modules(bert, name) for name in names}
+    reasons = {name: config.cannot_fuse_because for name, (config, _) in found.items()}
+    for reason in filter(None, reasons.values()):
+        these = [name for name in names if reasons[name] == reason]
         raise ValueError(f"{reason}: {', '.join(these)}")
     kinds = {name: config.architecture or "bottleneck" for name, (config, _) in found.items()}
     places = {
@@ -252,7 +278,7 @@ def check_adapters(bert, names):
             raise ValueError(f"adapters {what} cannot be fused: {each}")
 
 
-def install(bert, new):
+def insert_fusions(bert, new):
     """Puts new fusions into their slots, active and frozen."""
     for key, slot in bert.slots():
         slot.fusion = new.get(key)
@@ -266,22 +292,23 @@ def fusions(bert):
 
 def fusion_regularization(bert):
     """0.01 · Σ_layers ‖V − I‖²_F, a scalar tensor to add to the loss (section 4.1: "l2-norm" on V;
-    the reference's form). 0 without a fusion."""
+    in the form of adapters 1.3). 0 without a fusion."""
     zero = torch.zeros((), device=bert.device)
     return sum((fusion.regularization() for _, fusion in fusions(bert)), zero)
 
 
 def fusion_weights(bert):
     """s of the last forward: {(layer, "output" | "attention"): [B, T, N]}, padding included, with
-    T = 1 in the last layer after `cls_only`; N in the order of the fusion's name, 0 for an adapter
-    that is left out of that layer or masked. Raises ValueError without a fusion, or a forward."""
+    T = 1 in the last layer after `cls_only`; N in the order in which the adapters were given, 0 for
+    one that is left out of that layer or masked. Raises ValueError if there is no fusion, or if
+    there has been no forward pass."""
     result = {}
     for key, fusion in fusions(bert):
         if fusion.weights is None:
             raise ValueError("no fusion weights yet: run a batch through the encoder first")
         names = fusion.name.split(",")
         result[key] = fusion.weights.new_zeros(*fusion.weights.shape[:-1], len(names))
-        present = [names.index(name) for name in fusion.unmasked(fusion.adapter_names)]
+        present = [names.index(name) for name in fusion.adapter_names]
         result[key][..., present] = fusion.weights
     if not result:
         raise ValueError("there is no fusion in this encoder")
@@ -290,22 +317,21 @@ def fusion_weights(bert):
 
 def save_fusion(bert, directory):
     """Writes adapter_fusion_config.json and model_adapter_fusion.safetensors. Raises ValueError
-    without a fusion, or for one that has been folded."""
+    without a fusion."""
     by_key = dict(fusions(bert))
     if not by_key:
         raise ValueError("there is no fusion in this encoder")
     fusion = next(iter(by_key.values()))
-    if fusion.options is None:
-        raise ValueError("a folded fusion cannot be saved: save the one that it was folded from")
     header = adapterhub.header(fusion.name, bert.config, bert.source)
-    options = {**fusion.options, **fusion.config}
-    adapterhub.write_fusion(directory, options, tensors_by_file_name(by_key), header)
+    options = {**fusion.file_tag, **fusion.config}
+    adapterhub.write_fusion(directory, options, fusion_tensors(by_key), header)
 
 
-def tensors_by_file_name(by_key):
-    """{(slot, part): tensor} of {(layer, location): fusion}, whose parts have the file's names."""
+def fusion_tensors(by_key):
+    """{(path of the slot, part): tensor} of {(layer, location): fusion}. A part has the same name
+    in the file as in the module."""
     return {
-        (adapterhub.slot_name(key), part): tensor
+        (adapterhub.slot_path(key), part): tensor
         for key, fusion in by_key.items()
         for part, tensor in fusion.state_dict(keep_vars=True).items()
     }
@@ -317,23 +343,22 @@ def load_fusion(bert, directory):
     not fit or is no known kind of fusion; then the encoder is unchanged."""
     saved, names = adapterhub.read_fusion(directory)
     with error_prefix(saved.directory / adapterhub.FUSION.config):
-        kind, config = kind_of(adapterhub.own_options(saved.options))
+        fusion_class, config = fusion_class_of(adapterhub.variant_options(saved.options))
         dropout = saved.options.get("dropout_prob")
-        new = new_fusions(bert, names, kind, config, dropout, bert.dtype)
-    # the reference has weights, which it does not use, also where all adapters are left out
-    unused = [adapterhub.slot_name(key) for key, _ in bert.slots() if key not in new]
-    saved.fill(tensors_by_file_name(new), without=unused)
-    install(bert, new)
+        new = new_fusions(bert, names, fusion_class, config, dropout, bert.dtype)
+    # AdapterHub's files also hold weights for layers in which all adapters are left out
+    unused = [adapterhub.slot_path(key) for key, _ in bert.slots() if key not in new]
+    saved.copy_into(fusion_tensors(new), without=unused)
+    insert_fusions(bert, new)
 
 
-def kind_of(options):
-    """(kind of fusion, its fields) that a file means by the options in which it is not the paper's
-    fusion: all of them decide, but a kind's own fields may have any value."""
-    for kind in FUSIONS.values():
-        config = {field: value for field, value in options.items() if field in kind.config}
-        if {k: v for k, v in options.items() if k not in config} == adapterhub.own_options(
-            kind.options
-        ):
-            return kind, config
+def fusion_class_of(options):
+    """(the registered variant to which a saved file belongs, its hyper-parameters). options: what
+    the file says beside the paper's fusion, which are the variant's file_tag and fields."""
+    for fusion_class in FUSIONS.values():
+        config = {f: value for f, value in options.items() if f in fusion_class.config_defaults}
+        tag = {field: value for field, value in options.items() if field not in config}
+        if tag == adapterhub.variant_options(fusion_class.file_tag):
+            return fusion_class, config
     field, value = next(iter(options.items()))
     raise ValueError(f"a fusion with {field} = {value!r:.50} is not supported")

@@ -30,10 +30,10 @@ from bert import AddNorm, Bert, Layer, activate
 from data import TASKS, batches, get_task, load_split, to_candidates
 from experiments import curves, demo, evaluate, figure4
 from experiments.load_run import load_run
+from experiments.multitask import MultitaskModel, task_probabilities
 from experiments.report import markdown
 from formats.tokenizer import load_tokenizer
 from fusion import Fusion, add_fusion, fusion_regularization, fusions
-from variants.multitask import switch_task, task_probabilities
 
 plt.rcParams["figure.dpi"] = 90
 torch.set_printoptions(precision=3, sci_mode=False, linewidth=110)

@@ -122,8 +122,7 @@ def fine_tune(task, encoder):
 
 
 def accuracy(bert, head, task, split):
-    labels, predictions, _ = train.evaluate(bert, head, task, split, 64, torch.float32)
-    return (labels == predictions).double().mean().item()
+    return train.evaluate(train.Model(bert, head), task, split, 64)["accuracy"]
 
 
 before = fine_tune("library", model)
@@ -203,7 +202,7 @@ def change():
 
 
 print(f"a new adapter in every layer changes the encoder's output by {percent(change())}")
-theta = sum(bert.get_parameter(name).numel() for name in bert.origin)
+theta = sum(bert.get_parameter(name).numel() for name in bert.checkpoint_names)
 phi = {name: p for name, p in bert.named_parameters() if p.requires_grad}
 size = sum(p.numel() for p in phi.values())
 print(f"Θ has {theta:,} parameters, Φ {size:,} ({size / theta:.1%}); in the first layer:")
@@ -230,8 +229,9 @@ def fit(bert, head, split, lr):
     trained = [p for p in (*bert.parameters(), *head.parameters()) if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr, weight_decay=0)
     for batch in batches(split, batch_size=16, seed=0):
-        h = bert(batch["input_ids"], batch["token_type_ids"], batch["attention_mask"])  # [B, T, d]
-        loss = F.cross_entropy(head(h), batch["labels"])
+        mask = batch["attention_mask"]
+        h = bert(batch["input_ids"], batch["token_type_ids"], mask)  # [B, T, d]
+        loss = F.cross_entropy(head(h, mask), batch["labels"])
         loss = loss + fusion_regularization(bert)  # section 4.1; 0 until there is a fusion
         optimizer.zero_grad()
         loss.backward()
@@ -242,7 +242,7 @@ def prepare(name, limit=None):
     """A task, its two splits, and a new head."""
     task = get_task(name, RUNS / "data")
     load = lambda split, limit: load_split(task, split, tokenizer, RUNS / "data", limit)
-    head = Head({**task.kind.head(task.labels), "layers": 2}, bert.config)
+    head = Head({**task.type.head(task.labels), "layers": 2}, bert.config)
     return task, load("train", limit), load("validation", None), head
 
 
@@ -266,7 +266,7 @@ print(f"which now changes the encoder's output by {percent(change())}")
 # training: large tasks dominate the beginning only.
 
 # %%
-show(switch_task, task_probabilities)
+show(MultitaskModel.of_task, task_probabilities)
 sizes = {name: rows[i][1] for i, name in enumerate(demo.SOURCES)}
 epochs = [1, 13, 25]
 p = [task_probabilities(list(sizes.values()), "annealed", epoch, 25) for epoch in epochs]
@@ -276,9 +276,9 @@ tabulate(
 )
 
 # %% [markdown]
-# `python train.py --stage multitask --tasks ...` is this. The paper compares fusion with it, and
-# also fuses its adapters (the columns *MT-A* and *Fusion w/ MT-A* of Table 1). Their adapter is
-# *PAL*, a small self-attention parallel to the layer: `variants/pal.py`.
+# `python -m experiments.multitask --tasks ...` is this. The paper compares fusion with it, and also
+# fuses its adapters (the columns *MT-A* and *Fusion w/ MT-A* of Table 1). Their adapter is *PAL*, a
+# small self-attention parallel to the layer: `variants/pal.py`.
 #
 # ### 2.2.3 Adapters in practice, and appendix A.2: which architecture?
 #
@@ -365,7 +365,9 @@ unchanged = {name: torch.equal(p, before[name]) for name, p in bert.named_parame
 parts = {"Φ of library": ".library.", "Φ of name": ".name.", "Ψ": ".fusion."}
 rows = []
 for part in ("Θ", *parts):
-    of_part = [n for n in unchanged if (parts[part] in n if part in parts else n in bert.origin)]
+    of_part = [
+        n for n in unchanged if (parts[part] in n if part in parts else n in bert.checkpoint_names)
+    ]
     size = sum(bert.get_parameter(n).numel() for n in of_part)
     rows.append([part, f"{size:,}", len(of_part), sum(unchanged[n] for n in of_part)])
 tabulate(rows, ["", "parameters", "tensors", "of these, bit for bit as before"])
@@ -546,7 +548,7 @@ print(
 show(train.lr_factor, train.make_optimizer)
 tabulate(
     [[name, stage.help, f"{stage.lr:g}", stage.epochs] for name, stage in train.STAGES.items()],
-    ["--stage", "what it trains", "learning rate", "epochs at most"],
+    ["stage", "what it trains", "learning rate", "epochs at most"],
 )
 
 # %% [markdown]
@@ -575,7 +577,7 @@ print(f"of the fusion that `fit` has trained above, over all layers: {distance:.
 # %%
 tabulate(
     [
-        [name, task.kind.__name__, " ".join(task.columns), len(task.labels), f"{task.sizes[0]:,}"]
+        [name, task.type.__name__, " ".join(task.columns), len(task.labels), f"{task.sizes[0]:,}"]
         for name, task in TASKS.items()
     ],
     ["task", "type", "columns", "K", "training examples"],
@@ -600,30 +602,30 @@ candidates, label = to_candidates(task, row)
 encodings = tokenizer.encode_batch([list(pair) for pair in candidates])
 for pair, encoding in zip(candidates, encodings, strict=True):
     print(f"{len(encoding.ids)} tokens: [CLS] {pair[0]} [SEP] {pair[1]} [SEP]")
-head = Head({**task.kind.head(task.labels), "layers": 2}, bert.config).eval()
+head = Head({**task.type.head(task.labels), "layers": 2}, bert.config).eval()
 activate(bert, None)
 with torch.no_grad():
     h = torch.cat(
         [bert(torch.tensor([e.ids]), torch.tensor([e.type_ids]))[:, :1] for e in encodings]
     )
-    logits = head(h)
+    logits = head(h, None)  # which reads [CLS] alone, and needs no mask
 print(
     f"[CLS] of the candidates [B·C, 1, d] {tuple(h.shape)} -> logits [B, K] {tuple(logits.shape)}: {logits[0]}"
 )
 print(
-    f"label {label} (from 0), loss of the untrained head {task.kind.loss(logits, torch.tensor([label])):.3f}; "
+    f"label {label} (from 0), loss of the untrained head {task.type.loss(logits, torch.tensor([label])):.3f}; "
     f"of three even choices ln 3 = {torch.tensor(3.0).log():.3f}"
 )
 
 # %% [markdown]
 # ### Training, in full
 #
-# `fit` above has no schedule, no early stopping, no clipping, no checkpoints. This is the loop that
-# all commands use, for both stages and all baselines: first what a stage adds to the encoder, then
-# the training itself. Look for the lines of `fit` in it.
+# `fit` above has no schedule, no early stopping, no clipping, no checkpoints. This is the loop of
+# `train.py`, for both stages and the baselines on one task: first what a stage adds to the encoder,
+# then the training itself. Look for the lines of `fit` in it.
 
 # %%
-show(train.build)
+show(train.stage_1, train.stage_2, train.build)
 show(train.train, folded=True)
 
 # %% [markdown]

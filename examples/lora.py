@@ -16,34 +16,36 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from any directory
 
 import train
-from adapter import Kind, register
+from adapter import BaseAdapterConfig, register
 from runtime.command import run_command
 
 
 @dataclass(frozen=True)
-class LoRAConfig(Kind):
+class LoRAConfig(BaseAdapterConfig):
     """r: the rank; alpha: B A x is multiplied with alpha / r."""
 
     r: int = 8
     alpha: float = 8
 
     architecture = "query_value_lora"  # "lora" are the library's files
-    no_fusion = "LoRA changes weights and has no output of its own that a fusion could mix"
+    cannot_fuse_because = (
+        "LoRA changes weights and has no output of its own that a fusion could mix"
+    )
 
     @classmethod
     def lora(cls, **changes):
         return cls(**changes)
 
-    def modules(self, bert):
+    def make_modules(self, bert):
         """BERT's linear maps become slots where they are not yet."""
         found = []
         for i, layer in enumerate(bert.layers):
             for name in ("query", "value"):
                 key, linear = (i, f"attention.self.{name}"), getattr(layer, name)
-                if key not in bert.more_slots:
-                    bert.more_slots[key] = LinearSlot(linear)
-                    setattr(layer, name, bert.more_slots[key])
-                found.append((key, bert.more_slots[key], LoRA(self, linear)))
+                if key not in bert.extra_slots:
+                    bert.extra_slots[key] = LinearSlot(linear)
+                    setattr(layer, name, bert.extra_slots[key])
+                found.append((key, bert.extra_slots[key], LoRA(self, linear)))
         return found
 
 
@@ -72,7 +74,7 @@ class LinearSlot(nn.Linear):
         return y + self.adapters[self.active](x) if self.active in self.adapters else y
 
 
-register(LoRAConfig, "lora")
+register("lora", LoRAConfig)
 
 if __name__ == "__main__":
     run_command("lora.py", train.main)

@@ -21,21 +21,27 @@ from runtime.command import run_command
 
 
 class MeanFusion(Fusion):
-    options = {"kind": "mean", "query": False, "key": False}  # its adapter_fusion_config.json
+    mixes_tokens = False
+    file_tag = {"kind": "mean", "query": False, "key": False}  # in adapter_fusion_config.json
 
     def __init__(self, *values):
         super().__init__(*values)
         self.query = self.key = None
 
     def textbook(self, h, adapters, layer_input=None):
-        self.weights = h.new_full((*h.shape[:2], len(adapters)), 1 / len(adapters))  # [B, T, N]
+        s = self.even(h, len(adapters))  # [B, T, N]
         z = torch.stack([adapter.z(h, layer_input) for adapter in adapters], 2)  # [B, T, N, d]
-        return self.value(z).mean(2)
+        return torch.einsum("btn,btnd->btd", s, self.value(z))
 
     def compose(self, h, adapters, layer_input=None):
         """The same, with V applied once."""
-        self.weights = h.new_full((*h.shape[:2], len(adapters)), 1 / len(adapters))
-        return self.value(sum(adapter.z(h, layer_input) for adapter in adapters) / len(adapters))
+        s = self.even(h, len(adapters)).unbind(-1)  # N times [B, T]
+        z = [adapter.z(h, layer_input) for adapter in adapters]  # N times [B, T, d]
+        return self.value(sum(s_n[..., None] * z_n for s_n, z_n in zip(s, z, strict=True)))
+
+    def even(self, h, N):
+        """The softmax of equal scores: 1/N, without the adapters that are masked."""
+        return self.attend(h.new_zeros(*h.shape[:2], N))
 
 
 register("mean", MeanFusion)

@@ -51,12 +51,11 @@ class Regression(Classification):
 
 
 TASKS["sts_b"] = Task(
-    source="nyu-mll/glue",
-    config="stsb",
+    hub=("nyu-mll/glue", "stsb", None),
     columns=("sentence1", "sentence2"),
     labels=("score",),
     sizes=(5749, 1500),
-    kind=Regression,
+    type=Regression,
 )
 
 if __name__ == "__main__":

@@ -15,11 +15,6 @@ comes up twice is trained once. After each step, OUT/search.md, search.csv and a
 task are written of what is there.
 """
 
-if __name__ == "__main__":
-    from runtime.command import announce
-
-    announce("architecture_search")
-
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path

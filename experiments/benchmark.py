@@ -10,11 +10,6 @@ repeat their processes follow each other, and a ratio is taken within a repeat; 
 on other load.
 """
 
-if __name__ == "__main__":
-    from runtime.command import announce
-
-    announce("benchmark.py")
-
 import json
 import os
 import statistics
@@ -82,11 +77,9 @@ def wanted_rows(options):
 
 def columns_of(row, options, root):
     """{column: what its process is to do}"""
-    ours = {**row, "side": "ours", "fold": False, "root": root}
+    ours = {**row, "side": "ours", "root": root}
     ours |= {"device": options.device, "dtype": options.dtype}
     columns = {"ours": ours}
-    if row["kind"] == "inference" and row["fused"]:
-        columns["folded"] = {**ours, "fold": True}
     if row["kind"] == "step" and options.dtype == "float32":
         columns["bfloat16"] = {**ours, "dtype": "bfloat16"}
     if options.peer_python:

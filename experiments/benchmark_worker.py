@@ -34,10 +34,9 @@ def memory(field):
 def ours(spec, batch):
     from adapter import activate, load_adapter, load_head
     from bert import Bert
-    from experiments.load_run import cast
     from fusion import fusion_regularization, load_fusion
-    from train import predict
-    from variants.folding import fold
+    from runtime.processes import choose_device
+    from train import Model, cast_parts, trained_parts
 
     idle, root = memory("VmRSS"), Path(spec["root"])
     bert = Bert.from_pretrained(root / "encoder")
@@ -47,16 +46,16 @@ def ours(spec, batch):
     elif names:
         activate(bert, names[0])
     head = load_head(bert, root / "head")
-    stage, trained = ("fusion", ".fusion.") if spec["fused"] else ("adapter", ".adapters.")
-    device, dtype = cast(bert, head, {"stage": stage}, spec["device"], spec["dtype"])
+    device, dtype = choose_device(spec["device"], spec["dtype"])
+    trained = ".fusion." if spec["fused"] else ".adapters."
     for name, p in bert.named_parameters():
         p.requires_grad_(trained in name)
-    head.requires_grad_(True)
-    bert = fold(bert) if spec["fold"] else bert
+    model = Model(bert, head.requires_grad_(True), dtype).to(device)
+    cast_parts(model, dtype, trained_parts(model))  # as in training
     return SimpleNamespace(
         idle=idle,
-        modules=[bert, head],
-        loss=lambda: F.cross_entropy(predict(bert, head, batch, dtype), batch["labels"].to(device)),
+        modules=[model],
+        loss=lambda: F.cross_entropy(model(batch), batch["labels"].to(device)),
         regularization=lambda: fusion_regularization(bert),
         encode=lambda: bert(*(batch[name].to(device) for name in FIELDS)),
     )

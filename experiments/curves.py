@@ -6,11 +6,6 @@ Every RUN is a directory that `train.py` writes, finished or not. The picture sh
 training and development loss, and the score on the development set that chooses its best epoch.
 """
 
-if __name__ == "__main__":
-    from runtime.command import announce
-
-    announce("curves.py")
-
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path

@@ -17,11 +17,6 @@ seeds 1 and 2 were run on the final form only. So the distance from fusion to th
 of a chosen example. Whether it comes from composition, or from `name` alone, the controls show.
 """
 
-if __name__ == "__main__":
-    from runtime.command import announce
-
-    announce("demo.py")
-
 import ast
 import contextlib
 import importlib.util

@@ -10,17 +10,12 @@ the last line is one JSON object. What is not given is as it was in the run's tr
 nothing.
 """
 
-if __name__ == "__main__":
-    from runtime.command import announce
-
-    announce("evaluate.py")
-
 from dataclasses import dataclass
 
 import torch
 
 import train
-from experiments.load_run import Reading, cast, load_run
+from experiments.load_run import Reading, as_trained, load_run
 from experiments.report import table
 from runtime.command import run_command
 from runtime.results import eval_batch_size
@@ -74,13 +69,13 @@ def main(argv=None):
     options = parse(Options, argv, "python -m experiments.evaluate", __doc__)
     given = options.model, options.task, options.allow_other_encoder
     run = load_run(options.run, "cpu", *given)
-    bert, head, config = run
+    config = run.config
     if options.mask:
-        mask(bert, options.mask)
+        mask(run.bert, options.mask)
     task, examples = run.task, run.split(options.split, options.data_dir, options.limit_dev)
-    _, dtype = cast(bert, head, config, options.device, options.dtype)
+    model = as_trained(run, options.device, options.dtype)
     size = options.batch_size or eval_batch_size(config["batch_size"], config["grad_accumulation"])
-    labels, predictions, loss = train.evaluate(bert, head, task, examples, size, dtype)
+    labels, predictions, loss = train.predictions(model, task, examples, size)
     scores = {name: score(labels, predictions) for name, score in task.scores.items()}
     result = {
         "stage": "eval",
@@ -96,7 +91,7 @@ def main(argv=None):
     shown = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
     print(f"{options.run}, {task.name} {options.split}: {len(labels)} examples, {shown}")
     # the first and the second choice are no classes, nor are numbers
-    if task.kind.dtype == torch.long and not task.choices:
+    if task.type.dtype == torch.long and not task.is_multiple_choice:
         result["classes"] = by_class(task.labels, labels, predictions)
         print("", *class_table(result["classes"]), "", sep="\n")
     return result

@@ -10,11 +10,6 @@ not). DIR gets figure4.png, figure6.png, weights.csv and summary.txt, which is a
 are counted from 1. Runs of single adapters after --baseline show what a fusion has gained.
 """
 
-if __name__ == "__main__":
-    from runtime.command import announce
-
-    announce("figure4.py")
-
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -23,8 +18,8 @@ from statistics import mean
 
 import torch
 
-from data import batches, split_by_length
-from experiments.load_run import Reading, check_stage, load_run, read_run_config
+from data import batches, length_groups
+from experiments.load_run import Reading, check_fusion, load_run, read_run_config
 from experiments.report import save_figure, subplots, table, write_csv, write_text
 from formats.files import read_json
 from fusion import fusion_weights, fusions
@@ -73,7 +68,7 @@ def average(bert, inputs):
     if not all(weights.isfinite().all() for weights in sums.values()):
         raise FloatingPointError("the fusion's weights are not finite")
     for slot, fusion in fusions(bert):
-        present = fusion.unmasked(fusion.adapter_names)
+        present = {*fusion.adapter_names} - fusion.masked
         absent = [name not in present for name in fusion.name.split(",")]
         sums[slot][torch.tensor(absent)] = math.nan
     return {slot: weights / tokens for slot, weights in sums.items()}
@@ -84,7 +79,7 @@ def inputs_of(bert, examples, description="fusion weights"):
     steps = math.ceil(len(examples) / BATCH_SIZE)
     parts = batches(examples, BATCH_SIZE, bert.config.pad_token_id)
     for batch in progress_bar(parts, description, steps):
-        for _, inputs in split_by_length(batch):
+        for _, inputs in length_groups(batch):
             yield inputs
 
 
@@ -92,7 +87,7 @@ def mean_weights(directory, data_dir=None, model=None, device="cpu", allow_other
     """(names of the N adapters, `average`'s weights, task) of a fusion run on its development
     set."""
     run = load_run(directory, device, model, allow_other_encoder=allow_other_encoder)
-    check_stage(directory, run.config, ["fusion"], "have fusion weights")
+    check_fusion(directory, "have fusion weights")
     inputs = inputs_of(run.bert, run.split(data_dir=data_dir), str(directory))
     return run.config["adapters"], average(run.bert, inputs), run.task.name
 

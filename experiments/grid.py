@@ -9,8 +9,9 @@ architecture_search share it.
 OUT/runs/NAME       a cell's run directory: a finished run is not run again, any other is continued
 OUT/logs/NAME.txt   what train.py printed
 
-Only train.py decides whether a run was made by today's command, from today's data, encoder and
-adapters: for a finished run by `train.finished_result`, for any other by --resume.
+A cell on several tasks, of the stage "multitask", is a run of experiments/multitask.py. Only the
+program decides whether a run was made by today's command, from today's data, encoder and adapters:
+for a finished run by its `finished_result`, for any other by --resume.
 """
 
 import contextlib
@@ -30,12 +31,13 @@ import torch
 import data
 import train
 from bert import Bert
+from experiments import multitask
 from formats.rows import find_split
 from runtime.directory import is_finished
 from runtime.processes import deferred_signals, end_with_parent
 from runtime.settings import COUNT, SEED, dashed, like, option, parse, record
 
-TRAIN = Path(__file__).resolve().parent.parent / "train.py"
+ROOT = Path(__file__).resolve().parent.parent
 # options of train.py that a grid sets for each run
 OWNED = """--stage --task --tasks --adapters --adapter --adapter-config --reduction-factor --seed
     --seeds --model --data-dir --out --resume --overwrite""".split()
@@ -105,10 +107,10 @@ def train_examples(tasks, data_dir):
     """{task: number of its training examples}"""
     sizes, found = {}, [data.get_task(task, data_dir) for task in tasks]
     # those first that are not on the hub: before the others are downloaded
-    for task in sorted(found, key=lambda task: task.source is not None):
+    for task in sorted(found, key=lambda task: task.hub is not None):
         source = find_split(task, "train", data_dir)
         rows = sum(1 for _ in source.read())
-        sizes[task.name] = rows - min(source.part or 0, rows // 2)  # without those held out
+        sizes[task.name] = rows - min(source.dev_share or 0, rows // 2)  # without those held out
     return sizes
 
 
@@ -118,29 +120,39 @@ def train_examples(tasks, data_dir):
 
 @dataclass(frozen=True)
 class Cell:
-    """command: the arguments of train.py; needs: names of the cells whose directories it reads."""
+    """command: the arguments of the program; needs: names of the cells whose directories it reads;
+    program: train, or multitask."""
 
     name: str
     out: Path
     command: tuple
     needs: tuple = ()
+    program: object = train
 
     @property
     def log(self):
         return self.out.parent.parent / "logs" / f"{self.name}.txt"
 
     def settings(self):
-        """Raises ValueError for a command that train.py would refuse before it loads anything."""
-        return parse(train.Settings, [*self.command, "--resume"], "train.py", "").resolved()
+        """Raises ValueError for a command that would be refused before anything is loaded."""
+        words = [*self.command, "--resume"]
+        return parse(self.program.Settings, words, self.program.__name__, "").with_defaults()
+
+    def words(self):
+        """What is started: the program and its arguments."""
+        module = ["-m", self.program.__name__]
+        return [*([str(ROOT / "train.py")] if self.program is train else module), *self.command]
 
 
 def cell(options, name, stage, words, seed, model=None, needs=(), last=()):
     """words: what this cell has ahead of the options of its stage; last: what it has after them"""
     out, given = options.out / "runs" / name, stages_words(options)
-    command = ["--stage", stage, *words, "--model", model or options.model, "--seed", str(seed)]
+    program = multitask if stage == "multitask" else train
+    first = [] if program is multitask else ["--stage", stage]
+    command = [*first, *words, "--model", model or options.model, "--seed", str(seed)]
     command += ["--data-dir", options.data_dir] if options.data_dir else []
     command += [*given["train"], *given[stage], *last, "--out", str(out)]
-    return Cell(name, out, tuple(command), tuple(needs))
+    return Cell(name, out, tuple(command), tuple(needs), program)
 
 
 @functools.lru_cache(1)
@@ -156,7 +168,7 @@ def result_of(cell, options):
         return None
     settings = cell.settings()
     own = settings.model != options.model  # another run's, which may be made anew meanwhile
-    return train.finished_result(settings, None if own else encoder(options.model))
+    return cell.program.finished_result(settings, None if own else encoder(options.model))
 
 
 def finished(cells, options):
@@ -244,7 +256,7 @@ def start(cell, options, environment):
     command's, or have copies of adapters that were trained again since."""
     cell.log.parent.mkdir(parents=True, exist_ok=True)
     mode = "--overwrite" if options.overwrite else "--resume"
-    words = [*shlex.split(options.launch), str(TRAIN), *cell.command, mode]
+    words = [*shlex.split(options.launch), *cell.words(), mode]
     with open(cell.log, "ab") as file:
         file.write(f"\n$ {shlex.join(words)}\n".encode())
         file.flush()
@@ -263,6 +275,8 @@ def environment(slot, jobs, options):
     """Of the job in one of `jobs` slots: its share of the GPUs and of the cores. What the user has
     set stays as it is, and so does the one thread that torchrun gives to each of its processes."""
     values, gpus = dict(os.environ), torch.cuda.device_count()
+    paths = [str(ROOT), *filter(None, [values.get("PYTHONPATH")])]
+    values["PYTHONPATH"] = os.pathsep.join(paths)  # of programs that are modules
     if gpus:
         every = ",".join(map(str, range(gpus)))
         devices = values.get("CUDA_VISIBLE_DEVICES", every).split(",")
@@ -278,7 +292,8 @@ def settle(cell, status, options, results, failed):
     """Puts a cell that has ended among the results or the failed ones. Returns which, in words."""
     text = cell.log.read_text(encoding="utf-8", errors="replace").rpartition("\n$ ")[2]
     lines = text.strip().split("\n")
-    own = [line for line in lines if line.startswith("train.py: ")]  # torchrun says more below
+    names = ("train.py: ", "multitask: ")
+    own = [line for line in lines if line.startswith(names)]  # torchrun says more below
     reason = f"{(own or lines)[-1]} (status {status})"
     try:
         if result := result_of(cell, options):

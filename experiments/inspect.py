@@ -1,19 +1,26 @@
-"""`python bert.py SOURCE ["Some text"]`: what is in a checkpoint, and what does it compute?
-`python data.py TASK`: what will the model see of a task?"""
+"""What is in a checkpoint, and what does it compute? What will the model see of a task?
+
+python -m experiments.inspect encoder DIRECTORY_OR_HUB_ID "Some text"
+python -m experiments.inspect task TASK [--data-dir DIR] [--model SOURCE]
+"""
 
 import re
+import sys
 from collections import Counter
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from bert import Bert
+from bert import Bert, BertConfig
 from data import get_task, load_split
-from formats.encoder import checkpoint_files, fetch_encoder, find_config
+from formats.encoder import checkpoint_files, fetch_encoder, find_config, read_config
 from formats.tokenizer import load_tokenizer
+from runtime.command import run_command
 from runtime.settings import argument, like, parse
 from train import Settings
+
+COMMAND = "python -m experiments.inspect"
 
 
 @dataclass(frozen=True)
@@ -24,7 +31,7 @@ class EncoderOptions:
 
 def inspect_encoder(argv=None):
     """Prints the configuration, where each group of weights came from, and the output at [CLS]."""
-    options = parse(EncoderOptions, argv, "python bert.py", "Shows what is in a checkpoint.")
+    options = parse(EncoderOptions, argv, f"{COMMAND} encoder", "Shows what is in a checkpoint.")
     bert = Bert.from_pretrained(options.source)
     sizes = bert.config.max_length, bert.config.vocab_size, bert.config.type_vocab_size
     encoding = load_tokenizer(bert.directory, *sizes).encode(options.text)
@@ -35,7 +42,7 @@ def inspect_encoder(argv=None):
     groups = {}  # module, all layers together -> (parameters, {weight or bias: name in the file})
     for name, parameter in bert.named_parameters():
         module, kind = re.sub(r"layers\.\d+", "layers.*", name).rsplit(".", 1)
-        stored = re.sub(r"layer([._])\d+", r"layer\1*", bert.origin[name])
+        stored = re.sub(r"layer([._])\d+", r"layer\1*", bert.checkpoint_names[name])
         size, names = groups.get(module, (0, {}))
         groups[module] = size + parameter.numel(), {**names, kind: stored}
     for module, (size, names) in groups.items():
@@ -55,16 +62,20 @@ class TaskOptions:
 
 def inspect_task(argv=None):
     """Prints sizes, classes, lengths and the first examples of a task."""
-    options = parse(TaskOptions, argv, "python data.py", "Shows what the model will see of a task.")
+    description = "Shows what the model will see of a task."
+    options = parse(TaskOptions, argv, f"{COMMAND} task", description)
     data_dir = options.data_dir
-    task = get_task(options.task, data_dir, columns=options.column_names)
+    task = get_task(options.task, data_dir, column_names=options.column_names)
     directory = fetch_encoder(options.model, weights=False)
-    config = find_config(directory)
+    path = find_config(directory)
+    config = BertConfig.from_json(path, read_config(path))
     # the length of train.py, which then finds the tokens in the cache
     task = replace(task, max_length=min(task.max_length, config.max_length))
     sizes = task.max_length, config.vocab_size, config.type_vocab_size
     tokenizer = load_tokenizer(directory, *sizes)
-    labels = f"one of {len(task.labels)} choices" if task.choices else ", ".join(task.labels)
+    labels = (
+        f"one of {len(task.labels)} choices" if task.is_multiple_choice else ", ".join(task.labels)
+    )
     print(f"{task.name}: {labels}")
     for name in ("validation", "train"):  # the latter's first examples are shown at the end
         split = load_split(task, name, tokenizer, data_dir, dev_fraction=options.dev_fraction)
@@ -78,5 +89,18 @@ def inspect_task(argv=None):
     for row in split.select(range(min(3, len(split)))):
         print(f"\n{task.labels[row['label']]}")
         for i, ids in enumerate(row["input_ids"]):
-            mark = "*" if task.choices and i == row["label"] else " "
+            mark = "*" if task.is_multiple_choice and i == row["label"] else " "
             print(f"  {mark} {' '.join(map(tokenizer.id_to_token, ids))}")
+
+
+def main(argv=None):
+    what, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if what in ("-h", "--help"):
+        return print(__doc__)
+    if what not in ("encoder", "task"):
+        raise ValueError(f"it takes `encoder SOURCE` or `task TASK`, not {what!r:.50}")
+    return inspect_encoder(words) if what == "encoder" else inspect_task(words)
+
+
+if __name__ == "__main__":
+    run_command("inspect", main)

@@ -17,17 +17,19 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import experiments.multitask  # noqa: F401  (registers its stage)
 import train
 from adapter import Head, activate, load_adapter, load_head
 from bert import Bert
 from data import TASKS, Task, collate, length_bucketed_batches, load_split, own_task
-from formats.adapterhub import refuse_or_note
+from formats.adapterhub import ADAPTER, FUSION, refuse_or_note
 from formats.files import read_json
 from formats.task_rows import apply_column_names, check_candidates, check_row, encode_pairs
 from formats.tokenizer import load_tokenizer
-from fusion import fusion_weights, load_fusion
+from fusion import fusion_weights, fusions, load_fusion
 from runtime.processes import choose_device
-from runtime.run import describe_encoder, program_of, progress_bar
+from runtime.record import describe_tokenizer, program_of
+from runtime.run import progress_bar
 from runtime.settings import argument, option
 
 BATCH_SIZE = 64  # of predictions
@@ -75,7 +77,7 @@ class LoadedRun:
         row = apply_column_names(given, task.column_names) if is_row else self.as_row(given)
         texts, _ = check_row({**row, task.label: "not looked at"}, task)
         candidates = task.candidates(*texts)
-        check_candidates(candidates, len(task.labels) if task.choices else None)
+        check_candidates(candidates, len(task.labels) if task.is_multiple_choice else None)
         return candidates
 
     def as_row(self, given):
@@ -128,13 +130,14 @@ class LoadedRun:
         lengths = np.array([max(len(encoding.ids) for encoding in group) for group in groups])
         result = [None] * len(groups)
         batches = length_bucketed_batches(lengths, BATCH_SIZE)
+        model = train.Model(self.bert, self.head)
         for rows in progress_bar(batches, "predicting", len(batches)):
             batch = self.batch([groups[i] for i in rows])
-            logits = train.predict(self.bert, self.head, batch, torch.float32)
+            logits = model(batch)  # [B, K]
             if not logits.isfinite().all():
                 raise FloatingPointError("the model's outputs are not finite")
-            classes = self.task.kind.dtype == torch.long
-            values = logits.softmax(-1) if classes else self.task.kind.predict(logits)
+            classes = self.task.type.dtype == torch.long
+            values = logits.softmax(-1) if classes else self.task.type.predict(logits)
             for i, value in zip(rows, values.tolist(), strict=True):
                 result[i] = {self.task.labels[0]: value}
                 if classes:
@@ -177,12 +180,11 @@ def read_run_config(directory):
     return {"adapters": [], **config}  # full and multitask runs have none
 
 
-def check_stage(directory, config, stages, what):
-    """Raises ValueError, saying what only the runs of these stages are good for, for another one's.
-    config: of `read_run_config`."""
-    if config["stage"] not in stages:
-        these = " and ".join(stages)
-        raise ValueError(f"{directory} is of --stage {config['stage']}: only {these} runs {what}")
+def check_fusion(directory, what):
+    """Raises ValueError, saying what only runs with a fusion are good for, for another run."""
+    if not (Path(directory) / FUSION.config).is_file():
+        stage = read_run_config(directory)["stage"]
+        raise ValueError(f"{directory} is of --stage {stage}: only fusion runs {what}")
 
 
 def note_other_program(directory, config):
@@ -199,13 +201,13 @@ def note_other_program(directory, config):
 def task_of(config):
     """The Task of a run, with the columns and labels of its training."""
     name, labels = config["task"], tuple(config["labels"])
-    kinds = {task.kind.__name__: task.kind for task in TASKS.values()}
-    kind = config["kinds"][name]
-    if kind not in kinds:
-        raise ValueError(f"{name!r:.50} is a task of an unknown kind, {kind!r:.50}")
+    types = {task.type.__name__: task.type for task in TASKS.values()}
+    type = config["kinds"][name]
+    if type not in types:
+        raise ValueError(f"{name!r:.50} is a task of an unknown type, {type!r:.50}")
     task = TASKS[name] if name in TASKS else own_task(config["columns"][name], labels)
     columns = config["column_names"]
-    return replace(task, name=name, labels=labels, kind=kinds[kind], column_names=columns)
+    return replace(task, name=name, labels=labels, type=types[type], column_names=columns)
 
 
 def of_one_task(directory, config, task):
@@ -223,10 +225,10 @@ def check_encoders(bert, directory, config, allow_other_encoder):
     """Raises ValueError, or prints a note if that is allowed, for an encoder or a tokenizer that is
     not the one with which the training has ended."""
     trained = config.get("weights_sha256", config["encoder_sha256"])  # the former of Θ′
-    expected = {"encoder_sha256": trained, "tokenizer_sha256": config["tokenizer_sha256"]}
-    for name, digest in describe_encoder(bert).items():
-        if digest != expected[name]:
-            what = name.removesuffix("_sha256")
+    expected = {"encoder": trained, "tokenizer": config["tokenizer_sha256"]}
+    tokenizer = describe_tokenizer(bert.directory, bert.config.max_length)
+    for what, digest in {"encoder": bert.digest, "tokenizer": tokenizer}.items():
+        if digest != expected[what]:
             problem = f"{directory} was trained with another {what} than that in {bert.directory}"
             refuse_or_note(problem, allow_other_encoder)
     encoders = config.get("adapter_encoders", {})
@@ -234,18 +236,18 @@ def check_encoders(bert, directory, config, allow_other_encoder):
         print(f"note: {directory} fuses adapters of another encoder: {', '.join(others)}")
 
 
-def plug_in(bert, directory, part, config):
-    """Loads and activates what was active in the training; part: where the task's own files are.
-    Returns the head."""
-    stage, names = config["stage"], config["adapters"]
-    if stage == "adapter" or stage == "multitask" and config["adapter"] != "none":
-        activate(bert, load_adapter(bert, part))
-    if stage == "fusion":  # also an adapter that was trained together with it, as a fork may do
+def plug_in(bert, directory, part):
+    """Loads and activates what the files of a run hold: its own adapter, its fusion over adapters/,
+    or one of these alone. part: where the task's own files are. Returns the head."""
+    names = []
+    if part == directory:  # not of a multi-task run, where they are the other tasks'
         names = sorted(path.name for path in (directory / "adapters").glob("*"))
     for name in names:
         load_adapter(bert, directory / "adapters" / name)
-    if stage == "fusion":
+    if (directory / FUSION.config).is_file():
         load_fusion(bert, directory)
+    elif (part / ADAPTER.config).is_file():
+        activate(bert, load_adapter(bert, part))
     elif names:  # a head on one of them
         activate(bert, *names)
     return load_head(bert, part)
@@ -255,10 +257,11 @@ def load_run(directory, device="cpu", model=None, task=None, allow_other_encoder
     """
     The LoadedRun of a finished run.
 
-    Needs the directory, and the encoder that config.json names unless the run has one of its own
-    (full, multitask); `model` says where that encoder is now. `task` is which of a multi-task run's
-    is meant. Raises FileNotFoundError or ValueError for a directory that is not a finished run, and
-    for an encoder or a tokenizer that is not the one of its training, unless `allow_other_encoder`.
+    Needs the directory, and the encoder that config.json names unless the run has trained one of
+    its own (full, multitask); `model` says where that encoder is now. `task` is which of a
+    multi-task run's is meant. Raises FileNotFoundError or ValueError for a directory that is not a
+    finished run, and for an encoder or a tokenizer that is not the one of its training, unless
+    `allow_other_encoder`.
     """
     directory = part = Path(directory)
     config = read_run_config(directory)
@@ -268,12 +271,14 @@ def load_run(directory, device="cpu", model=None, task=None, allow_other_encoder
         raise ValueError(f"{directory} is a run on {config['task']!r:.50}, not on {task!r:.50}")
     note_other_program(directory, config)
     run_task = task_of(config)
-    own = config["stage"] in ("full", "multitask")
+    own = "weights_sha256" in config
     if own and model is not None:
         raise ValueError(f"{directory} has an encoder of its own, which --model cannot replace")
     bert = Bert.from_pretrained(directory if own else model or config["model"]).to(device)
     check_encoders(bert, directory, config, allow_other_encoder)
-    head = plug_in(bert, directory, part, config)
+    head = plug_in(bert, directory, part)
+    if fused := fusions(bert):  # a fork may fuse more than --adapters
+        config["adapters"] = fused[0][1].name.split(",")
     if head.config["label2id"] != {label: i for i, label in enumerate(config["labels"])}:
         raise ValueError(f"{part}: config.json and head_config.json have different labels")
     sizes = config["max_length"], bert.config.vocab_size, bert.config.type_vocab_size
@@ -281,26 +286,31 @@ def load_run(directory, device="cpu", model=None, task=None, allow_other_encoder
     return LoadedRun(bert, head, config, run_task, tokenizer, directory)
 
 
-def unknown_kind(bert):
-    """What there is in an encoder beyond bottleneck adapters and the paper's fusion, in words, such
-    as "adapters like rte (PALConfig)"; None if there is nothing else."""
+def unknown_kind(bert, head):
+    """What a model has beyond bottleneck adapters, the paper's fusion and AdapterHub's head, in
+    words, such as "adapters like rte (PALConfig)"; None if there is nothing else."""
     for _, slot in bert.slots():
         for name, adapter in slot.adapters.items():
             if adapter.config.architecture is not None:
                 return f"adapters like {name} ({type(adapter.config).__name__})"
-        if slot.fusion is not None and slot.fusion.options != {}:  # it differs from the paper's
+        if slot.fusion is not None and slot.fusion.file_tag != {}:  # it differs from the paper's
             return f"fusions like this one ({type(slot.fusion).__name__})"
-    return None
+    return None if type(head) is Head else f"heads like this one ({type(head).__name__})"
 
 
-def cast(bert, head, config, device, dtype=None):
-    """(device, dtype): moves a loaded run there, its weights held as in training, those that its
-    stage trained in fp32. Without dtype, that of its training."""
-    device, dtype = choose_device(device, dtype or config["dtype"])
-    parts = {"head": (), "adapter": (".adapters.",), "fusion": (".fusion.",)}
-    trained = parts.get(config["stage"], ("",))  # full and multitask train everything
-    for name, p in bert.named_parameters():
-        if not any(part in name for part in trained):
-            p.data = p.data.to(dtype)
-    bert.to(device), head.to(device)
-    return device, dtype
+def as_trained(run, device, dtype=None):
+    """The Model of a LoadedRun on a device, its weights held as in training, those of parts that
+    were trained in fp32. Without dtype, that of its training."""
+    device, dtype = choose_device(device, dtype or run.config["dtype"])
+    model = train.Model(run.bert, run.head, dtype)
+    train.cast_parts(model, dtype, trained_parts(run.config))
+    return model.to(device)
+
+
+def trained_parts(config):
+    """What a run has trained, as train.trained_parts says it."""
+    if "trained_parts" in config:
+        return config["trained_parts"]
+    task = config["task"]  # earlier versions had these stages alone
+    of_stage = {"adapter": [f"adapter {task}"], "fusion": ["fusion"], "head": []}
+    return of_stage.get(config["stage"], ["encoder", f"adapter {task}"])

@@ -16,11 +16,6 @@ whether the text was longer than in training and therefore cut.
 HTML page with a slider over the layers. The page is a single file.
 """
 
-if __name__ == "__main__":
-    from runtime.command import announce
-
-    announce("predict.py", stdout_is_data=True)
-
 import contextlib
 import json
 import signal
@@ -30,7 +25,7 @@ from itertools import cycle
 from pathlib import Path
 from string import ascii_letters
 
-from experiments.load_run import Reading, check_stage, load_run
+from experiments.load_run import Reading, check_fusion, load_run
 from experiments.report import write_text
 from formats.files import error_prefix
 from formats.rows import read_rows
@@ -93,7 +88,7 @@ def joined(pair):
 
 def line_of_text(model, candidates, answer):
     """label, probability and the beginning of the text, for people."""
-    best = model.task.labels.index(answer["label"]) if model.task.choices else 0
+    best = model.task.labels.index(answer["label"]) if model.task.is_multiple_choice else 0
     text = f"{' '.join(joined(candidates[best]).split()):.100}"
     if "label" not in answer:
         return f"{answer[model.task.labels[0]]:.3f}\t{text}"
@@ -102,7 +97,7 @@ def line_of_text(model, candidates, answer):
 
 def explain(model, given, answer):
     """What the page shows of an input."""
-    labels = model.task.labels if model.task.choices else [None]
+    labels = model.task.labels if model.task.is_multiple_choice else [None]
     texts = [joined(pair) for pair in model.candidates(given)]
     texts = [f"{k}: {text}" if k else text for k, text in zip(labels, texts, strict=True)]
     found = zip(texts, model.fusion_weights([given]), strict=True)
@@ -141,7 +136,7 @@ def main(argv=None):
         given = options.model, options.task, options.allow_other_encoder
         model = load_run(options.run, device, *given)
     if options.explain:
-        check_stage(options.run, model.config, ["fusion"], "can be explained")
+        check_fusion(options.run, "can be explained")
     inputs = read_inputs(options, model)
     cut, data = 0, page_data(model)
     for start in range(0, len(inputs), WINDOW):

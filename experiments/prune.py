@@ -12,11 +12,6 @@ OUT is a run as train.py writes it, in AdapterHub's files. An adapter's `leave_o
 in which it was pruned; an adapter that was pruned in all layers is gone.
 """
 
-if __name__ == "__main__":
-    from runtime.command import announce
-
-    announce("prune.py")
-
 import copy
 import shutil
 import tempfile
@@ -26,7 +21,7 @@ from pathlib import Path
 from adapter import save_adapter
 from bert import activate
 from experiments.figure4 import average, inputs_of
-from experiments.load_run import Reading, cast, check_stage, load_run, unknown_kind
+from experiments.load_run import Reading, as_trained, check_fusion, load_run, unknown_kind
 from experiments.report import write_csv
 from formats.files import read_json, write_json
 from fusion import fusions, save_fusion
@@ -34,7 +29,7 @@ from runtime.command import run_command
 from runtime.processes import choose_device
 from runtime.results import eval_batch_size
 from runtime.settings import COUNT, argument, like, option, parse
-from train import Settings, evaluate_all
+from train import Settings, evaluate
 
 
 @dataclass(frozen=True)
@@ -54,9 +49,9 @@ class Options:
     device: str = like(Settings, "device", group=None)
 
 
-def check(options, bert, names):
+def check(options, bert, head, names):
     """Raises ValueError for a run that cannot be pruned, or not like this."""
-    if unknown := unknown_kind(bert):
+    if unknown := unknown_kind(bert, head):
         raise ValueError(f"{options.run}: {unknown} cannot be pruned")
     layers = {layer + 1 for (layer, _), _ in fusions(bert)}
     if options.keep is not None and options.keep > len(names):
@@ -135,10 +130,10 @@ def main(argv=None):
         raise ValueError(f"--out {out} is already there")
     allow = options.allow_other_encoder
     loaded = load_run(run, model=options.model, allow_other_encoder=allow)
-    bert, head, config = loaded
-    check_stage(run, config, ["fusion"], "can be pruned")
+    bert, config = loaded.bert, loaded.config
+    check_fusion(run, "can be pruned")
     names = fusions(bert)[0][1].name.split(",")
-    check(options, bert, names)
+    check(options, bert, loaded.head, names)
     task, split = loaded.task, loaded.split("validation", options.data_dir)
     seen = loaded.split("train", options.data_dir, options.limit)
     device, _ = choose_device(options.device, "float32")
@@ -150,8 +145,8 @@ def main(argv=None):
         size, scores = eval_batch_size(config["batch_size"], config["grad_accumulation"]), {}
         for k in range(len(names), 0, -1):
             smaller, _ = pruned(bert, names, weights, k, left_out)
-            _, dtype = cast(smaller, head, config, options.device)
-            scores[k] = evaluate_all(smaller, [head], [task], [split], size, dtype)[task.name]
+            model = as_trained(replace(loaded, bert=smaller), options.device)
+            scores[k] = evaluate(model, task, split, size)
             scores[k]["dev_loss"] = scores[k].pop("loss")
             print(f"{k:>4}  {scores[k]['accuracy']:.4f}", flush=True)
 

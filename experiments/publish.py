@@ -9,11 +9,6 @@ AdapterHub's library (its text: experiments/card.md). It names no path of this m
 encoder that was a local directory --encoder must give its hub id.
 """
 
-if __name__ == "__main__":
-    from runtime.command import announce
-
-    announce("publish.py")
-
 import json
 import os
 import re
@@ -24,7 +19,7 @@ from string import Template
 
 from adapter import save_adapter, save_head
 from data import TASKS
-from experiments.load_run import Reading, check_stage, load_run, read_run_config, unknown_kind
+from experiments.load_run import Reading, load_run, read_run_config, unknown_kind
 from formats.adapterhub import check_name
 from formats.files import read_json
 from fusion import fusions, save_fusion
@@ -74,12 +69,13 @@ def card(config, metrics, bert, head, encoder, repo):
     labels = ", ".join(f'"{escape(label)}"' for label in config["labels"])
     scores = [name for name in ("macro_f1", "f1", "matthews", "dev_loss") if name in metrics]
     share = metrics.get("majority_class_accuracy")
-    inputs = "input_ids", "token_type_ids", "attention_mask"
-    source = TASKS[task].source if task in TASKS else None
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    inputs = [f"{name}.flatten(0, 1)" if choices else name for name in inputs]
+    on_hub = TASKS[task].hub if task in TASKS else None
     text = Template(template).substitute(
         texts,
         model_type=bert.config.model_type,
-        datasets=f'datasets: ["{source}"]\n' if source else "",
+        datasets=f'datasets: ["{on_hub[0]}"]\n' if on_hub else "",
         encoder=encoder,
         repo=repo,
         task=task,
@@ -91,7 +87,8 @@ def card(config, metrics, bert, head, encoder, repo):
         scores="".join(f"| {name} there | {metrics[name]:.4f} |\n" for name in scores),
         shape="[examples, choices, tokens]" if choices else "[examples, tokens]",
         column="choice" if choices else "label, in the order above",
-        inputs=", ".join(f"{name}.flatten(0, 1)" if choices else name for name in inputs),
+        inputs=", ".join(inputs),
+        mask=inputs[-1],
     )
     if all(adapters[-1] in module.adapter_names for _, module in fusions(bert)):
         return text
@@ -132,10 +129,14 @@ def main(argv=None):
     out, repo = options.out or Path("published") / name, options.repo or f"USER/{name}"
     if out.exists():
         raise ValueError(f"{out} is already there: choose another --out, or remove it")
-    check_stage(run, read_run_config(run), ["adapter", "fusion"], "can be published")
+    stage = read_run_config(run)["stage"]
+    if stage not in ("adapter", "fusion"):
+        raise ValueError(
+            f"{run} is of --stage {stage}: only adapter and fusion runs can be published"
+        )
     bert, head, config = load_run(run, model=options.model)  # so it is whole, and will load there
     check_name(config["task"])
-    if unknown := unknown_kind(bert):
+    if unknown := unknown_kind(bert, head):
         raise ValueError(f"{run}: AdapterHub's library has no {unknown}, and cannot read the file")
     encoder = options.encoder or config["model"]
     if options.encoder is None and (encoder == "minilm" or Path(encoder).is_absolute()):

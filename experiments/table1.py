@@ -20,11 +20,6 @@ so on, so that both kinds can share a directory and their source adapters.
 2005.00247v3).
 """
 
-if __name__ == "__main__":
-    from runtime.command import announce
-
-    announce("table1")
-
 import csv
 import shlex
 import statistics
@@ -79,10 +74,7 @@ class Options(grid.Options):
         None, "cut source tasks to N examples, too", valid=COUNT, metavar="N"
     )
     source_options: str = option(
-        "",
-        "options of train.py for sources' runs, after all others; of one word alone: "
-        "--source-options=--strict-data",
-        metavar="'...'",
+        "", "options of train.py for sources' runs, after all others", metavar="'...'"
     )
     head_options: str = grid.stage_options("head")
     full_options: str = grid.stage_options("full")

@@ -24,8 +24,18 @@ class Files:
 
     config: str
     weights: tuple  # their names of today and of old
-    pattern: re.Pattern  # of a tensor's name
+    pattern: str  # of a tensor's name; NAME and PART stand for the following two
     tensor: str  # the name that is written
+    part: str  # pattern of a parameter's name inside its module, as AdapterHub has it
+
+    def split(self, key, name=None):
+        """A tensor's name -> (slot, part, name of the adapter, head or fusion), None for one that
+        is no such tensor. Under the name that its file mentions any parameter may be meant, for
+        instance a fork's; under another name only those of AdapterHub."""
+        part = self.part if name is None else r"\w+(?:\.\w+)*"
+        pattern = self.pattern.replace("NAME", ".+" if name is None else re.escape(name))
+        match = re.fullmatch(pattern.replace("PART", part), key)
+        return match and match.group("slot", "part", "name")
 
 
 # [bert.]encoder.layer.0[.attention].output.adapters.NAME.adapter_up.weight, where old files have
@@ -36,20 +46,23 @@ LISTS = r"(?:adapters|layer_text_task_adapters|attention_text_task_adapters)\."
 ADAPTER = Files(
     "adapter_config.json",
     ("adapter.safetensors", "pytorch_adapter.bin"),
-    re.compile(SLOT + LISTS + r"(?P<name>.+)\.(?P<part>adapter_\w+(?:\.\w+)*)"),
+    SLOT + LISTS + r"(?P<name>NAME)\.(?P<part>adapter_\w+(?:\.\w+)*)",
     "{model_type}.{slot}.adapters.{name}.{part}",
+    "",
 )
 HEAD = Files(
     "head_config.json",
     ("model_head.safetensors", "pytorch_model_head.bin"),
-    re.compile(r"(?P<slot>heads)\.(?P<name>.+)\.(?P<part>\d\.\w+)"),
+    r"(?P<slot>heads)\.(?P<name>NAME)\.(?P<part>PART)",
     "{slot}.{name}.{part}",
+    r"\d\.\w+",
 )
 FUSION = Files(
     "adapter_fusion_config.json",
     ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin"),
-    re.compile(SLOT + r"adapter_fusion_layer\.(?P<name>.+)\.(?P<part>\w+\.\w+)"),
+    SLOT + r"adapter_fusion_layer\.(?P<name>NAME)\.(?P<part>PART)",
     "{model_type}.{slot}.adapter_fusion_layer.{name}.{part}",
+    r"\w+\.\w+",
 )
 
 # What AdapterHub's bottleneck configuration has beyond the paper's grid, where it has no effect
@@ -115,7 +128,7 @@ def check_name(name, taken=()):
         raise ValueError(f"there is already an adapter called {name!r}")
 
 
-def slot_name(key):
+def slot_path(key):
     """(3, "attention") -> encoder.layer.3.attention.output; (None, "embeddings") -> embeddings"""
     layer, location = key
     location = location.removesuffix(".norm")  # of a LayerNorm's copies
@@ -142,16 +155,15 @@ def header(name, config, source):
 
 
 FLAGS = """mh_adapter output_adapter original_ln_before original_ln_after ln_before ln_after
-    adapter_residual_before_ln layer_norms""".split()
+    adapter_residual_before_ln""".split()
 
 
-def check_bottleneck(config, non_linearities, init_weights):
+def check_bottleneck(config, non_linearities):
     """Raises ValueError, naming the field, for an invalid configuration of a bottleneck adapter."""
     choices = {
         **dict.fromkeys(FLAGS, [True, False]),
         "residual_before_ln": [True, False, "post_add"],
         "non_linearity": [*non_linearities],
-        "init_weights": [*init_weights],
     }
     for field, known in choices.items():
         if (value := getattr(config, field)) not in known:
@@ -251,7 +263,7 @@ class Saved:
 
     directory: Path
     options: dict
-    values: dict  # the whole JSON object
+    metadata: dict  # the whole JSON object
     path: Path  # of its tensors
     tensors: dict  # {(slot, part): tensor}
 
@@ -259,11 +271,11 @@ class Saved:
         """Raises ValueError if the file is for another kind or size of encoder."""
         for field in ("hidden_size", "model_type"):
             ours = getattr(config, field)
-            if self.values.get(field, ours) != ours:
-                theirs = f"{field} {self.values[field]!r:.50}"
+            if self.metadata.get(field, ours) != ours:
+                theirs = f"{field} {self.metadata[field]!r:.50}"
                 raise ValueError(f"an adapter for {theirs}, the encoder has {ours!r}")
 
-    def fill(self, parameters, without=()):
+    def copy_into(self, parameters, without=()):
         """Copies the tensors into {(slot, part): parameter}, new ones. A parameter that has two
         names may be stored under one of them; without: slots whose tensors need no parameter."""
         stored = {key: p for key, p in parameters.items() if key in self.tensors}
@@ -303,11 +315,13 @@ def read_head(source):
 def read_fusion(source):
     """(Saved fusion, names of its adapters) at `source`, a directory or a hub id."""
     saved = read(fetch(source, FUSION), FUSION)
-    names = saved.values.get("adapter_names") or saved.values["name"]  # old files have only that
+    names = (
+        saved.metadata.get("adapter_names") or saved.metadata["name"]
+    )  # old files have only that
     return saved, names.split(",") if isinstance(names, str) else names
 
 
-def own_options(options):
+def variant_options(options):
     """What of a saved fusion's options makes it another function than the paper's fusion."""
     return {
         field: value
@@ -345,9 +359,6 @@ def bottleneck_options(values, options):
     if "version" not in values:  # then "gelu" is gelu_new
         old = {"gelu": "gelu_new", "gelu_orig": "gelu"}
         options["non_linearity"] = old.get(options["non_linearity"], options["non_linearity"])
-    # of no effect on a saved adapter
-    if options.get("init_weights") not in ("bert", "houlsby", "houlsby_code"):
-        options.pop("init_weights", None)
     return options
 
 
@@ -355,26 +366,27 @@ def read(directory, files):
     """What is Saved in a directory, with its options as they are there, and the tensors in the
     first of files.weights that exists. Alone there, they may have any name; but the reference
     writes a head (fusion) "rte2" also into the file of one called "rte"."""
-    directory, (options, values) = Path(directory), read_values(directory, files)
+    directory, (options, metadata) = Path(directory), read_values(directory, files)
     paths = [directory / name for name in files.weights if (directory / name).is_file()]
     if not paths:
         missing = " nor ".join(files.weights)
         raise FileNotFoundError(f"no weights in {directory}: it has neither {missing}")
-    by_name, inside, stored = {}, str(values.get("name")), read_tensors(paths[0])
+    by_name, inside, stored = {}, str(metadata.get("name")), read_tensors(paths[0])
     with error_prefix(paths[0]):
         for key, tensor in stored.items():
-            match = files.pattern.fullmatch(key)
-            if match is None:  # for instance an invertible adapter's
+            found = files.split(key, inside) or files.split(key)
+            if found is None:  # for instance an invertible adapter's
                 raise ValueError(f"{listed([key])} has no place here, not supported")
-            tensors = by_name.setdefault(match["name"], {})
-            if (match["slot"], match["part"]) in tensors:
+            slot, part, name = found
+            tensors = by_name.setdefault(name, {})
+            if (slot, part) in tensors:
                 raise ValueError(f"{listed([key])} is there twice, under an old and a new name")
-            tensors[match["slot"], match["part"]] = tensor
+            tensors[slot, part] = tensor
         if inside not in by_name and len(by_name) > 1:
             raise ValueError(f"it holds {listed(list(by_name))}, not {inside!r:.50}")
-    # without any: a kind of fusion may have no parameters; if it has, `fill` misses them
+    # without any: a kind of fusion may have no parameters; if it has, `copy_into` misses them
     tensors = by_name.get(inside) or next(iter(by_name.values()), {})
-    return Saved(directory, options, values, paths[0], tensors)
+    return Saved(directory, options, metadata, paths[0], tensors)
 
 
 def check_encoder(source, directory, values, model, digest, allow=False):
@@ -398,7 +410,7 @@ def refuse_or_note(problem, allow):
     print(f"note: {problem}")
 
 
-def find_adapters(sources, encoder, model, digest, allow_other_encoder=False):
+def resolve_adapters(sources, encoder, model, digest, allow_other_encoder=False):
     """{name: directory} of saved adapters that are to be fused. sources: directories, hub ids,
     pairs (name, directory), or "paper" for its authors' 16; encoder: its configuration, model: its
     name, digest: that of its weights. Raises ValueError if two have the same name, or if one was
@@ -426,7 +438,7 @@ def encoder_of(sources):
         if is_local(source):
             fetch(source)  # says so if there is no adapter
         run, config = run_of(source)
-        if model := str(run) if config.get("stage") == "multitask" else config.get("model"):
+        if model := str(run) if "weights_sha256" in config else config.get("model"):
             models.setdefault(model, source)
     if len(models) > 1:
         found = ", ".join(f"{source} on {model}" for model, source in models.items())
@@ -437,7 +449,10 @@ def encoder_of(sources):
 def digest(directory, config):
     """SHA-256 of a saved adapter: its configuration and tensors, whatever its own name and its kind
     of file."""
-    result = hashlib.sha256(repr(config).encode())
+    text = repr(config)
+    if text.startswith("AdapterConfig("):  # which had two more fields when older runs were made
+        text = text[:-1] + ", init_weights='bert', layer_norms=False)"
+    result = hashlib.sha256(text.encode())
     for key, tensor in sorted(read(directory, ADAPTER).tensors.items()):
         result.update(repr(key).encode() + tensor.float().numpy().tobytes())
     return result.hexdigest()
@@ -457,32 +472,38 @@ def run_of(directory):
 
 def run_encoder(directory):
     """The digest of the encoder that a run's adapters belong to, from the directory of the run, or
-    of an adapter in it: the one it was trained on, or for multi-task training, which changes the
-    encoder, the one it ended with. None where no run says."""
+    of an adapter in it: the one it was trained on, or where training changed the encoder, too, the
+    one it ended with. None where no run says."""
     directory, (_, config) = Path(directory), run_of(directory)
-    which = "weights_sha256" if config.get("stage") == "multitask" else "encoder_sha256"
+    own = config.get("weights_sha256", config.get("encoder_sha256"))
     # of a fusion's copies, also of those that --allow-other-encoder has let in
-    return config.get("adapter_encoders", {}).get(directory.name, config.get(which))
+    return config.get("adapter_encoders", {}).get(directory.name, own)
 
 
 # --------------------------------------------------------------------------------------------------
 # Writing
 
 
-def write(directory, files, options, tensors, values):
+def file_names(files, tensors, metadata):
+    """{name in the file: tensor} of {(slot, part): tensor}. Raises ValueError for one that could
+    not be read back under its name."""
+    result = {}
+    for (slot, part), tensor in tensors.items():
+        names = {"model_type": metadata["model_type"], "name": metadata["name"]}
+        key = files.tensor.format(slot=slot, part=part, **names)
+        if files.split(key, metadata["name"]) != (slot, part, metadata["name"]):
+            raise ValueError(f"a tensor cannot be called {part} in {slot}: it would not be found")
+        result[key] = tensor
+    return result
+
+
+def write(directory, files, options, tensors, metadata):
     """Writes one kind of `files`: its options, {(slot, part): tensor} as fp32, and what `header`
     gives. Raises ValueError for a tensor that could not be read back under its name."""
-    by_name = {}
-    for (slot, part), tensor in tensors.items():
-        names = {"model_type": values["model_type"], "name": values["name"]}
-        key = files.tensor.format(slot=slot, part=part, **names)
-        match = files.pattern.fullmatch(key)
-        if match is None or (match["slot"], match["part"]) != (slot, part):
-            raise ValueError(f"a tensor cannot be called {part} in {slot}: it would not be found")
-        by_name[key] = tensor
+    named = file_names(files, tensors, metadata)
     Path(directory).mkdir(parents=True, exist_ok=True)
-    write_tensors(Path(directory) / files.weights[0], by_name)
-    write_json(Path(directory) / files.config, {"config": options, **values})
+    write_tensors(Path(directory) / files.weights[0], named)
+    write_json(Path(directory) / files.config, {"config": options, **metadata})
 
 
 def write_adapter(directory, options, tensors, values):
@@ -490,7 +511,6 @@ def write_adapter(directory, options, tensors, values):
     options = dict(options)
     if options["architecture"] is None:
         del options["architecture"]
-        options.pop("layer_norms", None)  # the library has no such field
         options = {**NOT_IN_THE_PAPER, **options}
     write(directory, ADAPTER, dict(sorted(options.items())), tensors, values)
 

@@ -5,7 +5,7 @@ import hashlib
 import importlib.util
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from formats.files import error_prefix, listed, read_json, read_tensors, write_json, write_tensors
@@ -20,66 +20,6 @@ FILES = (
     ("bert_config.json", "bert_model.ckpt.index"),
 )
 NEEDED = ", or ".join(" and ".join(pair) for pair in FILES)
-SIZES = (
-    "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
-    "max_position_embeddings type_vocab_size"
-).split()
-RATES = "hidden_dropout_prob attention_probs_dropout_prob layer_norm_eps initializer_range".split()
-CHOICES = {
-    "model_type": "bert roberta".split(),
-    "hidden_act": "gelu gelu_new relu silu swish".split(),
-    "position_embedding_type": ["absolute"],
-}
-
-
-@dataclass
-class BertConfig:
-    """The fields of `bert_config.json` and `config.json` that change what is computed. Raises
-    ValueError, naming the field, for a configuration that is not a BERT or RoBERTa encoder."""
-
-    vocab_size: int = 30522
-    hidden_size: int = 768
-    num_hidden_layers: int = 12
-    num_attention_heads: int = 12
-    intermediate_size: int = 3072
-    hidden_act: str = "gelu"
-    hidden_dropout_prob: float = 0.1
-    attention_probs_dropout_prob: float = 0.1
-    classifier_dropout: float | None = None
-    max_position_embeddings: int = 512
-    type_vocab_size: int = 2
-    initializer_range: float = 0.02
-    layer_norm_eps: float = 1e-12
-    pad_token_id: int = 0
-    position_embedding_type: str = "absolute"
-    model_type: str = "bert"
-
-    def __post_init__(self):
-        def require(valid, name, what):
-            if not valid:
-                raise ValueError(f"{name} must be {what}, not {getattr(self, name)!r:.50}")
-
-        for name in SIZES:
-            size = getattr(self, name)
-            require(type(size) is int and 0 < size < 10**7, name, "a positive integer")
-        for name in RATES:
-            rate = getattr(self, name)
-            require(type(rate) in (int, float) and 0 <= rate < 1, name, "in [0, 1)")
-        for name, known in CHOICES.items():
-            require(getattr(self, name) in known, name, " or ".join(known))
-        # to build a damaged file's millions would take minutes
-        require(self.num_hidden_layers < 1000, "num_hidden_layers", "under 1000")
-        divides = self.hidden_size % self.num_attention_heads == 0
-        require(divides, "num_attention_heads", "hidden_size's divisor")
-        pad = self.pad_token_id
-        usable = type(pad) is int and 0 <= pad < self.vocab_size and self.max_length > 0
-        require(usable, "pad_token_id", "in the vocabulary, and before the last position")
-
-    @property
-    def max_length(self):
-        """The longest input in tokens. RoBERTa's positions start after its padding index."""
-        first = self.pad_token_id + 1 if self.model_type == "roberta" else 0
-        return self.max_position_embeddings - first
 
 
 @dataclass
@@ -89,7 +29,7 @@ class Checkpoint:
     directory: Path
     config_path: Path
     weights_path: Path
-    config: BertConfig
+    config: dict  # what config.json says
     names: dict  # the hub's name of a tensor today -> its name in the file
     tensors: dict  # name in the file -> function that reads the tensor
     digest: str | None = None  # of the tensors that `read` has returned
@@ -175,19 +115,54 @@ def write_encoder(directory, config, tensors, prefix):
 
 
 def find_config(directory):
-    """The configuration of a checkpoint directory; its weights are not read, and may be missing."""
+    """The path of a checkpoint's configuration; its weights may be missing."""
     path = Path(directory) / "config.json"
-    return read_config(path if path.is_file() else path.with_name("bert_config.json"))
+    return path if path.is_file() else path.with_name("bert_config.json")
 
 
 def read_config(path):
-    """BertConfig from bert_config.json or config.json; other fields are ignored."""
+    """The values in config.json or bert_config.json. Raises ValueError for a decoder."""
     values = read_json(path)
-    known = {field.name for field in fields(BertConfig)}
-    with error_prefix(path):
-        if values.get("is_decoder"):
-            raise ValueError("is_decoder is on: this is an encoder, whose tokens see both sides")
-        return BertConfig(**{name: value for name, value in values.items() if name in known})
+    if values.get("is_decoder"):
+        decoder = "is_decoder is on: this is an encoder, whose tokens see both sides"
+        raise ValueError(f"{path}: {decoder}")
+    return values
+
+
+SIZES = (
+    "vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
+    "max_position_embeddings type_vocab_size"
+).split()
+RATES = "hidden_dropout_prob attention_probs_dropout_prob layer_norm_eps initializer_range".split()
+
+
+def check_config(path, config, activations):
+    """Raises ValueError, naming the field, for a configuration that is not a BERT or RoBERTa
+    encoder. config: an object with its fields."""
+
+    def require(valid, name, what):
+        if not valid:
+            raise ValueError(f"{path}: {name} must be {what}, not {getattr(config, name)!r:.50}")
+
+    for name in SIZES:
+        size = getattr(config, name)
+        require(type(size) is int and 0 < size < 10**7, name, "a positive integer")
+    for name in RATES:
+        rate = getattr(config, name)
+        require(type(rate) in (int, float) and 0 <= rate < 1, name, "in [0, 1)")
+    for name, known in {
+        "model_type": ["bert", "roberta"],
+        "hidden_act": [*activations],
+        "position_embedding_type": ["absolute"],
+    }.items():
+        require(getattr(config, name) in known, name, " or ".join(known))
+    # building the millions of layers of a damaged file would take minutes
+    require(config.num_hidden_layers < 1000, "num_hidden_layers", "under 1000")
+    divides = config.hidden_size % config.num_attention_heads == 0
+    require(divides, "num_attention_heads", "a divisor of hidden_size")
+    pad = config.pad_token_id
+    usable = type(pad) is int and 0 <= pad < config.vocab_size and config.max_length > 0
+    require(usable, "pad_token_id", "in the vocabulary, and before the last position")
 
 
 def hub_names(names):

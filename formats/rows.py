@@ -150,7 +150,7 @@ class Source:
     digest: str  # of the content
     files: dict = field(default_factory=dict)  # {name: SHA-256} of local files
     revision: str | None = None  # of the hub's data set
-    part: float | int | None = None  # of these rows is the development set, the others the training
+    dev_share: float | int | None = None  # share, or number, of these rows that are for development
 
 
 def of_files(where, *paths, keep=lambda row: True):
@@ -181,17 +181,18 @@ def load_from_hub(source, config, revision):
 
 
 def of_hub(task, name):
-    if task.source is None:
+    if task.hub is None:
         where = "tudatalib.ulb.tu-darmstadt.de/handle/tudatalib/2345 has it"
         raise FileNotFoundError(f"{task.name} is not on the hub; {where}, for --data-dir")
-    where = f"{task.source} {task.config or ''}".strip() + f", {name}"
+    repository, configuration, revision = task.hub
+    where = f"{repository} {configuration or ''}".strip() + f", {name}"
     try:
-        rows = load_from_hub(task.source, task.config, task.revision)[name]
+        rows = load_from_hub(repository, configuration, revision)[name]
     except Exception as e:  # network, hub and format each raise their own kinds
         problem = f"{where} cannot be loaded from the hub ({hub.reason_of(e)})"
         raise FileNotFoundError(f"{problem}; --data-dir takes local files") from e
     commit = Path(rows.cache_files[0]["filename"]).parent.name if rows.cache_files else ""
-    revision = commit if re.fullmatch("[0-9a-f]{40}", commit) else task.revision
+    revision = commit if re.fullmatch("[0-9a-f]{40}", commit) else revision
 
     def read():
         tables = rows.with_format("arrow").iter(1000)
@@ -204,23 +205,23 @@ def find_split(task, split, data_dir=None, fraction=None, held_out=None):
     """
     The Source of "train", "validation" or another split, in `data_dir`, or on the hub without one.
     Where there is no development set, "validation" are training examples, always the same ones, and
-    "train" the others: as many as the task says (`Task.held_out`), or the fraction that is asked
-    for. held_out: see `hold_out`.
+    "train" the others: as many as the task says (`Task.dev_from_train`), or the fraction that is
+    asked for. held_out: see `hold_out`.
     """
     on_hub = data_dir is None and not task.files
     dev_file = task.files.get("validation")
     if data_dir is not None and not task.files:
         directory = Path(data_dir) / task.name
         dev_file = find_file(directory, "validation", task.dev, required=False)
-    if fraction and (dev_file or (on_hub and not task.held_out)):
+    if fraction and (dev_file or (on_hub and not task.dev_from_train)):
         if not held_out:
             where = dev_file or "the hub"
             raise ValueError(f"--dev-fraction: {where} has a development set already")
         fraction = None  # other data than those of the run that held examples out
-    part = None
+    dev_share = None
     if not dev_file and split in ("train", "validation"):
-        part = fraction or task.held_out or None
-    name = "train" if part else split
+        dev_share = fraction or task.dev_from_train or None
+    name = "train" if dev_share else split
     if on_hub:
         source = of_hub(task, task.dev if name == "validation" else name)
     elif task.files:
@@ -232,20 +233,20 @@ def find_split(task, split, data_dir=None, fraction=None, held_out=None):
     else:
         path = find_file(directory, name, task.dev)
         source = of_files(path, path)
-    return replace(source, part=part)
+    return replace(source, dev_share=dev_share)
 
 
 def hold_out(source, examples, split, recorded=None):
     """
-    (places of "train" or "validation" among the examples of one file; digest of the content of
-    those held out). `source.part` of the examples are held out, a fraction, or a number, which is
-    at most half of them; the draw is the same for every seed. recorded: the digest that an earlier
-    run had; raises ValueError if these are others.
+    (indices of "train" or "validation" among the examples of one file; digest of the content of
+    those held out). `source.dev_share` of the examples are held out, a fraction, or a number, which
+    is at most half of them; the draw is the same for every seed. recorded: the digest that an
+    earlier run had; raises ValueError if these are others.
     """
     digests = [hashlib.sha256(repr(example).encode()).digest() for example in examples]
-    count, part = len(digests), source.part
+    count, share = len(digests), source.dev_share
     drawn = np.random.default_rng(0).permutation(count)
-    n = min(part, count // 2) if isinstance(part, int) else round(part * count)
+    n = min(share, count // 2) if isinstance(share, int) else round(share * count)
     if not 0 < n < count:
         raise ValueError(f"the development set would be {n} of {count} training examples")
     held = np.sort(drawn[:n])
@@ -256,15 +257,11 @@ def hold_out(source, examples, split, recorded=None):
     return held if split == "validation" else np.sort(drawn[n:]), digest
 
 
-def check_size(where, count, task, split, strict):
-    """A note, or if it is strict a ValueError, about a number of rows that neither the paper nor
-    the hub has."""
+def note_size(where, count, task, split):
+    """A note about a number of rows that neither the paper nor the hub has."""
     known = [sizes[split == "validation"] for sizes in (task.sizes, task.hub_sizes) if sizes]
     if split in ("train", "validation") and known and count not in known:
-        message = f"{where} has {count} rows, the {task.name} of the paper has {known[0]}"
-        if strict:
-            raise ValueError(message)
-        print(f"note: {message}")
+        print(f"note: {where} has {count} rows, the {task.name} of the paper has {known[0]}")
 
 
 def cached(key, chunks, floats):

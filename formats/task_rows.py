@@ -99,10 +99,10 @@ def check_row(row, task):
     are not there; numbers are texts; `endings` and `choices` are lists of texts, or dictionaries
     with one. Raises ValueError, naming the column, for what does not fit or would be left out
     without a word."""
-    for other, column in task.aliases.items():
+    for other, column in task.column_aliases.items():
         if row.get(column) is None and other in row:
             row = {**row, column: row[other]}
-    for column in task.absent:
+    for column in task.unused_columns:
         if row.get(column) is not None:
             known = ", ".join(task.columns)
             raise ValueError(f"column {column!r} is none of {task.name}'s, which are {known}")
@@ -113,7 +113,7 @@ def check_row(row, task):
     for column in task.columns:
         value = row[column]
         if column in ("endings", "choices"):
-            of_the_hub = isinstance(value, dict) and column == "choices" and not task.absent
+            of_the_hub = isinstance(value, dict) and column == "choices" and not task.unused_columns
             options = value.get("text") if of_the_hub else value
             if not isinstance(options, list) or not all(type(option) is str for option in options):
                 raise ValueError(f"column {column!r} does not hold a list of texts")
@@ -146,15 +146,15 @@ def make_label_ids(labels):
     return {**lower, **{label: i for i, label in enumerate(labels)}}
 
 
-def label_index(value, labels, label_ids, aliases, from_hub):
+def label_index(value, labels, label_ids, aliases, on_hub):
     """The index in `labels` of a label as the data writes it. label_ids: `make_label_ids`; aliases:
-    {other name: label}; from_hub: whether an integer may be the index itself."""
+    {other name: label}; on_hub: whether an integer may be the index itself, as on the hub."""
     text = str(value).strip()
     text = aliases.get(text, text).lower()
     for name in (str(value), text):  # own labels may differ in case alone
         if name in label_ids:  # "1".."3" and own integer labels come as their own names
             return label_ids[name]
-    if from_hub and not labels[0].isdigit() and text in map(str, range(len(labels))):
+    if on_hub and not labels[0].isdigit() and text in map(str, range(len(labels))):
         return int(text)  # the hub's integers
     if text == "-1":
         raise ValueError("the label is hidden (-1): experiments.predict takes such rows")

@@ -13,14 +13,6 @@ def eval_batch_size(batch_size, grad_accumulation):
     return max(4 * batch_size // grad_accumulation, 1)
 
 
-def mean_scores(scores):
-    """{task: {score: value}} -> {score: mean over the tasks}, of the scores that all of them
-    have."""
-    tasks = list(scores.values())
-    names = [name for name in tasks[0] if all(name in of for of in tasks)]
-    return {name: sum(of[name] for of in tasks) / len(tasks) for name in names}
-
-
 class Results:
     """
     Label, prediction and loss of every example, in the order of the batches. batch_size is that of
@@ -44,7 +36,7 @@ class Results:
         self.rows[:, mine] = torch.stack([labels.double(), predictions, losses])
         self.done += 1
 
-    def gathered(self, dtype):
+    def gather(self, dtype):
         """(labels, predictions, mean loss) of all processes, the former two [examples] in this
         dtype. Raises FloatingPointError where an output was not finite."""
         labels, predictions, losses = all_reduce(self.rows)

@@ -15,7 +15,7 @@ def each_seed(settings, one):
     out, path = settings.out, settings.out / "seeds.json"
     if (out / "config.json").exists():
         raise ValueError(f"--out {out} is itself a run: --seeds needs another directory")
-    names = {"stage": settings.stage, "task": ",".join(settings.tasks)}
+    names = {"stage": settings.stage, "task": settings.task}
     if path.exists() and not settings.overwrite:
         old = read_json(path)
         if not settings.resume or {name: old.get(name) for name in names} != names:

@@ -20,7 +20,6 @@ import math
 import os
 import types
 import typing
-from pathlib import Path
 
 # (what a value must be, in words; the test)
 COUNT = "at least 1, and under 10^9", lambda value: 1 <= value < 10**9
@@ -39,10 +38,12 @@ def option(default=None, help="", **details):
 
     details: choices; metavar; valid, a pair as above; action, which makes something of each word;
     group, the heading over it in --help; required; recorded=False, for what a run does not record;
-    env, a variable of the environment that sets the default; free=True, for what may differ between
-    a run and the command that resumes it (see `free_names`); flag, another name, or None for a
-    field that is no option; and whatever the dataclass itself wants to know of its fields. choices
-    may be a function that returns them.
+    env, a variable of the environment that sets the default; may_change=True, for what may differ
+    between a run and the command that resumes it (see `free_names`); excludes, options that cannot
+    be given beside it; needs, one that must be; distinct=True, for values that must differ (words
+    also in lower case); flag, another name, or None for a field that is no
+    option; and whatever the dataclass itself wants to know of its fields. choices may be a function
+    that returns them.
     """
     metadata = {"help": help, **details}
     if isinstance(default, dict):
@@ -158,14 +159,34 @@ def pair(word):
         return name, value
 
 
+def is_given(settings, name):
+    """Whether an option has another value than its default."""
+    field = next((one for one in dataclasses.fields(settings) if one.name == name), None)
+    return field is not None and getattr(settings, name) != default_of(field)
+
+
 def check_values(settings):
-    """Raises ValueError for a value outside the range of its option."""
+    """Raises ValueError for a value outside the range of its option, for options that exclude each
+    other, and for one without the option that it needs."""
     for field in dataclasses.fields(settings):
+        flag = f"--{dashed(field.name)}"
+        if is_given(settings, field.name):
+            for other in field.metadata.get("excludes", ()):
+                if is_given(settings, other):
+                    raise ValueError(f"{flag} and --{dashed(other)} exclude each other: choose one")
+            other = field.metadata.get("needs")
+            if other is not None and not is_given(settings, other):
+                raise ValueError(f"{flag} goes with --{dashed(other)}")
+        if field.metadata.get("distinct"):
+            given = getattr(settings, field.name)
+            values = given.values() if isinstance(given, dict) else [str(v).lower() for v in given]
+            if twice := [value for value in values if list(values).count(value) > 1]:
+                raise ValueError(f"{field.metadata.get('flag', flag)} has {twice[0]} twice")
         words, test = field.metadata.get("valid", (None, None))
         value = getattr(settings, field.name)
         for one in value if isinstance(value, tuple) else [value]:
             if test is not None and one is not None and not test(one):
-                raise ValueError(f"--{dashed(field.name)} must be {words}, not {one}")
+                raise ValueError(f"{flag} must be {words}, not {one}")
 
 
 def record(settings):
@@ -180,7 +201,7 @@ def record(settings):
 
 def free_names(options):
     """The names of the fields that may differ between a run and the command that resumes it."""
-    return {field.name for field in dataclasses.fields(options) if field.metadata.get("free")}
+    return {field.name for field in dataclasses.fields(options) if field.metadata.get("may_change")}
 
 
 def difference(old, new, free=()):
@@ -189,8 +210,3 @@ def difference(old, new, free=()):
         if name not in free and old.get(name) != new.get(name):
             return name, old.get(name), new.get(name)
     return None
-
-
-def resolved(source):
-    """A directory's absolute path; a hub id as it is."""
-    return str(Path(source).resolve()) if Path(source).is_dir() else source

@@ -10,10 +10,10 @@ from formats.files import atomic_write
 from runtime.processes import rank_and_world_size
 from runtime.settings import difference
 
-STATE_FORMAT = 8
+STATE_FORMAT = 9
 
 
-def save_state(path, config, state, trained, optimizer, device, history, seconds):
+def save_state(path, config, state, trainable, optimizer, device, history, seconds):
     """Writes the checkpoint; it is on the disk under another name before it takes the old one's
     place. config: what the run that resumes must have in common with this one; history: the lines
     of the log."""
@@ -29,7 +29,7 @@ def save_state(path, config, state, trained, optimizer, device, history, seconds
         "format": STATE_FORMAT,
         "config": config,
         "state": vars(state),
-        "trained": {name: p.detach() for name, p in trained.items()},
+        "trained": {name: p.detach() for name, p in trainable.items()},
         "optimizer": optimizer.state_dict(),
         "random": randoms,  # of every process
         "history": history,
@@ -45,18 +45,14 @@ def save_state(path, config, state, trained, optimizer, device, history, seconds
             raise
 
 
-def restore_state(saved, state, trained, optimizer, device):
+def restore_state(saved, state, trainable, optimizer, device):
     """Puts what `load_state` has read in place, to the bit."""
     for name, value in saved["state"].items():
         setattr(state, name, value.to(device) if isinstance(value, torch.Tensor) else value)
     with torch.no_grad():
-        for name, p in trained.items():
+        for name, p in trainable.items():
             p.copy_(saved["trained"][name])
     optimizer.load_state_dict(saved["optimizer"])
-    # zeros, where a batch was seen: multi-task training fills gradients, and drops none
-    for p in trained.values():
-        if p in optimizer.state:
-            p.grad = torch.zeros_like(p)
     rank, world_size = rank_and_world_size()
     if len(saved["random"]) == world_size:  # otherwise dropout goes on with other numbers
         random, n = saved["random"][rank], len(torch.get_rng_state())
@@ -65,9 +61,10 @@ def restore_state(saved, state, trained, optimizer, device):
             torch.cuda.set_rng_state(random[n:], device)
 
 
-def load_state(path, config, free):
+def load_state(path, config, free, trainable):
     """The checkpoint at `path`, a dictionary. Raises ValueError if it is damaged, of another
-    version, or of a run that differs from `config` in an entry that is not `free`."""
+    version, of a run that differs from `config` in an entry that is not `free`, or that trains
+    other parameters."""
     try:
         with zipfile.ZipFile(path) as file:  # torch does not look at the checksums
             if file.testzip() is not None:
@@ -87,5 +84,15 @@ def load_state(path, config, free):
         name, before, now = found
         raise ValueError(
             f"{path} belongs to a run with {name} = {before}, not {now}: cannot --resume it"
+        )
+    theirs, ours = (
+        {name: list(p.shape) for name, p in parameters.items()}
+        for parameters in (saved["trained"], trainable)
+    )
+    if found := difference(theirs, ours):
+        name, before, now = found
+        raise ValueError(
+            f"{path} belongs to a run whose trained parameter {name} was {before}, not {now}: "
+            "cannot --resume it"
         )
     return saved

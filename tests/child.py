@@ -2,6 +2,7 @@
 forked from one that has imported torch and `datasets` already, which takes seconds."""
 
 import contextlib
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -19,7 +20,7 @@ context.set_forkserver_preload(["train", "torch._dynamo", "pytest", "datasets", 
 class Program:
     """`python WORDS`, as subprocess.Popen starts it with pipes of text. All is as in a process that
     is started anew, sys.argv, __main__, signals, stdout and stderr; only imports have been made.
-    before: calls (function, *arguments) ahead of train.py, which may change that module."""
+    before: calls (function, *arguments) ahead of the command, which may change its modules."""
 
     def __init__(self, words, before=(), **environment):
         pipes = (context.Pipe(duplex=False) for _ in range(3))
@@ -56,6 +57,11 @@ class Program:
         return self.wait(timeout), self.stdout.read(), self.stderr.read()
 
 
+def training(words):
+    """The command that takes options of training: train.py, or the one for several --tasks."""
+    return ["-m", "experiments.multitask", *words] if "--tasks" in words else ["train.py", *words]
+
+
 def output(words):
     return Program(words).finish()
 
@@ -73,12 +79,14 @@ def run_program(words, ends, before, environment):
     # its own is a semaphore, which a killed process leaves behind
     tqdm.set_lock(threading.RLock())
     if before:
-        import train
         from runtime.command import run_command
 
+        start = 2 if words[0] == "-m" else 1
+        name = words[start - 1].removesuffix(".py")
+        main = importlib.import_module(name).main
         for function, *values in before:
             function(*values)
-        run_command("train.py", train.main, words[1:])
+        run_command(words[start - 1], main, words[start:])
         print(operations, "file operations", flush=True)
     elif words[0] == "-m":
         sys.argv = words[1:]
@@ -112,15 +120,15 @@ def at_step(n, function, *values, put=setattr):
     too."""
     import train
 
-    steps, predict = [], train.predict
+    steps, forward = [], train.Model.forward
 
     def instead(*given):
         steps.append(1)
         if len(steps) == n:
             function(*values)
-        return predict(*given)
+        return forward(*given)
 
-    put(train, "predict", instead)
+    put(train.Model, "forward", instead)
 
 
 def stop(number=signal.SIGTERM):

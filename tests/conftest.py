@@ -6,13 +6,10 @@ import random
 import shutil
 import signal
 import tempfile
-import time
 from functools import partial
 
 os.environ["HF_HOME"] = tempfile.mkdtemp()  # before `datasets` is imported: its cache starts empty
 os.environ["HF_HUB_OFFLINE"] = "1"
-# of the random moments at which runs are killed
-os.environ.setdefault("SEED", str(int(time.time())))
 # for tensors as small as these, and beside other work, one thread is faster
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -26,11 +23,12 @@ import torch  # noqa: E402
 from huggingface_hub.errors import EntryNotFoundError  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-pytest.register_assert_rewrite("damage", "reference")
+pytest.register_assert_rewrite("reference")
 
 import child  # noqa: E402
 import train  # noqa: E402
 from bert import Bert, BertConfig  # noqa: E402
+from experiments import multitask  # noqa: E402
 from formats.tokenizer import load_tokenizer  # noqa: E402
 from reference import ENCODERS, GOLDEN  # noqa: E402
 from runtime.command import run_command  # noqa: E402
@@ -43,10 +41,6 @@ def thorough_after_first(first, *others):
     """Parameters of a test: the first one always, the others in `make test-all` alone."""
     values = (other if isinstance(other, tuple) else (other,) for other in others)
     return [first, *(pytest.param(*value, marks=thorough) for value in values)]
-
-
-def pytest_terminal_summary(terminalreporter):
-    terminalreporter.write_line(f"SEED={os.environ['SEED']} (tests/test_run.py)")
 
 
 WORDS = (
@@ -127,14 +121,19 @@ def cli(text="", **options):
     return words
 
 
+def main(words):
+    """The main function of train.py, or of the command that takes several --tasks."""
+    return (multitask if "--tasks" in words else train).main(words)
+
+
 @pytest.fixture(scope="session")
 def launch(encoder, data_dir):
-    """launch("--stage adapter --task rte", epochs=1, out=path): train.py in this process, on the
-    tiny encoder and data -> the closing line's dictionary."""
+    """launch("--stage adapter --task rte", epochs=1, out=path): train.py, or the command multitask,
+    in this process, on the tiny encoder and data -> the closing line's dictionary."""
 
     def launch(text, *words, **options):
         given = [*cli(text), *map(str, words), *cli(**options)]
-        return train.main([*cli("--device cpu", model=encoder, data_dir=data_dir), *given])
+        return main([*cli("--device cpu", model=encoder, data_dir=data_dir), *given])
 
     return launch
 
@@ -162,9 +161,10 @@ def loud_fusion(runs, tmp_path_factory):
 
 
 def of_stage(stage, runs, steps):
-    """What a stage is trained on: options of train.py. steps: of an epoch with several tasks."""
+    """What a stage is trained on: options of train.py, or of the command multitask, and then the
+    steps of its epoch."""
     if stage == "multitask":
-        return cli("--stage multitask --tasks sst2 pick", steps_per_epoch=steps)
+        return cli("--tasks sst2 pick", steps_per_epoch=steps)
     words = cli(f"--stage {stage} --task sst2")
     return [*words, *cli(adapters=[runs / "rte", runs / "pick"])] if stage == "fusion" else words
 
@@ -181,6 +181,12 @@ def copy(tmp_path):
     return partial(shutil.copytree, dst=tmp_path / "copy", dirs_exist_ok=True)
 
 
+def rewrite(path, content):
+    """The old file may still be mapped."""
+    path.unlink()
+    path.write_bytes(content)
+
+
 class Writes:
     """Unpickled, it writes the file `executed`."""
 
@@ -193,7 +199,7 @@ def refused(capsys):
     """refused(words, "text", ...): train.py, or another command's main, ends with exit status 2 and
     one line on stderr, which holds the texts -> the line."""
 
-    def refused(words, *texts, name="train.py", main=train.main):
+    def refused(words, *texts, name="train.py", main=main):
         capsys.readouterr()
         with pytest.raises(SystemExit) as exit:
             run_command(name, main, [str(word) for word in words])

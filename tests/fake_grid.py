@@ -1,6 +1,6 @@
-"""A grid whose train.py is a stand-in that takes no time.
+"""A grid whose programs of training are a stand-in that takes no time.
 
-The stand-in writes what train.py would; its accuracy is made up from its command, or from
+The stand-in writes what they would; its accuracy is made up from its command, or from
 FAKE/scores, {word: points}. It refuses to run before what it needs is there. FAKE/fail has
 "beginning of a run's name: why it fails"; while FAKE/slow is there, runs last until they are told
 to stop; FAKE/log gets a line a run.
@@ -33,7 +33,7 @@ def train(fake, words):
         (out / "resume.pt").touch()
         sys.exit(130)
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if (fake / "deaf").exists() else stop)
+    signal.signal(signal.SIGTERM, stop)
     (out / "config.json").touch()
     while (fake / "slow").exists():
         time.sleep(0.02)
@@ -107,10 +107,9 @@ class Fake:
 if __name__ == "__main__":
     if sys.argv[1] == "table1":
         from experiments import grid, table1
-        from runtime.command import announce, run_command
+        from runtime.command import run_command
 
-        announce("table1")
         grid.result_of = result_of
         run_command("table1", table1.main, sys.argv[2:])
-    else:
-        train(Path(sys.argv[1]), sys.argv[3:])
+    else:  # of FAKE train.py WORDS, or FAKE -m experiments.multitask WORDS
+        train(Path(sys.argv[1]), sys.argv[4 if sys.argv[2] == "-m" else 3 :])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from adapter import load_adapter
 from bert import Bert
@@ -18,6 +19,8 @@ TOLERANCE = 1e-5  # of what float64 computes here, against fp32 outputs of the r
 FP32_TOLERANCE = 4e-5  # of what fp32 computes here, on any processor
 ENCODERS = ["bert", "roberta"]
 FIELDS = ("input_ids", "token_type_ids", "attention_mask")
+SAFETENSORS, TENSORFLOW = GOLDEN / "bert" / "encoder", GOLDEN / "bert" / "encoder-tf"
+EXPECTED = Bert.from_pretrained(SAFETENSORS).state_dict()
 
 
 def directories(file):
@@ -31,6 +34,25 @@ FUSIONS = directories("adapter_fusion_config.json")
 
 def encoder(name):
     return Bert.from_pretrained(GOLDEN / name / "encoder")
+
+
+def golden_tensors():
+    """The golden BERT's tensors, without prefix and pooler."""
+    every = load_file(SAFETENSORS / "model.safetensors")
+    return {n.removeprefix("bert."): tensor for n, tensor in every.items() if "pooler" not in n}
+
+
+def same(bert):
+    """The golden BERT's parameters, bit for bit."""
+    return all(torch.equal(p, EXPECTED[name]) for name, p in bert.state_dict().items())
+
+
+def fails(directory, *words):
+    """Loading ends in one error of one line with these words in it."""
+    with pytest.raises((ValueError, FileNotFoundError)) as e:
+        Bert.from_pretrained(directory)
+    message = str(e.value)
+    assert "\n" not in message and all(word in message for word in words), message
 
 
 def run(bert, inputs):

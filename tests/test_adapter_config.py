@@ -8,13 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapter import Adapter, AdapterConfig, add_adapter, find_adapter, save_adapter
+from adapter import Adapter, AdapterConfig, adapter_modules, add_adapter, save_adapter
 from bert import Bert
 from conftest import IDS, MASK
 from experiments.load_run import load_run
 from formats.adapterhub import without_effect
 from reference import FIELDS, ask_peer, difference, needs_peer, run, spread
 from reference import encoder as encoder_of
+from variants.houlsby import HoulsbyRecipeConfig
 
 # --------------------------------------------------------------------------------------------------
 # --adapter-config
@@ -40,9 +41,9 @@ pal | num_heads=5 | num_heads must divide
 pal --reduction-factor 8 | size=8 | --adapter pal has no 'reduction_factor'
 pfeiffer | ln_after | NAME=VALUE, not 'ln_after'
 pfeiffer | ln_after=yes | ln_after must be one of True, False, not 'yes'
-pfeiffer | non_linearity=tanh | non_linearity must be one of leakyrelu, relu
-pfeiffer | leave_out=[2] | leave_out [2] has others than the layers 0 .. 1
-pfeiffer | leave_out=[0,1] | leaves no layer
+pfeiffer | non_linearity=tanh | non_linearity must be one of gelu, gelu_new, relu
+pfeiffer | leave_out=[2] | leave_out [2] names layers outside 0 .. 1
+pfeiffer | leave_out=[0,1] | leave_out excludes all 2 layers
 pfeiffer | mh_adapter=false output_adapter=false | no place in the encoder
 pfeiffer | residual_before_ln=false original_ln_before=false | original_ln_before=false leaves out
 pfeiffer | adapter_residual_before_ln=true | needs the new LayerNorm
@@ -143,7 +144,7 @@ def random_weights():
 @torch.no_grad()
 def compute(bert, options, weights, inputs):
     add_adapter(bert, "a", AdapterConfig(**options))
-    for (layer, location), _, adapter in find_adapter(bert, "a")[1]:
+    for (layer, location), _, adapter in adapter_modules(bert, "a")[1]:
         names = adapter.config.tensor_names(adapter)
         ours = {name: part for part, name in names.items()}  # of a norm that has two, the last
         for name, part in ours.items():
@@ -162,7 +163,7 @@ def test_every_architecture_of_the_grid(expected, tmp_path):
     bert, inputs = encoder_of("bert"), {name: expected["bert"][name] for name in FIELDS}
     save_file(inputs, tmp_path / "inputs.safetensors")
     save_file(weights := random_weights(), tmp_path / "weights.safetensors")
-    add_adapter(bert, "own", AdapterConfig(layer_norms=True))
+    add_adapter(bert, "own", HoulsbyRecipeConfig())
     save_adapter(bert, "own", tmp_path / "own")
     plan = {"encoder": bert.directory, "configs": GRID, "cannot_read": tmp_path / "own"}
     (tmp_path / "plan.json").write_text(json.dumps(plan, default=str))

@@ -74,7 +74,8 @@ def compute(case):
         load_fusion(bert, case["fusion"])
     result = {f"{key}.h": run(bert, inputs)}
     if "head" in case:
-        result[f"{key}.logits"] = load_head(bert, case["head"]).eval()(result[f"{key}.h"])
+        head = load_head(bert, case["head"])
+        result[f"{key}.logits"] = head(result[f"{key}.h"], inputs["attention_mask"])
     if "fusion" in case:
         for (layer, location), s in fusion_weights(bert).items():
             result[f"{key}.{layer}.{LOCATIONS[location]}"] = s
@@ -163,7 +164,7 @@ def published(tmp_path_factory, runs, encoder):
 def theirs(ours, published, launch, tmp_path_factory):
     """What the reference library computes with our files, a multi-task run's among them."""
     root = tmp_path_factory.mktemp("peer")
-    text = "--stage multitask --adapter pfeiffer --tasks rte sst2 --epochs 1 --lr 1e-2"
+    text = "--adapter pfeiffer --tasks rte sst2 --epochs 1 --lr 1e-2"
     launch(f"{text} --steps-per-epoch 10", out=root / "run")
     of_task, case = root / "run" / "adapters" / "sst2", {"key": "multitask", "model": root / "run"}
     case |= {"inputs": published[0]["inputs"], "adapters": [of_task], "head": of_task}
@@ -195,7 +196,7 @@ def test_cards_run(published, request, monkeypatch):
         exec(re.findall(r"```python\n(.*?)```", text, re.DOTALL)[0], names)
         bert, head, _ = load_run(card["run"])
         with torch.no_grad():
-            assert torch.equal(names["logits"], head(run(bert, inputs)))
+            assert torch.equal(names["logits"], head(run(bert, inputs), inputs["attention_mask"]))
         if PEER:
             theirs = request.getfixturevalue("theirs")[card["key"]]
             assert difference(names["logits"].detach(), theirs) <= FP32_TOLERANCE
@@ -378,10 +379,10 @@ def test_a_head_on_the_pooler_is_that_of_the_reference(tmp_path):
     bert = Bert.from_pretrained(tmp_path / "encoder")
     activate(bert, load_adapter(bert, tmp_path / "adapter"))
     head = load_head(bert, tmp_path / "head")
-    h = bert(expected["ids"])
-    assert difference(head(h), expected["logits"]) <= FP32_TOLERANCE
+    h, mask = bert(expected["ids"]), torch.ones_like(expected["ids"])
+    assert difference(head(h, mask), expected["logits"]) <= FP32_TOLERANCE
     save_head(head, bert, "default", tmp_path / "again")
-    assert torch.equal(load_head(bert, tmp_path / "again")(h), head(h))
+    assert torch.equal(load_head(bert, tmp_path / "again")(h, mask), head(h, mask))
 
 
 def test_a_head_on_the_pooler_needs_one(encoder, copy, tmp_path):
@@ -397,4 +398,4 @@ def test_a_head_on_the_pooler_needs_one(encoder, copy, tmp_path):
     bert = Bert.from_pretrained(path.parent)
     head, h = load_head(bert, tmp_path), bert(IDS, None, MASK)
     logits = head.layers[-1](torch.tanh(h[:, 0] @ W.T + b))
-    assert torch.allclose(head(h), logits, atol=1e-5)
+    assert torch.allclose(head(h, MASK), logits, atol=1e-5)

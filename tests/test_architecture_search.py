@@ -130,23 +130,6 @@ def test_a_failed_run_is_tried_again(run, capsys):
     assert all(name.startswith("big-") for name in run.log()[before:])
 
 
-def test_plan_writes_nothing(run, capsys):
-    assert run.run("--plan --seeds 0 1 -- --limit-train 10 --epochs 2") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "big-non_linearity=swish-8-1" in lines
-    assert "as if the step ended as in the paper" in lines[-1]
-    assert lines[-2] == "runs: {0}, to go: {0}".format((3 + 4 + 3 + 2 + 2 + 3) * 2 * 2 + 2)
-    assert not run.out.exists()
-
-
-def test_wrong_input_ends_in_one_line(run, capsys):
-    assert run("--adapter-options=--adapter-config=a=1", tasks=["big"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("architecture_search: ") and error.count("\n") == 1
-    assert "--adapter-config does not belong in --adapter-options" in error
-    assert not run.out.exists() and run.log() == []
-
-
 def test_a_search_for_real(encoder, data_dir, tmp_path, monkeypatch):
     """Every run is train.py's own, but in this process."""
 

@@ -28,7 +28,7 @@ def test_attention_in_training_is_the_one_in_evaluation():
 
 
 def test_attention_can_be_replaced():
-    """As a fork does for ALiBi, say: what `Layer.attend` is given, and that its result is used."""
+    """As a fork does for ALiBi, say: what `Layer.attention` gets, and that its result is used."""
     bert, ids = encoder("bert"), torch.tensor([[2, 7, 8, 3], [2, 9, 3, 0]])
     before, seen = bert(ids, None, ids != 0), []
 
@@ -37,7 +37,7 @@ def test_attention_can_be_replaced():
         return v.mean(2, keepdim=True).expand(q.shape)
 
     for layer in bert.layers:
-        layer.attend = mean
+        layer.attention = mean
     assert not torch.allclose(bert(ids, None, ids != 0), before, atol=1e-3)
     heads = bert.config.num_attention_heads
     shape = (2, heads, 4, bert.config.hidden_size // heads)

@@ -1,4 +1,4 @@
-"""Commands as processes of their own: closed and broken outputs, signals, a hub that is silent."""
+"""Commands as processes of their own: signals, and a hub that is silent."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import child
-from conftest import cli, read_lines, thorough_after_first
+from conftest import cli, thorough_after_first
 
 ROOT = Path(__file__).parent.parent
 
@@ -27,51 +27,6 @@ def train(encoder, data_dir, tmp_path):
     places = {"model": encoder, "data_dir": data_dir, "out": tmp_path / "run"}
     text = "--stage head --task sst2 --epochs 4 --patience 4 --device cpu"
     return [sys.executable, ROOT / "train.py", *cli(text, **places)]
-
-
-@pytest.mark.parametrize(
-    "closed", [*thorough_after_first("| head -1", "<&-", "> /dev/full"), ">&- 2>&-"]
-)
-def test_closed_streams(closed, train, tmp_path):
-    """The run is finished, without a word, and no file of it becomes stdout or stderr."""
-    process = finish(["sh", "-c", f'"$@" {closed}', "sh", *train])
-    assert (process.returncode, process.stderr) == (0, ""), process.stderr
-    log = read_lines(tmp_path / "run" / "log.jsonl")
-    assert [line["epoch"] for line in log] == [1, 2, 3, 4]
-    assert (tmp_path / "run" / "metrics.json").exists()
-
-
-def test_letters_and_controls(tmp_path):
-    """An ASCII terminal gets escapes, every terminal is spared the control characters of data."""
-    words = [sys.executable, "data.py", "caf\u00e9\x1b[2J\x9bb", "--data-dir", tmp_path]
-    process = finish(words, PYTHONIOENCODING="ascii")
-    assert process.returncode == 2 and process.stderr.count("\n") == 1
-    assert "caf\\xe9\\x1b[2J\\x9bb" in process.stderr
-
-
-def commands():
-    """The words after `python` that start each command of this project."""
-    for path in sorted([*ROOT.glob("*.py"), *ROOT.glob("experiments/*.py")]):
-        if '\nif __name__ == "' in path.read_text() and path.stem != "benchmark_worker":
-            yield [path.name] if path.parent == ROOT else ["-m", f"experiments.{path.stem}"]
-
-
-@pytest.mark.parametrize("words", [*commands()], ids=" ".join)
-def test_the_first_line_and_ctrl_c_while_libraries_are_imported(words):
-    """In the place of torch there is a module that sends the signal."""
-    name, interrupting = words[-1].removeprefix("experiments."), ROOT / "tests" / "interrupting"
-    process = finish([sys.executable, *words], PYTHONPATH=str(interrupting))
-    said, error = (text.partition(": ")[2] for text in (process.stdout, process.stderr))
-    assert (process.returncode, error) == (130, "interrupted\n")
-    assert said == "loading PyTorch\n" or name == "predict" and said == ""  # which is for programs
-
-
-def test_a_library_that_cannot_be_loaded(tmp_path):
-    """As without the environment."""
-    (tmp_path / "torch.py").write_text("raise ImportError")
-    process = finish([sys.executable, "train.py"], PYTHONPATH=str(tmp_path))
-    assert process.returncode == 2 and process.stderr.count("\n") == 1
-    assert ". .venv/bin/activate" in process.stderr
 
 
 @pytest.mark.parametrize("name", thorough_after_first("SIGINT", "SIGTERM", "SIGHUP"))

@@ -36,13 +36,3 @@ def test_picture(run, runs, tmp_path, monkeypatch):
     assert losses.get_ylim()[0] > 0  # fitted to the data
     labels = [text.get_text() for text in scores.get_legend().get_texts()]
     assert labels == [f"{run}: f1", f"{runs / 'rte'}: accuracy"]
-
-
-@pytest.mark.parametrize(
-    "content, message", [("", "log.jsonl is empty"), ("{", "log.jsonl, line 1")]
-)
-def test_a_damaged_log(run, tmp_path, refused, content, message):
-    (run / "log.jsonl").write_text(content)
-    words = cli(str(run), out=tmp_path / "curves.png")
-    refused(words, message, name="curves.py", main=curves.main)
-    assert not (tmp_path / "curves.png").exists()

@@ -30,24 +30,24 @@ def evaluate(capsys, encoder):
 @pytest.fixture
 def logits(monkeypatch):
     """A list to which every evaluation adds its logits, batch by batch."""
-    seen, predict = [], train.predict
+    seen, forward = [], train.Model.forward
 
-    def recorded(bert, *arguments):
-        result = predict(bert, *arguments)
-        if not bert.training:
+    def recorded(model, batch):
+        result = forward(model, batch)
+        if not model.training:
             seen.append(result)
         return result
 
-    monkeypatch.setattr(train, "predict", recorded)
+    monkeypatch.setattr(train.Model, "forward", recorded)
     return seen
 
 
 STAGES = """
-adapter --task rte --adapter bapna
-adapter --task pick
-fusion --task rte
-full --task rte --lr 5e-3
-multitask --tasks rte pick --steps-per-epoch 3
+--stage adapter --task rte --adapter bapna
+--stage adapter --task pick
+--stage fusion --task rte
+--stage full --task rte --lr 5e-3
+--tasks rte pick --steps-per-epoch 3
 """.strip().splitlines()
 
 
@@ -59,7 +59,7 @@ def test_everything_is_as_in_training(
     little."""
     out = tmp_path / "run"
     adapters = ["--adapters", runs / "rte", runs / "sst2"] if "fusion" in options else []
-    common = "--epochs 1 --lr 5e-2 --batch-size 8 --limit-dev 39 --dtype bfloat16 --stage"
+    common = "--epochs 1 --lr 5e-2 --batch-size 8 --limit-dev 39 --dtype bfloat16"
     metrics = launch(f"{common} {options}", *adapters, out=out)
     before, in_training = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}, [*logits]
     logits.clear()
@@ -73,7 +73,7 @@ def test_everything_is_as_in_training(
     same = [batch for batch in logits if batch.shape[1] == logits[0].shape[1]]
     assert torch.cat(same).std(0).min() > 0
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-    if options[:4] in ("full", "mult"):
+    if metrics["stage"] in ("full", "multitask"):
         words = [out, "--task", task, "--model", encoder]
         refused(words, "has an encoder of its own", **EVALUATE)
 
@@ -82,10 +82,10 @@ def test_report(runs, data_dir, evaluate, tmp_path, monkeypatch):
     """Against a count by hand, on a split of another name in another directory. The model is one
     that adds up ids."""
 
-    def predict(bert, head, batch, dtype):
+    def forward(model, batch):
         return nn.functional.one_hot(batch["input_ids"].sum(1) // 3 % 2, 2).float()
 
-    monkeypatch.setattr(train, "predict", predict)
+    monkeypatch.setattr(train.Model, "forward", forward)
     rows = read_lines(data_dir / "rte" / "train.jsonl")[:50]
     write_rows(tmp_path / "rte" / "test.jsonl", rows)
     lines, result = evaluate(runs / "rte", "--split", "test", "--data-dir", tmp_path)

@@ -17,11 +17,11 @@ import child
 import fusion
 import test_kinds  # noqa: F401  (first: it notes what there is without examples)
 import train
-from adapter import AdapterConfig, activate, add_adapter, find_adapter
+from adapter import activate, adapter_modules
 from conftest import cli
 from data import Classification
 from examples.sts_b import Regression, pearson
-from experiments import evaluate, predict, prune
+from experiments import evaluate, predict
 from experiments.load_run import load_run
 from formats.files import write_json
 from reference import FIELDS, ask_peer, needs_peer
@@ -35,7 +35,7 @@ def test_lora_is_the_reference_s(encoder, tmp_path):
     bert = new_bert(encoder, "lora", "a", torch.float32)
     weights = {
         f"{layer}.{location.split('.')[-1]}.{part}": p.detach()
-        for (layer, location), _, module in find_adapter(bert, "a")[1]
+        for (layer, location), _, module in adapter_modules(bert, "a")[1]
         for part, p in module.named_parameters()
     }
     save_file(weights, tmp_path / "weights.safetensors")
@@ -113,30 +113,3 @@ def test_a_regression_is_predicted(trained, tmp_path, capsys):  # noqa: F811
     predict.main([*texts, "--json"])
     result = json.loads(capsys.readouterr().out)
     assert text == "red cat | red dog" and f"{result['score']:.3f}" == value
-
-
-def test_an_adapter_that_is_trained_with_the_fusion_is_saved(launch, runs, tmp_path, monkeypatch):
-    """The run is one of AdapterHub's files, and its reloaded encoder scores as in training."""
-
-    def add_fusion_and_adapter(bert, names, *kind, **config):
-        add_adapter(bert, "own", AdapterConfig.pfeiffer())
-        fusion.add_fusion(bert, [*names, "own"], *kind, **config)
-        for _, _, module in find_adapter(bert, "own")[1]:
-            module.requires_grad_(True)
-
-    monkeypatch.setattr(train, "add_fusion", add_fusion_and_adapter)
-    words = "--stage fusion --task rte --epochs 2 --lr 5e-3"
-    adapters = [runs / "sst2", runs / "pick"]
-    result = launch(words, adapters=adapters, out=tmp_path / "run")
-    bert, _, _ = load_run(tmp_path / "run")
-    assert {one.name for _, one in fusion.fusions(bert)} == {"sst2,pick,own"}
-    for _, _, new in find_adapter(bert, "own")[1]:
-        assert new.up.bias.any()  # which starts as 0
-    for name in ("sst2", "pick"):  # the others are as they were
-        ours = load_file(tmp_path / "run" / "adapters" / name / "adapter.safetensors")
-        theirs = load_file(runs / name / "adapter.safetensors")
-        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
-    again = evaluate.main([str(tmp_path / "run"), "--device", "cpu"])
-    assert again["accuracy"] == result["accuracy"]
-    words = cli(f"{tmp_path / 'run'} --keep 2 --device cpu", out=tmp_path / "pruned")
-    assert len(prune.main(words)["adapters"]) >= 2

@@ -99,29 +99,6 @@ def test_only_the_papers_layers_are_in_figure_4():
     assert figure4.figure_4_layers(1) == {0} and figure4.figure_4_layers(2) == {0, 1}
 
 
-@pytest.mark.parametrize("panels, M, N", [(1, 1, 1), (5, 2, 3), (4, 4, 16)])
-def test_the_picture_is_legible(panels, M, N, tmp_path, monkeypatch):
-    kept = []
-    monkeypatch.setattr(figure4, "save_figure", lambda figure, path: kept.append(figure))
-    names = ["rte", "a long name that would not end before the page does", "$x_$y^", "mnli"]
-    values = torch.rand(panels, M, N, dtype=torch.float64)
-    values[-1, -1, -1] = torch.nan
-    titles, columns = [f"layer {i}" for i in range(panels)], (names * 4)[:N]
-    figure4.heat_maps(values, titles, names[:M], columns, tmp_path / "a.png")
-    (figure,) = kept
-    figure.savefig(tmp_path / "a.png")
-    drawn = [axes for axes in figure.axes if axes.images]
-    boxes = [axes.get_tightbbox() for axes in figure.axes if axes.get_visible()]
-    inside = figure.bbox  # no label is cut
-    assert all(inside.x0 <= b.x0 and b.x1 <= inside.x1 for b in boxes)
-    assert all(inside.y0 <= b.y0 and b.y1 <= inside.y1 for b in boxes)
-    assert len(drawn) == panels and len({axes.images[0].get_clim() for axes in drawn}) == 1
-    assert drawn[-1].images[0].get_array().mask[-1, -1] == 1  # blank
-    for axes in drawn:
-        width = axes.get_window_extent().width / N
-        assert all(text.get_window_extent().width < width for text in axes.texts)
-
-
 def test_the_tables_of_section_6():
     """Three targets, two of them without a layer or their own adapter."""
     slots, columns = [(0, "output"), (1, "output")], ["cb", "mnli"]

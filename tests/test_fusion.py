@@ -82,7 +82,7 @@ def test_mix_is_textbook(configs, training, tokens):
 
 
 class Fourfold(Adapter):
-    """A subclass with a z of its own keeps no promise of Adapter's."""
+    """A z of its own, which is no bottleneck's."""
 
     def z(self, h, layer_input=None):
         return 4 * super().z(h, layer_input)

@@ -6,17 +6,18 @@ import math
 import pytest
 import torch
 
-from adapter import AdapterConfig, activate, add_adapter, find_adapter, layer_norm_slots
+from adapter import AdapterConfig, activate, adapter_modules, add_adapter
 from bert import Bert, BertConfig
-from conftest import IDS, MASK, cli
+from conftest import IDS, MASK
 from experiments import evaluate
 from experiments.load_run import load_run
+from variants.houlsby import HoulsbyRecipeConfig, layer_norm_slots
 
 SHAPES = {
-    "houlsby": AdapterConfig.houlsby(layer_norms=True, reduction_factor=4),
-    "top, not in layer 0": AdapterConfig.pfeiffer(layer_norms=True, leave_out=[0]),
-    "bottom": AdapterConfig.houlsby(
-        layer_norms=True, output_adapter=False, ln_before=True, ln_after=True
+    "houlsby": HoulsbyRecipeConfig.houlsby_recipe(reduction_factor=4),
+    "top, not in layer 0": HoulsbyRecipeConfig(leave_out=[0]),
+    "bottom": HoulsbyRecipeConfig.houlsby_recipe(
+        output_adapter=False, ln_before=True, ln_after=True
     ),
 }
 
@@ -32,7 +33,7 @@ def test_initial_weights(name, std, cut):
     """A normal distribution, for Houlsby et al. cut at 2σ; biases are 0."""
     torch.manual_seed(0)
     bert = Bert(BertConfig(10, 256, 1, 2, 8, max_position_embeddings=4))
-    add_adapter(bert, "a", AdapterConfig(reduction_factor=2, init_weights=name))
+    add_adapter(bert, "a", HoulsbyRecipeConfig(reduction_factor=2, init_weights=name))
     adapter = bert.layers[0].output_add_norm.adapters["a"]
     for linear in (adapter.down, adapter.up):
         x = linear.weight.detach().abs() / std
@@ -59,7 +60,9 @@ def test_own_layer_norms_stand_in_for_bert_s(encoder, shape):
     torch.manual_seed(0)
     bert, other = Bert.from_pretrained(encoder), Bert.from_pretrained(encoder)
     plain = bert(IDS, None, MASK)
-    add_adapter(bert, "alone", AdapterConfig(**{**vars(SHAPES[shape]), "layer_norms": False}))
+    fields = vars(AdapterConfig())
+    alone = {name: value for name, value in vars(SHAPES[shape]).items() if name in fields}
+    add_adapter(bert, "alone", AdapterConfig(**alone))
     add_adapter(bert, "a", SHAPES[shape])
     own = norms_of(bert, "a")
     assert len(own) == 2 * 2 + 1 and not norms_of(bert, "alone")
@@ -70,7 +73,7 @@ def test_own_layer_norms_stand_in_for_bert_s(encoder, shape):
         if ".adapters." in name:
             p.add_(torch.randn_like(p), alpha=0.3)
     slots = dict(other.slots())
-    for key, _, module in find_adapter(bert, "a")[1]:
+    for key, _, module in adapter_modules(bert, "a")[1]:
         if key not in own:
             slots[key].adapters["a"], slots[key].active = copy.deepcopy(module), "a"
     for key, norm in layer_norm_slots(other):
@@ -87,9 +90,8 @@ def test_own_layer_norms_stand_in_for_bert_s(encoder, shape):
 def test_multitask_with_own_layer_norms(launch, encoder, tmp_path):
     """Each task its own LayerNorms, all else of Θ is shared and trained; Θ's own LayerNorms are
     never used and stay."""
-    text = "--stage multitask --tasks sst2 rte --epochs 1 --steps-per-epoch 8 --lr 5e-3"
-    own = cli("--adapter pfeiffer --adapter-config layer_norms=true")
-    result = launch(text, *own, out=tmp_path / "mt")
+    words = "--tasks sst2 rte --adapter houlsby_recipe --epochs 1 --steps-per-epoch 8 --lr 5e-3"
+    result = launch(words, out=tmp_path / "mt")
     before, found = Bert.from_pretrained(encoder), {}
     after = Bert.from_pretrained(tmp_path / "mt")  # a checkpoint without anything of the tasks
     assert not torch.equal(after.layers[0].query.weight, before.layers[0].query.weight)
@@ -106,8 +108,8 @@ def test_multitask_with_own_layer_norms(launch, encoder, tmp_path):
 def test_houlsby_s_recipe_is_their_code_s(encoder):
     """adapter-bert: tanh-GELU, initial weights of σ = 1e-3, LayerNorms trained."""
     bert = Bert.from_pretrained(encoder)
-    add_adapter(bert, "a", AdapterConfig.houlsby_recipe())
-    config, modules = find_adapter(bert, "a")
+    add_adapter(bert, "a", HoulsbyRecipeConfig.houlsby_recipe())
+    config, modules = adapter_modules(bert, "a")
     assert (config.init_weights, config.non_linearity) == ("houlsby_code", "gelu_new")
     adapters = [module for _, _, module in modules if not isinstance(module, torch.nn.LayerNorm)]
     assert len(adapters) == 4 and len(modules) == 4 + 5

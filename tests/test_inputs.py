@@ -33,6 +33,7 @@ TRAIN = cli("--stage head --task rte --model model --data-dir data --out out --e
 COMMANDS = {  # name: (module, the words that a case's are appended to)
     "train.py": ("train", TRAIN),
     "train.py alone": ("train", ["--out", "out"]),
+    "multitask": ("experiments.multitask", cli("--model model --data-dir data --out out")),
     "evaluate": ("experiments.evaluate", []),
     "predict": ("experiments.predict", []),
     "figure4": ("experiments.figure4", ["--out", "out"]),
@@ -119,7 +120,7 @@ def shuffle_vocabulary():
 # Arguments: words | what the message says
 
 WRONG = "epochs 0|batch-size 0|grad-accumulation 0|lr nan|weight-decay -1|warmup 1|limit-train 0"
-WRONG += "|limit-dev 0|patience 0|save-minutes nan|dev-fraction 1|steps-per-epoch 0|max-length 49"
+WRONG += "|limit-dev 0|patience 0|save-minutes nan|dev-fraction 1|max-length 49"
 WRONG += f"|seed {2**32}|reduction-factor 0"
 for words in WRONG.split("|"):
     add(f"--{words}", f"--{words}", f"--{words.split()[0]} must be")
@@ -127,15 +128,15 @@ for line in f"""
 --epochs 1.5 | --epochs
 --seeds 1 1 | twice
 --adapter-config ln_after=true ln_after=false | one name is given twice: ln_after
---seeds 1 --seed 2 | --seed
+--seeds 1 --seed 2 | --seed and --seeds exclude each other
 --score loss | --score loss: rte has accuracy
 --stage adapter --reduction-factor 33 | --reduction-factor 33 leaves no bottleneck
---stage adapter --adapter none | --adapter none leaves
---resume --overwrite | choose one
+--resume --overwrite | --overwrite and --resume exclude each other
 --stage adapter --adapters runs/rte | --adapters belongs to --stage fusion or head
 --stage fusion | --stage fusion needs --adapters
---tasks sst2 | takes --task
---stage multitask --tasks sst2 | takes --tasks
+--stage multitask | python -m experiments.multitask
+--head nosuch | --head
+--dev-file data/rte/validation.jsonl | --dev-file goes with --train-file
 --task rtee | unknown task 'rtee': the paper's are
 --task ../data/rte | unknown task
 --data-dir nowhere | nowhere is not a directory
@@ -160,11 +161,17 @@ for line in f"""
     words, say = line.split(" | ")
     add(f"{words[:70]} ({say[:20]})", words, say)
 for words, say in [
-    ("--stage multitask --tasks rte rte", "each of them once"),
     ("--stage head --task rte --model model", ["--data-dir", "nyu-mll/glue"]),
     ("", "--stage"),
 ]:
     add(f"no other words than {words}", words, say, command="train.py alone")
+for words, say in [
+    ("", "--tasks"),
+    ("--tasks rte rte", "--tasks has rte twice"),
+    ("--tasks rte sst2 --steps-per-epoch 0", "--steps-per-epoch must be"),
+    ("--tasks rte sst2 --adapter none --adapter-config ln_after=true", "--adapter none makes none"),
+]:
+    add(f"multitask {words}", words, say, command="multitask")
 if not torch.cuda.is_available():
     add("no such device", "--device cuda", ["cuda", "no such device"])
 A, B = {"text_a": "a", "label": "x"}, {"text_a": "b", "label": "y"}

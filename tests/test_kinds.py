@@ -1,5 +1,6 @@
-"""Every kind of adapter, fusion and task that the command line knows, those of examples/ included,
-has the same properties. A new kind is tested by being registered: none is listed here."""
+"""Every kind of adapter and fusion, and every type of task, that the command line knows, those of
+examples/ included, has the same properties. A new kind is tested by being registered: none is
+listed here."""
 
 import contextlib
 import copy
@@ -17,11 +18,12 @@ import child
 import train
 from adapter import (
     ADAPTERS,
-    KINDS,
+    ARCHITECTURES,
+    HEADS,
     Head,
     activate,
+    adapter_modules,
     add_adapter,
-    find_adapter,
     load_adapter,
     save_adapter,
 )
@@ -29,10 +31,18 @@ from bert import Bert
 from conftest import WORDS, assert_equal, cli, sentence, write_rows
 from data import TASKS, Classification, MultipleChoice
 from experiments import evaluate
-from fusion import FUSIONS, add_fusion, fusion_regularization, fusions, load_fusion, save_fusion
-from variants.folding import fold
+from fusion import (
+    FUSIONS,
+    add_fusion,
+    fusion_regularization,
+    fusion_weights,
+    fusions,
+    load_fusion,
+    save_fusion,
+)
+from variants.masking import mask
 
-TABLES = (ADAPTERS, KINDS, FUSIONS, TASKS, Classification.scores)
+TABLES = (ADAPTERS, ARCHITECTURES, FUSIONS, TASKS, Classification.scores, HEADS, train.STAGES)
 EXAMPLES = sorted(path.stem for path in Path(train.__file__).parent.glob("examples/[!_]*.py"))
 
 without = [dict(table) for table in TABLES]
@@ -57,7 +67,7 @@ def examples():
 ADAPTER_KINDS = with_examples[0]
 assert {make().architecture for make in ADAPTER_KINDS.values()} == {*with_examples[1]}
 FUSION_KINDS = with_examples[2]
-TASK_KINDS = {task.kind for task in with_examples[3].values()}
+TASK_TYPES = {task.type for task in with_examples[3].values()}
 every_adapter = pytest.mark.parametrize("kind", ADAPTER_KINDS)
 every_fusion = pytest.mark.parametrize("fusion_kind", FUSION_KINDS)
 
@@ -80,7 +90,7 @@ def new_bert(encoder, kind, names="ab", dtype=torch.float64, device="cpu"):
 
 
 def can_fuse(kind):
-    return ADAPTER_KINDS[kind]().no_fusion is None
+    return ADAPTER_KINDS[kind]().cannot_fuse_because is None
 
 
 def alone_and_fused(bert, kind):
@@ -114,7 +124,7 @@ def outputs_and_gradients(bert):
 @every_adapter
 @every_fusion
 def test_the_form_that_is_used_is_the_textbooks(encoder, kind, fusion_kind):
-    """Whatever the order of the adapters; and the folded form is the same."""
+    """Whatever the order of the adapters, unless the kind of fusion says that it matters."""
     bert, fusion_kind = new_bert(encoder, kind), FUSION_KINDS[fusion_kind]
     if not can_fuse(kind):
         with pytest.raises(ValueError, match="a, b"):
@@ -132,13 +142,34 @@ def test_the_form_that_is_used_is_the_textbooks(encoder, kind, fusion_kind):
         assert close(ours.weights, theirs.weights)
         assert close(ours.weights.sum(-1), torch.ones(3, 7, dtype=torch.float64))
     h = bert(*inputs())
-    assert close(fold(bert)(*inputs()), h)
-    add_fusion(bert, ["b", "a"], fusion_kind)
-    for (_, fusion), (_, same) in zip(fusions(bert), fusions(textbook), strict=True):
-        fusion.load_state_dict(same.state_dict())
-    assert close(bert(*inputs()), h)
+    if fusion_kind.order_matters_because is None:
+        add_fusion(bert, ["b", "a"], fusion_kind)
+        for (_, fusion), (_, same) in zip(fusions(bert), fusions(textbook), strict=True):
+            fusion.load_state_dict(same.state_dict())
+        assert close(bert(*inputs()), h)
     activate(bert, None)  # the adapters do speak
     assert not torch.allclose(bert(*inputs()), h, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [*filter(can_fuse, ADAPTER_KINDS)])
+@every_fusion
+def test_a_masked_adapter_has_no_effect(encoder, kind, fusion_kind):
+    """Whatever its weights are; or else the fusion says that it cannot leave adapters out."""
+    bert = new_bert(encoder, kind)
+    add_fusion(bert, ["b", "a"], FUSION_KINDS[fusion_kind])  # the last decides what both read
+    randomize(bert, ".fusion.")
+    whole = bert(*inputs())
+    mask(bert, ["b"])
+    try:
+        h = bert(*inputs())
+    except ValueError as error:
+        assert "cannot leave adapters out" in str(error)
+        return
+    assert all((s[..., 0] == 0).all() for s in fusion_weights(bert).values())
+    assert not torch.allclose(h, whole, atol=1e-3)
+    randomize(bert, ".adapters.b.")
+    assert torch.equal(bert(*inputs()), h)
 
 
 @every_adapter
@@ -164,8 +195,9 @@ def test_saved_and_loaded_bit_for_bit(encoder, kind, tmp_path):
 def test_exactly_what_is_new_is_trained(encoder, kind):
     """A step moves the adapter, then the fusion, and nothing else by a single bit."""
     bert = new_bert(encoder, kind, dtype=torch.float32)
-    config, modules = find_adapter(bert, "b")  # a kind may keep parts of an adapter as they are
-    new, part = {p for _, _, module in modules for p in config.trained(module)}, ".adapters.b."
+    config, modules = adapter_modules(bert, "b")  # a kind may keep parts of an adapter as they are
+    new = {p for _, _, module in modules for p in config.trainable_parameters(module)}
+    part = ".adapters.b."
     for fusion_kind in alone_and_fused(bert, kind):
         if fusion_kind is not None:
             new, part = {p for _, fusion in fusions(bert) for p in fusion.parameters()}, ".fusion."
@@ -196,7 +228,7 @@ def test_padding_does_not_matter(encoder, kind):
 
 # (stage, kind of adapter, kind of fusion) as train.py combines them
 STEPS = [("head", None, None), ("full", None, None)]
-STEPS += [(stage, kind, None) for stage in ("adapter", "multitask") for kind in ADAPTER_KINDS]
+STEPS += [("adapter", kind, None) for kind in ADAPTER_KINDS]
 STEPS += [
     ("fusion", kind, name) for kind in ADAPTER_KINDS if can_fuse(kind) for name in FUSION_KINDS
 ]
@@ -206,28 +238,27 @@ STEPS += [
 @pytest.mark.parametrize("stage, kind, fusion_kind", STEPS, ids=str)
 def test_a_step(encoder, stage, kind, fusion_kind, device, dtype, monkeypatch):
     """Forward and backward of one batch. `meta` is a device that computes nothing, mixes with no
-    other, and has no autocast. Every kind of task takes part in --stage head."""
+    other, and has no autocast. Every type of task takes part in --stage head."""
     if device == "meta":
         monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
-    all_weights = stage in ("full", "multitask")
-    held = torch.float32 if all_weights else dtype
+    held = torch.float32 if stage == "full" else dtype
     bert = new_bert(encoder, kind, "ab" if kind else "", held, device)
     if stage == "fusion":
         add_fusion(bert, ["a", "b"], FUSION_KINDS[fusion_kind])
-    if all_weights:
+    if stage == "full":
         bert.requires_grad_(True)
     bert.train()
     ids, types, mask = inputs()
     trained = [p for p in bert.parameters() if p.requires_grad]
-    for task_kind in TASK_KINDS if stage == "head" else [Classification]:
-        head = Head({**task_kind.head("xyz"), "layers": 2}, bert.config).to(device)
-        examples = 1 if issubclass(task_kind, MultipleChoice) else 3
-        labels = torch.zeros(examples, dtype=task_kind.dtype)
+    for task_type in TASK_TYPES if stage == "head" else [Classification]:
+        head = Head({**task_type.head("xyz"), "layers": 2}, bert.config).to(device)
+        examples = 1 if issubclass(task_type, MultipleChoice) else 3
+        labels = torch.zeros(examples, dtype=task_type.dtype)
         batch = {"input_ids": ids, "token_type_ids": types, "attention_mask": mask}
-        logits = train.predict(bert, head, {**batch, "labels": labels}, dtype)
+        logits = train.Model(bert, head, dtype)({**batch, "labels": labels})
         assert logits.dtype == torch.float32 and logits.device.type == device
-        assert task_kind.predict(logits).shape == labels.shape
-        loss = task_kind.loss(logits, labels.to(device))
+        assert task_type.predict(logits).shape == labels.shape
+        loss = task_type.loss(logits, labels.to(device))
         (loss + fusion_regularization(bert)).backward()
         trained += head.parameters()
     gradients = [p.grad for p in trained if p.grad is not None]
@@ -242,7 +273,7 @@ def test_a_step(encoder, stage, kind, fusion_kind, device, dtype, monkeypatch):
 
 @pytest.fixture(scope="module")
 def places(data_dir, tmp_path_factory):
-    """Tasks of every kind, the examples' among them: the label of sts_b is the share of the words
+    """Tasks of every type, the examples' among them: the label of sts_b is the share of the words
     that the texts have in common."""
     directory = shutil.copytree(data_dir, tmp_path_factory.mktemp("kinds") / "data")
     rng = random.Random(3)
@@ -263,12 +294,11 @@ def commands():
         result[name] = f"--stage adapter --task sst2 --adapter {name}"
     for name in FUSION_KINDS:
         result[f"fusion {name}"] = f"--stage fusion --task sst2 --fusion {name}"
-    result["--adapters-per-batch"] = "--stage fusion --task sst2 --adapters-per-batch 2"
     # `pick` is an own task, without a line in TASKS
     of_task = {Classification: "rte", MultipleChoice: "pick"}
-    of_task |= {task.kind: name for name, task in TASKS.items() if task.kind not in of_task}
-    for kind, name in of_task.items():
-        result[f"task {kind.__name__}"] = f"--stage head --task {name}"
+    of_task |= {task.type: name for name, task in TASKS.items() if task.type not in of_task}
+    for task_type, name in of_task.items():
+        result[f"task {task_type.__name__}"] = f"--stage head --task {name}"
     for score in Classification.scores:
         result[f"score {score}"] = f"--stage head --task rte --score {score}"
     return result

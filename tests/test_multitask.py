@@ -15,18 +15,18 @@ import data
 from bert import Bert
 from experiments import evaluate
 from experiments.load_run import load_run
+from experiments.multitask import multitask_batches
 from formats.adapterhub import encoder_of
-from variants.multitask import multitask_batches
 
 TASKS, KINDS = ["sst2", "rte", "pick"], ["pal", "pfeiffer", "none"]
-MULTITASK = "--stage multitask --tasks sst2 rte --lr 1e-3"
+MULTITASK = "--tasks sst2 rte --lr 1e-3"
 
 
 @pytest.fixture(scope="module")
 def multitask(launch, tmp_path_factory):
     """Finished multi-task runs, by architecture."""
     out = tmp_path_factory.mktemp("multitask")
-    common = "--stage multitask --epochs 2 --steps-per-epoch 20 --lr 2e-3"
+    common = "--epochs 2 --steps-per-epoch 20 --lr 2e-3"
     return {name: launch(common, tasks=TASKS, adapter=name, out=out / name) for name in KINDS}
 
 

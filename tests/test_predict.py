@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import train
 from conftest import read_lines
 from data import TASKS, get_task, to_candidates
 from experiments import predict
@@ -78,7 +77,7 @@ def test_every_kind_of_input_says_the_same(say, runs, data_dir, tmp_path):
 
 
 def without_model(name, **changes):
-    kind = TASKS[name].kind.__name__ if name in TASKS else "Classification"
+    kind = TASKS[name].type.__name__ if name in TASKS else "Classification"
     config = {"task": name, "kinds": {name: kind}, "column_names": {}}
     config |= {"labels": list(TASKS[name].labels)} if name in TASKS else {}
     return LoadedRun(None, None, config, task_of(config | changes), None, Path(name))
@@ -87,13 +86,13 @@ def without_model(name, **changes):
 @pytest.mark.parametrize("name", TASKS)
 def test_texts_take_the_place_they_have_in_training(name):
     model, task = without_model(name), TASKS[name]
-    options = [f"option {i}" for i in range(len(task.labels))] * task.choices
+    options = [f"option {i}" for i in range(len(task.labels))] * task.is_multiple_choice
     short = "winogrande commonsense_qa sst2 imdb".split()
     texts = ["first _", "second"][: 1 if name in short else 2]
     candidates = model.candidates([*texts, tuple(options)] if options else texts)
-    if not task.choices:
+    if not task.is_multiple_choice:
         assert candidates == [(*texts, None)[:2]]
-    for pair, option in zip(candidates, options, strict=task.choices):
+    for pair, option in zip(candidates, options, strict=task.is_multiple_choice):
         joined = predict.joined(pair)
         assert joined.count("option") == 1 and option in joined and joined.startswith("first")
         assert ("second" in joined) == (len(texts) == 2)
@@ -204,26 +203,6 @@ def test_labels_and_kinds_that_are_others(refused, runs, tmp_path):
     run = changed(runs / "rte", tmp_path / "run", labels=["not_entailment", "entailment"])
     refused([run, "a", "b"], "different labels", **PREDICT)
     run = changed(runs / "rte", tmp_path / "unknown", kinds={"rte": "Unknown"})
-    refused([run, "a", "b"], "an unknown kind, 'Unknown'", **PREDICT)
+    refused([run, "a", "b"], "an unknown type, 'Unknown'", **PREDICT)
     run = changed(runs / "rte", tmp_path / "stage", stage="distill")
     refused([run, "a", "b"], "an unknown stage, 'distill'", **PREDICT)
-
-
-def test_notes_are_no_predictions(runs, encoder, tmp_path, capsys):
-    """Another encoder than that of the training, and elsewhere."""
-    elsewhere = {"encoder_sha256": "0" * 64, "model": str(tmp_path / "gone")}
-    run = changed(runs / "rte", tmp_path / "run", **elsewhere)
-    allow = ["--allow-other-encoder", "--model", str(encoder)]
-    predict.main([str(run), "red", "one", "--device", "cpu", "--json", *allow])
-    said = capsys.readouterr()
-    assert json.loads(said.out)["label"]
-    assert said.err.startswith("note: ") and "was trained with another encoder" in said.err
-
-
-def test_what_a_fork_changes_is_in_effect(runs, monkeypatch):
-    """It imports train.py, and puts its own function in the place of one."""
-    usual, words = train.predict, ("red", "one")
-    (before,) = load_run(runs / "rte").predict([words])
-    monkeypatch.setattr(train, "predict", lambda *given: -usual(*given))
-    (after,) = load_run(runs / "rte").predict([words])
-    assert before["label"] != after["label"]

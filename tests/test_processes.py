@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import child
-import train
-from conftest import assert_equal, cli, content, of_stage, thorough, thorough_after_first
+from conftest import assert_equal, cli, content, main, of_stage, thorough, thorough_after_first
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +40,7 @@ def start(words, before=()):
     for rank, given in enumerate(words):
         calls = before[1:] if before and before[0] == rank else ()
         numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        result.append(child.Program(["train.py", *given], calls, **common, **numbers))
+        result.append(child.Program(child.training(given), calls, **common, **numbers))
     return result
 
 
@@ -59,7 +58,7 @@ def assert_close(run, other):
 
 
 # nothing reads the own LayerNorms of the layer with the adapter: they get no gradient
-UNREAD = "--adapter-config layer_norms=true original_ln_before=false original_ln_after=false "
+UNREAD = "--adapter houlsby_recipe --adapter-config original_ln_after=false "
 CONFIGURATIONS = [
     *[("multitask", 2, ""), ("adapter", 3, ""), ("head", 2, ""), ("full", 2, "")],
     *[("fusion", 2, "--grad-accumulation 3"), ("adapter", 2, UNREAD + "leave_out=[0]")],
@@ -70,7 +69,7 @@ CONFIGURATIONS = [
 @pytest.mark.parametrize("stage, count, text", thorough_after_first(*CONFIGURATIONS))
 def test_the_same_numbers_as_one_process(stage, count, text, command, tmp_path):
     one, many = tmp_path / "one", tmp_path / "many"
-    train.main(command(stage, one, text))
+    main(command(stage, one, text))
     statuses, said, errors = together([command(stage, many, text)] * count)
     assert statuses == [0] * count, errors
     assert_close(many, one)
@@ -126,7 +125,7 @@ def test_resume(command, undisturbed, tmp_path):
     assert statuses == [2, 2] and "one directory for all processes" in errors[0]
     assert together(words(cut))[0] == [0, 0]
     assert_equal(cut, run)
-    train.main(command("adapter", one))
+    main(command("adapter", one))
     assert together([command("adapter", tmp_path / "quiet")] * 2, before)[0] == [130, 130]
     for count in (1, 3):
         out = shutil.copytree(tmp_path / "quiet", tmp_path / str(count))
@@ -143,7 +142,7 @@ PHASES = """
 0 train.evaluate
 1 torch.distributed.destroy_process_group
 0 train.save
-1 train.predict
+1 train.Model.forward
 """  # which process is killed, what it was about to do
 
 
@@ -178,7 +177,7 @@ def test_errors_end_all_processes(command, tmp_path):
     assert not (tmp_path / "run").exists()
     statuses, _, other = ends(before=(1, (child.at_step, 1, run_out)))
     assert statuses[0] > 0 and statuses[1] == 2 and other.count("\n") == 1
-    assert "ran out of memory on a batch of 8 examples" in other
+    assert "ran out of memory on 8 examples" in other
     statuses, said, other = ends(before=(1, (child.at_step, 5, explode)))
     assert statuses == [2, 2] and "epoch 1 is kept" in said and other == ""
     assert (tmp_path / "run" / "metrics.json").exists()

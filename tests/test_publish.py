@@ -85,7 +85,7 @@ def test_labels_from_data_are_text_in_the_card(launch, tmp_path):
 def test_publishing_refuses(runs, launch, tmp_path, refused):
     head, norms = tmp_path / "head", tmp_path / "norms"
     launch("--stage head --task rte --epochs 1", out=head)
-    launch("--stage adapter --task rte --epochs 1 --adapter-config layer_norms=true", out=norms)
+    launch("--stage adapter --task rte --epochs 1 --adapter houlsby_recipe", out=norms)
     for message, run, *words in (
         ("--stage head", head),
         ("AdapterHub's library has no adapters like rte", norms),

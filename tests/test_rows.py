@@ -12,8 +12,7 @@ import pandas
 import pytest
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-from conftest import write_rows
-from damage import rewrite
+from conftest import rewrite, write_rows
 from data import get_task, load_split
 from formats import hub, rows
 from formats.rows import library, origin, read_rows

@@ -24,7 +24,7 @@ class Options:
     epochs: int | None = option(None, "at most", valid=COUNT)
     names: tuple = option((), "several")
     fields: dict = option({}, "pairs", flag="--set")
-    fast: bool = option(False, "without waiting", recorded=False, free=True)
+    fast: bool = option(False, "without waiting", recorded=False, may_change=True)
     seed: int | None = like(train.Settings, "seed", default=3)
 
 
@@ -59,7 +59,7 @@ def test_the_environment_and_earlier_runs_name_the_encoder(
     assert model(fusion, "a", adapters=[runs / "rte", runs / "sst2"]) == str(encoder)
     monkeypatch.setenv("ADAPTERFUSION_MODEL", str(quiet_encoder))
     assert model("--stage adapter --task sst2", "sst2") == str(quiet_encoder)
-    inspect_task(["rte"])  # python data.py rte
+    inspect_task(["rte"])  # python -m experiments.inspect task rte
     monkeypatch.delenv("ADAPTERFUSION_MODEL")
     both = [runs / "rte", tmp_path / "sst2"]
     with pytest.raises(ValueError, match="different encoders .*: add --model"):
@@ -133,12 +133,12 @@ def test_an_option_of_a_fork_is_recorded_and_compared(encoder, data_dir, tmp_pat
     words += cli(model=encoder, data_dir=data_dir, out=tmp_path / "run")
     at_step(1, child.stop)
     with pytest.raises(KeyboardInterrupt):
-        train.main([*words, "--temperature", "2"], options=WithTemperature)
+        train.main([*words, "--temperature", "2"], settings_class=WithTemperature)
     path = tmp_path / "run" / "config.json"
     config = json.loads(path.read_text())
     assert config["temperature"] == 2.0
     path.write_text(json.dumps(config | {"command": "examples/lora.py --stage head"}))
-    train.main([*words, "--temperature", "2", "--resume"], options=WithTemperature)
+    train.main([*words, "--temperature", "2", "--resume"], settings_class=WithTemperature)
     assert "note: begun by examples/lora.py, continued by train.py" in capsys.readouterr().out
     with pytest.raises(ValueError, match="temperature = 2.0, not 1.0"):
-        train.main([*words, "--resume"], options=WithTemperature)
+        train.main([*words, "--resume"], settings_class=WithTemperature)

@@ -15,7 +15,7 @@ def test_columns_are_renamed_at_the_same_time(names, tokenizer, tmp_path):
     texts = {"text_a": "blue", "text_b": "red", "text_c": "cat"}
     write_rows(tmp_path / "own/train.jsonl", [{**texts, "label": i} for i in range(2)])
     a, b = names.split()
-    task = get_task("own", tmp_path, columns={"text_a": a, "text_b": b})
+    task = get_task("own", tmp_path, column_names={"text_a": a, "text_b": b})
     split = load_split(task, "train", tokenizer, tmp_path)
     assert split[0]["input_ids"] == [tokenizer.encode(texts[a], texts[b]).ids]
 
@@ -25,7 +25,7 @@ def test_misspelt_columns_are_not_left_out(names, tmp_path):
     write_rows(tmp_path / "own/train.jsonl", [{"text_a": "red", "label": i} for i in range(2)])
     for task, takes in (("own", "text_a, label"), ("rte", "sentence1, sentence2, label")):
         with pytest.raises(ValueError, match=f"--columns .* there is no column .* takes {takes}"):
-            get_task(task, tmp_path, columns=names)
+            get_task(task, tmp_path, column_names=names)
 
 
 PAIR, CHOICE = {"text_a": "a", "text_b": "b"}, {"choices": ["x", "y"]}
@@ -44,7 +44,7 @@ def test_columns_and_classes_of_your_own_task(rows, labels, columns, classes, tm
     write_rows(tmp_path / "own/train.jsonl", rows)
     task = get_task("own", tmp_path)
     assert (task.columns, task.labels) == (tuple(columns.split()), tuple(classes.split()))
-    assert [task.labels[task.kind.label(task, x)] for x in labels] == [str(x) for x in labels]
+    assert [task.labels[task.type.label(task, x)] for x in labels] == [str(x) for x in labels]
 
 
 BAD = [  # columns of training, another row, what is said of it
@@ -68,13 +68,13 @@ def test_labels_by_name_and_by_place():
     places = task_rows.make_label_ids(labels)
     assert places == {"Yes": 0, "no": 1, "NO": 2, "yes": 0}  # the first of several alike
 
-    def index(value, from_hub=False):
-        return task_rows.label_index(value, labels, places, {"nope": "no"}, from_hub)
+    def index(value, on_hub=False):
+        return task_rows.label_index(value, labels, places, {"nope": "no"}, on_hub)
 
     assert [index(value) for value in ("Yes", " yes\n", "NO", "nope")] == [0, 0, 2, 1]
-    assert [index(value, from_hub=True) for value in (2, "1")] == [2, 1]
+    assert [index(value, on_hub=True) for value in (2, "1")] == [2, 1]
     for value in (1, 3, None, 0.0, "maybe"):
         with pytest.raises(ValueError, match=f"label {value!r} is not one of Yes, no, NO"):
             index(value)
     with pytest.raises(ValueError, match="hidden"):
-        index(-1, from_hub=True)
+        index(-1, on_hub=True)

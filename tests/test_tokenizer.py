@@ -1,15 +1,12 @@
 """formats.tokenizer: the tokens of every kind of vocabulary, truncated to the length."""
 
 import json
-import re
 
 import pytest
-from tokenizers import Tokenizer
 
 from conftest import VOCABULARY
 from formats.tokenizer import load_tokenizer
 from reference import GOLDEN
-from runtime.command import run_command
 
 
 def tokens(directory, *texts, max_length=20):
@@ -55,17 +52,3 @@ def test_wordpiece_and_truncation(encoder):
     assert cut == "[CLS] red red red red red red [SEP] cat dog bird [SEP]"
     cut = tokens(encoder, "red " * 20, "cat " * 30, max_length=12).split()
     assert len(cut) == 12 and 4 <= cut.count("red") <= 5
-
-
-def test_a_panic_of_the_library_is_an_error_of_one_line(tmp_path, capsys):
-    """It is no Exception, wherever it comes: in `load_tokenizer`, or later in a command."""
-    content = json.loads((GOLDEN / "roberta" / "encoder" / "tokenizer.json").read_text())
-    content["model"]["continuing_subword_prefix"] = "é"  # what is cut off in the middle
-    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=r"its tokenizer cannot be read: .*\bindex") as e:
-        load_tokenizer(tmp_path, 20)
-    assert str(tmp_path) in str(e.value) and "\n" not in str(e.value)
-    with pytest.raises(SystemExit) as e:
-        run_command("predict.py", lambda _: Tokenizer.from_file(str(tmp_path / "tokenizer.json")))
-    assert e.value.code == 2
-    assert re.fullmatch(r"predict.py: PanicException: .*\n", capsys.readouterr().err)

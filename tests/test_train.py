@@ -12,7 +12,8 @@ import train
 from adapter import AdapterConfig, activate, add_adapter, load_adapter
 from bert import Bert
 from conftest import of_stage
-from experiments.load_run import load_run
+from experiments import multitask
+from experiments.load_run import as_trained, load_run
 from fusion import add_fusion
 from runtime.settings import parse
 
@@ -133,10 +134,11 @@ def test_bfloat16_holds_frozen_weights_in_bf16_and_trained_ones_in_fp32(
     saved = load_file(tmp_path / "run" / "model_adapter_fusion.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     logits = []
-    for dtype in (torch.bfloat16, torch.float32):
+    for dtype in ("bfloat16", "float32"):
         model = load_run(tmp_path / "run")
         batch = model.batch(model.encode([("red cat", "red"), ("one", "the dog runs")]))
-        logits.append(train.predict(model.bert.to(dtype), model.head, batch, dtype))
+        with torch.inference_mode():
+            logits.append(as_trained(model, "cpu", dtype)(batch))
     assert logits[0].dtype == torch.float32 and torch.allclose(*logits, atol=0.1)
 
 
@@ -163,6 +165,7 @@ DEFAULTS = {
 @pytest.mark.parametrize("stage", DEFAULTS)
 def test_the_defaults(stage, runs):
     words = [word for word in of_stage(stage, runs, 8) if word not in ("--steps-per-epoch", "8")]
-    settings = parse(train.Settings, words, "train.py", "").resolved()
+    options = multitask.Settings if stage == "multitask" else train.Settings
+    settings = parse(options, words, "", "").with_defaults()
     expected = DEFAULTS[stage]
     assert {name: getattr(settings, name) for name in expected} == expected

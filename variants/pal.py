@@ -6,13 +6,13 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import nn
 
-from adapter import Kind, register
+from adapter import BaseAdapterConfig, register
 from formats.adapterhub import check_leave_out
 from runtime.kernels import attention
 
 
 @dataclass(frozen=True)
-class PALConfig(Kind):
+class PALConfig(BaseAdapterConfig):
     """
     size        of the small space
     num_heads   of the self-attention there, whose projections from d and back are shared by all
@@ -42,7 +42,7 @@ class PALConfig(Kind):
         """Projected attention layers: 1.1 times BERT-base's parameters for eight tasks."""
         return cls(**changes)
 
-    def modules(self, bert):
+    def make_modules(self, bert):
         found = []
         for (layer, location), slot in bert.slots():
             if location == "output" and layer not in self.leave_out:
@@ -56,7 +56,7 @@ class PALConfig(Kind):
         shared = ("down.", "up.") if module.shares else ()
         return {theirs: ours for theirs, ours in names.items() if not ours.startswith(shared)}
 
-    def fields_in_stream(self):
+    def residual_fields(self):
         return []
 
 
@@ -108,4 +108,4 @@ class PAL(nn.Module):
         return norm(f + self.z(f, layer_input) + x)
 
 
-register(PALConfig, "pal")
+register("pal", PALConfig)
