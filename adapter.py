@@ -357,7 +357,9 @@ class Head(nn.Module):
     parameters (docs/forking.md).
     """
 
-    cls_only = True  # `forward` reads only the first token: the encoder may leave out the others
+    # `forward` reads the first token alone: the encoder may leave out the others. A subclass that
+    # does not say so itself is given all of them.
+    cls_only = True
 
     def __init__(self, config, bert_config):
         super().__init__()
@@ -382,7 +384,7 @@ class Head(nn.Module):
                 nn.init.zeros_(layer.bias)
         self.pooler = nn.Linear(d, d) if config["use_pooler"] else None
 
-    def forward(self, h, mask):
+    def forward(self, h, mask=None):
         """h: hidden states [B·C, T, d], the C candidates of an example one after another (T = 1
         where the head is `cls_only`); mask: [B·C, T], 1 on real tokens -> logits [B, K]"""
         return self.logits(h[:, 0])

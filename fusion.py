@@ -66,8 +66,7 @@ class Fusion(nn.Module):
         h, residual = last.inputs(f, x, norm)
         self.weights = None
         o = self.compose(h, adapters, layer_input)
-        if self.masked:
-            self.check_masked()
+        self.check_weights(h)
         return last.add_and_norm(o + residual, x, norm)
 
     def textbook(self, h, adapters, layer_input=None):
@@ -75,7 +74,7 @@ class Fusion(nn.Module):
         multiply-adds per token, and 3·N·d activations."""
         z = torch.stack([adapter.z(h, layer_input) for adapter in adapters], 2)  # z_n: [B, T, N, d]
         scores = torch.einsum("btd,btnd->btn", self.query(h), self.key(z))  # (Q h)·(K z_n)
-        s = self.attend(scores)  # [B, T, N]
+        s = self.weigh(scores)  # [B, T, N]
         return torch.einsum("btn,btnd->btd", s, self.value(z))  # o = Σ_n s_n V z_n
 
     def attend(self, scores):
@@ -84,7 +83,11 @@ class Fusion(nn.Module):
         scores = self.dropout(scores)
         if self.masked:
             scores = scores.masked_fill(self.is_masked(scores.device), -torch.inf)
-        s = scores.softmax(-1)
+        return scores.softmax(-1)
+
+    def weigh(self, scores):
+        """s of `attend`, which is kept for `fusion_weights`."""
+        s = self.attend(scores)
         self.weights = s.detach()
         return s
 
@@ -102,7 +105,7 @@ class Fusion(nn.Module):
         q = self.query(h)  # Q h + b_Q: [B, T, d]
         scores = (z @ (q @ self.key.weight)[..., None])[..., 0]  # (Kᵀ q)·z_n: [B, T, N]
         scores = scores + (q @ self.key.bias)[..., None]  # + q·b_K, the same for every n
-        s = self.attend(scores).to(z.dtype)  # [B, T, N]
+        s = self.weigh(scores).to(z.dtype)  # [B, T, N]
         mixture = (s[:, :, None] @ z)[:, :, 0]  # Σ s_n z_n: [B, T, d]
         return self.value(mixture)  # V Σ s_n z_n: [B, T, d]
 
@@ -144,7 +147,7 @@ class Fusion(nn.Module):
             q = F.linear(h, Q, b_Q)  # Q h + b_Q: [B·T, d]
             q_keys = q @ K @ U  # qᵀ K U: [B·T, R]
             scores = (q_keys * a) @ membership + (q @ b_K)[:, None]  # [B·T, N]
-        s = self.attend(scores.view(B, T, N)).reshape(B * T, N)
+        s = self.weigh(scores.view(B, T, N)).reshape(B * T, N)
         s_a = s.to(a.dtype) @ membership.T * a  # each a_n times its s_n: [B·T, R]
         if weights_first:
             o = s_a @ (V @ U).T  # Σ_n s_n V z_n: [B·T, d]
@@ -157,13 +160,18 @@ class Fusion(nn.Module):
         masked = [name in self.masked for name in self.adapter_names]
         return torch.tensor(masked, device=device)
 
-    def check_masked(self):
-        """Raises ValueError where a `compose` or `attend` of a variant has ignored the mask."""
-        s = self.weights
-        if s is None or s[..., self.is_masked(s.device)].any():
+    def check_weights(self, h):
+        """Raises ValueError for a variant whose weights are not [B, T, N], or [B, 1, N] if they are
+        the same for all tokens, or whose weights of masked adapters are not 0."""
+        s, name = self.weights, type(self).__name__
+        if s is not None:
+            if s.ndim != 3 or s.shape[1] not in (1, h.shape[1]):
+                raise ValueError(f"the weights of {name} are {list(s.shape)}, not [B, T, N]")
+            self.weights = s.expand(-1, h.shape[1], -1)
+        if self.masked and (s is None or s[..., self.is_masked(s.device)].any()):
             raise ValueError(
-                f"{type(self).__name__} cannot leave adapters out: their weights are not 0, "
-                "as those of Fusion.attend are, which knows the mask"
+                f"{name} cannot leave adapters out: their weights are not the 0 that "
+                "Fusion.attend gives them, or do not come from Fusion.weigh"
             )
 
     def regularization(self):

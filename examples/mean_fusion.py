@@ -24,8 +24,8 @@ class MeanFusion(Fusion):
     mixes_tokens = False
     file_tag = {"kind": "mean", "query": False, "key": False}  # in adapter_fusion_config.json
 
-    def __init__(self, *values):
-        super().__init__(*values)
+    def __init__(self, *values, **config):
+        super().__init__(*values, **config)
         self.query = self.key = None
 
     def textbook(self, h, adapters, layer_input=None):
@@ -41,7 +41,7 @@ class MeanFusion(Fusion):
 
     def even(self, h, N):
         """The softmax of equal scores: 1/N, without the adapters that are masked."""
-        return self.attend(h.new_zeros(*h.shape[:2], N))
+        return self.weigh(h.new_zeros(*h.shape[:2], N))
 
 
 register("mean", MeanFusion)

@@ -8,6 +8,7 @@ A run of another program than train.py is read once its module is imported, in a
 --import. No run makes its reader execute code.
 """
 
+import argparse
 import importlib
 import itertools
 import sys
@@ -35,6 +36,14 @@ from runtime.settings import argument, option
 BATCH_SIZE = 64  # of predictions
 
 
+def import_fork(name):
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as e:
+        where = "--import takes the name of a module that is found from here, or by PYTHONPATH"
+        raise argparse.ArgumentTypeError(f"{e}: {where}, such as examples.lora") from e
+
+
 @dataclass(frozen=True)
 class Reading:
     """Options of every command that reads runs."""
@@ -48,7 +57,7 @@ class Reading:
         "a module that the run needs, for instance examples.lora",
         flag="--import",
         metavar="MODULE",
-        action=importlib.import_module,
+        action=import_fork,
     )
 
 
@@ -176,7 +185,10 @@ def read_run_config(directory):
         raise FileNotFoundError(f"no finished run in {directory}: it has no metrics.json")
     config = read_json(directory / "config.json")
     if config["stage"] not in train.STAGES:  # of a fork: it would be read as a head on Θ
-        raise ValueError(f"{directory} is of an unknown stage, {config['stage']!r:.50}")
+        raise ValueError(
+            f"{directory} is of an unknown stage, {config['stage']!r:.50}: --import MODULE names "
+            "the fork that registers it"
+        )
     return {"adapters": [], **config}  # full and multitask runs have none
 
 

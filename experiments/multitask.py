@@ -33,12 +33,14 @@ from runtime.processes import choose_device
 from runtime.record import check_finished, describe, read_result
 from runtime.run import open_run
 from runtime.seeds import each_seed
-from runtime.settings import COUNT, like, parse
+from runtime.settings import COUNT, like, option, parse
 
 # Stickland and Murray (2019): 25 epochs of 300 steps for each task
 train.STAGES["multitask"] = train.Stage(
     "encoder, an adapter and a head for each of --tasks", 2e-5, 25, None, options_of=("adapter",)
 )
+
+hyper_option = partial(option, group="hyper-parameters")
 
 
 def hidden(name, **changes):
@@ -50,15 +52,13 @@ def hidden(name, **changes):
 class Settings(train.Settings):
     stage: str = hidden("stage", default="multitask")
     task: str | None = hidden("task")  # all tasks, comma-separated
-    tasks: tuple = train.hyper_option(
-        (), "all of them", required=True, recorded=False, distinct=True
-    )
-    sampling: str = train.hyper_option(
+    tasks: tuple = hyper_option((), "all of them", required=True, recorded=False, distinct=True)
+    sampling: str = hyper_option(
         "annealed",
         "how the next task is drawn (their section 3.3)",
         choices="annealed proportional sqrt round_robin".split(),
     )
-    steps_per_epoch: int | None = train.hyper_option(None, "default 300 for each task", valid=COUNT)
+    steps_per_epoch: int | None = hyper_option(None, "default 300 for each task", valid=COUNT)
     adapter: str = like(
         train.Settings,
         "adapter",
@@ -258,11 +258,9 @@ def settings_by_task(settings, tasks, bert):
 
 def describe_tasks(settings, by_task, tasks, bert, dtype):
     """As train.describe_run: what belongs to a task is a dictionary."""
-    described = {name: train.describe_task(task, settings) for name, task in tasks.items()}
     labels = {name: list(task.labels) for name, task in tasks.items()}
-    encoder = train.describe_encoder(bert)
     lengths = {name: settings.max_length for name, settings in by_task.items()}
-    config = describe(settings, labels, described, encoder, {}, dtype)
+    config = describe(settings, labels, tasks, bert, {}, dtype)
     return config | {"max_length": lengths}
 
 

@@ -44,6 +44,18 @@ def resumes(settings):
     return settings.resume and status(settings.out) == "interrupted"
 
 
+def own_copies(settings):
+    """[(name, directory)] of the copies of --adapters in --out, where they are to be used: with
+    --resume, by an unfinished run always, by a finished one if the originals are gone. Else []."""
+    out, sources = settings.out, settings.adapters
+    if not sources or not settings.resume or not (out / "config.json").exists():
+        return []
+    names = read_json(out / "config.json")["adapters"]
+    copies = [(name, out / "adapters" / name) for name in names]
+    sources_exist = len(copies) == len(sources) and all(Path(path).is_dir() for path in sources)
+    return copies if resumes(settings) or not sources_exist else []
+
+
 def check_out(settings):
     """Raises ValueError if a run cannot be written to settings.out, or would replace what it
     needs."""

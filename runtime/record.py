@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from formats.adapterhub import digest, run_encoder
 from formats.files import read_json
 from formats.rows import find_split, origin
 from formats.tokenizer import read_tokenizer, tokenizer_digest
@@ -29,23 +30,26 @@ def describe(settings, labels, tasks, encoder, adapters, dtype):
     """
     What a run must have in common with a command, before its data are loaded.
 
-    settings: a dataclass of options; labels: of the task, or {task: labels}; tasks: {task: {"type",
-    "columns", "files"}}; encoder: {"sha256", "parameters"} and what `describe_tokenizer` takes;
-    adapters: {name: {"sha256", "encoder"}}, of --adapters
+    settings: a dataclass of options; labels: of the task, or {task: labels}; tasks: {name: Task};
+    encoder: a Bert; adapters: of `describe_adapters`. Only their values are read.
     """
+    files = {
+        name: describe_files(task, settings.data_dir, settings.dev_fraction)
+        for name, task in tasks.items()
+    }
     result = record(settings) | {
         "model": absolute(settings.model),
         "data_dir": settings.data_dir and absolute(settings.data_dir),
         "train_file": settings.train_file and str(settings.train_file.resolve()),
         "dev_file": settings.dev_file and str(settings.dev_file.resolve()),
         "labels": labels,
-        "columns": {name: task["columns"] for name, task in tasks.items()},
-        "kinds": {name: task["type"] for name, task in tasks.items()},
-        "data_files": {name: task["files"] for name, task in tasks.items() if task["files"]},
+        "columns": {name: list(task.columns) for name, task in tasks.items()},
+        "kinds": {name: task.type.__name__ for name, task in tasks.items()},
+        "data_files": {name: digests for name, digests in files.items() if digests},
         "dtype": str(dtype).removeprefix("torch."),
-        "encoder_parameters": encoder["parameters"],
-        "encoder_sha256": encoder["sha256"],
-        "tokenizer_sha256": describe_tokenizer(encoder["directory"], encoder["max_length"]),
+        "encoder_parameters": sum(p.numel() for p in encoder.own_parameters().values()),
+        "encoder_sha256": encoder.digest,
+        "tokenizer_sha256": describe_tokenizer(encoder.directory, encoder.config.max_length),
     }
     result["sources"] = result.pop("adapters")  # as given: they may be gone by the end
     if adapters:  # AdapterHub's library reads "adapters" in a checkpoint's config.json as its own
@@ -59,6 +63,14 @@ def describe(settings, labels, tasks, encoder, adapters, dtype):
 def absolute(source):
     """A directory's absolute path; a hub id as it is."""
     return str(Path(source).resolve()) if Path(source).is_dir() else source
+
+
+def describe_adapters(directories, configs):
+    """{name: {"sha256", "encoder"}} of saved adapters; both {name: ...}"""
+    return {
+        name: {"sha256": digest(path, configs[name]), "encoder": run_encoder(path)}
+        for name, path in directories.items()
+    }
 
 
 def describe_tokenizer(directory, max_length):
@@ -79,19 +91,19 @@ def describe_files(task, data_dir, dev_fraction):
 def describe_data(train_sets, dev_sets):
     """Digests of all tokens and labels and of the examples held out for development, the revision
     of the hub's data, and the sizes; train_sets, dev_sets: one for each task."""
-    digest = hashlib.sha256()
+    result = hashlib.sha256()
     for split in (*train_sets, *dev_sets):
         for rows in split.with_format("arrow").iter(10_000):
             for name in ("input_ids", "token_type_ids", "label"):
                 values = rows[name].combine_chunks()
                 while hasattr(values.type, "value_type"):  # lists, in lists for the candidates
-                    digest.update(values.value_lengths().to_numpy().tobytes())
+                    result.update(values.value_lengths().to_numpy().tobytes())
                     values = values.flatten()
-                digest.update(values.to_numpy().tobytes())
+                result.update(values.to_numpy().tobytes())
     origins = [origin(split) for split in train_sets]
     revisions = ",".join(of["revision"] for of in origins if of["revision"])
     return {
-        "data_sha256": digest.hexdigest(),
+        "data_sha256": result.hexdigest(),
         "data_revision": revisions or None,
         "held_out": [of["held_out"] for of in origins],  # digests, where --dev-fraction did
         "train_examples": sum(map(len, train_sets)),
@@ -171,10 +183,10 @@ def program_of(config):
 
 def next_command(out, config):
     """What to try with a run that has just finished."""
-    stage, place = config["stage"], shlex.quote(str(out))
+    place = shlex.quote(str(out))
     program = program_of(config)
     fork = f" --import {program[1]}" if program else ""  # what makes its kinds known
-    if stage == "fusion":
+    if "fusion" in config["trained_parts"]:
         figures = shlex.quote(f"{out}-figures")
         return f"python -m experiments.figure4 {place} --out {figures}{fork}"
     first, *others = map(shlex.quote, config["columns"])

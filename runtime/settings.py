@@ -37,11 +37,11 @@ def option(default=None, help="", **details):
     a string), or else one word.
 
     details: choices; metavar; valid, a pair as above; action, which makes something of each word;
-    group, the heading over it in --help; required; recorded=False, for what a run does not record;
-    env, a variable of the environment that sets the default; may_change=True, for what may differ
-    between a run and the command that resumes it (see `free_names`); excludes, options that cannot
-    be given beside it; needs, one that must be; distinct=True, for values that must differ (words
-    also in lower case); flag, another name, or None for a field that is no
+    group, the heading in --help over it and those that follow; required; recorded=False, for what a
+    run does not record; env, a variable of the environment that sets the default; may_change=True,
+    for what may differ between a run and the command that resumes it (see `free_names`); excludes,
+    options that cannot be given beside it; needs, one that must be; distinct=True, for values that
+    must differ (words also in lower case); flag, another name, or None for a field that is no
     option; and whatever the dataclass itself wants to know of its fields. choices may be a function
     that returns them.
     """
@@ -87,8 +87,9 @@ def parse(options, argv, prog, description, epilog=""):
     parser = Parser(prog=prog, description=description, epilog=epilog, formatter_class=as_written)
     groups, hints = {None: parser}, typing.get_type_hints(options)
     known = [field for field in dataclasses.fields(options) if field.metadata.get("flag", True)]
+    heading = None
     for field in known:
-        heading = field.metadata.get("group")
+        heading = field.metadata.get("group", heading)
         if heading not in groups:
             groups[heading] = parser.add_argument_group(heading)
         add_option(groups[heading], field, hints[field.name])

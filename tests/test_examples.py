@@ -51,7 +51,7 @@ def test_lora_is_the_reference_s(encoder, tmp_path):
 @patch.dict(fusion.FUSIONS)
 def test_the_fork_on_the_page(launch, runs, tmp_path):
     page = (REPOSITORY / "docs" / "forking.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    code, of_stage = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(code, {"__name__": "scaled_fusion"})
     words = "--stage fusion --task rte --epochs 1 --fusion scaled --fusion-config power=0.25"
     adapters, scores = [runs / "rte", runs / "sst2"], torch.tensor([[[3.0, -1.0]]])
@@ -59,6 +59,11 @@ def test_the_fork_on_the_page(launch, runs, tmp_path):
     (_, scaled), *_ = fusion.fusions(load_run(tmp_path / "run").bert)
     assert torch.allclose(scaled.attend(scores), (scores / 32**0.25).softmax(-1))
     assert evaluate.main(cli(f"{tmp_path}/run --device cpu"))["accuracy"] == result["accuracy"]
+    with patch.dict(train.STAGES):
+        exec(of_stage, {"__name__": "joint"})
+        launch("--stage joint --task rte --epochs 1", adapters=adapters, out=tmp_path / "joint")
+    parts = json.loads((tmp_path / "joint" / "config.json").read_text())["trained_parts"]
+    assert parts == ["adapter rte", "adapter sst2", "fusion", "head"]
 
 
 def test_regression():

@@ -127,8 +127,6 @@ def test_biases_alone_have_an_optimizer():
 class MeanHead(Head):
     """The mean over the real tokens, and parameters of its own names."""
 
-    cls_only = False
-
     def __init__(self, config, bert_config):
         super().__init__(config, bert_config)
         d = bert_config.hidden_size
@@ -180,8 +178,8 @@ class ByExample(Fusion):
         mean = (real * h).sum(1, keepdim=True) / real.sum(1, keepdim=True)  # [B, 1, d]
         scores = torch.einsum("bod,btnd->btn", self.query(mean), self.key(z))
         scores = (real * scores).sum(1, keepdim=True) / real.sum(1, keepdim=True)  # [B, 1, N]
-        s = self.attend(scores.expand(-1, h.shape[1], -1))
-        return self.value(torch.einsum("btn,btnd->btd", s, z))
+        s = self.weigh(scores)[:, 0]  # [B, N]
+        return self.value(torch.einsum("bn,btnd->btd", s, z))
 
 
 class Scaled(Fusion):
@@ -203,13 +201,13 @@ class Scaled(Fusion):
         return self.value(torch.einsum("btn,btnd->btd", s, z))
 
     def weigh(self, scores):
-        self.weights = scores.softmax(-1)
-        return self.weights
+        self.weights = scores.softmax(-1).detach()
+        return scores.softmax(-1)
 
 
 class ScaledThroughAttend(Scaled):
     file_tag = {"kind": "scaled_attend"}
-    weigh = Fusion.attend
+    weigh = Fusion.weigh
 
 
 def test_a_fusion_by_example(run):

@@ -14,7 +14,7 @@ def mask(bert, names, layers=None):
 
     Raises ValueError, and changes nothing, for a name that is not in the fusion, for a layer that
     has none, or if a layer would be left without adapter. A fusion of your own whose weights do not
-    come from `Fusion.attend` raises ValueError in its next forward pass.
+    come from `Fusion.weigh` raises ValueError in its next forward pass.
     """
     names, fused_layers = frozenset(names), {layer for (layer, _), _ in fusions(bert)}
     layers = fused_layers if layers is None else set(layers)
