@@ -48,6 +48,7 @@ from data import batches, collate, get_task, length_bucketed_batches, length_gro
 from formats import adapterhub
 from formats.tokenizer import copy_tokenizer, load_tokenizer
 from fusion import FUSIONS, add_fusion, fusion_regularization, fusion_tensors, fusions, save_fusion
+from runtime.adapters import encoder_of, resolve_adapters
 from runtime.command import run_command
 from runtime.directory import check_out, is_finished, own_copies
 from runtime.kernels import AdamW
@@ -238,7 +239,7 @@ class Settings:
         self.check()
         stage, encoder = STAGES[self.stage], None
         if self.model is None:
-            encoder = adapterhub.encoder_of(self.adapters)
+            encoder = encoder_of(self.adapters)
         prefix = "" if self.stage == "adapter" else f"{self.stage}-"
         defaults = {
             "lr": stage.lr,
@@ -384,7 +385,7 @@ def find_adapters(settings, bert):
     """{name: directory} of --adapters, or of the copies in --out with which a run is resumed.
     Raises ValueError and FileNotFoundError."""
     sources = own_copies(settings) or settings.adapters
-    return adapterhub.resolve_adapters(
+    return resolve_adapters(
         sources, bert.config, settings.model, bert.digest, settings.allow_other_encoder
     )
 

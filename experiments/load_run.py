@@ -23,11 +23,12 @@ import train
 from adapter import Head, activate, load_adapter, load_head
 from bert import Bert
 from data import TASKS, Task, collate, length_bucketed_batches, load_split, own_task
-from formats.adapterhub import ADAPTER, FUSION, refuse_or_note
+from formats.adapterhub import ADAPTER, FUSION
 from formats.files import read_json
 from formats.task_rows import apply_column_names, check_candidates, check_row, encode_pairs
 from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights, fusions, load_fusion
+from runtime.adapters import refuse_or_note
 from runtime.processes import choose_device
 from runtime.record import describe_tokenizer, program_of
 from runtime.run import progress_bar

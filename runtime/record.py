@@ -15,10 +15,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from formats.adapterhub import digest, run_encoder
+from formats.adapterhub import digest
 from formats.files import read_json
 from formats.rows import find_split, origin
 from formats.tokenizer import read_tokenizer, tokenizer_digest
+from runtime.adapters import run_encoder
 from runtime.settings import difference, free_names, record
 
 # What describes the machine, which may be another one when a run is resumed.

@@ -16,7 +16,7 @@ from bert import Bert
 from experiments import evaluate
 from experiments.load_run import load_run
 from experiments.multitask import multitask_batches
-from formats.adapterhub import encoder_of
+from runtime.adapters import encoder_of
 
 TASKS, KINDS = ["sst2", "rte", "pick"], ["pal", "pfeiffer", "none"]
 MULTITASK = "--tasks sst2 rte --lr 1e-3"

@@ -14,8 +14,8 @@ from bert import Bert
 from conftest import IDS, cli
 from experiments import evaluate, figure4, predict, prune, publish
 from experiments.load_run import load_run
-from formats.adapterhub import run_encoder
 from formats.files import read_json
+from runtime.adapters import run_encoder
 from variants.masking import mask
 
 

@@ -1,0 +1,100 @@
+"""Which saved adapters a command takes, and on which encoder they were trained."""
+
+from pathlib import Path
+
+from formats.adapterhub import ADAPTER, fetch, paper_adapters, read_adapter_config
+from formats.files import read_json
+from formats.hub import is_local
+
+
+def find_adapter(source):
+    """The directory of an adapter, of a hub id's files, too. Raises FileNotFoundError, which says
+    what to do."""
+    directory = Path(source)
+    if directory.is_dir() and not (directory / ADAPTER.config).is_file():
+        stage = run_of(directory)[1].get("stage")
+        hint = f": it is a run of --stage {stage}" if stage else ""
+        raise FileNotFoundError(f"{source} has no {ADAPTER.config}{hint}")
+    if not directory.is_dir() and is_local(source):
+        how = f"train it with --stage adapter --task {directory.name:.50}"
+        raise FileNotFoundError(f"there is no directory {str(source)!r}: {how}")
+    return fetch(source)
+
+
+def check_encoder(source, directory, values, model, digest, allow=False):
+    """Raises ValueError if a saved adapter was trained on another encoder than `model`, whose
+    weights have this digest, unless that is allowed. An adapter that is from no run knows only its
+    encoder's name, which says little where `model` is a directory: then another name is a note."""
+    trained_on, theirs = Path(str(values.get("model_name") or model)).name, run_encoder(directory)
+    if theirs is not None and theirs != digest:
+        problem = f"{source} was trained on an encoder with other weights than {model}"
+    elif theirs is None and trained_on != Path(model).name:
+        problem = f"{source} was trained on {trained_on!r:.100}, not on {model}"
+        allow = allow or Path(model).is_dir()
+    else:
+        return
+    refuse_or_note(problem, allow)
+
+
+def refuse_or_note(problem, allow):
+    if not allow:
+        raise ValueError(f"{problem}: --allow-other-encoder takes it all the same")
+    print(f"note: {problem}")
+
+
+def resolve_adapters(sources, encoder, model, digest, allow_other_encoder=False):
+    """{name: directory} of saved adapters that are to be fused. sources: directories, hub ids,
+    pairs (name, directory), or "paper" for its authors' 16; encoder: its configuration, model: its
+    name, digest: that of its weights. Raises ValueError if two have the same name, or if one was
+    trained on another encoder; FileNotFoundError for one that is not there."""
+    pairs, found = [], {}
+    for source in sources:
+        pair = source if isinstance(source, tuple) else (None, source)
+        pairs += paper_adapters(encoder.model_type) if source == "paper" else [pair]
+    for name, source in pairs:
+        directory = find_adapter(source)
+        name, _, values = read_adapter_config(directory, name)
+        same = [d for other, d in found.items() if other.lower() == name.lower()]  # also RTE
+        if same:
+            raise ValueError(f"two adapters are called {name!r}: {same[0]} and {directory}")
+        check_encoder(source, directory, values, model, digest, allow_other_encoder)
+        found[name] = directory
+    return found
+
+
+def encoder_of(sources):
+    """The encoder that the runs among `sources` have recorded; None if none has. Raises ValueError
+    if they differ, FileNotFoundError for a directory without an adapter."""
+    models = {}
+    for source in sources:
+        if is_local(source):
+            find_adapter(source)  # says so if there is no adapter
+        run, config = run_of(source)
+        if model := str(run) if "weights_sha256" in config else config.get("model"):
+            models.setdefault(model, source)
+    if len(models) > 1:
+        found = ", ".join(f"{source} on {model}" for model, source in models.items())
+        raise ValueError(f"--adapters were trained on different encoders ({found}): add --model")
+    return next(iter(models), None)
+
+
+def run_of(directory):
+    """(the run's directory, what it has recorded) of a run, or of an adapter in one; (None, {}) of
+    any other directory."""
+    runs = [Path(directory)]
+    if runs[0].parent.name == "adapters":
+        runs.append(runs[0].parent.parent)
+    for run in runs:
+        if (run / "config.json").is_file():
+            return run, read_json(run / "config.json")
+    return None, {}
+
+
+def run_encoder(directory):
+    """The digest of the encoder that a run's adapters belong to, from the directory of the run, or
+    of an adapter in it: the one it was trained on, or where training changed the encoder, too, the
+    one it ended with. None where no run says."""
+    directory, (_, config) = Path(directory), run_of(directory)
+    own = config.get("weights_sha256", config.get("encoder_sha256"))
+    # of a fusion's copies, also of those that --allow-other-encoder has let in
+    return config.get("adapter_encoders", {}).get(directory.name, own)
