@@ -48,7 +48,8 @@ operation = functools.partial(option, recorded=False)  # which no result depends
 
 def stage_options(stage):
     """An option of a grid: options of train.py for one stage."""
-    text = f"options of train.py for --stage {stage} alone, after those that follow --"
+    program = "experiments.multitask" if stage == "multitask" else f"--stage {stage}"
+    text = f"options of {program} alone, after those that follow --"
     return option("", text, metavar="'...'")
 
 
@@ -68,7 +69,7 @@ class Options:
     )
     launch: str = operation(
         shlex.quote(sys.executable),
-        "what starts train.py, such as 'torchrun --standalone --nproc_per_node=8'",
+        "what starts the runs, such as 'torchrun --standalone --nproc_per_node=8'",
         metavar="'...'",
     )
     overwrite: bool = operation(
@@ -80,7 +81,7 @@ class Options:
 
 def read_options(options, argv, name, description):
     """The command line of a grid -> an instance of its dataclass."""
-    epilog = "Everything after -- goes to each train.py."
+    epilog = "Everything after -- goes to each run, of train.py and of experiments.multitask."
     words = sys.argv[1:] if argv is None else list(argv)
     end = words.index("--") if "--" in words else len(words)
     result = parse(options, words[:end], f"python -m experiments.{name}", description, epilog)

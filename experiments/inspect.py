@@ -8,6 +8,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -55,6 +56,8 @@ def inspect_encoder(argv=None):
 class TaskOptions:
     task: str = argument("one of the paper's tasks, or your own")
     data_dir: str | None = like(Settings, "data_dir", group=None)
+    train_file: Path | None = like(Settings, "train_file", group=None)
+    dev_file: Path | None = like(Settings, "dev_file", group=None)
     column_names: dict = like(Settings, "column_names", group=None)
     dev_fraction: float | None = like(Settings, "dev_fraction", group=None)
     model: str = like(Settings, "model", group=None, default="google-bert/bert-base-uncased")
@@ -64,8 +67,11 @@ def inspect_task(argv=None):
     """Prints sizes, classes, lengths and the first examples of a task."""
     description = "Shows what the model will see of a task."
     options = parse(TaskOptions, argv, f"{COMMAND} task", description)
-    data_dir = options.data_dir
-    task = get_task(options.task, data_dir, column_names=options.column_names)
+    files = {"train": options.train_file, "validation": options.dev_file}
+    files = {split: path for split, path in files.items() if path is not None}
+    data_dir = None if files else options.data_dir
+    names = options.column_names
+    task = get_task(options.task, data_dir, column_names=names, files=files)
     directory = fetch_encoder(options.model, weights=False)
     path = find_config(directory)
     config = BertConfig.from_json(path, read_config(path))

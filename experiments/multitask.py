@@ -3,7 +3,8 @@ learning (section 2.1.2): Θ, and an adapter and a head for each task, are train
 
     python -m experiments.multitask --tasks mnli qqp sst2 mrpc rte --out runs/mt
     python -m experiments.multitask --tasks mnli qqp rte --adapter none     # without adapters
-    python train.py --stage fusion --task rte --model runs/mt --adapters runs/mt/adapters/*
+    python train.py --stage fusion --task rte --model runs/mt --adapters runs/mt/adapters/* \\
+        --out runs/fusion-mt-rte
     python -m experiments.evaluate runs/mt --task rte
 
 Θ, Φ_1..N <- argmin Σ_n L(D_n; Θ, Φ_n). The run directory is a checkpoint of the new Θ′, with
@@ -52,13 +53,17 @@ def hidden(name, **changes):
 class Settings(train.Settings):
     stage: str = hidden("stage", default="multitask")
     task: str | None = hidden("task")  # all tasks, comma-separated
-    tasks: tuple = hyper_option((), "all of them", required=True, recorded=False, distinct=True)
+    tasks: tuple = hyper_option(
+        (), "which are trained together", required=True, recorded=False, distinct=True
+    )
     sampling: str = hyper_option(
         "annealed",
         "how the next task is drawn (their section 3.3)",
         choices="annealed proportional sqrt round_robin".split(),
     )
-    steps_per_epoch: int | None = hyper_option(None, "default 300 for each task", valid=COUNT)
+    steps_per_epoch: int | None = hyper_option(
+        None, "of all tasks; default 300 times their number", valid=COUNT
+    )
     adapter: str = like(
         train.Settings,
         "adapter",
@@ -73,6 +78,18 @@ class Settings(train.Settings):
     )
     warmup: float = like(train.Settings, "warmup", default=0.1)
     weight_decay: float = like(train.Settings, "weight_decay", default=0.01)
+    reduction_factor: float | None = like(
+        train.Settings,
+        "reduction_factor",
+        help="d / r; default 16; pal has a size instead (--adapter-config)",
+    )
+    score: str | None = like(
+        train.Settings, "score", help="whose mean chooses the best epoch; default the first of all"
+    )
+    model: str | None = like(
+        train.Settings, "model", help="encoder; default google-bert/bert-base-uncased"
+    )
+    out: Path | None = like(train.Settings, "out", help="run directory; default runs/multitask")
     # options of a run on one task
     adapters: tuple = hidden("adapters")
     fusion: str | None = hidden("fusion")
@@ -294,7 +311,7 @@ def finished_result(settings, bert=None):
 def main(argv=None):
     words = sys.argv[1:] if argv is None else argv
     settings = parse(Settings, words, "python -m experiments.multitask", __doc__).with_defaults()
-    settings = replace(settings, command=shlex.join(["experiments/multitask.py", *words]))
+    settings = replace(settings, command=shlex.join(["-m", "experiments.multitask", *words]))
     return each_seed(settings, train_jointly) if settings.seeds else train_jointly(settings)
 
 

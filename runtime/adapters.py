@@ -14,6 +14,8 @@ def find_adapter(source):
     if directory.is_dir() and not (directory / ADAPTER.config).is_file():
         stage = run_of(directory)[1].get("stage")
         hint = f": it is a run of --stage {stage}" if stage else ""
+        if stage == "multitask":
+            hint = f": its adapters are in {source}/adapters"
         raise FileNotFoundError(f"{source} has no {ADAPTER.config}{hint}")
     if not directory.is_dir() and is_local(source):
         how = f"train it with --stage adapter --task {directory.name:.50}"

@@ -174,7 +174,8 @@ def program_of(config):
     """(path, name of the module) of the program that made a run, None for train.py itself and the
     commands of experiments. One that was started by its whole path is a module of this directory,
     or the file alone."""
-    program = Path(shlex.split(config.get("command") or "train.py")[0])
+    first, *others = shlex.split(config.get("command") or "train.py")
+    program = Path(first if first != "-m" else f"{others[0].replace('.', '/')}.py")
     if program.is_absolute():
         program = Path(program.relative_to(ROOT) if program.is_relative_to(ROOT) else program.name)
     module = ".".join(part for part in program.with_suffix("").parts if part.isidentifier())
@@ -191,5 +192,7 @@ def next_command(out, config):
         figures = shlex.quote(f"{out}-figures")
         return f"python -m experiments.figure4 {place} --out {figures}{fork}"
     first, *others = map(shlex.quote, config["columns"])
-    task = f" --task {first}" if others else ""
-    return f"python -m experiments.predict {place} --file FILE{task}{fork}"
+    if others:  # Fusion w/ MT-A
+        fusion = f"--task {first} --model {place} --adapters {place}/adapters/*"
+        return f"python train.py --stage fusion {fusion} --out {place}-fusion-{first}"
+    return f"python -m experiments.predict {place} --file FILE{fork}"

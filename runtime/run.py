@@ -166,7 +166,7 @@ class Run:
             f"({c['encoder_parameters'] / 1e6:.1f} M parameters), "
             f"{c['trained_parameters']:,} parameters are trained, on {c['device']} in "
             f"{c['dtype']}; {c['train_examples']:,} training and {c['dev_examples']:,} development "
-            f"examples; run directory {self.out}"
+            f"examples, {c['steps_per_epoch']:,} steps an epoch; run directory {self.out}"
         )
 
     def note_other_program(self):
@@ -247,6 +247,8 @@ class Run:
             with open(self.out / "log.jsonl", "a", encoding="utf-8") as log:
                 log.write(json.dumps(line) + "\n")
         dev = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in numbers.items())
+        for each in (value for value in scores.values() if isinstance(value, dict)):
+            dev += f" ({', '.join(f'{name} {value:.4f}' for name, value in each.items())})"
         best = "; best so far" * (state.best_epoch == state.epoch)
         seconds = f"{line['seconds']:.0f} s"
         self.say(f"epoch {state.epoch:2}: loss {line['loss']:.4f}; dev {dev}; {seconds}{best}")

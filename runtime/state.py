@@ -83,7 +83,8 @@ def load_state(path, config, free, trainable):
     if found := difference(saved["config"], config, free):
         name, before, now = found
         raise ValueError(
-            f"{path} belongs to a run with {name} = {before}, not {now}: cannot --resume it"
+            f"{path} belongs to a run with {name} = {before}, not {now}: cannot --resume it, "
+            "--overwrite starts anew"
         )
     theirs, ours = (
         {name: list(p.shape) for name, p in parameters.items()}
