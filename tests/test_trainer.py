@@ -48,7 +48,7 @@ def test_losses_of_40_steps(name, runs, launch, quiet_encoder, tmp_path, monkeyp
         save_head(head, bert, "head", tmp_path / "head")
         return make_optimizer(*values)
 
-    def hold_in_float64(model, *_):
+    def cast_parts_float64(model, *_):
         for p in model.parameters():  # a file holds fp32
             p.data = p.data.to(torch.float32).double()
         saved["model"] = model
@@ -56,7 +56,7 @@ def test_losses_of_40_steps(name, runs, launch, quiet_encoder, tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(train, "choose_device", lambda *_: (torch.device("cpu"), torch.float64))
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        patch.setattr(train, "hold_in", hold_in_float64)
+        patch.setattr(train, "cast_parts", cast_parts_float64)
         patch.setattr(train, "collate", keep_batch)
         patch.setattr(train, "make_optimizer", keep_weights)
         patch.setattr(train, "evaluate", lambda *_: {"accuracy": 0.5, "loss": 0.5})
