@@ -194,8 +194,8 @@ class Bert(nn.Module):
         # All tokens are computed where something in the last layer may mix them, and for a single
         # example: its matrix-vector products would round by where the weights lie in memory.
         last = self.layers[-1]
-        mixing = any(may_mix_tokens(module) for module in last.modules())
-        x = last(x, mask, cls_only=cls_only and B > 1 and not mixing)
+        first_only = cls_only and B > 1 and not any(map(may_mix_tokens, last.modules()))
+        x = last(x, mask, cls_only=first_only)
         return x[:, :1] if cls_only else x
 
     def slots(self):

@@ -507,7 +507,7 @@ def train(settings):
                 done = ((state.epoch - 1) * steps + state.step) / (steps * settings.epochs)
                 set_lr(optimizer, settings.lr * lr_factor(done, settings.warmup))
                 step_loss = torch.zeros((), device=device)
-                # this process's parts of the batch, by default one; their weights add up to 1
+                # this process's parts of the batch, each with its share of the mean loss
                 for weight, part in run.micro_batches(indices):
                     batch = collate(train_set[part], bert.config.pad_token_id)
                     logits = ddp_model(batch)  # [B, K]
@@ -608,14 +608,6 @@ def describe_training(model, train_sets, dev_sets, steps, command):
     }
 
 
-def own_adapter(model):
-    """The name of the adapter that is active and trained, as in stage 1, or None."""
-    active = next(slot.active for _, slot in model.bert.slots())
-    return (
-        active if f"adapter {active}" in trained_parts(model) and not fusions(model.bert) else None
-    )
-
-
 def save(out, name, model, state, trainable):
     """Writes every part of the model that is trained, as it was after the best epoch, the fusion
     and the head: the files of a run, beside the copies of --adapters that stay frozen, config.json
@@ -626,9 +618,10 @@ def save(out, name, model, state, trainable):
         bert.save_pretrained(out)
         copy_tokenizer(bert.directory, out)
         bert.source = str(out)  # the encoder to which everything saved below belongs
+    active = next(slot.active for _, slot in bert.slots())
     for adapter in known_adapters(bert):
         if f"adapter {adapter}" in parts:
-            own = adapter == own_adapter(model)
+            own = adapter == active and not fusions(bert)  # the run's own, as in stage 1
             save_adapter(bert, adapter, out if own else out / "adapters" / adapter)
     if fusions(bert):
         save_fusion(bert, out)

@@ -119,7 +119,7 @@ class MultitaskModel(nn.Module):
 
     def __init__(self, bert, heads, dtype):
         super().__init__()
-        self.bert, self.dtype = bert, dtype
+        self.bert = bert
         models = {name: train.Model(bert, head, dtype) for name, head in heads.items()}
         self.models = nn.ModuleDict(models)
 
@@ -162,9 +162,8 @@ def multitask_batches(lengths, sampling, steps, batch_size, seed, epoch, epochs)
     """[(index of the task, its examples)] for each of the `steps` of an epoch. lengths: in tokens,
     of each task's examples."""
     tasks, drawn = len(lengths), []
-    for e in range(
-        1, epoch + 1
-    ):  # earlier epochs' draws, too: each task continues where it stopped
+    # earlier epochs' draws, too: each task continues where it stopped
+    for e in range(1, epoch + 1):
         if sampling == "round_robin":
             drawn.append(np.arange((e - 1) * steps, e * steps) % tasks)
         else:
@@ -206,8 +205,7 @@ def train_jointly(settings):
     tasks = {name: train.find_task(settings, name) for name in settings.tasks}
     model = build(settings, tasks, device, dtype)
     bert = model.bert
-    by_task = settings_by_task(settings, tasks, bert)
-    settings = replace(settings, score=next(iter(by_task.values())).score)
+    settings, by_task = for_tasks(settings, tasks, bert)
     data_sets = {n: train.load_data(by_task[n], task, bert) for n, task in tasks.items()}
     train_sets = {name: of_task[0] for name, of_task in data_sets.items()}
     dev_sets = {name: of_task[1] for name, of_task in data_sets.items()}
@@ -263,14 +261,14 @@ def train_jointly(settings):
         return run.finish(state)
 
 
-def settings_by_task(settings, tasks, bert):
-    """{task: settings with its own length, and the score that all tasks have}"""
+def for_tasks(settings, tasks, bert):
+    """(settings with a score that all tasks have, {task: the same with its own length})"""
     first, *others = tasks.values()
     shared = [name for name in first.scores if all(name in task.scores for task in others)]
     if settings.score not in (None, *shared) or not shared:
         raise ValueError(f"--score: all of --tasks have {', '.join(shared) or 'none in common'}")
     settings = replace(settings, score=settings.score or shared[0])
-    return {name: settings.for_task(task, bert.config) for name, task in tasks.items()}
+    return settings, {n: settings.for_task(task, bert.config) for n, task in tasks.items()}
 
 
 def describe_tasks(settings, by_task, tasks, bert, dtype):
@@ -302,8 +300,7 @@ def finished_result(settings, bert=None):
     _, dtype = choose_device(settings.device, settings.dtype)
     tasks = {name: train.find_task(settings, name) for name in settings.tasks}
     bert = bert or Bert.from_pretrained(settings.model)
-    by_task = settings_by_task(settings, tasks, bert)
-    settings = replace(settings, score=next(iter(by_task.values())).score)
+    settings, by_task = for_tasks(settings, tasks, bert)
     check_finished(settings, describe_tasks(settings, by_task, tasks, bert, dtype))
     return read_result(settings.out)
 
