@@ -13,18 +13,25 @@ test-all: .venv/installed
 	THOROUGH=1 $(PYTEST)
 
 demo: .venv/installed
-	@echo "demo: PyTorch is being loaded, then four tasks are made of docstrings"
+	@echo "demo: PyTorch is being loaded, then three tasks are made of docstrings"
 	.venv/bin/python -m experiments.demo
 
 # the paper section by section: runs docs/walkthrough.py from nothing and writes the executed page (NOTEBOOK=docs/walkthrough.ipynb: the published one)
 NOTEBOOK = runs/walkthrough.ipynb
 walkthrough: .venv/walkthrough
 	mkdir -p runs
-	.venv/bin/python docs/execute.py $(NOTEBOOK)
+	.venv/bin/jupytext --quiet --to notebook --output $(NOTEBOOK) docs/walkthrough.py
+	@echo "walkthrough: its cells are run, which takes a few minutes"
+	PYTHONPATH=$(CURDIR)/docs .venv/bin/jupyter nbconvert --log-level WARN --to notebook --inplace --execute --ExecutePreprocessor.record_timing=False $(NOTEBOOK)
 
 # what the tests compare with, where it is there: the reference library and TensorFlow, each in an environment of its own
 test-peers: .venv/installed .venv-peer/installed .venv-tensorflow/installed
 	PEER_PYTHON=$(CURDIR)/.venv-peer/bin/python $(PYTEST) $$(grep -lE 'needs_peer|PEER_PYTHON|TENSORFLOW_PYTHON' tests/test_*.py)
+
+# with a network: the data sets, encoders and adapters that this project names, as the hub has them today
+HUB_TESTS ?= data,sizes,encoders,adapters
+test-hub: .venv/installed
+	HUB_TESTS=$(HUB_TESTS) .venv/bin/python -m pytest -q tests/test_hub.py
 
 .venv/installed: requirements.txt experiments/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
@@ -47,4 +54,4 @@ test-peers: .venv/installed .venv-peer/installed .venv-tensorflow/installed
 	.venv-tensorflow/bin/python $(PIP) tensorflow-cpu==2.21.0 numpy==2.4.6
 	touch $@
 
-.PHONY: test test-all demo walkthrough test-peers
+.PHONY: test test-all demo walkthrough test-peers test-hub

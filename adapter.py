@@ -292,10 +292,10 @@ def config_dict(config):
     return {"architecture": config.architecture, **asdict(config)}
 
 
-def read_config(directory, name=None):
-    """(name, configuration, metadata: the whole JSON object) of an adapter directory; name: what to
-    call it, else the file's own. Raises ValueError for what this project does not implement."""
-    name, options, metadata = adapterhub.read_adapter_config(directory, name)
+def read_saved_config(directory, name=None):
+    """(name, configuration) of an adapter directory; name: what to call it, else the file's own.
+    Raises ValueError for what this project does not implement."""
+    name, options, _ = adapterhub.read_adapter_config(directory, name)
     with error_prefix(f"{directory}/{adapterhub.ADAPTER.config}"):
         architecture = options["architecture"] or None
         if architecture not in list(ARCHITECTURES):  # a list: a file's value may be unhashable
@@ -306,7 +306,7 @@ def read_config(directory, name=None):
         config_class = ARCHITECTURES[architecture]
         known = [field.name for field in fields(config_class)]
         config = config_class(**{field: options[field] for field in known if field in options})
-    return name, config, metadata
+    return name, config
 
 
 def load_adapter(bert, directory, name=None):
@@ -316,7 +316,7 @@ def load_adapter(bert, directory, name=None):
     Raises FileNotFoundError without an adapter there, ValueError if it does not fit; then the
     encoder is unchanged."""
     directory = adapterhub.fetch(directory)
-    name, config, _ = read_config(directory, name)
+    name, config = read_saved_config(directory, name)
     saved = adapterhub.read(directory, adapterhub.ADAPTER)
     with error_prefix(directory):
         saved.check_size(bert.config)
@@ -331,7 +331,7 @@ def copy_adapters(sources, directory, bert_config):
     """Saves adapters again, {name: directory}, in `directory`/NAME: in the current format, in fp32,
     and under these names. bert_config: their encoder's."""
     for name, source in sources.items():
-        options = config_dict(read_config(source, name)[1])
+        options = config_dict(read_saved_config(source, name)[1])
         saved = adapterhub.read(source, adapterhub.ADAPTER)
         header = adapterhub.header(name, bert_config, str(saved.metadata.get("model_name", "")))
         adapterhub.write_adapter(directory / name, options, saved.tensors, header)
@@ -433,8 +433,9 @@ def save_head(head, bert, name, directory):
 
 def load_head(bert, directory):
     """The head saved in `directory` (or a hub id), frozen, in eval mode. Raises as load_adapter."""
-    saved = adapterhub.read_head(directory)
-    head = new_head(saved.options.get("kind", "cls"), saved.options, bert.config)
+    saved = adapterhub.read(directory, adapterhub.HEAD)
+    with error_prefix(saved.directory / adapterhub.HEAD.config):
+        head = new_head(saved.options.get("kind", "cls"), saved.options, bert.config)
     saved.copy_into(head_tensors(head))
     if head.config["use_pooler"]:
         head.pooler.load_state_dict(read_pooler(bert.directory))

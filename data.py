@@ -10,6 +10,7 @@ softmax over their scores.
     for batch in batches(train, batch_size=32, seed=0): ...
 """
 
+import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -21,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from formats import task_rows
+from formats import columns
 from formats.files import error_prefix
-from formats.rows import cached, find_file, find_split, hold_out, note_size, read_rows, set_origin
+from formats.rows import cached_tokens, find_file, find_split, hold_out, read_rows, set_origin
 from runtime.scores import CLASS_SCORES, accuracy
 
 
@@ -53,7 +54,7 @@ class Classification:
     def label(task, value):
         """A raw label, as the data writes it -> its index in task.labels. Raises ValueError that
         shows the value."""
-        return task_rows.label_index(
+        return columns.label_index(
             value, task.labels, task.label_ids, task.label_aliases, on_hub=task.hub is not None
         )
 
@@ -100,10 +101,39 @@ class Task:
         binary = len(self.labels) == 2
         return {name: score for name, score in self.type.scores.items() if binary or name != "f1"}
 
+    def source(self, split, data_dir=None, dev_fraction=None, held_out=None):
+        """The rows of a split: a formats.rows.Source."""
+        theirs = self.files, self.hub, self.dev, self.dev_from_train
+        return find_split(self.name, split, data_dir, *theirs, dev_fraction, held_out)
+
+    def texts_and_label(self, row):
+        """What a row holds, its columns renamed already. Raises ValueError that names a column."""
+        return columns.check_row(
+            row, self.columns, self.label, self.column_aliases, self.unused_columns
+        )
+
+    def candidates_of(self, texts):
+        """[(text_a, text_b or None)]. Raises ValueError for another number than there are
+        choices."""
+        candidates = self.candidates(*texts)
+        columns.check_candidates(candidates, len(self.labels) if self.is_multiple_choice else None)
+        return candidates
+
+    def example(self, row):
+        """(candidates, label) of a row. Raises ValueError, also for an unknown label."""
+        texts, label = self.texts_and_label(row)
+        return self.candidates_of(texts), self.type.label(self, label)
+
+    def note_size(self, where, count, split):
+        """A note about a number of rows that neither the paper nor the hub has."""
+        known = [of[split == "validation"] for of in (self.sizes, self.hub_sizes) if of]
+        if split in ("train", "validation") and known and count not in known:
+            print(f"note: {where} has {count} rows, the {self.name} of the paper has {known[0]}")
+
     @cached_property
     def label_ids(self):
         """{label, as written and in lower case: its index}"""
-        return task_rows.make_label_ids(self.labels)
+        return columns.make_label_ids(self.labels)
 
 
 # How the texts of a row become candidates, as in AdapterHub's own training code
@@ -124,7 +154,7 @@ def endings(ctx_a, ctx_b, options):
 
 def question_choices(question, choices):
     """choices["label"] says which of choices["text"] is answer A, which is B, and so on."""
-    return [(question, text) for text in task_rows.by_key(choices, "ABCDE")]
+    return [(question, text) for text in columns.by_key(choices, "ABCDE")]
 
 
 def own_choices(*texts):
@@ -242,12 +272,11 @@ TASKS = {
 TASKS = {name: replace(task, name=name) for name, task in TASKS.items()}
 
 
-def get_task(name, data_dir=None, labels=None, split="train", column_names=None, files=None):
+def get_task(name, data_dir=None, column_names=None, files=None):
     """
     The paper's task of that name, or your own: any other name, with data in `data_dir`/NAME, or in
     `files`, {"train": path, "validation": path}.
 
-    labels: those of an earlier run of your own task; otherwise they are collected from `split`.
     column_names: {our name of a column: the files'}. Raises ValueError for an unknown task,
     FileNotFoundError for a missing directory.
     """
@@ -260,35 +289,27 @@ def get_task(name, data_dir=None, labels=None, split="train", column_names=None,
         task = TASKS[name]
     else:
         if files:
-            path = files[split]
+            path = files["train"]
         else:
-            task_rows.check_own_task(name, data_dir, TASKS)
-            path = find_file(Path(data_dir) / name, split)
-        task = own_task(*task_rows.own_columns(path, read_rows(path), column_names, labels))
-    task_rows.check_column_names(column_names, task)
+            columns.check_own_task(name, data_dir, TASKS)
+            path = find_file(Path(data_dir) / name, "train")
+        task = own_task(*columns.own_columns(path, read_rows(path), column_names))
+    columns.check_column_names(column_names, (*task.columns, task.label))
     return replace(task, name=name, column_names=column_names or {}, files=files or {})
 
 
-def own_task(columns, labels):
+def own_task(names, labels):
     """
     Your own task. Columns `text_a`, `text_b` (optional) and `label` (strings or integers, their
     sorted values are the classes), or `choices` (a list of texts, the same number in every row),
-    `label` (the index of the right one, from 0) and optionally `text_a`.
+    `label` (the index of the right one, from 0) and optionally `text_a`. names: those of the texts
+    that are there
     """
-    unused = tuple(column for column in task_rows.OWN_COLUMNS if column not in columns)
-    task = Task(None, tuple(columns), tuple(labels), (), unused_columns=unused)
-    if "choices" in columns:
+    unused = tuple(column for column in columns.OWN_COLUMNS if column not in names)
+    task = Task(None, tuple(names), tuple(labels), (), unused_columns=unused)
+    if "choices" in names:
         task = replace(task, candidates=own_choices, type=MultipleChoice)
     return task
-
-
-def to_candidates(task, row):
-    """One row, with its columns renamed already -> (candidates, label). Raises ValueError for a
-    missing value or an unknown label."""
-    texts, label = task_rows.check_row(row, task)
-    candidates = task.candidates(*texts)
-    task_rows.check_candidates(candidates, len(task.labels) if task.is_multiple_choice else None)
-    return candidates, task.type.label(task, label)
 
 
 def load_split(
@@ -304,36 +325,38 @@ def load_split(
     earlier run has held out, which must be the same. Raises FileNotFoundError if the data are not
     there, ValueError naming file and line for a row that does not fit.
     """
-    source = find_split(task, split, data_dir, dev_fraction, held_out)
+    source = task.source(split, data_dir, dev_fraction, held_out)
 
     def examples(wanted):
         """(candidates, label) of the rows that are wanted, in the order of the file"""
         for line, values in itertools.compress(source.read(), wanted):
             with error_prefix(f"{source.where}, line {line}"):
-                values = task_rows.apply_column_names(values, task.column_names)
-                yield to_candidates(task, values)
+                values = columns.apply_column_names(values, task.column_names)
+                yield task.example(values)
 
-    def tokenize(wanted):
+    def tokenize():
         title = f"tokenizing {task.name} {split}"
         chosen = iter(tqdm(examples(wanted), title, leave=False, disable=None))
         while chunk := list(itertools.islice(chosen, 1000)):
-            yield task_rows.encode(tokenizer, chunk)
+            yield from columns.encode(tokenizer, chunk)
 
     wanted = np.ones(sum(1 for _ in source.read()), dtype=bool)
     indices, digest = np.arange(len(wanted)), None
     if source.dev_share is not None:
         indices, digest = hold_out(source, examples(wanted), split, held_out)
     if dev_fraction is None:
-        note_size(source.where, len(indices), task, split)
+        task.note_size(source.where, len(indices), split)
     if limit is not None and limit < len(indices):
         indices = indices[np.random.default_rng(seed).permutation(len(indices))[:limit]]
     wanted[:] = False
     wanted[indices] = True
 
     fields = split, task.name, task.labels, task.columns, task.label, task.column_names
-    code = task_rows.source_code(load_split, task.candidates, task.type)
+    # what other code has made is to be made anew
+    made_by = map(inspect.getfile, (load_split, columns, task.candidates, task.type))
+    code = [Path(file).read_text(encoding="utf-8") for file in made_by]
     key = [source.digest, wanted.tobytes(), fields, tokenizer.to_str(), code]
-    result = cached(key, tokenize(wanted), task.type.dtype.is_floating_point)
+    result = cached_tokens(key, tokenize, task.type.dtype.is_floating_point)
     if limit is not None:  # the rows come in the order of the file: restore the drawn order
         result = result.select(np.searchsorted(np.sort(indices), indices))
     set_origin(result, source, digest)

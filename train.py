@@ -39,7 +39,7 @@ from adapter import (
     head_tensors,
     load_adapter,
     new_head,
-    read_config,
+    read_saved_config,
     save_adapter,
     save_head,
 )
@@ -48,21 +48,15 @@ from data import batches, collate, get_task, length_bucketed_batches, length_gro
 from formats import adapterhub
 from formats.tokenizer import copy_tokenizer, load_tokenizer
 from fusion import FUSIONS, add_fusion, fusion_regularization, fusion_tensors, fusions, save_fusion
-from runtime.adapters import encoder_of, resolve_adapters
+from runtime.adapters import encoder_of_runs, resolve_adapters
 from runtime.command import run_command
 from runtime.directory import check_out, is_finished, own_copies
+from runtime.forks import imports_option
 from runtime.kernels import AdamW
+from runtime.predictions import Predictions, eval_batch_size
 from runtime.processes import choose_device, rank_and_world_size
-from runtime.record import (
-    check_finished,
-    describe,
-    describe_adapters,
-    describe_data,
-    describe_machine,
-    read_result,
-)
-from runtime.results import Results, eval_batch_size
-from runtime.run import open_run, progress_bar
+from runtime.record import describe
+from runtime.run import open_run, progress_bar, result_of_finished
 from runtime.seeds import each_seed
 from runtime.settings import (
     COUNT,
@@ -76,6 +70,7 @@ from runtime.settings import (
     is_given,
     option,
     parse,
+    unrecorded,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -130,7 +125,6 @@ PAIRS = "FIELD=VALUE"
 of_adapter = partial(option, stages=("adapter",))
 of_fusion = partial(option, stages=("fusion",))
 of_others = partial(option, stages=("fusion", "head"))
-run_option = partial(option, recorded=False)
 
 
 @dataclass(frozen=True)
@@ -208,45 +202,48 @@ class Settings:
     limit_train: int | None = option(None, "examples, drawn with the seed", valid=COUNT)
     limit_dev: int | None = option(None, "examples, the same for every seed", valid=COUNT)
 
-    out: Path | None = run_option(
+    out: Path | None = unrecorded(
         None, "run directory; default runs/TASK, runs/STAGE-TASK", group="how to run"
     )
-    resume: bool = run_option(False, "continue an interrupted run: the command with --resume")
-    overwrite: bool = run_option(False, "replace the run in --out", excludes=("resume",))
-    seeds: tuple[int, ...] = run_option(
+    resume: bool = unrecorded(False, "continue an interrupted run: the command with --resume")
+    overwrite: bool = unrecorded(False, "replace the run in --out", excludes=("resume",))
+    seeds: tuple[int, ...] = unrecorded(
         (), "a run for each, in OUT/seed-N; mean and deviation", valid=SEED, distinct=True
     )
     grad_accumulation: int = option(
         1, "parts of a batch: less memory, the same gradients", valid=COUNT, may_change=True
     )
-    device: str = run_option("auto", "auto: the best", choices="auto cpu cuda mps".split())
-    dtype: str = run_option(
+    device: str = unrecorded("auto", "auto: the best", choices="auto cpu cuda mps".split())
+    dtype: str = unrecorded(
         "auto",
         "of products and frozen weights; auto: bf16 on a GPU that has it",
         choices="auto float32 bfloat16".split(),
     )
-    save_minutes: float = run_option(
+    save_minutes: float = unrecorded(
         5.0, "how much work an interrupted run may have to repeat; 0: none", valid=NOT_NEGATIVE
     )
     allow_other_encoder: bool = of_others(
         False, "take adapters of another encoder of the same shape", recorded=False
     )
-    command: str | None = run_option(None, flag=None)  # the command line itself
+    imports: str | None = imports_option()
+    command: str | None = unrecorded(None, flag=None)  # the command line itself
 
     def with_defaults(self):
         """The same with the defaults of its stage. Raises ValueError for options that do not fit
         together."""
         self.check()
         stage, encoder = STAGES[self.stage], None
-        if self.model is None:
-            encoder = encoder_of(self.adapters)
         prefix = "" if self.stage == "adapter" else f"{self.stage}-"
+        out = self.out or Path(f"runs/{prefix}{self.task}")
+        if self.model is None:  # with --resume, the originals may be gone
+            copies = [directory for _, directory in own_copies(replace(self, out=out))]
+            encoder = encoder_of_runs(copies or self.adapters)
         defaults = {
             "lr": stage.lr,
             "epochs": stage.epochs,
             "seed": None if self.seeds else 0,
             "model": encoder or "google-bert/bert-base-uncased",
-            "out": Path(f"runs/{prefix}{self.task}"),
+            "out": out,
         }
         if self.takes("adapter"):
             defaults["adapter"] = "pfeiffer"
@@ -417,15 +414,15 @@ def predictions(model, task, examples, batch_size):
     rank, world_size = rank_and_world_size()
     model.eval()
     size, pad = batch_size * world_size, model.bert.config.pad_token_id
-    results = Results(len(examples), size)
+    found = Predictions(len(examples), size)
     parts = batches(examples, size, pad, rank=rank, world_size=world_size)
     with torch.inference_mode():
-        for batch in progress_bar(parts, f"evaluating {task.name}", results.steps):
+        for batch in progress_bar(parts, f"evaluating {task.name}", found.steps):
             logits = model(batch)  # [B, K]
             loss = task.type.loss(logits.cpu(), batch["labels"])  # the mean of the batch
             predicted = task.type.predict(logits)
-            results.add(batch["labels"], predicted, loss, logits.isfinite().all(-1))
-    return results.gather(task.type.dtype)
+            found.add(batch["labels"], predicted, loss, logits.isfinite().all(-1))
+    return found.gather(task.type.dtype)
 
 
 def evaluate(model, task, examples, batch_size):
@@ -485,17 +482,17 @@ def train(settings):
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = make_optimizer(trainable, settings.lr, settings.weight_decay)
     check_savable(model, task.name, adapter_dirs)
-    config = {
-        **describe_run(settings, task, bert, adapter_dirs, dtype),
-        **describe_training(model, [train_set], [dev_set], steps, settings.command),
-    }
+    record = describe_run(settings, task, bert, adapter_dirs, dtype)
+    record = record.with_training(
+        trained_parts(model), trainable, steps, {task.name: (train_set, dev_set)}, device
+    )
 
     state = TrainState(loss=torch.zeros((), device=device))
     save_best = partial(save, settings.out, task.name, model, state, trainable)
-    with open_run(settings, config, device, save_best) as run:  # locks --out; log, checkpoints
+    with open_run(settings, record, device, save_best) as run:  # locks --out; log, checkpoints
         if run.is_new and run.rank == 0:  # --adapters may be deleted meanwhile
             copy_adapters(adapter_dirs, settings.out / "adapters", bert.config)
-        run.restore(state, trainable, optimizer)  # --resume: to the bit, random numbers included
+        run.start(state, trainable, optimizer)  # --resume: to the bit, random numbers included
         ddp_model = run.distribute(model)  # in DistributedDataParallel under torchrun
         while state.epoch <= settings.epochs and (
             state.epoch - state.best_epoch <= settings.patience  # early stopping
@@ -589,23 +586,13 @@ def load_data(settings, task, bert):
 
 
 def describe_run(settings, task, bert, adapter_dirs, dtype):
-    """The part of config.json that must match on --resume: the command, its encoder and
+    """What config.json will say, and what must match on --resume: the command, its encoder and
     adapters."""
-    configs = {name: read_config(path, name)[1] for name, path in adapter_dirs.items()}
-    adapters = describe_adapters(adapter_dirs, configs)
-    return describe(settings, list(task.labels), {task.name: task}, bert, adapters, dtype)
-
-
-def describe_training(model, train_sets, dev_sets, steps, command):
-    """What else config.json says: the data, what is trained, and where."""
-    trained = {p for p in model.parameters() if p.requires_grad}
-    return {
-        **describe_data(train_sets, dev_sets),
-        **describe_machine(model.bert.device, command),
-        "steps_per_epoch": steps,
-        "trained_parts": sorted(trained_parts(model)),
-        "trained_parameters": sum(p.numel() for p in trained),
+    adapters = {
+        name: (path, read_saved_config(path, name)[1]) for name, path in adapter_dirs.items()
     }
+    lengths = {task.name: settings.max_length}
+    return describe(settings, {task.name: task}, lengths, bert, adapters, dtype)
 
 
 def save(out, name, model, state, trainable):
@@ -659,13 +646,12 @@ def finished_result(settings, bert=None):
     """The closing line of the finished run in --out: --resume has nothing left to do there. bert:
     its encoder, if that has been loaded. Raises ValueError, naming the first difference, if it was
     made by another command, or of an encoder, adapters or data that have changed since."""
-    check_finished(settings, {"stage": settings.stage, "task": settings.task})  # loads nothing
     _, dtype = choose_device(settings.device, settings.dtype)
     task, bert = find_task(settings), bert or Bert.from_pretrained(settings.model)
     adapter_dirs = find_adapters(settings, bert)
     settings = settings.for_task(task, bert.config)
-    check_finished(settings, describe_run(settings, task, bert, adapter_dirs, dtype))
-    return read_result(settings.out)
+    record = describe_run(settings, task, bert, adapter_dirs, dtype)
+    return result_of_finished(settings, record)
 
 
 def description():
@@ -695,4 +681,5 @@ def main(argv=None, settings_class=Settings):
 
 
 if __name__ == "__main__":
+    sys.modules["train"] = sys.modules["__main__"]  # in a fork, `import train` means this
     run_command("train.py", main)

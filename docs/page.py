@@ -27,13 +27,14 @@ from IPython.display import Image, Markdown, display
 import train
 from adapter import ADAPTERS, Adapter, AdapterConfig, Head, add_adapter
 from bert import AddNorm, Bert, Layer, activate
-from data import TASKS, batches, get_task, load_split, to_candidates
-from experiments import curves, demo, evaluate, figure4
+from data import TASKS, batches, get_task, load_split
+from experiments import composition, curves, demo, evaluate, grid
+from experiments.fusion_weights import average, heat_map, inputs_of, normalized_entropy
 from experiments.load_run import load_run
 from experiments.multitask import MultitaskModel, task_probabilities
 from experiments.report import markdown
 from formats.tokenizer import load_tokenizer
-from fusion import Fusion, add_fusion, fusion_regularization, fusions
+from fusion import Fusion, add_fusion, fusion_regularization, fusion_weights
 
 plt.rcParams["figure.dpi"] = 90
 torch.set_printoptions(precision=3, sci_mode=False, linewidth=110)

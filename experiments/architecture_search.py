@@ -6,13 +6,10 @@ which LayerNorms are around it.
 
 What follows "--" goes to each train.py. For each task, step by step: position of the adapter,
 BERT's own LayerNorms, new LayerNorms, the residual, the non-linearity. Every option of a step is
-trained at every reduction factor; the one with the best mean accuracy is kept for the steps after
-it. What has not been searched yet is as in the paper's outcome, the first option of each step.
-
-Each number is a run of train.py in OUT/runs (experiments/grid.py): the same command again skips
-what is finished, continues what was interrupted and tries again what failed; an architecture that
-comes up twice is trained once. After each step, OUT/search.md, search.csv and a figure for each
-task are written of what is there.
+trained at every reduction factor, in OUT/runs (experiments/grid.py); the one with the best mean
+accuracy is kept for the steps after it. What has not been searched yet is as in the paper's
+outcome, the first option of each step. After each step, OUT/search.md, search.csv and a figure for
+each task are written of what is there.
 """
 
 import contextlib
@@ -88,7 +85,7 @@ class Options(grid.Options):
     tasks: tuple = settings.option(
         (), "each is searched by itself; the paper's: sst2 argument commonsense_qa", required=True
     )
-    out: Path = grid.operation(Path("runs/search"), "of runs and results; default runs/search")
+    out: Path = settings.unrecorded(Path("runs/search"), "of runs and results; default runs/search")
     reduction_factors: tuple[float, ...] = settings.option((2.0, 8.0, 16.0, 64.0))
     adapter_options: str = grid.stage_options("adapter")
     full_options: str = grid.stage_options("full")
@@ -112,8 +109,7 @@ def options_of(step, best):
 
 
 def changes(config):
-    """In what a configuration differs from --adapter pfeiffer: FIELD=VALUE ..., as train.py takes
-    it."""
+    """In what a configuration differs from --adapter pfeiffer: [FIELD=VALUE], as for train.py."""
     default = ADAPTERS["pfeiffer"]()
     return [
         f"{name}={value if isinstance(value, str) else str(value).lower()}"
@@ -126,21 +122,13 @@ def label(step, name):
     return EXTRAS[name][0] if step == "extras" else STEPS[step][name][0]
 
 
-# --------------------------------------------------------------------------------------------------
-# The search
-
-
 class Search:
-    """
-    Of one task.
-
-    cells: {(step, option, reduction factor, seed): cell}; results: {name: closing line}; failed:
-    {name: reason}; best: {field: value} and winners: {step: option}, what the steps have chosen
-    """
+    """Of one task. cells: {(step, option, reduction factor, seed): cell}; results: {name: closing
+    line}; best: {field: value} and winners: {step: option}, what the steps have chosen."""
 
     def __init__(self, options, task):
         self.options, self.task, self.cells = options, task, {}
-        self.results, self.failed, self.best, self.winners = {}, {}, {}, {}
+        self.results, self.best, self.winners = {}, {}, {}
 
     def add_step(self, step):
         """Returns the cells of a step."""
@@ -171,7 +159,7 @@ class Search:
         names = [cell.name for place, cell in self.cells.items() if place[: len(where)] == where]
         if not self.results.keys() >= {*names}:
             return None, None
-        return report.mean_and_deviation(self.results[name]["accuracy"] for name in names)
+        return report.percent(self.results[name]["accuracy"] for name in names)
 
     def means(self, step):
         """{option: mean accuracy in % over all reduction factors and seeds}"""
@@ -189,25 +177,18 @@ class Search:
         return rows, ["", *(f"r = {factor:g}" for factor in factors), "mean"]
 
 
-# --------------------------------------------------------------------------------------------------
-# Results
-
-
 def write_results(searches, options, config):
-    """All tables and figures, of what is finished. Returns the path of the Markdown file."""
-    above = grid.caption(
-        options,
-        config,
+    """All tables and figures, of what is finished."""
+    rule = (
         "Each step keeps what was best in those before it (bold: the highest mean over the "
-        "reduction factors) and has the paper's outcome for those after it.",
+        "reduction factors) and has the paper's outcome for those after it."
     )
-    found, lines = [], ["# Architecture search", "", above, ""]
+    found, lines = [], ["# Architecture search", "", grid.caption(options, config, rule), ""]
     for search in searches:
         for (step, option, factor, seed), cell in search.cells.items():
             if result := search.results.get(cell.name):
-                size = "" if factor is None else f"{factor:g}"
-                numbers = [f"{result['accuracy']:.6f}", result["trained_parameters"]]
-                found.append([search.task, step, option, size, seed, *numbers])
+                place = [search.task, step, option, f"{factor:g}" if factor else "", seed]
+                found.append([*place, f"{result['accuracy']:.6f}", result["trained_parameters"]])
         full = report.with_deviation(*search.over_seeds("full"))
         lines += [f"## {search.task}", "", f"Full fine-tuning: {full}.", ""]
         for step, title in TITLES.items():
@@ -218,7 +199,7 @@ def write_results(searches, options, config):
         lines += [f"![Accuracy by reduction factor]({search.task}.png)", ""]
     header = "task step option reduction_factor seed accuracy trained_parameters".split()
     report.write_csv(options.out / "search.csv", header, found)
-    return report.write_text(options.out / "search.md", "\n".join(lines))
+    report.write_text(options.out / "search.md", "\n".join(lines))
 
 
 def figure(path, search):
@@ -239,31 +220,28 @@ def figure(path, search):
     report.save_figure(shape, path)
 
 
-# --------------------------------------------------------------------------------------------------
-# The command
-
-
 def run(searches, options, config):
     """Task after task and step after step, and writes the results after each. config: of the
     encoder"""
+    lost = {}  # {name: reason}
     for search in searches:
         for step in STEPS:
             print(f"{search.task}, {TITLES[step]}", flush=True)
             results, failed = grid.run(search.add_step(step), options)
             search.results |= results
-            search.failed |= failed
+            lost |= failed
             # one that lacks a result, because its loss diverged, has lost
             means = {o: mean for o, mean in search.means(step).items() if mean is not None}
             broken = [why for why in failed.values() if "no epoch was finished" not in why]
             if means and not broken:
                 search.winners[step] = winner = max(means, key=means.get)
                 search.best |= sets(step, winner)
-            path = write_results([one for one in searches if one.cells], options, config)
+            write_results([one for one in searches if one.cells], options, config)
             print(*report.table(*search.table(step)), sep="\n", flush=True)
             if broken or not means:
                 break
-    print(path, flush=True)
-    grid.end({name: reason for search in searches for name, reason in search.failed.items()})
+    print(options.out / "search.md", flush=True)
+    grid.end(lost)
 
 
 def plan(searches, options):
@@ -280,7 +258,6 @@ def plan(searches, options):
 def main(argv=None):
     description = "Searches the adapter's architecture, as appendix A.2."
     options = grid.read_options(Options, argv, "architecture_search", description)
-    grid.check_owned(options)
     grid.train_examples(options.tasks, options.data_dir)  # whatever is not there is found now
     searches = [Search(options, task) for task in options.tasks]
     if options.plan:

@@ -29,12 +29,12 @@ from experiments.report import markdown, write_text
 from fusion import add_fusion, save_fusion
 from runtime.command import run_command
 from runtime.processes import choose_device
-from runtime.settings import COUNT, option, parse, record
+from runtime.settings import COUNT, option, parse, recorded_values
 
 ROOT = Path(__file__).resolve().parent.parent
-COLUMNS = (
-    "row; ours, s; reference, s; reference / ours; peak memory, GB; reference, GB; floor, s"
-).split("; ")
+COLUMNS = "row;ours, s;reference, s;reference / ours;peak memory, GB;reference, GB;floor, s".split(
+    ";"
+)
 HEAD = {"head_type": "classification", "num_labels": 2, "layers": 2}
 
 
@@ -68,17 +68,16 @@ def wanted_rows(options):
         "inference, one adapter": row("inference", 1, False),
         **{f"inference, fusion N = {n}": row("inference", n, True) for n in (1, 4, 16, 64)},
     }
-    texts = options.rows or [""]
-    found = {name: row for name, row in rows.items() if any(text in name for text in texts)}
-    if not found:
-        raise ValueError(f"no row has {' or '.join(map(repr, texts))} in its name")
-    return found
+    wanted = [name for name in rows if any(text in name for text in options.rows or [""])]
+    if not wanted:
+        raise ValueError(f"--rows: there are only {'; '.join(rows)}")
+    return {name: rows[name] for name in wanted}
 
 
 def columns_of(row, options, root):
     """{column: what its process is to do}"""
-    ours = {**row, "side": "ours", "root": root}
-    ours |= {"device": options.device, "dtype": options.dtype}
+    place = {"root": root, "device": options.device, "dtype": options.dtype}
+    ours = {**row, **place, "side": "ours"}
     columns = {"ours": ours}
     if row["kind"] == "step" and options.dtype == "float32":
         columns["bfloat16"] = {**ours, "dtype": "bfloat16"}
@@ -119,19 +118,14 @@ def write_inputs(bert, root, rows, length):
 
 def measure(columns, repeats, peer_python=None):
     """{column: {"seconds": [of each repeat], ...}}. columns: of `columns_of`"""
-    environment = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    environment = {**os.environ, **own}
     results = {column: {} for column in columns}
     for _ in range(repeats):
         for column, spec in columns.items():
-            python = peer_python if spec["side"] == "peer" else sys.executable
-            worker = [os.path.abspath(python), "-m", "experiments.benchmark_worker"]
-            done = subprocess.run(
-                [*worker, json.dumps(spec)],
-                cwd=ROOT,
-                env={**os.environ, **environment},
-                capture_output=True,
-                text=True,
-            )
+            python = os.path.abspath(peer_python if spec["side"] == "peer" else sys.executable)
+            words = [python, "-m", "experiments.benchmark_worker", json.dumps(spec)]
+            done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
             if done.returncode != 0:
                 why = done.stderr.strip().splitlines()[-1:]
                 raise ValueError(f"{column}: status {done.returncode}: {' '.join(why)}")
@@ -152,16 +146,18 @@ def spread(values, digits=2):
 def table_rows(name, results):
     """Of one row: ours, and what the reference took in the same repeats."""
     rows, theirs = [], results.get("reference")
-    for column in [column for column in results if column != "reference"]:
-        ours = results[column]
-        cells = [name if column == "ours" else f"{name}, {column}", spread(ours["seconds"], 3)]
-        cells += ["–", "–", f"{max(ours['memory']) / 1e9:.2f}", "–"]
-        cells += [f"{statistics.median(ours['floor']):.3f}"]
+    for column, ours in results.items():
+        if column == "reference":
+            continue
+        title = name if column == "ours" else f"{name}, {column}"
+        reference = ratio = their_memory = "–"
         if theirs:
             pairs = zip(theirs["seconds"], ours["seconds"], strict=True)
-            cells[2:4] = spread(theirs["seconds"], 3), spread([a / b for a, b in pairs])
-            cells[5] = f"{max(theirs['memory']) / 1e9:.2f}"
-        rows.append(cells)
+            reference, ratio = spread(theirs["seconds"], 3), spread([a / b for a, b in pairs])
+            their_memory = f"{max(theirs['memory']) / 1e9:.2f}"
+        memory, floor = max(ours["memory"]) / 1e9, f"{statistics.median(ours['floor']):.3f}"
+        seconds = spread(ours["seconds"], 3)
+        rows.append([title, seconds, reference, ratio, memory, their_memory, floor])
     return rows
 
 
@@ -177,9 +173,8 @@ def main(argv=None):
             print(name, flush=True)
             columns = columns_of(row, options, root)
             cells += table_rows(name, measure(columns, options.repeats, options.peer_python))
-    about = f"{date.today()}, torch {torch.__version__}, {torch.get_num_threads()} threads: "
-    about += str(record(options))
-    text = f"{markdown(cells, COLUMNS)}\n{about}\n"
+    about = f"{date.today()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    text = f"{markdown(cells, COLUMNS)}\n{about}: {recorded_values(options)}\n"
     print(text)
     if options.out:
         write_text(options.out, text)

@@ -54,7 +54,7 @@ def ours(spec, batch):
     cast_parts(model, dtype, trained_parts(model))  # as in training
     return SimpleNamespace(
         idle=idle,
-        modules=[model],
+        model=model,
         loss=lambda: F.cross_entropy(model(batch), batch["labels"].to(device)),
         regularization=lambda: fusion_regularization(bert),
         encode=lambda: bert(*(batch[name].to(device) for name in FIELDS)),
@@ -82,7 +82,7 @@ def peer(spec, batch):
 
     return SimpleNamespace(
         idle=idle,
-        modules=[model],
+        model=model,
         loss=lambda: model(**given(*FIELDS, "labels")).loss,
         regularization=model.get_fusion_regularization_loss,
         encode=lambda: model.base_model(**given(*FIELDS)),
@@ -92,9 +92,8 @@ def peer(spec, batch):
 def training_step(side, loss, fused):
     """Both sides take the same step: loss, a fusion's regularization, backward, clipping at norm 1
     and fused AdamW, which is the loop of train.py and the default of transformers' trainer."""
-    for module in side.modules:
-        module.train()  # dropout is on
-    parameters = [p for module in side.modules for p in module.parameters() if p.requires_grad]
+    side.model.train()  # dropout is on
+    parameters = [p for p in side.model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0, fused=True)
 
     def step():
@@ -117,7 +116,6 @@ def matrix_product(spec, dtype, tokens):
 
 
 def multiply_adds(work):
-    """How many it takes."""
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         work()
     return counter.get_total_flops() / 2
@@ -140,14 +138,12 @@ def main():
     side = {"ours": ours, "peer": peer}[spec["side"]](spec, batch)
     autocast = torch.autocast(spec["device"], torch.bfloat16, enabled=dtype == torch.bfloat16)
     loss, encode = autocast(side.loss), autocast(side.encode)
-    for module in side.modules:
-        module.eval()
+    side.model.eval()
     with torch.no_grad():  # what must be the same on both sides
         result = {"loss": loss().item()}
     step = spec["kind"] == "step"
     work = training_step(side, loss, spec["fused"]) if step else torch.no_grad()(encode)
-    trained = [p for m in side.modules for p in m.parameters() if p.requires_grad]
-    result["trained"] = sum(p.numel() for p in trained)
+    result["trained"] = sum(p.numel() for p in side.model.parameters() if p.requires_grad)
     product, of_product = matrix_product(spec, dtype, batch["input_ids"].numel())
     products = multiply_adds(work) / of_product  # as many take as long as the row's
     clock(work, 1), clock(product, 1)  # they warm up

@@ -11,9 +11,9 @@ from itertools import cycle
 from pathlib import Path
 
 from experiments.report import save_figure, subplots
-from formats.files import read_json
 from formats.rows import read_rows
 from runtime.command import run_command
+from runtime.record import read_record
 from runtime.settings import argument, option, parse
 
 MARKERS = "osv^D<>P"  # curves can be told apart without colours
@@ -27,7 +27,7 @@ class Options:
 
 def read_log(run):
     """(name of the score, [(epoch, training loss, dev loss, score)], index of the best) of a run"""
-    score = read_json(run / "config.json").get("score") or "accuracy"
+    score = read_record(run).options["score"]
     names = "epoch", "loss", "dev_loss", f"dev_{score}"
     points = [[row[name] for name in names] for _, row in read_rows(run / "log.jsonl")]
     scores = [value for *_, value in points]

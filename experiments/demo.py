@@ -1,38 +1,39 @@
-"""The whole story on a laptop, without any hub: adapters on three tasks, and a fusion that helps a
-fourth with few examples, beside the controls that show what helps.
+"""Composition on a laptop, without any hub: two skills, learned apart from each other, and a target
+that needs both.
 
     make demo
     python -m experiments.demo [--out runs/demo]        # the same, in an environment of your own
 
 The encoder is MiniLM-L6, a small BERT from PyPI; the texts are the docstrings of Python's library,
-NumPy and PyTorch. Sources: which library a sentence is from (`library`), whether it describes a
-function, a class or a method (`kind`), whether it describes what has a given name (`name`). Target:
-the last question on NumPy, which `name` leaves out, with 150 training examples (`numpy_name`).
+PyTorch and NumPy. An example is a sentence and a name, and may be wrong in two ways: the name is
+that of another docstring, and the sentence's words are shuffled.
 
-The target was chosen by trying. Two others were left after one seed each: the fusion was 1.5 points
-above the head on the related task in one, 8.0 below in the other. Sentences and names were changed
-four times, until `name` was learned well, with results of seed 0 in view. Learning rates were tried
-on earlier forms, mostly with seeds 3 and 4 (the target's own adapter was near 50 % with each);
-seeds 1 and 2 were run on the final form only. So the distance from fusion to that adapter is that
-of a chosen example. Whether it comes from composition, or from `name` alone, the controls show.
+    match   does the name belong to the sentence?    (Python's library and PyTorch)
+    order   are the words in their order?            (Python's library and PyTorch)
+    both    which of the four?                       (NumPy, 240 of its 960 training examples)
+
+In either source the other fault is there in half of the examples, and says nothing of the label.
+Whoever has one skill alone is right about one of two questions, and has to guess the other.
 """
 
 import ast
 import contextlib
 import importlib.util
 import json
+import os
 import random
 import re
-import shlex
 import sysconfig
-from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-import train
-from experiments.report import mean_and_deviation, table, with_deviation
+import torch
+
+from experiments import composition, grid, report
+from experiments.fusion_weights import average, heat_map, inputs_of
+from experiments.load_run import load_run
 from formats.encoder import find_minilm
-from formats.files import read_json
+from formats.rows import read_rows
 from runtime.command import run_command
 from runtime.settings import option, parse
 
@@ -42,18 +43,6 @@ class Options:
     out: Path = option(Path("runs/demo"), "default runs/demo")
 
 
-TARGET = "numpy_name"
-SOURCES = {"library": 1, "kind": 1, "name": 2}  # of each the epochs
-# what it is, its stage, its learning rate, and which adapters it takes
-SYSTEMS = {
-    "own": ("the target's own adapter", "adapter", "1e-3", ""),
-    "head": ("a new head on `name`, frozen", "head", "2e-3", "name"),
-    "fusion": ("the fusion of all four", "fusion", "5e-4", f"library kind name {TARGET}"),
-    "without": ("the fusion without `name`", "fusion", "5e-4", f"library kind {TARGET}"),
-}
-BUDGET = "--batch-size 16 --epochs 5 --patience 3"  # of every system
-COMMON = "--max-length 48 --overwrite"
-SEEDS = (0, 1, 2)
 FILES = {  # enough of each library, so that reading takes seconds
     "std": "*.py asyncio/*.py email/*.py http/*.py json/*.py logging/*.py multiprocessing/*.py "
     "tkinter/*.py unittest/*.py",
@@ -61,10 +50,20 @@ FILES = {  # enough of each library, so that reading takes seconds
     "torch": "nn/**/*.py optim/**/*.py distributions/**/*.py autograd/**/*.py utils/data/**/*.py "
     "distributed/*.py",
 }
+# {task: (rows for training, for development)}
+SIZES = {"match": (2400, 400), "order": (2400, 400), "both": (960, 400)}
+OPTIONS = {  # of the sources and the systems
+    "adapter": "--lr 1e-3 --epochs 8 --patience 8",
+    "source": "--epochs 2",
+    "head": "--lr 2e-3 --epochs 4 --patience 4",
+    "fusion": "--lr 5e-4 --epochs 6 --patience 6",
+}
+SYSTEMS = "own head_on_match head_on_order fusion".split()
+COMMON = "--max-length 40 --batch-size 16 --limit-dev 160 --device cpu --dtype float32".split()
 
 
 def docstrings(library):
-    """(kind, name, [sentences]) of the docstrings in a library's source files; nothing is imported
+    """(name, [sentences]) of the docstrings in a library's source files; nothing is imported
     or run."""
     if library == "std":
         root = Path(sysconfig.get_path("stdlib"))
@@ -73,9 +72,9 @@ def docstrings(library):
     files = {path for pattern in FILES[library].split() for path in root.glob(pattern)}
     for path in sorted(path for path in files if "tests" not in path.parts):
         with contextlib.suppress(SyntaxError, ValueError):  # what is no Python, or not UTF-8
-            for kind, node in definitions(ast.parse(path.read_text(encoding="utf-8"))):
+            for node in definitions(ast.parse(path.read_text(encoding="utf-8"))):
                 if text := ast.get_docstring(node):
-                    yield kind, node.name, sentences(text)
+                    yield node.name, sentences(text)
 
 
 def words_of(name):
@@ -84,13 +83,8 @@ def words_of(name):
 
 
 def definitions(tree):
-    """("function" | "class" | "method", node) of every definition, level by level."""
-    for parent in ast.walk(tree):
-        for node in ast.iter_child_nodes(parent):
-            if isinstance(node, ast.ClassDef):
-                yield "class", node
-            elif isinstance(node, ast.FunctionDef):
-                yield "method" if isinstance(parent, ast.ClassDef) else "function", node
+    """Every class and function, level by level."""
+    return (node for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef)))
 
 
 def sentences(text):
@@ -108,144 +102,158 @@ def sentences(text):
 
 
 def build_tasks(out, rng):
-    """Writes four tasks as jsonl files: DIR/TASK/train.jsonl and validation.jsonl."""
-    library, kind, named = defaultdict(set), defaultdict(set), defaultdict(dict)
+    """Writes the three tasks as jsonl files: DIR/TASK/train.jsonl and validation.jsonl."""
+    named = {"source": {}, "target": {}}
     for origin in FILES:
-        for what, name, texts in docstrings(origin):
-            library[origin].update(texts)
-            kind[what].update(texts[:1])  # the summary line
+        for name, texts in docstrings(origin):
             # short ones are quicker; __init__ and its like say nothing
             if texts and len(texts[0].split()) <= 14 and not name.startswith("__"):
-                named["target" if origin == "numpy" else "source"][texts[0]] = words_of(name)
-    for task, classes in {"library": library, "kind": kind}.items():
-        count = Counter(text for texts in classes.values() for text in texts)
-        rows = []
-        for label in sorted(classes):
-            texts = sorted(text for text in classes[label] if count[text] == 1)  # not of two
-            chosen = rng.sample(texts, min(250, len(texts)))
-            rows += [{"text_a": text, "label": label} for text in chosen]
-        rng.shuffle(rows)
-        write(out, task, rows[:500], rows[500:700])
-    for task, pool, train_size in (("name", "source", 1600), (TARGET, "target", 150)):
-        texts = list(named[pool].items())
+                pool = named["target" if origin == "numpy" else "source"]
+                pool[texts[0].rstrip(".")] = words_of(name)
+    for task, sizes in SIZES.items():
+        texts = list(named["target" if task == "both" else "source"].items())
         rng.shuffle(texts)
-        # the development set is of other docstrings
-        write(out, task, pairs(texts[400:], train_size, rng), pairs(texts[:400], 200, rng))
+        held_out = len(texts) // 4  # the development set is of other docstrings
+        for split, pool, n in (
+            ("train", texts[held_out:], sizes[0]),
+            ("validation", texts[:held_out], sizes[1]),
+        ):
+            lines = [json.dumps(row) for row in rows_of(task, pool, n, rng)]
+            path = out / task / f"{split}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def pairs(texts, n, rng):
-    """n pairs of a sentence and a name, half of them of what the sentence describes. texts: (a
-    sentence, its name)"""
-    rows = {}
-    while len(rows) < n:
-        (text, name), (_, other) = rng.sample(texts, 2)
-        if name != other:
-            right = len(rows) % 2 == 0
-            row = {"text_a": text, "text_b": name if right else other}
-            rows[*row.values()] = {**row, "label": "yes" if right else "no"}
-    rows = list(rows.values())
+def rows_of(task, pool, n, rng):
+    """n rows, a quarter of each of the four kinds. pool: [(sentence, its name)]"""
+    rows = []
+    for i in range(n):
+        right, intact = i % 2 == 0, i % 4 < 2
+        (text, name), (_, other) = rng.sample(pool, 2)
+        while other == name:
+            _, other = rng.choice(pool)
+        match, order = "right" if right else "wrong", "intact" if intact else "shuffled"
+        rows.append(
+            {
+                "text_a": text if intact else shuffled(text, rng),
+                "text_b": name if right else other,
+                "label": {"match": match, "order": order, "both": f"{match}, {order}"}[task],
+            }
+        )
     rng.shuffle(rows)
     return rows
 
 
-def write(out, task, train_rows, dev_rows):
-    (out / task).mkdir(parents=True, exist_ok=True)
-    for split, rows in (("train", train_rows), ("validation", dev_rows)):
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (out / task / f"{split}.jsonl").write_text(lines, encoding="utf-8")
+def shuffled(text, rng):
+    words = text.split()
+    while " ".join(words) == text:
+        rng.shuffle(words)
+    return " ".join(words)
 
 
-def train_sources(out, model):
-    """{task: metrics} of an adapter on each source."""
-    options = f"--stage adapter --lr 1e-3 {COMMON} --model {model}".split()
-    return {
-        task: run(out, task, "--task", task, "--epochs", epochs, *options)
-        for task, epochs in SOURCES.items()
-    }
+def study_of(out):
+    """The runs of the demo: experiments.composition, in part."""
+    words = ["--model", "minilm", "--data-dir", str(out / "data"), "--out", str(out)]
+    words += ["--target", "both", "--sources", "match", "order", "--seeds", "0", "1", "2"]
+    words += ["--train-examples", "240"]
+    words += ["--systems", *SYSTEMS, "--jobs", str(min(os.cpu_count(), 8)), "--overwrite"]
+    for stage, options in OPTIONS.items():
+        words.append(f"--{stage}-options={options}")
+    options = grid.read_options(composition.Options, [*words, "--", *COMMON], "composition", "")
+    return composition.Study(options)
 
 
-def compare(out, model):
-    """{system: [metrics of each seed]} on the target, over the adapters of `train_sources`."""
-    results = defaultdict(list)
-    for seed in SEEDS:
-        own = {TARGET: f"own-{seed}"}  # the adapter of this seed
-        for name, (_, stage, lr, adapters) in SYSTEMS.items():
-            options = f"--stage {stage} --task {TARGET} --lr {lr} --seed {seed}"
-            options = f"{options} {BUDGET} {COMMON} --model {model}".split()
-            if adapters:
-                options += ["--adapters", *(out / own.get(task, task) for task in adapters.split())]
-            results[name].append(run(out, f"{name}-{seed}", *options))
-    return results
+def ceiling(accuracies):
+    """What one skill alone can reach on the target, and both together, in %."""
+    match, order = (accuracies[f"source-{task}"] for task in ("match", "order"))
+    return 50 * max(match, order), 100 * match * order
 
 
-def run(out, name, *options):
-    """Does what the command that it shows does, and returns what metrics.json of that run says."""
-    words = [*map(str, options), "--data-dir", str(out / "data"), "--out", str(out / name)]
-    print(f"\n$ python train.py {shlex.join(words)}", flush=True)
-    train.main(words)
-    return read_json(out / name / "metrics.json")
+def weights_by_text(run):
+    """{"text_a": the sentence, "text_b": the name: [layers, N]}: the mean fusion weights of their
+    tokens on the development set."""
+    inputs = [*inputs_of(run.bert, run.split())]
+    found = {text: average(run.bert, inputs, text) for text in ("text_a", "text_b")}
+    return {text: torch.stack([of[slot] for slot in sorted(of)]) for text, of in found.items()}
 
 
-def source_table(results):
-    """(rows, header) of a table of the sources and of the target, in %."""
-    rows = []
-    for task, metrics in results.items():
-        shares = [f"{100 * metrics[name]:.1f}" for name in ("majority_class_accuracy", "accuracy")]
-        rows.append([task, metrics["train_examples"], metrics["dev_examples"], *shares])
-    return rows, ["task", "training", "development", "majority class", "its adapter"]
+def draw(run, path):
+    """The weights of `match` by layer, as means over the development set, and of every token of an
+    example."""
+    path_of_rows = Path(run.record.options["data_dir"]) / "both" / "validation.jsonl"
+    rows = (row for _, row in read_rows(path_of_rows))
+    given = max(rows, key=lambda row: len(row["text_b"].split()))  # a name of several words
+    means, (example,) = weights_by_text(run), run.fusion_weights([given])
+    n = run.adapters.index("match")
+    of_tokens = torch.stack(example["weights"]["output"])[:, :, n]  # [layers, T]
+    of_texts = torch.stack([means["text_a"][:, n], means["text_b"][:, n]], 1)  # [layers, 2]
+    layers = [f"layer {i + 1}" for i in range(len(of_tokens))]
+    figure, (left, right) = report.subplots(
+        1, 2, (11, 3.2), width_ratios=(2, len(example["tokens"]) + 1)
+    )
+    heat_map(left, of_texts, layers, ["sentence", "name"])
+    image = heat_map(right, of_tokens.double(), layers, example["tokens"])
+    left.set_title("development set", fontsize=9)
+    right.set_title("an example", fontsize=9)
+    figure.suptitle("The weight of `match`; the rest is the weight of `order`", fontsize=10)
+    figure.colorbar(image, ax=right, label="fusion weight", fraction=0.05)
+    report.save_figure(figure, path)
+    return means
 
 
-def system_table(results):
-    """(rows, header) of a table of what `compare` returns, in %."""
-    rows = []
-    for name, found in results.items():
-        what, _, lr, _ = SYSTEMS[name]
-        accuracies = [metrics["accuracy"] for metrics in found]
-        each = [f"{100 * accuracy:.1f}" for accuracy in accuracies]
-        rows.append([what, lr, *each, with_deviation(*mean_and_deviation(accuracies))])
-    seeds = [f"seed {seed}" for seed in SEEDS]
-    return rows, [TARGET, "learning rate", *seeds, "mean ± deviation"]
-
-
-def conclusion(results):
-    """What follows from what `compare` returns, in words. One system counts as better than another
-    if it is better with every seed."""
-    lines, better = [], {}
-    for name in ("own", "head", "without"):
-        pairs = zip(results["fusion"], results[name], strict=True)
-        wins = [fusion["accuracy"] > other["accuracy"] for fusion, other in pairs]
-        better[name] = all(wins)
-        what = f"fusion is better than {SYSTEMS[name][0]}"
-        lines.append(f"{what} with {sum(wins)} of {len(wins)} seeds")
-    if not better["own"]:
-        verdict = "the other tasks' adapters do not reliably help"
-    elif better["head"]:
-        verdict = "other tasks help, and fusing them is better than taking the most related one"
-    else:
-        verdict = "other tasks help, but these seeds do not show that fusing adapters is better "
-        verdict += "than taking the right one: `name`"
-    return "\n".join([*lines, f"so on this target {verdict}."])
+def verdict(study, rows):
+    """What follows from the table, in a sentence."""
+    accuracies = composition.by_seed(rows)
+    controls = [name for name in accuracies if name != "fusion"]
+    least = {name: composition.gain(accuracies, "fusion", name)[1] for name in controls}
+    nearest = min(least, key=least.get)
+    title = study.systems[nearest][0]
+    if least[nearest] <= 0:
+        return f"The fusion is not ahead with every seed: {title} equals or beats it."
+    return (
+        f"With every seed the fusion is ahead of every control, by {least[nearest]:.1f} points at "
+        f"the least ({title})."
+    )
 
 
 def main(argv=None):
-    words = "Adapters, their fusion and its controls on docstrings, with MiniLM, on two cores."
+    words = "Two skills and a target that needs both, with MiniLM, on two cores."
     out = parse(Options, argv, "python -m experiments.demo", words).out
     find_minilm()  # or an error that says how to install it
-    print("reading the docstrings of Python, NumPy and PyTorch", flush=True)
+    print("reading the docstrings of Python, PyTorch and NumPy", flush=True)
     build_tasks(out / "data", random.Random(0))
-    for path in sorted(out.glob("data/*/*.jsonl")):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        print(f"{path}: {len(lines)} examples, the first: {lines[0]}")
-    sources, results = train_sources(out, "minilm"), compare(out, "minilm")
+    for task in SIZES:
+        path = out / "data" / task / "train.jsonl"
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        print(f"\n{task}: {len(rows)} examples to train on, for instance")
+        lines = [[row["text_a"], row["text_b"], row["label"]] for row in rows[:4]]
+        print(*report.table(lines, ["sentence", "name", "label"]), sep="\n", flush=True)
 
-    print("\nAccuracy on the development sets, in %")
-    print("", *table(*source_table(sources | {TARGET: results["own"][0]})), sep="\n")
-    print("", *table(*system_table(results)), sep="\n")
-    print(f"\n{conclusion(results)}")
-    own, fusion, page, figures = (out / x for x in "own-0 fusion-0 page.html figures".split())
-    print(f"\nnext: python -m experiments.curves {own} {fusion}")
-    print(f"      python -m experiments.predict {fusion} 'The sum.' 'total' --explain {page}")
-    print(f"      python -m experiments.figure4 {fusion} --baseline {own} --out {figures}")
+    study = study_of(out)
+    print(f"\ntraining {len(study.cells)} runs, {study.options.jobs} at a time", flush=True)
+    results, failed = grid.run([*study.cells.values()], study.options)
+    if failed:
+        return grid.end(failed)
+    rows = composition.rows_of(study, results)
+    one, together = ceiling({name: result["accuracy"] for name, result in results.items()})
+    skills = " and ".join(
+        f"`{task}` {100 * results[f'source-{task}']['accuracy']:.1f} %"
+        for task in ("match", "order")
+    )
+    print(f"\nThe skills, each on its own task: {skills}.")
+    print(f"With one of them the target's ceiling is about {one:.0f} %: half of that skill's")
+    print(f"accuracy, because the other question is guessed. With both it is {together:.0f} %.\n")
+    print(*report.table(*composition.table(study, rows)), "", sep="\n")
+    print(verdict(study, rows), "\n")
+    run = load_run(out / "runs" / "fusion-240-0")
+    means, match = draw(run, out / "weights.png"), run.adapters.index("match")
+    lines = [
+        [str(i + 1), of_a[match].item(), of_b[match].item()]
+        for i, (of_a, of_b) in enumerate(zip(means["text_a"], means["text_b"], strict=True))
+    ]
+    print("The weight of `match` in fusion-240-0, on tokens of the sentence and of the name:")
+    print(*report.table(lines, ["layer", "sentence", "name"]), sep="\n")
+    print(f"\n{out / 'weights.png'} shows them, and those of every token of an example.")
 
 
 if __name__ == "__main__":

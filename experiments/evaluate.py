@@ -18,8 +18,7 @@ import train
 from experiments.load_run import Reading, as_trained, load_run
 from experiments.report import table
 from runtime.command import run_command
-from runtime.results import eval_batch_size
-from runtime.settings import COUNT, like, option, parse
+from runtime.settings import COUNT, option, parse, same_option
 from variants.masking import mask
 
 MOST_CLASSES = 12  # with their confusions in the table; the closing line has all
@@ -31,9 +30,7 @@ class Options(Reading):
     mask: tuple = option((), "without these adapters of a fusion", metavar="ADAPTER")
     data_dir: str | None = option(None, "directory with TASK/SPLIT.jsonl")
     batch_size: int | None = option(None, "examples at once", valid=COUNT)
-    limit_dev: int | None = option(None, "evaluate on this many examples", valid=COUNT)
-    device: str = like(train.Settings, "device", group=None)
-    dtype: str | None = like(train.Settings, "dtype", group=None, default=None)
+    dtype: str | None = same_option(train.Settings, "dtype", group=None, default=None)
 
 
 def by_class(names, labels, predictions):
@@ -67,22 +64,21 @@ def class_table(classes):
 
 def main(argv=None):
     options = parse(Options, argv, "python -m experiments.evaluate", __doc__)
-    given = options.model, options.task, options.allow_other_encoder
-    run = load_run(options.run, "cpu", *given)
-    config = run.config
+    where, task, allow = options.model, options.task, options.allow_other_encoder
+    run = load_run(options.run, "cpu", where, task, allow)
+    settings = run.record.options
     if options.mask:
         mask(run.bert, options.mask)
-    task, examples = run.task, run.split(options.split, options.data_dir, options.limit_dev)
-    model = as_trained(run, options.device, options.dtype)
-    size = options.batch_size or eval_batch_size(config["batch_size"], config["grad_accumulation"])
-    labels, predictions, loss = train.predictions(model, task, examples, size)
+    task, examples = run.task, run.split(options.split, options.data_dir)
+    model, size = as_trained(run, options.device, options.dtype), run.eval_batch_size
+    labels, predictions, loss = train.predictions(model, task, examples, options.batch_size or size)
     scores = {name: score(labels, predictions) for name, score in task.scores.items()}
     result = {
         "stage": "eval",
         "run": str(options.run),
         "task": task.name,
         "split": options.split,
-        "data_dir": options.data_dir or config["data_dir"],
+        "data_dir": options.data_dir or settings["data_dir"],
         "masked": list(options.mask),
         "examples": len(labels),
         **scores,

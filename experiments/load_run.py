@@ -8,8 +8,6 @@ A run of another program than train.py is read once its module is imported, in a
 --import. No run makes its reader execute code.
 """
 
-import argparse
-import importlib
 import itertools
 import sys
 from dataclasses import dataclass, replace
@@ -24,25 +22,19 @@ from adapter import Head, activate, load_adapter, load_head
 from bert import Bert
 from data import TASKS, Task, collate, length_bucketed_batches, load_split, own_task
 from formats.adapterhub import ADAPTER, FUSION
-from formats.files import read_json
-from formats.task_rows import apply_column_names, check_candidates, check_row, encode_pairs
+from formats.columns import apply_column_names, encode_pairs
 from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights, fusions, load_fusion
 from runtime.adapters import refuse_or_note
+from runtime.directory import is_finished
+from runtime.forks import imports_option
+from runtime.predictions import eval_batch_size
 from runtime.processes import choose_device
-from runtime.record import describe_tokenizer, program_of
+from runtime.record import Record, describe_tokenizer, read_record
 from runtime.run import progress_bar
-from runtime.settings import argument, option
+from runtime.settings import argument, option, same_option
 
 BATCH_SIZE = 64  # of predictions
-
-
-def import_fork(name):
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as e:
-        where = "--import takes the name of a module that is found from here, or by PYTHONPATH"
-        raise argparse.ArgumentTypeError(f"{e}: {where}, such as examples.lora") from e
 
 
 @dataclass(frozen=True)
@@ -53,29 +45,25 @@ class Reading:
     task: str | None = option(None, "which task of a multi-task run")
     model: str | None = option(None, "where the encoder is now, if not where the run found it")
     allow_other_encoder: bool = option(False, "even if the encoder's weights are others")
-    imports: str | None = option(
-        None,
-        "a module that the run needs, for instance examples.lora",
-        flag="--import",
-        metavar="MODULE",
-        action=import_fork,
-    )
+    device: str = same_option(train.Settings, "device", group=None)
+    imports: str | None = imports_option()
 
 
 @dataclass
 class LoadedRun:
     """A finished run, frozen, in eval mode, with everything active that was active in training.
-    bert, head, config = load_run(...) takes the first three."""
+    bert, head, record = load_run(...) takes the first three."""
 
     bert: Bert
     head: Head
-    config: dict  # config.json; of a multi-task run the entries of the one task
-    task: Task
+    record: Record  # what config.json says
+    task: Task  # of a multi-task run the one that was asked for
     tokenizer: object
     directory: Path
+    adapters: list  # names, of a fusion in its order
 
     def __iter__(self):
-        return iter((self.bert, self.head, self.config))
+        return iter((self.bert, self.head, self.record))
 
     def candidates(self, given):
         """
@@ -85,10 +73,8 @@ class LoadedRun:
         """
         task, is_row = self.task, isinstance(given, dict)
         row = apply_column_names(given, task.column_names) if is_row else self.as_row(given)
-        texts, _ = check_row({**row, task.label: "not looked at"}, task)
-        candidates = task.candidates(*texts)
-        check_candidates(candidates, len(task.labels) if task.is_multiple_choice else None)
-        return candidates
+        texts, _ = task.texts_and_label({**row, task.label: "not looked at"})
+        return task.candidates_of(texts)
 
     def as_row(self, given):
         """Texts in the order of the task's columns -> {column: text}."""
@@ -120,14 +106,20 @@ class LoadedRun:
     def split(self, name="validation", data_dir=None, limit=None):
         """A split as in training, from its data unless there is a `data_dir`; `limit`: examples at
         most, else as many development examples as there. Raises as load_split does."""
-        config, task = self.config, self.task
-        data_dir = data_dir or config["data_dir"]
-        limit = limit or (config["limit_dev"] if name == "validation" else None)
-        if data_dir is None:  # --train-file and --dev-file
-            files = {"train": config["train_file"], "validation": config["dev_file"]}
+        options, task = self.record.options, self.task
+        data_dir = data_dir or options["data_dir"]
+        limit = limit or (options["limit_dev"] if name == "validation" else None)
+        if data_dir is None:  # --train-file and --dev-file, which multi-task runs do not have
+            files = {"train": options.get("train_file"), "validation": options.get("dev_file")}
             task = replace(task, files={name: path for name, path in files.items() if path})
-        held_out = {"dev_fraction": config["dev_fraction"], "held_out": config["held_out"][0]}
-        return load_split(task, name, self.tokenizer, data_dir, limit, **held_out)
+        held_out, share = self.record.tasks[task.name].held_out, options["dev_fraction"]
+        given = {"limit": limit, "dev_fraction": share, "held_out": held_out}
+        return load_split(task, name, self.tokenizer, data_dir, **given)
+
+    @property
+    def eval_batch_size(self):
+        options = self.record.options
+        return eval_batch_size(options["batch_size"], options["grad_accumulation"])
 
     @torch.inference_mode()
     def predict(self, inputs):
@@ -151,9 +143,9 @@ class LoadedRun:
             for i, value in zip(rows, values.tolist(), strict=True):
                 result[i] = {self.task.labels[0]: value}
                 if classes:
-                    best, labels = int(np.argmax(value)), self.task.labels
-                    result[i] = {"label": labels[best], "probability": value[best]}
-                    result[i]["probabilities"] = dict(zip(labels, value, strict=True))
+                    each = dict(zip(self.task.labels, value, strict=True))
+                    best = max(each, key=each.get)
+                    result[i] = {"label": best, "probability": each[best], "probabilities": each}
                 result[i]["truncated"] = any(encoding.overflowing for encoding in groups[i])
         return result
 
@@ -162,141 +154,138 @@ class LoadedRun:
         """
         [{"tokens": T texts, "weights": {location: for every layer a tensor [T, N], or None where
         there is no fusion}}] of inputs; with multiple choice one for each of their choices. The N
-        adapters are in the order of config["adapters"]. Raises ValueError for other runs.
+        adapters are in the order of `adapters`. Raises ValueError for other runs.
         """
         result = []
         for group in self.encode(inputs):
             batch = self.batch([group])
             names = "input_ids", "token_type_ids", "attention_mask"
             self.bert(*(batch[name].to(self.bert.device) for name in names))
-            s = {slot: weights.cpu() for slot, weights in fusion_weights(self.bert).items()}
+            s = fusion_weights(self.bert)
             for c, encoding in enumerate(group):
                 tokens = self.tokenizer.decode_batch([[i] for i in encoding.ids], False)
                 layers = {location: [None] * len(self.bert.layers) for _, location in sorted(s)}
                 for (layer, location), weights in s.items():
-                    layers[location][layer] = weights[c, : len(tokens)]
+                    layers[location][layer] = weights[c, : len(tokens)].cpu()
                 result.append({"tokens": tokens, "weights": layers})
         return result
 
 
-def read_run_config(directory):
-    """config.json of a finished run. Raises FileNotFoundError for a directory that holds none."""
-    directory = Path(directory)
-    if not (directory / "metrics.json").is_file():
+def read_finished(directory):
+    """The Record of a finished run. Raises FileNotFoundError for a directory that holds none."""
+    if not is_finished(Path(directory)):
         raise FileNotFoundError(f"no finished run in {directory}: it has no metrics.json")
-    config = read_json(directory / "config.json")
-    if config["stage"] not in train.STAGES:  # of a fork: it would be read as a head on Θ
-        raise ValueError(
-            f"{directory} is of an unknown stage, {config['stage']!r:.50}: --import MODULE names "
-            "the fork that registers it"
-        )
-    return {"adapters": [], **config}  # full and multitask runs have none
+    record = read_record(directory)
+    if record.stage not in train.STAGES:  # of a fork: it would be read as a head on Θ
+        advice = "--import MODULE names the fork that registers it"
+        raise ValueError(f"{directory} is of an unknown stage, {record.stage!r:.50}: {advice}")
+    return record
 
 
 def check_fusion(directory, what):
     """Raises ValueError, saying what only runs with a fusion are good for, for another run."""
     if not (Path(directory) / FUSION.config).is_file():
-        stage = read_run_config(directory)["stage"]
+        stage = read_finished(directory).stage
         raise ValueError(f"{directory} is of --stage {stage}: only fusion runs {what}")
 
 
-def note_other_program(directory, config):
-    """Says so where neither train.py nor anything imported has made a run: without it, its kinds
-    are unknown, and what else it changes has no effect. No module is recommended: it could be a
-    file of the run's directory, which may be a stranger's."""
-    program, module = program_of(config) or (None, None)
-    if program is not None and module not in sys.modules:
-        how = "evaluate, predict and figure4 do by --import MODULE"
-        made = f"the run was made by {program!s:.100}, which is not imported ({how})"
-        print(f"note: {directory}: {made}")
+def note_other_program(directory, record):
+    """Says so where neither train.py nor anything imported has made a run. No module is
+    recommended: it could be a file of the run's directory, which may be a stranger's."""
+    if missing := [name for name in record.modules() if name not in sys.modules]:
+        files = ", ".join(f"{name.replace('.', '/')}.py" for name in missing)
+        how = "which is not imported (--import MODULE does)"
+        print(f"note: {directory}: the run was made by {files:.100}, {how}")
 
 
-def task_of(config):
+def task_of(record, name):
     """The Task of a run, with the columns and labels of its training."""
-    name, labels = config["task"], tuple(config["labels"])
+    trained, labels = record.tasks[name], tuple(record.tasks[name].labels)
     types = {task.type.__name__: task.type for task in TASKS.values()}
-    type = config["kinds"][name]
-    if type not in types:
-        raise ValueError(f"{name!r:.50} is a task of an unknown type, {type!r:.50}")
-    task = TASKS[name] if name in TASKS else own_task(config["columns"][name], labels)
-    columns = config["column_names"]
-    return replace(task, name=name, labels=labels, type=types[type], column_names=columns)
+    if trained.type not in types:
+        raise ValueError(f"{name!r:.50} is a task of an unknown type, {trained.type!r:.50}")
+    task = TASKS[name] if name in TASKS else own_task(trained.columns, labels)
+    names = record.options.get("column_names", {})
+    return replace(task, name=name, labels=labels, type=types[trained.type], column_names=names)
 
 
-def of_one_task(directory, config, task):
-    """(config.json as if a multi-task run were one on this task, directory of the task's files).
-    Raises ValueError if the run does not have the task."""
-    names = list(config["labels"])
-    if task not in names:
+def place_of(directory, record, name):
+    """(name of the run's task, directory of the task's files). name: which of several. Raises
+    ValueError if the run does not have the task."""
+    names = [*record.tasks]
+    if record.stage != "multitask":
+        if name not in (None, *names):
+            raise ValueError(f"{directory} is a run on {names[0]!r:.50}, not on {name!r:.50}")
+        return names[0], directory
+    if name not in names:
         raise ValueError(f"{directory} holds several tasks: choose --task from {', '.join(names)}")
-    config = {**config, **{name: config[name][task] for name in ("labels", "max_length")}}
-    config |= {"task": task, "held_out": [config["held_out"][names.index(task)]]}
-    return config, directory / ("heads" if config["adapter"] == "none" else "adapters") / task
+    has_adapters = record.options["adapter"] != "none"
+    return name, directory / ("adapters" if has_adapters else "heads") / name
 
 
-def check_encoders(bert, directory, config, allow_other_encoder):
+def check_encoders(bert, directory, record, allow_other_encoder):
     """Raises ValueError, or prints a note if that is allowed, for an encoder or a tokenizer that is
     not the one with which the training has ended."""
-    trained = config.get("weights_sha256", config["encoder_sha256"])  # the former of Θ′
-    expected = {"encoder": trained, "tokenizer": config["tokenizer_sha256"]}
     tokenizer = describe_tokenizer(bert.directory, bert.config.max_length)
-    for what, digest in {"encoder": bert.digest, "tokenizer": tokenizer}.items():
-        if digest != expected[what]:
+    for what, digest, expected in (
+        ("encoder", bert.digest, record.final_encoder),
+        ("tokenizer", tokenizer, record.tokenizer_sha256),
+    ):
+        if digest != expected:
             problem = f"{directory} was trained with another {what} than that in {bert.directory}"
             refuse_or_note(problem, allow_other_encoder)
-    encoders = config.get("adapter_encoders", {})
-    if others := [name for name in encoders if encoders[name] not in (None, trained)]:
+    known, adapters = (None, record.final_encoder), record.loaded_adapters.items()
+    if others := [name for name, adapter in adapters if adapter.encoder not in known]:
         print(f"note: {directory} fuses adapters of another encoder: {', '.join(others)}")
 
 
-def plug_in(bert, directory, part):
+def plug_in(bert, directory, place):
     """Loads and activates what the files of a run hold: its own adapter, its fusion over adapters/,
-    or one of these alone. part: where the task's own files are. Returns the head."""
+    or one of these alone. place: where the task's own files are. Returns the head."""
     names = []
-    if part == directory:  # not of a multi-task run, where they are the other tasks'
-        names = sorted(path.name for path in (directory / "adapters").glob("*"))
+    if place == directory:  # not of a multi-task run, where they are the other tasks'
+        found = (directory / "adapters").glob(f"*/{ADAPTER.config}")
+        names = sorted(path.parent.name for path in found)
     for name in names:
         load_adapter(bert, directory / "adapters" / name)
     if (directory / FUSION.config).is_file():
         load_fusion(bert, directory)
-    elif (part / ADAPTER.config).is_file():
-        activate(bert, load_adapter(bert, part))
+    elif (place / ADAPTER.config).is_file():
+        activate(bert, load_adapter(bert, place))
     elif names:  # a head on one of them
         activate(bert, *names)
-    return load_head(bert, part)
+    return load_head(bert, place)
 
 
 def load_run(directory, device="cpu", model=None, task=None, allow_other_encoder=False):
     """
     The LoadedRun of a finished run.
 
-    Needs the directory, and the encoder that config.json names unless the run has trained one of
-    its own (full, multitask); `model` says where that encoder is now. `task` is which of a
-    multi-task run's is meant. Raises FileNotFoundError or ValueError for a directory that is not a
-    finished run, and for an encoder or a tokenizer that is not the one of its training, unless
+    model: where the encoder is now, if not where config.json says; task: which of a multi-task
+    run's is meant. Raises FileNotFoundError or ValueError for a directory that is not a finished
+    run, and for an encoder or a tokenizer that is not the one of its training, unless
     `allow_other_encoder`.
     """
-    directory = part = Path(directory)
-    config = read_run_config(directory)
-    if config["stage"] == "multitask":
-        config, part = of_one_task(directory, config, task)
-    elif task not in (None, config["task"]):
-        raise ValueError(f"{directory} is a run on {config['task']!r:.50}, not on {task!r:.50}")
-    note_other_program(directory, config)
-    run_task = task_of(config)
-    own = "weights_sha256" in config
+    directory = Path(directory)
+    record = read_finished(directory)
+    name, place = place_of(directory, record, task)
+    note_other_program(directory, record)
+    task = task_of(record, name)
+    own = record.weights_sha256 is not None
     if own and model is not None:
         raise ValueError(f"{directory} has an encoder of its own, which --model cannot replace")
-    bert = Bert.from_pretrained(directory if own else model or config["model"]).to(device)
-    check_encoders(bert, directory, config, allow_other_encoder)
-    head = plug_in(bert, directory, part)
+    bert = Bert.from_pretrained(directory if own else model or record.options["model"]).to(device)
+    check_encoders(bert, directory, record, allow_other_encoder)
+    head = plug_in(bert, directory, place)
+    adapters = [*record.loaded_adapters]
     if fused := fusions(bert):  # a fork may fuse more than --adapters
-        config["adapters"] = fused[0][1].name.split(",")
-    if head.config["label2id"] != {label: i for i, label in enumerate(config["labels"])}:
-        raise ValueError(f"{part}: config.json and head_config.json have different labels")
-    sizes = config["max_length"], bert.config.vocab_size, bert.config.type_vocab_size
-    tokenizer = load_tokenizer(bert.directory, *sizes)
-    return LoadedRun(bert, head, config, run_task, tokenizer, directory)
+        adapters = fused[0][1].name.split(",")
+    if head.config["label2id"] != {label: i for i, label in enumerate(task.labels)}:
+        raise ValueError(f"{place}: config.json and head_config.json have different labels")
+    length = record.tasks[name].max_length
+    sizes = bert.config.vocab_size, bert.config.type_vocab_size
+    tokenizer = load_tokenizer(bert.directory, length, *sizes)
+    return LoadedRun(bert, head, record, task, tokenizer, directory, adapters)
 
 
 def unknown_kind(bert, head):
@@ -314,16 +303,7 @@ def unknown_kind(bert, head):
 def as_trained(run, device, dtype=None):
     """The Model of a LoadedRun on a device, its weights held as in training, those of parts that
     were trained in fp32. Without dtype, that of its training."""
-    device, dtype = choose_device(device, dtype or run.config["dtype"])
+    device, dtype = choose_device(device, dtype or run.record.dtype)
     model = train.Model(run.bert, run.head, dtype)
-    train.cast_parts(model, dtype, trained_parts(run.config))
+    train.cast_parts(model, dtype, run.record.trained_parts)
     return model.to(device)
-
-
-def trained_parts(config):
-    """What a run has trained, as train.trained_parts says it."""
-    if "trained_parts" in config:
-        return config["trained_parts"]
-    task = config["task"]  # earlier versions had these stages alone
-    of_stage = {"adapter": [f"adapter {task}"], "fusion": ["fusion"], "head": []}
-    return of_stage.get(config["stage"], ["encoder", f"adapter {task}"])

@@ -31,10 +31,10 @@ from formats.tokenizer import copy_tokenizer
 from runtime.command import run_command
 from runtime.directory import check_out, is_finished
 from runtime.processes import choose_device
-from runtime.record import check_finished, describe, read_result
-from runtime.run import open_run
+from runtime.record import describe
+from runtime.run import open_run, result_of_finished
 from runtime.seeds import each_seed
-from runtime.settings import COUNT, like, option, parse
+from runtime.settings import COUNT, option, parse, same_option
 
 # Stickland and Murray (2019): 25 epochs of 300 steps for each task
 train.STAGES["multitask"] = train.Stage(
@@ -46,7 +46,7 @@ hyper_option = partial(option, group="hyper-parameters")
 
 def hidden(name, **changes):
     """An option of train.py that this command does not have."""
-    return like(train.Settings, name, flag=None, **changes)
+    return same_option(train.Settings, name, flag=None, **changes)
 
 
 @dataclass(frozen=True)
@@ -61,35 +61,40 @@ class Settings(train.Settings):
         "how the next task is drawn (their section 3.3)",
         choices="annealed proportional sqrt round_robin".split(),
     )
+    limits: dict = hyper_option(
+        {}, "training examples of single tasks, instead of --limit-train", metavar="TASK=N"
+    )
     steps_per_epoch: int | None = hyper_option(
         None, "of all tasks; default 300 times their number", valid=COUNT
     )
-    adapter: str = like(
+    adapter: str = same_option(
         train.Settings,
         "adapter",
         default="pal",
         help="architecture; default pal; none: multi-task learning without adapters",
         choices=[*ADAPTERS, "none"],
     )
-    lr: float | None = like(train.Settings, "lr", help="then linearly to 0; default 2e-5")
-    epochs: int | None = like(train.Settings, "epochs", help="at most; default 25")
-    patience: int | None = like(
+    lr: float | None = same_option(train.Settings, "lr", help="then linearly to 0; default 2e-5")
+    epochs: int | None = same_option(train.Settings, "epochs", help="at most; default 25")
+    patience: int | None = same_option(
         train.Settings, "patience", default=None, help="default: it runs through all epochs"
     )
-    warmup: float = like(train.Settings, "warmup", default=0.1)
-    weight_decay: float = like(train.Settings, "weight_decay", default=0.01)
-    reduction_factor: float | None = like(
+    warmup: float = same_option(train.Settings, "warmup", default=0.1)
+    weight_decay: float = same_option(train.Settings, "weight_decay", default=0.01)
+    reduction_factor: float | None = same_option(
         train.Settings,
         "reduction_factor",
         help="d / r; default 16; pal has a size instead (--adapter-config)",
     )
-    score: str | None = like(
+    score: str | None = same_option(
         train.Settings, "score", help="whose mean chooses the best epoch; default the first of all"
     )
-    model: str | None = like(
+    model: str | None = same_option(
         train.Settings, "model", help="encoder; default google-bert/bert-base-uncased"
     )
-    out: Path | None = like(train.Settings, "out", help="run directory; default runs/multitask")
+    out: Path | None = same_option(
+        train.Settings, "out", help="run directory; default runs/multitask"
+    )
     # options of a run on one task
     adapters: tuple = hidden("adapters")
     fusion: str | None = hidden("fusion")
@@ -105,6 +110,9 @@ class Settings(train.Settings):
                 "--adapter-config and --reduction-factor change a new adapter, and --adapter none "
                 "makes none"
             )
+        for name, limit in self.limits.items():
+            if name not in self.tasks or type(limit) is not int or limit < 1:
+                raise ValueError(f"--limits {name}={limit!r:.50}: one of --tasks, and a number")
         result = replace(
             super().with_defaults(),
             task=",".join(self.tasks),
@@ -207,23 +215,19 @@ def train_jointly(settings):
     bert = model.bert
     settings, by_task = for_tasks(settings, tasks, bert)
     data_sets = {n: train.load_data(by_task[n], task, bert) for n, task in tasks.items()}
-    train_sets = {name: of_task[0] for name, of_task in data_sets.items()}
-    dev_sets = {name: of_task[1] for name, of_task in data_sets.items()}
+    train_sets = {name: train_set for name, (train_set, _) in data_sets.items()}
+    dev_sets = {name: dev_set for name, (_, dev_set) in data_sets.items()}
     lengths = [examples.with_format("numpy")["length"][:] for examples in train_sets.values()]
     steps, names = settings.steps_per_epoch, [*tasks]
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = train.make_optimizer(trainable, settings.lr, settings.weight_decay)
-    config = {
-        **describe_tasks(settings, by_task, tasks, bert, dtype),
-        **train.describe_training(
-            model, [*train_sets.values()], [*dev_sets.values()], steps, settings.command
-        ),
-    }
+    record = describe_run(settings, by_task, tasks, bert, dtype)
+    record = record.with_training(train.trained_parts(model), trainable, steps, data_sets, device)
 
     state = train.TrainState(loss=torch.zeros((), device=device))
     save_best = partial(save, settings.out, model, state, trainable)
-    with open_run(settings, config, device, save_best) as run:
-        run.restore(state, trainable, optimizer)
+    with open_run(settings, record, device, save_best) as run:
+        run.start(state, trainable, optimizer)
         for p in optimizer.state:  # of a task whose batch was seen before the interruption
             p.grad = torch.zeros_like(p)
         ddp_model = run.distribute(model, find_unused_parameters=True)  # of the other tasks
@@ -268,15 +272,17 @@ def for_tasks(settings, tasks, bert):
     if settings.score not in (None, *shared) or not shared:
         raise ValueError(f"--score: all of --tasks have {', '.join(shared) or 'none in common'}")
     settings = replace(settings, score=settings.score or shared[0])
-    return settings, {n: settings.for_task(task, bert.config) for n, task in tasks.items()}
+    by_task = {}
+    for name, task in tasks.items():
+        limit = settings.limits.get(name, settings.limit_train)
+        by_task[name] = replace(settings.for_task(task, bert.config), limit_train=limit)
+    return settings, by_task
 
 
-def describe_tasks(settings, by_task, tasks, bert, dtype):
-    """As train.describe_run: what belongs to a task is a dictionary."""
-    labels = {name: list(task.labels) for name, task in tasks.items()}
+def describe_run(settings, by_task, tasks, bert, dtype):
+    """As train.describe_run."""
     lengths = {name: settings.max_length for name, settings in by_task.items()}
-    config = describe(settings, labels, tasks, bert, {}, dtype)
-    return config | {"max_length": lengths}
+    return describe(settings, tasks, lengths, bert, {}, dtype)
 
 
 def save(out, model, state, trainable):
@@ -296,13 +302,11 @@ def save(out, model, state, trainable):
 
 def finished_result(settings, bert=None):
     """As train.finished_result."""
-    check_finished(settings, {"stage": settings.stage, "task": settings.task})
     _, dtype = choose_device(settings.device, settings.dtype)
     tasks = {name: train.find_task(settings, name) for name in settings.tasks}
     bert = bert or Bert.from_pretrained(settings.model)
     settings, by_task = for_tasks(settings, tasks, bert)
-    check_finished(settings, describe_tasks(settings, by_task, tasks, bert, dtype))
-    return read_result(settings.out)
+    return result_of_finished(settings, describe_run(settings, by_task, tasks, bert, dtype))
 
 
 def main(argv=None):

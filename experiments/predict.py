@@ -31,8 +31,7 @@ from formats.files import error_prefix
 from formats.rows import read_rows
 from runtime.command import run_command
 from runtime.processes import choose_device
-from runtime.settings import argument, like, option, parse
-from train import Settings
+from runtime.settings import argument, option, parse
 
 WINDOW = 3200  # inputs that are sorted by length together
 # Okabe and Ito's colours, which most kinds of colour vision tell apart
@@ -48,11 +47,9 @@ class Options(Reading):
     explain: Path | None = option(
         None, "the fusion weights of each token and layer, as a page", metavar="PAGE.html"
     )
-    device: str = like(Settings, "device", group=None)
 
 
 def check(options):
-    """Raises ValueError for options that contradict each other, or would destroy a file."""
     if (options.file is None) == (not options.texts and not options.choices):
         raise ValueError("give either texts, or --file")
     if options.explain and options.explain.suffix != ".html":  # so no run's file is replaced
@@ -109,14 +106,12 @@ def explain(model, given, answer):
 
 def page_data(model):
     """What the page shows of the run: its adapters, with their letters and colours."""
-    names = model.config["adapters"]
-    colours = [*COLOURS, *(f"hsl({137.5 * n % 360} 70% 50%)" for n in range(len(names)))]
-    found = zip(names, cycle(ascii_letters), colours, strict=False)
+    colours = [*COLOURS, *(f"hsl({137.5 * n % 360} 70% 50%)" for n in range(len(model.adapters)))]
+    keys = zip(model.adapters, cycle(ascii_letters), colours, strict=False)
     return {
         "run": model.directory.resolve().name,
         "layers": len(model.bert.layers),
-        "adapters": [{"name": n, "letter": letter, "colour": c} for n, letter, c in found],
-        "examples": [],
+        "adapters": [{"name": n, "letter": letter, "colour": c} for n, letter, c in keys],
     }
 
 
@@ -132,29 +127,29 @@ def main(argv=None):
     options = parse(Options, argv, "python -m experiments.predict", __doc__)
     check(options)
     device, _ = choose_device(options.device, "float32")
+    given = options.model, options.task, options.allow_other_encoder
     with contextlib.redirect_stdout(sys.stderr):  # notes; stdout is for predictions
-        given = options.model, options.task, options.allow_other_encoder
         model = load_run(options.run, device, *given)
     if options.explain:
         check_fusion(options.run, "can be explained")
     inputs = read_inputs(options, model)
-    cut, data = 0, page_data(model)
+    cut, examples = 0, []
     for start in range(0, len(inputs), WINDOW):
         window = inputs[start : start + WINDOW]
-        found = model.predict([given for _, given in window])
-        for (line, given), answer in zip(window, found, strict=True):
+        answers = model.predict([given for _, given in window])
+        for (line, given), answer in zip(window, answers, strict=True):
             cut += answer["truncated"]
             if options.json:
                 print(json.dumps({"line": line, **answer} if options.file else answer))
             else:
                 print(line_of_text(model, model.candidates(given), answer))
             if options.explain:
-                data["examples"].append(explain(model, given, answer))
+                examples.append(explain(model, given, answer))
     if options.explain:
-        path = write_text(options.explain, page(data))
+        path = write_text(options.explain, page({**page_data(model), "examples": examples}))
         print(f"the fusion's weights are in {path}", file=sys.stderr)
     if cut and not options.json:
-        length = model.config["max_length"]
+        length = model.record.tasks[model.task.name].max_length
         print(f"note: {cut} of {len(inputs)} inputs were cut to {length} tokens", file=sys.stderr)
 
 

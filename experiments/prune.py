@@ -18,39 +18,35 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from adapter import save_adapter
+from adapter import read_saved_config, save_adapter
 from bert import activate
-from experiments.figure4 import average, inputs_of
+from experiments.fusion_weights import average, inputs_of
 from experiments.load_run import Reading, as_trained, check_fusion, load_run, unknown_kind
 from experiments.report import write_csv
+from formats.adapterhub import digest
 from formats.files import read_json, write_json
 from fusion import fusions, save_fusion
 from runtime.command import run_command
 from runtime.processes import choose_device
-from runtime.results import eval_batch_size
-from runtime.settings import COUNT, argument, like, option, parse
-from train import Settings, evaluate
+from runtime.settings import COUNT, argument, option, parse, same_option
+from train import evaluate
 
 
 @dataclass(frozen=True)
 class Options:
     run: Path = argument("a finished fusion run")
-    keep: int | None = option(
-        None, "adapters that stay in each layer; default: all", metavar="K", valid=COUNT
-    )
+    keep: int | None = option(None, "adapters that stay in each layer; default all", valid=COUNT)
     leave_out: tuple[int, ...] = option((), "no adapters there; from 1", metavar="LAYER")
     out: Path = option(None, "directory of the smaller run", required=True)
-    limit: int = option(
-        1000, "training examples to see the fusion weights on, at most", valid=COUNT
-    )
+    limit: int = option(1000, "training examples to see the weights on, at most", valid=COUNT)
     data_dir: str | None = option(None, "default: where the run had it")
-    model: str | None = like(Reading, "model")
-    allow_other_encoder: bool = like(Reading, "allow_other_encoder")
-    device: str = like(Settings, "device", group=None)
+    model: str | None = same_option(Reading, "model")
+    imports: str | None = same_option(Reading, "imports")
+    allow_other_encoder: bool = same_option(Reading, "allow_other_encoder")
+    device: str = same_option(Reading, "device")
 
 
 def check(options, bert, head, names):
-    """Raises ValueError for a run that cannot be pruned, or not like this."""
     if unknown := unknown_kind(bert, head):
         raise ValueError(f"{options.run}: {unknown} cannot be pruned")
     layers = {layer + 1 for (layer, _), _ in fusions(bert)}
@@ -61,9 +57,9 @@ def check(options, bert, head, names):
     reading = ("original_ln_before", "original_ln_after", "residual_before_ln")
     configs = [adapter.config for _, slot in bert.slots() for adapter in slot.adapters.values()]
     if len({tuple(getattr(config, field) for field in reading) for config in configs}) > 1:
+        fields = ", ".join(reading)
         raise ValueError(
-            f"the adapters of {options.run} differ in one of {', '.join(reading)}, where the last "
-            "one decides for all: without it the others would read something else"
+            f"the adapters of {options.run} differ in {fields}, where the last one decides for all"
         )
 
 
@@ -77,8 +73,7 @@ def weights_by_layer(bert, examples):
 
 def pruned(bert, names, weights, k, left_out):
     """(a copy of an encoder that has only the k adapters of each layer with the largest weights,
-    and in the layers left out neither adapters nor a fusion; their names in the order of its
-    fusion). names: of all adapters"""
+    and none in the layers left out; their names in the order of its fusion). names: of all"""
     bert, kept = copy.deepcopy(bert), {}
     for layer in weights.keys() - {layer - 1 for layer in left_out}:
         best = weights[layer].argsort(descending=True, stable=True)[:k]
@@ -103,22 +98,21 @@ def pruned(bert, names, weights, k, left_out):
 
 
 def write_run(run, bert, names, record, out):
-    """A finished run in `out`, without metrics.json. Its adapters are those of `bert`, bit by bit;
-    Ψ, the head and the configuration are the larger run's, including which encoder it was trained
-    on, and the adapters."""
+    """A finished run in `out`, without metrics.json: the adapters of `bert`, bit by bit, and else
+    what the larger run has. record: of that, but `pruned`"""
+    adapters = {}
     for name in names:
         directory, file = out / "adapters" / name, "adapter_config.json"
         save_adapter(bert, name, directory)
         saved = read_json(run / "adapters" / name / file)  # what else it says stays
         write_json(directory / file, {**saved, "config": read_json(directory / file)["config"]})
+        # other ones than those of the larger run, whose --resume must refuse this one
+        sha256 = digest(directory, read_saved_config(directory, name)[1])
+        adapters[name] = replace(record.loaded_adapters[name], sha256=sha256)
     save_fusion(bert, out)
     for name in ("head_config.json", "model_head.safetensors", "log.jsonl"):
         shutil.copyfile(run / name, out / name)
-    config = {**read_json(run / "config.json"), "adapters": names, "pruned": record}
-    config["adapter_digests"] = None  # so that --resume of the larger run refuses this one
-    encoders = config["adapter_encoders"]
-    config["adapter_encoders"] = {name: encoders[name] for name in names if name in encoders}
-    write_json(out / "config.json", config)
+    replace(record, loaded_adapters=adapters).write(out)
 
 
 def main(argv=None):
@@ -130,9 +124,8 @@ def main(argv=None):
         raise ValueError(f"--out {out} is already there")
     allow = options.allow_other_encoder
     loaded = load_run(run, model=options.model, allow_other_encoder=allow)
-    bert, config = loaded.bert, loaded.config
     check_fusion(run, "can be pruned")
-    names = fusions(bert)[0][1].name.split(",")
+    bert, names = loaded.bert, loaded.adapters
     check(options, bert, loaded.head, names)
     task, split = loaded.task, loaded.split("validation", options.data_dir)
     seen = loaded.split("train", options.data_dir, options.limit)
@@ -142,21 +135,20 @@ def main(argv=None):
         print(f"{run}: mean fusion weights on {len(seen)} training examples", flush=True)
         weights = weights_by_layer(bert.to(device), seen)
         print(f"accuracy on {len(split)} development examples, by adapters in a layer", flush=True)
-        size, scores = eval_batch_size(config["batch_size"], config["grad_accumulation"]), {}
+        scores = {}
         for k in range(len(names), 0, -1):
             smaller, _ = pruned(bert, names, weights, k, left_out)
             model = as_trained(replace(loaded, bert=smaller), options.device)
-            scores[k] = evaluate(model, task, split, size)
+            scores[k] = evaluate(model, task, split, loaded.eval_batch_size)
             scores[k]["dev_loss"] = scores[k].pop("loss")
             print(f"{k:>4}  {scores[k]['accuracy']:.4f}", flush=True)
 
         k = options.keep or len(names)
         smaller, left = pruned(bert.cpu(), names, weights, k, left_out)
-        record = {"from": str(run.resolve()), "keep": options.keep, "leave_out": left_out}
+        pruned_by = {"from": str(run.resolve()), "keep": options.keep, "leave_out": left_out}
         metrics = {**read_json(run / "metrics.json"), **scores[k], "out": str(out)}
         complete = Path(directory) / "run"
-        complete.mkdir()
-        write_run(run, smaller, left, record, complete)
+        write_run(run, smaller, left, replace(loaded.record, pruned=pruned_by), complete)
         rows = [(count, found["accuracy"]) for count, found in scores.items()]
         write_csv(complete / "prune.csv", ["k", "accuracy"], rows)
         write_json(complete / "metrics.json", {**metrics, "dev_examples": len(split)})

@@ -1,30 +1,29 @@
 """How experiments report: tables as text and Markdown, CSV files and pictures. Every file replaces
 an earlier one only once it is complete. A table is rows of cells, and a header of titles."""
 
-import csv
+import math
 import re
-import statistics
 
 from formats.files import atomic_write
+from runtime.seeds import mean_and_deviation
 
 NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+( ?%)?|[-–]?")  # or nothing, where there is no number
 
 
-def mean_and_deviation(accuracies):
+def percent(accuracies):
     """Accuracies of several seeds, 0 to 1 -> (mean, standard deviation) in %; the deviation of one
     seed, and both of none, are None."""
-    values = [100 * accuracy for accuracy in accuracies]
-    mean = statistics.mean(values) if values else None
-    return mean, statistics.stdev(values) if len(values) > 1 else None
+    return mean_and_deviation(100 * accuracy for accuracy in accuracies)
 
 
 def two_decimals(value, missing="–"):
-    return missing if value is None else f"{value:.2f}"
+    """value: None and NaN are missing"""
+    return missing if value is None or math.isnan(value) else f"{value:.2f}"
 
 
 def with_deviation(mean, deviation):
     """71.04 ± 0.52; the deviation is left out where there is none."""
-    return two_decimals(mean) + ("" if deviation is None else f" ± {deviation:.2f}")
+    return " ± ".join(filter(None, (two_decimals(mean), two_decimals(deviation, ""))))
 
 
 def as_text(value):
@@ -48,12 +47,13 @@ def markdown(rows, header):
     return "".join("| " + " | ".join(map(as_text, line)) + " |\n" for line in lines)
 
 
-def write_csv(path, header, rows, delimiter=","):
-    with (
-        atomic_write(path) as temporary,
-        open(temporary, "w", newline="", encoding="utf-8") as file,
-    ):
-        csv.writer(file, delimiter=delimiter, lineterminator="\n").writerows([header, *rows])
+def write_csv(path, header, rows):
+    """None and NaN are empty."""
+    import pandas  # takes half a second: when it is first needed
+
+    table = pandas.DataFrame(rows, columns=header, dtype=object)  # which leaves integers alone
+    with atomic_write(path) as temporary:
+        table.to_csv(temporary, index=False, lineterminator="\n")
 
 
 def write_text(path, text):

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -24,17 +24,13 @@ class Files:
 
     config: str
     weights: tuple  # their names of today and of old
-    pattern: str  # of a tensor's name; NAME and PART stand for the following two
+    pattern: str  # of a tensor's name
     tensor: str  # the name that is written
-    part: str  # pattern of a parameter's name inside its module, as AdapterHub has it
 
-    def split(self, key, name=None):
+    def split(self, key):
         """A tensor's name -> (slot, part, name of the adapter, head or fusion), None for one that
-        is no such tensor. Under the name that its file mentions any parameter may be meant, for
-        instance a fork's; under another name only those of AdapterHub."""
-        part = self.part if name is None else r"\w+(?:\.\w+)*"
-        pattern = self.pattern.replace("NAME", ".+" if name is None else re.escape(name))
-        match = re.fullmatch(pattern.replace("PART", part), key)
+        is no such tensor."""
+        match = re.fullmatch(self.pattern, key)
         return match and match.group("slot", "part", "name")
 
 
@@ -43,26 +39,24 @@ class Files:
 # LayerNorm, adapter_layer_norm, which AdapterHub's library lacks.
 SLOT = r"(?:\w+\.)?(?P<slot>embeddings|encoder\.layer\.\d+\.(?:[a-z_]+\.)*[a-z_]+)\."
 LISTS = r"(?:adapters|layer_text_task_adapters|attention_text_task_adapters)\."
+NAME = r"(?P<name>[^.]+)\."  # PyTorch allows no full stop there
 ADAPTER = Files(
     "adapter_config.json",
     ("adapter.safetensors", "pytorch_adapter.bin"),
-    SLOT + LISTS + r"(?P<name>NAME)\.(?P<part>adapter_\w+(?:\.\w+)*)",
+    SLOT + LISTS + NAME + r"(?P<part>adapter_\w+(?:\.\w+)*)",
     "{model_type}.{slot}.adapters.{name}.{part}",
-    "",
 )
 HEAD = Files(
     "head_config.json",
     ("model_head.safetensors", "pytorch_model_head.bin"),
-    r"(?P<slot>heads)\.(?P<name>NAME)\.(?P<part>PART)",
+    r"(?P<slot>heads)\." + NAME + r"(?P<part>\w+(?:\.\w+)*)",
     "{slot}.{name}.{part}",
-    r"\d\.\w+",
 )
 FUSION = Files(
     "adapter_fusion_config.json",
     ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin"),
-    SLOT + r"adapter_fusion_layer\.(?P<name>NAME)\.(?P<part>PART)",
+    SLOT + r"adapter_fusion_layer\." + NAME + r"(?P<part>\w+(?:\.\w+)*)",
     "{model_type}.{slot}.adapter_fusion_layer.{name}.{part}",
-    r"\w+\.\w+",
 )
 
 # What AdapterHub's bottleneck configuration has beyond the paper's grid, where it has no effect
@@ -113,15 +107,15 @@ cb              bert-base-uncased-cb               roberta-base-cb
 def paper_adapters(model_type):
     """[(task, hub id)] of the paper's 16 adapters for "bert" or "roberta"."""
     rows = [row.split() for row in PAPER_ADAPTERS.strip().split("\n")]
-    names = [(task, roberta if model_type == "roberta" else bert) for task, bert, roberta in rows]
-    return [(task, f"AdapterHub/{name}_pfeiffer") for task, name in names]
+    column = {"bert": 1, "roberta": 2}[model_type]
+    return [(row[0], f"AdapterHub/{row[column]}_pfeiffer") for row in rows]
 
 
 def check_name(name, taken=()):
     """Raises ValueError for an adapter's name that cannot be a directory's, a part of a tensor's
     name, or of a fusion's, or that another adapter has already."""
     right = isinstance(name, str) and re.fullmatch(r"[\w@+=-][\w@+= -]{0,99}", name)
-    if not right or len(name.encode()) > 200 or hasattr(torch.nn.ModuleDict(), name):
+    if not right or hasattr(torch.nn.ModuleDict(), name):
         rule = "letters, digits, blanks and _-@+=, at most 100, no method of ModuleDict"
         raise ValueError(f"{name!r:.120} cannot be an adapter's name: {rule}")
     if name in taken:
@@ -154,17 +148,11 @@ def header(name, config, source):
 # What options may be
 
 
-FLAGS = """mh_adapter output_adapter original_ln_before original_ln_after ln_before ln_after
-    adapter_residual_before_ln""".split()
-
-
 def check_bottleneck(config, non_linearities):
     """Raises ValueError, naming the field, for an invalid configuration of a bottleneck adapter."""
-    choices = {
-        **dict.fromkeys(FLAGS, [True, False]),
-        "residual_before_ln": [True, False, "post_add"],
-        "non_linearity": [*non_linearities],
-    }
+    choices = {field.name: [True, False] for field in fields(config) if field.type is bool}
+    choices["residual_before_ln"] = [True, False, "post_add"]
+    choices["non_linearity"] = [*non_linearities]
     for field, known in choices.items():
         if (value := getattr(config, field)) not in known:
             these = ", ".join(map(str, known))
@@ -227,7 +215,7 @@ def head_config(config):
     outputs = "num_choices" if config["head_type"] == "multiple_choice" else "num_labels"
     if outputs == "num_labels":  # a head of the other type has no such field
         config.setdefault("bias", True)
-    if type(config.get(outputs)) is not int or not 0 < config[outputs] < 100_000:
+    if not isinstance(config.get(outputs), int):
         raise ValueError(f"a head needs {outputs}")
     return config
 
@@ -247,7 +235,7 @@ def fetch(source, files=ADAPTER):
     if config is None:
         raise FileNotFoundError(f"hub repository {source} has no {files.config}")
     for name in files.weights:  # where neither is, `read` says so
-        if download(source, name, revision=commit_of(config)):
+        if download(source, name, commit_of(config)):
             break
     return config.parent
 
@@ -299,20 +287,10 @@ def read_values(directory, files):
     return values["config"], values
 
 
-def read_head(source):
-    """The Saved head at `source`, a directory or a hub id."""
-    saved = read(fetch(source, HEAD), HEAD)
-    with error_prefix(saved.directory / HEAD.config):
-        saved.options = head_config(saved.options)
-    return saved
-
-
 def read_fusion(source):
     """(Saved fusion, names of its adapters) at `source`, a directory or a hub id."""
-    saved = read(fetch(source, FUSION), FUSION)
-    names = (
-        saved.metadata.get("adapter_names") or saved.metadata["name"]
-    )  # old files have only that
+    saved = read(source, FUSION)
+    names = saved.metadata.get("adapter_names") or saved.metadata["name"]  # all that old files have
     return saved, names.split(",") if isinstance(names, str) else names
 
 
@@ -357,11 +335,13 @@ def bottleneck_options(values, options):
     return options
 
 
-def read(directory, files):
-    """What is Saved in a directory, with its options as they are there, and the tensors in the
-    first of files.weights that exists. Alone there, they may have any name; but the reference
-    writes a head (fusion) "rte2" also into the file of one called "rte"."""
-    directory, (options, metadata) = Path(directory), read_values(directory, files)
+def read(source, files):
+    """What is Saved at `source`, a directory or a hub id, with its options as they are there, and
+    the tensors in the first of files.weights that exists. Alone there, they may have any name; but
+    the reference writes a head (fusion) "rte2" also into the file of one called "rte". Raises
+    FileNotFoundError, or ValueError that names the file."""
+    directory = fetch(source, files)
+    options, metadata = read_values(directory, files)
     paths = [directory / name for name in files.weights if (directory / name).is_file()]
     if not paths:
         missing = " nor ".join(files.weights)
@@ -369,14 +349,11 @@ def read(directory, files):
     by_name, inside, stored = {}, str(metadata.get("name")), read_tensors(paths[0])
     with error_prefix(paths[0]):
         for key, tensor in stored.items():
-            found = files.split(key, inside) or files.split(key)
+            found = files.split(key)
             if found is None:  # for instance an invertible adapter's
-                raise ValueError(f"{listed([key])} has no place here, not supported")
+                raise ValueError(f"{key} has no place here, not supported")
             slot, part, name = found
-            tensors = by_name.setdefault(name, {})
-            if (slot, part) in tensors:
-                raise ValueError(f"{listed([key])} is there twice, under an old and a new name")
-            tensors[slot, part] = tensor
+            by_name.setdefault(name, {})[slot, part] = tensor
         if inside not in by_name and len(by_name) > 1:
             raise ValueError(f"it holds {listed(list(by_name))}, not {inside!r:.50}")
     # without any: a kind of fusion may have no parameters; if it has, `copy_into` misses them
@@ -407,7 +384,7 @@ def file_names(files, tensors, metadata):
     for (slot, part), tensor in tensors.items():
         names = {"model_type": metadata["model_type"], "name": metadata["name"]}
         key = files.tensor.format(slot=slot, part=part, **names)
-        if files.split(key, metadata["name"]) != (slot, part, metadata["name"]):
+        if files.split(key) != (slot, part, metadata["name"]):
             raise ValueError(f"a tensor cannot be called {part} in {slot}: it would not be found")
         result[key] = tensor
     return result

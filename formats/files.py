@@ -2,6 +2,7 @@
 them leaves the old file or the new one, whatever happens meanwhile."""
 
 import contextlib
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -13,9 +14,8 @@ from safetensors.torch import load_file
 
 
 def listed(names):
-    """The first names of a list, for a message of one line."""
-    safe = [name if name.isprintable() and len(name) < 200 else repr(name[:200]) for name in names]
-    return ", ".join(safe[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    """The first names of a list, for a message."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 @contextlib.contextmanager
@@ -38,10 +38,16 @@ def read_json(path):
     return value
 
 
+def file_digest(path):
+    """SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def fsync(*paths):
     """Returns when files, and the names in directories, are on the disk."""
     for path in paths:
-        if path.is_file() or path.is_dir():
+        if path.is_file() or (path.is_dir() and os.name != "nt"):
             descriptor = os.open(path, os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)

@@ -11,9 +11,9 @@ SECONDS = 4  # for the hub to answer
 
 
 @functools.cache
-def library():
-    """`huggingface_hub`, imported when it is first needed: most runs read local files, and it takes
-    half a second."""
+def import_huggingface_hub():
+    """The library, imported when it is first needed: most runs read local files, and it takes half
+    a second."""
     import huggingface_hub
 
     # Errors are raised, and reported once; downloads are announced by a line, since the bars of
@@ -46,7 +46,8 @@ def reason_of(error):
 def hub_answers():
     """Whether the hub answers within SECONDS, whatever it says, asked once. If not, its libraries
     are told that there is no network: they would try for minutes."""
-    constants, session = library().constants, library().get_session
+    library = import_huggingface_hub()
+    constants, session = library.constants, library.get_session
     if constants.HF_HUB_OFFLINE:
         return False
     answers = []
@@ -75,21 +76,20 @@ def download(repo_id, filename, revision=None):
     repo_id = str(repo_id)
     if is_local(repo_id):
         raise FileNotFoundError(f"there is no directory {repo_id!r}")
-    reached, constants = hub_answers(), library().constants
-    hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
+    reached, library = hub_answers(), import_huggingface_hub()
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
-        cached = library().try_to_load_from_cache(repo_id, filename, revision=revision)
-        known_to_lack_it = cached is library()._CACHED_NO_EXIST
-        if known_to_lack_it and (revision or not reached):
+        cached = library.try_to_load_from_cache(repo_id, filename, revision=revision)
+        if cached is library._CACHED_NO_EXIST and (revision or not reached):
             return None  # without a commit: the branch may have it by now
         if cached is None and reached:
             print(f"downloading {filename} of {repo_id}", flush=True)
-        return Path(library().hf_hub_download(repo_id, filename, revision=revision))
+        return Path(library.hf_hub_download(repo_id, filename, revision=revision))
     except Exception as e:  # not found, no access, no id, a full disk: of many kinds
         if isinstance(e, EntryNotFoundError) and not isinstance(e, LocalEntryNotFoundError):
             return None
+        hub, cache = library.constants.ENDPOINT, library.constants.HF_HUB_CACHE
         reason = f"does not come from {hub}: {reason_of(e)}"
         if not reached:
             reason = f"is not in the cache {cache}, and {hub} cannot be reached"

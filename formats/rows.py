@@ -1,13 +1,11 @@
 """Rows of text and labels, as they are written: from .jsonl, .json, .csv, .tsv and .parquet files,
-or from the hub; the splits of a task; and the cache of what the rows become, their tokens."""
+or from the hub; their splits; and the cache of what the rows become, their tokens."""
 
-import contextlib
 import csv
 import functools
 import hashlib
 import json
 import logging
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,15 +14,15 @@ from pathlib import Path
 import numpy as np
 
 from formats import hub
-from formats.files import atomic_write
+from formats.files import file_digest
 
 csv.field_size_limit(10**9)  # texts may be longer than its 131,072 characters
 
 
 @functools.cache
-def library():
-    """`datasets`, imported when it is first needed: it takes more than a second."""
-    hub.library()
+def import_datasets():
+    """The library, imported when it is first needed: it takes more than a second."""
+    hub.import_huggingface_hub()
     import datasets
 
     # Errors are raised, and reported once; downloads are announced by a line.
@@ -46,24 +44,22 @@ class Lines:
                 yield line.decode("utf-8-sig" if self.number == 1 else "utf-8")
 
 
-def read_jsonl(lines):
+def jsonl_rows(lines):
     return (json.loads(line.strip()) for line in lines if line.strip())
 
 
-def read_json(lines):
+def json_rows(lines):
     """A list of objects, or else objects in lines, as in .jsonl"""
-    first = next((line for line in lines if line.strip()), "")
-    if not first.lstrip().startswith("["):
-        yield from read_jsonl(lines)
-        return
     text = "".join(lines)
+    if not text.lstrip().startswith("["):
+        yield from jsonl_rows(lines)
+        return
     lines.number = 1  # from where a JSONDecodeError counts
-    for number, row in enumerate(json.loads(text), 1):
-        lines.number = number
+    for lines.number, row in enumerate(json.loads(text), 1):
         yield row
 
 
-def read_csv(lines, **dialect):
+def csv_rows(lines, **dialect):
     table = csv.reader(lines, strict=True, **dialect)
     header = next(table, [])
     if twice := [name for name in header if header.count(name) > 1]:
@@ -75,7 +71,7 @@ def read_csv(lines, **dialect):
             yield dict(zip(header, cells, strict=True))
 
 
-def read_parquet(lines):
+def parquet_rows(lines):
     """Labels that the file has as numbers beside their names, as `datasets` writes it, by name: the
     file's order is its own."""
     import pyarrow.parquet
@@ -93,11 +89,11 @@ def read_parquet(lines):
 
 
 READERS = {
-    ".jsonl": read_jsonl,
-    ".json": read_json,
-    ".csv": read_csv,
-    ".tsv": functools.partial(read_csv, delimiter="\t", quoting=csv.QUOTE_NONE),
-    ".parquet": read_parquet,
+    ".jsonl": jsonl_rows,
+    ".json": json_rows,
+    ".csv": csv_rows,
+    ".tsv": functools.partial(csv_rows, delimiter="\t", quoting=csv.QUOTE_NONE),
+    ".parquet": parquet_rows,
 }
 
 
@@ -155,7 +151,7 @@ class Source:
 
 def of_files(where, *paths, keep=lambda row: True):
     """The Source of local files. keep: function(row), whether the row belongs to it"""
-    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    files = {path.name: file_digest(path) for path in paths}
 
     def read():
         return ((line, row) for path in paths for line, row in read_rows(path) if keep(row))
@@ -163,7 +159,7 @@ def of_files(where, *paths, keep=lambda row: True):
     return Source(str(where), read, repr(files), files)
 
 
-def of_argument(directory, split):
+def of_ukp(directory, split):
     """UKP's corpus as it is distributed: one file a topic, the split in the column `set`."""
     wanted, paths = "val" if split == "validation" else split, sorted(directory.glob("*.tsv"))
     source = of_files(directory, *paths, keep=lambda row: row.get("set") == wanted)
@@ -177,17 +173,13 @@ def load_from_hub(source, config, revision):
     """{split: rows} of a data set, all of which `datasets` downloads at once."""
     if hub.hub_answers():
         print(f"loading the data set {source} {config or ''} from the hub", flush=True)
-    return library().load_dataset(source, config, revision=revision)
+    return import_datasets().load_dataset(source, config, revision=revision)
 
 
-def of_hub(task, name):
-    if task.hub is None:
-        where = "tudatalib.ulb.tu-darmstadt.de/handle/tudatalib/2345 has it"
-        raise FileNotFoundError(f"{task.name} is not on the hub; {where}, for --data-dir")
-    repository, configuration, revision = task.hub
-    where = f"{repository} {configuration or ''}".strip() + f", {name}"
+def of_hub(repository, configuration, revision, split):
+    where = f"{repository} {configuration or ''}".strip() + f", {split}"
     try:
-        rows = load_from_hub(repository, configuration, revision)[name]
+        rows = load_from_hub(repository, configuration, revision)[split]
     except Exception as e:  # network, hub and format each raise their own kinds
         problem = f"{where} cannot be loaded from the hub ({hub.reason_of(e)})"
         raise FileNotFoundError(f"{problem}; --data-dir takes local files") from e
@@ -201,37 +193,42 @@ def of_hub(task, name):
     return Source(where, read, rows._fingerprint, revision=revision)
 
 
-def find_split(task, split, data_dir=None, fraction=None, held_out=None):
+def find_split(name, split, data_dir, files, hub, dev, dev_from_train, fraction, held_out):
     """
-    The Source of "train", "validation" or another split, in `data_dir`, or on the hub without one.
+    The Source of "train", "validation" or another split of the data called `name`: in `files`,
+    {split: path}, in `data_dir`/NAME, or in a data set of the hub, (repository, configuration,
+    revision), where the development set is called `dev`.
+
     Where there is no development set, "validation" are training examples, always the same ones, and
-    "train" the others: as many as the task says (`Task.dev_from_train`), or the fraction that is
-    asked for. held_out: see `hold_out`.
+    "train" the others: `dev_from_train` of them, or the fraction that is asked for. held_out: see
+    `hold_out`. Raises FileNotFoundError, or ValueError for a fraction that is not needed.
     """
-    on_hub = data_dir is None and not task.files
-    dev_file = task.files.get("validation")
-    if data_dir is not None and not task.files:
-        directory = Path(data_dir) / task.name
-        dev_file = find_file(directory, "validation", task.dev, required=False)
-    if fraction and (dev_file or (on_hub and not task.dev_from_train)):
+    on_hub, dev_file = data_dir is None and not files, files.get("validation")
+    if data_dir is not None and not files:
+        directory = Path(data_dir) / name
+        dev_file = find_file(directory, "validation", dev, required=False)
+    if fraction and (dev_file or (on_hub and not dev_from_train)):
         if not held_out:
             where = dev_file or "the hub"
             raise ValueError(f"--dev-fraction: {where} has a development set already")
         fraction = None  # other data than those of the run that held examples out
     dev_share = None
     if not dev_file and split in ("train", "validation"):
-        dev_share = fraction or task.dev_from_train or None
-    name = "train" if dev_share else split
+        dev_share = fraction or dev_from_train or None
+    wanted = "train" if dev_share else split
     if on_hub:
-        source = of_hub(task, task.dev if name == "validation" else name)
-    elif task.files:
-        if name not in task.files:
-            raise FileNotFoundError(f"no {name} split: --dev-file or --dev-fraction gives one")
-        source = of_files(task.files[name], Path(task.files[name]))
-    elif task.name == "argument" and directory.is_dir() and not any(directory.glob("train.*")):
-        source = of_argument(directory, name)
+        if hub is None:
+            where = "tudatalib.ulb.tu-darmstadt.de/handle/tudatalib/2345 has it"
+            raise FileNotFoundError(f"{name} is not on the hub; {where}, for --data-dir")
+        source = of_hub(*hub, dev if wanted == "validation" else wanted)
+    elif files:
+        if wanted not in files:
+            raise FileNotFoundError(f"no {wanted} split: --dev-file or --dev-fraction gives one")
+        source = of_files(files[wanted], Path(files[wanted]))
+    elif name == "argument" and directory.is_dir() and not any(directory.glob("train.*")):
+        source = of_ukp(directory, wanted)
     else:
-        path = find_file(directory, name, task.dev)
+        path = find_file(directory, wanted, dev)
         source = of_files(path, path)
     return replace(source, dev_share=dev_share)
 
@@ -257,43 +254,31 @@ def hold_out(source, examples, split, recorded=None):
     return held if split == "validation" else np.sort(drawn[n:]), digest
 
 
-def note_size(where, count, task, split):
-    """A note about a number of rows that neither the paper nor the hub has."""
-    known = [sizes[split == "validation"] for sizes in (task.sizes, task.hub_sizes) if sizes]
-    if split in ("train", "validation") and known and count not in known:
-        print(f"note: {where} has {count} rows, the {task.name} of the paper has {known[0]}")
-
-
-def cached(key, chunks, floats):
-    """A datasets.Dataset of tokens, labels and lengths: dictionaries of columns, which are taken
-    from the generator `chunks` and kept in the cache of `datasets` under `key`. floats: whether
+def cached_tokens(key, examples, floats):
+    """A datasets.Dataset of tokens, labels and lengths, dictionaries of columns from the function
+    `examples`, which `datasets` keeps in its cache: it is called once for each key. floats: whether
     labels are numbers, not indices."""
     import pyarrow
 
-    datasets, integer = library(), pyarrow.int32()
-    ids, label = pyarrow.list_(pyarrow.list_(integer)), pyarrow.float32() if floats else integer
-    columns = {"input_ids": ids, "token_type_ids": ids, "label": label, "length": integer}
-    schema = pyarrow.schema(columns)
-    name = hashlib.sha256(repr([key, floats]).encode()).hexdigest()
-    path = Path(datasets.config.HF_DATASETS_CACHE) / "tokens" / f"{name}.arrow"
-    with contextlib.suppress(OSError, pyarrow.ArrowException):  # it is not there, or damaged
-        return datasets.Dataset.from_file(str(path))
+    datasets = import_datasets()
+    integer = datasets.Value("int32")
+    ids, label = datasets.List(datasets.List(integer)), datasets.Value("float32")
+    columns = {"input_ids": ids, "token_type_ids": ids, "length": integer}
+    features = datasets.Features({**columns, "label": label if floats else integer})
+    fingerprint = datasets.fingerprint.Hasher.hash([key, floats])
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # several processes may be doing the same
-        with atomic_write(path, f".{os.getpid()}") as temporary:
-            with pyarrow.ipc.new_stream(str(temporary), schema) as stream:
-                for chunk in chunks:
-                    stream.write(pyarrow.RecordBatch.from_pydict(chunk, schema))
-    except OSError as e:
-        problem = f"the cache of `datasets` cannot be written ({e})"
-        raise OSError(f"{problem}: HF_DATASETS_CACHE in the environment names another") from e
-    return datasets.Dataset.from_file(str(path))
+        return datasets.Dataset.from_generator(examples, features, fingerprint=fingerprint)
+    except datasets.exceptions.DatasetGenerationError as e:
+        raise e.__cause__ from None  # of `examples`
+    except (OSError, pyarrow.ArrowException) as e:
+        place = f"remove {datasets.config.HF_DATASETS_CACHE}/generator"
+        problem = f"the cache of `datasets` cannot be written, or is damaged ({e})"
+        raise OSError(f"{problem}: {place}, or HF_DATASETS_CACHE=DIR names another") from e
 
 
 def set_origin(tokens, source, held_out):
     """Notes in a split what it was made of."""
-    values = {"revision": source.revision, "files": source.files, "held_out": held_out}
+    values = {"revision": source.revision, "held_out": held_out}
     tokens.info.description = json.dumps(values)
 
 

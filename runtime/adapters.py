@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from formats.adapterhub import ADAPTER, fetch, paper_adapters, read_adapter_config
-from formats.files import read_json
 from formats.hub import is_local
+from runtime.record import encoder_of_adapter, record_around
 
 
 def find_adapter(source):
@@ -12,9 +12,9 @@ def find_adapter(source):
     what to do."""
     directory = Path(source)
     if directory.is_dir() and not (directory / ADAPTER.config).is_file():
-        stage = run_of(directory)[1].get("stage")
-        hint = f": it is a run of --stage {stage}" if stage else ""
-        if stage == "multitask":
+        _, record = record_around(directory)
+        hint = f": it is a run of --stage {record.stage}" if record else ""
+        if record and record.stage == "multitask" and (directory / "adapters").is_dir():
             hint = f": its adapters are in {source}/adapters"
         raise FileNotFoundError(f"{source} has no {ADAPTER.config}{hint}")
     if not directory.is_dir() and is_local(source):
@@ -27,7 +27,8 @@ def check_encoder(source, directory, values, model, digest, allow=False):
     """Raises ValueError if a saved adapter was trained on another encoder than `model`, whose
     weights have this digest, unless that is allowed. An adapter that is from no run knows only its
     encoder's name, which says little where `model` is a directory: then another name is a note."""
-    trained_on, theirs = Path(str(values.get("model_name") or model)).name, run_encoder(directory)
+    trained_on = Path(str(values.get("model_name") or model)).name
+    theirs = encoder_of_adapter(directory)
     if theirs is not None and theirs != digest:
         problem = f"{source} was trained on an encoder with other weights than {model}"
     elif theirs is None and trained_on != Path(model).name:
@@ -64,39 +65,18 @@ def resolve_adapters(sources, encoder, model, digest, allow_other_encoder=False)
     return found
 
 
-def encoder_of(sources):
+def encoder_of_runs(sources):
     """The encoder that the runs among `sources` have recorded; None if none has. Raises ValueError
     if they differ, FileNotFoundError for a directory without an adapter."""
     models = {}
     for source in sources:
         if is_local(source):
             find_adapter(source)  # says so if there is no adapter
-        run, config = run_of(source)
-        if model := str(run) if "weights_sha256" in config else config.get("model"):
+        run, record = record_around(source)
+        if record:
+            model = str(run) if record.weights_sha256 else record.options["model"]
             models.setdefault(model, source)
     if len(models) > 1:
         found = ", ".join(f"{source} on {model}" for model, source in models.items())
         raise ValueError(f"--adapters were trained on different encoders ({found}): add --model")
     return next(iter(models), None)
-
-
-def run_of(directory):
-    """(the run's directory, what it has recorded) of a run, or of an adapter in one; (None, {}) of
-    any other directory."""
-    runs = [Path(directory)]
-    if runs[0].parent.name == "adapters":
-        runs.append(runs[0].parent.parent)
-    for run in runs:
-        if (run / "config.json").is_file():
-            return run, read_json(run / "config.json")
-    return None, {}
-
-
-def run_encoder(directory):
-    """The digest of the encoder that a run's adapters belong to, from the directory of the run, or
-    of an adapter in it: the one it was trained on, or where training changed the encoder, too, the
-    one it ended with. None where no run says."""
-    directory, (_, config) = Path(directory), run_of(directory)
-    own = config.get("weights_sha256", config.get("encoder_sha256"))
-    # of a fusion's copies, also of those that --allow-other-encoder has let in
-    return config.get("adapter_encoders", {}).get(directory.name, own)

@@ -1,38 +1,33 @@
 """A run's directory: what belongs to it, who is at work there, and when it is on the disk."""
 
 import contextlib
-import fcntl
 import os
 import shutil
 from pathlib import Path
 
-from formats.adapterhub import ADAPTER, FUSION, HEAD
-from formats.files import read_json
-from formats.tokenizer import TOKENIZER_FILES
+from filelock import FileLock, Timeout
 
-WEIGHTS = [files.weights[0] for files in (ADAPTER, HEAD, FUSION)] + ["model.safetensors"]
+from formats.adapterhub import ADAPTER, FUSION, HEAD
+from formats.tokenizer import TOKENIZER_FILES
+from runtime.record import is_run, read_record
+
+WEIGHTS = [*(files.weights[0] for files in (ADAPTER, HEAD, FUSION)), "model.safetensors"]
 RUN_FILES = [
     *"resume.pt metrics.json config.json log.jsonl adapters heads".split(),
     *(files.config for files in (ADAPTER, HEAD, FUSION)),
     *WEIGHTS,
     *TOKENIZER_FILES,
 ]
+LOCK = ".lock"
 TEMPORARY = [f"{name}.tmp" for name in RUN_FILES]  # of a killed or failed write
 
 
 def status(out):
-    """What a run's directory holds: "finished" (metrics.json), "interrupted" (a state to go on
-    from), or None. A metrics.json that a power cut has damaged counts for nothing beside a
-    state."""
-    has_state = (out / "resume.pt").exists()
-    if (out / "metrics.json").exists():
-        try:
-            if read_json(out / "metrics.json") or not has_state:
-                return "finished"
-        except (ValueError, OSError):
-            if not has_state:
-                return "finished"
-    return "interrupted" if has_state else None
+    """What a run's directory holds: "finished" (metrics.json, which is written last),
+    "interrupted" (a state to go on from), or None."""
+    if (out / "metrics.json").exists() and (out / "config.json").exists():
+        return "finished"
+    return "interrupted" if (out / "resume.pt").exists() else None
 
 
 def is_finished(out):
@@ -50,8 +45,7 @@ def own_copies(settings):
     out, sources = settings.out, settings.adapters
     if not sources or not settings.resume or not (out / "config.json").exists():
         return []
-    names = read_json(out / "config.json")["adapters"]
-    copies = [(name, out / "adapters" / name) for name in names]
+    copies = [(name, out / "adapters" / name) for name in read_record(out).loaded_adapters]
     sources_exist = len(copies) == len(sources) and all(Path(path).is_dir() for path in sources)
     return copies if resumes(settings) or not sources_exist else []
 
@@ -71,66 +65,56 @@ def check_out(settings):
             raise ValueError(f"--out {out} would replace {source}, which this run needs")
     if settings.overwrite or resumes(settings):
         return
-    weights = [name for name in WEIGHTS if os.path.lexists(out / name)]
+    ended = ", which another process has just ended: --resume shows its result" * settings.resume
     held = {
-        "finished": "a finished run"
-        + " again (--resume once more reads its result)" * settings.resume,
+        "finished": f"a finished run{ended}",
         "interrupted": "an interrupted run, which --resume continues",
-        None: f"{weights[0]}, and no metrics.json of a finished run" if weights else None,
+        None: next((name for name in WEIGHTS if (out / name).exists()), None),  # of a copy
     }[status(out)]
     if held is not None:
         raise ValueError(f"{out} holds {held}: choose another --out, or --overwrite it")
 
 
 def check_run(out):
-    """Raises ValueError for a directory that is neither empty nor a run's. A run's has a
-    config.json with a stage and a command; of one that was killed before that was written,
-    nothing is there."""
-    path = out / "config.json"
-    if not path.is_file() and [path for path in out.iterdir() if path.name != "config.json.tmp"]:
+    """Raises ValueError for a directory that is neither empty nor a run's. Of a run that was killed
+    before its config.json was written, nothing else is there."""
+    if (out / "config.json").is_file():
+        if not is_run(out):
+            where = f"{out}/config.json is not a run's, it has no stage or no command"
+            raise ValueError(f"{where}: choose another --out")
+    elif {path.name for path in out.iterdir()} - {"config.json.tmp", LOCK}:
         raise ValueError(f"--out {out} holds other files than a run's: choose a new directory")
-    if path.is_file() and not {"stage", "command"} <= {*read_json(path)}:
-        raise ValueError(f"{path} is not a run's, it has no stage or no command: another --out")
 
 
 @contextlib.contextmanager
-def taken(settings):
-    """The directory settings.out is this run's, and locked; if it was made for a run that comes to
-    nothing, it goes."""
+def locked(settings):
+    """The directory settings.out is this run's until the block, or the process, ends, however it
+    ends. If it was made for a run that comes to nothing, it goes. Raises ValueError if another
+    process is at work there."""
     out, made = settings.out, not settings.out.exists()
-    with lock(out):
-        try:
-            check_out(settings)  # again: another run may have ended here before the lock was ours
-            yield
-        finally:
-            if made and not any(out.iterdir()):
-                out.rmdir()
-
-
-def clear(out, names):
-    """Removes a run's files from its directory, and nothing else; what a link in it leads to
-    stays."""
-    for path in list(out.iterdir()) if out.is_dir() else []:
-        if path.name in names:
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-
-
-@contextlib.contextmanager
-def lock(out):
-    """The directory is this process's until the block, or the process, ends, however it ends.
-    Raises ValueError if it is another's."""
     out.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(out, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as e:
-        os.close(descriptor)
+        with FileLock(out / LOCK, timeout=0):
+            try:
+                check_out(settings)  # again: another run may have ended here meanwhile
+                yield
+            finally:
+                with contextlib.suppress(OSError):  # Windows, where it is open
+                    (out / LOCK).unlink()  # filelock looks whether its file is still there
+    except Timeout as e:
         raise ValueError(
             f"another process is at work in {out}: wait for it, or choose another --out"
         ) from e
-    except OSError:
-        pass  # a file system without locks
-    try:
-        yield
     finally:
-        os.close(descriptor)
+        if made and not any(out.iterdir()):
+            out.rmdir()
+
+
+def clear(out, names):
+    """Removes a run's files from its directory, in this order, and nothing else; what a link in it
+    leads to stays."""
+    for path in (out / name for name in names):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)

@@ -56,7 +56,9 @@ def micro_batches(rows, count):
     return [(len(part) / len(rows), part.tolist()) for part in parts]
 
 
-STOP = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]  # Ctrl-C, a scheduler, a closed terminal
+STOP = [signal.SIGINT, signal.SIGTERM]  # Ctrl-C, a scheduler
+if os.name != "nt":
+    STOP.append(signal.SIGHUP)  # a closed terminal
 
 
 @contextlib.contextmanager

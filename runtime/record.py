@@ -1,14 +1,17 @@
-"""config.json: what a run is, made of plain values, and how two runs are compared.
+"""What a run is: one record, and config.json, its only file.
 
-Its entries are those of the command, the tasks, the encoder, the adapters, the data and the
-machine. A finished run, and one that --resume continues, must have all of them in common with the
-command, except what may change (`free_names`) and the machine.
+record = describe(settings, tasks, lengths, encoder, adapters, dtype)  # before data are loaded
+record = record.with_training(...)        # the data, what is trained, and where
+record.write(out)
+read_record(out)                          # of any version of this project
+read_record(out).check_same(record, ...)  # ValueError: the first difference, in words
 """
 
 import hashlib
 import platform
 import shlex
 import subprocess
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,49 +19,196 @@ import numpy as np
 import torch
 
 from formats.adapterhub import digest
-from formats.files import read_json
-from formats.rows import find_split, origin
+from formats.files import read_json, write_json
+from formats.rows import origin
 from formats.tokenizer import read_tokenizer, tokenizer_digest
-from runtime.adapters import run_encoder
-from runtime.settings import difference, free_names, record
+from runtime.settings import recorded_values
 
-# What describes the machine, which may be another one when a run is resumed.
-MACHINE = "device threads processes versions python commit command data_revision".split()
 ROOT = Path(__file__).resolve().parent.parent
+# entries that may be others when a run is resumed: they describe the machine
+MACHINE = "device threads processes versions python commit command data_revision".split()
 
 
-def describe(settings, labels, tasks, encoder, adapters, dtype):
+@dataclass(frozen=True)
+class TaskRecord:
+    labels: list
+    columns: list  # of the texts
+    type: str  # its class, such as Classification
+    max_length: int  # in tokens
+    files: dict  # {name: SHA-256} of local files; of the hub's data there is data_revision
+    held_out: str | None = None  # digest of the examples that --dev-fraction held out
+
+
+@dataclass(frozen=True)
+class AdapterRecord:
+    sha256: str
+    encoder: str | None  # digest of the encoder that it was trained on, None if unknown
+
+
+@dataclass(frozen=True)
+class Record:
+    """What config.json says of a run. In the file, `options` stand beside the other entries."""
+
+    options: dict  # {name: value} of the command; and every entry that is not named below
+    tasks: dict  # {name: TaskRecord}
+    # {name: AdapterRecord} of --adapters. Not "adapters", which AdapterHub's library reads in a
+    # checkpoint's config.json as its own.
+    loaded_adapters: dict
+    dtype: str | None = None
+    encoder_parameters: int | None = None
+    encoder_sha256: str | None = None  # of the encoder at the start
+    tokenizer_sha256: str | None = None
+    # the data: digest of all tokens and labels, the commit of the hub's
+    data_sha256: str | None = None
+    data_revision: str | None = None
+    train_examples: int | None = None
+    dev_examples: int | None = None
+    majority_class_accuracy: float | None = None  # None where labels are no classes
+    # training
+    steps_per_epoch: int | None = None
+    trained_parts: list | None = None  # as train.trained_parts names them
+    trained_parameters: int | None = None
+    # the machine
+    device: str | None = None
+    threads: int | None = None
+    processes: int | None = None
+    versions: dict = field(default_factory=dict)
+    python: str | None = None
+    commit: str | None = None
+    command: str | None = None
+    # what came later
+    weights_sha256: str | None = None  # of the encoder that the run has trained, and saved here
+    pruned: dict | None = None  # by experiments.prune
+
+    @property
+    def stage(self):
+        return self.options["stage"]
+
+    @property
+    def final_encoder(self):
+        """The digest of the encoder that the run ended with."""
+        return self.weights_sha256 or self.encoder_sha256
+
+    def with_training(self, parts, trainable, steps, data, device):
+        """The same with what is known once the data are loaded. parts: what is trained; trainable:
+        {name: its parameter}; steps: of an epoch; data: {task: (training set, development
+        set)}"""
+        origins = {name: origin(train_set) for name, (train_set, _) in data.items()}
+        revisions = [of["revision"] for of in origins.values() if of["revision"]]
+        train_sets, dev_sets = zip(*data.values(), strict=True)
+        tasks = {
+            name: replace(task, held_out=origins[name]["held_out"])
+            for name, task in self.tasks.items()
+        }
+        return replace(
+            self,
+            tasks=tasks,
+            data_sha256=data_digest([*train_sets, *dev_sets]),
+            data_revision=",".join(revisions) or None,
+            train_examples=sum(map(len, train_sets)),
+            dev_examples=sum(map(len, dev_sets)),
+            majority_class_accuracy=majority_class_accuracy(dev_sets),
+            steps_per_epoch=steps,
+            trained_parts=sorted(parts),
+            trained_parameters=sum(p.numel() for p in trainable.values()),
+            device=torch.cuda.get_device_name() if device.type == "cuda" else device.type,
+            threads=torch.get_num_threads(),
+            versions={name: version(name) for name in PACKAGES},
+            python=platform.python_version(),
+            commit=commit(),
+        )
+
+    def write(self, directory):
+        values = asdict(self)
+        write_json(Path(directory) / "config.json", {**values.pop("options"), **values})
+
+    def entries(self):
+        """{name in words: value} of everything in which two records are compared."""
+        values = asdict(self)
+        found = values.pop("options")
+        for what in ("tasks", "loaded_adapters"):
+            found[what.replace("_", " ")] = list(values[what])
+            for name, parts in values.pop(what).items():
+                found |= {f"{part} of {name}": value for part, value in parts.items()}
+        return found | {name: values[name] for name in values if name not in found}
+
+    def check_same(self, now, problem, advice, changeable=()):
+        """
+        Raises ValueError, naming the first difference, if this record is of another run than `now`.
+        What one of them does not say does not count: its version did not record it, or `now` is a
+        command before its data are loaded.
+
+        problem, advice: what stands before and behind the difference; changeable: entries that may
+        differ, besides those of the machine.
+        """
+        before, after = self.entries(), now.entries()
+        skipped = {*changeable, *MACHINE, "sources", "weights_sha256"}  # whose digests are compared
+        for name in (name for name in after if name in before and name not in skipped):
+            unknown = None in (before[name], after[name]) and name not in self.options
+            if before[name] != after[name] and (not unknown or name == "pruned"):
+                difference = f"{name} = {before[name]}, not {after[name]}"
+                raise ValueError(f"{problem} {difference}: {advice}")
+
+    def modules(self):
+        """The names of the modules that whoever reads the run must import."""
+        given, program = self.options.get("imports"), self.program()
+        return [*(given.split(",") if given else []), *(program[1:] if program else [])]
+
+    def program(self):
+        """(path, name of the module) of the program that made the run, None for train.py itself and
+        the commands of experiments. One that was started by its whole path is a module of this
+        directory, or the file alone."""
+        first, *others = shlex.split(self.command or "train.py")
+        program = Path(first if first != "-m" else f"{others[0].replace('.', '/')}.py")
+        if program.is_absolute():
+            inside = program.is_relative_to(ROOT)
+            program = Path(program.relative_to(ROOT) if inside else program.name)
+        module = ".".join(part for part in program.with_suffix("").parts if part.isidentifier())
+        ours = program.name == "train.py" or module.startswith("experiments.")
+        return None if ours or not module else (program, module)
+
+
+PACKAGES = "torch numpy tokenizers safetensors datasets".split()
+
+
+def describe(settings, tasks, lengths, encoder, adapters, dtype):
     """
-    What a run must have in common with a command, before its data are loaded.
+    The Record of a command before its data are loaded: what a finished run must have in common with
+    it.
 
-    settings: a dataclass of options; labels: of the task, or {task: labels}; tasks: {name: Task};
-    encoder: a Bert; adapters: of `describe_adapters`. Only their values are read.
+    settings: a dataclass of options; tasks: {name: Task}; lengths: {name: tokens}; encoder: a Bert;
+    adapters: {name: (directory, its configuration)} of --adapters. Only their values are read.
     """
-    files = {
-        name: describe_files(task, settings.data_dir, settings.dev_fraction)
-        for name, task in tasks.items()
-    }
-    result = record(settings) | {
+    options = recorded_values(settings) | {
         "model": absolute(settings.model),
         "data_dir": settings.data_dir and absolute(settings.data_dir),
         "train_file": settings.train_file and str(settings.train_file.resolve()),
         "dev_file": settings.dev_file and str(settings.dev_file.resolve()),
-        "labels": labels,
-        "columns": {name: list(task.columns) for name, task in tasks.items()},
-        "kinds": {name: task.type.__name__ for name, task in tasks.items()},
-        "data_files": {name: digests for name, digests in files.items() if digests},
-        "dtype": str(dtype).removeprefix("torch."),
-        "encoder_parameters": sum(p.numel() for p in encoder.own_parameters().values()),
-        "encoder_sha256": encoder.digest,
-        "tokenizer_sha256": describe_tokenizer(encoder.directory, encoder.config.max_length),
     }
-    result["sources"] = result.pop("adapters")  # as given: they may be gone by the end
-    if adapters:  # AdapterHub's library reads "adapters" in a checkpoint's config.json as its own
-        result["adapters"] = [*adapters]
-        result["adapter_digests"] = {name: of["sha256"] for name, of in adapters.items()}
-        # of the encoders that they were trained on, None if unknown
-        result["adapter_encoders"] = {name: of["encoder"] for name, of in adapters.items()}
-    return result
+    options["sources"] = options.pop("adapters")  # as given: they may be gone by the end
+    return Record(
+        options,
+        {name: describe_task(task, lengths[name], settings) for name, task in tasks.items()},
+        {
+            name: AdapterRecord(digest(path, config), encoder_of_adapter(path))
+            for name, (path, config) in adapters.items()
+        },
+        dtype=str(dtype).removeprefix("torch."),
+        command=settings.command,
+        encoder_parameters=sum(p.numel() for p in encoder.own_parameters().values()),
+        encoder_sha256=encoder.digest,
+        tokenizer_sha256=describe_tokenizer(encoder.directory, encoder.config.max_length),
+    )
+
+
+def describe_task(task, max_length, settings):
+    files = {}
+    if settings.data_dir is not None or task.files:
+        for split in ("train", "validation"):
+            found = task.source(split, settings.data_dir, settings.dev_fraction).files
+            # two files of one name lie in different directories
+            files |= {n if files.get(n, d) == d else f"{split}/{n}": d for n, d in found.items()}
+    return TaskRecord(list(task.labels), list(task.columns), task.type.__name__, max_length, files)
 
 
 def absolute(source):
@@ -66,34 +216,17 @@ def absolute(source):
     return str(Path(source).resolve()) if Path(source).is_dir() else source
 
 
-def describe_adapters(directories, configs):
-    """{name: {"sha256", "encoder"}} of saved adapters; both {name: ...}"""
-    return {
-        name: {"sha256": digest(path, configs[name]), "encoder": run_encoder(path)}
-        for name, path in directories.items()
-    }
-
-
 def describe_tokenizer(directory, max_length):
     """The digest of an encoder's tokenizer."""
-    tokenizer = read_tokenizer(directory)  # which has been checked
+    tokenizer = read_tokenizer(directory)
     tokenizer.enable_truncation(max_length, strategy="longest_first")
     return tokenizer_digest(tokenizer)
 
 
-def describe_files(task, data_dir, dev_fraction):
-    """{file: SHA-256} of a task's local files; of the hub's data sets there is the revision."""
-    if data_dir is None and not task.files:
-        return {}
-    splits = [find_split(task, name, data_dir, dev_fraction) for name in ("train", "validation")]
-    return splits[0].files | splits[1].files
-
-
-def describe_data(train_sets, dev_sets):
-    """Digests of all tokens and labels and of the examples held out for development, the revision
-    of the hub's data, and the sizes; train_sets, dev_sets: one for each task."""
+def data_digest(splits):
+    """SHA-256 of all tokens and labels."""
     result = hashlib.sha256()
-    for split in (*train_sets, *dev_sets):
+    for split in splits:
         for rows in split.with_format("arrow").iter(10_000):
             for name in ("input_ids", "token_type_ids", "label"):
                 values = rows[name].combine_chunks()
@@ -101,16 +234,7 @@ def describe_data(train_sets, dev_sets):
                     result.update(values.value_lengths().to_numpy().tobytes())
                     values = values.flatten()
                 result.update(values.to_numpy().tobytes())
-    origins = [origin(split) for split in train_sets]
-    revisions = ",".join(of["revision"] for of in origins if of["revision"])
-    return {
-        "data_sha256": result.hexdigest(),
-        "data_revision": revisions or None,
-        "held_out": [of["held_out"] for of in origins],  # digests, where --dev-fraction did
-        "train_examples": sum(map(len, train_sets)),
-        "dev_examples": sum(map(len, dev_sets)),
-        "majority_class_accuracy": majority_class_accuracy(dev_sets),
-    }
+    return result.hexdigest()
 
 
 def majority_class_accuracy(dev_sets):
@@ -125,19 +249,6 @@ def majority_class_accuracy(dev_sets):
     return float(np.mean(shares))
 
 
-def describe_machine(device, command):
-    """Where and how a run was made."""
-    packages = "torch numpy tokenizers safetensors datasets".split()
-    return {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
-        "threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in packages},
-        "python": platform.python_version(),
-        "commit": commit(),
-        "command": command,
-    }
-
-
 def commit():
     """The commit of this file's repository, not of one that is around it or in the environment;
     with changes that are not committed "-dirty" is behind it. None without a repository."""
@@ -150,49 +261,90 @@ def commit():
     return done.stdout.strip() or None
 
 
-def check_finished(settings, config):
-    """Raises ValueError, naming the first difference, if the finished run in settings.out was made
-    by another command than `config` describes, or with another encoder, data or adapters. What its
-    config.json lacks, its version did not record."""
-    old = read_json(settings.out / "config.json")
-    old = {name: old.get(name, value) for name, value in config.items()}
-    if found := difference(old, config, free_names(settings) | {*MACHINE}):
-        name, before, now = found
-        raise ValueError(
-            f"{settings.out} holds a finished run with {name} = {before}, not {now}: choose "
-            "another --out, or --overwrite it"
-        )
+# --------------------------------------------------------------------------------------------------
+# Reading
 
 
-def read_result(out):
-    """The closing line of the finished run in `out`."""
-    (out / "resume.pt").unlink(missing_ok=True)  # where a kill came between the two
-    return read_json(out / "metrics.json")
+def is_run(directory):
+    """Whether a directory holds a run, finished or not: its config.json has a stage and a
+    command."""
+    path = Path(directory) / "config.json"
+    return path.is_file() and {"stage", "command"} <= read_json(path).keys()
 
 
-def program_of(config):
-    """(path, name of the module) of the program that made a run, None for train.py itself and the
-    commands of experiments. One that was started by its whole path is a module of this directory,
-    or the file alone."""
-    first, *others = shlex.split(config.get("command") or "train.py")
-    program = Path(first if first != "-m" else f"{others[0].replace('.', '/')}.py")
-    if program.is_absolute():
-        program = Path(program.relative_to(ROOT) if program.is_relative_to(ROOT) else program.name)
-    module = ".".join(part for part in program.with_suffix("").parts if part.isidentifier())
-    ours = program.name == "train.py" or module.startswith("experiments.")
-    return None if ours or not module else (program, module)
+def read_record(directory):
+    """The Record of the run in a directory. Raises FileNotFoundError without a config.json,
+    ValueError for one that is not a run's."""
+    path = Path(directory) / "config.json"
+    values = read_json(path)
+    if not is_run(directory):
+        raise ValueError(f"{path} is not a run's: it has no stage, or no command")
+    if "tasks" not in values:
+        values = of_earlier_version(values)
+    tasks = {name: TaskRecord(**task) for name, task in values.pop("tasks").items()}
+    loaded = values.pop("loaded_adapters").items()
+    adapters = {name: AdapterRecord(**adapter) for name, adapter in loaded}
+    names = {field.name for field in fields(Record)}
+    own = {name: value for name, value in values.items() if name in names}
+    options = {name: value for name, value in values.items() if name not in names}
+    return Record(options, tasks, adapters, **own)
 
 
-def next_command(out, config):
-    """What to try with a run that has just finished."""
-    place = shlex.quote(str(out))
-    program = program_of(config)
-    fork = f" --import {program[1]}" if program else ""  # what makes its kinds known
-    if "fusion" in config["trained_parts"]:
-        figures = shlex.quote(f"{out}-figures")
-        return f"python -m experiments.figure4 {place} --out {figures}{fork}"
-    first, *others = map(shlex.quote, config["columns"])
-    if others:  # Fusion w/ MT-A
-        fusion = f"--task {first} --model {place} --adapters {place}/adapters/*"
-        return f"python train.py --stage fusion {fusion} --out {place}-fusion-{first}"
-    return f"python -m experiments.predict {place} --file FILE{fork}"
+def of_earlier_version(values):
+    """The entries of config.json as they were until November 2026 -> as they are today. What
+    belongs to a task was there in several shapes."""
+    values = dict(values)
+    types, columns = values.pop("kinds"), values.pop("columns")
+    labels, files = values.pop("labels"), values.pop("data_files", {})
+    held_out = values.pop("held_out", None) or [None] * len(types)
+    several = isinstance(labels, dict)
+    lengths = values.pop("max_length") if several else values["max_length"]
+    tasks = {
+        name: {
+            "labels": labels[name] if several else labels,
+            "columns": columns[name],
+            "type": types[name],
+            "max_length": lengths[name] if several else lengths,
+            "files": files.get(name, {}),
+            "held_out": held,
+        }
+        for name, held in zip(types, held_out, strict=True)
+    }
+    # of a pruned run they were left out, because they are no longer those that were loaded
+    digests = values.pop("adapter_digests", None) or {}
+    encoders = values.pop("adapter_encoders", {})
+    adapters = {
+        name: {"sha256": digests.get(name, "unknown"), "encoder": encoders.get(name)}
+        for name in values.pop("adapters", [])
+    }
+    if "trained_parts" not in values:
+        task = values["task"]  # there were no forks' stages then
+        stages = {"adapter": [f"adapter {task}", "head"], "fusion": ["fusion", "head"]}
+        rest = {"head": ["head"], "full": ["encoder", "head"]}
+        joint = ["encoder", "head", *(f"adapter {name}" for name in types)]
+        values["trained_parts"] = (stages | rest).get(values["stage"], joint)
+    return {**values, "tasks": tasks, "loaded_adapters": adapters}
+
+
+def record_around(directory):
+    """(the run's directory, its Record) of a run, or of an adapter in one; (None, None) of any
+    other directory."""
+    runs = [Path(directory).absolute()]
+    if runs[0].parent.name == "adapters":
+        runs.append(runs[0].parent.parent)
+    for run in filter(is_run, runs):
+        return run, read_record(run)
+    return None, None
+
+
+def encoder_of_adapter(directory):
+    """The digest of the encoder that a run's adapter belongs to: the one it was trained on, or
+    where training changed the encoder, too, the one it ended with. None where no run says.
+    directory: that of the run, or of the adapter in it"""
+    run, record = record_around(directory)
+    if record is None:
+        return None
+    # a fusion's copies are not its own, and --allow-other-encoder may have let them in
+    copies = {} if run == Path(directory).absolute() else record.loaded_adapters
+    copy = copies.get(Path(directory).name)
+    return copy.encoder if copy else record.final_encoder

@@ -1,7 +1,7 @@
 """Everything about a run except the mathematics: its directory, log, checkpoints and messages.
 
-with open_run(settings, config, device, save) as run:  # locked; signals wait for the end of a step
-    run.restore(state, trainable, optimizer)           # the saved state under --resume
+with open_run(settings, record, device, save) as run:  # locked; signals wait for the end of a step
+    run.start(state, trainable, optimizer)             # from the saved state under --resume
     ddp_model = run.distribute(model)                  # DistributedDataParallel under torchrun
     for indices in run.progress(batches, state):
         for weight, part in run.micro_batches(indices):
@@ -17,7 +17,9 @@ A run saves and reports; it never changes the state that it is given, but to res
 import contextlib
 import json
 import math
+import shlex
 import time
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -34,20 +36,21 @@ from runtime.processes import (
     out_of_memory,
     rank_and_world_size,
 )
-from runtime.record import MACHINE, next_command, program_of
-from runtime.settings import free_names
+from runtime.record import read_record
+from runtime.settings import changeable
 from runtime.state import load_state, restore_state, save_state
 
 # Its monitor is a thread that only refreshes the bar, and waits forever where memory is short.
 tqdm.monitor_interval = 0
 
+STILL_IMPROVING = 0.01  # of the score that chooses the best epoch, from an epoch to the next
 STOPPING = "stopping after this step, or this evaluation; a second signal stops without saving"
 
 
 @contextlib.contextmanager
-def open_run(settings, config, device, save):
+def open_run(settings, record, device, save):
     """The Run in settings.out, whose directory is locked, and cleared unless the run is resumed.
-    config: what config.json is to say; save: a function of no argument that writes the files of the
+    record: what config.json is to say; save: a function of no argument that writes the files of the
     best epoch. Exceptions inside say how to go on. After a FloatingPointError the best epoch is
     saved nevertheless."""
     out = settings.out
@@ -60,9 +63,9 @@ def open_run(settings, config, device, save):
             # nothing is written before all processes have come this far
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         first = rank_and_world_size()[0] == 0  # the process that writes
-        mine = directory.taken(settings) if first else contextlib.nullcontext()
+        mine = directory.locked(settings) if first else contextlib.nullcontext()
         with mine, deferred_signals(STOPPING if first else "") as signals:
-            run = Run(settings, config, device, save, signals)
+            run = Run(settings, record, device, save, signals)
             try:
                 yield run
             except FloatingPointError as e:
@@ -92,13 +95,25 @@ def progress_bar(batches, description, total, initial=0):
     return tqdm(batches, description, total, leave=False, disable=hidden, initial=initial)
 
 
+def result_of_finished(settings, record):
+    """The closing line of the finished run in settings.out. Raises ValueError, naming the first
+    difference, if it is not a run of `record`: of another command, encoder, adapter or file of
+    data."""
+    problem = f"{settings.out} holds a finished run with"
+    advice = "choose another --out, or --overwrite it"
+    before = read_record(settings.out)
+    before.check_same(record, problem, advice, changeable(settings))
+    clear(settings.out, ["resume.pt"])  # where a kill came after metrics.json and before its end
+    return read_json(settings.out / "metrics.json")
+
+
 class Run:
-    def __init__(self, settings, config, device, save, signals):
+    def __init__(self, settings, record, device, save, signals):
         self.settings, self.device, self.save = settings, device, save
         self.signals = signals  # the numbers of those that have come
         self.out = settings.out
         self.rank, self.world_size = rank_and_world_size()
-        self.config = config = {**config, "processes": self.world_size}
+        self.record = replace(record, processes=self.world_size)
         self.is_new = not directory.resumes(settings)
         self.history = []  # the lines of log.jsonl
         self.model = self.ddp_model = None  # until `distribute`
@@ -106,30 +121,28 @@ class Run:
             clear(self.out, TEMPORARY)
             if self.is_new:  # config.json, which makes the directory a run's, is always there
                 clear(self.out, [name for name in RUN_FILES if name != "config.json"])
-                write_json(self.out / "config.json", config)
+                self.record.write(self.out)
 
-    def restore(self, state, trainable, optimizer):
-        """Sets `state`, the parameters {name: parameter}, the optimizer and the random numbers to
-        what the last checkpoint holds, if the run is resumed. Then its directory and log are as
-        they were."""
+    def start(self, state, trainable, optimizer):
+        """From where the run was interrupted, if it is resumed: sets `state`, the parameters {name:
+        parameter}, the optimizer and the random numbers to what the last checkpoint holds, and
+        restores the log. config.json is that of the command which goes on."""
         self.state, self.trainable, self.optimizer = state, trainable, optimizer
         seconds = 0.0
         if self.rank > 0:
             torch.manual_seed(self.settings.seed + self.rank)  # dropout of its own
         if not self.is_new:
-            # the tokens are compared, in whatever files they are
-            free = free_names(self.settings) | {*MACHINE, "data_files"}
-            saved = load_state(self.out / "resume.pt", self.config, free, trainable)
+            saved = load_state(self.out / "resume.pt")
+            self.check_same_run()
             restore_state(saved, state, trainable, optimizer, self.device)
             self.history, seconds = saved["history"], saved["seconds"]
-            self.note_other_program()
-        step = (state.epoch - 1) * self.config["steps_per_epoch"] + state.step
+        step = (state.epoch - 1) * self.record.steps_per_epoch + state.step
         expected = [self.world_size * step, self.world_size * step**2]
         if all_reduce(torch.tensor([step, step**2])).tolist() != expected:
             found = "must be one directory for all processes: they found different states there"
             raise ValueError(f"--out {self.out} {found}")
         if self.rank == 0:
-            write_json(self.out / "config.json", self.config)
+            self.record.write(self.out)
             with atomic_write(self.out / "log.jsonl") as temporary:
                 temporary.write_text("".join(json.dumps(line) + "\n" for line in self.history))
             fsync(*self.out.rglob("*"), self.out)  # before a state depends on them
@@ -160,21 +173,28 @@ class Run:
 
     def announce(self):
         """One line before the first step: what is trained on what, and where."""
-        c = self.config
+        r = self.record
         self.say(
-            f"{c['stage']} on {c['task']}: encoder {c['model']} "
-            f"({c['encoder_parameters'] / 1e6:.1f} M parameters), "
-            f"{c['trained_parameters']:,} parameters are trained, on {c['device']} in "
-            f"{c['dtype']}; {c['train_examples']:,} training and {c['dev_examples']:,} development "
-            f"examples, {c['steps_per_epoch']:,} steps an epoch; run directory {self.out}"
+            f"{r.stage} on {', '.join(r.tasks)}: encoder {r.options['model']} "
+            f"({r.encoder_parameters / 1e6:.1f} M parameters), "
+            f"{r.trained_parameters:,} parameters are trained, on {r.device} in {r.dtype}; "
+            f"{r.train_examples:,} training and {r.dev_examples:,} development examples, "
+            f"{r.steps_per_epoch:,} steps an epoch; run directory {self.out}"
         )
 
-    def note_other_program(self):
-        """A fork's program may compute something else: a run that goes on under another one says
-        so."""
-        before = program_of(read_json(self.out / "config.json"))
-        if (now := program_of(self.config)) != before:
-            names = [program[0] if program else "train.py" for program in (before, now)]
+    def check_same_run(self):
+        """Raises ValueError if the interrupted run in --out is another command's. A fork's program
+        may compute something else: a run that goes on under another one says so."""
+        before, now = read_record(self.out), self.record
+        # the tokens are compared, in whatever files they are
+        files = {f"files of {task}" for task in now.tasks}
+        problem = f"{self.out} holds a run with"
+        advice = "cannot --resume it, --overwrite starts anew"
+        before.check_same(now, problem, advice, changeable(self.settings) | files)
+        # entries of others in config.json stay
+        self.record = replace(now, options={**before.options, **now.options})
+        if before.program() != now.program():
+            names = [r.program()[0] if r.program() else "train.py" for r in (before, now)]
             self.say(f"note: begun by {names[0]}, continued by {names[1]}")
 
     # ----------------------------------------------------------------------------------------------
@@ -183,7 +203,7 @@ class Run:
     def progress(self, batches, state):
         """The rest of an epoch's batches, under a progress bar."""
         started, self.seen = time.monotonic(), 0  # examples
-        steps = self.config["steps_per_epoch"]
+        steps = self.record.steps_per_epoch
         self.bar = progress_bar(batches, f"epoch {state.epoch}", steps, state.step)
         yield from self.bar
         self.trained_for = time.monotonic() - started
@@ -208,7 +228,7 @@ class Run:
         """Shows the loss, and saves the state after --save-minutes. After a signal to any of the
         processes it saves, too, and then raises KeyboardInterrupt. Raises FloatingPointError for a
         loss that is not finite."""
-        if state.step % 10 == 0 or state.step == self.config["steps_per_epoch"]:
+        if state.step % 10 == 0 or state.step == self.record.steps_per_epoch:
             loss = state.loss.item()  # the sum over the epoch; this waits for a GPU
             if not math.isfinite(loss):
                 raise FloatingPointError(f"the loss is {loss} in epoch {state.epoch}")
@@ -224,9 +244,8 @@ class Run:
 
     def checkpoint(self, state):
         """Saves the state, from which --resume continues to the bit."""
-        config = {name: value for name, value in self.config.items() if name not in MACHINE}
         parts = state, self.trainable, self.optimizer, self.device
-        save_state(self.out / "resume.pt", config, *parts, self.history, self.seconds())
+        save_state(self.out / "resume.pt", *parts, self.history, self.seconds())
         self.saved = time.monotonic()
 
     def log_epoch(self, state, scores):
@@ -235,7 +254,7 @@ class Run:
         number."""
         if math.isnan(scores[self.settings.score]):
             raise ValueError(f"--score {self.settings.score} is not a number")
-        loss = state.loss.item() / self.config["steps_per_epoch"]
+        loss = state.loss.item() / self.record.steps_per_epoch
         numbers = {name: value for name, value in scores.items() if not isinstance(value, dict)}
         line = {"epoch": state.epoch, "loss": loss}
         line |= {f"dev_{name}": value for name, value in numbers.items()}
@@ -295,9 +314,9 @@ class Run:
         scores = dict(state.best_scores)
         if "loss" in scores:
             scores["dev_loss"] = scores.pop("loss")
-        names = "stage task seed train_examples dev_examples trained_parameters "
-        names += "majority_class_accuracy"
-        result = {name: self.config[name] for name in names.split()}
+        result = {name: self.record.options[name] for name in ("stage", "task", "seed")}
+        names = "train_examples dev_examples trained_parameters majority_class_accuracy"
+        result |= {name: getattr(self.record, name) for name in names.split()}
         result |= {"model": self.settings.model, "best_epoch": state.best_epoch, **scores}
         result |= {"seconds": round(self.seconds(), 2), "out": str(self.out)}
         if self.rank == 0:
@@ -319,6 +338,10 @@ class Run:
             without = f"{settings.patience} epochs without a better dev {settings.score}"
             yield f"stopped: early, after epoch {last}; {without}"
         yield f"best epoch: {state.best_epoch}, dev {settings.score} {state.best_score:.4f}"
+        scores = [line[f"dev_{settings.score}"] for line in self.history]
+        if state.best_epoch == last > 1 and scores[-1] - scores[-2] > STILL_IMPROVING:
+            better = f"{scores[-1] - scores[-2]:.4f} better than the one before"
+            yield f"hint: the last epoch is the best, and {better}: more --epochs may help"
         share, accuracy = result["majority_class_accuracy"], result.get("accuracy")
         if share is not None and accuracy is not None:
             advice = ": try another --lr, more --epochs, or more training examples"
@@ -326,5 +349,22 @@ class Run:
             yield said + (advice if accuracy <= share else "")
         if settings.stage == "adapter" and result["train_examples"] < 2000 and settings.lr <= 1e-4:
             better = "--lr 5e-4 to 1e-3 and more --epochs did better in docs/results.md"
-            yield f"hint: on a few hundred examples {better}"
-        yield f"next: {next_command(self.out, self.config)}"
+            yield f"hint: on a small training set {better}"
+        yield f"next: {self.next_command()}"
+
+    def next_command(self):
+        """What to try with the run, once it has finished."""
+        place, modules = shlex.quote(str(self.out)), self.record.modules()
+        fork = f" --import {','.join(modules)}" if modules else ""  # what makes its kinds known
+        if "fusion" in self.record.trained_parts:
+            figures = shlex.quote(f"{self.out}-figures")
+            return f"python -m experiments.fusion_weights {place} --out {figures}{fork}"
+        first, *others = map(shlex.quote, self.record.tasks)
+        options = self.record.options
+        if others and options["adapter"] != "none":  # Fusion w/ MT-A
+            fusion = f"--task {first} --model {place} --adapters {place}/adapters/*"
+            if options["data_dir"]:
+                fusion += f" --data-dir {shlex.quote(options['data_dir'])}"
+            return f"python train.py --stage fusion {fusion} --out {place}-fusion-{first}{fork}"
+        task = f" --task {first}" * (self.record.stage == "multitask")
+        return f"python -m experiments.predict {place}{task} --file FILE{fork}"

@@ -1,9 +1,19 @@
-"""--seeds: one command, a run for every seed, and what they have in common."""
+"""--seeds: one command, a run for every seed, and the mean and deviation of their scores."""
 
-import statistics
+import math
 from dataclasses import replace
 
 from formats.files import read_json, write_json
+from runtime.record import is_run
+
+
+def mean_and_deviation(values):
+    """(mean, sample deviation) of numbers; the deviation of one, and both of none, are None."""
+    import pandas  # when it is first needed: it takes half a second
+
+    series = pandas.Series([*values], dtype=float)
+    found = float(series.mean()), float(series.std())
+    return tuple(None if math.isnan(value) else value for value in found)
 
 
 def each_seed(settings, one):
@@ -13,7 +23,7 @@ def each_seed(settings, one):
     ValueError if OUT is a run itself, or holds another command's seeds.json.
     """
     out, path = settings.out, settings.out / "seeds.json"
-    if (out / "config.json").exists():
+    if is_run(out):
         raise ValueError(f"--out {out} is itself a run: --seeds needs another directory")
     names = {"stage": settings.stage, "task": settings.task}
     if path.exists() and not settings.overwrite:
@@ -34,10 +44,10 @@ def each_seed(settings, one):
     titles = [n for n in first if n not in same and isinstance(first[n], float) and n != "seconds"]
     for name in titles:
         values = [result[name] for result in results]
-        spread = statistics.stdev(values) if len(values) > 1 else None
-        summary[name] = {"mean": statistics.mean(values), "deviation": spread, "values": values}
-        shown = "" if spread is None else f" ± {spread:.4f}"
-        print(f"{name.replace('_', ' '):>14}  {summary[name]['mean']:.4f}{shown}")
+        mean, deviation = mean_and_deviation(values)
+        summary[name] = {"mean": mean, "deviation": deviation, "values": values}
+        shown = "" if deviation is None else f" ± {deviation:.4f}"
+        print(f"{name.replace('_', ' '):>14}  {mean:.4f}{shown}")
     summary |= {"seconds": round(sum(result["seconds"] for result in results), 2)}
     summary["out"] = str(out)
     write_json(path, summary)

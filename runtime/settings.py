@@ -4,11 +4,10 @@
     class Options:
         run: Path = argument("the directory of a finished run")
         epochs: int | None = option(None, "at most", valid=COUNT)
-        device: str = like(Settings, "device")  # the same option as that of another command
+        device: str = same_option(Settings, "device")  # as that of another command
 
     options = parse(Options, argv, "python -m experiments.demo", __doc__)
-    record(options)                 # what config.json says of them
-    difference(old, new, free)      # what --resume asks of two records
+    recorded_values(options)        # what config.json says of them
 
 Nothing here knows an option by its name.
 """
@@ -39,11 +38,11 @@ def option(default=None, help="", **details):
     details: choices; metavar; valid, a pair as above; action, which makes something of each word;
     group, the heading in --help over it and those that follow; required; recorded=False, for what a
     run does not record; env, a variable of the environment that sets the default; may_change=True,
-    for what may differ between a run and the command that resumes it (see `free_names`); excludes,
+    for what may differ between a run and the command that resumes it (see `changeable`); excludes,
     options that cannot be given beside it; needs, one that must be; distinct=True, for values that
-    must differ (words also in lower case); flag, another name, or None for a field that is no
-    option; and whatever the dataclass itself wants to know of its fields. choices may be a function
-    that returns them.
+    must differ (whatever their case); flag, another name, or None for a field that is no
+    option; comes_first=True, for one whose action decides what the others may be; and whatever the
+    dataclass itself wants to know of its fields. choices may be a function that returns them.
     """
     metadata = {"help": help, **details}
     if isinstance(default, dict):
@@ -51,12 +50,17 @@ def option(default=None, help="", **details):
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def unrecorded(default=None, help="", **details):
+    """An option that a run does not record as such, since it says how to run."""
+    return option(default, help, recorded=False, **details)
+
+
 def argument(help, default=None, **details):
     """A field that is given by its position. With a default other than None it may be missing."""
     return option(default, help, positional=True, **details)
 
 
-def like(options, name, **changes):
+def same_option(options, name, **changes):
     """A field that is the option `name` of another dataclass, with some details changed."""
     field = next(field for field in dataclasses.fields(options) if field.name == name)
     default = changes.pop("default", default_of(field))
@@ -87,6 +91,11 @@ def parse(options, argv, prog, description, epilog=""):
     parser = Parser(prog=prog, description=description, epilog=epilog, formatter_class=as_written)
     groups, hints = {None: parser}, typing.get_type_hints(options)
     known = [field for field in dataclasses.fields(options) if field.metadata.get("flag", True)]
+    first = Parser(add_help=False, allow_abbrev=False)
+    for field in known:
+        if field.metadata.get("comes_first"):
+            add_option(first, field, hints[field.name])
+    first.parse_known_args(argv)
     heading = None
     for field in known:
         heading = field.metadata.get("group", heading)
@@ -190,7 +199,7 @@ def check_values(settings):
                 raise ValueError(f"{flag} must be {words}, not {one}")
 
 
-def record(settings):
+def recorded_values(settings):
     """{name: value} of the recorded fields, as JSON would give them back."""
     values = {
         field.name: getattr(settings, field.name)
@@ -200,14 +209,6 @@ def record(settings):
     return json.loads(json.dumps(values, default=str))
 
 
-def free_names(options):
+def changeable(options):
     """The names of the fields that may differ between a run and the command that resumes it."""
     return {field.name for field in dataclasses.fields(options) if field.metadata.get("may_change")}
-
-
-def difference(old, new, free=()):
-    """The first entry in which two records differ, (name, old value, new value), or None."""
-    for name in [*old, *(name for name in new if name not in old)]:
-        if name not in free and old.get(name) != new.get(name):
-            return name, old.get(name), new.get(name)
-    return None

@@ -8,15 +8,13 @@ import torch.distributed as dist
 
 from formats.files import atomic_write
 from runtime.processes import rank_and_world_size
-from runtime.settings import difference
 
-STATE_FORMAT = 9
+STATE_FORMAT = 10
 
 
-def save_state(path, config, state, trainable, optimizer, device, history, seconds):
+def save_state(path, state, trainable, optimizer, device, history, seconds):
     """Writes the checkpoint; it is on the disk under another name before it takes the old one's
-    place. config: what the run that resumes must have in common with this one; history: the lines
-    of the log."""
+    place. history: the lines of the log."""
     rank, world_size = rank_and_world_size()
     random = torch.get_rng_state()
     if device.type == "cuda":
@@ -27,7 +25,6 @@ def save_state(path, config, state, trainable, optimizer, device, history, secon
         return
     saved = {
         "format": STATE_FORMAT,
-        "config": config,
         "state": vars(state),
         "trained": {name: p.detach() for name, p in trainable.items()},
         "optimizer": optimizer.state_dict(),
@@ -46,7 +43,16 @@ def save_state(path, config, state, trainable, optimizer, device, history, secon
 
 
 def restore_state(saved, state, trainable, optimizer, device):
-    """Puts what `load_state` has read in place, to the bit."""
+    """Puts what `load_state` has read in place, to the bit. Raises ValueError if other parameters
+    were trained."""
+    before, now = (
+        {name: list(p.shape) for name, p in parameters.items()}
+        for parameters in (saved["trained"], trainable)
+    )
+    for name in {**before, **now}:
+        if before.get(name) != now.get(name):
+            shapes = f"{name} was {before.get(name)}, not {now.get(name)}"
+            raise ValueError(f"the run's trained parameter {shapes}: cannot --resume it")
     for name, value in saved["state"].items():
         setattr(state, name, value.to(device) if isinstance(value, torch.Tensor) else value)
     with torch.no_grad():
@@ -61,10 +67,9 @@ def restore_state(saved, state, trainable, optimizer, device):
             torch.cuda.set_rng_state(random[n:], device)
 
 
-def load_state(path, config, free, trainable):
-    """The checkpoint at `path`, a dictionary. Raises ValueError if it is damaged, of another
-    version, of a run that differs from `config` in an entry that is not `free`, or that trains
-    other parameters."""
+def load_state(path):
+    """The checkpoint at `path`, a dictionary. Raises ValueError if it is damaged, or of another
+    version."""
     try:
         with zipfile.ZipFile(path) as file:  # torch does not look at the checksums
             if file.testzip() is not None:
@@ -79,21 +84,5 @@ def load_state(path, config, free, trainable):
         raise ValueError(
             f"{path} was written by another version of train.py: continue with that, or "
             "--overwrite it"
-        )
-    if found := difference(saved["config"], config, free):
-        name, before, now = found
-        raise ValueError(
-            f"{path} belongs to a run with {name} = {before}, not {now}: cannot --resume it, "
-            "--overwrite starts anew"
-        )
-    theirs, ours = (
-        {name: list(p.shape) for name, p in parameters.items()}
-        for parameters in (saved["trained"], trainable)
-    )
-    if found := difference(theirs, ours):
-        name, before, now = found
-        raise ValueError(
-            f"{path} belongs to a run whose trained parameter {name} was {before}, not {now}: "
-            "cannot --resume it"
         )
     return saved

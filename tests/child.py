@@ -48,9 +48,6 @@ class Program:
         assert status is not None, f"still running after {timeout} s"
         return status
 
-    def kill(self):
-        self.process.kill()
-
     def finish(self, timeout=120):
         """(exit status, stdout, stderr) once it has ended, which are short."""
         self.stdin.close()

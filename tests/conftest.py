@@ -1,4 +1,5 @@
-"""A tiny encoder and tiny tasks, written once for the whole suite. Nothing here needs a network."""
+"""A tiny encoder and tiny tasks, written once for the whole suite. Nothing here needs a network,
+but for test_hub.py, which runs where HUB_TESTS is set."""
 
 import json
 import os
@@ -8,8 +9,9 @@ import signal
 import tempfile
 from functools import partial
 
-os.environ["HF_HOME"] = tempfile.mkdtemp()  # before `datasets` is imported: its cache starts empty
-os.environ["HF_HUB_OFFLINE"] = "1"
+if "HUB_TESTS" not in os.environ:
+    # before `datasets` is imported: its cache starts empty
+    os.environ |= {"HF_HOME": tempfile.mkdtemp(), "HF_HUB_OFFLINE": "1"}
 # for tensors as small as these, and beside other work, one thread is faster
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -89,15 +91,17 @@ def sentence(rng, length=None):
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
-    """rte (does the second text repeat the first?), sst2 (is a colour in it?), and an own
-    multiple-choice task `pick`."""
+    """rte (does the second text repeat the first?), its pairs with numbers as sts_b, sst2 (is a
+    colour in it?), and an own multiple-choice task `pick`."""
     directory, rng = tmp_path_factory.mktemp("data"), random.Random(0)
     for split, n in (("train", 96), ("validation", 40)):
-        tasks = {"rte": [], "sst2": [], "pick": []}
+        tasks = {"rte": [], "sts_b": [], "sst2": [], "pick": []}
         for i in range(n):
             a = sentence(rng)
             b = a if i % 2 else sentence(rng)
-            tasks["rte"].append({"sentence1": a, "sentence2": b, "label": 1 - i % 2, "idx": i})
+            row = {"sentence1": a, "sentence2": b}
+            tasks["rte"].append({**row, "label": 1 - i % 2, "idx": i})
+            tasks["sts_b"].append({**row, "label": i % 2 * (5 - i % 5)})
         for _ in range(n):
             text = sentence(rng)
             has_colour = not {"red", "green", "blue"}.isdisjoint(text.split())
@@ -169,6 +173,21 @@ def of_stage(stage, runs, steps):
     return [*words, *cli(adapters=[runs / "rte", runs / "pick"])] if stage == "fusion" else words
 
 
+@pytest.fixture(scope="session")
+def commands(data_dir, runs):
+    """commands(text, steps, model=...): a function that makes words of a command line of a stage,
+    f("fusion", out, "--resume", ...), where `text` holds what all of them have in common."""
+
+    def commands(text, steps, **common):
+        def command(stage, out, more="", **options):
+            words = cli(text, data_dir=data_dir, **common)
+            return [*words, *of_stage(stage, runs, steps), *cli(more, out=out, **options)]
+
+        return command
+
+    return commands
+
+
 @pytest.fixture
 def at_step(monkeypatch):
     """at_step(n, function, ...): the run calls the function in its n-th step."""
@@ -179,19 +198,6 @@ def at_step(monkeypatch):
 def copy(tmp_path):
     """copy(directory): tmp_path/copy, to be damaged."""
     return partial(shutil.copytree, dst=tmp_path / "copy", dirs_exist_ok=True)
-
-
-def rewrite(path, content):
-    """The old file may still be mapped."""
-    path.unlink()
-    path.write_bytes(content)
-
-
-class Writes:
-    """Unpickled, it writes the file `executed`."""
-
-    def __reduce__(self):
-        return open, ("executed", "w")
 
 
 @pytest.fixture
@@ -233,6 +239,7 @@ def content(run):
     log, kept = read_lines(run / "log.jsonl"), ("epoch", "loss", "dev_accuracy")
     log = [{name: line[name] for name in kept if name in line} for line in log]
     files = {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file()}
+    files.pop(".lock", None)  # of a process that was killed
     config = json.loads(files.pop("config.json").read_text())
     metrics = json.loads(files.pop("metrics.json").read_text())
     del files["log.jsonl"], config["command"], config["commit"], metrics["seconds"], metrics["out"]
@@ -243,6 +250,13 @@ def content(run):
 def assert_equal(run, other):
     for ours, theirs in zip(content(run), content(other), strict=True):
         assert ours == theirs
+
+
+def randomize(bert, part):
+    """Weights at which an error shows: nothing stays at its default, no softmax is 0 or 1."""
+    for name, tensor in bert.state_dict().items():
+        if part in name:
+            tensor += 0.2 * torch.randn_like(tensor)
 
 
 IDS = torch.tensor([[2, 7, 8, 9, 10, 3], [2, 11, 3, 0, 0, 0], [2, 12, 13, 14, 3, 0]])

@@ -1,7 +1,7 @@
 """A grid whose programs of training are a stand-in that takes no time.
 
-The stand-in writes what they would; its accuracy is made up from its command, or from
-FAKE/scores, {word: points}. It refuses to run before what it needs is there. FAKE/fail has
+The stand-in writes what they would; its accuracy is made up from the run's name, or by FAKE/scores,
+{word: points}, from its command. It refuses to run before what it needs is there. FAKE/fail has
 "beginning of a run's name: why it fails"; while FAKE/slow is there, runs last until they are told
 to stop; FAKE/log gets a line a run.
 """
@@ -14,9 +14,13 @@ import time
 import zlib
 from pathlib import Path
 
+if __name__ != "__main__":  # the stand-in, which is quick, has no need of these
+    from conftest import cli, write_rows
+    from runtime.command import run_command
+
 
 def train(fake, words):
-    out = Path(words[words.index("--out") + 1])
+    out = Path(words[-2])  # a grid's last words are --out OUT and the mode
     with open(fake / "log", "a") as log:
         log.write(f"{out.name}\n")
     name, _, reason = (fake / "fail").read_text().partition(": ")
@@ -37,18 +41,13 @@ def train(fake, words):
     (out / "config.json").touch()
     while (fake / "slow").exists():
         time.sleep(0.02)
-
-    def accuracy(task=None):
-        if (fake / "scores").exists():
-            scores = json.loads((fake / "scores").read_text())
-            return 0.5 + sum(scores.get(word, 0) for word in words)
-        same = [word for word in words if "/" not in word]
-        return zlib.crc32(f"{same} {task}".encode()) % 1000 / 1000
-
-    result = {"words": words[:-1], "accuracy": accuracy(), "trained_parameters": len(words)}
+    scores = json.loads((fake / "scores").read_text())
+    points = sum(scores.get(word, 0) for word in words)
+    accuracy = 0.5 + points if scores else zlib.crc32(out.name.encode()) % 1000 / 1000
+    result = {"words": words[:-1], "accuracy": accuracy, "trained_parameters": len(words)}
     if "--tasks" in words:
         tasks = words[words.index("--tasks") + 1 : words.index("--model")]
-        result["accuracies"] = {task: accuracy(task) for task in tasks}
+        result["accuracies"] = {task: accuracy / n for n, task in enumerate(tasks, 1)}
     (out / "metrics.json").write_text(json.dumps(result))
     (out / "resume.pt").unlink(missing_ok=True)
 
@@ -70,28 +69,22 @@ class Fake:
         self.grid, self.encoder = grid, encoder
         self.fake, self.out, self.data = (directory / name for name in ("fake", "out", "data"))
         self.fake.mkdir()
-        for name in ("fail", "log"):
-            self.write(name)
-        for task, n in (("big", 40), ("middle", 30), ("small", 20), ("rte", 20)):
-            (self.data / task).mkdir(parents=True)
-            rows = '{"text_a": "a cat", "label": 0}\n{"text_a": "a dog", "label": 1}\n'
-            (self.data / task / "train.jsonl").write_text(rows * (n // 2))
+        for file, text in {"fail": "", "log": "", "scores": "{}"}.items():
+            self.write(file, text)
+        for task, n in {"big": 40, "middle": 30, "small": 20, "rte": 20}.items():
+            rows = [{"text_a": "a cat", "label": i % 2} for i in range(n)]
+            write_rows(self.data / task / "train.jsonl", rows)
 
     def words(self, text="", **options):
         """Of the command line. What follows -- goes to train.py."""
-        from conftest import cli
-
         launch = f"{sys.executable} -S {__file__} {self.fake}"
         given = {"model": self.encoder, "data_dir": self.data, "out": self.out, "launch": launch}
         given |= {"tasks": "big middle small".split(), **options}
         return [*cli(**given), *text.split()]
 
     def __call__(self, text="", **options):
-        from runtime.command import run_command
-
-        name = self.grid.__name__.split(".")[-1]
         try:
-            run_command(name, self.grid.main, self.words(text, **options))
+            run_command(self.grid.__name__, self.grid.main, self.words(text, **options))
         except SystemExit as e:
             return e.code
         return 0
@@ -105,11 +98,11 @@ class Fake:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "table1":
-        from experiments import grid, table1
+    if sys.argv[1] == "tables":
+        from experiments import grid, tables
         from runtime.command import run_command
 
         grid.result_of = result_of
-        run_command("table1", table1.main, sys.argv[2:])
+        run_command("tables", tables.main, sys.argv[2:])
     else:  # of FAKE train.py WORDS, or FAKE -m experiments.multitask WORDS
         train(Path(sys.argv[1]), sys.argv[4 if sys.argv[2] == "-m" else 3 :])

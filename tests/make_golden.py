@@ -1,29 +1,43 @@
-"""Writes tests/golden/bert and roberta: a small random encoder, NAME/ of adapters and their heads,
-fusion-NAME/, saved by the reference library; and in expected.safetensors inputs, and what it
-computes with each: hidden states, logits, fusion weights, regularisation. With a Python that has
-adapters==1.3.0, transformers==4.57.6, torch==2.13.0 and tokenizers:
+"""Writes tests/golden, with a Python that has adapters==1.3.0, transformers==4.57.6, torch==2.13.0
+and tokenizers:
 
     python tests/make_golden.py
 
-write_tensorflow.py makes the TensorFlow checkpoints there from bert/encoder.
+models      bert and roberta: a small random encoder, NAME/ of adapters and their heads, and
+            fusion-NAME/, saved by the reference library; and in expected.safetensors inputs, and
+            what it computes with each: hidden states, logits, fusion weights, regularisation.
+            write_tensorflow.py makes the TensorFlow checkpoints there from bert/encoder.
+tokenizers  a small vocabulary of each kind, and the ids of texts by transformers' tokenizers
 """
 
 import json
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import adapters
 import torch
-from adapters import BertAdapterModel, BnConfig, RobertaAdapterModel
+from adapters import AutoAdapterModel, BertAdapterModel, BnConfig, RobertaAdapterModel
 from adapters.composition import Fuse
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
-from transformers import BertConfig, RobertaConfig
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    BertTokenizer,
+    BertTokenizerFast,
+    RobertaConfig,
+    RobertaTokenizer,
+    RobertaTokenizerFast,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 WORDS = (
     "the a cat dog man woman sat ran saw on in to mat park film was good bad very not and ##s "
     "##ed un ##like ##ly"
 )
+SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+FIELDS = ("input_ids", "token_type_ids", "attention_mask")
 SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48)
 
 
@@ -74,18 +88,18 @@ def randomise(parameters, generator):
 
 
 @torch.no_grad()
-def write(directory, model, adapters, fusions, tokenizer, pad):
+def write(directory, model, names, fusions, tokenizer, pad):
     generator = torch.Generator().manual_seed(2021)
     shutil.rmtree(directory, ignore_errors=True)
     (directory / "encoder").mkdir(parents=True)
-    for name in adapters:
+    for name in names:
         model.add_adapter(name, config=ADAPTERS[name])
     model.add_classification_head("pfeiffer", num_labels=3, layers=2)
-    if "p4" in adapters:
+    if "p4" in names:
         model.add_classification_head("p4", num_labels=4, layers=1)
         model.add_multiple_choice_head("p16", num_choices=CHOICES, layers=2)
-    for names in fusions.values():
-        model.add_adapter_fusion(names)
+    for members in fusions.values():
+        model.add_adapter_fusion(members)
     model.eval()
     tokenizer(directory / "encoder")
 
@@ -128,17 +142,17 @@ def write(directory, model, adapters, fusions, tokenizer, pad):
 
     model.set_active_adapters(None)
     run("encoder")
-    for name in adapters:
+    for name in names:
         model.set_active_adapters(name)
         head = name if name in model.heads else None
         run(name, head)
         # with ln_before tensors have two names, which the library cannot write as safetensors
         options = {"with_head": head is not None, "use_safetensors": not ADAPTERS[name].ln_before}
         model.save_adapter(str(directory / name), name, **options)
-    for name, names in fusions.items():
-        model.set_active_adapters(Fuse(*names))
+    for name, members in fusions.items():
+        model.set_active_adapters(Fuse(*members))
         run(name)
-        model.save_adapter_fusion(str(directory / name), Fuse(*names), use_safetensors=True)
+        model.save_adapter_fusion(str(directory / name), Fuse(*members), use_safetensors=True)
     expected = {name: tensor.contiguous() for name, tensor in expected.items()}
     save_file(expected, directory / "expected.safetensors")
 
@@ -149,16 +163,15 @@ def wordpiece(directory):
     (directory / "vocab.txt").write_text("\n".join(words) + "\n")
 
 
-def byte_level_bpe(directory):
+LETTERS = sorted("abcdefghijklmnopqrstuvwxyzTĠ.,")
+SENTENCES = "the cat sat on the mat. The dog ran to the park, and the man saw the cat."
+
+
+def byte_level_bpe(directory, texts=(SENTENCES,) * 3, alphabet=LETTERS, size=60):
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    alphabet = sorted("abcdefghijklmnopqrstuvwxyzTĠ.,")
-    trainer = trainers.BpeTrainer(
-        vocab_size=60, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    text = "the cat sat on the mat. The dog ran to the park, and the man saw the cat."
-    tokenizer.train_from_iterator([text] * 3, trainer)
+    options = dict(special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, **options))
     tokenizer.model.save(str(directory))
     tokenizer.post_processor = processors.RobertaProcessing(
         ("</s>", 2), ("<s>", 0), add_prefix_space=False
@@ -166,11 +179,98 @@ def byte_level_bpe(directory):
     tokenizer.save(str(directory / "tokenizer.json"))
 
 
+@torch.no_grad()
+def add_pooled_head(directory, name):
+    """A head like those of the paper's adapters: the library's conversion of the pretrained pooler
+    and one layer, of BertForSequenceClassification."""
+    static = BertForSequenceClassification.from_pretrained(directory / "encoder", num_labels=3)
+    randomise(static.classifier.named_parameters(), torch.Generator().manual_seed(7))
+    with TemporaryDirectory() as place:
+        static.save_pretrained(place)
+        flexible = AutoAdapterModel.from_pretrained(place)
+    flexible.config._name_or_path = ""
+    flexible.save_head(str(directory / name), "default", use_safetensors=True)
+    adapters.init(static)
+    static.load_adapter(str(directory / name), with_head=False, use_safetensors=True)
+    static.set_active_adapters(name)
+    expected = load_file(directory / "expected.safetensors")
+    inputs = {field: expected[field] for field in FIELDS}
+    expected[f"{name}.logits"] = static.eval()(**inputs).logits
+    save_file(expected, directory / "expected.safetensors")
+
+
+PIECES = "##s ##ed ##ing ##able ##aff ##e ##l ##o ##i ##2 ##3 ##好 . , ! ? ' - $ ( ) 1"
+PIECES += " 。 ， 你 好 中 文 日 ℝ ™ 한 h i l o don t it s"
+UNCASED = "the cat play un cafe naive ecole istanbul world"
+CASED = "the The cat CAT play Play un Caf Café naive naïve École Istanbul I H world ##É"
+VOCABULARIES = {  # whether it is uncased, words; what a text has beside them is unknown
+    "uncased": (True, f"{UNCASED} {PIECES}"),
+    "cased": (False, f"{CASED} {PIECES}"),
+    "chinese": (True, f"<S> <T> the cat 天 气 ##中 {PIECES}"),
+}
+TEXTS = [
+    "The CAT played, unaffable the cats!",
+    "Café naïve ÉCOLE cafe\u0301 Straße İstanbul Istanbul",
+    "don't - it's ($123) un-aff.able??",
+    "你好 world中文the，日。 天气 あ 한글",
+    "zebra 1,024.5 \u2603 \U0001f468\u200d\U0001f469 ℝ ™ \u05d0\u05d1",
+    "hello\tthe\r\ncat\u00a0the\u3000cat\u2028the\0\ufffd\u200b\u202ecat  ",  # blanks, controls
+    "[SEP] the [MASK] <s> cat </s> ##ing [cat] <mask>",
+    "x" * 101 + " " + "lo" * 40,  # WordPiece reads no word of more than 100 characters
+    "",
+    " \t\n",
+]
+PAIRS = [(TEXTS[0], TEXTS[2]), (TEXTS[3], TEXTS[1]), ("", TEXTS[0])]
+ALL, LENGTHS = 200, (7, 8, 12, 13, 19)
+
+
+def expect(slow, fast):
+    """[[texts, max_length, ids, type ids]] of the fast tokenizer. Where nothing is cut, the slow
+    one has the same; of two texts that are equally long it cuts the other one first."""
+    cases, result = [((text,), ALL) for text in TEXTS], []
+    cases += [(texts, length) for texts in (*PAIRS, TEXTS[:1]) for length in (ALL, *LENGTHS)]
+    for texts, length in cases:
+        options = {"truncation": "longest_first", "max_length": length}
+        encoding = fast(*texts, return_token_type_ids=True, **options)
+        assert length < ALL or encoding["input_ids"] == slow(*texts)["input_ids"], texts
+        result.append([texts, length, encoding["input_ids"], encoding["token_type_ids"]])
+    return result
+
+
+def write_tokenizers(directory):
+    shutil.rmtree(directory, ignore_errors=True)
+    expected = {}
+    for kind, (uncased, words) in VOCABULARIES.items():
+        (directory / kind).mkdir(parents=True)
+        path = directory / kind / "vocab.txt"
+        vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words.split()]
+        path.write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
+        both = [of(str(path), do_lower_case=uncased) for of in (BertTokenizer, BertTokenizerFast)]
+        expected[kind] = expect(*both)
+    (directory / "roberta").mkdir()
+    byte_level_bpe(directory / "roberta", TEXTS, pre_tokenizers.ByteLevel.alphabet(), 330)
+    files = [directory / "roberta" / name for name in ("vocab.json", "merges.txt")]
+    both = [of(*map(str, files)) for of in (RobertaTokenizer, RobertaTokenizerFast)]
+    expected["roberta"] = expect(*both)
+    both[1].backend_tokenizer.save(str(directory / "roberta" / "tokenizer.json"))
+    for file in files:
+        file.unlink()
+    text = json.dumps(expected, ensure_ascii=False, separators=(",", ":"))
+    (directory / "expected.json").write_text(text.replace("]],", "]],\n"), encoding="utf-8")
+
+
+def write_models():
+    sizes = dict(vocab_size=60, max_position_embeddings=24, **SIZES)
+    bert = BertAdapterModel(BertConfig(**sizes))
+    write(GOLDEN / "bert", bert, list(ADAPTERS), FUSIONS, wordpiece, pad=0)
+    add_pooled_head(GOLDEN / "bert", "by_layer")
+    sizes |= dict(type_vocab_size=1, layer_norm_eps=1e-5)
+    sizes |= dict(pad_token_id=1, bos_token_id=0, eos_token_id=2)
+    roberta = RobertaAdapterModel(RobertaConfig(**sizes))
+    names, fusions = ["pfeiffer", "p4", "houlsby"], {"fusion-pfeiffer": ["pfeiffer", "p4"]}
+    write(GOLDEN / "roberta", roberta, names, fusions, byte_level_bpe, pad=1)
+
+
 if __name__ == "__main__":
-    bert = BertConfig(vocab_size=60, max_position_embeddings=24, **SIZES)
-    write(GOLDEN / "bert", BertAdapterModel(bert), list(ADAPTERS), FUSIONS, wordpiece, pad=0)
-    SIZES |= dict(type_vocab_size=1, layer_norm_eps=1e-5)
-    SIZES |= dict(pad_token_id=1, bos_token_id=0, eos_token_id=2)
-    roberta = RobertaAdapterModel(RobertaConfig(vocab_size=60, max_position_embeddings=24, **SIZES))
-    adapters, fusions = ["pfeiffer", "p4", "houlsby"], {"fusion-pfeiffer": ["pfeiffer", "p4"]}
-    write(GOLDEN / "roberta", roberta, adapters, fusions, byte_level_bpe, pad=1)
+    write_models()
+    write_tokenizers(GOLDEN / "tokenizers")

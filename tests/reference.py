@@ -30,6 +30,7 @@ def directories(file):
 
 ADAPTERS, HEADS = directories("adapter_config.json"), directories("head_config.json")
 FUSIONS = directories("adapter_fusion_config.json")
+assert (len(ADAPTERS), len(HEADS), len(FUSIONS)) == (15, 6, 3)
 
 
 def encoder(name):
@@ -85,18 +86,3 @@ def ask_peer(script, *words):
     command = [PEER, Path(__file__).with_name(script), *words]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert result.returncode == 0, result.stdout[-3000:]
-
-
-def spread(parameters, generator):
-    """Random weights at which an error shows: nothing stays at its default, and no softmax is 0 or
-    1."""
-    for name, p in parameters:
-        noise = torch.randn(p.shape, generator=generator)
-        if name.endswith("fusion.value.weight"):
-            p.data = torch.eye(len(p)) + 0.05 * noise
-        elif "embeddings" in name and p.ndim > 1:
-            p.data = 0.5 * noise
-        elif p.ndim > 1:
-            p.data = (0.4 if "fusion" in name else 1) / p.shape[-1] ** 0.5 * noise
-        else:
-            p.data = (1 if "norm" in name and name.endswith("weight") else 0) + 0.2 * noise

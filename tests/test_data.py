@@ -1,6 +1,7 @@
 """The 16 tasks in the hub's columns, your own data as they come, and batches."""
 
 import functools
+import os
 
 import datasets
 import numpy as np
@@ -8,9 +9,9 @@ import pytest
 
 import data
 from conftest import write_rows
-from data import TASKS, get_task, length_groups, load_split
+from data import TASKS, get_task, length_bucketed_batches, load_split
+from experiments.load_run import LoadedRun
 from formats import rows
-from formats.rows import note_size, origin
 from formats.tokenizer import load_tokenizer
 
 
@@ -49,7 +50,7 @@ ROWS = {
 @pytest.mark.parametrize("name", TASKS)
 def test_hub_columns(name, tokenizer, tmp_path, monkeypatch):
     """A row in the hub's columns and types, by the code that reads the hub (of the UKP's corpus, a
-    file), to tokens and label; all splits are loaded at once."""
+    file), to tokens and label, and to the same in prediction; all splits are loaded at once."""
     assert set(ROWS) == set(TASKS) and len(TASKS) == 16
     (row, candidates, label), task, asked = ROWS[name], get_task(name), []
 
@@ -66,34 +67,31 @@ def test_hub_columns(name, tokenizer, tmp_path, monkeypatch):
     assert split["label"][:] == [label] * (2 if name == "imdb" else 3)
     for ids, (a, b) in zip(split[0]["input_ids"], candidates, strict=True):
         assert ids == tokenizer.encode(*[text for text in (a, b) if text is not None]).ids
-    assert data.to_candidates(task, row) == (candidates, label)
+    assert task.example(row) == (candidates, label)
+    texts = [{"premise": "p", "hypothesis": "q", **row}[column] for column in task.columns]
+    if name == "commonsense_qa":
+        texts[1] = texts[1]["text"]
+    elif task.is_multiple_choice and name != "hellaswag":  # options in columns of their own
+        texts = [*texts[: -len(candidates)], texts[-len(candidates) :]]
+    run = LoadedRun(None, None, None, task, None, None, [])
+    assert run.candidates(row) == run.candidates(texts) == candidates
     if name not in ("argument", "imdb"):
         assert len(load_split(task, "validation", tokenizer)) == 4
         assert asked == [task.hub]
 
 
-def test_answer_keys_belong_to_their_texts():
-    """commonsense_qa may list its choices in any order."""
-    assert data.question_choices("q", words("label text", [*"CABED"], [*"xvwzy"])) == QUESTION
-    for label, text in (("AABCD", "vwxyz"), ("ABCDE", "vwxy")):
-        with pytest.raises(ValueError, match="one text for each of ABCDE"):
-            data.question_choices("q", words("label text", [*label], [*text]))
-
-
 def test_other_copies_of_the_data():
-    """SciTail's tsv_format and Google's own BoolQ differ in columns and label values; in a row with
-    both, the columns that are ours count."""
+    """SciTail's tsv_format and Google's own BoolQ have other columns and label values; the choices
+    of commonsense_qa may come in any order."""
     tsv = words("premise hypothesis label", "p", "q", "neutral")
-    both = {**tsv, **words("sentence1 sentence2 gold_label", "x", "y", "entailment")}
     boolq = words("question passage answer", "q", "p", True)
-    for task, row in (("scitail", tsv), ("scitail", both), ("boolq", boolq)):
-        assert data.to_candidates(get_task(task), row) == (PAIR, 1)
+    for task, row in (("scitail", tsv), ("boolq", boolq)):
+        assert get_task(task).example(row) == (PAIR, 1)
+    assert data.question_choices("q", words("label text", [*"CABED"], [*"xvwzy"])) == QUESTION
 
 
 def test_argument_as_distributed(tokenizer, tmp_path):
-    """Eight topic files, quoting off, the split in a column; without them, where to ask."""
-    with pytest.raises(FileNotFoundError, match="tudatalib"):
-        load_split(get_task("argument"), "train", tokenizer)
+    """Eight topic files, quoting off, the split in a column."""
     (tmp_path / "argument").mkdir()
     labels = {"train": "NoArgument", "val": "Argument_for", "test": "Argument_against"}
     for topic in ("abortion", "school_uniforms"):
@@ -106,66 +104,44 @@ def test_argument_as_distributed(tokenizer, tmp_path):
     assert found[0]["input_ids"] == [tokenizer.encode("abortion", '"val is open').ids]
 
 
-def test_row_counts(capsys):
-    """Those of the paper, and of the hub's copy of sick; the paper gives no size of a test set."""
-    for split, count in (("train", 4500), ("train", 4439), ("test", 4906)):
-        note_size("here", count, TASKS["sick"], split)
-    assert capsys.readouterr().out == ""
-    note_size("here", 4400, TASKS["sick"], "train")
-    said = "note: here has 4400 rows, the sick of the paper has 4500\n"
-    assert capsys.readouterr().out == said
-
-
 def test_tokenised_data_is_cached(encoder, tmp_path, monkeypatch):
-    """A second start does not tokenise; another text or max_length does."""
-    calls, encode = [], data.task_rows.encode
-    monkeypatch.setattr(data.task_rows, "encode", lambda *x: calls.append(len(x[1])) or encode(*x))
+    """A second start does not tokenise; another text does, at the same path and time, and another
+    max_length."""
+    calls, encode = [], data.columns.encode
+    monkeypatch.setattr(data.columns, "encode", lambda *x: calls.append(len(x[1])) or encode(*x))
 
-    def load(count, max_length=48):
+    def load(count, max_length=48, text="red"):
         calls.clear()
-        write_rows(tmp_path / "rte" / "train.jsonl", [ROWS["rte"][0]] * count)
+        path = tmp_path / "rte" / "train.jsonl"
+        write_rows(path, [{**ROWS["rte"][0], "sentence1": text}] * count)
+        os.utime(path, ns=(0, 0))
         tokenizer = load_tokenizer(encoder, max_length)
-        assert len(load_split(get_task("rte", tmp_path), "train", tokenizer, tmp_path)) == count
+        split = load_split(get_task("rte", tmp_path), "train", tokenizer, tmp_path)
+        assert split["input_ids"][:] == [[tokenizer.encode(text, "q").ids]] * count
         return sum(calls)
 
     assert [load(3), load(3), load(3, 40), load(3, 40), load(3)] == [3, 0, 3, 0, 0]
-    assert [load(2500), load(2500)] == [2500, 0]
+    assert [load(3, text="cat"), load(3, text="cat"), load(2500), load(2500)] == [3, 0, 2500, 0]
 
 
-def test_little_padding_where_choices_differ_in_length():
-    """32 questions with four choices of 4 to 39 tokens: 9 in 20 would be padding."""
-    lengths = np.random.default_rng(0).integers(4, 40, (32, 4))
-    ids = [[[1] * n for n in row] for row in lengths]
-    batch = data.collate({"input_ids": ids, "token_type_ids": ids, "label": [0] * 32}, 0)
-    total = sum(group.numel() for _, (group, _, _) in length_groups(batch))
-    assert 1 - lengths.sum() / batch["input_ids"].numel() > 0.4
-    assert 1 - lengths.sum() / total < 0.2
-
-
-def test_one_csv_file_with_columns_of_its_own(tokenizer, tmp_path):
-    """A part of it is held out, the same for every seed; or another file is the development set."""
-    text = "\n".join(["review,gold", *(f"red {i},{'yes' if i % 2 else 'no'}" for i in range(60))])
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/train.csv").write_text(text)
-    with pytest.raises(ValueError, match="no column 'label'; it has review, gold"):
-        get_task("mine", tmp_path)
-    task = get_task("mine", tmp_path, column_names={"text_a": "review", "label": "gold"})
-
-    def load(split, fraction=None, seed=0):
-        return load_split(task, split, tokenizer, tmp_path, seed=seed, dev_fraction=fraction)
-
-    with pytest.raises(FileNotFoundError, match="--dev-fraction"):
-        load("validation")
-    assert [len(load(split, 0.2)) for split in ("train", "validation")] == [48, 12]
-    assert origin(load("train", 0.2, seed=7))["held_out"] == origin(load("train", 0.2))["held_out"]
-    (tmp_path / "mine/val.csv").write_text(text)
-    assert len(load("validation")) == 60
-    with pytest.raises(ValueError, match="--dev-fraction: .*val.csv has a development set"):
-        load("train", 0.5)
+def test_examples_of_a_small_task_meet_others_in_the_next_epoch():
+    """Of the pairs in one batch, few are in one batch of the next epoch."""
+    lengths, place = np.random.default_rng(0).integers(5, 128, 20_000), np.empty(20_000)
+    for count, most in ((250, 0.15), (2500, 0.2), (20_000, 0.06)):
+        first, second = (length_bucketed_batches(lengths[:count], 32, (0, n)) for n in (1, 2))
+        for i, batch in enumerate(second):
+            place[batch] = i
+        pairs = sum(len(batch) * (len(batch) - 1) for batch in first)
+        again = sum((place[batch] == place[batch][:, None]).sum() - len(batch) for batch in first)
+        assert again / pairs < most
+    batches = length_bucketed_batches(lengths, 32, seed=0)
+    assert sorted(np.concatenate(batches)) == [*range(20_000)]
+    longest = sum(len(batch) * lengths[batch].max() for batch in batches)
+    assert 1 - lengths.sum() / longest < 0.05
 
 
 def test_imdb_chooses_its_epoch_on_training_examples(tokenizer, tmp_path):
-    """2,000 of them, and none of the test set; a validation file goes first."""
+    """2,000 of them, the same for every seed; a validation file goes first."""
     written = [{"text": "red", "label": i % 2} for i in range(6000)]
     write_rows(tmp_path / "imdb" / "train.jsonl", written)
     task = get_task("imdb", tmp_path)

@@ -1,5 +1,4 @@
-"""examples/: what each of them computes, beside the reference library where it has the same; and
-their runs, as a user makes and reads them."""
+"""examples/: LoRA beside the reference library, the page's forks, runs as a user makes them."""
 
 import json
 import math
@@ -25,7 +24,7 @@ from experiments import evaluate, predict
 from experiments.load_run import load_run
 from formats.files import write_json
 from reference import FIELDS, ask_peer, needs_peer
-from test_kinds import examples, inputs, new_bert, places, trained  # noqa: F401  (fixtures)
+from test_kinds import examples, inputs, new_bert, trained  # noqa: F401  (fixtures)
 
 REPOSITORY = Path(train.__file__).resolve().parent
 
@@ -70,24 +69,19 @@ def test_regression():
     x, y = torch.tensor([1.0, 2.0, 3.0, 5.0]), torch.tensor([2.0, 1.0, 4.0, 90.0])
     assert pearson(x, y) == pytest.approx(torch.corrcoef(torch.stack([x, y]))[0, 1].item())
     assert pearson(x, torch.ones(4)) == 0.0
-    assert Regression.label(None, "3.8") == 3.8 and Regression.label(None, 5) == 5.0
     for label in ("high", math.nan, -1, None):
         with pytest.raises(ValueError, match=f"{label!r} is not a number from 0 to 5"):
             Regression.label(None, label)
 
 
-def test_a_score_may_be_negative_but_must_be_a_number(trained, monkeypatch, tmp_path):  # noqa: F811
-    monkeypatch.setitem(Classification.scores, "minus", lambda *_: -7.0)
-    result = trained("score accuracy", tmp_path / "minus", "--score", "minus")
-    assert result["minus"] == -7.0 and result["best_epoch"] == 1
+def test_a_score_must_be_a_number(trained, monkeypatch, tmp_path):  # noqa: F811
     monkeypatch.setitem(Classification.scores, "none", lambda *_: float("nan"))
     with pytest.raises(ValueError, match="--score none is not a number"):
         trained("score accuracy", tmp_path / "none", "--score", "none")
 
 
 def test_a_run_is_read_once_its_kind_is_imported(encoder, data_dir, tmp_path):
-    """Made as a user makes it, from another directory. No code is executed that the user has not
-    named: the module is in a note's text alone."""
+    """Made as a user makes it, from another directory. Nothing is imported that is not named."""
     run = tmp_path / "run"
     words = cli("--stage adapter --task rte --adapter lora --adapter-config r=2 --epochs 1")
     words += cli("--device cpu", model=encoder, data_dir=data_dir, out=run)
@@ -105,16 +99,11 @@ def test_a_run_is_read_once_its_kind_is_imported(encoder, data_dir, tmp_path):
     status, out, err = child.output([*words, "--import", "examples.lora"])
     assert status == 0 and "made by" not in out, err
     assert json.loads(out.splitlines()[-1])["accuracy"] == result["accuracy"]
-    status, out, err = child.output([*words, "--import", "examples.lor"])
-    assert status == 2 and err.count("\n") == 1 and "No module named 'examples.lor'" in err
 
 
 def test_a_regression_is_predicted(trained, tmp_path, capsys):  # noqa: F811
     trained("task Regression", tmp_path / "run")
-    texts = [str(tmp_path / "run"), "red cat", "red dog", "--device", "cpu"]
     capsys.readouterr()
-    predict.main(texts)
-    value, text = capsys.readouterr().out.strip().split("\t")
-    predict.main([*texts, "--json"])
-    result = json.loads(capsys.readouterr().out)
-    assert text == "red cat | red dog" and f"{result['score']:.3f}" == value
+    predict.main([str(tmp_path / "run"), "red cat", "red dog", "--device", "cpu", "--json"])
+    (score,) = load_run(tmp_path / "run").predict([["red cat", "red dog"]])
+    assert json.loads(capsys.readouterr().out)["score"] == pytest.approx(score["score"])

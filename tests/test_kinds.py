@@ -1,18 +1,18 @@
-"""Every kind of adapter and fusion, and every type of task, that the command line knows, those of
-examples/ included, has the same properties. A new kind is tested by being registered: none is
-listed here."""
+"""Every kind of adapter, fusion and head, and every type of task, those of examples/ and the forks
+below included, has the same properties. A new kind is tested by being registered: none is listed
+here."""
 
 import contextlib
 import copy
 import importlib
 import json
-import random
-import shutil
 import signal
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import child
 import train
@@ -20,19 +20,26 @@ from adapter import (
     ADAPTERS,
     ARCHITECTURES,
     HEADS,
+    Adapter,
+    AdapterConfig,
+    BaseAdapterConfig,
     Head,
     activate,
     adapter_modules,
     add_adapter,
     load_adapter,
+    new_head,
+    register,
+    register_head,
     save_adapter,
 )
 from bert import Bert
-from conftest import WORDS, assert_equal, cli, sentence, write_rows
+from conftest import WORDS, assert_equal, cli, randomize
 from data import TASKS, Classification, MultipleChoice
 from experiments import evaluate
 from fusion import (
     FUSIONS,
+    Fusion,
     add_fusion,
     fusion_regularization,
     fusion_weights,
@@ -40,7 +47,89 @@ from fusion import (
     load_fusion,
     save_fusion,
 )
+from fusion import register as register_fusion
 from variants.masking import mask
+
+
+@dataclass(frozen=True)
+class OwnConfig(AdapterConfig):
+    """Trains U alone, and has a buffer and a z of its own, which is no bottleneck's."""
+
+    architecture = "own"
+
+    @classmethod
+    def own(cls, **changes):
+        return cls(**changes)
+
+    def make_modules(self, bert):
+        d = bert.config.hidden_size
+        places = super().make_modules(bert)
+        return [(key, slot, Own(self, d, self.bottleneck_size(d, 0))) for key, slot, _ in places]
+
+    def tensor_names(self, module):
+        return BaseAdapterConfig.tensor_names(self, module)  # of all parameters and buffers
+
+    def trainable_parameters(self, module):
+        return module.up.parameters()
+
+
+class Own(Adapter):
+    def __init__(self, *values):
+        super().__init__(*values)
+        self.register_buffer("factor", torch.tensor([4.0]))
+
+    def z(self, h, layer_input=None):
+        return (self.factor * super().z(h, layer_input)).to(h.dtype)
+
+
+class ByExample(Fusion):
+    """One softmax for each example, of the mean over its real tokens; and parameters of its own,
+    one of them a scalar for each adapter."""
+
+    file_tag = {"kind": "by_example"}
+    config_defaults = {"power": 1.0}
+    order_matters_because = "its scalars belong to the positions of the adapters"
+
+    def __init__(self, name, adapter_names, *values, **config):
+        super().__init__(name, adapter_names, *values, **config)
+        self.scalar = nn.Parameter(torch.ones(len(adapter_names)))
+        self.deep = nn.Sequential(nn.Linear(1, 2), nn.Linear(2, 1))
+
+    def compose(self, h, adapters, layer_input=None):
+        _, mask = layer_input
+        real = torch.ones_like(h[..., :1]) if mask is None else mask[:, 0, 0, :, None].to(h.dtype)
+        z = torch.stack([adapter.z(h, layer_input) for adapter in adapters], 2)  # [B, T, N, d]
+        z = z * self.deep(self.scalar[:, None])
+        scores = torch.einsum("btd,btnd->btn", self.query(h), self.key(z))
+        scores = (real * scores).sum(1, keepdim=True) / real.sum(1, keepdim=True)  # [B, 1, N]
+        s = self.weigh(scores * self.config["power"])[:, 0]
+        return self.value(torch.einsum("bn,btnd->btd", s, z))
+
+    textbook = compose
+
+
+class NoMask(ByExample):
+    """It knows nothing of masks, which must not go unnoticed."""
+
+    file_tag = {"kind": "no_mask"}
+
+    def weigh(self, scores):
+        self.weights = scores.softmax(-1).detach()
+        return scores.softmax(-1)
+
+
+class MeanHead(Head):
+    """It reads the mean over the real tokens."""
+
+    def __init__(self, config, bert_config):
+        super().__init__(config, bert_config)
+        self.mlp = nn.Sequential(nn.Linear(bert_config.hidden_size, bert_config.hidden_size))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, h, mask):
+        mean = (h * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        return self.logits(self.mlp(self.scale * mean))
+
 
 TABLES = (ADAPTERS, ARCHITECTURES, FUSIONS, TASKS, Classification.scores, HEADS, train.STAGES)
 EXAMPLES = sorted(path.stem for path in Path(train.__file__).parent.glob("examples/[!_]*.py"))
@@ -48,6 +137,10 @@ EXAMPLES = sorted(path.stem for path in Path(train.__file__).parent.glob("exampl
 without = [dict(table) for table in TABLES]
 for name in EXAMPLES:
     importlib.import_module(f"examples.{name}")
+register("own", OwnConfig)
+register_fusion("by_example", ByExample)
+register_fusion("no_mask", NoMask)
+register_head("mean", MeanHead)
 with_examples = [dict(table) for table in TABLES]
 
 
@@ -64,19 +157,24 @@ def examples():
     fill(without)
 
 
-ADAPTER_KINDS = with_examples[0]
+ADAPTER_KINDS, _, FUSION_KINDS, _, _, HEAD_KINDS, _ = with_examples
 assert {make().architecture for make in ADAPTER_KINDS.values()} == {*with_examples[1]}
-FUSION_KINDS = with_examples[2]
 TASK_TYPES = {task.type for task in with_examples[3].values()}
+
+
+def can_fuse(kind):
+    return ADAPTER_KINDS[kind]().cannot_fuse_because is None
+
+
 every_adapter = pytest.mark.parametrize("kind", ADAPTER_KINDS)
+every_fused_adapter = pytest.mark.parametrize("kind", [*filter(can_fuse, ADAPTER_KINDS)])
 every_fusion = pytest.mark.parametrize("fusion_kind", FUSION_KINDS)
-
-
-def randomize(bert, part):
-    """Weights at which an error shows: nothing stays at 0, no softmax is 0 or 1."""
-    for name, p in bert.named_parameters():
-        if part in name:
-            p.data += 0.2 * torch.randn_like(p)
+# where a kind has such fields, the second and the third adapter differ from the first
+VARIED = {
+    "a": {},
+    "b": {"reduction_factor": 4, "size": 12, "num_heads": 3},
+    "c": {"reduction_factor": 8, "non_linearity": "gelu"},
+}
 
 
 def new_bert(encoder, kind, names="ab", dtype=torch.float64, device="cpu"):
@@ -84,21 +182,25 @@ def new_bert(encoder, kind, names="ab", dtype=torch.float64, device="cpu"):
     torch.manual_seed(1)
     bert = Bert.from_pretrained(encoder).to(device, dtype)
     for name in names:
-        add_adapter(bert, name, ADAPTER_KINDS[kind]())
+        config = ADAPTER_KINDS[kind]()
+        known = {field.name for field in fields(config)} & VARIED[name].keys()
+        add_adapter(bert, name, replace(config, **{field: VARIED[name][field] for field in known}))
     randomize(bert, ".adapters.")
     return bert
 
 
-def can_fuse(kind):
-    return ADAPTER_KINDS[kind]().cannot_fuse_because is None
+def fuse(bert, names, fusion_kind):
+    """A new fusion with such weights, and with hyper-parameters that are not the defaults."""
+    config = {field: 2 * value for field, value in fusion_kind.config_defaults.items()}
+    add_fusion(bert, names, fusion_kind, **config)
+    randomize(bert, ".fusion.")
 
 
 def alone_and_fused(bert, kind):
     """None for the adapter that is active now, then each kind of fusion once it is."""
     yield None
     for fusion_kind in FUSION_KINDS.values() if can_fuse(kind) else ():
-        add_fusion(bert, ["a", "b"], fusion_kind)
-        randomize(bert, ".fusion.")
+        fuse(bert, "ab", fusion_kind)
         yield fusion_kind
 
 
@@ -111,65 +213,89 @@ def inputs(padding=0):
     return [torch.nn.functional.pad(tensor, (0, padding)) for tensor in given]
 
 
+BATCH = ("input_ids", "token_type_ids", "attention_mask")
+
+
 def close(ours, theirs):
     return torch.allclose(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
-def outputs_and_gradients(bert):
-    h = bert(*inputs())
+def outputs_and_gradients(bert, given):
+    torch.manual_seed(3)  # the same is dropped
+    h = bert(*given)
     trained = [p for p in bert.parameters() if p.requires_grad]
     return [h, *torch.autograd.grad(h.pow(3).sum(), trained)] if trained else [h]
 
 
-@every_adapter
+@every_fused_adapter
 @every_fusion
-def test_the_form_that_is_used_is_the_textbooks(encoder, kind, fusion_kind):
-    """Whatever the order of the adapters, unless the kind of fusion says that it matters."""
-    bert, fusion_kind = new_bert(encoder, kind), FUSION_KINDS[fusion_kind]
-    if not can_fuse(kind):
-        with pytest.raises(ValueError, match="a, b"):
-            add_fusion(bert, ["a", "b"], fusion_kind)
-        assert not fusions(bert)
-        return
-    add_fusion(bert, ["a", "b"], fusion_kind)
-    randomize(bert, ".fusion.")
+@pytest.mark.parametrize("names", ["ab", "abc"])
+def test_the_form_that_is_used_is_the_textbooks(encoder, kind, fusion_kind, names):
+    """With many tokens and few, with dropout, and in any order of the adapters if none matters."""
+    bert, fusion_kind = new_bert(encoder, kind, names), FUSION_KINDS[fusion_kind]
+    fuse(bert, names, fusion_kind)
     textbook = copy.deepcopy(bert)
     for _, fusion in fusions(textbook):
         fusion.compose = fusion.textbook
-    ours, theirs = outputs_and_gradients(bert), outputs_and_gradients(textbook)
-    assert all(map(close, ours, theirs))
-    for (_, ours), (_, theirs) in zip(fusions(bert), fusions(textbook), strict=True):
-        assert close(ours.weights, theirs.weights)
-        assert close(ours.weights.sum(-1), torch.ones(3, 7, dtype=torch.float64))
-    h = bert(*inputs())
+    many = inputs()
+    for training in (False, True):
+        for given in (many, [tensor[1:2, :4] for tensor in many]):
+            both = [outputs_and_gradients(b.train(training), given) for b in (bert, textbook)]
+            assert all(map(close, *both))
+            for (_, ours), (_, theirs) in zip(fusions(bert), fusions(textbook), strict=True):
+                assert close(ours.weights, theirs.weights)
+    h = bert.eval()(*many)
+    sums = torch.stack([fusion.weights.sum(-1) for _, fusion in fusions(bert)])
+    assert close(sums, torch.ones_like(sums))
     if fusion_kind.order_matters_because is None:
-        add_fusion(bert, ["b", "a"], fusion_kind)
+        add_fusion(bert, names[::-1], fusion_kind)
         for (_, fusion), (_, same) in zip(fusions(bert), fusions(textbook), strict=True):
             fusion.load_state_dict(same.state_dict())
-        assert close(bert(*inputs()), h)
+        assert close(bert(*many), h)
     activate(bert, None)  # the adapters do speak
-    assert not torch.allclose(bert(*inputs()), h, atol=1e-3)
+    assert not torch.allclose(bert(*many), h, atol=1e-3)
+
+
+def test_only_the_same_kind_at_the_same_places_is_fused(encoder):
+    """Otherwise the error names the adapter, and no fusion is left behind."""
+    bert = new_bert(encoder, "pfeiffer", "a")
+    for i, (kind, make) in enumerate(ADAPTER_KINDS.items()):
+        add_adapter(bert, f"x{i}", make())
+        config, modules = adapter_modules(bert, f"x{i}")
+        same_places = {location for (_, location), _, _ in modules} == {"output"}
+        if can_fuse(kind) and config.architecture is None and same_places:
+            continue
+        with pytest.raises(ValueError, match=f" x{i}$"):
+            add_fusion(bert, ["a", f"x{i}"])
+    assert not fusions(bert)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", [*filter(can_fuse, ADAPTER_KINDS)])
+@every_fused_adapter
 @every_fusion
 def test_a_masked_adapter_has_no_effect(encoder, kind, fusion_kind):
-    """Whatever its weights are; or else the fusion says that it cannot leave adapters out."""
-    bert = new_bert(encoder, kind)
-    add_fusion(bert, ["b", "a"], FUSION_KINDS[fusion_kind])  # the last decides what both read
-    randomize(bert, ".fusion.")
+    """Whatever its weights are, and the others share its part; or else the fusion says so."""
+    bert = new_bert(encoder, kind, "abc")
+    fuse(bert, "bac", FUSION_KINDS[fusion_kind])  # the last decides what all of them read
     whole = bert(*inputs())
+    weights = fusion_weights(bert)
     mask(bert, ["b"])
     try:
         h = bert(*inputs())
     except ValueError as error:
         assert "cannot leave adapters out" in str(error)
+        assert fusion_kind not in without[2]  # ours can
         return
-    assert all((s[..., 0] == 0).all() for s in fusion_weights(bert).values())
+    masked, first = fusion_weights(bert), next(iter(weights))
+    assert all((s[..., 0] == 0).all() for s in masked.values())
+    rest = weights[first][..., 1:]
+    assert close(masked[first][..., 1:], rest / rest.sum(-1, keepdim=True))
     assert not torch.allclose(h, whole, atol=1e-3)
     randomize(bert, ".adapters.b.")
     assert torch.equal(bert(*inputs()), h)
+    mask(bert, [])
+    with pytest.raises(ValueError, match="run a batch"):  # the last weights are of another mask
+        fusion_weights(bert)
 
 
 @every_adapter
@@ -186,6 +312,7 @@ def test_saved_and_loaded_bit_for_bit(encoder, kind, tmp_path):
             save_fusion(bert, tmp_path / "fusion")
             load_fusion(again, tmp_path / "fusion")
             assert {type(fusion) for _, fusion in fusions(again)} == {fusion_kind}
+            assert fusions(again)[0][1].config == fusions(bert)[0][1].config
         assert torch.equal(bert(*inputs()), again(*inputs()))
         ours, theirs = bert.state_dict(), again.state_dict()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
@@ -212,19 +339,31 @@ def test_exactly_what_is_new_is_trained(encoder, kind):
         assert changed == trained
 
 
+@torch.no_grad()
 @every_adapter
-def test_padding_does_not_matter(encoder, kind):
+def test_padding_other_examples_and_the_cls_shortcut_change_nothing(encoder, kind):
     bert = new_bert(encoder, kind)
     for _ in alone_and_fused(bert, kind):
         ids, types, mask = inputs()
-        short, long = bert(ids, types, mask), bert(*inputs(padding=9))[:, :7]
-        assert close(short[mask.bool()], long[mask.bool()])
-        alone = bert(ids[1:2, :4], types[1:2, :4], mask[1:2, :4])
-        assert close(short[1:2, :4], alone)
+        h, long = bert(ids, types, mask), bert(*inputs(padding=9))[:, :7]
+        assert close(h[mask.bool()], long[mask.bool()])
+        assert close(h[1:2, :4], bert(ids[1:2, :4], types[1:2, :4], mask[1:2, :4]))
+        assert close(h[:, :1], bert(ids, types, mask, cls_only=True))
 
 
-# --------------------------------------------------------------------------------------------------
-# A step as train.py has it, on a device that needs no GPU, and in bf16
+@torch.no_grad()
+@pytest.mark.parametrize("name", HEAD_KINDS)
+def test_a_head_is_given_what_it_reads(encoder, name):
+    """Whether or not it reads [CLS] alone, and however long the padding is."""
+    bert = Bert.from_pretrained(encoder).double()
+    for task_type in TASK_TYPES:
+        head = new_head(name, {**task_type.head("xyz"), "layers": 2}, bert.config).double().eval()
+        expected = head(bert(*inputs()), inputs()[2])
+        for padding in (0, 5):
+            batch = dict(zip(BATCH, inputs(padding), strict=True))
+            batch["labels"] = torch.zeros(len(expected))
+            assert torch.allclose(train.Model(bert, head)(batch), expected.float(), atol=1e-6)
+
 
 # (stage, kind of adapter, kind of fusion) as train.py combines them
 STEPS = [("head", None, None), ("full", None, None)]
@@ -237,25 +376,24 @@ STEPS += [
 @pytest.mark.parametrize("device, dtype", [("meta", torch.float32), ("cpu", torch.bfloat16)])
 @pytest.mark.parametrize("stage, kind, fusion_kind", STEPS, ids=str)
 def test_a_step(encoder, stage, kind, fusion_kind, device, dtype, monkeypatch):
-    """Forward and backward of one batch. `meta` is a device that computes nothing, mixes with no
-    other, and has no autocast. Every type of task takes part in --stage head."""
+    """One batch; `meta` is a device that computes nothing, mixes with no other, has no autocast."""
     if device == "meta":
         monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
     held = torch.float32 if stage == "full" else dtype
     bert = new_bert(encoder, kind, "ab" if kind else "", held, device)
     if stage == "fusion":
-        add_fusion(bert, ["a", "b"], FUSION_KINDS[fusion_kind])
+        fuse(bert, "ab", FUSION_KINDS[fusion_kind])
     if stage == "full":
         bert.requires_grad_(True)
     bert.train()
-    ids, types, mask = inputs()
     trained = [p for p in bert.parameters() if p.requires_grad]
-    for task_type in TASK_TYPES if stage == "head" else [Classification]:
-        head = Head({**task_type.head("xyz"), "layers": 2}, bert.config).to(device)
+    every = [(head, task_type) for head in HEAD_KINDS for task_type in TASK_TYPES]
+    for head, task_type in every if stage == "head" else [("cls", Classification)]:
+        head = new_head(head, {**task_type.head("xyz"), "layers": 2}, bert.config).to(device)
         examples = 1 if issubclass(task_type, MultipleChoice) else 3
         labels = torch.zeros(examples, dtype=task_type.dtype)
-        batch = {"input_ids": ids, "token_type_ids": types, "attention_mask": mask}
-        logits = train.Model(bert, head, dtype)({**batch, "labels": labels})
+        batch = {**dict(zip(BATCH, inputs(), strict=True)), "labels": labels}
+        logits = train.Model(bert, head, dtype)(batch)
         assert logits.dtype == torch.float32 and logits.device.type == device
         assert task_type.predict(logits).shape == labels.shape
         loss = task_type.loss(logits, labels.to(device))
@@ -267,49 +405,18 @@ def test_a_step(encoder, stage, kind, fusion_kind, device, dtype, monkeypatch):
     assert device == "meta" or all(gradient.isfinite().all() for gradient in gradients)
 
 
-# --------------------------------------------------------------------------------------------------
-# Runs
-
-
-@pytest.fixture(scope="module")
-def places(data_dir, tmp_path_factory):
-    """Tasks of every type, the examples' among them: the label of sts_b is the share of the words
-    that the texts have in common."""
-    directory = shutil.copytree(data_dir, tmp_path_factory.mktemp("kinds") / "data")
-    rng = random.Random(3)
-    for split, n in (("train", 96), ("validation", 40)):
-        rows = []
-        for i in range(n):
-            a, b = sentence(rng, 6), sentence(rng, 6)
-            b = " ".join([*a.split()[: i % 7], *b.split()[i % 7 :]])
-            rows.append({"sentence1": a, "sentence2": b, "label": 5 * (i % 7) / 6})
-        write_rows(directory / "sts_b" / f"{split}.jsonl", rows)
-    return directory
-
-
-def commands():
-    """{name: the options of its run}"""
-    result = {}
-    for name in ADAPTER_KINDS:
-        result[name] = f"--stage adapter --task sst2 --adapter {name}"
-    for name in FUSION_KINDS:
-        result[f"fusion {name}"] = f"--stage fusion --task sst2 --fusion {name}"
-    # `pick` is an own task, without a line in TASKS
-    of_task = {Classification: "rte", MultipleChoice: "pick"}
-    of_task |= {task.type: name for name, task in TASKS.items() if task.type not in of_task}
-    for task_type, name in of_task.items():
-        result[f"task {task_type.__name__}"] = f"--stage head --task {name}"
-    for score in Classification.scores:
-        result[f"score {score}"] = f"--stage head --task rte --score {score}"
-    return result
-
-
-COMMANDS = commands()
+OF_TASK = {Classification: "rte", MultipleChoice: "pick"}  # `pick` has no line in TASKS
+OF_TASK |= {task.type: name for name, task in TASKS.items() if task.type not in OF_TASK}
+COMMANDS = {kind: f"--stage adapter --task sst2 --adapter {kind}" for kind in ADAPTER_KINDS}
+COMMANDS |= {f"fusion {f}": f"--stage fusion --task sst2 --fusion {f}" for f in FUSION_KINDS}
+COMMANDS |= {f"task {t.__name__}": f"--stage head --task {name}" for t, name in OF_TASK.items()}
+COMMANDS |= {f"score {s}": f"--stage head --task rte --score {s}" for s in Classification.scores}
+COMMANDS |= {f"head {head}": f"--stage head --task pick --head {head}" for head in HEAD_KINDS}
 fill(without)  # the other tests know nothing of the examples
 
 
 @pytest.fixture(scope="module")
-def trained(launch, places, runs):
+def trained(launch, runs):
     """trained(name, out, ...): the closing line's dictionary of a run of COMMANDS"""
 
     def trained(name, out, *more):
@@ -317,7 +424,7 @@ def trained(launch, places, runs):
         words += COMMANDS[name]
         adapters = [runs / task for task in ("rte", "sst2", "pick")]
         given = cli(adapters=adapters) if "fusion" in words else []
-        return launch(words, *given, *more, data_dir=places, out=out)
+        return launch(words, *given, *more, out=out)
 
     return trained
 

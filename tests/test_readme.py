@@ -1,7 +1,6 @@
 """README.md and docs/: commands are understood by the programs that they name, links lead
-somewhere, and quoted lines of code are there."""
+somewhere, tables are those of the files in results/, and the notebook is that of its source."""
 
-import argparse
 import importlib
 import json
 import os
@@ -16,16 +15,13 @@ import pytest
 
 from conftest import fill_hub_cache, thorough, write_rows
 from data import TASKS
+from experiments import pages
+from runtime import settings
 
 ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
-README = PAGES["README.md"]
 WALKTHROUGH = (ROOT / "docs" / "walkthrough.py").read_text(encoding="utf-8")
-
-
-# --------------------------------------------------------------------------------------------------
-# Commands
 
 
 def commands(text):
@@ -34,6 +30,7 @@ def commands(text):
     code = re.findall(r"```\n(.*?)```", text, re.DOTALL)
     code += re.findall(r"`([^`]+)`", re.sub(r"(?<!\n)\n(?!\n)", " ", prose))
     values = dict(re.findall(r'^(\w+)="(.+)"$', "\n".join(code), re.MULTILINE))
+    program = r"(?:do |srun |\$ )?(?:python|torchrun .*?) (?=train\.py|-m (?:experiments|examples))"
     for block in code:
         block = re.sub(r"\s*\\\n\s*", " ", block)  # a command over several lines
         for name, value in values.items():
@@ -41,8 +38,7 @@ def commands(text):
         block = re.sub(r"\$\{\w+\[.*?\]\}|\$[a-z]\w*", "rte", block)  # other variables of the shell
         block = re.sub(r"\$SLURM_\w+", "0", block)
         for command in re.split(r"; | && | \| |\n", block):
-            start = r"(?:do |srun |\$ )?(?:python|torchrun .*?) (?=train\.py|-m \w)"
-            if found := re.match(start, command):
+            if found := re.match(program, command):
                 yield shlex.split(command[found.end() :], comments=True)
 
 
@@ -50,39 +46,33 @@ class Understood(BaseException):
     """Raised in place of everything that follows the parser."""
 
 
-def understand(words, monkeypatch):
+def understand(words):
     """Ends in Understood, or in another exception for words that the program refuses."""
     module, *words = words[1:] if words[0] == "-m" else words
-    module = importlib.import_module(module.removesuffix(".py"))
     words = [word.removesuffix("...") for word in words if word != "..."]
     if "--" in words:  # what follows goes to every train.py
-        rest = words[words.index("--") + 1 :]
+        end = words.index("--")
         with pytest.raises(Understood):
-            understand(["train.py", "--stage", "head", "--task", "rte", *rest], monkeypatch)
-        words = words[: words.index("--")]
-
-    def parse_and_stop(*values):
-        parse(*values)
-        raise Understood
-
-    parse = argparse.ArgumentParser.parse_args
-    monkeypatch.setattr(sys, "argv", ["program", *words])
-    with monkeypatch.context() as patch:
-        patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
-        patch.setattr(argparse.ArgumentParser, "parse_intermixed_args", parse_and_stop)
-        module.main()
+            understand([*"train.py --stage head --task rte".split(), *words[end + 1 :]])
+        words = words[:end]
+    importlib.import_module(module.removesuffix(".py")).main(words)
 
 
 FOUND = sorted({(page, shlex.join(words)) for page in PAGES for words in commands(PAGES[page])})
-INSTALLED = "-m experiments", "-m examples", "train.py"
 assert len(FOUND) > 40
 
 
 @pytest.mark.parametrize("page, words", FOUND, ids=lambda text: text[:80])
 def test_every_command_is_understood(page, words, monkeypatch):
-    if words.startswith(INSTALLED):
-        with pytest.raises(SystemExit if "--help" in words else Understood):
-            understand(shlex.split(words), monkeypatch)
+    check_values = settings.check_values
+
+    def check_and_stop(options):
+        check_values(options)
+        raise Understood
+
+    monkeypatch.setattr(settings, "check_values", check_and_stop)
+    with pytest.raises(SystemExit if "--help" in words else Understood):
+        understand(shlex.split(words))
 
 
 FOLLOWED = "README.md docs/tasks.md docs/after_training.md docs/adapterhub.md docs/forking.md"
@@ -92,44 +82,40 @@ def write_what_the_pages_presuppose(place, encoder):
     """BERT-base in the hub's cache, the GLUE tasks, and the files that the pages speak of."""
     fill_hub_cache(place / "hub" / "models--google-bert--bert-base-uncased", encoder)
     for task in "mnli qqp sst2 mrpc rte cb".split():
-        rows = []
-        for i in range(2000):
-            text = ["the cat sleeps and sleeps", "red dog runs"][i % 2]
-            rows.append({**dict.fromkeys(TASKS[task].columns, text), "label": i % 2})
+        texts = ["the cat sleeps and sleeps", "red dog runs"]
+        rows = [dict.fromkeys(TASKS[task].columns, texts[i % 2]) for i in range(2000)]
+        rows = [{**row, "label": i % 2} for i, row in enumerate(rows)]
         for split, n in (("train", 2000), ("validation", 100), ("test", 100)):
             write_rows(place / "DIR" / task / f"{split}.jsonl", rows[:n])
-    reviews = "".join(f"{['good', 'bad'][i % 2]} film,{1 + i % 2}\n" for i in range(40))
-    (place / "reviews.csv").write_text(f"review,stars\n{reviews}")
+    (place / "reviews.csv").write_text("review,stars\n" + "good film,1\nbad film,2\n" * 20)
     shutil.copy(place / "DIR" / "rte" / "validation.jsonl", place / "rows.jsonl")
     (place / "DIRECTORY_OR_HUB_ID").symlink_to(encoder)
+    (place / "data").symlink_to(place / "DIR")
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("[!.]*/")]:
+        if path.name != "runs":
+            (place / path.name).symlink_to(path)
 
 
 @thorough
-def test_commands_run_as_printed(encoder, tmp_path):
-    """Every command in a block of the pages that a user follows, in the order printed, by bash in
+def test_blocks_run_as_printed(encoder, tmp_path):
+    """Every command and Python program of the pages that a user follows, in the order printed, in
     one directory. Left out are make, the environment, the command for the hub."""
     write_what_the_pages_presuppose(tmp_path, encoder)
-    for path in ROOT.iterdir():
-        if path.suffix == ".py" or path.is_dir() and path.name[0] != "." and path.name != "runs":
-            (tmp_path / path.name).symlink_to(path)
-    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub")}
-    environment["ADAPTERFUSION_DATA_DIR"] = str(tmp_path / "DIR")
-    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    places = {"HF_HUB_CACHE": tmp_path / "hub", "ADAPTERFUSION_DATA_DIR": tmp_path / "DIR"}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, **places, "PATH": path, "MPLBACKEND": "agg"}
+
+    def run(*words):
+        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{words[-1]}{done.stderr[-2000:]}"
+
     fusion_cb = "python train.py --stage fusion --task cb --adapters runs/mnli runs/rte\n"
     for page in FOLLOWED.split():
-        text = PAGES[page]
-        for block in re.findall(r"^```\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-            if not re.match(r"python|for |mkdir", block) or "--adapters paper" in block:
-                continue
-            if "runs/fusion-cb" in block:
-                block = fusion_cb + block
-            given = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True}
-            done = subprocess.run(["bash", "-ec", block], **given)
-            assert done.returncode == 0, f"{page}: {block}{done.stderr[-2000:]}"
-
-
-# --------------------------------------------------------------------------------------------------
-# Links and names
+        for block in re.findall(r"^```\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE):
+            if re.match(r"python|for |mkdir", block) and "--adapters paper" not in block:
+                run("bash", "-ec", fusion_cb * ("runs/fusion-cb" in block) + block)
+    for page in ("README.md", "docs/python.md"):
+        run("python", "-c", "".join(re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)))
 
 
 def anchor(heading):
@@ -139,6 +125,7 @@ def anchor(heading):
 
 @pytest.mark.parametrize("page", [*PAGES, "docs/walkthrough.py"])
 def test_every_link_leads_somewhere(page):
+    """So does every line of code that the README's table names."""
     text = PAGES.get(page, WALKTHROUGH)
     links = re.findall(r"\]\((?!https?:)([^)\s]+)\)|(?:src|href)=\"(?!https?:)([^\"]+)\"", text)
     for link in (a or b for a, b in links):
@@ -148,35 +135,29 @@ def test_every_link_leads_somewhere(page):
         if place:
             headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
             assert place in map(anchor, headings), link
+    for file, line in re.findall(r"\| `(\w+\.py)`: `(.+)` \|", text):
+        assert line in (ROOT / file).read_text(encoding="utf-8"), line
 
 
-def test_every_equation_points_at_a_line_that_is_there():
-    rows = re.findall(r"\| `(\w+\.py)`: `(.+)` \|", README)
-    assert {file[:-3] for file, _ in rows} == {*"bert adapter fusion data train".split()}
-    for file, line in rows:
-        assert line in (ROOT / file).read_text(encoding="utf-8"), f"{line} is no longer in {file}"
+def test_every_table_is_that_of_its_file():
+    assert pages.table("readme").replace(" --- ", "---") in PAGES["README.md"]
+    tables = re.findall(r"<!-- table: (\w+) -->\n((?:\|.*\n)*)", PAGES["docs/results.md"])
+    assert len(tables) == 9
+    for name, text in tables:
+        assert text == pages.table(name), name
+    values = pages.read("benchmarks").groupby("row")["value"].agg(set)
+    for line in re.findall(r"^\| (?!---|row[ ,]).*", PAGES["docs/benchmarks.md"], re.MULTILINE):
+        name, *found = (cell.strip() for cell in line.strip("|").split("|"))
+        assert {*found} - {"", "–"} <= values[name], line
 
 
-# --------------------------------------------------------------------------------------------------
-# The walkthrough
+def test_the_notebook_is_that_of_its_source():
+    """Cell for cell, but for the marks of comments."""
 
+    def plain(text):
+        return re.sub(r"^(# ?)*", "", text.strip(), flags=re.MULTILINE)
 
-def cells_of_source(text):
-    """[(kind, text)] of the cells of a percent-format file."""
-    for cell in re.split(r"^# %%", text, flags=re.MULTILINE)[1:]:
-        title, _, body = cell.partition("\n")
-        if title.strip() == "[markdown]":
-            yield "markdown", re.sub(r"^# ?", "", body.strip(), flags=re.MULTILINE)
-        else:
-            yield "code", re.sub(r"^# %(?=\w)", "%", body.strip(), flags=re.MULTILINE)
-
-
-def test_the_notebook_is_that_of_its_source_and_executed():
     cells = json.loads((ROOT / "docs" / "walkthrough.ipynb").read_text(encoding="utf-8"))["cells"]
-    found = [(cell["cell_type"], "".join(cell["source"])) for cell in cells]
-    assert found == [*cells_of_source(WALKTHROUGH)], "make walkthrough, see the Makefile"
-    code = [cell for cell in cells if cell["cell_type"] == "code"]
-    outputs = [output for cell in code for output in cell["outputs"]]
-    assert len(code) > 15 and all(cell["execution_count"] for cell in code)
-    assert "error" not in {output["output_type"] for output in outputs}
-    assert not re.search("/(home|root|work|tmp|Users)/|site-packages", json.dumps(outputs))
+    source = re.split(r"^# %%.*\n", WALKTHROUGH, flags=re.MULTILINE)[1:]
+    found = [plain("".join(cell["source"])) for cell in cells]
+    assert found == [*map(plain, source)], "make walkthrough, see the Makefile"

@@ -1,21 +1,21 @@
-"""formats.rows: files are read as they are written, the lines that errors name, and the hub's
-answers (formats.hub)."""
+"""Files are read as they are written; what becomes of a row; a hub that is silent."""
 
 import csv
-import json
 import os
+import socket
+import subprocess
+import sys
 from functools import partial
 
 import datasets
-import huggingface_hub
 import pandas
 import pytest
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-from conftest import rewrite, write_rows
+from child import ROOT
+from conftest import write_rows
 from data import get_task, load_split
-from formats import hub, rows
-from formats.rows import library, origin, read_rows
+from formats import columns
+from formats.rows import read_rows
 
 WRITERS = {  # others' code
     "jsonl": partial(pandas.DataFrame.to_json, orient="records", lines=True),
@@ -40,112 +40,71 @@ def test_file_formats(ending, tokenizer, tmp_path):
     split = load_split(get_task("rte", tmp_path), "train", tokenizer, tmp_path)
     assert split["label"][:] == [0, 1]
     assert split[0]["input_ids"] == [tokenizer.encode('the "red cat', "NA, or None").ids]
-    assert len(origin(split)["files"][path.name]) == 64
 
 
-VALUES = ["2020-01-31", "2021-02-28T10:00:00Z", 7, 7.5, 9007199254740993, True, None, [], {"a": 1}]
-
-
-def test_json_is_read_as_it_is_written(tokenizer, tmp_path):
-    """No type is guessed: not of dates, nor of numbers beside others, nor for columns that are not
-    in every row, or that nobody uses. A number in a text column is the text that was written."""
-    rows = [{"text_a": 7.5, "label": 0}]
-    rows += ({"text_a": i, "a": a, f"only {i}": i, "label": i} for i, a in enumerate(VALUES))
-    path = tmp_path / "own/train.json"
-    path.parent.mkdir()
-    path.write_text("\n\n".join(map(json.dumps, rows)), encoding="utf-8-sig")
-    assert repr([row for _, row in read_rows(path)]) == repr(rows)
-    split = load_split(get_task("own", tmp_path), "train", tokenizer, tmp_path)
-    assert split["input_ids"][:] == [[tokenizer.encode(str(row["text_a"])).ids] for row in rows]
-
-
-@pytest.mark.parametrize("task, names", [("rte", ["not_entailment", "entailment"]), ("mine", "ba")])
-def test_labels_with_names_of_their_own(task, names, tokenizer, tmp_path):
+def test_labels_with_names_of_their_own(tokenizer, tmp_path):
     """A parquet file with names for its numbers: they decide, in whatever order."""
-    columns = ["sentence1", "sentence2"] if task == "rte" else ["text_a", "text_b"]
-    rows = [{**dict.fromkeys(columns, text), "label": i} for i, text in enumerate(names)]
-    rows = datasets.Dataset.from_list(rows)
-    (tmp_path / task).mkdir()
-    rows = rows.cast_column("label", datasets.ClassLabel(names=list(names)))
-    rows.to_parquet(tmp_path / task / "train.parquet")
-    task = get_task(task, tmp_path)
-    split = load_split(task, "train", tokenizer, tmp_path)
-    assert [task.labels[i] for i in split["label"]] == list(names)
+    names = ["not_entailment", "entailment"]  # rte has them the other way round
+    rows = [{"sentence1": "a", "sentence2": "b", "label": i} for i in range(2)]
+    rows = datasets.Dataset.from_list(rows).cast_column("label", datasets.ClassLabel(names=names))
+    (tmp_path / "rte").mkdir()
+    rows.to_parquet(tmp_path / "rte" / "train.parquet")
+    split = load_split(get_task("rte", tmp_path), "train", tokenizer, tmp_path)
+    assert split["label"][:] == [1, 0]
 
 
-LINES = [  # ending, content, what is said of it
-    ("jsonl", '\n{"text_a": "a", "label": "x"}\n \n{"text_a": "b", "label": ""}', "4: label ''"),
-    ("json", '\n[{"text_a": "a", "label": "x"},\n{"text_a": "b", "label": ""}]', "2: label ''"),
-    ("json", '[{"text_a": "a", "label": "x"},\n{"text_a"]', "2: broken JSON"),
-    ("csv", 'text_a,label\n"a\n\nb",x\n\nb,\n', "6: label ''"),
-    ("tsv", 'text_a\tlabel\n"a\tx\n\nb\t\n', "4: label ''"),
+PAIR, CHOICE = {"text_a": "a", "text_b": "b"}, {"choices": ["x", "y"]}
+OWN = [  # rows of the training file, labels, columns, classes
+    ([{"text_a": "a", "text_b": None}, {"text_a": "b"}, {}], [10, 9, 2], "text_a", "2 9 10"),
+    ([{"text_a": "a"}, PAIR], ["b", "a"], "text_a text_b", "a b"),
+    ([{"text_a": "a"}, {"text_a": "b"}], [True, False], "text_a", "False True"),
+    ([CHOICE, {**CHOICE, "text_a": "a"}], [0, 1], "text_a choices", "0 1"),
 ]
 
 
-@pytest.mark.parametrize("ending, content, said", LINES)
-def test_errors_name_the_line(ending, content, said, tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / f"mine/train.{ending}").write_text(content)
-    with pytest.raises(ValueError, match=f"train.{ending}, line {said}"):
-        get_task("mine", tmp_path)
+@pytest.mark.parametrize("rows, labels, columns, classes", OWN)
+def test_columns_and_classes_of_your_own_task(rows, labels, columns, classes, tmp_path):
+    """Columns are those that any row has, classes are sorted."""
+    rows = [{**row, "label": label} for row, label in zip(rows, labels, strict=True)]
+    write_rows(tmp_path / "own/train.jsonl", rows)
+    task = get_task("own", tmp_path)
+    assert (task.columns, task.labels) == (tuple(columns.split()), tuple(classes.split()))
+    assert [task.labels[task.type.label(task, x)] for x in labels] == [str(x) for x in labels]
 
 
-def test_a_damaged_cache_is_made_anew(tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr(library().config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    write_rows(tmp_path / "own/train.jsonl", [{"text_a": f"a {i}", "label": i} for i in range(50)])
+def test_labels_by_name_and_by_place():
+    labels = ("Yes", "no", "NO")
+    places = columns.make_label_ids(labels)  # the first of several alike
 
-    def load():
-        return load_split(get_task("own", tmp_path), "train", tokenizer, tmp_path)
+    def index(value, on_hub=False):
+        return columns.label_index(value, labels, places, {"nope": "no"}, on_hub)
 
-    before = load()["input_ids"][:]
-    (path,) = (tmp_path / "cache").rglob("*.arrow")
-    whole = path.read_bytes()
-    for content in (b"", b"x" * 300, whole[:-100], whole[: len(whole) // 2]):
-        rewrite(path, content)
-        assert load()["input_ids"][:] == before
-    assert os.listdir(path.parent) == [path.name]
+    assert [*map(index, ("Yes", "yes", " yes\n", "NO", "nope"))] == [0, 0, 0, 2, 1]
+    assert [index(value, on_hub=True) for value in (2, "1")] == [2, 1]
+    for value in (1, 3, None, 0.0, "maybe"):
+        with pytest.raises(ValueError, match=f"label {value!r} is not one of Yes, no, NO"):
+            index(value)
 
 
-# --------------------------------------------------------------------------------------------------
-# The hub
-
-
-class Answer(Exception):
-    """What the hub's library raises for an answer that is an error."""
-
-    response = "the hub's"
-
-
-def test_what_a_hub_that_answers_has_said(monkeypatch):
-    """It is not called one that cannot be reached; and what a branch lacked may be there now."""
-    behind = LocalEntryNotFoundError("check")
-    behind.__cause__ = Answer("429 Too\nMany")
-    errors = [behind, Answer("no\n\nYou may not."), EntryNotFoundError("404")]
-
-    def download(*_, **__):
-        raise errors[0]
-
-    lacks = huggingface_hub._CACHED_NO_EXIST
-    monkeypatch.setattr(hub, "hub_answers", lambda: True)
-    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: lacks)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    for said in ("does not come from .*: 429 Too Many", "does not come from .*: no You may not."):
-        assert hub.download("me/it", "x.json", "0" * 40) is None  # a commit does not change
-        with pytest.raises(FileNotFoundError, match=said) as e:
-            hub.download("me/it", "x.json")
-        assert "cannot be reached" not in str(e.value) and errors.pop(0)
-    assert hub.download("me/it", "x.json") is None
-
-
-def test_the_revision_is_the_commit(tmp_path, monkeypatch, tokenizer):
-    """`datasets` keeps the rows of a commit in a directory of that name."""
-    commit = "0123456789" * 4
-    path = tmp_path / commit / "x.arrow"
-    path.parent.mkdir()
-    found = datasets.Dataset.from_list([{"sentence": "red", "label": 0}] * 3)
-    found.map(lambda row: row, cache_file_name=str(path))
-    split = datasets.Dataset.from_file(str(path))
-    monkeypatch.setattr(rows, "load_from_hub", lambda *_: {"train": split})
-    result = load_split(get_task("sst2"), "train", tokenizer)
-    assert origin(result) == {"revision": commit, "files": {}, "held_out": None}
-    assert result["label"][:] == [0] * 3
+def test_a_hub_that_does_not_answer(tmp_path):
+    """An id that is not in the cache fails within five seconds, imports not counted."""
+    code = """
+import time, datasets, huggingface_hub
+from formats.encoder import fetch_encoder
+started = time.monotonic()
+try:
+    fetch_encoder("bert-base-uncasde")
+except FileNotFoundError as e:
+    print(e, "after", time.monotonic() - started)
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        variables = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        options = {"cwd": ROOT, "env": os.environ | variables, "timeout": 60}
+        process = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, **options
+        )
+    first, second = process.stdout.splitlines()
+    assert process.stderr == "" and "does not answer, so only what has been downloaded" in first
+    assert all(text in second for text in ("bert-base-uncasde", address, str(tmp_path)))
+    assert float(second.split()[-1]) < 5

@@ -1,17 +1,20 @@
 """train.main against the reference library's own trainer: the same weights and batches, without
-dropout, in float64. Needs PEER_PYTHON, a Python with `adapters` (make test-peers)."""
+dropout, in float64. Two of its trajectories are in golden/; the others need PEER_PYTHON, a Python
+with `adapters` (make test-peers)."""
 
 import json
+import os
 
 import pytest
 import torch
-from safetensors.torch import load_file
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 import train
 from adapter import save_adapter, save_head
 from data import Classification
 from fusion import save_fusion
-from reference import ask_peer, needs_peer
+from reference import FIELDS, GOLDEN, ask_peer, needs_peer
 
 RUNS = {
     "pfeiffer": "--stage adapter --task rte --adapter pfeiffer",
@@ -19,67 +22,135 @@ RUNS = {
     "multiple choice": "--stage adapter --task pick",
     "fusion": "--stage fusion --task rte --allow-other-encoder",
 }
+LOSSES = GOLDEN / "trajectory.json"  # {name: the reference's 40}
+STARTS = GOLDEN / "trajectory.safetensors"  # NAME/PARAMETER at first, and the batches
+STORED = ("pfeiffer", "fusion")  # written anew by WRITE_TRAJECTORY=1 make test-peers
+
+
+@pytest.fixture
+def sources(runs):
+    """sources(name): the --adapters of a run"""
+    return lambda name: [runs / task for task in ("rte", "sst2", "pick")] * (name == "fusion")
+
+
+@pytest.fixture
+def train_40_steps(launch, sources, quiet_encoder, tmp_path, monkeypatch):
+    """train_40_steps(name, start): (the 40 losses, the Model's parameters at first, the batches).
+    start: function(Model, batches), called before the first step, which may change both"""
+
+    def train_40_steps(name, start):
+        given, batches, losses, models, first = [], [], [], [], {}
+        collate, loss, make_optimizer = train.collate, Classification.loss, train.make_optimizer
+
+        def next_batch(rows, pad_token_id):
+            batches.append(given[len(batches)] if given else collate(rows, pad_token_id))
+            return batches[-1]
+
+        def keep_loss(logits, labels):
+            losses.append(loss(logits, labels))
+            return losses[-1]
+
+        def begin(*values):
+            start(models[0], given)
+            first.update((n, p.detach().float().clone()) for n, p in models[0].named_parameters())
+            return make_optimizer(*values)
+
+        def to_float64(model, *_):
+            for p in model.parameters():  # a file holds fp32
+                p.data = p.data.to(torch.float32).double()
+            models.append(model)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "choose_device", lambda *_: (torch.device("cpu"), torch.float64))
+            patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+            patch.setattr(train, "cast_parts", to_float64)
+            patch.setattr(train, "collate", next_batch)
+            patch.setattr(train, "make_optimizer", begin)
+            patch.setattr(train, "evaluate", lambda *_: {"accuracy": 0.5, "loss": 0.5})
+            patch.setattr(Classification, "loss", staticmethod(keep_loss))
+            torch.set_default_dtype(torch.float64)
+            try:
+                words = f"{RUNS[name]} --epochs 10 --patience 10 --batch-size 24 --lr 1e-3"
+                more = {"adapters": sources(name)} if sources(name) else {}
+                launch(words, model=quiet_encoder, out=tmp_path / "run", **more)
+            finally:
+                torch.set_default_dtype(torch.float32)
+        assert len(losses) == 40
+        return [value.item() for value in losses], first, batches
+
+    return train_40_steps
+
+
+def largest_difference(ours, theirs):
+    return max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_the_reference_s_losses_of_40_steps(name, train_40_steps):
+    tensors = load_file(STARTS)
+
+    def start(model, batches):
+        with torch.no_grad():
+            for parameter, p in model.named_parameters():
+                p.copy_(tensors[f"{name}/{parameter}"])
+        for step in range(40):
+            batch = {field: tensors[field][step].long() for field in FIELDS}
+            T = batch["attention_mask"].sum(1).max()
+            labels = tensors["labels"][step].long()
+            batches.append({field: t[:, :T] for field, t in batch.items()} | {"labels": labels})
+
+    losses, *_ = train_40_steps(name, start)
+    assert largest_difference(losses, json.loads(LOSSES.read_text())[name]) < 1e-12
 
 
 @needs_peer
 @pytest.mark.parametrize("name", RUNS)
-def test_losses_of_40_steps(name, runs, launch, quiet_encoder, tmp_path, monkeypatch):
-    task, batches, losses, saved = RUNS[name].split()[3], [], [], {}
-    fused = [runs / task for task in ("rte", "sst2", "pick")] * (name == "fusion")
-    collate, loss, make_optimizer = train.collate, Classification.loss, train.make_optimizer
+def test_its_own_trainer(name, train_40_steps, sources, quiet_encoder, tmp_path):
+    adapters = sources(name) or [tmp_path / "adapter"]
 
-    def keep_batch(rows, pad_token_id):
-        batch = collate(rows, pad_token_id)
-        B = len(batch["labels"])  # of multiple choice theirs are [B, C, T]
-        theirs = {n: t.view(B, -1, t.shape[1]).squeeze(1) for n, t in batch.items() if t.ndim > 1}
-        batches.append({**batch, **theirs})
-        return batch
-
-    def keep_loss(logits, labels):
-        losses.append(loss(logits, labels))
-        return losses[-1]
-
-    def keep_weights(*values):
-        bert, head = saved["model"].bert, saved["model"].head
-        if fused:
-            save_fusion(bert, tmp_path / "fusion")
+    def save_start(model, _):
+        with torch.no_grad():
+            for p in model.head.parameters():  # so that gradients are clipped
+                p.mul_(16)
+        if sources(name):
+            save_fusion(model.bert, tmp_path / "fusion")
         else:
-            save_adapter(bert, task, tmp_path / "adapter")
-        save_head(head, bert, "head", tmp_path / "head")
-        return make_optimizer(*values)
+            save_adapter(model.bert, RUNS[name].split()[3], tmp_path / "adapter")
+        save_head(model.head, model.bert, "head", tmp_path / "head")
 
-    def cast_parts_float64(model, *_):
-        for p in model.parameters():  # a file holds fp32
-            p.data = p.data.to(torch.float32).double()
-        saved["model"] = model
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "choose_device", lambda *_: (torch.device("cpu"), torch.float64))
-        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
-        patch.setattr(train, "cast_parts", cast_parts_float64)
-        patch.setattr(train, "collate", keep_batch)
-        patch.setattr(train, "make_optimizer", keep_weights)
-        patch.setattr(train, "evaluate", lambda *_: {"accuracy": 0.5, "loss": 0.5})
-        patch.setattr(Classification, "loss", staticmethod(keep_loss))
-        torch.set_default_dtype(torch.float64)
-        try:
-            words = f"{RUNS[name]} --epochs 10 --patience 10 --batch-size 24 --lr 1e-3"
-            given = {"adapters": fused} if fused else {}
-            launch(words, model=quiet_encoder, out=tmp_path / "run", **given)
-        finally:
-            torch.set_default_dtype(torch.float32)
-    assert len(losses) == 40
-    torch.save(batches, tmp_path / "batches.pt")
+    losses, first, batches = train_40_steps(name, save_start)
+    theirs = []
+    for batch in batches:  # of multiple choice the library's are [B, C, T]
+        B = len(batch["labels"])
+        shaped = {n: t.view(B, -1, t.shape[1]).squeeze(1) for n, t in batch.items() if t.ndim > 1}
+        theirs.append({**batch, **shaped})
+    torch.save(theirs, tmp_path / "batches.pt")
     plan = {
         "encoder": str(quiet_encoder),
-        "adapters": [str(path) for path in fused or [tmp_path / "adapter"]],
-        "fusion": str(tmp_path / "fusion") if fused else None,
+        "adapters": [str(path) for path in adapters],
+        "fusion": str(tmp_path / "fusion") if sources(name) else None,
         "head": str(tmp_path / "head"),
         "lr": 1e-3,
     }
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     ask_peer("peer.py", "trainer", tmp_path)
     theirs = load_file(tmp_path / "trainer.safetensors")["losses"].tolist()
-    differences = [abs(ours.item() - peer) for ours, peer in zip(losses, theirs, strict=True)]
-    print(f"{name}: losses {losses[0]:.4f} to {losses[-1]:.4f}, differ by {max(differences):.1e}")
-    assert max(differences) < 1e-12
+    assert largest_difference(losses, theirs) < 1e-12
+    if name in STORED and "WRITE_TRAJECTORY" in os.environ:
+        write(name, theirs, first, batches)
+
+
+def write(name, losses, first, batches):
+    """One stored trajectory; its batches are the other's."""
+    stored, tensors = {}, {}
+    if LOSSES.exists():
+        stored, tensors = json.loads(LOSSES.read_text()), load_file(STARTS)
+    tensors = {n: t for n, t in tensors.items() if not n.startswith(f"{name}/")}
+    tensors |= {f"{name}/{parameter}": p.float() for parameter, p in first.items()}
+    T = max(batch["input_ids"].shape[1] for batch in batches)
+    for field in FIELDS:  # ids of the tests' vocabulary fit into a byte
+        padded = [F.pad(batch[field], (0, T - batch[field].shape[1])) for batch in batches]
+        tensors[field] = torch.stack(padded).to(torch.uint8)
+    tensors["labels"] = torch.stack([batch["labels"] for batch in batches]).to(torch.uint8)
+    save_file(tensors, STARTS)
+    LOSSES.write_text(json.dumps({**stored, name: losses}, indent=0) + "\n")

@@ -4,12 +4,9 @@ tensorflow-cpu and numpy):
     python tests/write_tensorflow.py ENCODER OUT [SHARDS]
 
 ENCODER holds config.json, vocab.txt, model.safetensors; OUT gets bert_config.json, vocab.txt,
-bert_model.ckpt.*. Beside the encoder's variables there are a pooler, pretraining heads, adam_m and
-adam_v, and global_step. The two in tests/golden/bert, whose bert_config.json has no more keys than
-Google's, were made with tensorflow-cpu 2.21.0, by
-
-    python tests/write_tensorflow.py tests/golden/bert/encoder tests/golden/bert/encoder-tf 1
-    python tests/write_tensorflow.py tests/golden/bert/encoder tests/golden/bert/encoder-tf-shards 3
+bert_model.ckpt.*, with a pooler, pretraining heads, Adam's moments and global_step beside the
+encoder's variables. The two in tests/golden/bert, whose bert_config.json has no more keys than
+Google's, are of tests/golden/bert/encoder with 1 and 3 shards, by tensorflow-cpu 2.21.0.
 """
 
 import json

@@ -1,27 +1,31 @@
-"""Every table of docs/results.md and docs/benchmarks.md is that of its file in results/."""
+"""The tables of docs/results.md and README.md, from the files in results/.
 
-import re
+    print(table("mini"))  # what follows <!-- table: mini --> in docs/results.md
+
+A table without a function of its own here is its file, results/NAME.csv, as it is.
+"""
+
 from pathlib import Path
 
 import pandas
 
 from experiments.architecture_search import TITLES, label
 from experiments.report import markdown
-from experiments.table1 import SYSTEMS, title
+from experiments.tables import SYSTEMS, title
 
-ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "results.md"
+RESULTS = Path(__file__).parent.parent / "results"
 
 
 def read(name):
     """Every cell is text."""
-    path = ROOT / "results" / f"{name}.csv"
-    return pandas.read_csv(path, dtype=str, keep_default_na=False)
+    return pandas.read_csv(RESULTS / f"{name}.csv", dtype=str, keep_default_na=False)
 
 
-def as_it_is(name):
-    table = read(name)
-    return [list(table), *table.values.tolist()]
+def readme():
+    targets = read("low_resource_table1").set_index("task")
+    yield ["target", *targets.index]
+    for system, name in (("st_a_16", "single adapter"), ("fusion_st_a", "fusion")):
+        yield [name, *targets[f"{system}_mean"]]
 
 
 def low_resource():
@@ -29,19 +33,19 @@ def low_resource():
     for _, row in read("low_resource_table1").iterrows():
         systems = ("head", "st_a_16", "fusion_st_a")
         cells = [" ± ".join(filter(None, (row[f"{s}_mean"], row[f"{s}_std"]))) for s in systems]
-        gains = (
+        ours, papers = (
             float(row[f"fusion_st_a_{of}"]) - float(row[f"st_a_16_{of}"])
             for of in ("mean", "paper")
         )
-        yield [row["task"], *cells, "{:+.2f} ({:+.2f})".format(*gains)]
+        yield [row["task"], *cells, f"{ours:+.2f} ({papers:+.2f})"]
 
 
 def mini():
-    table = read("mini_table1")
-    systems = [system for system in SYSTEMS if f"{system}_mean" in table]
-    yield ["target", *(title(system) for system in systems)]
-    # the tasks with three seeds, and the mean of all
-    yield from table.tail(6)[["task", *(f"{s}_mean" for s in systems)]].values.tolist()
+    """The tasks with three seeds, and the mean of all."""
+    targets = read("mini_table1")
+    systems = [system for system in SYSTEMS if f"{system}_mean" in targets]
+    yield ["target", *map(title, systems)]
+    yield from targets.tail(6)[["task", *(f"{s}_mean" for s in systems)]].values.tolist()
 
 
 def mini_counts():
@@ -65,7 +69,7 @@ def search():
         columns[task] = options["accuracy"].agg(lambda values: 100 * values.astype(float).mean())
     means = pandas.concat(columns, axis=1)
     for step, name in TITLES.items():
-        cells = means.loc[step].apply(lambda column: column.map("{:.2f}".format))
+        cells = means.loc[step].map("{:.2f}".format)
         if step != "extras":
             for task, option in means.loc[step].idxmax().items():
                 cells.loc[option, task] = f"**{cells.loc[option, task]}**"
@@ -82,24 +86,13 @@ def prune():
             yield [row["k"], f"{accuracy:.1f}", f"{speed:.2f} ×"]
 
 
-MADE = {table.__name__: table for table in (low_resource, mini, mini_counts, search, prune)}
+MADE = {made.__name__: made for made in (readme, low_resource, mini, mini_counts, search, prune)}
 
 
-def test_every_table_is_that_of_its_file():
-    tables = re.findall(r"<!-- table: (\w+) -->\n((?:\|.*\n)*)", PAGE.read_text(encoding="utf-8"))
-    for name, text in tables:
-        header, *rows = MADE[name]() if name in MADE else as_it_is(name)
-        assert text == markdown(rows, header), name
-    assert len(tables) == 9
-
-
-def test_tables_of_the_benchmarks_are_extracts():
-    """Every cell of docs/benchmarks.md is a value that benchmarks.csv has for this row."""
-    values, cells = read("benchmarks").groupby("row")["value"].agg(set), 0
-    lines = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8").splitlines()
-    for line in lines:
-        if line.startswith("|") and not re.match(r"\| (---|row[ ,])", line):
-            name, *found = (cell.strip() for cell in line.strip("|").split("|"))
-            cells += len(found)
-            assert {*found} - {"", "–"} <= values.get(name, set()), line
-    assert cells > 100
+def table(name):
+    """A table of the pages, in Markdown."""
+    if name not in MADE:
+        rows = read(name)
+        return markdown(rows.values.tolist(), list(rows))
+    header, *rows = MADE[name]()
+    return markdown(rows, header)

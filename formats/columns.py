@@ -1,7 +1,6 @@
-"""The rows of a task, as strangers write them: their columns, texts and labels, and how candidates
+"""The columns of rows, as strangers write them: their names, texts and labels, and how candidates
 become tokens. A candidate is a pair (text_a, text_b or None)."""
 
-import inspect
 import re
 import unicodedata
 from pathlib import Path
@@ -14,58 +13,54 @@ OWN_COLUMNS = ("text_a", "text_b", "choices")  # of your own task
 def check_own_task(name, data_dir, known):
     """Raises ValueError if neither `data_dir` nor `known`, the paper's tasks, has one of this
     name."""
-    is_name = data_dir is not None and name not in ("", "..") and Path(name).name == name
-    if is_name and (Path(data_dir) / name).is_dir():
-        return
-    own = f"{data_dir}/{name}" if data_dir else "--data-dir DIR with DIR/TASK/train.jsonl"
-    papers = ", ".join(known)
-    raise ValueError(f"unknown task {name!r}: the paper's are {papers}; your own needs {own}")
+    if data_dir is None or Path(name).name != name or not (Path(data_dir) / name).is_dir():
+        own = f"{data_dir}/{name}" if data_dir else "--data-dir DIR with DIR/TASK/train.jsonl"
+        papers = ", ".join(known)
+        raise ValueError(f"unknown task {name!r}: the paper's are {papers}; your own needs {own}")
 
 
 def apply_column_names(row, names):
     """A row under our names of its columns; names: {our name of a column: the file's}, all of which
     are replaced at the same time."""
-    if not names:
-        return row
+    names = names or {}
     rest = {name: value for name, value in row.items() if name not in {*names, *names.values()}}
     return rest | {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
 
 
-def check_column_names(names, task):
-    """Raises ValueError for a name that would rename nothing of a task: a column that is misspelt
-    would be left out without a word."""
-    takes = *task.columns, task.label
+def check_column_names(names, columns):
+    """Raises ValueError for a name that would rename none of the columns that are read: one that is
+    misspelt would be left out without a word."""
     for ours, theirs in (names or {}).items():
-        if ours not in takes:
+        if ours not in columns:
             why = f"there is no column {theirs!r}, or the task takes none called {ours!r}"
-            raise ValueError(f"--columns {ours}={theirs}: {why}; it takes {', '.join(takes)}")
+            raise ValueError(f"--columns {ours}={theirs}: {why}; it takes {', '.join(columns)}")
 
 
-def own_columns(where, rows, names, labels=None):
+def own_columns(where, rows, names):
     """(text columns, labels) of your own task. rows: (line, row) one after another; names: as
-    above; labels: if they are known already. Raises ValueError that names the line."""
+    above. Raises ValueError that names the line."""
     filled, values, choices = set(), set(), 0
     for i, (line, row) in enumerate(rows):
         with error_prefix(f"{where}, line {line}"):
             row = apply_column_names(row, names)
             if i == 0 and "choices" in row:
-                if not isinstance(row["choices"], list) or len(row["choices"]) < 2:
+                choices = len(row["choices"]) if isinstance(row["choices"], list) else 0
+                if choices < 2:
                     raise ValueError("'choices' must be a list of at least two texts")
-                choices = len(row["choices"])
             filled |= {column for column in OWN_COLUMNS if row.get(column) is not None}
-            if not choices and labels is None:
+            if not choices:
                 check_own_label(row)
                 values.add(str(row["label"]))
     if choices:
         columns = ("text_a", "choices") if "text_a" in filled else ("choices",)
         return columns, tuple(str(i) for i in range(choices))
     columns = ("text_a", "text_b") if "text_b" in filled else ("text_a",)
-    return columns, tuple(sorted_labels(where, values) if labels is None else labels)
+    return columns, tuple(sorted_labels(where, values))
 
 
 def missing(column, row):
     if column in row:
-        return f"column {column!r} is missing"
+        return f"column {column!r} is empty"
     return f"no column {column!r}; it has {', '.join(map(str, row)) or 'none: it is empty':.200}"
 
 
@@ -94,33 +89,37 @@ def sorted_labels(where, values):
     return sorted(values, key=lambda value: (int(value), value) if numbers else value)
 
 
-def check_row(row, task):
-    """(texts of a task's columns, label) of a row. Other copies' names of columns count where ours
-    are not there; numbers are texts; `endings` and `choices` are lists of texts, or dictionaries
-    with one. Raises ValueError, naming the column, for what does not fit or would be left out
-    without a word."""
-    for other, column in task.column_aliases.items():
+def check_row(row, columns, label="label", aliases=None, unused=()):
+    """
+    (texts of the columns, label) of a row. Numbers are texts; `endings` and `choices` are lists of
+    texts, or on the hub dictionaries with one. Raises ValueError, naming the column, for what does
+    not fit or would be left out without a word.
+
+    label: the column of the label; aliases: {name in other copies: ours}, which count where ours
+    are not there; unused: columns that must be empty
+    """
+    for other, column in (aliases or {}).items():
         if row.get(column) is None and other in row:
             row = {**row, column: row[other]}
-    for column in task.unused_columns:
+    for column in unused:
         if row.get(column) is not None:
-            known = ", ".join(task.columns)
-            raise ValueError(f"column {column!r} is none of {task.name}'s, which are {known}")
-    for column in (task.label, *task.columns):
+            known = ", ".join(columns)
+            raise ValueError(f"column {column!r} is none of the task's, which are {known}")
+    for column in (label, *columns):
         if (value := row.get(column)) is None or value != value:  # NaN
             raise ValueError(missing(column, row))
     texts = []
-    for column in task.columns:
+    for column in columns:
         value = row[column]
         if column in ("endings", "choices"):
-            of_the_hub = isinstance(value, dict) and column == "choices" and not task.unused_columns
+            of_the_hub = isinstance(value, dict) and column == "choices" and not unused
             options = value.get("text") if of_the_hub else value
             if not isinstance(options, list) or not all(type(option) is str for option in options):
                 raise ValueError(f"column {column!r} does not hold a list of texts")
         elif type(value) not in (str, int, float):
             raise ValueError(f"column {column!r} holds {type(value).__name__}, expected a text")
         texts.append(str(value) if type(value) in (int, float) else value)
-    return texts, row[task.label]
+    return texts, row[label]
 
 
 def by_key(choices, keys):
@@ -167,20 +166,15 @@ def encode_pairs(tokenizer, pairs):
 
 
 def encode(tokenizer, examples):
-    """[(candidates, label)] -> the columns of a split: input_ids and token_type_ids, for every
-    candidate a list of ids; label; length, the tokens of the longest candidate."""
+    """[(candidates, label)] -> of each example the columns of a split: input_ids and
+    token_type_ids, for every candidate a list of ids; label; length, the tokens of the longest
+    candidate."""
     encodings = iter(encode_pairs(tokenizer, [p for candidates, _ in examples for p in candidates]))
-    groups = [[next(encodings) for _ in candidates] for candidates, _ in examples]
-    return {
-        "input_ids": [[encoding.ids for encoding in group] for group in groups],
-        "token_type_ids": [[encoding.type_ids for encoding in group] for group in groups],
-        "label": [label for _, label in examples],
-        "length": [max(len(encoding.ids) for encoding in group) for group in groups],
-    }
-
-
-def source_code(*things):
-    """The text of the files of functions and classes, and of this one: what other code has made is
-    to be made anew."""
-    files = {__file__, *map(inspect.getfile, things)}
-    return sorted(Path(file).read_text(encoding="utf-8") for file in files)
+    for candidates, label in examples:
+        group = [next(encodings) for _ in candidates]
+        yield {
+            "input_ids": [encoding.ids for encoding in group],
+            "token_type_ids": [encoding.type_ids for encoding in group],
+            "label": label,
+            "length": max(len(encoding.ids) for encoding in group),
+        }

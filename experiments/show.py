@@ -1,27 +1,27 @@
 """What is in a checkpoint, and what does it compute? What will the model see of a task?
 
-python -m experiments.inspect encoder DIRECTORY_OR_HUB_ID "Some text"
-python -m experiments.inspect task TASK [--data-dir DIR] [--model SOURCE]
+python -m experiments.show encoder DIRECTORY_OR_HUB_ID "Some text"
+python -m experiments.show task TASK [--data-dir DIR] [--model SOURCE]
 """
 
 import re
 import sys
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
+import train
 from bert import Bert, BertConfig
-from data import get_task, load_split
-from formats.encoder import checkpoint_files, fetch_encoder, find_config, read_config
+from formats.encoder import checkpoint_files, fetch_encoder, find_config, read_encoder_config
 from formats.tokenizer import load_tokenizer
 from runtime.command import run_command
-from runtime.settings import argument, like, parse
-from train import Settings
+from runtime.settings import argument, parse, same_option
 
-COMMAND = "python -m experiments.inspect"
+COMMAND = "python -m experiments.show"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class EncoderOptions:
     text: str = argument("some text", default="Hello.")
 
 
-def inspect_encoder(argv=None):
+def inspect_encoder(argv):
     """Prints the configuration, where each group of weights came from, and the output at [CLS]."""
     options = parse(EncoderOptions, argv, f"{COMMAND} encoder", "Shows what is in a checkpoint.")
     bert = Bert.from_pretrained(options.source)
@@ -55,44 +55,37 @@ def inspect_encoder(argv=None):
 @dataclass(frozen=True)
 class TaskOptions:
     task: str = argument("one of the paper's tasks, or your own")
-    data_dir: str | None = like(Settings, "data_dir", group=None)
-    train_file: Path | None = like(Settings, "train_file", group=None)
-    dev_file: Path | None = like(Settings, "dev_file", group=None)
-    column_names: dict = like(Settings, "column_names", group=None)
-    dev_fraction: float | None = like(Settings, "dev_fraction", group=None)
-    model: str = like(Settings, "model", group=None, default="google-bert/bert-base-uncased")
+    data_dir: str | None = same_option(train.Settings, "data_dir", group=None)
+    train_file: Path | None = same_option(train.Settings, "train_file", group=None)
+    dev_file: Path | None = same_option(train.Settings, "dev_file", group=None)
+    column_names: dict = same_option(train.Settings, "column_names", group=None)
+    dev_fraction: float | None = same_option(train.Settings, "dev_fraction", group=None)
+    model: str | None = same_option(train.Settings, "model", group=None)
 
 
-def inspect_task(argv=None):
+def inspect_task(argv):
     """Prints sizes, classes, lengths and the first examples of a task."""
-    description = "Shows what the model will see of a task."
-    options = parse(TaskOptions, argv, f"{COMMAND} task", description)
-    files = {"train": options.train_file, "validation": options.dev_file}
-    files = {split: path for split, path in files.items() if path is not None}
-    data_dir = None if files else options.data_dir
-    names = options.column_names
-    task = get_task(options.task, data_dir, column_names=names, files=files)
-    directory = fetch_encoder(options.model, weights=False)
+    options = parse(TaskOptions, argv, f"{COMMAND} task", "Shows what the model will see of it.")
+    settings = train.Settings(stage="head", **vars(options)).with_defaults()
+    task, directory = train.find_task(settings), fetch_encoder(settings.model, weights=False)
     path = find_config(directory)
-    config = BertConfig.from_json(path, read_config(path))
-    # the length of train.py, which then finds the tokens in the cache
-    task = replace(task, max_length=min(task.max_length, config.max_length))
-    sizes = task.max_length, config.vocab_size, config.type_vocab_size
-    tokenizer = load_tokenizer(directory, *sizes)
-    labels = (
-        f"one of {len(task.labels)} choices" if task.is_multiple_choice else ", ".join(task.labels)
-    )
-    print(f"{task.name}: {labels}")
-    for name in ("validation", "train"):  # the latter's first examples are shown at the end
-        split = load_split(task, name, tokenizer, data_dir, dev_fraction=options.dev_fraction)
+    config = BertConfig.from_json(path, read_encoder_config(path))
+    settings = settings.for_task(task, config)
+    # as train.py does, which then finds the tokens in the cache
+    encoder = SimpleNamespace(directory=directory, config=config)
+    train_set, dev_set = train.load_data(settings, task, encoder)
+    tokenizer, limit = load_tokenizer(directory, settings.max_length), settings.max_length
+    choices = f"one of {len(task.labels)} choices"
+    print(f"{task.name}: {choices if task.is_multiple_choice else ', '.join(task.labels)}")
+    for name, split in {"validation": dev_set, "train": train_set}.items():
         lengths = split.with_format("numpy")["length"][:]
         counts = Counter(split["label"][:])
         shares = [f"{label} {counts[i] / len(split):.1%}" for i, label in enumerate(task.labels)]
         tokens = " / ".join(f"{np.percentile(lengths, p):.0f}" for p in (5, 50, 95, 100))
         print(f"{name}: {len(split):,} examples; {', '.join(shares)}")
         print(f"    {tokens} tokens (5th, 50th, 95th, 100th percentile)")
-        print(f"    {np.mean(lengths >= task.max_length):.1%} at the limit of {task.max_length}")
-    for row in split.select(range(min(3, len(split)))):
+        print(f"    {np.mean(lengths >= limit):.1%} at the limit of {limit}")
+    for row in train_set.select(range(min(3, len(train_set)))):
         print(f"\n{task.labels[row['label']]}")
         for i, ids in enumerate(row["input_ids"]):
             mark = "*" if task.is_multiple_choice and i == row["label"] else " "
@@ -109,4 +102,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_command("inspect", main)
+    run_command("show", main)

@@ -1,36 +1,32 @@
 """The paper's Tables 1 to 4 and Figure 3: every system, on your tasks, with your encoder, beside
 the paper's values.
 
-    python -m experiments.table1 --data-dir DATA --tasks mnli sst2 mrpc rte cb --seeds 0 1 2 \\
+    python -m experiments.tables --data-dir DATA --tasks mnli sst2 mrpc rte cb --seeds 0 1 2 \\
         --out runs/table1 --plan
-    python -m experiments.table1 --model FacebookAI/roberta-base ...     # Table 4
+    python -m experiments.tables --model FacebookAI/roberta-base ...     # Table 4
+    python -m experiments.tables ... -- --epochs 10 --limit-train 200
 
 What follows "--" goes to each train.py; with --limit-train N, targets have few examples and source
-tasks all of theirs:
-
-    python -m experiments.table1 ... -- --epochs 10 --dtype bfloat16
-    python -m experiments.table1 ... -- --limit-train 200
-
-Each number is a run of train.py in OUT/runs (experiments/grid.py): the same command again skips
-what is finished, continues what was interrupted and tries again what failed. Results:
-OUT/results.md, and as CSV and PNG beside it; with --limit-train N they are called results-N.md and
-so on, so that both kinds can share a directory and their source adapters.
+tasks all of theirs. Each number is a run in OUT/runs (experiments/grid.py). The results are
+OUT/results.md, and CSV and PNG beside it; with --limit-train N results-N.md and so on, so that both
+kinds can share a directory and their source adapters.
 
 `paper_results.csv` holds the accuracies that Tables 1, 3 and 4 of the paper print (arXiv
 2005.00247v3).
 """
 
-import csv
 import shlex
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pandas
+
 import data
 from experiments import grid, report
 from experiments.report import two_decimals
 from runtime.command import run_command
-from runtime.settings import COUNT, SEED, Parser, check_values, option
+from runtime.settings import COUNT, SEED, Parser, check_values, option, unrecorded
 
 # {system: (title in Table 1, stage and options)}; the last two are section 2.1's, and no column
 SYSTEMS = {
@@ -54,11 +50,14 @@ def is_part(text):
     return i.isdigit() and n.isdigit() and int(i) < int(n)
 
 
+PART = "I/N with I in 0 .. N-1", is_part
+
+
 @dataclass(frozen=True)
 class Options(grid.Options):
     tasks: tuple = option((), "default: those of the paper's 16 that are in --data-dir")
     seeds: tuple[int, ...] = option((0, 1, 2), valid=SEED)
-    out: Path = grid.operation(Path("runs/table1"), "of runs and results; default runs/table1")
+    out: Path = unrecorded(Path("runs/table1"), "of runs and results; default runs/table1")
     systems: tuple = option(
         tuple(SYSTEMS), " ".join(SYSTEMS), choices=list(SYSTEMS), metavar="SYSTEM"
     )
@@ -70,50 +69,37 @@ class Options(grid.Options):
         valid=SEED,
     )
     limit_train: int | None = option(None, valid=COUNT, flag=None)  # of targets, from behind --
-    limit_source: int | None = option(
-        None, "cut source tasks to N examples, too", valid=COUNT, metavar="N"
-    )
-    source_options: str = option(
-        "", "options of train.py for sources' runs, after all others", metavar="'...'"
-    )
+    limit_source: int | None = option(None, "cut source tasks to so many examples", valid=COUNT)
+    source_options: str = option("", "options of sources' runs, after others", metavar="'...'")
     head_options: str = grid.stage_options("head")
     full_options: str = grid.stage_options("full")
     adapter_options: str = grid.stage_options("adapter")
     fusion_options: str = grid.stage_options("fusion")
     multitask_options: str = grid.stage_options("multitask")
-    part: str = grid.operation(
-        "0/1",
-        "run every N-th run only, from the I-th on, for job arrays",
-        metavar="I/N",
-        valid=("I/N with I in 0 .. N-1", is_part),
+    part: str = unrecorded(
+        "0/1", "every N-th run only, from the I-th on, for job arrays", metavar="I/N", valid=PART
     )
 
 
 def arguments(argv):
     description = "Runs the grid of Table 1 and writes the paper's tables."
-    options = grid.read_options(Options, argv, "table1", description)
+    options = grid.read_options(Options, argv, "tables", description)
     behind = Parser(add_help=False, allow_abbrev=False)
     behind.add_argument("--limit-train", type=int)
     given, rest = behind.parse_known_args(shlex.split(options.train_options))
     options = replace(options, limit_train=given.limit_train, train_options=shlex.join(rest))
     check_values(options)
-    grid.check_owned(options, [*grid.OWNED, "--limit-train"])
+    grid.check_owned(options, ["--limit-train"])
     if not options.tasks:
         place = options.data_dir
         there = [task for task in data.TASKS if place is None or (Path(place) / task).is_dir()]
         if not there:
-            raise ValueError(
-                f"--data-dir {place} holds none of the paper's tasks: name yours with --tasks"
-            )
+            raise ValueError(f"{place} has none of the paper's tasks: name yours with --tasks")
         options = replace(options, tasks=tuple(there))
     if unknown := [task for task in options.one_seed if task not in options.tasks]:
         known = ", ".join(options.tasks)
         raise ValueError(f"--one-seed {unknown[0]!r:.50} is none of --tasks: {known}")
     return options
-
-
-# --------------------------------------------------------------------------------------------------
-# The grid
 
 
 class Runs:
@@ -135,31 +121,25 @@ class Runs:
     def of_system(self, system, task, seed):
         """The name of the run that answers a system, which is added with those that it needs. None
         for a sequence without another task before the target."""
-        tasks, own = self.options.tasks, ["--task", task]
+        tasks, others = self.options.tasks, [one for one in self.options.tasks if one != task]
+        name, words, needs, model = f"{system}-{task}", ["--task", task], [], None
         if system in ("mt_a", "mtl"):  # with --limit-train, all tasks are cut
-            return self.add(system, system, ["--tasks", *tasks], self.largest(tasks), seed)
-        if system == "fusion_st_a":
-            needs = [
-                self.of_system("st_a_16", task, seed)
-                if other == task
-                else self.source("st_a_16", other, seed)
-                for other in tasks
-            ]
-            words = [*own, "--adapters", *map(self.out, needs)]
-            return self.add(f"{system}-{task}", system, words, task, seed, needs)
-        if system == "fusion_mt_a":
-            need = self.of_system("mt_a", task, seed)
-            model = self.out(need)
-            words = [*own, "--adapters", *(f"{model}/adapters/{other}" for other in tasks)]
-            return self.add(f"{system}-{task}", system, words, task, seed, [need], model)
-        if system == "sequential":
-            others = [other for other in tasks if other != task]
+            name, words, task = system, ["--tasks", *tasks], self.largest(tasks)
+        elif system == "fusion_st_a":
+            own = self.of_system("st_a_16", task, seed)
+            needs = [own if one == task else self.source("st_a_16", one, seed) for one in tasks]
+            words += ["--adapters", *map(self.out, needs)]
+        elif system == "fusion_mt_a":
+            needs = [self.of_system("mt_a", task, seed)]
+            model = self.out(needs[0])
+            words += ["--adapters", *(f"{model}/adapters/{one}" for one in tasks)]
+        elif system == "sequential":
             if not others:
                 return None
             first = self.largest(others)
-            need, name = self.source("full", first, seed), f"{system}-{first}-{task}"
-            return self.add(name, system, own, task, seed, [need], self.out(need))
-        return self.add(f"{system}-{task}", system, own, task, seed)
+            needs = [self.source("full", first, seed)]
+            name, model = f"{system}-{first}-{task}", self.out(needs[0])
+        return self.add(name, system, words, task, seed, needs, model)
 
     def source(self, system, task, seed):
         """A run on a source task, of the same seed, or where the task has none of it the first."""
@@ -193,29 +173,25 @@ class Runs:
 
 
 def collect(results, places):
-    """{(system, task): accuracies, one a seed}, of what is finished"""
-    found = {}
-    for (system, task, _), name in places.items():
-        if name in results:
-            found.setdefault((system, task), []).append(grid.accuracy(results[name], task))
-    return found
+    """{(system, task): {"mean", "std", "count"}} of the accuracies in %, one a seed, of what is
+    finished"""
+    rows = [
+        (system, task, 100 * grid.accuracy(results[name], task))
+        for (system, task, _), name in places.items()
+        if name in results
+    ]
+    found = pandas.DataFrame(rows, columns=["system", "task", "accuracy"])
+    by_place = found.groupby(["system", "task"])["accuracy"]
+    return by_place.agg(["mean", "std", "count"]).to_dict("index")
 
 
 def paper(roberta):
     """{(system, task): accuracy in %} as the paper prints it, for BERT-base (Tables 1 and 3) or
     RoBERTa-base (Table 4)"""
-    with open(PAPER, newline="") as file:
-        rows = [row for row in csv.DictReader(file) if roberta == ("roberta" in row["encoder"])]
-    return {
-        (system, row["task"]): float(row[system])
-        for row in rows
-        for system in SYSTEMS
-        if row.get(system)
-    }
-
-
-# --------------------------------------------------------------------------------------------------
-# Tables: each function writes a CSV file, and returns (rows, header) for people
+    table = pandas.read_csv(PAPER)
+    table = table[table["encoder"].str.contains("roberta") == roberta].drop(columns="encoder")
+    values = table.melt("task", var_name="system").dropna()
+    return values.set_index(["system", "task"])["value"].to_dict()
 
 
 def title(system):
@@ -234,20 +210,20 @@ def with_means(values, tasks):
 
 
 def accuracy_table(path, systems, examples, found, ours, theirs):
-    """Tables 1, 3 and 4: mean ± standard deviation (the paper's). examples: {task: how many it is
-    trained on}"""
+    """Tables 1, 3 and 4: mean ± standard deviation (the paper's), written to a CSV file; returns
+    (rows, header) for people. examples: {task: how many it is trained on}"""
     lines, rows = [], []
     for task in [*examples, "mean"]:
-        seeds = {len(found[system, task]) for system in systems if (system, task) in found}
-        lines.append([task, str(examples.get(task, "")), " or ".join(map(str, sorted(seeds)))])
+        places = [(system, task) for system in systems]
+        seeds = sorted({found[place]["count"] for place in places if place in found})
+        lines.append([task, str(examples.get(task, "")), " or ".join(map(str, seeds))])
         rows.append([task, examples.get(task, "")])
-        for place in ((system, task) for system in systems):
-            values, mean, printed = found.get(place, []), ours.get(place), theirs.get(place)
-            _, deviation = report.mean_and_deviation(values)
-            text = report.with_deviation(mean, deviation)
+        for place in places:
+            mean, printed, of = ours.get(place), theirs.get(place), found.get(place, {})
+            text = report.with_deviation(mean, of.get("std"))
             lines[-1].append(text if printed is None else f"{text} ({printed:.2f})")
-            numbers = [two_decimals(value, "") for value in (mean, deviation, printed)]
-            rows[-1] += [*numbers[:2], len(values) or "", numbers[2]]
+            mean, std, printed = (two_decimals(v, "") for v in (mean, of.get("std"), printed))
+            rows[-1] += [mean, std, of.get("count", ""), printed]
     columns = [f"{system}_{kind}" for system in systems for kind in "mean std seeds paper".split()]
     report.write_csv(path, ["task", "train_examples", *columns], rows)
     return lines, ["task", "training examples", "seeds", *map(title, systems)]
@@ -284,8 +260,8 @@ def differences(values, pairs, tasks):
 
 
 def table2(path, tasks, ours, theirs):
-    """Arrows of fusion against the adapters alone; in brackets those that follow from the
-    accuracies the paper prints."""
+    """Arrows of fusion against the adapters alone, written to a CSV file; returns (rows, header)
+    for people. In brackets those that follow from the accuracies the paper prints."""
     mine, printed = (differences(values, COMPARISONS, tasks) for values in (ours, theirs))
     rows = [
         [*pair, task, arrow(value), two_decimals(value), arrow(printed.get(pair, {}).get(task))]
@@ -298,10 +274,7 @@ def table2(path, tasks, ours, theirs):
     return [[task, *(cells.get((*pair, task)) for pair in mine)] for task in tasks], header
 
 
-# --------------------------------------------------------------------------------------------------
-# Figure 3
-
-BARS = {  # system: colour and hatching of its bars
+BARS = {  # of Figure 3, {system: colour and hatching}
     "st_a_16": {"color": "white", "hatch": "//"},
     "fusion_st_a": {"color": "black"},
     "mt_a": {"color": "0.8", "hatch": ".."},
@@ -325,26 +298,20 @@ def figure3(path, tasks, here, there):
         axes.set_axisbelow(True)
         axes.set(title=name, ylabel="accuracy − full, points", xlim=(-0.6, len(tasks) - 0.4))
     axes.set_xticks(range(len(tasks)), tasks, rotation=45, ha="right")
-    bars, labels = both[0].get_legend_handles_labels()
-    figure.legend(bars, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    handles = both[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=len(here), frameon=False)
     report.save_figure(figure, path)
 
 
-# --------------------------------------------------------------------------------------------------
-# All results
-
-
 def write_results(options, runs, results, config):
-    """All tables and the figure, of what is finished. Returns the path of the Markdown file, and
-    (rows, header) of the table of accuracies."""
+    """All tables and the figure, of what is finished; prints the table of accuracies."""
     roberta, tasks, limit = config.model_type == "roberta", options.tasks, options.limit_train
     found, theirs = collect(results, runs.places), with_means(paper(roberta), tasks)
-    ours = {place: report.mean_and_deviation(values)[0] for place, values in found.items()}
-    ours, suffix = with_means(ours, tasks), f"-{limit}" if limit else ""
+    ours = with_means({place: of["mean"] for place, of in found.items()}, tasks)
     examples = {task: min(runs.sizes[task], limit or runs.sizes[task]) for task in tasks}
 
     def path(name):
-        return options.out / name.replace(".", f"{suffix}.")
+        return options.out / (name.replace(".", f"-{limit}.") if limit else name)
 
     papers, name = ("Table 4", "table4.csv") if roberta else ("Tables 1 and 3", "table1.csv")
     note = f"In brackets: the paper's {papers}; the means, too, are over the tasks listed here."
@@ -352,19 +319,20 @@ def write_results(options, runs, results, config):
     parts = ["# Results\n", grid.caption(options, config, note) + "\n"]
     parts += [f"## {papers}\n", report.markdown(*table)]
     if differences(ours, COMPARISONS, tasks):
-        parts += ["## Table 2: fusion compared to adapters alone\n"]
-        parts += [report.markdown(*table2(path("table2.csv"), tasks, ours, theirs))]
-        parts.append(
+        parts += [
+            "## Table 2: fusion compared to adapters alone\n",
+            report.markdown(*table2(path("table2.csv"), tasks, ours, theirs)),
             "↗ better by more than 0.3 points, ↘ worse by more than 0.3, → between. In brackets: "
-            "the same rule, applied to the accuracies that the paper prints.\n"
-        )
+            "the same rule, applied to the accuracies that the paper prints.\n",
+        ]
     pairs = [(system, "full") for system in BARS]
     here, there = (differences(values, pairs, tasks) for values in (ours, theirs))
     if here:
         figure3(path("figure3.png"), tasks, here, there)
         parts += ["## Figure 3: difference to full fine-tuning\n"]
         parts += [f"![Figure 3]({path('figure3.png').name})\n"]
-    return report.write_text(path("results.md"), "\n".join(parts)), table
+    report.write_text(path("results.md"), "\n".join(parts))
+    print(*report.table(*table), "", path("results.md"), sep="\n", flush=True)
 
 
 def main(argv=None):
@@ -376,10 +344,9 @@ def main(argv=None):
     config = grid.encoder(options.model).config  # if it is damaged, that is found now
     results, failed = grid.run(cells, options, tuple(map(int, options.part.split("/"))))
     if options.part == "0/1" or len(results) == len(cells):
-        path, table = write_results(options, runs, results, config)
-        print(*report.table(*table), "", path, sep="\n", flush=True)
+        write_results(options, runs, results, config)
     grid.end(failed)
 
 
 if __name__ == "__main__":
-    run_command("table1", main)
+    run_command("tables", main)

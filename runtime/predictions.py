@@ -1,4 +1,4 @@
-"""The scores of an evaluation, put together from all processes."""
+"""The predictions of an evaluation, put together from all processes."""
 
 import math
 
@@ -13,7 +13,7 @@ def eval_batch_size(batch_size, grad_accumulation):
     return max(4 * batch_size // grad_accumulation, 1)
 
 
-class Results:
+class Predictions:
     """
     Label, prediction and loss of every example, in the order of the batches. batch_size is that of
     all G processes together; of each batch this one evaluates every G-th example.

@@ -1,7 +1,7 @@
 """What fusion learned: the paper's Figure 4 (some layers) and Figure 6 (all layers), and what
 section 6 reads from them, as tables.
 
-    python -m experiments.figure4 runs/fusion-rte runs/fusion-cb ... --out figures \\
+    python -m experiments.fusion_weights runs/fusion-rte runs/fusion-cb ... --out figures \\
         [--baseline runs/rte runs/cb ...]
 
 Every RUN is a finished fusion run and becomes a row of each panel: the weights that it gives to its
@@ -17,17 +17,17 @@ from pathlib import Path
 from statistics import mean
 
 import torch
+import torch.nn.functional as F
 
 from data import batches, length_groups
-from experiments.load_run import Reading, check_fusion, load_run, read_run_config
+from experiments.load_run import Reading, check_fusion, load_run, read_finished
 from experiments.report import save_figure, subplots, table, write_csv, write_text
 from formats.files import read_json
 from fusion import fusion_weights, fusions
 from runtime.command import run_command
 from runtime.processes import choose_device
 from runtime.run import progress_bar
-from runtime.settings import argument, like, option, parse
-from train import Settings
+from runtime.settings import argument, option, parse, same_option
 
 # Lightness rises with the weight, so it can be read in grey and with any colour vision. In the
 # middle black and white text have the same contrast.
@@ -46,32 +46,56 @@ class Options:
     out: Path = option(None, "directory for figures, CSV and summary", required=True)
     baseline: tuple[Path, ...] = option((), "runs of single adapters on the target tasks")
     data_dir: str | None = option(None, "where the data are now, if not where the runs had them")
-    model: str | None = like(Reading, "model")
-    allow_other_encoder: bool = like(Reading, "allow_other_encoder")
-    imports: str | None = like(Reading, "imports")
+    model: str | None = same_option(Reading, "model")
+    allow_other_encoder: bool = same_option(Reading, "allow_other_encoder")
+    imports: str | None = same_option(Reading, "imports")
     overwrite: bool = option(False, "replace earlier figures")
-    device: str = like(Settings, "device", group=None)
+    device: str = same_option(Reading, "device")
+
+
+def of_cls(types, mask):
+    return torch.arange(mask.shape[1]).expand_as(mask) == 0
+
+
+def of_text(n):
+    """The tokens of the first (0) or second text, without [CLS] and the [SEP] behind it."""
+
+    def chosen(types, mask):
+        inside = (types == n) & mask.bool()
+        last = inside & ~F.pad(inside[:, 1:], (0, 1))
+        return inside & ~last & ~of_cls(types, mask)
+
+    return chosen
+
+
+# over which tokens a mean is taken: function(token_type_ids, attention_mask) -> [B, T]
+TOKENS = {
+    "all": lambda types, mask: mask.bool(),
+    "cls": of_cls,
+    "text_a": of_text(0),
+    "text_b": of_text(1),
+}
 
 
 @torch.inference_mode()
-def average(bert, inputs):
+def average(bert, inputs, tokens="all"):
     """{(layer, location): [N]}: the fusion weights, averaged over the real tokens of all
     (input_ids, token_type_ids, attention_mask), each [B, T]; NaN for an adapter that is not in the
-    layer, or masked there."""
-    sums, tokens = {}, 0
+    layer, or masked there. tokens: of TOKENS, those over which the mean is taken"""
+    sums, count = {}, 0
     for ids, types, mask in inputs:
         bert(*(tensor.to(bert.device) for tensor in (ids, types, mask)))
-        real = mask.bool()  # [B, T]
-        tokens += real.sum().item()
+        chosen = TOKENS[tokens](types, mask)  # [B, T]
+        count += chosen.sum().item()
         for slot, s in fusion_weights(bert).items():
-            sums[slot] = sums.get(slot, 0) + s.cpu()[real].double().sum(0)
+            sums[slot] = sums.get(slot, 0) + s.cpu()[chosen].double().sum(0)
     if not all(weights.isfinite().all() for weights in sums.values()):
         raise FloatingPointError("the fusion's weights are not finite")
     for slot, fusion in fusions(bert):
         present = {*fusion.adapter_names} - fusion.masked
         absent = [name not in present for name in fusion.name.split(",")]
         sums[slot][torch.tensor(absent)] = math.nan
-    return {slot: weights / tokens for slot, weights in sums.items()}
+    return {slot: weights / count for slot, weights in sums.items()}
 
 
 def inputs_of(bert, examples, description="fusion weights"):
@@ -89,10 +113,10 @@ def mean_weights(directory, data_dir=None, model=None, device="cpu", allow_other
     run = load_run(directory, device, model, allow_other_encoder=allow_other_encoder)
     check_fusion(directory, "have fusion weights")
     inputs = inputs_of(run.bert, run.split(data_dir=data_dir), str(directory))
-    return run.config["adapters"], average(run.bert, inputs), run.task.name
+    return run.adapters, average(run.bert, inputs), run.task.name
 
 
-def spread(weights):
+def normalized_entropy(weights):
     """Entropy of a layer's weights over its largest possible value: 0 if one adapter has all the
     weight, 1 if all have the same."""
     present = weights[~weights.isnan()]
@@ -117,9 +141,8 @@ def heat_map(axes, values, rows, columns, top=1.0):
 
 def slot_names(slots):
     """Titles of (layer, location) pairs; the location is named where there are two."""
-    if len({location for _, location in slots}) > 1:
-        return [f"layer {layer + 1}, {location}" for layer, location in slots]
-    return [f"layer {layer + 1}" for layer, _ in slots]
+    several = len({location for _, location in slots}) > 1
+    return [f"layer {layer + 1}" + f", {location}" * several for layer, location in slots]
 
 
 def figure_4_layers(count):
@@ -156,14 +179,15 @@ def single_accuracies(runs, baselines):
     """For each fusion the mean accuracy of the single adapters that are on its task, encoder and
     data, or None. With --limit-train, the data of another seed are others."""
 
-    def on(config):
-        return tuple(config[n] for n in "task encoder_sha256 data_sha256 dev_examples".split())
+    def on(record):
+        task, encoder = record.options["task"], record.encoder_sha256
+        return task, encoder, record.data_sha256, record.dev_examples
 
-    found, wanted = defaultdict(list), [on(read_run_config(run)) for run in runs]
+    found, wanted = defaultdict(list), [on(read_finished(run)) for run in runs]
     for directory in baselines:
-        config = read_run_config(directory)
-        if config["stage"] == "adapter" and on(config) in wanted:
-            found[on(config)].append(read_json(directory / "metrics.json")["accuracy"])
+        record = read_finished(directory)
+        if record.stage == "adapter" and on(record) in wanted:
+            found[on(record)].append(read_json(directory / "metrics.json")["accuracy"])
         else:
             print(f"note: --baseline {directory} is no single adapter on a fusion's task and data")
     return [mean(found[run]) if run in found else None for run in wanted]
@@ -190,10 +214,10 @@ def strengths_table(targets, columns, values):
 
 
 def entropy_table(targets, slots, values):
-    """(rows, header): `spread` of every layer's weights."""
+    """(rows, header): `normalized_entropy` of every layer's weights."""
     rows = []
     for (label, *_), weights in zip(targets, values.unbind(1), strict=True):
-        rows.append([label, *(None if s.isnan().all() else spread(s) for s in weights)])
+        rows.append([label, *(None if s.isnan().all() else normalized_entropy(s) for s in weights)])
     return rows, ["entropy", *(title.removeprefix("layer ") for title in slot_names(slots))]
 
 
@@ -213,22 +237,21 @@ def arrange(found):
 
 
 def main(argv=None):
-    options = parse(Options, argv, "python -m experiments.figure4", __doc__)
+    options = parse(Options, argv, "python -m experiments.fusion_weights", __doc__)
     runs, out = options.runs, options.out
     if out.exists() and not (options.overwrite and out.is_dir()):
         raise ValueError(f"{out} is already there: choose another --out, or --overwrite")
     device, _ = choose_device(options.device, "float32")
     singles, found = single_accuracies(runs, options.baseline), []
+    given = options.data_dir, options.model, device, options.allow_other_encoder
     for run in runs:
         print(f"{run}: fusion weights on its development set", flush=True)
-        given = options.data_dir, options.model, device, options.allow_other_encoder
         found.append(mean_weights(run, *given))
     slots, columns, values = arrange(found)
     tasks, targets = [task for _, _, task in found], []
     for run, task, single in zip(runs, tasks, singles, strict=True):
         label = task if tasks.count(task) == 1 else f"{task} ({run.resolve().name})"
-        accuracy = read_json(run / "metrics.json").get("accuracy")
-        targets.append((label, task, accuracy, single))
+        targets.append((label, task, read_json(run / "metrics.json").get("accuracy"), single))
 
     out.mkdir(parents=True, exist_ok=True)
     titles, labels = slot_names(slots), [label for label, *_ in targets]
@@ -236,10 +259,10 @@ def main(argv=None):
     papers = [i for i, (layer, _) in enumerate(slots) if layer in some]
     heat_maps(values[papers], [titles[i] for i in papers], labels, columns, out / "figure4.png")
     heat_maps(values, titles, labels, columns, out / "figure6.png")
-    rows = []
-    for y, x in (~values.isnan().all(2)).T.nonzero().tolist():
-        texts = ["" if math.isnan(value) else value for value in values[x, y].tolist()]
-        rows.append([runs[y], tasks[y], slots[x][0] + 1, slots[x][1], *texts])
+    rows = [
+        [runs[y], tasks[y], slots[x][0] + 1, slots[x][1], *values[x, y].tolist()]
+        for y, x in (~values.isnan().all(2)).T.nonzero().tolist()
+    ]
     write_csv(out / "weights.csv", ["run", "target", "layer", "location", *columns], rows)
     tables = strengths_table(targets, columns, values), entropy_table(targets, slots, values)
     text = "\n\n".join("\n".join(table(*one)) for one in tables) + f"\n\n{LEGEND}\n"
@@ -248,4 +271,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_command("figure4.py", main)
+    run_command("fusion_weights.py", main)

@@ -1,0 +1,328 @@
+"""Does fusing help on your task, and what should be fused? A fusion beside every control.
+
+    python -m experiments.composition --target rte --sources mnli qqp sst2 --data-dir DATA \\
+        --out runs/composition --seeds 0 1 2
+    python -m experiments.composition --target mine --sources runs/mnli AdapterHub/... ...
+
+A source is a task, whose adapter is trained here, once, or an adapter: a run, an AdapterHub
+directory, a hub id. What needs the data of a source that is only an adapter is left out, and named.
+
+Each number is a run in OUT/runs (experiments/grid.py): the same command again skips what is
+finished and continues what was interrupted. OUT gets composition.csv with a row for every run,
+weights.csv with the weights of the fusions, composition.png, and composition.md with the tables and
+what follows from them.
+"""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from experiments import grid, report
+from experiments.fusion_weights import average, inputs_of
+from experiments.load_run import load_run
+from runtime.command import run_command
+from runtime.record import read_record
+from runtime.seeds import mean_and_deviation
+from runtime.settings import COUNT, option, parse, unrecorded
+from train import Settings
+
+
+@dataclass(frozen=True)
+class Options(grid.Options):
+    target: str = option(None, "one of the paper's tasks, or your own", required=True)
+    sources: tuple = option((), "tasks, or directories or hub ids of adapters", required=True)
+    irrelevant: str | None = option(None, "one source more, which should be of no use")
+    systems: tuple = option((), "some of those that --plan lists; default all", metavar="SYSTEM")
+    train_examples: tuple[int, ...] = option(
+        (), "how many of the target, drawn with the seed; default all", valid=COUNT
+    )
+    out: Path = unrecorded(Path("runs/composition"), "default runs/composition")
+    source_options: str = option(
+        "", "options of train.py for sources' runs, after all others", metavar="'...'"
+    )
+    adapter_options: str = grid.stage_options("adapter")
+    head_options: str = grid.stage_options("head")
+    full_options: str = grid.stage_options("full")
+    fusion_options: str = grid.stage_options("fusion")
+    multitask_options: str = grid.stage_options("multitask")
+
+
+def label_of(source):
+    """What a source is called: its task, or the last part of its path or hub id."""
+    return Path(source).name
+
+
+def is_adapter(source):
+    """Whether a source is an adapter, not a task."""
+    return "/" in source
+
+
+def systems(options):
+    """{system: (what it is, its stage, the adapters that it takes, more words)}. An adapter is
+    "own", the target's, or the label of a source."""
+    names = [label_of(source) for source in options.sources]
+    modules = ",".join(filter(None, [options.imports, "examples.mean_fusion"]))
+    mean = ["--import", modules, "--fusion", "mean"]
+    found = {
+        "head": ("new head on Θ", "head", [], []),
+        "own": ("the target's own adapter", "adapter", [], []),
+        "own_long": ("own adapter, the fusion's epochs", "adapter", [], []),
+        "full": ("full fine-tuning", "full", [], []),
+    }
+    found |= {f"head_on_{n}": (f"new head on {n}", "head", [n], []) for n in names}
+    if not any(map(is_adapter, options.sources)):  # these need the sources' data
+        found["sequential"] = ("full fine-tuning on each source, then the target", "full", [], [])
+        found["multitask"] = ("sources and target, trained jointly", "multitask", [], [])
+    found |= {
+        "mean": ("even weights of the sources", "fusion", names, mean),
+        "mean_with_own": ("even weights of the sources and own", "fusion", [*names, "own"], mean),
+        "fusion": ("fusion of the sources", "fusion", names, []),
+        "fusion_with_own": ("fusion of the sources and own", "fusion", [*names, "own"], []),
+        "fusion_of_own": ("fusion of own alone", "fusion", ["own"], []),
+    }
+    for left_out in names if len(names) > 1 else []:
+        others = [name for name in names if name != left_out]
+        title = f"fusion without {left_out}"
+        found[f"fusion_without_{left_out}"] = (title, "fusion", others, [])
+    if options.irrelevant:
+        more = [*names, label_of(options.irrelevant)]
+        found["fusion_with_irrelevant"] = (f"fusion with {more[-1]}, too", "fusion", more, [])
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# The runs
+
+
+class Study:
+    """
+    cells: {name: cell}, each after those that it needs; places: {(system, training examples or
+    None, seed): name of the cell}
+    """
+
+    def __init__(self, options):
+        self.options, self.cells, self.places = options, {}, {}
+        self.systems = systems(options)
+        if unknown := [name for name in options.systems if name not in self.systems]:
+            known = ", ".join(self.systems)
+            raise ValueError(f"--systems {unknown[0]!r:.50}: there are {known}")
+        self.target_size = grid.train_examples([options.target], options.data_dir)[options.target]
+        self.adapters = {}  # {label of a source: (directory, cells that it needs)}
+        for source in filter(None, [*options.sources, options.irrelevant]):
+            if label_of(source) in (*self.adapters, "own", options.target):
+                raise ValueError(f"two adapters would be called {label_of(source)!r}")
+            self.adapters[label_of(source)] = source, ()
+            if not is_adapter(source):
+                name = self.add(f"source-{source}", "adapter", source, options.source_options)
+                self.adapters[source] = str(self.cells[name].out), [name]
+        for size in options.train_examples or [None]:
+            for seed in options.seeds:
+                for system in options.systems or self.systems:
+                    self.places[system, size, seed] = self.of_system(system, size, seed)
+
+    def of_system(self, system, size, seed):
+        _, stage, adapters, words = self.systems[system]
+        options, model, needs, given = self.options, None, [], []
+        for adapter in adapters:
+            if adapter == "own":
+                own = self.of_system("own", size, seed)
+                directory, needed = str(self.cells[own].out), [own]
+            else:
+                directory, needed = self.adapters[adapter]
+            given, needs = [*given, directory], [*needs, *needed]
+        if system == "sequential":
+            for source in options.sources:
+                name = self.add(f"full-{source}", "full", source, needs=needs, model=model)
+                model, needs = str(self.cells[name].out), [name]
+        last = []
+        if system == "multitask":
+            words = ["--tasks", *options.sources, options.target, "--adapter", "none"]
+            words += ["--limits", f"{options.target}={size}"] if size else []
+        else:
+            words = ["--task", options.target, *words]
+            words += ["--adapters", *given] if given else []
+            words += ["--limit-train", str(size)] if size else []
+        if system == "own_long":
+            epochs = str(self.fusion_epochs())
+            last = ["--epochs", epochs, "--patience", epochs]
+        name = "-".join(map(str, filter(None, [system, size]))) + f"-{seed}"
+        self.cells[name] = grid.cell(options, name, stage, words, seed, model, needs, last)
+        return name
+
+    def add(self, name, stage, source, last="", needs=(), model=None):
+        """A run on a source, which all seeds share. Returns its name."""
+        words, last = ["--task", source], shlex.split(last)
+        seed = self.options.seeds[0]
+        self.cells[name] = grid.cell(self.options, name, stage, words, seed, model, needs, last)
+        return name
+
+    def fusion_epochs(self):
+        words = ["--stage", "fusion", "--task", self.options.target, "--adapters", "any"]
+        given = shlex.split(self.options.train_options) + shlex.split(self.options.fusion_options)
+        settings = parse(Settings, [*words, "--model", self.options.model, *given], "train.py", "")
+        return settings.with_defaults().epochs
+
+
+# --------------------------------------------------------------------------------------------------
+# Results
+
+
+def rows_of(study, results):
+    """A row for every finished run, as a DataFrame."""
+    target, rows = study.options.target, []
+    for (system, size, seed), name in study.places.items():
+        if name not in results:
+            continue
+        result, record = results[name], read_record(study.cells[name].out)
+        rows.append(
+            {
+                "target": target,
+                "train_examples": size or study.target_size,
+                "system": system,
+                "seed": seed,
+                "accuracy": grid.accuracy(result, target),
+                "best_epoch": result["best_epoch"],
+                "epochs": record.options["epochs"],
+                "lr": record.options["lr"],
+                "trained_parameters": result["trained_parameters"],
+                "commit": record.commit,
+            }
+        )
+    return pd.DataFrame(rows)
+
+
+def by_seed(rows):
+    """{system: {seed: accuracy in %}}, in the order of the rows, which are of one size."""
+    return {
+        system: dict(zip(of["seed"], 100 * of["accuracy"], strict=True))
+        for system, of in rows.groupby("system", sort=False)
+    }
+
+
+def gain(accuracies, system, other):
+    """(mean, least) of the differences between two systems, seed by seed; (None, None) without a
+    seed of both"""
+    both = accuracies[system].keys() & accuracies[other].keys()
+    differences = [accuracies[system][seed] - accuracies[other][seed] for seed in both]
+    return (mean_and_deviation(differences)[0], min(differences)) if both else (None, None)
+
+
+def table(study, rows):
+    """(rows, header) of the systems on one size of the target's training set."""
+    accuracies, lines = by_seed(rows), []
+    for system, of_seeds in accuracies.items():
+        first = rows[rows["system"] == system].iloc[0]
+        difference, least = None, None
+        if "fusion" in accuracies and system != "fusion":
+            difference, least = gain(accuracies, "fusion", system)
+        budget = f"{first['lr']:g}", str(first["epochs"]), f"{first['trained_parameters']:,}"
+        values = ", ".join(f"{value:.1f}" for value in of_seeds.values())
+        mean = report.with_deviation(*mean_and_deviation(of_seeds.values()))
+        lines.append([study.systems[system][0], *budget, values, mean, difference, least])
+    header = "system,lr,epochs,trained parameters,by seed,mean,fusion − it,at the least"
+    return lines, header.split(",")
+
+
+def conclusion(study, rows):
+    """One sentence: which system won, over which control, and by how much."""
+    accuracies = by_seed(rows)
+    means = {system: mean_and_deviation(of.values())[0] for system, of in accuracies.items()}
+    composed = [name for name in means if len(study.systems[name][2]) > 1]
+    controls = [name for name in means if name not in composed]
+    if not composed or not controls:
+        return "There is no fusion of several adapters, or no control, to compare."
+    best, control = (max(names, key=means.get) for names in (composed, controls))
+    winner, other = (best, control) if means[best] > means[control] else (control, best)
+    difference, least = gain(accuracies, winner, other)
+    if least is None:
+        return "No seed has both a fusion of several adapters and a control."
+    kinds = ["the best control", "the best fusion of several adapters"]
+    kind = kinds[winner == control]
+    titles = study.systems[winner][0], study.systems[other][0]
+    return (
+        f"Best is: {titles[0]}, ahead of {kind} ({titles[1]}) by {difference:.1f} points in the "
+        f"mean over {len(accuracies[winner])} seeds, by {least:.1f} at the least."
+    )
+
+
+def weights_of(study, results):
+    """The weights of every fusion on the development set, a row for each layer and adapter."""
+    rows = []
+    for (system, size, seed), name in study.places.items():
+        if name not in results or study.systems[system][1] != "fusion":
+            continue
+        run = load_run(study.cells[name].out)
+        split = run.split()
+        for where in ("all", "cls"):
+            found = average(run.bert, inputs_of(run.bert, split, name), where)
+            for (layer, location), weights in sorted(found.items()):
+                place = [system, size or study.target_size, seed, layer + 1, location, where]
+                pairs = zip(run.adapters, weights.tolist(), strict=True)
+                rows += [[*place, *pair] for pair in pairs]
+    columns = "system train_examples seed layer location tokens adapter weight".split()
+    return pd.DataFrame(rows, columns=columns)
+
+
+def figure(path, study, rows):
+    """Accuracies of the systems, a dot for each seed; a panel for each size of training set."""
+    sizes = sorted(rows["train_examples"].unique())
+    names = [name for name in study.systems if name in set(rows["system"])][::-1]
+    size = (3 + 3.2 * len(sizes), 1.2 + 0.3 * len(names))
+    shape, panels = report.subplots(1, len(sizes), size, sharey=True, squeeze=False)
+    for axes, count in zip(panels.flat, sizes, strict=True):
+        for y, name in enumerate(names):
+            here = rows[(rows["system"] == name) & (rows["train_examples"] == count)]
+            values = 100 * here["accuracy"]
+            colour = "tab:orange" if len(study.systems[name][2]) > 1 else "tab:blue"
+            axes.plot(values, [y] * len(values), "o", color=colour, alpha=0.5)
+            axes.plot(values.mean(), y, "|", color="black", markersize=14)
+        axes.set(title=f"{count} training examples", xlabel="accuracy, %")
+        axes.grid(axis="x", alpha=0.3)
+    panels.flat[0].set_yticks(range(len(names)), [study.systems[name][0] for name in names])
+    report.save_figure(shape, path)
+
+
+def write_results(study, results, config):
+    """All files in OUT. Returns the path of the Markdown file, and its tables as text."""
+    out, rows = study.options.out, rows_of(study, results)
+    report.write_text(out / "composition.csv", rows.to_csv(index=False))
+    weights = weights_of(study, results)
+    report.write_text(out / "weights.csv", weights.to_csv(index=False, float_format="%.4f"))
+    figure(out / "composition.png", study, rows)
+    more = "In the last columns: the fusion of the sources minus the system, seed by seed."
+    parts = [
+        f"# What to fuse for {study.options.target}",
+        "",
+        grid.caption(study.options, config, more),
+    ]
+    text = []
+    for size, of_size in rows.groupby("train_examples"):
+        shown = table(study, of_size)
+        said = conclusion(study, of_size)
+        parts += ["", f"## {size} training examples", "", report.markdown(*shown), said]
+        text += ["", f"{size} training examples", *report.table(*shown), "", said]
+    parts += ["", "![Accuracy of each system](composition.png)", ""]
+    return report.write_text(out / "composition.md", "\n".join(parts)), text
+
+
+def main(argv=None):
+    description = "Trains a fusion on a target, and every control beside it."
+    options = grid.read_options(Options, argv, "composition", description)
+    study = Study(options)
+    cells = list(study.cells.values())
+    if alone := [source for source in options.sources if is_adapter(source)]:
+        print(f"left out: sequential and multitask need the data of {', '.join(alone)}")
+    if options.plan:
+        return grid.print_plan(cells, options)
+    config = grid.encoder(options.model).config
+    results, failed = grid.run(cells, options)
+    if results.keys() & {*study.places.values()}:
+        path, text = write_results(study, results, config)
+        print(*text, "", path, sep="\n", flush=True)
+    grid.end(failed)
+
+
+if __name__ == "__main__":
+    run_command("composition", main)

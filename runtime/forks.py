@@ -1,0 +1,31 @@
+"""--import: forks that a command needs, so that their kinds of adapters, fusions, encoders, stages
+and tasks are known."""
+
+import argparse
+import importlib
+
+from runtime.settings import option
+
+
+def import_modules(names):
+    """Imports modules, "examples.lora,examples.sts_b", and returns their names as given."""
+    for name in names.split(","):
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as e:
+            where = "--import takes the name of a module that is found from here, or by PYTHONPATH"
+            raise argparse.ArgumentTypeError(f"{e}: {where}, such as examples.lora") from e
+    return names
+
+
+def imports_option(**details):
+    """The option --import, of every command that opens an encoder or a run."""
+    return option(
+        None,
+        "a module with kinds of your own, for instance examples.lora; several: with commas",
+        flag="--import",
+        metavar="MODULE",
+        action=import_modules,
+        comes_first=True,
+        **details,
+    )

@@ -1,0 +1,127 @@
+"""experiments.composition and the demo on it: what they print and write is what their runs say."""
+
+import hashlib
+import random
+
+import pandas as pd
+import pytest
+
+import examples.mean_fusion  # noqa: F401  (before another test puts the table of fusions back)
+from conftest import cli, thorough
+from experiments import composition, demo, grid
+from formats.files import read_json
+
+DOCSTRINGS = {
+    library: [
+        (f"{name}_{i}", [f"The {name} {i} of {library} says a {word} and runs."])
+        for i in range(60)
+        for name, word in (("cat", "red"), ("dog", "blue"))
+    ]
+    for library in ("std", "numpy", "torch")
+}
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch):
+    """The runs of a grid, one after another."""
+
+    def run(cells, options):
+        return {cell.name: cell.program.main([*cell.command, "--resume"]) for cell in cells}, {}
+
+    monkeypatch.setattr(grid, "run", run)
+
+
+def test_every_control_beside_the_fusion(runs, encoder, data_dir, tmp_path, capsys):
+    out = tmp_path / "out"
+    words = cli("--target rte --seeds 0 1", model=encoder, data_dir=data_dir, out=out)
+    words += cli("--train-examples 48", sources=["sst2", runs / "pick"], irrelevant="pick")
+    with pytest.raises(ValueError, match="two adapters would be called 'pick'"):
+        composition.main(words)
+    words = words[:-2]
+    composition.main([*words, "--", *cli("--device cpu --epochs 1 --lr 5e-3")])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"left out: sequential and multitask need the data of {runs / 'pick'}" in printed
+
+    rows = pd.read_csv(out / "composition.csv")
+    names = "head own own_long full head_on_sst2 head_on_pick mean mean_with_own fusion "
+    names += "fusion_with_own fusion_of_own fusion_without_sst2 fusion_without_pick"
+    assert [*dict.fromkeys(rows["system"])] == names.split() and len(rows) == 2 * 13
+    for row in rows.itertuples():
+        run = out / "runs" / f"{row.system}-48-{row.seed}"
+        config = read_json(run / "config.json")
+        assert row.accuracy == read_json(run / "metrics.json")["accuracy"]
+        assert config["limit_train"] == row.train_examples == 48 and config["seed"] == row.seed
+        if row.system.startswith(("fusion", "mean")):
+            fused = {"own": f"own-48-{row.seed}", "sst2": "source-sst2"}.values()
+            fused = [str(out / "runs" / name) for name in fused] + [str(runs / "pick")]
+            assert {*config["sources"]} <= {*fused}
+            assert config["fusion"] == ("mean" if "mean" in row.system else "attention")
+    points = rows.pivot(index="seed", columns="system", values="accuracy") * 100
+    for system in names.split():
+        if system != "fusion":
+            gain = points["fusion"] - points[system]
+            values = ", ".join(f"{value:.1f}" for value in points[system])
+            mean = f"{points[system].mean():.2f} ± {points[system].std():.2f}"
+            assert f"{values} {mean} {gain.mean():.2f} {gain.min():.2f}" in printed
+    weights = pd.read_csv(out / "weights.csv")
+    sums = weights.groupby(["system", "seed", "layer", "location", "tokens"])["weight"].sum()
+    assert len(sums) == 7 * 2 * 2 * 2 and (sums - 1).abs().max() < 1e-3
+    assert (out / "composition.png").stat().st_size > 5000
+
+
+def test_controls_that_need_the_sources_data(runs, encoder, data_dir, tmp_path):
+    out, words = tmp_path / "out", cli("--target rte --sources sst2 pick --train-examples 24 48")
+    words += cli("--systems sequential multitask fusion_with_irrelevant", irrelevant=runs / "rte")
+    words += cli(model=encoder, data_dir=data_dir, out=out)
+    with pytest.raises(ValueError, match="two adapters would be called 'rte'"):
+        composition.main(words)
+    (tmp_path / "odd").symlink_to(runs / "rte")
+    words[words.index("--irrelevant") + 1] = str(tmp_path / "odd")
+    options = "--multitask-options=--steps-per-epoch 3"
+    composition.main([*words, options, "--", *cli("--device cpu --epochs 1")])
+    rows = pd.read_csv(out / "composition.csv")
+    assert [*rows["train_examples"]] == [24] * 3 + [48] * 3
+    joint = read_json(out / "runs/multitask-24-0/config.json")
+    assert joint["limits"] == {"rte": 24} and joint["train_examples"] == 96 + 96 + 24
+    chain = [read_json(out / f"runs/{name}/config.json")["model"] for name in CHAIN]
+    assert chain == [str(encoder), str(out / "runs/full-sst2"), str(out / "runs/full-pick")]
+
+
+CHAIN = ("full-sst2", "full-pick", "sequential-24-0")
+
+
+def test_the_sentence_says_who_won_and_by_how_much():
+    options = composition.Options(target="t", sources=("a", "b"), out=None)
+    study = type("Study", (), {"systems": composition.systems(options)})
+    accuracies = {"own": (50, 60), "head_on_a": (60, 61), "fusion": (64, 62)}
+    rows = [(s, seed, x / 100) for s, both in accuracies.items() for seed, x in enumerate(both)]
+    rows = pd.DataFrame(rows, columns=["system", "seed", "accuracy"])
+    said = composition.conclusion(study, rows)
+    assert "fusion of the sources, ahead of the best control (new head on a) by 2.5" in said
+    assert "by 1.0 at the least" in said
+    rows.loc[rows["system"] == "fusion", "accuracy"] = 0.4
+    said = composition.conclusion(study, rows)
+    assert "new head on a, ahead of the best fusion of several adapters" in said
+
+
+def test_the_tasks_of_the_demo_are_always_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "docstrings", lambda library: DOCSTRINGS[library])
+    demo.build_tasks(tmp_path, random.Random(0))
+    written = b"".join(path.read_bytes() for path in sorted(tmp_path.glob("*/*.jsonl")))
+    assert hashlib.sha256(written).hexdigest()[:16] == "358c76d911e6a965"
+
+
+@thorough
+def test_the_demo(encoder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "docstrings", lambda library: DOCSTRINGS[library])
+    monkeypatch.setattr(demo, "find_minilm", lambda: encoder)
+    monkeypatch.setattr(demo, "SIZES", {"match": (24, 12), "order": (24, 12), "both": (24, 12)})
+    monkeypatch.setattr(demo, "OPTIONS", {"adapter": "--epochs 1", "fusion": "--epochs 1"})
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "minilm").symlink_to(encoder)
+    demo.main(["--out", "demo"])
+    printed = " ".join(capsys.readouterr().out.split())
+    for system in demo.SYSTEMS:
+        runs = [f"demo/runs/{system}-240-{seed}" for seed in (0, 1, 2)]
+        each = [100 * read_json(f"{run}/metrics.json")["accuracy"] for run in runs]
+        assert ", ".join(f"{value:.1f}" for value in each) in printed

@@ -1,0 +1,93 @@
+"""experiments.fusion_weights: weights are means over real tokens; tables follow from them."""
+
+import csv
+import itertools
+import math
+import shutil
+
+import pytest
+import torch
+
+from conftest import cli, read_lines
+from experiments import fusion_weights
+from experiments.load_run import load_run
+from formats.files import read_json, write_json
+
+
+@pytest.fixture(scope="module")
+def fused(runs, launch, tmp_path_factory):
+    """Four fusion runs: rte over three adapters; sst2 over two, of which one is not in layer 2; rte
+    over one at both locations of a layer; pick, which has three candidates."""
+    out = tmp_path_factory.mktemp("figure4")
+    adapter, fusion = "--stage adapter --task rte --epochs 1", "--stage fusion --epochs 1 --lr 5e-3"
+    launch(f"{adapter} --adapter houlsby", out=out / "houlsby")
+    launch(f"{adapter} --adapter-config leave_out=[1]", out=out / "low" / "rte")
+    for task, *adapters in (
+        ("sst2", out / "low" / "rte", runs / "sst2"),
+        ("rte", out / "houlsby"),
+        ("pick", runs / "rte", runs / "pick"),
+    ):
+        launch(f"{fusion} --task {task}", adapters=adapters, out=out / task)
+    return [runs / "fusion-rte", out / "sst2", out / "rte", out / "pick"]
+
+
+def test_files(fused, data_dir, tmp_path):
+    """The weights are the means of what load_run shows of each token, padding not included."""
+    out, single = tmp_path / "out", fused[0].parent / "rte"
+    words = cli("--device cpu", out=out, baseline=[single, *fused])
+    fusion_weights.main([*map(str, fused), *words])
+    written = {path.name for path in out.iterdir()}
+    assert written == {"figure4.png", "figure6.png", "weights.csv", "summary.txt"}
+    with open(out / "weights.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0])[4:] == ["rte", "sst2", "pick"]  # the targets' own, in their order
+    found = {(row["run"], row["layer"], row["location"]): row for row in rows}
+    assert found[str(fused[1]), "2", "output"]["rte"] == ""  # not in this layer
+    for run in fused:
+        model = load_run(run)
+        examples = read_lines(data_dir / model.task.name / "validation.jsonl")
+        seen = [example["weights"] for example in model.fusion_weights(examples)]
+        for location, layer in itertools.product(seen[0], (0, 1)):
+            row = found.pop((str(run), str(layer + 1), location))
+            mean = torch.cat([weights[location][layer] for weights in seen]).mean(0)
+            for name, weight in zip(model.adapters, mean.tolist(), strict=True):
+                assert float(row[name] or 0) == pytest.approx(weight, abs=1e-5)
+    assert not found
+
+    ours, theirs = (read_json(run / "metrics.json")["accuracy"] for run in (fused[0], single))
+    numbers = f"{100 * ours:.2f} {100 * theirs:.2f} {100 * (ours - theirs):+.2f}"
+    summary = (out / "summary.txt").read_text().splitlines()
+    assert any(
+        "fusion-rte" in line and " ".join(line.split()).endswith(numbers) for line in summary
+    )
+
+
+def test_the_tables_of_section_6():
+    """Three targets, two of them without a layer or their own adapter."""
+    slots, columns, nan = [(0, "output"), (1, "output")], ["cb", "mnli"], math.nan
+    of_layers = [[0.1, 0.9], [0.1, 0.9], [nan, nan]], [[0.5, 0.5], [0.2, 0.8], [nan, 1.0]]
+    values = torch.tensor(of_layers, dtype=torch.float64)
+    targets = [("cb", "cb", 0.8, 0.7), ("mnli", "mnli", 0.8, None), ("cb (2)", "cb", None, None)]
+    assert fusion_weights.strengths_table(targets, columns, values)[0] == [
+        # relative to an even mixture: of two adapters 0.3 is 0.6 of an even weight
+        ["cb", "mnli", *map(pytest.approx, (1.4, 0.6)), "1 of 2", 80, 70, "+10.00"],
+        ["mnli", "mnli", *map(pytest.approx, (1.7, 1.7)), "2 of 2", 80, None, None],
+        ["cb (2)", "mnli", 1, None, None, None, None, None],
+    ]
+    rows, _ = fusion_weights.entropy_table(targets, slots, values)
+    assert rows[0] == ["cb", pytest.approx(0.469, abs=1e-3), pytest.approx(1)]
+    assert rows[2] == ["cb (2)", None, 0]
+    assert fusion_weights.figure_4_layers(12) == {0, 6, 8, 11}
+
+
+def test_single_adapters_are_averaged_if_they_compare(runs, tmp_path):
+    accuracy = read_json(runs / "rte" / "metrics.json")["accuracy"]
+    seed = shutil.copytree(runs / "rte", tmp_path / "seed-1")
+    write_json(seed / "metrics.json", {"accuracy": 0.1})
+    others = [runs / "sst2", runs / "fusion-rte"]
+    for name in ("encoder_sha256", "dev_examples", "data_sha256"):
+        others.append(shutil.copytree(seed, tmp_path / name))
+        write_json(others[-1] / "config.json", read_json(seed / "config.json") | {name: "another"})
+    found = fusion_weights.single_accuracies([runs / "fusion-rte"], [runs / "rte", seed, *others])
+    assert found == [pytest.approx((accuracy + 0.1) / 2)]
+    assert fusion_weights.single_accuracies([runs / "fusion-rte"], others) == [None]
