@@ -22,7 +22,19 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from formats import columns
+from formats.columns import (
+    OWN_COLUMNS,
+    apply_column_names,
+    by_key,
+    check_candidates,
+    check_column_names,
+    check_own_task,
+    check_row,
+    encode,
+    label_index,
+    make_label_ids,
+    own_columns,
+)
 from formats.files import error_prefix
 from formats.rows import cached_tokens, find_file, find_split, hold_out, read_rows, set_origin
 from runtime.scores import CLASS_SCORES, accuracy
@@ -54,7 +66,7 @@ class Classification:
     def label(task, value):
         """A raw label, as the data writes it -> its index in task.labels. Raises ValueError that
         shows the value."""
-        return columns.label_index(
+        return label_index(
             value, task.labels, task.label_ids, task.label_aliases, on_hub=task.hub is not None
         )
 
@@ -108,15 +120,13 @@ class Task:
 
     def texts_and_label(self, row):
         """What a row holds, its columns renamed already. Raises ValueError that names a column."""
-        return columns.check_row(
-            row, self.columns, self.label, self.column_aliases, self.unused_columns
-        )
+        return check_row(row, self.columns, self.label, self.column_aliases, self.unused_columns)
 
     def candidates_of(self, texts):
         """[(text_a, text_b or None)]. Raises ValueError for another number than there are
         choices."""
         candidates = self.candidates(*texts)
-        columns.check_candidates(candidates, len(self.labels) if self.is_multiple_choice else None)
+        check_candidates(candidates, len(self.labels) if self.is_multiple_choice else None)
         return candidates
 
     def example(self, row):
@@ -133,7 +143,7 @@ class Task:
     @cached_property
     def label_ids(self):
         """{label, as written and in lower case: its index}"""
-        return columns.make_label_ids(self.labels)
+        return make_label_ids(self.labels)
 
 
 # How the texts of a row become candidates, as in AdapterHub's own training code
@@ -154,7 +164,7 @@ def endings(ctx_a, ctx_b, options):
 
 def question_choices(question, choices):
     """choices["label"] says which of choices["text"] is answer A, which is B, and so on."""
-    return [(question, text) for text in columns.by_key(choices, "ABCDE")]
+    return [(question, text) for text in by_key(choices, "ABCDE")]
 
 
 def own_choices(*texts):
@@ -291,10 +301,10 @@ def get_task(name, data_dir=None, column_names=None, files=None):
         if files:
             path = files["train"]
         else:
-            columns.check_own_task(name, data_dir, TASKS)
+            check_own_task(name, data_dir, TASKS)
             path = find_file(Path(data_dir) / name, "train")
-        task = own_task(*columns.own_columns(path, read_rows(path), column_names))
-    columns.check_column_names(column_names, (*task.columns, task.label))
+        task = own_task(*own_columns(path, read_rows(path), column_names))
+    check_column_names(column_names, (*task.columns, task.label))
     return replace(task, name=name, column_names=column_names or {}, files=files or {})
 
 
@@ -305,7 +315,7 @@ def own_task(names, labels):
     `label` (the index of the right one, from 0) and optionally `text_a`. names: those of the texts
     that are there
     """
-    unused = tuple(column for column in columns.OWN_COLUMNS if column not in names)
+    unused = tuple(column for column in OWN_COLUMNS if column not in names)
     task = Task(None, tuple(names), tuple(labels), (), unused_columns=unused)
     if "choices" in names:
         task = replace(task, candidates=own_choices, type=MultipleChoice)
@@ -331,14 +341,14 @@ def load_split(
         """(candidates, label) of the rows that are wanted, in the order of the file"""
         for line, values in itertools.compress(source.read(), wanted):
             with error_prefix(f"{source.where}, line {line}"):
-                values = columns.apply_column_names(values, task.column_names)
+                values = apply_column_names(values, task.column_names)
                 yield task.example(values)
 
     def tokenize():
         title = f"tokenizing {task.name} {split}"
         chosen = iter(tqdm(examples(wanted), title, leave=False, disable=None))
         while chunk := list(itertools.islice(chosen, 1000)):
-            yield from columns.encode(tokenizer, chunk)
+            yield from encode(tokenizer, chunk)
 
     wanted = np.ones(sum(1 for _ in source.read()), dtype=bool)
     indices, digest = np.arange(len(wanted)), None
@@ -353,7 +363,7 @@ def load_split(
 
     fields = split, task.name, task.labels, task.columns, task.label, task.column_names
     # what other code has made is to be made anew
-    made_by = map(inspect.getfile, (load_split, columns, task.candidates, task.type))
+    made_by = map(inspect.getfile, (load_split, check_row, task.candidates, task.type))
     code = [Path(file).read_text(encoding="utf-8") for file in made_by]
     key = [source.digest, wanted.tobytes(), fields, tokenizer.to_str(), code]
     result = cached_tokens(key, tokenize, task.type.dtype.is_floating_point)

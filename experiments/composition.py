@@ -16,6 +16,7 @@ what follows from them.
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pandas as pd
 
@@ -59,36 +60,44 @@ def is_adapter(source):
     return "/" in source
 
 
+class System(NamedTuple):
+    title: str
+    stage: str
+    adapters: tuple = ()  # that it takes: "own", the target's, or labels of sources
+    words: tuple = ()  # more options of its stage
+
+
 def systems(options):
-    """{system: (what it is, its stage, the adapters that it takes, more words)}. An adapter is
-    "own", the target's, or the label of a source."""
+    """{name: System}"""
     names = [label_of(source) for source in options.sources]
     modules = ",".join(filter(None, [options.imports, "examples.mean_fusion"]))
     mean = ["--import", modules, "--fusion", "mean"]
     found = {
-        "head": ("new head on Θ", "head", [], []),
-        "own": ("the target's own adapter", "adapter", [], []),
-        "own_long": ("own adapter, the fusion's epochs", "adapter", [], []),
-        "full": ("full fine-tuning", "full", [], []),
+        "head": System("new head on Θ", "head"),
+        "own": System("the target's own adapter", "adapter"),
+        "own_long": System("own adapter, the fusion's epochs", "adapter"),
+        "full": System("full fine-tuning", "full"),
     }
-    found |= {f"head_on_{n}": (f"new head on {n}", "head", [n], []) for n in names}
+    found |= {f"head_on_{n}": System(f"new head on {n}", "head", [n]) for n in names}
     if not any(map(is_adapter, options.sources)):  # these need the sources' data
-        found["sequential"] = ("full fine-tuning on each source, then the target", "full", [], [])
-        found["multitask"] = ("sources and target, trained jointly", "multitask", [], [])
+        found["sequential"] = System("full fine-tuning on each source, then the target", "full")
+        found["multitask"] = System("sources and target, trained jointly", "multitask")
     found |= {
-        "mean": ("even weights of the sources", "fusion", names, mean),
-        "mean_with_own": ("even weights of the sources and own", "fusion", [*names, "own"], mean),
-        "fusion": ("fusion of the sources", "fusion", names, []),
-        "fusion_with_own": ("fusion of the sources and own", "fusion", [*names, "own"], []),
-        "fusion_of_own": ("fusion of own alone", "fusion", ["own"], []),
+        "mean": System("even weights of the sources", "fusion", names, mean),
+        "mean_with_own": System(
+            "even weights of the sources and own", "fusion", [*names, "own"], mean
+        ),
+        "fusion": System("fusion of the sources", "fusion", names),
+        "fusion_with_own": System("fusion of the sources and own", "fusion", [*names, "own"]),
+        "fusion_of_own": System("fusion of own alone", "fusion", ["own"]),
     }
     for left_out in names if len(names) > 1 else []:
         others = [name for name in names if name != left_out]
         title = f"fusion without {left_out}"
-        found[f"fusion_without_{left_out}"] = (title, "fusion", others, [])
+        found[f"fusion_without_{left_out}"] = System(title, "fusion", others)
     if options.irrelevant:
         more = [*names, label_of(options.irrelevant)]
-        found["fusion_with_irrelevant"] = (f"fusion with {more[-1]}, too", "fusion", more, [])
+        found["fusion_with_irrelevant"] = System(f"fusion with {more[-1]}, too", "fusion", more)
     return found
 
 
@@ -220,7 +229,7 @@ def table(study, rows):
         budget = f"{first['lr']:g}", str(first["epochs"]), f"{first['trained_parameters']:,}"
         values = ", ".join(f"{value:.1f}" for value in of_seeds.values())
         mean = report.with_deviation(*mean_and_deviation(of_seeds.values()))
-        lines.append([study.systems[system][0], *budget, values, mean, difference, least])
+        lines.append([study.systems[system].title, *budget, values, mean, difference, least])
     header = "system,lr,epochs,trained parameters,by seed,mean,fusion − it,at the least"
     return lines, header.split(",")
 
@@ -229,7 +238,7 @@ def conclusion(study, rows):
     """One sentence: which system won, over which control, and by how much."""
     accuracies = by_seed(rows)
     means = {system: mean_and_deviation(of.values())[0] for system, of in accuracies.items()}
-    composed = [name for name in means if len(study.systems[name][2]) > 1]
+    composed = [name for name in means if len(study.systems[name].adapters) > 1]
     controls = [name for name in means if name not in composed]
     if not composed or not controls:
         return "There is no fusion of several adapters, or no control, to compare."
@@ -240,7 +249,7 @@ def conclusion(study, rows):
         return "No seed has both a fusion of several adapters and a control."
     kinds = ["the best control", "the best fusion of several adapters"]
     kind = kinds[winner == control]
-    titles = study.systems[winner][0], study.systems[other][0]
+    titles = study.systems[winner].title, study.systems[other].title
     return (
         f"Best is: {titles[0]}, ahead of {kind} ({titles[1]}) by {difference:.1f} points in the "
         f"mean over {len(accuracies[winner])} seeds, by {least:.1f} at the least."
@@ -251,7 +260,7 @@ def weights_of(study, results):
     """The weights of every fusion on the development set, a row for each layer and adapter."""
     rows = []
     for (system, size, seed), name in study.places.items():
-        if name not in results or study.systems[system][1] != "fusion":
+        if name not in results or study.systems[system].stage != "fusion":
             continue
         run = load_run(study.cells[name].out)
         split = run.split()
@@ -275,12 +284,12 @@ def figure(path, study, rows):
         for y, name in enumerate(names):
             here = rows[(rows["system"] == name) & (rows["train_examples"] == count)]
             values = 100 * here["accuracy"]
-            colour = "tab:orange" if len(study.systems[name][2]) > 1 else "tab:blue"
+            colour = "tab:orange" if len(study.systems[name].adapters) > 1 else "tab:blue"
             axes.plot(values, [y] * len(values), "o", color=colour, alpha=0.5)
             axes.plot(values.mean(), y, "|", color="black", markersize=14)
         axes.set(title=f"{count} training examples", xlabel="accuracy, %")
         axes.grid(axis="x", alpha=0.3)
-    panels.flat[0].set_yticks(range(len(names)), [study.systems[name][0] for name in names])
+    panels.flat[0].set_yticks(range(len(names)), [study.systems[name].title for name in names])
     report.save_figure(shape, path)
 
 

@@ -207,7 +207,7 @@ def verdict(study, rows):
     controls = [name for name in accuracies if name != "fusion"]
     least = {name: composition.gain(accuracies, "fusion", name)[1] for name in controls}
     nearest = min(least, key=least.get)
-    title = study.systems[nearest][0]
+    title = study.systems[nearest].title
     if least[nearest] <= 0:
         return f"The fusion is not ahead with every seed: {title} equals or beats it."
     return (

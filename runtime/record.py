@@ -1,10 +1,10 @@
 """What a run is: one record, and config.json, its only file.
 
-record = describe(settings, tasks, lengths, encoder, adapters, dtype)  # before data are loaded
-record = record.with_training(...)        # the data, what is trained, and where
+record = describe(settings, tasks, lengths, encoder, adapters, dtype)
+record = record.with_training(...)  # once the data are loaded
 record.write(out)
-read_record(out)                          # of any version of this project
-read_record(out).check_same(record, ...)  # ValueError: the first difference, in words
+read_record(out)                    # also what earlier versions wrote
+read_record(out).check_same(record, problem, advice)  # ValueError: the first difference
 """
 
 import hashlib
@@ -25,6 +25,7 @@ from formats.tokenizer import read_tokenizer, tokenizer_digest
 from runtime.settings import recorded_values
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = "torch numpy tokenizers safetensors datasets".split()
 # entries that may be others when a run is resumed: they describe the machine
 MACHINE = "device threads processes versions python commit command data_revision".split()
 
@@ -168,9 +169,6 @@ class Record:
         return None if ours or not module else (program, module)
 
 
-PACKAGES = "torch numpy tokenizers safetensors datasets".split()
-
-
 def describe(settings, tasks, lengths, encoder, adapters, dtype):
     """
     The Record of a command before its data are loaded: what a finished run must have in common with
@@ -205,9 +203,11 @@ def describe_task(task, max_length, settings):
     files = {}
     if settings.data_dir is not None or task.files:
         for split in ("train", "validation"):
-            found = task.source(split, settings.data_dir, settings.dev_fraction).files
-            # two files of one name lie in different directories
-            files |= {n if files.get(n, d) == d else f"{split}/{n}": d for n, d in found.items()}
+            source = task.source(split, settings.data_dir, settings.dev_fraction)
+            for name, sha256 in source.files.items():
+                if files.get(name, sha256) != sha256:  # another directory's file of that name
+                    name = f"{split}/{name}"
+                files[name] = sha256
     return TaskRecord(list(task.labels), list(task.columns), task.type.__name__, max_length, files)
 
 
@@ -265,11 +265,14 @@ def commit():
 # Reading
 
 
+OF_A_RUN = {"stage", "command"}  # what no other config.json has
+
+
 def is_run(directory):
     """Whether a directory holds a run, finished or not: its config.json has a stage and a
     command."""
     path = Path(directory) / "config.json"
-    return path.is_file() and {"stage", "command"} <= read_json(path).keys()
+    return path.is_file() and OF_A_RUN <= read_json(path).keys()
 
 
 def read_record(directory):
@@ -277,7 +280,7 @@ def read_record(directory):
     ValueError for one that is not a run's."""
     path = Path(directory) / "config.json"
     values = read_json(path)
-    if not is_run(directory):
+    if not OF_A_RUN <= values.keys():
         raise ValueError(f"{path} is not a run's: it has no stage, or no command")
     if "tasks" not in values:
         values = of_earlier_version(values)

@@ -107,8 +107,8 @@ def test_argument_as_distributed(tokenizer, tmp_path):
 def test_tokenised_data_is_cached(encoder, tmp_path, monkeypatch):
     """A second start does not tokenise; another text does, at the same path and time, and another
     max_length."""
-    calls, encode = [], data.columns.encode
-    monkeypatch.setattr(data.columns, "encode", lambda *x: calls.append(len(x[1])) or encode(*x))
+    calls, encode = [], data.encode
+    monkeypatch.setattr(data, "encode", lambda *x: calls.append(len(x[1])) or encode(*x))
 
     def load(count, max_length=48, text="red"):
         calls.clear()
