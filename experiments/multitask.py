@@ -112,7 +112,8 @@ class Settings(train.Settings):
             )
         for name, limit in self.limits.items():
             if name not in self.tasks or type(limit) is not int or limit < 1:
-                raise ValueError(f"--limits {name}={limit!r:.50}: one of --tasks, and a number")
+                given = f"{name}={limit!r:.50}"
+                raise ValueError(f"--limits takes TASK=N with one of --tasks, not {given}")
         result = replace(
             super().with_defaults(),
             task=",".join(self.tasks),
