@@ -33,6 +33,7 @@ from experiments.fusion_weights import average, heat_map, inputs_of, normalized_
 from experiments.load_run import load_run
 from experiments.multitask import MultitaskModel, task_probabilities
 from experiments.report import markdown
+from experiments.skills import build_tasks
 from formats.tokenizer import load_tokenizer
 from fusion import Fusion, add_fusion, fusion_regularization, fusion_weights
 

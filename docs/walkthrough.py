@@ -63,9 +63,9 @@ RUNS = Path("runs/walkthrough")
 
 # %%
 model = "minilm"
-demo.build_tasks(RUNS / "data", random.Random(0))
+build_tasks(RUNS / "data", random.Random(0), demo.SKILLS)
 rows, sizes = [], {}
-for name in demo.SIZES:
+for name in (*demo.SKILLS, "both"):
     path = RUNS / "data" / name / "train.jsonl"
     examples = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     sizes[name] = 240 if name == "both" else len(examples)

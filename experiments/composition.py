@@ -75,7 +75,7 @@ def systems(options):
     found = {
         "head": System("new head on Θ", "head"),
         "own": System("the target's own adapter", "adapter"),
-        "own_long": System("own adapter, the fusion's epochs", "adapter"),
+        "own_same_epochs": System("own adapter, as many epochs as the fusion", "adapter"),
         "full": System("full fine-tuning", "full"),
     }
     found |= {f"head_on_{n}": System(f"new head on {n}", "head", [n]) for n in names}
@@ -153,7 +153,7 @@ class Study:
             words = ["--task", options.target, *words]
             words += ["--adapters", *given] if given else []
             words += ["--limit-train", str(size)] if size else []
-        if system == "own_long":
+        if system == "own_same_epochs":
             epochs = str(self.fusion_epochs())
             last = ["--epochs", epochs, "--patience", epochs]
         name = "-".join(map(str, filter(None, [system, size]))) + f"-{seed}"
@@ -196,6 +196,7 @@ def rows_of(study, results):
                 "epochs": record.options["epochs"],
                 "lr": record.options["lr"],
                 "trained_parameters": result["trained_parameters"],
+                "processor": record.processor,
                 "commit": record.commit,
             }
         )

@@ -16,14 +16,9 @@ In either source the other fault is there in half of the examples, and says noth
 Whoever has one skill alone is right about one of two questions, and has to guess the other.
 """
 
-import ast
-import contextlib
-import importlib.util
 import json
 import os
 import random
-import re
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +27,7 @@ import torch
 from experiments import composition, grid, report
 from experiments.fusion_weights import average, heat_map, inputs_of
 from experiments.load_run import load_run
+from experiments.skills import build_tasks
 from formats.encoder import find_minilm
 from formats.rows import read_rows
 from runtime.command import run_command
@@ -43,112 +39,15 @@ class Options:
     out: Path = option(Path("runs/demo"), "default runs/demo")
 
 
-FILES = {  # enough of each library, so that reading takes seconds
-    "std": "*.py asyncio/*.py email/*.py http/*.py json/*.py logging/*.py multiprocessing/*.py "
-    "tkinter/*.py unittest/*.py",
-    "numpy": "**/*.py",
-    "torch": "nn/**/*.py optim/**/*.py distributions/**/*.py autograd/**/*.py utils/data/**/*.py "
-    "distributed/*.py",
-}
-# {task: (rows for training, for development)}
-SIZES = {"match": (2400, 400), "order": (2400, 400), "both": (960, 400)}
 OPTIONS = {  # of the sources and the systems
     "adapter": "--lr 1e-3 --epochs 8 --patience 8",
     "source": "--epochs 2",
     "head": "--lr 2e-3 --epochs 4 --patience 4",
     "fusion": "--lr 5e-4 --epochs 6 --patience 6",
 }
+SKILLS = ["match", "order"]
 SYSTEMS = "own head_on_match head_on_order fusion".split()
 COMMON = "--max-length 40 --batch-size 16 --limit-dev 160 --device cpu --dtype float32".split()
-
-
-def docstrings(library):
-    """(name, [sentences]) of the docstrings in a library's source files; nothing is imported
-    or run."""
-    if library == "std":
-        root = Path(sysconfig.get_path("stdlib"))
-    else:
-        root = Path(importlib.util.find_spec(library).submodule_search_locations[0])
-    files = {path for pattern in FILES[library].split() for path in root.glob(pattern)}
-    for path in sorted(path for path in files if "tests" not in path.parts):
-        with contextlib.suppress(SyntaxError, ValueError):  # what is no Python, or not UTF-8
-            for node in definitions(ast.parse(path.read_text(encoding="utf-8"))):
-                if text := ast.get_docstring(node):
-                    yield node.name, sentences(text)
-
-
-def words_of(name):
-    """zseries_to_cseries -> zseries to cseries, BatchNorm -> batch norm"""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|_+", " ", name).strip().lower()
-
-
-def definitions(tree):
-    """Every class and function, level by level."""
-    return (node for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef)))
-
-
-def sentences(text):
-    """The English sentences in a docstring's prose: sections, code, and markup are left out."""
-    result = []
-    for paragraph in re.split(r"\n\s*\n", text):
-        if re.search(r">>>|::|---|===|^\s*[:@.]|^\s{4}|\w+ : |[{}|]", paragraph, re.MULTILINE):
-            continue
-        paragraph = re.sub(r":\w+:|[`*]", "", " ".join(paragraph.split()))
-        for sentence in re.split(r"(?<=[.!?]) (?=[A-Z])", paragraph):
-            words = [word.strip(".,;:()'\"") for word in sentence.split()]
-            if 5 <= len(words) <= 20 and sum(map(str.isalpha, words)) > 0.8 * len(words):
-                result.append(sentence)
-    return result
-
-
-def build_tasks(out, rng):
-    """Writes the three tasks as jsonl files: DIR/TASK/train.jsonl and validation.jsonl."""
-    named = {"source": {}, "target": {}}
-    for origin in FILES:
-        for name, texts in docstrings(origin):
-            # short ones are quicker; __init__ and its like say nothing
-            if texts and len(texts[0].split()) <= 14 and not name.startswith("__"):
-                pool = named["target" if origin == "numpy" else "source"]
-                pool[texts[0].rstrip(".")] = words_of(name)
-    for task, sizes in SIZES.items():
-        texts = list(named["target" if task == "both" else "source"].items())
-        rng.shuffle(texts)
-        held_out = len(texts) // 4  # the development set is of other docstrings
-        for split, pool, n in (
-            ("train", texts[held_out:], sizes[0]),
-            ("validation", texts[:held_out], sizes[1]),
-        ):
-            lines = [json.dumps(row) for row in rows_of(task, pool, n, rng)]
-            path = out / task / f"{split}.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def rows_of(task, pool, n, rng):
-    """n rows, a quarter of each of the four kinds. pool: [(sentence, its name)]"""
-    rows = []
-    for i in range(n):
-        right, intact = i % 2 == 0, i % 4 < 2
-        (text, name), (_, other) = rng.sample(pool, 2)
-        while other == name:
-            _, other = rng.choice(pool)
-        match, order = "right" if right else "wrong", "intact" if intact else "shuffled"
-        rows.append(
-            {
-                "text_a": text if intact else shuffled(text, rng),
-                "text_b": name if right else other,
-                "label": {"match": match, "order": order, "both": f"{match}, {order}"}[task],
-            }
-        )
-    rng.shuffle(rows)
-    return rows
-
-
-def shuffled(text, rng):
-    words = text.split()
-    while " ".join(words) == text:
-        rng.shuffle(words)
-    return " ".join(words)
 
 
 def study_of(out):
@@ -221,8 +120,8 @@ def main(argv=None):
     out = parse(Options, argv, "python -m experiments.demo", words).out
     find_minilm()  # or an error that says how to install it
     print("reading the docstrings of Python, PyTorch and NumPy", flush=True)
-    build_tasks(out / "data", random.Random(0))
-    for task in SIZES:
+    build_tasks(out / "data", random.Random(0), SKILLS)
+    for task in (*SKILLS, "both"):
         path = out / "data" / task / "train.jsonl"
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         print(f"\n{task}: {len(rows)} examples to train on, for instance")

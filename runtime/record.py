@@ -27,7 +27,7 @@ from runtime.settings import recorded_values
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = "torch numpy tokenizers safetensors datasets".split()
 # entries that may be others when a run is resumed: they describe the machine
-MACHINE = "device threads processes versions python commit command data_revision".split()
+MACHINE = "device processor threads processes versions python commit command data_revision".split()
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class Record:
     trained_parameters: int | None = None
     # the machine
     device: str | None = None
+    processor: str | None = None
     threads: int | None = None
     processes: int | None = None
     versions: dict = field(default_factory=dict)
@@ -113,6 +114,7 @@ class Record:
             trained_parts=sorted(parts),
             trained_parameters=sum(p.numel() for p in trainable.values()),
             device=torch.cuda.get_device_name() if device.type == "cuda" else device.type,
+            processor=processor(),
             threads=torch.get_num_threads(),
             versions={name: version(name) for name in PACKAGES},
             python=platform.python_version(),
@@ -247,6 +249,13 @@ def majority_class_accuracy(dev_sets):
             return None
         shares.append(np.bincount(labels).max() / len(labels))
     return float(np.mean(shares))
+
+
+def processor():
+    """The processor's name, and the instructions that torch uses on it: "AMD EPYC, AVX2"."""
+    found = torch.cpu.get_capabilities()
+    names = [found.get("cpu_name"), torch.backends.cpu.get_cpu_capability()]
+    return ", ".join(filter(None, [*names, "AMX" if found.get("amx_bf16") else None]))
 
 
 def commit():

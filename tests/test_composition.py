@@ -8,7 +8,7 @@ import pytest
 
 import examples.mean_fusion  # noqa: F401  (before another test puts the table of fusions back)
 from conftest import cli, thorough
-from experiments import composition, demo, grid
+from experiments import composition, demo, grid, skills
 from formats.files import read_json
 
 DOCSTRINGS = {
@@ -43,7 +43,7 @@ def test_every_control_beside_the_fusion(runs, encoder, data_dir, tmp_path, caps
     assert f"left out: sequential and multitask need the data of {runs / 'pick'}" in printed
 
     rows = pd.read_csv(out / "composition.csv")
-    names = "head own own_long full head_on_sst2 head_on_pick mean mean_with_own fusion "
+    names = "head own own_same_epochs full head_on_sst2 head_on_pick mean mean_with_own fusion "
     names += "fusion_with_own fusion_of_own fusion_without_sst2 fusion_without_pick"
     assert [*dict.fromkeys(rows["system"])] == names.split() and len(rows) == 2 * 13
     for row in rows.itertuples():
@@ -105,17 +105,17 @@ def test_the_sentence_says_who_won_and_by_how_much():
 
 
 def test_the_tasks_of_the_demo_are_always_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "docstrings", lambda library: DOCSTRINGS[library])
-    demo.build_tasks(tmp_path, random.Random(0))
+    monkeypatch.setattr(skills, "docstrings", lambda library: DOCSTRINGS[library])
+    skills.build_tasks(tmp_path, random.Random(0), demo.SKILLS)
     written = b"".join(path.read_bytes() for path in sorted(tmp_path.glob("*/*.jsonl")))
     assert hashlib.sha256(written).hexdigest()[:16] == "358c76d911e6a965"
 
 
 @thorough
 def test_the_demo(encoder, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "docstrings", lambda library: DOCSTRINGS[library])
+    monkeypatch.setattr(skills, "docstrings", lambda library: DOCSTRINGS[library])
     monkeypatch.setattr(demo, "find_minilm", lambda: encoder)
-    monkeypatch.setattr(demo, "SIZES", {"match": (24, 12), "order": (24, 12), "both": (24, 12)})
+    monkeypatch.setattr(skills, "SIZES", {"source": (24, 12), "target": (24, 12)})
     monkeypatch.setattr(demo, "OPTIONS", {"adapter": "--epochs 1", "fusion": "--epochs 1"})
     monkeypatch.chdir(tmp_path)
     (tmp_path / "minilm").symlink_to(encoder)
