@@ -124,7 +124,7 @@ class Study:
                 raise ValueError(f"two adapters would be called {label_of(source)!r}")
             self.adapters[label_of(source)] = source, ()
             if not is_adapter(source):
-                name = self.add(f"source-{source}", "adapter", source, options.source_options)
+                name = self.add(f"source-{source}", "adapter", source)
                 self.adapters[source] = str(self.cells[name].out), [name]
         for size in options.train_examples or [None]:
             for seed in options.seeds:
@@ -143,7 +143,7 @@ class Study:
             given, needs = [*given, directory], [*needs, *needed]
         if system == "sequential":
             for source in options.sources:
-                name = self.add(f"full-{source}", "full", source, needs=needs, model=model)
+                name = self.add(f"full-{source}", "full", source, needs, model)
                 model, needs = str(self.cells[name].out), [name]
         last = []
         if system == "multitask":
@@ -160,11 +160,13 @@ class Study:
         self.cells[name] = grid.cell(options, name, stage, words, seed, model, needs, last)
         return name
 
-    def add(self, name, stage, source, last="", needs=(), model=None):
+    def add(self, name, stage, source, needs=(), model=None):
         """A run on a source, which all seeds share. Returns its name."""
-        words, last = ["--task", source], shlex.split(last)
-        seed = self.options.seeds[0]
-        self.cells[name] = grid.cell(self.options, name, stage, words, seed, model, needs, last)
+        options = self.options
+        words, last = ["--task", source], shlex.split(options.source_options)
+        self.cells[name] = grid.cell(
+            options, name, stage, words, options.seeds[0], model, needs, last
+        )
         return name
 
     def fusion_epochs(self):
