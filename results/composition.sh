@@ -1,0 +1,34 @@
+#!/bin/sh
+# The study of composition (section 1 of docs/results.md). Each command can be stopped; the same one goes on.
+export OMP_NUM_THREADS=1
+
+study() { # OUT EPOCHS, then options of experiments.composition
+    out=$1 epochs=$2
+    shift 2
+    python -m experiments.composition --out "runs/$out" --model minilm --jobs 2 "$@" \
+        --source-options '--epochs 4' --adapter-options '--lr 1e-3 --epochs 30' \
+        --head-options "--lr 2e-3 --epochs $epochs --patience $epochs" \
+        --full-options "--lr 5e-5 --epochs $epochs --patience $epochs" \
+        --fusion-options "--lr 5e-4 --epochs $epochs --patience $epochs" \
+        --multitask-options '--lr 5e-5 --epochs 4 --steps-per-epoch 200' \
+        -- --max-length 40 --batch-size 16 --device cpu --dtype float32
+}
+
+python -m experiments.skills --out runs/two
+python -m experiments.skills --skills match order spelling --out runs/three
+
+# three skills
+study composition-3 10 --target all --sources match order spelling --data-dir runs/three --train-examples 480 --seeds 0 1 2 \
+    --systems own full head_on_match head_on_order head_on_spelling mean fusion fusion_with_own \
+    fusion_without_match fusion_without_order fusion_without_spelling
+
+# two skills, all systems; the third is the irrelevant source
+study composition-2 10 --target both --sources match order --irrelevant runs/composition-3/runs/source-spelling \
+    --data-dir runs/two --train-examples 240 --seeds 0 1 2 3 4
+
+# fewer and more examples, about as many steps
+for size in '60 40' '120 20' '960 5'; do
+    study "composition-${size% *}" "${size#* }" --target both --train-examples "${size% *}" --data-dir runs/two --seeds 0 1 2 \
+        --sources runs/composition-2/runs/source-match runs/composition-2/runs/source-order \
+        --systems own full head_on_source-match head_on_source-order fusion fusion_with_own
+done
