@@ -50,18 +50,31 @@ class BertConfig:
 
     @property
     def max_length(self):
-        """The longest input in tokens. RoBERTa's positions start after its padding index."""
-        first = self.pad_token_id + 1 if self.model_type == "roberta" else 0
-        return self.max_position_embeddings - first
+        """The longest input in tokens."""
+        return self.max_position_embeddings
 
     @classmethod
     def from_json(cls, path, values):
         """The configuration that a file holds; its other fields are ignored. Raises ValueError,
-        naming the field, for one that is not a BERT or RoBERTa encoder."""
+        naming the field, for one with which nothing can be computed."""
         known = [field.name for field in fields(cls)]
         config = cls(**{name: values[name] for name in known if name in values})
         check_config(path, config, ACTIVATIONS)
         return config
+
+    def to_json(self):
+        """The fields that `save_pretrained` writes."""
+        return asdict(self)
+
+
+@dataclass
+class RobertaConfig(BertConfig):
+    model_type: str = "roberta"
+
+    @property
+    def max_length(self):
+        """RoBERTa's positions start after its padding index."""
+        return self.max_position_embeddings - self.pad_token_id - 1
 
 
 class AddNorm(nn.Module):
@@ -115,15 +128,17 @@ class Layer(nn.Module):
         self.attention_dropout = config.attention_probs_dropout_prob
         self.hidden_dropout = config.hidden_dropout_prob
 
-    def forward(self, x, mask, cls_only=False):
-        """x: [B, T, d], mask: [B, 1, 1, T], True = real token -> [B, T, d], or with cls_only the
-        first token's [B, 1, d]"""
+    def forward(self, x, mask, cls_only=False, bias=None):
+        """x: [B, T, d], mask: [B, 1, 1, T], True = real token, bias: [1, H, T, T] or None
+        (`Bert.attention_bias`) -> [B, T, d], or with cls_only the first token's [B, 1, d]"""
         layer_input = (x, mask)
         k, v = self.split_heads(self.key(x)), self.split_heads(self.value(x))  # [B, H, T, d/H]
         if cls_only:
             x = x[:, :1].contiguous()  # contiguous: one matrix product for the batch
         q = self.split_heads(self.query(x))  # [B, H, T, d/H], or with cls_only [B, H, 1, d/H]
-        a = self.attention(q, k, v, mask).transpose(1, 2).reshape(x.shape)
+        # A fork's attention(q, k, v, mask) knows no bias, and most encoders have none.
+        more = {} if bias is None else {"bias": bias[:, :, : q.shape[2]]}
+        a = self.attention(q, k, v, mask, **more).transpose(1, 2).reshape(x.shape)
         f = dropout(self.attention_dense(a), self.hidden_dropout, self.training)
         x = self.attention_add_norm(f, x, layer_input)
         f = self.output_dense(self.activation(self.intermediate(x)))  # d -> intermediate_size -> d
@@ -135,15 +150,32 @@ class Layer(nn.Module):
         B, T, _ = x.shape
         return x.view(B, T, self.num_heads, -1).transpose(1, 2)
 
-    def attention(self, q, k, v, mask):
-        """softmax(q kᵀ / √(d/H)) v over the real tokens, with dropout on the softmax in training:
-        q, k, v [B, H, T, d/H] -> q's shape"""
+    def attention(self, q, k, v, mask, bias=None):
+        """softmax(q kᵀ / √(d/H) + bias) v over the real tokens, with dropout on the softmax in
+        training: q, k, v [B, H, T, d/H] -> q's shape"""
         p = self.attention_dropout if self.training else 0.0
-        return attention(q, k, v, mask, p)
+        return attention(q, k, v, mask, p, bias)
 
 
 class Bert(nn.Module):
-    """BERT or RoBERTa without pooler and pretraining heads."""
+    """BERT without pooler and pretraining heads. Encoders that differ from it in positions, token
+    types, attention's scores or the names of tensors are subclasses (`Roberta`, below)."""
+
+    config_class = BertConfig
+    HUB_NAMES = {  # our module -> Hugging Face's; Google's differ from those only in punctuation
+        "word_embeddings": "embeddings.word_embeddings",
+        "position_embeddings": "embeddings.position_embeddings",
+        "token_type_embeddings": "embeddings.token_type_embeddings",
+        "embeddings_norm": "embeddings.LayerNorm",
+        "query": "attention.self.query",
+        "key": "attention.self.key",
+        "value": "attention.self.value",
+        "attention_dense": "attention.output.dense",
+        "attention_add_norm.norm": "attention.output.LayerNorm",
+        "intermediate": "intermediate.dense",
+        "output_dense": "output.dense",
+        "output_add_norm.norm": "output.LayerNorm",
+    }
 
     def __init__(self, config: BertConfig):
         super().__init__()
@@ -160,7 +192,8 @@ class Bert(nn.Module):
         d = config.hidden_size
         self.word_embeddings = embedding(config.vocab_size, d)
         self.position_embeddings = embedding(config.max_position_embeddings, d)
-        self.token_type_embeddings = embedding(config.type_vocab_size, d)
+        if config.type_vocab_size:
+            self.token_type_embeddings = embedding(config.type_vocab_size, d)
         self.embeddings_norm = nn.LayerNorm(d, eps=config.layer_norm_eps)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
 
@@ -176,27 +209,34 @@ class Bert(nn.Module):
         if T > self.config.max_length:
             longest = self.config.max_length
             raise ValueError(f"an input of {T} tokens is longer than this encoder's {longest}")
-        positions = torch.arange(T, device=input_ids.device)  # [T]
-        if self.config.model_type == "roberta":  # its positions count from pad_token_id + 1
-            real = (input_ids != self.config.pad_token_id).long()
-            positions = real.cumsum(1) * real + self.config.pad_token_id  # [B, T]
-        if token_type_ids is None:
-            token_type_ids = torch.zeros_like(input_ids)
         mask = attention_mask
         if mask is not None:
             mask = mask.bool()[:, None, None, :]  # [B, T] -> [B, 1, 1, T]
+        bias = self.attention_bias(T)  # [1, H, T, T], or None
 
-        x = self.word_embeddings(input_ids) + self.token_type_embeddings(token_type_ids)
-        x = self.embeddings_norm(x + self.position_embeddings(positions))  # [B, T, d]
-        x = dropout(x, self.config.hidden_dropout_prob, self.training)
+        x = self.word_embeddings(input_ids)
+        if self.config.type_vocab_size:
+            if token_type_ids is None:
+                token_type_ids = torch.zeros_like(input_ids)
+            x = x + self.token_type_embeddings(token_type_ids)
+        x = self.embeddings_norm(x + self.position_embeddings(self.positions(input_ids)))
+        x = dropout(x, self.config.hidden_dropout_prob, self.training)  # [B, T, d]
         for layer in self.layers[:-1]:
-            x = layer(x, mask)
+            x = layer(x, mask, bias=bias)
         # All tokens are computed where something in the last layer may mix them, and for a single
         # example: its matrix-vector products would round by where the weights lie in memory.
         last = self.layers[-1]
         first_only = cls_only and B > 1 and not any(map(may_mix_tokens, last.modules()))
-        x = last(x, mask, cls_only=first_only)
+        x = last(x, mask, cls_only=first_only, bias=bias)
         return x[:, :1] if cls_only else x
+
+    def positions(self, input_ids):
+        """[B, T] -> [T] or [B, T]: the rows of the position embeddings."""
+        return torch.arange(input_ids.shape[1], device=input_ids.device)
+
+    def attention_bias(self, T):
+        """[1, H, T, T], which is added to the scores of attention in every layer, or None."""
+        return None
 
     def slots(self):
         """Every slot: ((layer, "attention" | "output"), AddNorm) from bottom to top, then
@@ -223,18 +263,21 @@ class Bert(nn.Module):
         directory with config.json and model.safetensors or pytorch_model.bin, or else a Hugging
         Face hub id. Raises FileNotFoundError if there is no such checkpoint, ValueError if its
         content does not fit; the message names the file, and the tensor with both shapes.
+        The class is that of ENCODERS for the `model_type` in config.json, unless it is called as a
+        subclass's.
         """
         checkpoint = open_encoder(source)
-        config = BertConfig.from_json(checkpoint.config_path, checkpoint.config)
+        config = read_config(checkpoint.config_path, checkpoint.config)
+        kind = ENCODERS[config.model_type] if cls is Bert else cls
         with torch.device("meta"):  # allocates nothing: the loaded tensors become its parameters
-            bert = cls(config)
-        shapes = {hub_name(name): p.shape for name, p in bert.named_parameters()}
+            bert = kind(config)
+        shapes = {kind.hub_name(name): p.shape for name, p in bert.named_parameters()}
         tensors = checkpoint.read(shapes)
-        state = {name: tensors[hub_name(name)] for name, _ in bert.named_parameters()}
+        state = {name: tensors[kind.hub_name(name)] for name, _ in bert.named_parameters()}
         bert.load_state_dict(state, assign=True)
         bert.source, bert.directory = str(source), checkpoint.directory
         bert.digest = checkpoint.digest
-        bert.checkpoint_names = {name: checkpoint.names[hub_name(name)] for name in state}
+        bert.checkpoint_names = {name: checkpoint.names[kind.hub_name(name)] for name in state}
         return bert.requires_grad_(False).eval()
 
     def own_parameters(self):
@@ -245,8 +288,53 @@ class Bert(nn.Module):
     def save_pretrained(self, directory):
         """Writes config.json and model.safetensors (Θ alone) under Hugging Face's names, so that
         `transformers` and `from_pretrained` read them. Other keys of a config.json there stay."""
-        tensors = {hub_name(name): p for name, p in self.own_parameters().items()}
-        write_encoder(directory, asdict(self.config), tensors, prefix=self.config.model_type)
+        tensors = {self.hub_name(name): p for name, p in self.own_parameters().items()}
+        write_encoder(directory, self.config.to_json(), tensors, prefix=self.config.model_type)
+
+    @classmethod
+    def hub_name(cls, name):
+        """ "layers.0.query.weight" -> "encoder.layer.0.attention.self.query.weight". Raises
+        ValueError for a parameter that a checkpoint does not have."""
+        layer, module, part = re.fullmatch(r"(?:layers\.(\d+)\.)?(.*?)\.?(\w+)", name).groups()
+        if module not in cls.HUB_NAMES:
+            raise ValueError(f"a checkpoint of BERT has no place for the parameter {name}")
+        return (f"encoder.layer.{layer}." if layer else "") + f"{cls.HUB_NAMES[module]}.{part}"
+
+
+class Roberta(Bert):
+    config_class = RobertaConfig
+
+    def positions(self, input_ids):
+        """They count the real tokens, from pad_token_id + 1. [B, T] -> [B, T]"""
+        real = (input_ids != self.config.pad_token_id).long()
+        return real.cumsum(1) * real + self.config.pad_token_id
+
+
+ENCODERS = {}  # {model_type in config.json: its class}
+
+
+def register(encoder_class):
+    """Makes an encoder known under its configuration's `model_type`. Raises ValueError if that is
+    taken."""
+    name = encoder_class.config_class.model_type
+    if ENCODERS.get(name, encoder_class) is not encoder_class:
+        raise ValueError(f"{encoder_class.__name__}: there is already an encoder {name!r}")
+    ENCODERS[name] = encoder_class
+
+
+register(Bert)
+register(Roberta)
+
+
+def read_config(path, values):
+    """The configuration of the encoder that a file describes; values: what it holds. Raises
+    ValueError for a `model_type` that is not registered."""
+    name = values.get("model_type", "bert")
+    if name not in ENCODERS:
+        advice = "docs/forking.md says how to add one, and --import names its module"
+        known = ", ".join(ENCODERS)
+        raise ValueError(f"{path}: model_type {name!r:.50} is not one of {known}; {advice}")
+    return ENCODERS[name].config_class.from_json(path, values)
 
 
 def may_mix_tokens(module):
@@ -275,28 +363,3 @@ def activate(bert, name):
 def known_adapters(bert):
     """The names of all adapters in this encoder."""
     return {name for _, slot in bert.slots() for name in slot.adapters}
-
-
-HUB_NAMES = {  # our module -> Hugging Face's; Google's differ from those only in punctuation
-    "word_embeddings": "embeddings.word_embeddings",
-    "position_embeddings": "embeddings.position_embeddings",
-    "token_type_embeddings": "embeddings.token_type_embeddings",
-    "embeddings_norm": "embeddings.LayerNorm",
-    "query": "attention.self.query",
-    "key": "attention.self.key",
-    "value": "attention.self.value",
-    "attention_dense": "attention.output.dense",
-    "attention_add_norm.norm": "attention.output.LayerNorm",
-    "intermediate": "intermediate.dense",
-    "output_dense": "output.dense",
-    "output_add_norm.norm": "output.LayerNorm",
-}
-
-
-def hub_name(name):
-    """ "layers.0.query.weight" -> "encoder.layer.0.attention.self.query.weight". Raises ValueError
-    for a parameter that a checkpoint does not have."""
-    layer, module, part = re.fullmatch(r"(?:layers\.(\d+)\.)?(.*?)\.?(\w+)", name).groups()
-    if module not in HUB_NAMES:
-        raise ValueError(f"a checkpoint of BERT has no place for the parameter {name}")
-    return (f"encoder.layer.{layer}." if layer else "") + f"{HUB_NAMES[module]}.{part}"

@@ -43,7 +43,7 @@ from adapter import (
     save_adapter,
     save_head,
 )
-from bert import Bert, hub_name, known_adapters
+from bert import Bert, known_adapters
 from data import batches, collate, get_task, length_bucketed_batches, length_groups, load_split
 from formats import adapterhub
 from formats.tokenizer import copy_tokenizer, load_tokenizer
@@ -631,7 +631,7 @@ def check_savable(model, name, adapter_dirs):
             raise ValueError(f"adapter {adapter!r} {lost}")
         add(adapterhub.ADAPTER, adapter_tensors(*adapter_modules(bert, adapter)))
     if "encoder" in parts:
-        tensors += [p for name, p in bert.own_parameters().items() if hub_name(name)]
+        tensors += [p for name, p in bert.own_parameters().items() if bert.hub_name(name)]
     saved = {id(tensor) for tensor in tensors}
     for name, p in model.named_parameters():
         if p.requires_grad and id(p) not in saved:

@@ -20,7 +20,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from adapter import adapter_modules, save_adapter, save_head
 from data import TASKS
 from experiments.load_run import Reading, load_run, read_finished, unknown_kind
-from formats.adapterhub import check_name
+from formats.adapterhub import MODEL_CLASSES, check_name
 from formats.files import read_json
 from fusion import fusions, save_fusion
 from runtime.command import run_command
@@ -114,7 +114,10 @@ def main(argv=None):
         raise ValueError(f"{run} is of --stage {stage}: only adapters and fusions can be published")
     loaded = load_run(run, model=options.model)  # so it is whole, and will load there
     check_name(loaded.task.name)
-    if unknown := unknown_kind(loaded.bert, loaded.head):
+    unknown = unknown_kind(loaded.bert, loaded.head)
+    if loaded.bert.config.model_type not in MODEL_CLASSES:
+        unknown = f"encoders like this one ({type(loaded.bert).__name__})"
+    if unknown:
         raise ValueError(f"{run}: AdapterHub's library has no {unknown}, and cannot read the file")
     encoder = options.encoder or loaded.record.options["model"]
     if options.encoder is None and (encoder == "minilm" or Path(encoder).is_absolute()):

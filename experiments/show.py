@@ -15,10 +15,11 @@ import numpy as np
 import torch
 
 import train
-from bert import Bert, BertConfig
+from bert import Bert, read_config
 from formats.encoder import checkpoint_files, fetch_encoder, find_config, read_encoder_config
 from formats.tokenizer import load_tokenizer
 from runtime.command import run_command
+from runtime.forks import imports_option
 from runtime.settings import argument, parse, same_option
 
 COMMAND = "python -m experiments.show"
@@ -28,6 +29,7 @@ COMMAND = "python -m experiments.show"
 class EncoderOptions:
     source: str = argument("a directory or a hub id", metavar="SOURCE")
     text: str = argument("some text", default="Hello.")
+    imports: str | None = imports_option()
 
 
 def inspect_encoder(argv):
@@ -61,6 +63,7 @@ class TaskOptions:
     column_names: dict = same_option(train.Settings, "column_names", group=None)
     dev_fraction: float | None = same_option(train.Settings, "dev_fraction", group=None)
     model: str | None = same_option(train.Settings, "model", group=None)
+    imports: str | None = imports_option()
 
 
 def inspect_task(argv):
@@ -69,7 +72,7 @@ def inspect_task(argv):
     settings = train.Settings(stage="head", **vars(options)).with_defaults()
     task, directory = train.find_task(settings), fetch_encoder(settings.model, weights=False)
     path = find_config(directory)
-    config = BertConfig.from_json(path, read_encoder_config(path))
+    config = read_config(path, read_encoder_config(path))
     settings = settings.for_task(task, config)
     # as train.py does, which then finds the tokens in the cache
     encoder = SimpleNamespace(directory=directory, config=config)

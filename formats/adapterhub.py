@@ -104,8 +104,16 @@ cb              bert-base-uncased-cb               roberta-base-cb
 """
 
 
+# of the reference library, which has none for other encoders
+MODEL_CLASSES = {"bert": "BertAdapterModel", "roberta": "RobertaAdapterModel"}
+
+
 def paper_adapters(model_type):
-    """[(task, hub id)] of the paper's 16 adapters for "bert" or "roberta"."""
+    """[(task, hub id)] of the paper's 16 adapters for "bert" or "roberta". Raises ValueError for
+    another encoder."""
+    if model_type not in MODEL_CLASSES:
+        known = " and ".join(MODEL_CLASSES)
+        raise ValueError(f"the paper's adapters are for {known}, none of them for {model_type}")
     rows = [row.split() for row in PAPER_ADAPTERS.strip().split("\n")]
     column = {"bert": 1, "roberta": 2}[model_type]
     return [(row[0], f"AdapterHub/{row[column]}_pfeiffer") for row in rows]
@@ -135,7 +143,7 @@ def header(name, config, source):
     its name."""
     return {
         "hidden_size": config.hidden_size,
-        "model_class": {"bert": "Bert", "roberta": "Roberta"}[config.model_type] + "AdapterModel",
+        "model_class": MODEL_CLASSES.get(config.model_type),  # or null
         "model_name": source or "",
         "model_type": config.model_type,
         "name": name,

@@ -134,8 +134,8 @@ def read_encoder_config(path):
 
 
 def check_config(path, config, activations):
-    """Raises ValueError, naming the field, for a configuration that is not a BERT or RoBERTa
-    encoder. config: a dataclass of its fields, those of type int are sizes."""
+    """Raises ValueError, naming the field, for a configuration with which nothing can be computed.
+    config: a dataclass of its fields, those of type int are sizes."""
 
     def require(valid, name, what):
         if not valid:
@@ -144,11 +144,12 @@ def check_config(path, config, activations):
     for field in fields(config):
         value = getattr(config, field.name)
         if field.type is int and field.name != "pad_token_id":
-            require(type(value) is int and value > 0, field.name, "a positive integer")
+            # 0 token types: the encoder has none
+            valid = type(value) is int and value >= (field.name != "type_vocab_size")
+            require(valid, field.name, "a positive integer")
         elif field.type is float:
             require(type(value) in (int, float) and 0 <= value < 1, field.name, "in [0, 1)")
     for name, known in {
-        "model_type": ["bert", "roberta"],
         "hidden_act": [*activations],
         "position_embedding_type": ["absolute"],
     }.items():

@@ -20,7 +20,7 @@ def load_tokenizer(directory, max_length, vocab_size=None, type_vocab_size=None)
     A vocabulary with upper-case entries is a cased one, unless tokenizer_config.json says
     otherwise. Raises FileNotFoundError if there is no tokenizer, ValueError if it cannot be read,
     or has more tokens than the encoder's `vocab_size` or more segment types than its
-    `type_vocab_size`.
+    `type_vocab_size`, unless that is 0.
     """
     directory = Path(directory)
     try:
@@ -37,7 +37,7 @@ def load_tokenizer(directory, max_length, vocab_size=None, type_vocab_size=None)
         ("tokens", [*tokenizer.get_vocab().values(), *pair.ids], vocab_size),
         ("kinds of segments", pair.type_ids, type_vocab_size),
     ):
-        if limit is not None and max(ids) >= limit:
+        if limit and max(ids) >= limit:
             count = f"{max(ids) + 1} {what}, the encoder {limit}"
             raise ValueError(f"the tokenizer in {directory} knows {count}")
     tokenizer.enable_truncation(max_length, strategy="longest_first")

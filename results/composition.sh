@@ -19,8 +19,7 @@ python -m experiments.skills --skills match order spelling --out runs/three
 
 # three skills
 study composition-3 10 --target all --sources match order spelling --data-dir runs/three --train-examples 480 --seeds 0 1 2 \
-    --systems own full head_on_match head_on_order head_on_spelling mean fusion fusion_with_own \
-    fusion_without_match fusion_without_order fusion_without_spelling
+    --systems own full head_on_match head_on_order head_on_spelling fusion fusion_with_own
 
 # two skills, all systems; the third is the irrelevant source
 study composition-2 10 --target both --sources match order --irrelevant runs/composition-3/runs/source-spelling \
@@ -30,5 +29,5 @@ study composition-2 10 --target both --sources match order --irrelevant runs/com
 for size in '60 40' '120 20' '960 5'; do
     study "composition-${size% *}" "${size#* }" --target both --train-examples "${size% *}" --data-dir runs/two --seeds 0 1 2 \
         --sources runs/composition-2/runs/source-match runs/composition-2/runs/source-order \
-        --systems own full head_on_source-match head_on_source-order fusion fusion_with_own
+        --systems own full head_on_source-order fusion
 done

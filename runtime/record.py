@@ -56,6 +56,7 @@ class Record:
     # checkpoint's config.json as its own.
     loaded_adapters: dict
     dtype: str | None = None
+    encoder_class: str | None = None  # what computes it, such as Bert
     encoder_parameters: int | None = None
     encoder_sha256: str | None = None  # of the encoder at the start
     tokenizer_sha256: str | None = None
@@ -195,6 +196,7 @@ def describe(settings, tasks, lengths, encoder, adapters, dtype):
         },
         dtype=str(dtype).removeprefix("torch."),
         command=settings.command,
+        encoder_class=type(encoder).__qualname__,
         encoder_parameters=sum(p.numel() for p in encoder.own_parameters().values()),
         encoder_sha256=encoder.digest,
         tokenizer_sha256=describe_tokenizer(encoder.directory, encoder.config.max_length),

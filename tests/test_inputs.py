@@ -259,6 +259,8 @@ add("--lr 1e38", "--lr 1e38 --batch-size 8", ["nan", "nothing is kept", "--lr"])
 more, whole_words = "\n".join([*VOCABULARY, "x"]), Tokenizer(WordLevel({"a": 0}, "a")).to_str()
 say = f"{len(VOCABULARY) + 1} tokens"
 add("one word more than the encoder has", "", ["model", say], put("model/vocab.txt", more))
+say = ["model_type 'distilbert' is not one of bert, roberta", "docs/forking.md", "--import"]
+add("an encoder of another type", "", say, edit("model/config.json", model_type="distilbert"))
 add("no [CLS]", "", ["model", "adds 0 tokens"], put("model/tokenizer.json", whole_words))
 
 # Adapters and fusions

@@ -33,8 +33,8 @@ from adapter import (
     register_head,
     save_adapter,
 )
-from bert import Bert
-from conftest import WORDS, assert_equal, cli, randomize
+from bert import ENCODERS, Bert
+from conftest import WORDS, assert_equal, cli, randomize, tiny_encoder
 from data import TASKS, Classification, MultipleChoice
 from experiments import evaluate
 from fusion import (
@@ -132,6 +132,7 @@ class MeanHead(Head):
 
 
 TABLES = (ADAPTERS, ARCHITECTURES, FUSIONS, TASKS, Classification.scores, HEADS, train.STAGES)
+TABLES += (ENCODERS,)
 EXAMPLES = sorted(path.stem for path in Path(train.__file__).parent.glob("examples/[!_]*.py"))
 
 without = [dict(table) for table in TABLES]
@@ -157,7 +158,7 @@ def examples():
     fill(without)
 
 
-ADAPTER_KINDS, _, FUSION_KINDS, _, _, HEAD_KINDS, _ = with_examples
+ADAPTER_KINDS, _, FUSION_KINDS, _, _, HEAD_KINDS, _, ENCODER_KINDS = with_examples
 assert {make().architecture for make in ADAPTER_KINDS.values()} == {*with_examples[1]}
 TASK_TYPES = {task.type for task in with_examples[3].values()}
 
@@ -194,6 +195,13 @@ def fuse(bert, names, fusion_kind):
     config = {field: 2 * value for field, value in fusion_kind.config_defaults.items()}
     add_fusion(bert, names, fusion_kind, **config)
     randomize(bert, ".fusion.")
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory):
+    """{kind: directory} of a tiny encoder of every kind"""
+    root = tmp_path_factory.mktemp("encoders")
+    return {name: tiny_encoder(kind, root / name) for name, kind in ENCODER_KINDS.items()}
 
 
 def alone_and_fused(bert, kind):
@@ -341,8 +349,9 @@ def test_exactly_what_is_new_is_trained(encoder, kind):
 
 @torch.no_grad()
 @every_adapter
-def test_padding_other_examples_and_the_cls_shortcut_change_nothing(encoder, kind):
-    bert = new_bert(encoder, kind)
+@pytest.mark.parametrize("encoder_kind", ENCODER_KINDS)
+def test_padding_other_examples_and_the_cls_shortcut_change_nothing(encoders, encoder_kind, kind):
+    bert = new_bert(encoders[encoder_kind], kind)
     for _ in alone_and_fused(bert, kind):
         ids, types, mask = inputs()
         h, long = bert(ids, types, mask), bert(*inputs(padding=9))[:, :7]
@@ -412,11 +421,12 @@ COMMANDS |= {f"fusion {f}": f"--stage fusion --task sst2 --fusion {f}" for f in 
 COMMANDS |= {f"task {t.__name__}": f"--stage head --task {name}" for t, name in OF_TASK.items()}
 COMMANDS |= {f"score {s}": f"--stage head --task rte --score {s}" for s in Classification.scores}
 COMMANDS |= {f"head {head}": f"--stage head --task pick --head {head}" for head in HEAD_KINDS}
+COMMANDS |= {f"encoder {name}": "--stage full --task rte" for name in ENCODER_KINDS}
 fill(without)  # the other tests know nothing of the examples
 
 
 @pytest.fixture(scope="module")
-def trained(launch, runs):
+def trained(launch, runs, encoders):
     """trained(name, out, ...): the closing line's dictionary of a run of COMMANDS"""
 
     def trained(name, out, *more):
@@ -424,6 +434,7 @@ def trained(launch, runs):
         words += COMMANDS[name]
         adapters = [runs / task for task in ("rte", "sst2", "pick")]
         given = cli(adapters=adapters) if "fusion" in words else []
+        given += cli(model=encoders[name.split()[1]]) if "encoder" in name else []
         return launch(words, *given, *more, out=out)
 
     return trained

@@ -6,7 +6,15 @@ import torch
 from safetensors.torch import load_file
 
 import reference
-from adapter import activate, load_adapter, load_head, save_adapter, save_head
+from adapter import (
+    AdapterConfig,
+    activate,
+    add_adapter,
+    load_adapter,
+    load_head,
+    save_adapter,
+    save_head,
+)
 from bert import Bert
 from formats.files import read_bin, read_json
 from fusion import fusion_regularization, fusion_weights, save_fusion
@@ -16,7 +24,7 @@ from reference import GOLDEN, TOLERANCE, difference, encoder, run, with_fusion
 @pytest.mark.parametrize("name", reference.ENCODERS)
 def test_encoder(name, expected):
     h = run(encoder(name).double(), expected[name])
-    assert difference(h, expected[name]["encoder.last_hidden_state"]) <= TOLERANCE
+    assert difference(h, expected[name]["encoder.last_hidden_state"]) <= reference.ENCODERS[name]
 
 
 def same_tensors(a, b):
@@ -76,7 +84,7 @@ def test_fusion(directory, expected, tmp_path):
 def test_saved_encoder_reads_back_bit_identical(tmp_path):
     for name in reference.ENCODERS:
         bert = encoder(name)
-        load_adapter(bert, GOLDEN / name / "pfeiffer")  # what is plugged in is not part of it
+        add_adapter(bert, "rte", AdapterConfig.pfeiffer())  # what is plugged in is no part of it
         bert.save_pretrained(tmp_path / name)
         golden = load_file(GOLDEN / name / "encoder" / "model.safetensors")
         golden = {key: tensor for key, tensor in golden.items() if ".pooler." not in key}

