@@ -327,7 +327,8 @@ def load_split(
 ):
     """
     One split, tokenised: a datasets.Dataset with `input_ids` and `token_type_ids` (for every
-    candidate a list of ids), `label`, and `length` (tokens of the longest candidate). Tokenising
+    candidate a list of ids), `label`, `length` (tokens of the longest candidate), and `hash`, which
+    an example has in every split and run. Tokenising
     runs on all cores and is cached. `formats.rows.origin(split)` says what it was made of.
 
     limit: keep that many examples, drawn with `seed`. dev_fraction: share of the training file that

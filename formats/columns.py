@@ -1,6 +1,7 @@
 """The columns of rows, as strangers write them: their names, texts and labels, and how candidates
 become tokens. A candidate is a pair (text_a, text_b or None)."""
 
+import hashlib
 import re
 import unicodedata
 from pathlib import Path
@@ -168,13 +169,15 @@ def encode_pairs(tokenizer, pairs):
 def encode(tokenizer, examples):
     """[(candidates, label)] -> of each example the columns of a split: input_ids and
     token_type_ids, for every candidate a list of ids; label; length, the tokens of the longest
-    candidate."""
+    candidate; hash, of the texts and the label."""
     encodings = iter(encode_pairs(tokenizer, [p for candidates, _ in examples for p in candidates]))
     for candidates, label in examples:
         group = [next(encodings) for _ in candidates]
+        digest = hashlib.sha256(repr((candidates, label)).encode()).digest()
         yield {
             "input_ids": [encoding.ids for encoding in group],
             "token_type_ids": [encoding.type_ids for encoding in group],
             "label": label,
             "length": max(len(encoding.ids) for encoding in group),
+            "hash": int.from_bytes(digest[:8], "little", signed=True),
         }

@@ -264,6 +264,7 @@ def cached_tokens(key, examples, floats):
     integer = datasets.Value("int32")
     ids, label = datasets.List(datasets.List(integer)), datasets.Value("float32")
     columns = {"input_ids": ids, "token_type_ids": ids, "length": integer}
+    columns["hash"] = datasets.Value("int64")
     features = datasets.Features({**columns, "label": label if floats else integer})
     fingerprint = datasets.fingerprint.Hasher.hash([key, floats])
     try:

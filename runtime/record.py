@@ -22,6 +22,7 @@ from formats.adapterhub import digest
 from formats.files import read_json, write_json
 from formats.rows import origin
 from formats.tokenizer import read_tokenizer, tokenizer_digest
+from runtime.seen import hashes_of, share_seen, sketch
 from runtime.settings import recorded_values
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,12 +39,24 @@ class TaskRecord:
     max_length: int  # in tokens
     files: dict  # {name: SHA-256} of local files; of the hub's data there is data_revision
     held_out: str | None = None  # digest of the examples that --dev-fraction held out
+    sketch: str | None = None  # of the training examples, see runtime/seen.py
 
 
 @dataclass(frozen=True)
 class AdapterRecord:
     sha256: str
     encoder: str | None  # digest of the encoder that it was trained on, None if unknown
+    sketch: str | None = None  # of its training examples
+    # the shares of this run's examples that are among those
+    seen_train: float | None = None
+    seen_dev: float | None = None
+
+    def compared_with(self, train_hashes, dev_hashes):
+        """The same with the shares of a run's examples that it has seen, where that is known."""
+        if self.sketch is None:
+            return self
+        train, dev = (share_seen(hashes, self.sketch) for hashes in (train_hashes, dev_hashes))
+        return replace(self, seen_train=train, seen_dev=dev)
 
 
 @dataclass(frozen=True)
@@ -99,13 +112,18 @@ class Record:
         origins = {name: origin(train_set) for name, (train_set, _) in data.items()}
         revisions = [of["revision"] for of in origins.values() if of["revision"]]
         train_sets, dev_sets = zip(*data.values(), strict=True)
+        hashes = {name: hashes_of(train_set) for name, (train_set, _) in data.items()}
         tasks = {
-            name: replace(task, held_out=origins[name]["held_out"])
+            name: replace(task, held_out=origins[name]["held_out"], sketch=sketch(hashes[name]))
             for name, task in self.tasks.items()
         }
+        sets = np.concatenate([*hashes.values()]), np.concatenate([*map(hashes_of, dev_sets)])
         return replace(
             self,
             tasks=tasks,
+            loaded_adapters={
+                name: adapter.compared_with(*sets) for name, adapter in self.loaded_adapters.items()
+            },
             data_sha256=data_digest([*train_sets, *dev_sets]),
             data_revision=",".join(revisions) or None,
             train_examples=sum(map(len, train_sets)),
@@ -133,6 +151,7 @@ class Record:
         for what in ("tasks", "loaded_adapters"):
             found[what.replace("_", " ")] = list(values[what])
             for name, parts in values.pop(what).items():
+                parts.pop("sketch")  # data_sha256 says the same
                 found |= {f"{part} of {name}": value for part, value in parts.items()}
         return found | {name: values[name] for name in values if name not in found}
 
@@ -191,7 +210,9 @@ def describe(settings, tasks, lengths, encoder, adapters, dtype):
         options,
         {name: describe_task(task, lengths[name], settings) for name, task in tasks.items()},
         {
-            name: AdapterRecord(digest(path, config), encoder_of_adapter(path))
+            name: AdapterRecord(
+                digest(path, config), encoder_of_adapter(path), sketch_of_adapter(path)
+            )
             for name, (path, config) in adapters.items()
         },
         dtype=str(dtype).removeprefix("torch."),
@@ -355,10 +376,21 @@ def encoder_of_adapter(directory):
     """The digest of the encoder that a run's adapter belongs to: the one it was trained on, or
     where training changed the encoder, too, the one it ended with. None where no run says.
     directory: that of the run, or of the adapter in it"""
+    record, copy = origin_of_adapter(directory)
+    return copy.encoder if copy else record and record.final_encoder
+
+
+def sketch_of_adapter(directory):
+    """The sketch of the examples that an adapter was trained on, None where no run says."""
+    record, copy = origin_of_adapter(directory)
+    task = record and record.tasks.get(Path(directory).name, [*record.tasks.values()][0])
+    return copy.sketch if copy else task and task.sketch
+
+
+def origin_of_adapter(directory):
+    """(the Record of the run that an adapter is in, its AdapterRecord there if it is a copy of one
+    of --adapters); either may be None"""
     run, record = record_around(directory)
-    if record is None:
-        return None
     # a fusion's copies are not its own, and --allow-other-encoder may have let them in
-    copies = {} if run == Path(directory).absolute() else record.loaded_adapters
-    copy = copies.get(Path(directory).name)
-    return copy.encoder if copy else record.final_encoder
+    inside = record is not None and run != Path(directory).absolute()
+    return record, record.loaded_adapters.get(Path(directory).name) if inside else None

@@ -37,6 +37,7 @@ from runtime.processes import (
     rank_and_world_size,
 )
 from runtime.record import read_record
+from runtime.seen import messages
 from runtime.settings import changeable
 from runtime.state import load_state, restore_state, save_state
 
@@ -181,6 +182,7 @@ class Run:
             f"{r.train_examples:,} training and {r.dev_examples:,} development examples, "
             f"{r.steps_per_epoch:,} steps an epoch; run directory {self.out}"
         )
+        self.say(*messages(r.loaded_adapters))
 
     def check_same_run(self):
         """Raises ValueError if the interrupted run in --out is another command's. A fork's program
