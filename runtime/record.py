@@ -288,6 +288,8 @@ def read_record(directory):
     """The Record of the run in a directory. Raises FileNotFoundError without a config.json,
     ValueError for one that is not a run's."""
     path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"no run in {directory}: it has no config.json")
     values = read_json(path)
     if not OF_A_RUN <= values.keys():
         raise ValueError(f"{path} is not a run's: it has no stage, or no command")
