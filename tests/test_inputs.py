@@ -276,8 +276,13 @@ add("no [CLS]", "", ["model", "adds 0 tokens"], put("model/tokenizer.json", whol
 FILE = "runs/rte/adapter.safetensors"
 add("adapter: NaN", FUSE, [FILE, "not finite"], with_nan(FILE, "adapter_down.0.weight"))
 for run, file in (("rte", "model_head"), ("fusion-rte", "model_adapter_fusion")):
-    change = with_nan(f"runs/{run}/{file}.safetensors", "weight")
-    add(f"{file}: NaN", f"runs/{run}", "not finite", change, command="evaluate")
+    path = f"runs/{run}/{file}.safetensors"
+    change = [with_nan(path, "weight"), edit(f"runs/{run}/config.json", saved_files=None)]
+    add(f"{file}: NaN", f"runs/{run}", "not finite", *change, command="evaluate")
+    change = tensors(path, lambda _, t: 2 * t)
+    add(f"{file}: exchanged", f"runs/{run}", f"{path} is gone, or is", change, command="evaluate")
+change, say = Path("runs/rte/head_config.json").unlink, "head_config.json is gone"
+add("predict: a file is gone", "runs/rte a b", say, change, command="predict")
 
 # Other people's directories
 LOG = put("out/log.jsonl", b'{"epoch": 1}\n')
