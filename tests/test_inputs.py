@@ -279,10 +279,10 @@ for run, file in (("rte", "model_head"), ("fusion-rte", "model_adapter_fusion"))
     path = f"runs/{run}/{file}.safetensors"
     change = [with_nan(path, "weight"), edit(f"runs/{run}/config.json", saved_files=None)]
     add(f"{file}: NaN", f"runs/{run}", "not finite", *change, command="evaluate")
-    change = tensors(path, lambda _, t: 2 * t)
-    add(f"{file}: exchanged", f"runs/{run}", f"{path} is gone, or is", change, command="evaluate")
-change, say = Path("runs/rte/head_config.json").unlink, "head_config.json is gone"
-add("predict: a file is gone", "runs/rte a b", say, change, command="predict")
+say, twice = "is not the file with which the run has ended", tensors(FILE, lambda _, t: 2 * t)
+add("exchanged weights", "runs/rte", [FILE, say], twice, command="evaluate")
+gone = Path("runs/rte/head_config.json").unlink
+add("a file is gone", "runs/rte", ["head_config.json is gone", say], gone, command="evaluate")
 
 # Other people's directories
 LOG = put("out/log.jsonl", b'{"epoch": 1}\n')
