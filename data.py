@@ -120,7 +120,8 @@ class Task:
 
     def texts_and_label(self, row):
         """What a row holds, its columns renamed already. Raises ValueError that names a column."""
-        return check_row(row, self.columns, self.label, self.column_aliases, self.unused_columns)
+        more = self.column_aliases, self.unused_columns, self.column_names
+        return check_row(row, self.columns, self.label, *more)
 
     def candidates_of(self, texts):
         """[(text_a, text_b or None)]. Raises ValueError for another number than there are
@@ -304,7 +305,6 @@ def get_task(name, data_dir=None, column_names=None, files=None):
             check_own_task(name, data_dir, TASKS)
             path = find_file(Path(data_dir) / name, "train")
         task = own_task(*own_columns(path, read_rows(path), column_names))
-    check_column_names(column_names, (*task.columns, task.label))
     return replace(task, name=name, column_names=column_names or {}, files=files or {})
 
 
@@ -351,6 +351,9 @@ def load_split(
         while chunk := list(itertools.islice(chosen, 1000)):
             yield from encode(tokenizer, chunk)
 
+    if task.column_names:
+        _, first = next(source.read())
+        check_column_names(task.column_names, (*task.columns, task.label), source.where, first)
     wanted = np.ones(sum(1 for _ in source.read()), dtype=bool)
     indices, digest = np.arange(len(wanted)), None
     if source.dev_share is not None:

@@ -168,9 +168,10 @@ print(f"always answering with the most frequent class: {percent(share)}")
 show(Adapter.inputs, Adapter.z, Adapter.add_and_norm, Adapter.forward)
 
 # %% [markdown]
-# Two tokens with $d = 6$ on their way through an adapter with a bottleneck of $r = 2$. Follow the
-# first row: $f + x$ is normalised, squeezed into two numbers, of which the ReLU keeps what is
-# positive, and spread over six again.
+# Two tokens with $d = 6$ on their way through an adapter with a bottleneck of $r = 2$. Follow a row:
+# $f + x$ is normalised, squeezed into two numbers, of which the ReLU keeps what is positive, and
+# spread over six again. Where both are negative nothing is kept, and $z$ is zero: the adapter has
+# nothing to say about this token. With $r = 2$ that happens often, with the paper's 48 hardly ever.
 
 # %%
 d, r = 6, 2
@@ -404,7 +405,8 @@ assert all(same == (".fusion." not in name) for name, same in unchanged.items())
 show(Fusion.textbook, Fusion.attend, Fusion.forward)
 
 # %% [markdown]
-# Three adapters, one sentence of two tokens, as a new fusion computes it:
+# Three adapters, one sentence of two tokens, as a new fusion computes it. (A $z_n$ that is all zeros
+# is again that of an adapter whose ReLU keeps nothing of the token; its score is zero, too.)
 
 # %%
 d, r = 6, 2
@@ -447,11 +449,12 @@ print(fusion.weights[0])
 # dropout is applied to the scores, before the softmax; $V$ starts as 1 on the diagonal and $10^{-6}$
 # elsewhere.
 #
-# ### A fork in three lines
+# ### A fork: scaled scores
 #
-# The scores are plain dot products. Vaswani et al. (2017) divide theirs by $\sqrt d$. To try that,
-# derive from `Fusion` and change its one softmax; training, files and figures follow, once it is
-# registered ([forking.md](forking.md)):
+# The scores are plain dot products. Vaswani et al. (2017) divide theirs by $\sqrt d$. To compute
+# that, derive from `Fusion` and change its one softmax. To train it takes three things more: a
+# `file_tag`, which tells its files from those of the paper's fusion, `register`, which gives it a name
+# for `--fusion`, and a call of `train.main`. [forking.md](forking.md) has the whole file.
 
 
 # %%
@@ -830,9 +833,10 @@ tabulate(rows, ["sentence", "name", "prediction", "its probability"])
 # ## 8.2 Fewer adapters
 #
 # The outlook reports that adapters with small weights can be removed after training with almost no
-# loss. To remove an adapter is to leave it out of the softmax (`--mask`). Here each of the two was
-# trained for another question. What is left of the fusion with one of them, without any training?
-# The last two columns take its answers apart into the two questions; guessing gives 50 % on each.
+# loss. To remove an adapter is to leave it out of the softmax (`--mask`). Here neither can be spared:
+# each of the two was trained for another question, so a removal should cost one answer. What is
+# left of the fusion with one adapter, without any training? The last two columns take its answers
+# apart into the two questions; guessing gives 50 % on each.
 
 
 # %%

@@ -36,21 +36,21 @@ def read_log(run):
 
 def draw(logs, path):
     """logs: {run: what `read_log` returns}"""
-    figure, (left, right) = subplots(1, 2, (9.2, 4))
+    figure, (left, right) = subplots(1, 2, (9.2, 3.6 + 0.2 * len(logs)))
     for (run, (score, points, best)), marker in zip(logs.items(), cycle(MARKERS), strict=False):
         epochs, losses, dev_losses, values = zip(*points, strict=True)
-        (line,) = left.plot(epochs, losses, f"{marker}-", markersize=4, label=f"{run}: training")
+        (line,) = left.plot(epochs, losses, f"{marker}-", markersize=4)
         style = {"color": line.get_color(), "marker": marker, "markersize": 4}
-        left.plot(epochs, dev_losses, "--", fillstyle="none", label=f"{run}: development", **style)
-        right.plot(epochs, values, "-", label=f"{run}: {score}", **style)
+        left.plot(epochs, dev_losses, "--", fillstyle="none", **style)
+        right.plot(epochs, values, "-", label=f"{run} ({score})", **style)
         right.plot(epochs[best], values[best], **style | {"markersize": 10})
-    left.set(title="Loss", ylabel="mean loss of an example")
+    left.set(title="Loss (dashed: development set)", ylabel="mean loss of an example")
     right.set(title="Score on the development set", ylabel="score (large: best epoch)")
     for axes in (left, right):
         axes.set(xlabel="epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.15))
+    figure.legend(fontsize=7, loc="outside lower center")  # of both: each run has one style
     save_figure(figure, path)
 
 

@@ -33,7 +33,7 @@ from runtime.settings import argument, option, parse, same_option
 # middle black and white text have the same contrast.
 COLOURS, MIDDLE = "cividis", 0.465
 BATCH_SIZE = 64
-LEGEND = """weight: mean over tokens and layers; 1.00 is what each adapter has if none is preferred.
+LEGEND = """weight: mean over tokens and layers; even: what each adapter has if none is preferred.
 own: the adapter of the target's task; own first: in how many layers it has the largest weight.
 fusion, single, gain: accuracy on the development set, in %; single is the mean of the adapters in
 --baseline that are on the fusion's task, encoder and data (–: none is).
@@ -150,9 +150,18 @@ def figure_4_layers(count):
     return {0, math.ceil(count * 7 / 12) - 1, math.ceil(count * 9 / 12) - 1, count - 1}
 
 
-def heat_maps(values, titles, rows, columns, path):
-    """values: a [targets, adapters] table for every title, all on one scale."""
-    panels, top = len(titles), math.ceil(10 * values.nan_to_num().max().item()) / 10
+def draw(values, slots, rows, columns, out):
+    """Figures 4 and 6, on one scale. values, slots, columns: of `arrange`"""
+    titles, top = slot_names(slots), math.ceil(10 * values.nan_to_num().max().item()) / 10
+    some = figure_4_layers(1 + max(layer for layer, _ in slots))
+    papers = [i for i, (layer, _) in enumerate(slots) if layer in some]
+    heat_maps(values[papers], [titles[i] for i in papers], rows, columns, top, out / "figure4.png")
+    heat_maps(values, titles, rows, columns, top, out / "figure6.png")
+
+
+def heat_maps(values, titles, rows, columns, top, path):
+    """values: a [targets, adapters] table for every title"""
+    panels = len(titles)
     across = math.ceil(math.sqrt(panels))
     down = math.ceil(panels / across)
     left, below = (0.085 * max(map(len, names)) + 0.7 for names in (rows, columns))  # in inches
@@ -194,23 +203,25 @@ def single_accuracies(runs, baselines):
 
 
 def strengths_table(targets, columns, values):
-    """(rows, header): the strongest adapter of each target; the weight of the target's own adapter
-    in units of an even one, which is what each would have if none were preferred, and in how many
-    layers it is the strongest; accuracies in %. targets: [(label, task, accuracy of the fusion, of
-    the single adapter)]; values: of `arrange`"""
+    """(rows, header): the strongest adapter of each target and its weight; that of the target's own
+    adapter; an even weight, which is what each would have if none were preferred; in how many
+    layers the own one is the strongest; accuracies in %. targets: [(label, task, accuracy of the
+    fusion, of the single adapter)]; values: of `arrange`"""
     rows = []
     for (label, task, fusion, single), weights in zip(targets, values.unbind(1), strict=True):
         weights = weights[~weights.isnan().all(1)]  # [slots, adapters]
         present, weights = ~weights.isnan(), weights.nan_to_num()
-        means = weights.mean(0) / (1 / present.sum(1)).mean()
-        best, own = means.argmax().item(), [None, None]
+        means, even = weights.mean(0), (1 / present.sum(1)).mean().item()
+        best, own, own_first = means.argmax().item(), None, None
         if task in columns and present[:, n := columns.index(task)].any():
-            first = (weights.argmax(1) == n).sum().item()
-            own = [means[n].item(), f"{first} of {len(weights)}"]
+            own = means[n].item()
+            own_first = f"{(weights.argmax(1) == n).sum().item()} of {len(weights)}"
         accuracies = [None if value is None else 100 * value for value in (fusion, single)]
         gain = None if None in accuracies else f"{accuracies[0] - accuracies[1]:+.2f}"
-        rows.append([label, columns[best], means[best].item(), *own, *accuracies, gain])
-    return rows, "target,strongest,its weight,own weight,own first,fusion,single,gain".split(",")
+        strengths = [columns[best], means[best].item(), own, even, own_first]
+        rows.append([label, *strengths, *accuracies, gain])
+    header = "target,strongest,its weight,own weight,even,own first,fusion,single,gain"
+    return rows, header.split(",")
 
 
 def entropy_table(targets, slots, values):
@@ -254,11 +265,7 @@ def main(argv=None):
         targets.append((label, task, read_json(run / "metrics.json").get("accuracy"), single))
 
     out.mkdir(parents=True, exist_ok=True)
-    titles, labels = slot_names(slots), [label for label, *_ in targets]
-    some = figure_4_layers(1 + max(layer for layer, _ in slots))
-    papers = [i for i, (layer, _) in enumerate(slots) if layer in some]
-    heat_maps(values[papers], [titles[i] for i in papers], labels, columns, out / "figure4.png")
-    heat_maps(values, titles, labels, columns, out / "figure6.png")
+    draw(values, slots, [label for label, *_ in targets], columns, out)
     rows = [
         [runs[y], tasks[y], slots[x][0] + 1, slots[x][1], *values[x, y].tolist()]
         for y, x in (~values.isnan().all(2)).T.nonzero().tolist()

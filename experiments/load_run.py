@@ -263,11 +263,12 @@ def load_run(directory, device="cpu", model=None, task=None, allow_other_encoder
 
     model: where the encoder is now, if not where config.json says; task: which of a multi-task
     run's is meant. Raises FileNotFoundError or ValueError for a directory that is not a finished
-    run, and for an encoder or a tokenizer that is not the one of its training, unless
-    `allow_other_encoder`.
+    run, for files in it that the run did not write, and for an encoder or a tokenizer that is not
+    the one of its training, unless `allow_other_encoder`.
     """
     directory = Path(directory)
     record = read_finished(directory)
+    record.check_files(directory)
     name, place = place_of(directory, record, task)
     note_other_program(directory, record)
     task = task_of(record, name)

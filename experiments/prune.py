@@ -112,7 +112,7 @@ def write_run(run, bert, names, record, out):
     save_fusion(bert, out)
     for name in ("head_config.json", "model_head.safetensors", "log.jsonl"):
         shutil.copyfile(run / name, out / name)
-    replace(record, loaded_adapters=adapters).write(out)
+    replace(record, loaded_adapters=adapters).with_files(out).write(out)
 
 
 def main(argv=None):

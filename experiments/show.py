@@ -1,7 +1,7 @@
 """What is in a checkpoint, and what does it compute? What will the model see of a task?
 
 python -m experiments.show encoder DIRECTORY_OR_HUB_ID "Some text"
-python -m experiments.show task TASK [--data-dir DIR] [--model SOURCE]
+python -m experiments.show task TASK [--data-dir DIR | --train-file FILE] [--model SOURCE]
 """
 
 import re
@@ -27,7 +27,7 @@ COMMAND = "python -m experiments.show"
 
 @dataclass(frozen=True)
 class EncoderOptions:
-    source: str = argument("a directory or a hub id", metavar="SOURCE")
+    source: str = argument("a directory, a hub id, or minilm", metavar="SOURCE")
     text: str = argument("some text", default="Hello.")
     imports: str | None = imports_option()
 

@@ -28,13 +28,15 @@ def apply_column_names(row, names):
     return rest | {ours: row[theirs] for ours, theirs in names.items() if theirs in row}
 
 
-def check_column_names(names, columns):
-    """Raises ValueError for a name that would rename none of the columns that are read: one that is
-    misspelt would be left out without a word."""
+def check_column_names(names, columns, where, row):
+    """Raises ValueError for a name that renames none of the columns that are read: one that is
+    misspelt would be left out without a word. row: the first of `where`, as it is there"""
     for ours, theirs in (names or {}).items():
+        given = f"--columns {ours}={theirs}"
         if ours not in columns:
-            why = f"there is no column {theirs!r}, or the task takes none called {ours!r}"
-            raise ValueError(f"--columns {ours}={theirs}: {why}; it takes {', '.join(columns)}")
+            raise ValueError(f"{given}: the task takes no {ours!r}; it takes {', '.join(columns)}")
+        if theirs not in row:
+            raise ValueError(f"{given}: {where} has no such column; it has {', '.join(row):.200}")
 
 
 def own_columns(where, rows, names):
@@ -42,6 +44,8 @@ def own_columns(where, rows, names):
     above. Raises ValueError that names the line."""
     filled, values, choices = set(), set(), 0
     for i, (line, row) in enumerate(rows):
+        if i == 0:
+            check_column_names(names, (*OWN_COLUMNS, "label"), where, row)
         with error_prefix(f"{where}, line {line}"):
             row = apply_column_names(row, names)
             if i == 0 and "choices" in row:
@@ -50,7 +54,7 @@ def own_columns(where, rows, names):
                     raise ValueError("'choices' must be a list of at least two texts")
             filled |= {column for column in OWN_COLUMNS if row.get(column) is not None}
             if not choices:
-                check_own_label(row)
+                check_own_label(row, names)
                 values.add(str(row["label"]))
     if choices:
         columns = ("text_a", "choices") if "text_a" in filled else ("choices",)
@@ -59,16 +63,19 @@ def own_columns(where, rows, names):
     return columns, tuple(sorted_labels(where, values))
 
 
-def missing(column, row):
+def missing(column, row, names):
+    """Why a column cannot be read, with the columns as the file calls them."""
     if column in row:
         return f"column {column!r} is empty"
-    return f"no column {column!r}; it has {', '.join(map(str, row)) or 'none: it is empty':.200}"
+    columns = ", ".join((names or {}).get(name, name) for name in row) or "none: it is empty"
+    return f"no column {column!r}; it has {columns:.200}"
 
 
-def check_own_label(row):
+def check_own_label(row, names):
     """Raises ValueError unless it is a text or an integer."""
     if "label" not in row:
-        raise ValueError(f"{missing('label', row)}: --columns label=NAME says which one it is")
+        why = missing("label", row, names)
+        raise ValueError(f"{why}: --columns label=NAME says which one it is")
     value = row["label"]
     fraction = isinstance(value, str) and re.fullmatch(r"[-+]?\d*\.\d+(e[-+]?\d+)?", value)
     if type(value) not in (str, int, bool) or value == "" or fraction:
@@ -90,14 +97,14 @@ def sorted_labels(where, values):
     return sorted(values, key=lambda value: (int(value), value) if numbers else value)
 
 
-def check_row(row, columns, label="label", aliases=None, unused=()):
+def check_row(row, columns, label="label", aliases=None, unused=(), names=None):
     """
     (texts of the columns, label) of a row. Numbers are texts; `endings` and `choices` are lists of
     texts, or on the hub dictionaries with one. Raises ValueError, naming the column, for what does
     not fit or would be left out without a word.
 
     label: the column of the label; aliases: {name in other copies: ours}, which count where ours
-    are not there; unused: columns that must be empty
+    are not there; unused: columns that must be empty; names: by which the row was renamed
     """
     for other, column in (aliases or {}).items():
         if row.get(column) is None and other in row:
@@ -108,7 +115,7 @@ def check_row(row, columns, label="label", aliases=None, unused=()):
             raise ValueError(f"column {column!r} is none of the task's, which are {known}")
     for column in (label, *columns):
         if (value := row.get(column)) is None or value != value:  # NaN
-            raise ValueError(missing(column, row))
+            raise ValueError(missing(column, row, names))
     texts = []
     for column in columns:
         value = row[column]

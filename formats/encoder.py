@@ -221,7 +221,8 @@ def fetch_encoder(source, weights=True):
         if config is None:
             raise FileNotFoundError(f"{source!r} has no config.json on the hub")
     except FileNotFoundError as e:
-        takes = f"--model takes a hub id, or a directory with {NEEDED} and its data files"
+        directory = f"a directory with {NEEDED} and its data files"
+        takes = f"--model takes a hub id, minilm, or {directory}"
         raise FileNotFoundError(f"{e}; {takes}") from e
     commit = commit_of(config)
     if weights and not download(source, "model.safetensors", commit):

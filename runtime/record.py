@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from formats.adapterhub import digest
-from formats.files import read_json, write_json
+from formats.files import file_digest, read_json, write_json
 from formats.rows import origin
 from formats.tokenizer import read_tokenizer, tokenizer_digest
 from runtime.seen import hashes_of, share_seen, sketch
@@ -94,6 +94,7 @@ class Record:
     command: str | None = None
     # what came later
     weights_sha256: str | None = None  # of the encoder that the run has trained, and saved here
+    saved_files: dict | None = None  # {file: SHA-256} of the weights that the run ended with
     pruned: dict | None = None  # by experiments.prune
 
     @property
@@ -139,6 +140,23 @@ class Record:
             python=platform.python_version(),
             commit=commit(),
         )
+
+    def with_files(self, directory):
+        """The same with the digests of the weights that lie in the run's directory, and of the
+        files that say what they are."""
+        directory = Path(directory)
+        found = [*directory.rglob("*.safetensors"), *directory.rglob("*_config.json")]
+        digests = {path.relative_to(directory).as_posix(): file_digest(path) for path in found}
+        return replace(self, saved_files=dict(sorted(digests.items())))
+
+    def check_files(self, directory):
+        """Raises ValueError if one of `saved_files`, which runs of earlier versions did not record,
+        was exchanged, changed or removed."""
+        for name, sha256 in (self.saved_files or {}).items():
+            path = Path(directory) / name
+            if not path.is_file() or file_digest(path) != sha256:
+                problem = "is gone, or is not the file with which the run has ended"
+                raise ValueError(f"{path} {problem}: restore it, or train again with --overwrite")
 
     def write(self, directory):
         values = asdict(self)
@@ -311,6 +329,8 @@ def read_record(directory):
     """The Record of the run in a directory. Raises FileNotFoundError without a config.json,
     ValueError for one that is not a run's."""
     path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"no run in {directory}: it has no config.json")
     values = read_json(path)
     if not OF_A_RUN <= values.keys():
         raise ValueError(f"{path} is not a run's: it has no stage, or no command")

@@ -99,11 +99,12 @@ def progress_bar(batches, description, total, initial=0):
 def result_of_finished(settings, record):
     """The closing line of the finished run in settings.out. Raises ValueError, naming the first
     difference, if it is not a run of `record`: of another command, encoder, adapter or file of
-    data."""
+    data; and if its files are no longer those that it wrote."""
     problem = f"{settings.out} holds a finished run with"
     advice = "choose another --out, or --overwrite it"
     before = read_record(settings.out)
     before.check_same(record, problem, advice, changeable(settings))
+    before.check_files(settings.out)
     clear(settings.out, ["resume.pt"])  # where a kill came after metrics.json and before its end
     return read_json(settings.out / "metrics.json")
 
@@ -323,6 +324,7 @@ class Run:
         result |= {"seconds": round(self.seconds(), 2), "out": str(self.out)}
         if self.rank == 0:
             self.save()
+            read_record(self.out).with_files(self.out).write(self.out)
             fsync(*self.out.rglob("*"), self.out)
             # last: a directory with it is a finished run
             write_json(self.out / "metrics.json", result)

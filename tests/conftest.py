@@ -34,6 +34,7 @@ from experiments import multitask  # noqa: E402
 from formats.tokenizer import load_tokenizer  # noqa: E402
 from reference import ENCODERS, GOLDEN  # noqa: E402
 from runtime.command import run_command  # noqa: E402
+from runtime.record import read_record  # noqa: E402
 
 # the same property once more, slowly
 thorough = pytest.mark.skipif("THOROUGH" not in os.environ, reason="in `make test-all`: THOROUGH=1")
@@ -167,6 +168,7 @@ def loud_fusion(runs, tmp_path_factory):
     run = shutil.copytree(runs / "fusion-rte", tmp_path_factory.mktemp("loud") / "fusion")
     path, larger = run / "model_adapter_fusion.safetensors", {"query": 100, "value": 20, "key": 1}
     save_file({name: larger[name.split(".")[-2]] * p for name, p in load_file(path).items()}, path)
+    read_record(run).with_files(run).write(run)
     return run
 
 
@@ -249,6 +251,7 @@ def content(run):
     config = json.loads(files.pop("config.json").read_text())
     metrics = json.loads(files.pop("metrics.json").read_text())
     del files["log.jsonl"], config["command"], config["commit"], metrics["seconds"], metrics["out"]
+    assert config.pop("saved_files").keys() == {n for n in files if "_config." in n or ".safe" in n}
     texts = {name: path.read_bytes().replace(bytes(run), b"--out") for name, path in files.items()}
     return log, config, metrics, texts
 

@@ -17,6 +17,9 @@ def test_picture(runs, tmp_path, monkeypatch):
     write_json(run / "config.json", read_json(runs / "rte" / "config.json") | {"score": "f1"})
     monkeypatch.setattr(curves, "save_figure", lambda figure, path: figures.append(figure))
     curves.main(cli(f"{run} {runs / 'rte'}", out=tmp_path / "curves.svg"))
+    figures[0].draw_without_rendering()
+    top = figures[0].legends[0].get_window_extent().y1
+    assert all(top <= axes.get_tightbbox().y0 for axes in figures[0].axes)  # covers nothing
     losses, scores = ([[*line.get_ydata()] for line in axes.lines] for axes in figures[0].axes)
     real = read_lines(runs / "rte" / "log.jsonl")
     assert losses == [[row[n] for row in log] for log in (rows, real) for n in ("loss", "dev_loss")]

@@ -69,15 +69,27 @@ def test_the_tables_of_section_6():
     values = torch.tensor(of_layers, dtype=torch.float64)
     targets = [("cb", "cb", 0.8, 0.7), ("mnli", "mnli", 0.8, None), ("cb (2)", "cb", None, None)]
     assert fusion_weights.strengths_table(targets, columns, values)[0] == [
-        # relative to an even mixture: of two adapters 0.3 is 0.6 of an even weight
-        ["cb", "mnli", *map(pytest.approx, (1.4, 0.6)), "1 of 2", 80, 70, "+10.00"],
-        ["mnli", "mnli", *map(pytest.approx, (1.7, 1.7)), "2 of 2", 80, None, None],
-        ["cb (2)", "mnli", 1, None, None, None, None, None],
+        ["cb", "mnli", *map(pytest.approx, (0.7, 0.3, 0.5)), "1 of 2", 80, 70, "+10.00"],
+        ["mnli", "mnli", *map(pytest.approx, (0.85, 0.85, 0.5)), "2 of 2", 80, None, None],
+        ["cb (2)", "mnli", 1, None, 1, None, None, None, None],
     ]
     rows, _ = fusion_weights.entropy_table(targets, slots, values)
     assert rows[0] == ["cb", pytest.approx(0.469, abs=1e-3), pytest.approx(1)]
     assert rows[2] == ["cb (2)", None, 0]
     assert fusion_weights.figure_4_layers(12) == {0, 6, 8, 11}
+
+
+def test_both_figures_have_one_scale(tmp_path, monkeypatch):
+    """Also where the largest weight is in a layer that Figure 4 leaves out."""
+    drawn, slots = [], [(layer, "output") for layer in range(6)]
+    monkeypatch.setattr(fusion_weights, "save_figure", lambda figure, path: drawn.append(figure))
+    values = torch.tensor([[0.5, 0.5]] * 6, dtype=torch.float64).unsqueeze(1)
+    values[1] = torch.tensor([0.85, 0.15])
+    fusion_weights.draw(values, slots, ["cb"], ["cb", "mnli"], tmp_path)
+    scales = [{of.images[0].get_clim() for of in figure.axes if of.images} for figure in drawn]
+    assert scales == [{(0, 0.9)}, {(0, 0.9)}]
+    titles = [of.get_title() for of in drawn[0].axes if of.images]
+    assert titles == ["layer 1", "layer 4", "layer 5", "layer 6"]
 
 
 def test_single_adapters_are_averaged_if_they_compare(runs, tmp_path):

@@ -43,6 +43,7 @@ COMMANDS = {  # name: (module, the words that a case's are appended to)
         cli("--model model --data-dir data --out out --tasks rte sst2"),
     ),
     "show": ("experiments.show", []),
+    "curves": ("experiments.curves", ["--out", "curves.png"]),
 }
 SET = "--stage adapter --adapter-config"
 FUSE = "--stage fusion --adapters runs/rte runs/sst2"
@@ -131,7 +132,8 @@ for line in f"""
 --stage multitask | python -m experiments.multitask
 --dev-file data/rte/validation.jsonl | --dev-file goes with --train-file
 --dev-fraction 0.5 | --dev-fraction: data/rte/validation.jsonl has a development set
---columns texd_b=text_b | takes none called 'texd_b'
+--columns sentnce2=b | the task takes no 'sentnce2'; it takes sentence1, sentence2, label
+--columns sentence2=b | data/rte/train.jsonl has no such column; it has sentence1, sentence2
 --task argument | no train split for task 'argument'
 --data-dir nowhere | nowhere is not a directory
 --model ./x | there is no directory './x'
@@ -181,6 +183,7 @@ prune alone: runs/fusion-rte | --keep, --leave-out, or both
 publish: runs/rte --out runs | is already there
 publish: runs/rte --repo 'a b' | is no name for
 publish alone: runs/rte | say with --encoder
+curves: runs/rte data | no run in data: it has no config.json
 show: encoder data | no encoder in
 show: task rtee | unknown task 'rtee': the paper's are
 """.strip().splitlines():
@@ -247,8 +250,16 @@ for row, say in [  # of the development set
 ]:
     say, dev = ["validation.jsonl", say], put("data/mine/validation.jsonl", json.dumps(row))
     add(f"own task: {say[1]}", "--task mine", say, put_rows(A, B), dev)
-misspelt = "--task mine --columns text_b=texd_b"
-add(misspelt, misspelt, "there is no column 'texd_b'", put_rows(A, B))
+HAS = "it has Review (raw), id, gold"
+for names, say in [  # the file's own names, whatever is renamed
+    ("text_a=Review label=gold", ["text_a=Review: ", f"mine.csv has no such column; {HAS}"]),
+    ("label=golf", ["label=golf: ", f"mine.csv has no such column; {HAS}"]),
+    ("labl=gold", "the task takes no 'labl'; it takes text_a, text_b, choices, label"),
+    ("label=gold", f"no column 'text_a'; {HAS}"),
+    ("text_a=id text_b=gold", f"no column 'label'; {HAS}: --columns label=NAME"),
+]:
+    words = f"--task mine --train-file mine.csv --dev-fraction 0.5 --columns {names}"
+    add(words, words, say, put("mine.csv", "Review (raw),id,gold\na,1,x\nb,2,y\n"))
 add("no validation.jsonl", "", "--dev-fraction 0.1", Path("data/rte/validation.jsonl").unlink)
 
 # Encoders and tokenizers
@@ -267,8 +278,13 @@ add("no [CLS]", "", ["model", "adds 0 tokens"], put("model/tokenizer.json", whol
 FILE = "runs/rte/adapter.safetensors"
 add("adapter: NaN", FUSE, [FILE, "not finite"], with_nan(FILE, "adapter_down.0.weight"))
 for run, file in (("rte", "model_head"), ("fusion-rte", "model_adapter_fusion")):
-    change = with_nan(f"runs/{run}/{file}.safetensors", "weight")
-    add(f"{file}: NaN", f"runs/{run}", "not finite", change, command="evaluate")
+    path = f"runs/{run}/{file}.safetensors"
+    change = [with_nan(path, "weight"), edit(f"runs/{run}/config.json", saved_files=None)]
+    add(f"{file}: NaN", f"runs/{run}", "not finite", *change, command="evaluate")
+say, twice = "is not the file with which the run has ended", tensors(FILE, lambda _, t: 2 * t)
+add("exchanged weights", "runs/rte", [FILE, say], twice, command="evaluate")
+gone = Path("runs/rte/head_config.json").unlink
+add("a file is gone", "runs/rte", ["head_config.json is gone", say], gone, command="evaluate")
 
 # Other people's directories
 LOG = put("out/log.jsonl", b'{"epoch": 1}\n')

@@ -244,6 +244,7 @@ COMMANDS = [
     ("", DATA.replace("train", "validation"), other_label, "files of sst2", "data_sha256"),
     ("", ENCODER, double, "encoder", "encoder"),
     ("", "model/vocab.txt", replaced("red\ngreen", "green\nred"), "tokenizer", "tokenizer"),
+    ("", f"finished/adapters/pick/{ADAPTER}", double, "the run has ended", ""),
     # a run that goes on does so with its own copies of the adapters
     ("", f"runs/rte/{ADAPTER}", double, "sha256 of rte", ""),
     ("", "runs/rte", move, "", ""),

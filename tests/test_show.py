@@ -20,13 +20,12 @@ def test_encoder(capsys):
 
 
 def test_task(encoder, data_dir, tmp_path, capsys):
-    """The multiple-choice task, and files with names of their own for the columns."""
-    (tmp_path / "mine").mkdir()
+    """The multiple-choice task, and a file with names of its own for the columns."""
     rows = "".join(f"a film,{i % 2}\n" for i in range(20))
-    (tmp_path / "mine" / "train.csv").write_text(f"review,stars\n{rows}")
+    (tmp_path / "mine.csv").write_text(f"review,stars\n{rows}")
     show.main(cli("task pick", data_dir=data_dir, model=encoder))
     words = "task mine --columns text_a=review label=stars --dev-fraction 0.1"
-    show.main(cli(words, data_dir=tmp_path, model=encoder))
+    show.main(cli(words, train_file=tmp_path / "mine.csv", model=encoder))
     shown = capsys.readouterr().out
     for text in "train: 96|validation: 40|\n  * [CLS] |train: 18|validation: 2".split("|"):
         assert text in shown
