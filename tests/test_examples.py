@@ -29,7 +29,7 @@ from experiments import evaluate, predict, prune, publish
 from experiments.load_run import load_run
 from formats.files import write_json
 from reference import FIELDS, ask_peer, needs_peer
-from test_kinds import examples, inputs, new_bert, trained  # noqa: F401  (fixtures)
+from test_kinds import encoders, examples, inputs, new_bert, trained  # noqa: F401  (fixtures)
 
 REPOSITORY = Path(train.__file__).resolve().parent
 
