@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import json
 import os
+import warnings
 from pathlib import Path
 
 import safetensors.numpy
@@ -99,7 +100,8 @@ def read_bin(path):
     """All tensors of a PyTorch file. Only tensors are unpickled: a file with anything else is
     refused, not executed."""
     try:
-        tensors = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # of a pickle's protocol, ahead of an error
+            tensors = torch.load(path, map_location="cpu", weights_only=True)
         if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
             raise ValueError("not a dictionary of tensors")
     except Exception as e:  # torch raises many kinds here

@@ -22,11 +22,11 @@ class Program:
     is started anew, sys.argv, __main__, signals, stdout and stderr; only imports have been made.
     before: calls (function, *arguments) ahead of the command, which may change its modules."""
 
-    def __init__(self, words, before=(), **environment):
+    def __init__(self, words, before=(), cwd=ROOT, **environment):
         pipes = (context.Pipe(duplex=False) for _ in range(3))
         (stdin, ours), (out, stdout), (error, stderr) = pipes
         theirs = [stdin, stdout, stderr]
-        given = [str(word) for word in words], theirs, list(before), environment
+        given = [str(word) for word in words], theirs, list(before), cwd, environment
         self.process = context.Process(target=run_program, args=given, daemon=True)
         self.process.start()
         self.stdin = open(os.dup(ours.fileno()), "w")
@@ -63,13 +63,13 @@ def output(words):
     return Program(words).finish()
 
 
-def run_program(words, ends, before, environment):
+def run_program(words, ends, before, cwd, environment):
     for number, end in enumerate(ends):
         os.dup2(end.fileno(), number)
         end.close()
     sys.stdin = open(0, closefd=False)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)
-    os.chdir(ROOT)
+    os.chdir(cwd)
     os.environ.update(environment)
     from tqdm import tqdm
 

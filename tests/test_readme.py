@@ -4,6 +4,7 @@ somewhere, tables are those of the files in results/, and the notebook is that o
 import importlib
 import json
 import os
+import random
 import re
 import shlex
 import shutil
@@ -12,10 +13,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
-from conftest import fill_hub_cache, thorough, write_rows
+import child
+import train
+from conftest import WORDS, cli, fill_hub_cache, sentence, thorough, write_rows
 from data import TASKS
-from experiments import pages
+from experiments import demo, pages, skills
 from runtime import settings
 
 ROOT = Path(__file__).parent.parent
@@ -24,17 +28,19 @@ PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path 
 WALKTHROUGH = (ROOT / "docs" / "walkthrough.py").read_text(encoding="utf-8")
 
 
+def blocks(text):
+    """(language, code) of every block of code on a page."""
+    return re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
 def commands(text):
     """Every `python ...` in the code of a page, as a list of words."""
     prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    code = re.findall(r"```\n(.*?)```", text, re.DOTALL)
+    code = [block for language, block in blocks(text) if not language]
     code += re.findall(r"`([^`]+)`", re.sub(r"(?<!\n)\n(?!\n)", " ", prose))
-    values = dict(re.findall(r'^(\w+)="(.+)"$', "\n".join(code), re.MULTILINE))
     program = r"(?:do |srun |\$ )?(?:python|torchrun .*?) (?=train\.py|-m (?:experiments|examples))"
     for block in code:
         block = re.sub(r"\s*\\\n\s*", " ", block)  # a command over several lines
-        for name, value in values.items():
-            block = block.replace(f"${name}", value)
         block = re.sub(r"\$\{\w+\[.*?\]\}|\$[a-z]\w*", "rte", block)  # other variables of the shell
         block = re.sub(r"\$SLURM_\w+", "0", block)
         for command in re.split(r"; | && | \| |\n", block):
@@ -71,51 +77,89 @@ def test_every_command_is_understood(page, words, monkeypatch):
         raise Understood
 
     monkeypatch.setattr(settings, "check_values", check_and_stop)
+    for file in re.findall(r"^# (\S+)\.py$", PAGES[page], re.MULTILINE):  # a fork, for --import
+        monkeypatch.setitem(sys.modules, Path(file).name, pytest)
     with pytest.raises(SystemExit if "--help" in words else Understood):
         understand(shlex.split(words))
 
 
-FOLLOWED = "README.md docs/tasks.md docs/after_training.md docs/adapterhub.md docs/forking.md"
+FOLLOWED = "README tasks after_training adapterhub forking python".split()
+SAY = r"""python() { printf '%s\0' "$PYTHONPATH" "$@"; printf '\n\0'; }; """
 
 
-def write_what_the_pages_presuppose(place, encoder):
-    """BERT-base in the hub's cache, the GLUE tasks, and the files that the pages speak of."""
-    fill_hub_cache(place / "hub" / "models--google-bert--bert-base-uncased", encoder)
-    for task in "mnli qqp sst2 mrpc rte cb".split():
-        texts = ["the cat sleeps and sleeps", "red dog runs"]
-        rows = [dict.fromkeys(TASKS[task].columns, texts[i % 2]) for i in range(2000)]
-        rows = [{**row, "label": i % 2} for i, row in enumerate(rows)]
-        for split, n in (("train", 2000), ("validation", 100), ("test", 100)):
-            write_rows(place / "DIR" / task / f"{split}.jsonl", rows[:n])
-    (place / "reviews.csv").write_text("review,stars\n" + "good film,1\nbad film,2\n" * 20)
-    shutil.copy(place / "DIR" / "rte" / "validation.jsonl", place / "rows.jsonl")
-    (place / "DIRECTORY_OR_HUB_ID").symlink_to(encoder)
-    (place / "data").symlink_to(place / "DIR")
+@pytest.fixture
+def followed(encoder, tmp_path, monkeypatch):
+    """A directory with what the pages presuppose: this project, what `make demo` leaves, BERT-base
+    in the hub's cache, tasks of GLUE, and the files that they speak of."""
     for path in [*ROOT.glob("*.py"), *ROOT.glob("[!.]*/")]:
         if path.name != "runs":
-            (place / path.name).symlink_to(path)
+            (tmp_path / path.name).symlink_to(path)
+    rng, texts = random.Random(0), ["the cat sleeps and sleeps", "red dog runs"]
+    for task in "mnli qqp sst2 mrpc rte".split():
+        rows = [dict.fromkeys(TASKS[task].columns, texts[i % 2]) for i in range(64)]
+        for split in ("train", "validation", "test"):
+            labelled = [{**row, "label": i % 2} for i, row in enumerate(rows)]
+            write_rows(tmp_path / "DIR" / task / f"{split}.jsonl", labelled)
+    (tmp_path / "reviews.csv").write_text("review,stars\n" + "good film,1\nbad film,2\n" * 20)
+    shutil.copy(tmp_path / "DIR" / "rte" / "test.jsonl", tmp_path / "rows.jsonl")
+    (tmp_path / "DIRECTORY_OR_HUB_ID").symlink_to(encoder)
+
+    documented = [(word, [f"{sentence(rng, 6)} {word}"]) for word in WORDS if word.isalpha()]
+    monkeypatch.setattr(skills, "docstrings", lambda origin: documented)
+    monkeypatch.setattr(skills, "SIZES", {"source": (64, 32), "target": (64, 32)})
+    out = tmp_path / "runs" / "demo"
+    skills.build_tasks(out / "data", rng, demo.SKILLS)
+    cells = demo.study_of(out).cells
+    for name in ("source-match", "source-order", "own-240-0", "fusion-240-0"):
+        train.main([*cells[name].command, *cli("--epochs 1", model=encoder)])
+
+    cached = Path(constants.HF_HUB_CACHE) / "models--google-bert--bert-base-uncased"
+    fill_hub_cache(cached, encoder)
+    yield tmp_path
+    shutil.rmtree(cached)
 
 
 @thorough
-def test_blocks_run_as_printed(encoder, tmp_path):
-    """Every command and Python program of the pages that a user follows, in the order printed, in
-    one directory. Left out are make, the environment, the command for the hub."""
-    write_what_the_pages_presuppose(tmp_path, encoder)
-    places = {"HF_HUB_CACHE": tmp_path / "hub", "ADAPTERFUSION_DATA_DIR": tmp_path / "DIR"}
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, **places, "PATH": path, "MPLBACKEND": "agg"}
+def test_blocks_run_as_printed(followed):
+    """Every command and program of the pages that a user follows, in the order printed, in one
+    directory; stages are trained for one epoch.
 
-    def run(*words):
-        done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, f"{words[-1]}{done.stderr[-2000:]}"
+    A block of commands begins with python, for, mkdir or export; the others are make, the
+    environment, what was printed, and the citation. The one that needs the hub is left out. A
+    program that begins with the name of a file, as a comment, is that file, and the commands with
+    it are run in new processes, in which nothing is imported yet; the others of a page are one.
+    """
+    environment = {"ADAPTERFUSION_DATA_DIR": str(followed / "DIR"), "MPLBACKEND": "agg"}
+    shell = {"cwd": followed, "capture_output": True, "text": True}
 
-    fusion_cb = "python train.py --stage fusion --task cb --adapters runs/mnli runs/rte\n"
-    for page in FOLLOWED.split():
-        for block in re.findall(r"^```\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE):
-            if re.match(r"python|for |mkdir", block) and "--adapters paper" not in block:
-                run("bash", "-ec", fusion_cb * ("runs/fusion-cb" in block) + block)
-    for page in ("README.md", "docs/python.md"):
-        run("python", "-c", "".join(re.findall(r"```python\n(.*?)```", PAGES[page], re.DOTALL)))
+    def run(words, path="", new_process=False):
+        if new_process:
+            given = {**os.environ, **environment, "PYTHONPATH": path}
+            done = subprocess.run([sys.executable, *words], env=given, **shell)
+            status, error = done.returncode, done.stderr
+        else:
+            status, _, error = child.Program(words, cwd=followed, **environment).finish()
+        assert status == 0, f"{shlex.join(words)}\n{error[-2000:]}"
+
+    for page in FOLLOWED:
+        files, program = [], ""
+        text = PAGES["README.md" if page == "README" else f"docs/{page}.md"]
+        for language, block in blocks(text):
+            if named := re.match(r"# (\S+\.py)\n", block):
+                files.append(followed / named[1])
+                files[-1].parent.mkdir(exist_ok=True)
+                files[-1].write_text(block)
+            elif language == "python":
+                program += block
+            elif re.match(r"python|for |mkdir|export", block) and "--adapters paper" not in block:
+                new_process = any(file.name in block for file in files)
+                said = subprocess.run(["bash", "-ec", SAY + block], check=True, **shell).stdout
+                for command in said.split("\n\0")[:-1]:
+                    path, *words = command.split("\0")[:-1]
+                    run(words + ["--epochs", "1"] * ("--stage" in words), path, new_process)
+        if program:
+            (followed / "program.py").write_text(program)
+            run(["program.py"])
 
 
 def anchor(heading):
@@ -142,7 +186,7 @@ def test_every_link_leads_somewhere(page):
 def test_every_table_is_that_of_its_file():
     assert pages.table("readme").replace(" --- ", "---") in PAGES["README.md"]
     tables = re.findall(r"<!-- table: (\w+) -->\n((?:\|.*\n)*)", PAGES["docs/results.md"])
-    assert len(tables) == 9
+    assert len(tables) == 7
     for name, text in tables:
         assert text == pages.table(name), name
     values = pages.read("benchmarks").groupby("row")["value"].agg(set)
