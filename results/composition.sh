@@ -31,3 +31,9 @@ for size in '60 40' '120 20' '960 5'; do
         --sources runs/composition-2/runs/source-match runs/composition-2/runs/source-order \
         --systems own full head_on_source-order fusion
 done
+
+# the reference library over the same adapters, then the rows and the figure
+.venv-peer/bin/python results/reference_fusion.py --data runs/two/both --seeds 0 1 2 3 4 --out runs/reference.csv \
+    --adapters runs/composition-2/runs/source-match runs/composition-2/runs/source-order \
+    --model "$(python -c 'from formats.encoder import find_minilm; print(find_minilm())')"
+python results/composition_figure.py runs
