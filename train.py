@@ -670,14 +670,14 @@ EXAMPLES = """examples:
 """
 
 
-def main(argv=None, settings_class=Settings):
+def main(argv=None, settings_class=Settings, loop=train):
     """What a command line says, from Python: main(["--stage", "adapter", "--task", "rte"]). Returns
-    the closing line's dictionary, and raises as `train` does. settings_class: a fork's subclass of
-    Settings."""
+    the closing line's dictionary, and raises as `train` does. settings_class, loop: a fork's
+    subclass of Settings, and what it has in place of `train`."""
     settings = parse(settings_class, argv, None, description(), EXAMPLES).with_defaults()
     command = shlex.join(sys.argv if argv is None else ["train.py", *argv])
     settings = replace(settings, command=command)
-    return each_seed(settings, train) if settings.seeds else train(settings)
+    return each_seed(settings, loop) if settings.seeds else loop(settings)
 
 
 if __name__ == "__main__":

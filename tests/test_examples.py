@@ -5,9 +5,11 @@ import io
 import json
 import math
 import re
+import signal
 import subprocess
 import sys
 import zipfile
+from collections import Counter
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -21,9 +23,9 @@ import test_kinds  # noqa: F401  (first: it notes what there is without examples
 import train
 from adapter import activate, adapter_modules
 from bert import Bert
-from conftest import cli, tiny_encoder
+from conftest import assert_equal, cli, tiny_encoder
 from data import Classification
-from examples import mpnet
+from examples import cross_fitting, mpnet
 from examples.sts_b import Regression, pearson
 from experiments import evaluate, predict, prune, publish
 from experiments.load_run import load_run
@@ -112,6 +114,78 @@ def test_a_regression_is_predicted(trained, tmp_path, capsys):  # noqa: F811
     predict.main([str(tmp_path / "run"), "red cat", "red dog", "--device", "cpu", "--json"])
     (score,) = load_run(tmp_path / "run").predict([["red cat", "red dog"]])
     assert json.loads(capsys.readouterr().out)["score"] == pytest.approx(score["score"])
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """[(whether it trains, its examples, the adapters with a weight in the fusion)] of every
+    forward pass from now on"""
+    found, forward = [], train.Model.forward
+
+    def recorded(model, batch):
+        logits = forward(model, batch)
+        rows = zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
+        pairs = [(tuple(filter(None, ids)), label) for ids, label in rows]
+        asked = set()
+        for _, one in fusion.fusions(model.bert):
+            largest = zip(one.adapter_names, one.weights.amax((0, 1)), strict=True)
+            asked |= {name for name, weight in largest if weight > 0}
+        found.append((model.training, pairs, asked))
+        return logits
+
+    monkeypatch.setattr(train.Model, "forward", recorded)
+    return found
+
+
+def test_cross_fitting(steps, encoder, data_dir, runs, at_step, refused, tmp_path):
+    """In training no adapter has a weight on what it has seen, and every epoch has all examples; in
+    evaluation both have one. An interrupted run goes on to the bit."""
+
+    def command(text, out, adapters=()):
+        common = cli("--task rte --device cpu --batch-size 8 --lr 5e-3 --epochs 2")
+        given = cli(model=encoder, data_dir=data_dir, out=tmp_path / out)
+        return [*common, *given, *cli(text), *(cli(adapters=adapters) if adapters else [])]
+
+    half, seen = "--stage adapter --half", {}
+    for n in (0, 1):
+        cross_fitting.main(command(f"{half} {n}", f"own-{n}"))
+        seen[f"rte-half-{n}"] = {row for trains, rows, _ in steps if trains for row in rows}
+        steps.clear()
+    own, others = [tmp_path / "own-0", tmp_path / "own-1"], {"sst2"}
+    fused = [runs / "sst2", *own]
+    result = cross_fitting.main(command("--stage fusion", "whole", fused))
+    trained_on = Counter()
+    for trains, rows, asked in steps:
+        masked = {name for name in seen if not seen[name].isdisjoint(rows)} if trains else set()
+        assert asked == others | {*seen} - masked and len(masked) == trains
+        trained_on.update(rows if trains else [])
+    lines = (data_dir / "rte" / "train.jsonl").read_text().splitlines()
+    assert trained_on.total() == 2 * len(lines) and {*trained_on} == set.union(*seen.values())
+    assert all(count % 2 == 0 for count in trained_on.values())
+
+    at_step(8, child.stop, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        cross_fitting.main(command("--stage fusion", "cut", fused))
+    cross_fitting.main(command("--stage fusion --resume", "cut", fused))
+    assert_equal(tmp_path / "cut", tmp_path / "whole")
+    assert evaluate.main(cli(f"{tmp_path}/cut --device cpu"))["accuracy"] == result["accuracy"]
+    prune.main(cli(f"{tmp_path}/cut --keep 2", out=tmp_path / "pruned"))
+
+    cross_fitting.main(command(f"{half} 0 --limit-train 40", "few"))
+    for text, adapters, message in (
+        ("adapter", (), "--stage adapter needs --half"),
+        ("head", (), "invalid choice: 'head'"),
+        (
+            "fusion",
+            fused[:2],
+            "one adapter of --half 1 on this task is needed, --adapters has none",
+        ),
+        ("fusion", [*own, runs / "rte"], "'rte' has seen 100% of half 0 and 100% of half 1"),
+        ("fusion", [tmp_path / "few", own[1]], "% of half 0 and 0% of half 1 of the training"),
+    ):
+        words = command(f"--stage {text}", "wrong", adapters)
+        refused(words, message, main=cross_fitting.main)
+    assert not (tmp_path / "wrong").exists()
 
 
 def test_every_stage_on_mpnet(launch, refused, tmp_path):
