@@ -770,9 +770,9 @@ print(
 # %%
 fusion_run = load_run(RUNS / "runs" / "fusion-240-0")
 bert, names, split = fusion_run.bert, fusion_run.adapters, fusion_run.split()
-inputs, weights = [*inputs_of(bert, split)], {}
+found, weights = average(bert, inputs_of(bert, split), ("all", "cls")), {}
 for title, tokens in (("all tokens", "all"), ("[CLS]", "cls")):
-    weights[title] = torch.stack([s for _, s in sorted(average(bert, inputs, tokens).items())])
+    weights[title] = torch.stack([s for _, s in sorted(found[tokens].items())])
 layers = [f"layer {i + 1}" for i in range(len(bert.layers))]
 figure, panels = plt.subplots(1, 2, figsize=(9, 2.2), sharey=True, layout="constrained")
 for axes, (title, of_layers) in zip(panels, weights.items(), strict=True):

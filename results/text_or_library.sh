@@ -20,7 +20,7 @@ fewer="runs/variants/pruned/adapters/match runs/variants/pruned/adapters/order"
 
 fusion query_f --adapters $all --fusion query_f
 fusion random_v --adapters $all --fusion random_v
-fusion random_v_larger --adapters $all --fusion random_v --fusion-config std=0.01
 fusion without_last --adapters $fewer
 fusion mean --adapters $all --head mean
 fusion without_last_mean --adapters $fewer --head mean
+fusion random_v_larger --adapters $all --fusion random_v --fusion-config std=0.01
