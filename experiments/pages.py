@@ -6,9 +6,11 @@ A table without a function of its own here is its file, results/NAME.csv, as it 
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas
 
+from experiments import composition
 from experiments.architecture_search import TITLES, label
 from experiments.report import markdown
 from experiments.tables import SYSTEMS, title
@@ -86,7 +88,59 @@ def prune():
             yield [row["k"], f"{accuracy:.1f}", f"{speed:.2f} ×"]
 
 
-MADE = {made.__name__: made for made in (readme, low_resource, mini, mini_counts, search, prune)}
+SKILLS = {"both": ("match", "order"), "all": ("match", "order", "spelling")}  # of a target
+
+
+def composed_systems(target):
+    """{name: System} of the study of composition"""
+    options = composition.Options(target=target, sources=SKILLS[target], irrelevant="spelling")
+    return composition.systems(options)
+
+
+def composition_rows(target, size=None):
+    rows = pandas.read_csv(RESULTS / "composition.csv")
+    rows = rows[rows["target"] == target]
+    return rows if size is None else rows[rows["train_examples"] == size]
+
+
+def composed(target, size):
+    """As the command prints it."""
+    study = SimpleNamespace(systems=composed_systems(target))
+    rows, header = composition.table(study, composition_rows(target, size))
+    yield header
+    yield from rows
+
+
+def composition_2():
+    return composed("both", 240)
+
+
+def composition_3():
+    return composed("all", 480)
+
+
+def composition_sizes():
+    """Means over the seeds that all sizes have."""
+    rows = composition_rows("both").query("seed < 3")
+    means = rows.pivot_table(index="system", columns="train_examples", values="accuracy")
+    yield ["mean of seeds 0, 1, 2", *(f"{size} examples" for size in means)]
+    for name, system in composed_systems("both").items():
+        if name in means.index and means.loc[name].notna().all():
+            yield [system.title, *(100 * means.loc[name])]
+
+
+def composition_epochs():
+    """The fusion of the two skills after each epoch, beside the reference library's."""
+    rows = pandas.read_csv(RESULTS / "composition_epochs.csv")
+    yield ["seed", "side", "best", *(f"epoch {n}" for n in sorted(rows["epoch"].unique()))]
+    for (seed, side), of in rows.groupby(["seed", "side"]):
+        values = 100 * of["accuracy"]
+        yield [str(seed), side, *(f"{value:.1f}" for value in [values.max(), *values])]
+
+
+TABLES = readme, low_resource, mini, mini_counts, search, prune
+TABLES += composition_2, composition_3, composition_sizes, composition_epochs
+MADE = {made.__name__: made for made in TABLES}
 
 
 def table(name):

@@ -19,15 +19,21 @@ python -m experiments.skills --skills match order spelling --out runs/three
 
 # three skills
 study composition-3 10 --target all --sources match order spelling --data-dir runs/three --train-examples 480 --seeds 0 1 2 \
-    --systems own full head_on_match head_on_order head_on_spelling fusion fusion_with_own
+    --systems own head_on_match head_on_order head_on_spelling fusion fusion_with_own
 
 # two skills, all systems; the third is the irrelevant source
 study composition-2 10 --target both --sources match order --irrelevant runs/composition-3/runs/source-spelling \
     --data-dir runs/two --train-examples 240 --seeds 0 1 2 3 4
 
 # fewer and more examples, about as many steps
-for size in '60 40' '120 20' '960 5'; do
+for size in '120 20' '960 5' '60 40'; do
     study "composition-${size% *}" "${size#* }" --target both --train-examples "${size% *}" --data-dir runs/two --seeds 0 1 2 \
         --sources runs/composition-2/runs/source-match runs/composition-2/runs/source-order \
-        --systems own full head_on_source-order fusion
+        --systems own head_on_source-order fusion
 done
+
+# the reference library over the same adapters, then the rows and the figure
+.venv-peer/bin/python results/reference_fusion.py --data runs/two/both --seeds 0 1 2 3 4 --out runs/reference.csv \
+    --adapters runs/composition-2/runs/source-match runs/composition-2/runs/source-order \
+    --model "$(python -c 'from formats.encoder import find_minilm; print(find_minilm())')"
+python results/composition_figure.py runs

@@ -7,9 +7,12 @@ import pandas as pd
 import pytest
 
 import examples.mean_fusion  # noqa: F401  (before another test puts the table of fusions back)
+import train
 from conftest import cli, thorough
 from experiments import composition, demo, grid, skills
+from experiments.load_run import as_trained, load_run
 from formats.files import read_json
+from runtime.seen import hashes_of
 
 DOCSTRINGS = {
     library: [
@@ -72,7 +75,7 @@ def test_every_control_beside_the_fusion(runs, encoder, data_dir, tmp_path, caps
 def test_controls_that_need_the_sources_data(runs, encoder, data_dir, tmp_path):
     out, words = tmp_path / "out", cli("--target rte --sources sst2 pick --train-examples 24 48")
     words += cli("--systems sequential multitask fusion_with_irrelevant", irrelevant=runs / "rte")
-    words += cli(model=encoder, data_dir=data_dir, out=out)
+    words += cli("--test", model=encoder, data_dir=data_dir, out=out)
     with pytest.raises(ValueError, match="two adapters would be called 'rte'"):
         composition.main(words)
     (tmp_path / "odd").symlink_to(runs / "rte")
@@ -81,6 +84,15 @@ def test_controls_that_need_the_sources_data(runs, encoder, data_dir, tmp_path):
     composition.main([*words, options, "--", *cli("--device cpu --epochs 1")])
     rows = pd.read_csv(out / "composition.csv")
     assert [*rows["train_examples"]] == [24] * 3 + [48] * 3
+    for row in rows.itertuples():  # asked for what they were not trained on
+        name = f"{row.system}-{row.train_examples}-{row.seed}"
+        run = load_run(out / "runs" / name, task="rte")
+        drawn = run.split("train", limit=row.train_examples, seed=row.seed)
+        every, left = (hashes_of(split) for split in (run.split("train"), run.left_over()))
+        assert {*left} == {*every} - {*hashes_of(drawn)} and len(left) == 96 - row.train_examples
+        model = as_trained(run, "cpu")
+        expected = train.evaluate(model, run.task, run.left_over(), 7)["accuracy"]
+        assert row.test_accuracy == expected
     joint = read_json(out / "runs/multitask-24-0/config.json")
     assert joint["limits"] == {"rte": 24} and joint["train_examples"] == 96 + 96 + 24
     chain = [read_json(out / f"runs/{name}/config.json")["model"] for name in CHAIN]
