@@ -1,10 +1,20 @@
 """What text_or_library.sh trains: two fusions as the paper's text has them, where it differs from
-the reference library, and a head that reads all tokens."""
+the reference library, and a head that reads all tokens. As a program, the rows of its runs:
+
+python -m results.text_or_library runs
+"""
+
+import sys
+from pathlib import Path
 
 import torch
 from torch import nn
 
+import train
 from adapter import Head, register_head
+from experiments.load_run import as_trained, load_run
+from experiments.report import write_csv
+from formats.files import read_json
 from fusion import Fusion, register
 
 
@@ -46,3 +56,25 @@ class MeanHead(Head):
 register("query_f", QueryF)
 register("random_v", RandomV)
 register_head("mean", MeanHead)
+
+
+VARIANTS = "query_f random_v random_v_larger without_last pruned mean without_last_mean".split()
+
+
+def row(run):
+    """test_accuracy: on the training examples that the run was not given, as composition --test"""
+    loaded, metrics = load_run(run), read_json(run / "metrics.json")
+    model, examples = as_trained(loaded, "cpu"), loaded.left_over()
+    test = train.evaluate(model, loaded.task, examples, loaded.eval_batch_size)["accuracy"]
+    record = loaded.record
+    accuracies = metrics["accuracy"], round(test, 4)
+    return [*accuracies, metrics["best_epoch"], record.commit, record.processor]
+
+
+if __name__ == "__main__":
+    study, rows = Path(sys.argv[1]), []
+    found = {"fusion": study / "composition-2" / "runs" / "fusion-240"}
+    for variant, path in (found | {name: study / "variants" / name for name in VARIANTS}).items():
+        rows += [[variant, seed, *row(Path(f"{path}-{seed}"))] for seed in (0, 1, 2)]
+    header = "variant,seed,accuracy,test_accuracy,best_epoch,commit,processor".split(",")
+    write_csv(Path(__file__).with_suffix(".csv"), header, rows)

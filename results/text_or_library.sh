@@ -14,9 +14,12 @@ fusion() { # NAME, then options of train.py
 }
 
 all="$study/source-match $study/source-order"
-# the same two adapters without those of layer 6; pruning a fusion is what takes them out
-[ -d runs/variants/pruned ] || python -m experiments.prune $study/fusion-240-0 --leave-out 6 --out runs/variants/pruned
-fewer="runs/variants/pruned/adapters/match runs/variants/pruned/adapters/order"
+# the trained fusions without their last layer; their adapters are what later runs take for two adapters without it
+for seed in 0 1 2; do
+    out=runs/variants/pruned-$seed
+    [ -d $out ] || python -m experiments.prune $study/fusion-240-$seed --leave-out 6 --out $out
+done
+fewer="runs/variants/pruned-0/adapters/match runs/variants/pruned-0/adapters/order"
 
 fusion query_f --adapters $all --fusion query_f
 fusion random_v --adapters $all --fusion random_v
@@ -24,3 +27,5 @@ fusion without_last --adapters $fewer
 fusion mean --adapters $all --head mean
 fusion without_last_mean --adapters $fewer --head mean
 fusion random_v_larger --adapters $all --fusion random_v --fusion-config std=0.01
+
+python -m results.text_or_library runs
