@@ -446,8 +446,13 @@ print(fusion.weights[0])
 # %% [markdown]
 # *Where the paper is silent*, this follows the library again: $z_n$ is the adapter's output
 # *without* its residual, which is added after the fusion; $Q$ and $K$ have biases, $V$ has none;
-# dropout is applied to the scores, before the softmax; $V$ starts as 1 on the diagonal and $10^{-6}$
-# elsewhere.
+# dropout is applied to the scores, before the softmax.
+#
+# *Where it follows the library against the text:* section 3.2 takes "the output of the feedforward
+# sub-layer", $f$, as the query, and here it is $h = \mathrm{LN}(f + x)$; section 4.1 starts $V$ beside
+# its diagonal with "random weights having a small norm", and here they are the constant $10^{-6}$.
+# [silent.md](silent.md#where-we-follow-the-library-against-the-text) says what following the text
+# changes.
 #
 # ### A fork: scaled scores
 #
@@ -764,15 +769,15 @@ print(
 #
 # The paper's Figure 4: the weights $s$, averaged over all tokens of the development set, for every
 # layer; here of the fusion of the first seed. Beside it the same at `[CLS]` alone. In the last layer
-# the head reads nothing but `[CLS]`, so there the mean over all tokens is over tokens that nothing
-# reads, and no training has shaped their weights.
+# the head reads nothing but `[CLS]`, so there the mean over all tokens is mostly over tokens that
+# nothing reads; this layer's $Q$ and $K$ were trained at `[CLS]` alone.
 
 # %%
 fusion_run = load_run(RUNS / "runs" / "fusion-240-0")
 bert, names, split = fusion_run.bert, fusion_run.adapters, fusion_run.split()
-inputs, weights = [*inputs_of(bert, split)], {}
+found, weights = average(bert, inputs_of(bert, split), ("all", "cls")), {}
 for title, tokens in (("all tokens", "all"), ("[CLS]", "cls")):
-    weights[title] = torch.stack([s for _, s in sorted(average(bert, inputs, tokens).items())])
+    weights[title] = torch.stack([s for _, s in sorted(found[tokens].items())])
 layers = [f"layer {i + 1}" for i in range(len(bert.layers))]
 figure, panels = plt.subplots(1, 2, figsize=(9, 2.2), sharey=True, layout="constrained")
 for axes, (title, of_layers) in zip(panels, weights.items(), strict=True):
@@ -803,7 +808,10 @@ tabulate([*rows, ["of each example's [CLS], mean", *each.mean(0).tolist()]], ["e
 #
 # Here, of the last layer's numbers only those at `[CLS]` are about something that is read. And a mean
 # is spread out, too, where every example has chosen, but not all the same: then the third row is
-# lower than the second.
+# lower than the second. In that row the last layer is the least spread out of all: where it is read,
+# it decides most firmly. So it is with every seed ([results.md](results.md#5-the-demo)), and if the
+# paper's mean is one over all tokens, and its head reads `[CLS]`, the paper's observation is mostly
+# about tokens that nothing reads.
 #
 # Who listens to which skill? Left, the weight of `match` at the tokens of the sentences and at those
 # of the names, as means over the development set; right, at every token of one example. The table

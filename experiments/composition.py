@@ -297,10 +297,9 @@ def weights_of(study, results):
         if name not in results or study.systems[system].stage != "fusion":
             continue
         run = load_run(study.cells[name].out)
-        split = run.split()
-        for where in ("all", "cls"):
-            found = average(run.bert, inputs_of(run.bert, split, name), where)
-            for (layer, location), weights in sorted(found.items()):
+        found = average(run.bert, inputs_of(run.bert, run.split(), name), ("all", "cls"))
+        for where, of_layers in found.items():
+            for (layer, location), weights in sorted(of_layers.items()):
                 place = [system, size or study.target_size, seed, layer + 1, location, where]
                 pairs = zip(run.adapters, weights.tolist(), strict=True)
                 rows += [[*place, *pair] for pair in pairs]

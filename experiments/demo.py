@@ -71,8 +71,7 @@ def ceiling(accuracies):
 def weights_by_text(run):
     """{"text_a": the sentence, "text_b": the name: [layers, N]}: the mean fusion weights of their
     tokens on the development set."""
-    inputs = [*inputs_of(run.bert, run.split())]
-    found = {text: average(run.bert, inputs, text) for text in ("text_a", "text_b")}
+    found = average(run.bert, inputs_of(run.bert, run.split()), ("text_a", "text_b"))
     return {text: torch.stack([of[slot] for slot in sorted(of)]) for text, of in found.items()}
 
 

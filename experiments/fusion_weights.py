@@ -5,9 +5,11 @@ section 6 reads from them, as tables.
         [--baseline runs/rte runs/cb ...]
 
 Every RUN is a finished fusion run and becomes a row of each panel: the weights that it gives to its
-adapters, averaged over the tokens of its task's development set ([CLS] and [SEP] included, padding
-not). DIR gets figure4.png, figure6.png, weights.csv and summary.txt, which is also printed. Layers
-are counted from 1. Runs of single adapters after --baseline show what a fusion has gained.
+adapters, averaged over its task's development set, once over all tokens ([CLS] and [SEP] included,
+padding not), as in the paper, and once at [CLS] alone, the only token of the last layer that the
+head reads. DIR gets figure4.png and figure6.png (all tokens), figure4_cls.png and figure6_cls.png,
+weights.csv and summary.txt, which is also printed. Layers are counted from 1. Runs of single
+adapters after --baseline show what a fusion has gained.
 """
 
 import math
@@ -33,11 +35,16 @@ from runtime.settings import argument, option, parse, same_option
 # middle black and white text have the same contrast.
 COLOURS, MIDDLE = "cividis", 0.465
 BATCH_SIZE = 64
-LEGEND = """weight: mean over tokens and layers; even: what each adapter has if none is preferred.
+SHOWN = {"all": "all tokens", "cls": "[CLS] alone"}
+LEGEND = """weight: mean over the layers and the tokens that are read: all of them, but in the last
+layer [CLS] alone, because AdapterHub's head reads no other token.
+even: what each adapter has if none is preferred.
 own: the adapter of the target's task; own first: in how many layers it has the largest weight.
 fusion, single, gain: accuracy on the development set, in %; single is the mean of the adapters in
 --baseline that are on the fusion's task, encoder and data (–: none is).
-entropy, by layer: 0.00 if one adapter has all the weight, 1.00 if all have the same."""
+entropy, by layer, of the mean weights: 0.00 if one adapter has all the weight, 1.00 if all have
+the same, or if the tokens choose different ones. In the last layer the row of all tokens is mostly
+over tokens that nothing reads: only the row of [CLS] says how that layer's weight is spread."""
 
 
 @dataclass(frozen=True)
@@ -78,24 +85,28 @@ TOKENS = {
 
 
 @torch.inference_mode()
-def average(bert, inputs, tokens="all"):
-    """{(layer, location): [N]}: the fusion weights, averaged over the real tokens of all
-    (input_ids, token_type_ids, attention_mask), each [B, T]; NaN for an adapter that is not in the
-    layer, or masked there. tokens: of TOKENS, those over which the mean is taken"""
-    sums, count = {}, 0
+def average(bert, inputs, tokens=("all",)):
+    """{name: {(layer, location): [N]}} for the `tokens` named, of TOKENS: the fusion weights,
+    averaged over those tokens of all (input_ids, token_type_ids, attention_mask), each [B, T]; NaN
+    for an adapter that is not in the layer, or masked there."""
+    sums, counts = {name: defaultdict(int) for name in tokens}, defaultdict(int)
     for ids, types, mask in inputs:
         bert(*(tensor.to(bert.device) for tensor in (ids, types, mask)))
-        chosen = TOKENS[tokens](types, mask)  # [B, T]
-        count += chosen.sum().item()
-        for slot, s in fusion_weights(bert).items():
-            sums[slot] = sums.get(slot, 0) + s.cpu()[chosen].double().sum(0)
-    if not all(weights.isfinite().all() for weights in sums.values()):
+        weights = {slot: s.cpu() for slot, s in fusion_weights(bert).items()}
+        for name in tokens:
+            chosen = TOKENS[name](types, mask)  # [B, T]
+            counts[name] += chosen.sum().item()
+            for slot, s in weights.items():
+                sums[name][slot] += s[chosen].double().sum(0)
+    if not all(s.isfinite().all() for of in sums.values() for s in of.values()):
         raise FloatingPointError("the fusion's weights are not finite")
+    means = {name: {slot: s / counts[name] for slot, s in of.items()} for name, of in sums.items()}
     for slot, fusion in fusions(bert):
         present = {*fusion.adapter_names} - fusion.masked
-        absent = [name not in present for name in fusion.name.split(",")]
-        sums[slot][torch.tensor(absent)] = math.nan
-    return {slot: weights / count for slot, weights in sums.items()}
+        absent = torch.tensor([name not in present for name in fusion.name.split(",")])
+        for of in means.values():
+            of[slot][absent] = math.nan
+    return means
 
 
 def inputs_of(bert, examples, description="fusion weights"):
@@ -108,12 +119,18 @@ def inputs_of(bert, examples, description="fusion weights"):
 
 
 def mean_weights(directory, data_dir=None, model=None, device="cpu", allow_other_encoder=False):
-    """(names of the N adapters, `average`'s weights, task) of a fusion run on its development
-    set."""
+    """(names of the N adapters, {tokens: `average`'s weights}, task) of a fusion run on its
+    development set. tokens: those SHOWN, and "read": all, but in the last layer [CLS] alone where
+    the head reads no other."""
     run = load_run(directory, device, model, allow_other_encoder=allow_other_encoder)
     check_fusion(directory, "have fusion weights")
     inputs = inputs_of(run.bert, run.split(data_dir=data_dir), str(directory))
-    return run.adapters, average(run.bert, inputs), run.task.name
+    found = average(run.bert, inputs, SHOWN)
+    found["read"] = dict(found["all"])
+    if vars(type(run.head)).get("cls_only", False):  # as train.Model asks
+        last = len(run.bert.layers) - 1
+        found["read"] |= {slot: s for slot, s in found["cls"].items() if slot[0] == last}
+    return run.adapters, found, run.task.name
 
 
 def normalized_entropy(weights):
@@ -151,16 +168,19 @@ def figure_4_layers(count):
 
 
 def draw(values, slots, rows, columns, out):
-    """Figures 4 and 6, on one scale. values, slots, columns: of `arrange`"""
-    titles, top = slot_names(slots), math.ceil(10 * values.nan_to_num().max().item()) / 10
-    some = figure_4_layers(1 + max(layer for layer, _ in slots))
+    """Figures 4 and 6 of all tokens and of [CLS], on one scale. values: {tokens: those of
+    `arrange`}; slots, columns: of `arrange`"""
+    top = math.ceil(10 * max(of.nan_to_num().max().item() for of in values.values())) / 10
+    titles, some = slot_names(slots), figure_4_layers(1 + max(layer for layer, _ in slots))
     papers = [i for i, (layer, _) in enumerate(slots) if layer in some]
-    heat_maps(values[papers], [titles[i] for i in papers], rows, columns, top, out / "figure4.png")
-    heat_maps(values, titles, rows, columns, top, out / "figure6.png")
+    for tokens, suffix in (("all", ""), ("cls", "_cls")):
+        for name, shown in (("figure4", papers), ("figure6", [*range(len(slots))])):
+            chosen, path = [titles[i] for i in shown], out / f"{name}{suffix}.png"
+            heat_maps(values[tokens][shown], chosen, rows, columns, top, SHOWN[tokens], path)
 
 
-def heat_maps(values, titles, rows, columns, top, path):
-    """values: a [targets, adapters] table for every title"""
+def heat_maps(values, titles, rows, columns, top, tokens, path):
+    """values: a [targets, adapters] table for every title; tokens: words for those of the means"""
     panels = len(titles)
     across = math.ceil(math.sqrt(panels))
     down = math.ceil(panels / across)
@@ -176,7 +196,7 @@ def heat_maps(values, titles, rows, columns, top, path):
         panel.tick_params(labelbottom=i + across >= panels)  # also above a gap in the last row
     for panel in axes.flat[panels:]:
         panel.set_visible(False)
-    figure.suptitle("What each target task takes from each adapter", fontsize=10)
+    figure.suptitle(f"What each target task takes from each adapter: {tokens}", fontsize=10)
     figure.supylabel("target task", fontsize=9)
     blank = " (blank: not in this layer of this target)" if values.isnan().any() else ""
     figure.supxlabel(f"adapter{blank}", fontsize=9)
@@ -225,25 +245,32 @@ def strengths_table(targets, columns, values):
 
 
 def entropy_table(targets, slots, values):
-    """(rows, header): `normalized_entropy` of every layer's weights."""
+    """(rows, header): `normalized_entropy` of every layer's weights, over all tokens and at [CLS].
+    values: {tokens: those of `arrange`}"""
     rows = []
-    for (label, *_), weights in zip(targets, values.unbind(1), strict=True):
-        rows.append([label, *(None if s.isnan().all() else normalized_entropy(s) for s in weights)])
-    return rows, ["entropy", *(title.removeprefix("layer ") for title in slot_names(slots))]
+    for y, (label, *_) in enumerate(targets):
+        for tokens, title in SHOWN.items():
+            of_layers = values[tokens][:, y]
+            entropies = (None if s.isnan().all() else normalized_entropy(s) for s in of_layers)
+            rows.append([label, title, *entropies])
+    titles = [title.removeprefix("layer ") for title in slot_names(slots)]
+    return rows, ["entropy", "tokens", *titles]
 
 
 def arrange(found):
-    """(slots, columns, values [slots, targets, columns]) of what `mean_weights` returns of each
-    target: NaN where an adapter is not in a layer of the target. The targets' own adapters come
-    first and in the order of the rows, so they lie on the diagonal."""
+    """(slots, columns, {tokens: values [slots, targets, columns]}) of what `mean_weights` returns
+    of each target: NaN where an adapter is not in a layer of the target. The targets' own adapters
+    come first and in the order of the rows, so they lie on the diagonal."""
     available = [name for names, _, _ in found for name in names]
     own = [task for _, _, task in found if task in available]
     columns = list(dict.fromkeys([*own, *available]))
-    slots = sorted({slot for _, weights, _ in found for slot in weights})
-    values = torch.full((len(slots), len(found), len(columns)), torch.nan, dtype=torch.float64)
-    for y, (names, weights, _) in enumerate(found):
-        for slot, s in weights.items():
-            values[slots.index(slot), y, [columns.index(name) for name in names]] = s
+    slots = sorted({slot for _, weights, _ in found for slot in weights["all"]})
+    shape, values = (len(slots), len(found), len(columns)), {}
+    for tokens in found[0][1]:
+        values[tokens] = torch.full(shape, torch.nan, dtype=torch.float64)
+        for y, (names, weights, _) in enumerate(found):
+            for slot, s in weights[tokens].items():
+                values[tokens][slots.index(slot), y, [columns.index(name) for name in names]] = s
     return slots, columns, values
 
 
@@ -267,11 +294,14 @@ def main(argv=None):
     out.mkdir(parents=True, exist_ok=True)
     draw(values, slots, [label for label, *_ in targets], columns, out)
     rows = [
-        [runs[y], tasks[y], slots[x][0] + 1, slots[x][1], *values[x, y].tolist()]
-        for y, x in (~values.isnan().all(2)).T.nonzero().tolist()
+        [runs[y], tasks[y], slots[x][0] + 1, slots[x][1], tokens, *values[tokens][x, y].tolist()]
+        for y, x in (~values["all"].isnan().all(2)).T.nonzero().tolist()
+        for tokens in SHOWN
     ]
-    write_csv(out / "weights.csv", ["run", "target", "layer", "location", *columns], rows)
-    tables = strengths_table(targets, columns, values), entropy_table(targets, slots, values)
+    header = ["run", "target", "layer", "location", "tokens", *columns]
+    write_csv(out / "weights.csv", header, rows)
+    strengths = strengths_table(targets, columns, values["read"])
+    tables = strengths, entropy_table(targets, slots, values)
     text = "\n\n".join("\n".join(table(*one)) for one in tables) + f"\n\n{LEGEND}\n"
     print(text)
     print(write_text(out / "summary.txt", text).parent)

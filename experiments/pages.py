@@ -1,6 +1,6 @@
-"""The tables of docs/results.md and README.md, from the files in results/.
+"""The tables of docs/results.md, docs/silent.md and README.md, from the files in results/.
 
-    print(table("mini"))  # what follows <!-- table: mini --> in docs/results.md
+    print(table("mini"))  # what follows <!-- table: mini --> on a page
 
 A table without a function of its own here is its file, results/NAME.csv, as it is.
 """
@@ -138,8 +138,29 @@ def composition_epochs():
         yield [str(seed), side, *(f"{value:.1f}" for value in [values.max(), *values])]
 
 
+VARIANTS = {
+    "fusion": "as it is, like the library's",
+    "query_f": "the query is f",
+    "random_v": "V starts from N(0, 1e-6) beside its diagonal",
+    "random_v_larger": "V starts from N(0, 0.01) beside its diagonal",
+    "without_last": "without the last layer",
+    "pruned": "the same, taken out after training",
+    "mean": "the head reads the mean over the tokens",
+    "without_last_mean": "the same, without the last layer",
+}
+
+
+def text_or_library():
+    rows = pandas.read_csv(RESULTS / "text_or_library.csv")
+    yield ["fusion", "by seed", "mean", "development set, by seed", "mean"]
+    for variant, name in VARIANTS.items():
+        of = 100 * rows[rows["variant"] == variant][["test_accuracy", "accuracy"]]
+        by_seed = [", ".join(map("{:.1f}".format, of[column])) for column in of]
+        yield [name, by_seed[0], of["test_accuracy"].mean(), by_seed[1], of["accuracy"].mean()]
+
+
 TABLES = readme, low_resource, mini, mini_counts, search, prune
-TABLES += composition_2, composition_3, composition_sizes, composition_epochs
+TABLES += composition_2, composition_3, composition_sizes, composition_epochs, text_or_library
 MADE = {made.__name__: made for made in TABLES}
 
 

@@ -66,7 +66,7 @@ def check(options, bert, head, names):
 def weights_by_layer(bert, examples):
     """{layer: [N]}: the mean fusion weights, summed over the locations of a layer with two."""
     result = {}
-    for (layer, _), s in average(bert, inputs_of(bert, examples)).items():
+    for (layer, _), s in average(bert, inputs_of(bert, examples))["all"].items():
         result[layer] = result.get(layer, 0) + s.nan_to_num(-1.0)  # -1: not in this layer
     return result
 

@@ -15,7 +15,7 @@ from formats.files import read_json, write_json
 
 
 @pytest.fixture(scope="module")
-def fused(runs, launch, tmp_path_factory):
+def fused(runs, loud_fusion, launch, tmp_path_factory):
     """Four fusion runs: rte over three adapters; sst2 over two, of which one is not in layer 2; rte
     over one at both locations of a layer; pick, which has three candidates."""
     out = tmp_path_factory.mktemp("figure4")
@@ -28,38 +28,46 @@ def fused(runs, launch, tmp_path_factory):
         ("pick", runs / "rte", runs / "pick"),
     ):
         launch(f"{fusion} --task {task}", adapters=adapters, out=out / task)
-    return [runs / "fusion-rte", out / "sst2", out / "rte", out / "pick"]
+    return [loud_fusion, out / "sst2", out / "rte", out / "pick"]
 
 
-def test_files(fused, data_dir, tmp_path):
-    """The weights are the means of what load_run shows of each token, padding not included."""
-    out, single = tmp_path / "out", fused[0].parent / "rte"
+def test_files(fused, runs, data_dir, tmp_path):
+    """The weights are the means of what load_run shows of each token, padding not included, and of
+    each [CLS]; which adapter is the strongest follows from what is read."""
+    out, single = tmp_path / "out", runs / "rte"
     words = cli("--device cpu", out=out, baseline=[single, *fused])
     fusion_weights.main([*map(str, fused), *words])
     written = {path.name for path in out.iterdir()}
-    assert written == {"figure4.png", "figure6.png", "weights.csv", "summary.txt"}
+    figures = {f"figure{n}{tokens}.png" for n in (4, 6) for tokens in ("", "_cls")}
+    assert written == {*figures, "weights.csv", "summary.txt"}
     with open(out / "weights.csv", newline="") as file:
         rows = list(csv.DictReader(file))
-    assert list(rows[0])[4:] == ["rte", "sst2", "pick"]  # the targets' own, in their order
-    found = {(row["run"], row["layer"], row["location"]): row for row in rows}
-    assert found[str(fused[1]), "2", "output"]["rte"] == ""  # not in this layer
-    for run in fused:
+    assert list(rows[0])[5:] == ["rte", "sst2", "pick"]  # the targets' own, in their order
+    found = {(row["run"], row["layer"], row["location"], row["tokens"]): row for row in rows}
+    assert found[str(fused[1]), "2", "output", "cls"]["rte"] == ""  # not in this layer
+    summary = (out / "summary.txt").read_text().splitlines()
+    for run, line in zip(fused, summary[1:], strict=False):
         model = load_run(run)
         examples = read_lines(data_dir / model.task.name / "validation.jsonl")
         seen = [example["weights"] for example in model.fusion_weights(examples)]
+        read = []  # of the last layer [CLS] alone
         for location, layer in itertools.product(seen[0], (0, 1)):
-            row = found.pop((str(run), str(layer + 1), location))
-            mean = torch.cat([weights[location][layer] for weights in seen]).mean(0)
-            for name, weight in zip(model.adapters, mean.tolist(), strict=True):
-                assert float(row[name] or 0) == pytest.approx(weight, abs=1e-5)
+            every = [weights[location][layer] for weights in seen]  # [T, N] each
+            means = {
+                "all": torch.cat(every).mean(0),
+                "cls": torch.stack([s[0] for s in every]).mean(0),
+            }
+            read.append(means["cls" if layer else "all"])
+            for tokens, mean in means.items():
+                row = found.pop((str(run), str(layer + 1), location, tokens))
+                for name, weight in zip(model.adapters, mean.tolist(), strict=True):
+                    assert float(row[name] or 0) == pytest.approx(weight, abs=1e-5)
+        assert f" {torch.stack(read).mean(0).max().item():.2f} " in line
     assert not found
 
     ours, theirs = (read_json(run / "metrics.json")["accuracy"] for run in (fused[0], single))
     numbers = f"{100 * ours:.2f} {100 * theirs:.2f} {100 * (ours - theirs):+.2f}"
-    summary = (out / "summary.txt").read_text().splitlines()
-    assert any(
-        "fusion-rte" in line and " ".join(line.split()).endswith(numbers) for line in summary
-    )
+    assert any("(fusion)" in line and " ".join(line.split()).endswith(numbers) for line in summary)
 
 
 def test_the_tables_of_section_6():
@@ -73,21 +81,24 @@ def test_the_tables_of_section_6():
         ["mnli", "mnli", *map(pytest.approx, (0.85, 0.85, 0.5)), "2 of 2", 80, None, None],
         ["cb (2)", "mnli", 1, None, 1, None, None, None, None],
     ]
-    rows, _ = fusion_weights.entropy_table(targets, slots, values)
-    assert rows[0] == ["cb", pytest.approx(0.469, abs=1e-3), pytest.approx(1)]
-    assert rows[2] == ["cb (2)", None, 0]
+    both = {"all": values, "cls": values.flip(2)[:, [1, 0, 2]]}
+    rows, _ = fusion_weights.entropy_table(targets, slots, both)
+    assert rows[0] == ["cb", "all tokens", pytest.approx(0.469, abs=1e-3), pytest.approx(1)]
+    assert rows[3][1:] == ["[CLS] alone", pytest.approx(0.469, abs=1e-3), pytest.approx(1)]
+    assert rows[4] == ["cb (2)", "all tokens", None, 0]
     assert fusion_weights.figure_4_layers(12) == {0, 6, 8, 11}
 
 
-def test_both_figures_have_one_scale(tmp_path, monkeypatch):
-    """Also where the largest weight is in a layer that Figure 4 leaves out."""
+def test_all_figures_have_one_scale(tmp_path, monkeypatch):
+    """Also where the largest weight is at [CLS], in a layer that Figure 4 leaves out."""
     drawn, slots = [], [(layer, "output") for layer in range(6)]
     monkeypatch.setattr(fusion_weights, "save_figure", lambda figure, path: drawn.append(figure))
     values = torch.tensor([[0.5, 0.5]] * 6, dtype=torch.float64).unsqueeze(1)
-    values[1] = torch.tensor([0.85, 0.15])
-    fusion_weights.draw(values, slots, ["cb"], ["cb", "mnli"], tmp_path)
+    both = {"all": values, "cls": values.clone()}
+    both["cls"][1] = torch.tensor([0.85, 0.15])
+    fusion_weights.draw(both, slots, ["cb"], ["cb", "mnli"], tmp_path)
     scales = [{of.images[0].get_clim() for of in figure.axes if of.images} for figure in drawn]
-    assert scales == [{(0, 0.9)}, {(0, 0.9)}]
+    assert scales == [{(0, 0.9)}] * 4
     titles = [of.get_title() for of in drawn[0].axes if of.images]
     assert titles == ["layer 1", "layer 4", "layer 5", "layer 6"]
 

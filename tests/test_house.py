@@ -6,6 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 # rooms and the five files: each may import itself and those before it
 ORDER = "formats runtime data bert adapter fusion variants train experiments examples".split()
+ORDER.append("results")  # the studies' own programs
 FILES = [path.relative_to(ROOT) for path in [*ROOT.glob("*.py"), *ROOT.glob("[!.]*/*.py")]]
 FILES = [path for path in FILES if path.parent.name not in ("tests", "docs")]
 TESTS = [path.stem for path in (ROOT / "tests").glob("*.py")]

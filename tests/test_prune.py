@@ -29,7 +29,7 @@ def best_adapters(run, keep, leave_out):
     """{layer: the names of the adapters with the largest weights on the training set}, by hand"""
     names, result = run.adapters, {}
     inputs = fusion_weights.inputs_of(run.bert, run.split("train"))
-    weights = fusion_weights.average(run.bert, inputs)
+    weights = fusion_weights.average(run.bert, inputs)["all"]
     for layer in (0, 1):
         s = sum(s for (i, _), s in weights.items() if i == layer)
         best = s.argsort(descending=True)[: keep or len(names)]
