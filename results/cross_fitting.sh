@@ -1,6 +1,6 @@
 #!/bin/sh
 # The runs of cross_fitting.csv: cross-fitting on the target of two skills, in the directory of composition.sh, whose
-# data and sources they take. The same command again goes on where it was stopped.
+# data and sources they take; so far the file has seed 0 alone. The same command again goes on where it was stopped.
 export OMP_NUM_THREADS=1
 common="--task both --model minilm --data-dir runs/two --limit-train 240 --max-length 40 --batch-size 16 --device cpu --dtype float32 --resume"
 sources="runs/composition-2/runs/source-match runs/composition-2/runs/source-order"
