@@ -809,7 +809,7 @@ tabulate([*rows, ["of each example's [CLS], mean", *each.mean(0).tolist()]], ["e
 # Here, of the last layer's numbers only those at `[CLS]` are about something that is read. And a mean
 # is spread out, too, where every example has chosen, but not all the same: then the third row is
 # lower than the second. In that row the last layer is the least spread out of all: where it is read,
-# it decides most firmly. So it is with every seed ([results.md](results.md#5-the-demo)), and if the
+# it decides most firmly. So it is with every seed ([results.md](results.md#the-demo)), and if the
 # paper's mean is one over all tokens, and its head reads `[CLS]`, the paper's observation is mostly
 # about tokens that nothing reads.
 #

@@ -12,8 +12,9 @@ import pandas
 
 from experiments import composition
 from experiments.architecture_search import TITLES, label
-from experiments.report import markdown
+from experiments.report import markdown, with_deviation
 from experiments.tables import SYSTEMS, title
+from runtime.seeds import mean_and_deviation
 
 RESULTS = Path(__file__).parent.parent / "results"
 
@@ -24,10 +25,25 @@ def read(name):
 
 
 def readme():
-    targets = read("low_resource_table1").set_index("task")
-    yield ["target", *targets.index]
-    for system, name in (("st_a_16", "single adapter"), ("fusion_st_a", "fusion")):
-        yield [name, *targets[f"{system}_mean"]]
+    """The demo's."""
+    yield ["accuracy in %, four classes", "seed 0", "seed 1", "seed 2", "mean ± deviation"]
+    for _, row in read("demo").iterrows():
+        seeds = row[["seed 0", "seed 1", "seed 2"]]
+        yield [row["system"], *seeds, f"{row['mean']} ± {row['deviation']}"]
+
+
+def readme_composed():
+    """What there is to say of which adapters to fuse."""
+    systems, accuracies = (
+        composed_systems("both"),
+        composition.by_seed(composition_rows("both", 240)),
+    )
+    yield ["240 examples, five seeds", "accuracy in %", "the fusion's lead: mean", "least"]
+    names = "own head_on_order full fusion mean fusion_with_own multitask".split()
+    for name in names:
+        values = with_deviation(*mean_and_deviation(accuracies[name].values()))
+        lead = composition.gain(accuracies, "fusion", name) if name != "fusion" else (None, None)
+        yield [systems[name].title, values, *lead]
 
 
 def low_resource():
@@ -120,13 +136,13 @@ def composition_3():
 
 
 def composition_sizes():
-    """Means over the seeds that all sizes have."""
-    rows = composition_rows("both").query("seed < 3")
-    means = rows.pivot_table(index="system", columns="train_examples", values="accuracy")
-    yield ["mean of seeds 0, 1, 2", *(f"{size} examples" for size in means)]
+    """Of the seed that all sizes have."""
+    rows = composition_rows("both").query("seed == 0")
+    of_size = rows.pivot(index="system", columns="train_examples", values="accuracy")
+    yield ["seed 0", *(f"{size} examples" for size in of_size)]
     for name, system in composed_systems("both").items():
-        if name in means.index and means.loc[name].notna().all():
-            yield [system.title, *(100 * means.loc[name])]
+        if name in of_size.index and of_size.loc[name].notna().all():
+            yield [system.title, *(f"{100 * value:.1f}" for value in of_size.loc[name])]
 
 
 def composition_epochs():
@@ -159,7 +175,7 @@ def text_or_library():
         yield [name, by_seed[0], of["test_accuracy"].mean(), by_seed[1], of["accuracy"].mean()]
 
 
-TABLES = readme, low_resource, mini, mini_counts, search, prune
+TABLES = readme, readme_composed, low_resource, mini, mini_counts, search, prune
 TABLES += composition_2, composition_3, composition_sizes, composition_epochs, text_or_library
 MADE = {made.__name__: made for made in TABLES}
 

@@ -18,7 +18,7 @@ python -m experiments.skills --out runs/two
 python -m experiments.skills --skills match order spelling --out runs/three
 
 # three skills
-study composition-3 10 --target all --sources match order spelling --data-dir runs/three --train-examples 480 --seeds 0 1 2 \
+study composition-3 10 --target all --sources match order spelling --data-dir runs/three --train-examples 480 --seeds 0 1 \
     --systems own head_on_match head_on_order head_on_spelling fusion fusion_with_own
 
 # two skills, all systems; the third is the irrelevant source
@@ -27,7 +27,7 @@ study composition-2 10 --target both --sources match order --irrelevant runs/com
 
 # fewer and more examples, about as many steps
 for size in '120 20' '960 5' '60 40'; do
-    study "composition-${size% *}" "${size#* }" --target both --train-examples "${size% *}" --data-dir runs/two --seeds 0 1 2 \
+    study "composition-${size% *}" "${size#* }" --target both --train-examples "${size% *}" --data-dir runs/two --seeds 0 \
         --sources runs/composition-2/runs/source-match runs/composition-2/runs/source-order \
         --systems own head_on_source-order fusion
 done
