@@ -183,7 +183,8 @@ class Run:
             f"{r.train_examples:,} training and {r.dev_examples:,} development examples, "
             f"{r.steps_per_epoch:,} steps an epoch; run directory {self.out}"
         )
-        self.say(*messages(r.loaded_adapters))
+        for line in messages(r.loaded_adapters):
+            self.say(line)
 
     def check_same_run(self):
         """Raises ValueError if the interrupted run in --out is another command's. A fork's program
