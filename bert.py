@@ -56,7 +56,7 @@ class BertConfig:
     @classmethod
     def from_json(cls, path, values):
         """The configuration that a file holds; its other fields are ignored. Raises ValueError,
-        naming the field, for one with which nothing can be computed."""
+        naming the field, for a value that the encoder cannot have."""
         known = [field.name for field in fields(cls)]
         config = cls(**{name: values[name] for name in known if name in values})
         check_config(path, config, ACTIVATIONS)
@@ -302,6 +302,8 @@ class Bert(nn.Module):
 
 
 class Roberta(Bert):
+    """BERT, but for the positions."""
+
     config_class = RobertaConfig
 
     def positions(self, input_ids):

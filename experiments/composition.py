@@ -307,6 +307,17 @@ def weights_of(study, results):
     return pd.DataFrame(rows, columns=columns)
 
 
+def dots(axes, systems, names, rows):
+    """A line of dots for each of the names, a dot for each seed; fusions in another colour."""
+    for y, name in enumerate(names):
+        values = 100 * rows.loc[rows["system"] == name, "accuracy"]
+        colour = "tab:orange" if len(systems[name].adapters) > 1 else "tab:blue"
+        axes.plot(values, [y] * len(values), "o", color=colour, alpha=0.5)
+        axes.plot(values.mean(), y, "|", color="black", markersize=14)
+    axes.set_xlabel("accuracy, %")
+    axes.grid(axis="x", alpha=0.3)
+
+
 def figure(path, study, rows):
     """Accuracies of the systems, a dot for each seed; a panel for each size of training set."""
     sizes = sorted(rows["train_examples"].unique())
@@ -314,14 +325,8 @@ def figure(path, study, rows):
     size = (3 + 3.2 * len(sizes), 1.2 + 0.3 * len(names))
     shape, panels = report.subplots(1, len(sizes), size, sharey=True, squeeze=False)
     for axes, count in zip(panels.flat, sizes, strict=True):
-        for y, name in enumerate(names):
-            here = rows[(rows["system"] == name) & (rows["train_examples"] == count)]
-            values = 100 * here["accuracy"]
-            colour = "tab:orange" if len(study.systems[name].adapters) > 1 else "tab:blue"
-            axes.plot(values, [y] * len(values), "o", color=colour, alpha=0.5)
-            axes.plot(values.mean(), y, "|", color="black", markersize=14)
-        axes.set(title=f"{count} training examples", xlabel="accuracy, %")
-        axes.grid(axis="x", alpha=0.3)
+        dots(axes, study.systems, names, rows[rows["train_examples"] == count])
+        axes.set_title(f"{count} training examples")
     panels.flat[0].set_yticks(range(len(names)), [study.systems[name].title for name in names])
     report.save_figure(shape, path)
 

@@ -134,8 +134,8 @@ def read_encoder_config(path):
 
 
 def check_config(path, config, activations):
-    """Raises ValueError, naming the field, for a configuration with which nothing can be computed.
-    config: a dataclass of its fields, those of type int are sizes."""
+    """Raises ValueError, naming the field, for a value that an encoder cannot have. config: a
+    dataclass of its fields, those of type int are sizes."""
 
     def require(valid, name, what):
         if not valid:

@@ -10,7 +10,7 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from experiments import pages, report
+from experiments import composition, pages, report
 
 HERE = Path(__file__).parent
 LINES = {
@@ -29,20 +29,15 @@ def collect(directories, name):
     return rows
 
 
-def dots(axes, target, size):
+def panel(axes, target, size):
     systems = pages.composed_systems(target)
     rows = pages.composition_rows(target, size)
     names = [name for name in systems if name in set(rows["system"])]
     names.sort(key=lambda name: rows.loc[rows["system"] == name, "accuracy"].mean())
-    for y, name in enumerate(names):
-        values = 100 * rows.loc[rows["system"] == name, "accuracy"]
-        colour = "tab:orange" if len(systems[name].adapters) > 1 else "tab:blue"
-        axes.plot(values, [y] * len(values), "o", color=colour, alpha=0.5)
-        axes.plot(values.mean(), y, "|", color="black", markersize=12)
+    composition.dots(axes, systems, names, rows)
     axes.set_yticks(range(len(names)), [systems[name].title for name in names], fontsize=8)
     skills = {"both": "two skills", "all": "three skills"}[target]
-    axes.set(title=f"{skills}, {size} examples", xlabel="accuracy, %")
-    axes.grid(axis="x", alpha=0.3)
+    axes.set_title(f"{skills}, {size} examples")
 
 
 def by_size(axes):
@@ -80,9 +75,9 @@ def main(runs):
     weights.to_csv(HERE / "composition_weights.csv", index=False, float_format="%.4f")
     epochs(runs).to_csv(HERE / "composition_epochs.csv", index=False)
     figure, (left, middle, right) = report.subplots(1, 3, (15, 4.5))
-    dots(left, "both", 240)
+    panel(left, "both", 240)
     by_size(middle)
-    dots(right, "all", 480)
+    panel(right, "all", 480)
     report.save_figure(figure, HERE / "composition.png")
 
 
