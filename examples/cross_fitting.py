@@ -11,6 +11,9 @@ trained on what the lower ones have seen (Wolpert, Stacked generalization, 1992)
 own adapters here, each trained on one half. A step of Ψ has examples of one half, and the adapter
 that has seen them is masked (the cross-fitting of Chernozhukov et al., 2018): Ψ is trained on all
 examples, and never on what an adapter has seen. In evaluation both adapters are there.
+
+With --half, a fusion, too, is trained on one half. An own adapter of the other half then does no
+harm either, and Ψ has half as many examples.
 """
 
 import sys
@@ -33,15 +36,20 @@ from runtime.directory import check_out, is_finished
 from runtime.processes import choose_device
 from runtime.run import open_run
 from runtime.seen import NOTABLE, hashes_of, share_seen
-from runtime.settings import same_option
+from runtime.settings import option, same_option
+from train import finished_result
 from variants.masking import mask
 
 
 @dataclass(frozen=True)
 class Settings(train.Settings):
     stage: str = same_option(train.Settings, "stage", choices=["adapter", "fusion"])
-    half: int | None = train.of_adapter(
-        None, "of the training examples", choices=[0, 1], needed_by=("adapter",), group="halves"
+    half: int | None = option(
+        None,
+        "train on this half of the examples only; default, for a fusion, on both as described",
+        choices=[0, 1],
+        needed_by=("adapter",),
+        group="halves",
     )
 
 
@@ -85,7 +93,7 @@ def train_by_halves(settings):
     """As train.train. What differs is marked with ##."""
     settings = settings.with_defaults()
     if settings.resume and is_finished(settings.out):
-        return train.finished_result(settings)
+        return finished_result(settings)
     check_out(settings)
 
     device, dtype = choose_device(settings.device, settings.dtype)
@@ -95,7 +103,7 @@ def train_by_halves(settings):
     bert = model.bert
     settings = settings.for_task(task, bert.config)
     train_set, dev_set = train.load_data(settings, task, bert)
-    if settings.stage == "adapter":  ##
+    if settings.half is not None:  ##
         train_set = train_set.select(np.flatnonzero(halves_of(train_set) == settings.half))
     lengths, halves = train_set.with_format("numpy")["length"][:], halves_of(train_set)
     steps = len(batches_by_half(lengths, halves, settings.batch_size, seed=0))  ##
@@ -106,7 +114,9 @@ def train_by_halves(settings):
     record = record.with_training(
         train.trained_parts(model), trainable, steps, {task.name: (train_set, dev_set)}, device
     )
-    own = own_adapters(record.loaded_adapters, train_set) if settings.stage == "fusion" else []  ##
+    own = []  ##
+    if settings.stage == "fusion" and settings.half is None:  ##
+        own = own_adapters(record.loaded_adapters, train_set)
 
     state = train.TrainState(loss=torch.zeros((), device=device))
     save_best = partial(train.save, settings.out, task.name, model, state, trainable)

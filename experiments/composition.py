@@ -23,12 +23,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
+import torch
 
 import train
 from experiments import grid, report
 from experiments.fusion_weights import average, inputs_of
 from experiments.load_run import as_trained, load_run
 from formats.files import file_digest, read_json, write_json
+from fusion import fusions
 from runtime.command import run_command
 from runtime.record import read_record
 from runtime.seeds import mean_and_deviation
@@ -69,8 +71,9 @@ def is_adapter(source):
 class System(NamedTuple):
     title: str
     stage: str
-    adapters: tuple = ()  # that it takes: "own", the target's, or labels of sources
+    adapters: tuple = ()  # that it takes: labels of sources, or systems such as "own"
     words: tuple = ()  # more options of its stage
+    program: str = "train"
 
 
 def systems(options):
@@ -96,6 +99,23 @@ def systems(options):
         "fusion": System("fusion of the sources", "fusion", names),
         "fusion_with_own": System("fusion of the sources and own", "fusion", [*names, "own"]),
         "fusion_of_own": System("fusion of own alone", "fusion", ["own"]),
+    }
+    program = "examples.cross_fitting"
+    on_half = [{"words": ["--half", str(n)], "program": program} for n in (0, 1)]
+    for n in (0, 1):
+        found[f"own_half_{n}"] = System(f"own adapter of half {n}", "adapter", **on_half[n])
+    own = "own_half_0", "own_half_1"
+    found |= {
+        "fusion_half": System("fusion of the sources, on half 1", "fusion", names, **on_half[1]),
+        "fusion_half_with_own": System(
+            "fusion with own of half 0, on half 1", "fusion", [*names, own[0]], **on_half[1]
+        ),
+        "cross": System(
+            "cross-fitting: the sources and own of each half",
+            "fusion",
+            [*names, *own],
+            program=program,
+        ),
     }
     for left_out in names if len(names) > 1 else []:
         others = [name for name in names if name != left_out]
@@ -126,7 +146,7 @@ class Study:
         self.target_size = grid.train_examples([options.target], options.data_dir)[options.target]
         self.adapters = {}  # {label of a source: (directory, cells that it needs)}
         for source in filter(None, [*options.sources, options.irrelevant]):
-            if label_of(source) in (*self.adapters, "own", options.target):
+            if label_of(source) in (*self.adapters, *self.systems, options.target):
                 raise ValueError(f"two adapters would be called {label_of(source)!r}")
             self.adapters[label_of(source)] = source, ()
             if not is_adapter(source):
@@ -138,11 +158,11 @@ class Study:
                     self.places[system, size, seed] = self.of_system(system, size, seed)
 
     def of_system(self, system, size, seed):
-        _, stage, adapters, words = self.systems[system]
+        _, stage, adapters, words, program = self.systems[system]
         options, model, needs, given = self.options, None, [], []
         for adapter in adapters:
-            if adapter == "own":
-                own = self.of_system("own", size, seed)
+            if adapter in self.systems:
+                own = self.of_system(adapter, size, seed)
                 directory, needed = str(self.cells[own].out), [own]
             else:
                 directory, needed = self.adapters[adapter]
@@ -163,7 +183,7 @@ class Study:
             epochs = str(self.fusion_epochs())
             last = ["--epochs", epochs, "--patience", epochs]
         name = "-".join(map(str, filter(None, [system, size]))) + f"-{seed}"
-        self.cells[name] = grid.cell(options, name, stage, words, seed, model, needs, last)
+        self.cells[name] = grid.cell(options, name, stage, words, seed, model, needs, last, program)
         return name
 
     def add(self, name, stage, source, needs=(), model=None):
@@ -188,20 +208,38 @@ class Study:
 # Results
 
 
-def test_accuracy(study, name):
-    """Of a run on the training examples that it was not given; it is kept in OUT/tests."""
-    run, path = study.cells[name].out, study.options.out / "tests" / f"{name}.json"
-    made = {"metrics": file_digest(run / "metrics.json")}
-    if not path.is_file() or (found := read_json(path))["metrics"] != made["metrics"]:
-        loaded = load_run(run, task=study.options.target)
-        device = "cpu" if loaded.record.device == "cpu" else "cuda"
-        model, examples = as_trained(loaded, device), loaded.left_over()
-        scores = train.evaluate(model, loaded.task, examples, loaded.eval_batch_size)
-        found = {**made, "accuracy": scores["accuracy"], "examples": len(examples)}
-        path.parent.mkdir(exist_ok=True)
-        write_json(path, found)
-        print(f"{name}: {100 * found['accuracy']:.2f} % of {len(examples)} others", flush=True)
-    return found["accuracy"]
+def measured(study, name):
+    """{"test_accuracy", "test_examples", "adapters", "weights"} of a run: with --test its accuracy
+    on the training examples that it was not given, and of a fusion the names of its adapters and
+    their weights on the development set, {tokens: [[layer, location, [N]]]}. They are computed
+    once, and kept in OUT/measured."""
+    run, path = study.cells[name].out, study.options.out / "measured" / f"{name}.json"
+    made = {"metrics": file_digest(run / "metrics.json"), "test": study.options.test}
+    if path.is_file() and (found := read_json(path)).items() >= made.items():
+        return found
+    loaded, found = load_run(run, task=study.options.target), made
+    device = "cpu" if loaded.record.device == "cpu" else "cuda"
+    model = as_trained(loaded, device)
+    if fusions(model.bert):
+        inputs = inputs_of(model.bert, loaded.split(), name)
+        with torch.autocast(device, torch.bfloat16, enabled=model.dtype == torch.bfloat16):
+            means = average(model.bert, inputs, ("all", "cls"))
+        found["adapters"] = loaded.adapters
+        found["weights"] = {
+            tokens: [[*place, weights.tolist()] for place, weights in sorted(of.items())]
+            for tokens, of in means.items()
+        }
+    if study.options.test:
+        examples = loaded.left_over()
+        labels, predicted, _ = train.predictions(
+            model, loaded.task, examples, loaded.eval_batch_size
+        )
+        found["test_accuracy"] = loaded.task.scores["accuracy"](labels, predicted)
+        found["test_examples"] = len(examples)
+        print(f"{name}: {100 * found['test_accuracy']:.2f} % of {len(examples)} others", flush=True)
+    path.parent.mkdir(exist_ok=True)
+    write_json(path, found)
+    return found
 
 
 def rows_of(study, results):
@@ -211,7 +249,9 @@ def rows_of(study, results):
         if name not in results:
             continue
         result, record = results[name], read_record(study.cells[name].out)
-        tested = {"test_accuracy": test_accuracy(study, name)} if study.options.test else {}
+        test = {}
+        if study.options.test:
+            test = {"test_accuracy": measured(study, name)["test_accuracy"]}
         rows.append(
             {
                 "target": target,
@@ -219,7 +259,7 @@ def rows_of(study, results):
                 "system": system,
                 "seed": seed,
                 "accuracy": grid.accuracy(result, target),
-                **tested,
+                **test,
                 "best_epoch": result["best_epoch"],
                 "epochs": record.options["epochs"],
                 "lr": record.options["lr"],
@@ -296,13 +336,11 @@ def weights_of(study, results):
     for (system, size, seed), name in study.places.items():
         if name not in results or study.systems[system].stage != "fusion":
             continue
-        run = load_run(study.cells[name].out)
-        found = average(run.bert, inputs_of(run.bert, run.split(), name), ("all", "cls"))
-        for where, of_layers in found.items():
-            for (layer, location), weights in sorted(of_layers.items()):
+        found = measured(study, name)
+        for where, of_layers in found["weights"].items():
+            for layer, location, weights in of_layers:
                 place = [system, size or study.target_size, seed, layer + 1, location, where]
-                pairs = zip(run.adapters, weights.tolist(), strict=True)
-                rows += [[*place, *pair] for pair in pairs]
+                rows += [[*place, *pair] for pair in zip(found["adapters"], weights, strict=True)]
     columns = "system train_examples seed layer location tokens adapter weight".split()
     return pd.DataFrame(rows, columns=columns)
 

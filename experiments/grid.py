@@ -10,6 +10,7 @@ for a finished run by its `finished_result`, for any other by --resume.
 
 import contextlib
 import functools
+import importlib
 import os
 import shlex
 import signal
@@ -108,7 +109,7 @@ def train_examples(tasks, data_dir):
 @dataclass(frozen=True)
 class Cell:
     """command: the arguments of the program; needs: names of the cells whose directories it reads;
-    program: train, or multitask."""
+    program: the module train, or one with a loop of its own, such as multitask."""
 
     name: str
     out: Path
@@ -131,10 +132,11 @@ class Cell:
         return [*([str(ROOT / "train.py")] if self.program is train else module), *self.command]
 
 
-def cell(options, name, stage, words, seed, model=None, needs=(), last=()):
-    """words: what this cell has ahead of the options of its stage; last: what it has after them"""
+def cell(options, name, stage, words, seed, model=None, needs=(), last=(), program="train"):
+    """words: what this cell has ahead of the options of its stage; last: what it has after them;
+    program: the module that trains it"""
     out, given = options.out / "runs" / name, stages_words(options)
-    program = multitask if stage == "multitask" else train
+    program = multitask if stage == "multitask" else importlib.import_module(program)
     first = [] if program is multitask else ["--stage", stage]
     first += ["--import", options.imports] if options.imports else []
     command = [*first, *words, "--model", model or options.model, "--seed", str(seed)]
@@ -273,7 +275,8 @@ def settle(cell, status, options, results, failed):
     text = cell.log.read_text(encoding="utf-8", errors="replace").rpartition("\n$ ")[2]
     lines = text.strip().split("\n")
     # torchrun says more below
-    own = [line for line in lines if line.startswith(("train.py: ", "multitask: "))]
+    name = cell.program.__name__.split(".")[-1]
+    own = [line for line in lines if line.startswith((f"{name}.py: ", f"{name}: "))]
     reason = f"{(own or lines)[-1]} (status {status})"
     try:
         if result := result_of(cell, options):

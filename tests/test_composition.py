@@ -47,15 +47,18 @@ def test_every_control_beside_the_fusion(runs, encoder, data_dir, tmp_path, caps
 
     rows = pd.read_csv(out / "composition.csv")
     names = "head own own_same_epochs full head_on_sst2 head_on_pick mean mean_with_own fusion "
-    names += "fusion_with_own fusion_of_own fusion_without_sst2 fusion_without_pick"
-    assert [*dict.fromkeys(rows["system"])] == names.split() and len(rows) == 2 * 13
+    names += "fusion_with_own fusion_of_own own_half_0 own_half_1 fusion_half fusion_half_with_own "
+    names += "cross fusion_without_sst2 fusion_without_pick"
+    assert [*dict.fromkeys(rows["system"])] == names.split() and len(rows) == 2 * 18
     for row in rows.itertuples():
         run = out / "runs" / f"{row.system}-48-{row.seed}"
         config = read_json(run / "config.json")
         assert row.accuracy == read_json(run / "metrics.json")["accuracy"]
         assert config["limit_train"] == row.train_examples == 48 and config["seed"] == row.seed
+        assert (config["train_examples"] < 48) == ("half" in row.system)
         if row.system.startswith(("fusion", "mean")):
-            fused = {"own": f"own-48-{row.seed}", "sst2": "source-sst2"}.values()
+            own = {"fusion_half_with_own": "own_half_0"}.get(row.system, "own")
+            fused = [f"{own}-48-{row.seed}", "source-sst2"]
             fused = [str(out / "runs" / name) for name in fused] + [str(runs / "pick")]
             assert {*config["sources"]} <= {*fused}
             assert config["fusion"] == ("mean" if "mean" in row.system else "attention")
@@ -68,7 +71,7 @@ def test_every_control_beside_the_fusion(runs, encoder, data_dir, tmp_path, caps
             assert f"{values} {mean} {gain.mean():.2f} {gain.min():.2f}" in printed
     weights = pd.read_csv(out / "weights.csv")
     sums = weights.groupby(["system", "seed", "layer", "location", "tokens"])["weight"].sum()
-    assert len(sums) == 7 * 2 * 2 * 2 and (sums - 1).abs().max() < 1e-3
+    assert len(sums) == 10 * 2 * 2 * 2 and (sums - 1).abs().max() < 1e-3
     assert (out / "composition.png").stat().st_size > 5000
 
 

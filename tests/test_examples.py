@@ -1,6 +1,7 @@
 """examples/: LoRA beside the reference library, the page's forks, runs as a user makes them."""
 
 import hashlib
+import importlib
 import io
 import json
 import math
@@ -28,6 +29,7 @@ from data import Classification
 from examples import cross_fitting, mpnet
 from examples.sts_b import Regression, pearson
 from experiments import evaluate, predict, prune, publish
+from experiments.fusion_weights import average, inputs_of
 from experiments.load_run import load_run
 from formats.files import write_json
 from reference import FIELDS, ask_peer, needs_peer
@@ -186,6 +188,20 @@ def test_cross_fitting(steps, encoder, data_dir, runs, at_step, refused, tmp_pat
         words = command(f"--stage {text}", "wrong", adapters)
         refused(words, message, main=cross_fitting.main)
     assert not (tmp_path / "wrong").exists()
+
+
+def test_weights_by_epoch(launch, runs, tmp_path, monkeypatch):
+    """The last epoch's are those of the saved run, where it is the best one."""
+    monkeypatch.setattr(train, "evaluate", train.evaluate)  # which is put back
+    importlib.import_module("results.weights_by_epoch")
+    out, adapters = tmp_path / "run", [runs / "sst2", runs / "rte"]
+    launch("--stage fusion --task rte --epochs 1", *cli(adapters=adapters), out=out)
+    (line,) = (json.loads(line) for line in (out / "log.jsonl").read_text().splitlines())
+    run = load_run(out)
+    for key, tokens in (("weights", "all"), ("weights_cls", "cls")):
+        layers = average(run.bert, inputs_of(run.bert, run.split()), (tokens,))[tokens].values()
+        expected = torch.stack([*layers]).mean(0).tolist()
+        assert line[key] == pytest.approx(dict(zip(["sst2", "rte"], expected, strict=True)))
 
 
 def test_every_stage_on_mpnet(launch, refused, tmp_path):
