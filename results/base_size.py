@@ -1,6 +1,6 @@
-"""The runs of results/base_size.sh as rows in base_size.csv, epoch by epoch in base_size_epochs.csv, and base_size.png.
+"""The runs of results/base_size.sh as rows in base_size*.csv, and base_size.png.
 
-python results/base_size.py runs/base
+    python results/base_size.py runs/base
 
 Rows of other runs, such as another machine's, stay in the files.
 """
