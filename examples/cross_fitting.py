@@ -52,6 +52,12 @@ class Settings(train.Settings):
         group="halves",
     )
 
+    def with_defaults(self):
+        settings = super().with_defaults()
+        if self.out is None and self.half is not None:
+            settings = replace(settings, out=Path(f"{settings.out}-half-{self.half}"))
+        return settings
+
 
 def halves_of(train_set):
     """0 or 1 for each example, by its texts and label: the same in every draw, and for copies."""
@@ -105,6 +111,8 @@ def train_by_halves(settings):
     train_set, dev_set = train.load_data(settings, task, bert)
     if settings.half is not None:  ##
         train_set = train_set.select(np.flatnonzero(halves_of(train_set) == settings.half))
+        if not len(train_set):
+            raise ValueError(f"no training example is in half {settings.half}: they are too few")
     lengths, halves = train_set.with_format("numpy")["length"][:], halves_of(train_set)
     steps = len(batches_by_half(lengths, halves, settings.batch_size, seed=0))  ##
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -347,11 +347,12 @@ def weights_of(study, results):
 
 def dots(axes, systems, names, rows):
     """A line of dots for each of the names, a dot for each seed; fusions in another colour."""
+    accuracies = by_seed(rows)
     for y, name in enumerate(names):
-        values = 100 * rows.loc[rows["system"] == name, "accuracy"]
+        values = [*accuracies.get(name, {}).values()]
         colour = "tab:orange" if len(systems[name].adapters) > 1 else "tab:blue"
         axes.plot(values, [y] * len(values), "o", color=colour, alpha=0.5)
-        axes.plot(values.mean(), y, "|", color="black", markersize=14)
+        axes.plot(mean_and_deviation(values)[0], y, "|", color="black", markersize=14)
     axes.set_xlabel("accuracy, %")
     axes.grid(axis="x", alpha=0.3)
 

@@ -119,18 +119,23 @@ def inputs_of(bert, examples, description="fusion weights"):
 
 
 def mean_weights(directory, data_dir=None, model=None, device="cpu", allow_other_encoder=False):
-    """(names of the N adapters, {tokens: `average`'s weights}, task) of a fusion run on its
-    development set. tokens: those SHOWN, and "read": all, but in the last layer [CLS] alone where
-    the head reads no other."""
+    """(names of the N adapters, weights as `average_read` gives them, task) of a fusion run on its
+    development set."""
     run = load_run(directory, device, model, allow_other_encoder=allow_other_encoder)
     check_fusion(directory, "have fusion weights")
     inputs = inputs_of(run.bert, run.split(data_dir=data_dir), str(directory))
-    found = average(run.bert, inputs, SHOWN)
+    return run.adapters, average_read(run.bert, run.head, inputs), run.task.name
+
+
+def average_read(bert, head, inputs):
+    """`average` over the tokens SHOWN, and over those that are "read": all of them, but in the last
+    layer [CLS] alone where the head reads no other."""
+    found = average(bert, inputs, SHOWN)
     found["read"] = dict(found["all"])
-    if vars(type(run.head)).get("cls_only", False):  # as train.Model asks
-        last = len(run.bert.layers) - 1
+    if vars(type(head)).get("cls_only", False):  # as train.Model asks
+        last = len(bert.layers) - 1
         found["read"] |= {slot: s for slot, s in found["cls"].items() if slot[0] == last}
-    return run.adapters, found, run.task.name
+    return found
 
 
 def normalized_entropy(weights):

@@ -5,8 +5,9 @@ layers (AdapterDrop, section 8.2).
     python -m experiments.prune runs/fusion-rte --keep 8 --leave-out 1 2 12 --out ...
 
 In every layer the K adapters stay that have the largest mean fusion weight on the target's training
-set. Q, K and V stay as they were; nothing is trained again. To help you choose K, the accuracy on
-the development set is printed for every K, and written to prune.csv. Layers are counted from 1.
+set, in the last layer at [CLS] where the head reads no other token. Q, K and V stay as they were;
+nothing is trained again. To help you choose K, the accuracy on the development set is printed for
+every K, and written to prune.csv. Layers are counted from 1.
 
 OUT is a run as train.py writes it, in AdapterHub's files. An adapter's `leave_out` names the layers
 in which it was pruned; an adapter that was pruned in all layers is gone.
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from adapter import read_saved_config, save_adapter
 from bert import activate
-from experiments.fusion_weights import average, inputs_of
+from experiments.fusion_weights import average_read, inputs_of
 from experiments.load_run import Reading, as_trained, check_fusion, load_run, unknown_kind
 from experiments.report import write_csv
 from formats.adapterhub import digest
@@ -63,10 +64,10 @@ def check(options, bert, head, names):
         )
 
 
-def weights_by_layer(bert, examples):
+def weights_by_layer(bert, head, examples):
     """{layer: [N]}: the mean fusion weights, summed over the locations of a layer with two."""
     result = {}
-    for (layer, _), s in average(bert, inputs_of(bert, examples))["all"].items():
+    for (layer, _), s in average_read(bert, head, inputs_of(bert, examples))["read"].items():
         result[layer] = result.get(layer, 0) + s.nan_to_num(-1.0)  # -1: not in this layer
     return result
 
@@ -133,7 +134,7 @@ def main(argv=None):
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as directory:  # fails before the long work
         print(f"{run}: mean fusion weights on {len(seen)} training examples", flush=True)
-        weights = weights_by_layer(bert.to(device), seen)
+        weights = weights_by_layer(bert.to(device), loaded.head, seen)
         print(f"accuracy on {len(split)} development examples, by adapters in a layer", flush=True)
         scores = {}
         for k in range(len(names), 0, -1):

@@ -39,6 +39,16 @@ def check_encoder(source, directory, values, model, digest, allow=False):
     refuse_or_note(problem, allow)
 
 
+def check_weights(directory):
+    """Raises ValueError if the files of a run's adapter are not those with which the run ended."""
+    run, record = record_around(directory)
+    if record is not None:
+        inside = Path(directory).absolute().relative_to(run)
+        record.check_files(
+            run, {(inside / name).as_posix() for name in (ADAPTER.config, *ADAPTER.weights)}
+        )
+
+
 def refuse_or_note(problem, allow):
     if not allow:
         raise ValueError(f"{problem}: --allow-other-encoder takes it all the same")
@@ -61,6 +71,7 @@ def resolve_adapters(sources, encoder, model, digest, allow_other_encoder=False)
         if same:
             raise ValueError(f"two adapters are called {name!r}: {same[0]} and {directory}")
         check_encoder(source, directory, values, model, digest, allow_other_encoder)
+        check_weights(directory)
         found[name] = directory
     return found
 

@@ -149,11 +149,13 @@ class Record:
         digests = {path.relative_to(directory).as_posix(): file_digest(path) for path in found}
         return replace(self, saved_files=dict(sorted(digests.items())))
 
-    def check_files(self, directory):
+    def check_files(self, directory, names=None):
         """Raises ValueError if one of `saved_files`, which runs of earlier versions did not record,
-        was exchanged, changed or removed."""
+        was exchanged, changed or removed. names: default all"""
         for name, sha256 in (self.saved_files or {}).items():
             path = Path(directory) / name
+            if names is not None and name not in names:
+                continue
             if not path.is_file() or file_digest(path) != sha256:
                 problem = "is gone, or is not the file with which the run has ended"
                 raise ValueError(f"{path} {problem}: restore it, or train again with --overwrite")

@@ -276,13 +276,16 @@ add("no [CLS]", "", ["model", "adds 0 tokens"], put("model/tokenizer.json", whol
 
 # Adapters and fusions
 FILE = "runs/rte/adapter.safetensors"
-add("adapter: NaN", FUSE, [FILE, "not finite"], with_nan(FILE, "adapter_down.0.weight"))
+RECORDED = "runs/rte/config.json"
+change = [with_nan(FILE, "adapter_down.0.weight"), edit(RECORDED, saved_files=None)]
+add("adapter: NaN", FUSE, [FILE, "not finite"], *change)
 for run, file in (("rte", "model_head"), ("fusion-rte", "model_adapter_fusion")):
     path = f"runs/{run}/{file}.safetensors"
     change = [with_nan(path, "weight"), edit(f"runs/{run}/config.json", saved_files=None)]
     add(f"{file}: NaN", f"runs/{run}", "not finite", *change, command="evaluate")
 say, twice = "is not the file with which the run has ended", tensors(FILE, lambda _, t: 2 * t)
 add("exchanged weights", "runs/rte", [FILE, say], twice, command="evaluate")
+add("exchanged weights, fused", FUSE, [FILE, say], twice)
 gone = Path("runs/rte/head_config.json").unlink
 add("a file is gone", "runs/rte", ["head_config.json is gone", say], gone, command="evaluate")
 

@@ -26,12 +26,13 @@ def whole(loud_fusion, launch, tmp_path_factory):
 
 
 def best_adapters(run, keep, leave_out):
-    """{layer: the names of the adapters with the largest weights on the training set}, by hand"""
+    """{layer: the names of the adapters with the largest weights on the training set}, by hand; of
+    the last layer the head reads [CLS] alone"""
     names, result = run.adapters, {}
     inputs = fusion_weights.inputs_of(run.bert, run.split("train"))
-    weights = fusion_weights.average(run.bert, inputs)["all"]
-    for layer in (0, 1):
-        s = sum(s for (i, _), s in weights.items() if i == layer)
+    weights = fusion_weights.average(run.bert, inputs, ("all", "cls"))
+    for layer, tokens in enumerate(("all", "cls")):
+        s = sum(s for (i, _), s in weights[tokens].items() if i == layer)
         best = s.argsort(descending=True)[: keep or len(names)]
         result[layer] = set() if layer + 1 in leave_out else {names[n] for n in best}
     return result
