@@ -745,7 +745,7 @@ figure, panels = plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constra
 for axes, (title, values) in zip(panels, gains.items(), strict=True):
     colours = ["C0" if value and value > 0 else "C1" for value in values]
     bars = axes.barh(names, [value or 0 for value in values], color=colours)
-    labels = ["" if v is None else f"{v:+.1f}" for v in values]  # None: not measured
+    labels = ["" if v is None else f"{v:+.2f}" for v in values]  # None: not measured
     axes.bar_label(bars, labels, padding=2, fontsize=7)
     axes.axvline(0, color="0.3", linewidth=0.8)
     axes.margins(x=0.15)
