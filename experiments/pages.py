@@ -17,6 +17,7 @@ from experiments.tables import SYSTEMS, title
 from runtime.seeds import mean_and_deviation
 
 RESULTS = Path(__file__).parent.parent / "results"
+PAPER = Path(__file__).parent / "paper_results.csv"
 
 
 def read(name):
@@ -33,29 +34,24 @@ def readme():
 
 
 def readme_composed():
-    """What there is to say of which adapters to fuse."""
-    systems, accuracies = (
-        composed_systems("both"),
-        composition.by_seed(composition_rows("both", 240)),
-    )
-    yield ["240 examples, five seeds", "accuracy in %", "the fusion's lead: mean", "least"]
-    names = "own head_on_order full fusion mean fusion_with_own multitask".split()
-    for name in names:
-        values = with_deviation(*mean_and_deviation(accuracies[name].values()))
-        lead = composition.gain(accuracies, "fusion", name) if name != "fusion" else (None, None)
-        yield [systems[name].title, values, *lead]
-
-
-def low_resource():
-    yield ["target", "head", "single adapter", "fusion", "gain (the paper's)"]
-    for _, row in read("low_resource_table1").iterrows():
-        systems = ("head", "st_a_16", "fusion_st_a")
-        cells = [" ± ".join(filter(None, (row[f"{s}_mean"], row[f"{s}_std"]))) for s in systems]
-        ours, papers = (
-            float(row[f"fusion_st_a_{of}"]) - float(row[f"st_a_16_{of}"])
-            for of in ("mean", "paper")
-        )
-        yield [row["task"], *cells, f"{ours:+.2f} ({papers:+.2f})"]
+    """Which adapters to fuse: on the target of two skills, and on two tasks of the paper."""
+    papers = pandas.read_csv(PAPER).query("encoder == 'bert-base-uncased'").set_index("task")
+    found = [composition_rows("both", 240), base_rows("rte", 400), base_rows("mrpc", 400)]
+    found = [composition.by_seed(with_best_head(rows)) for rows in found]
+    yield ["accuracy in %", "two skills, 240", "RTE, 400", "MRPC, 400", "the paper's RTE, MRPC"]
+    titles = {name: system.title for name, system in composed_systems("both").items()}
+    titles["best_head"] = "new head on the best source"
+    same = {"own": "st_a_16", "full": "full", "fusion_with_own": "fusion_st_a"}
+    names = "own full best_head fusion fusion_with_own fusion_half fusion_half_with_own cross mean"
+    for name in names.split():
+        cells = [
+            with_deviation(*mean_and_deviation(of[name].values())) if name in of else "–"
+            for of in found
+        ]
+        theirs = "–"
+        if name in same:
+            theirs = ", ".join(f"{papers.loc[task, same[name]]:.2f}" for task in ("rte", "mrpc"))
+        yield [titles[name], *cells, theirs]
 
 
 def mini():
@@ -127,6 +123,56 @@ def composed(target, size):
     yield from rows
 
 
+# what the systems of the study on an encoder of BERT-base's size are called in its file
+BASE_NAMES = {
+    "fusion": "fusion_without",
+    "fusion_with_own": "fusion_with",
+    "fusion_half_with_own": "fusion_half",
+    "fusion_half": "fusion_half_control",
+}
+
+
+def base_systems():
+    """{name: System} of the study on an encoder of BERT-base's size"""
+    sources = "mnli", "qqp", "sst2", "scitail"
+    return composition.systems(composition.Options(target="rte", sources=sources))
+
+
+def base_rows(target, size):
+    """In the order of the systems, under the names that experiments.composition gives them."""
+    rows = pandas.read_csv(RESULTS / "base_size.csv")
+    rows = rows[(rows["target"] == target) & (rows["train_examples"] == size)]
+    rows = rows.replace({"system": {name: system for system, name in BASE_NAMES.items()}})
+    order = [*base_systems()]
+    rows = rows.sort_values("seed").sort_values(
+        "system", key=lambda names: names.map(order.index), kind="stable"
+    )
+    return rows.dropna(axis="columns", how="all")
+
+
+def with_best_head(rows):
+    """The rows and those of best_head: with each seed, of the new heads the one with the best
+    accuracy on the development set."""
+    heads = rows[rows["system"].str.startswith("head_on_")]
+    best = heads.loc[heads.groupby("seed")["accuracy"].idxmax()]
+    return pandas.concat([rows, best.assign(system="best_head")])
+
+
+def of_base_size(target, size):
+    study = SimpleNamespace(systems=base_systems())
+    rows, header = composition.table(study, base_rows(target, size))
+    yield header
+    yield from rows
+
+
+def base_size_rte():
+    return of_base_size("rte", 400)
+
+
+def base_size_mrpc():
+    return of_base_size("mrpc", 400)
+
+
 def composition_2():
     return composed("both", 240)
 
@@ -175,7 +221,7 @@ def text_or_library():
         yield [name, by_seed[0], of["test_accuracy"].mean(), by_seed[1], of["accuracy"].mean()]
 
 
-TABLES = readme, readme_composed, low_resource, mini, mini_counts, search, prune
+TABLES = readme, readme_composed, base_size_rte, base_size_mrpc, mini, mini_counts, search, prune
 TABLES += composition_2, composition_3, composition_sizes, composition_epochs, text_or_library
 MADE = {made.__name__: made for made in TABLES}
 

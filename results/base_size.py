@@ -12,18 +12,11 @@ import pandas as pd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from experiments import report
+from experiments import pages, report
 from formats.files import read_json
 
 HERE = Path(__file__).parent
 KEY = ["target", "train_examples", "system", "seed"]
-# what is fused beside the sources: nothing, the own adapter, that of half of the examples
-NAMES = {
-    "fusion": "fusion_without",
-    "fusion_with_own": "fusion_with",
-    "fusion_half_with_own": "fusion_half",
-    "fusion_half": "fusion_half_control",
-}
 SHOWN = {
     "fusion_without": ("without the own adapter", "tab:orange"),
     "fusion_with": ("with it", "tab:blue"),
@@ -99,7 +92,7 @@ def main(base):
     for path in sorted(base.glob("*/composition.csv")):
         rows = pd.read_csv(path)
         rows["run"] = rows["system"]
-        rows["system"] = rows["system"].replace(NAMES)
+        rows["system"] = rows["system"].replace(pages.BASE_NAMES)
         by_epoch += epochs(path.parent, rows)
         found.append(rows.drop(columns="run"))
     merged("base_size.csv", pd.concat(found), KEY)
