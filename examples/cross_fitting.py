@@ -12,8 +12,8 @@ own adapters here, each trained on one half. A step of Ψ has examples of one ha
 that has seen them is masked (the cross-fitting of Chernozhukov et al., 2018): Ψ is trained on all
 examples, and never on what an adapter has seen. In evaluation both adapters are there.
 
-With --half, a fusion, too, is trained on one half. An own adapter of the other half then does no
-harm either, and Ψ has half as many examples.
+A fusion can take --half, too: Ψ is then trained on that half, and given the own adapter of the
+other. Nothing has to be masked, but Ψ sees only half of the examples.
 """
 
 import sys
@@ -37,7 +37,7 @@ from runtime.processes import choose_device
 from runtime.run import open_run
 from runtime.seen import NOTABLE, hashes_of, share_seen
 from runtime.settings import option, same_option
-from train import finished_result
+from train import finished_result  # also what experiments.grid asks this module for
 from variants.masking import mask
 
 
@@ -46,17 +46,19 @@ class Settings(train.Settings):
     stage: str = same_option(train.Settings, "stage", choices=["adapter", "fusion"])
     half: int | None = option(
         None,
-        "train on this half of the examples only; default, for a fusion, on both as described",
+        "train on this half only; default, for a fusion: on both, and a batch of either half "
+        "masks the adapter that has seen it",
         choices=[0, 1],
         needed_by=("adapter",),
         group="halves",
     )
 
     def with_defaults(self):
-        settings = super().with_defaults()
-        if self.out is None and self.half is not None:
-            settings = replace(settings, out=Path(f"{settings.out}-half-{self.half}"))
-        return settings
+        if self.out is not None or self.half is None:
+            return super().with_defaults()
+        prefix = "" if self.stage == "adapter" else f"{self.stage}-"
+        out = Path(f"runs/{prefix}{self.task}-half-{self.half}")
+        return replace(self, out=out).with_defaults()
 
 
 def halves_of(train_set):
@@ -112,7 +114,7 @@ def train_by_halves(settings):
     if settings.half is not None:  ##
         train_set = train_set.select(np.flatnonzero(halves_of(train_set) == settings.half))
         if not len(train_set):
-            raise ValueError(f"no training example is in half {settings.half}: they are too few")
+            raise ValueError(f"half {settings.half} of the training examples is empty")
     lengths, halves = train_set.with_format("numpy")["length"][:], halves_of(train_set)
     steps = len(batches_by_half(lengths, halves, settings.batch_size, seed=0))  ##
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -133,7 +135,7 @@ def train_by_halves(settings):
             copy_adapters(adapter_dirs, settings.out / "adapters", bert.config)
         run.start(state, trainable, optimizer)
         if own:  ##
-            run.say(f"note: {' and '.join(own)} are masked where they were trained")
+            run.say(f"note: {' and '.join(own)} are masked in the batches that they have seen")
         ddp_model = run.distribute(model)
         while state.epoch <= settings.epochs and (
             state.epoch - state.best_epoch <= settings.patience

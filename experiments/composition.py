@@ -17,17 +17,17 @@ every run is also asked for the training examples that --train-examples has left
 nothing was chosen; the tables then show these.
 """
 
+import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
-import torch
 
 import train
 from experiments import grid, report
-from experiments.fusion_weights import average, inputs_of
+from experiments.fusion_weights import average_of
 from experiments.load_run import as_trained, load_run
 from formats.files import file_digest, read_json, write_json
 from fusion import fusions
@@ -58,6 +58,10 @@ class Options(grid.Options):
     multitask_options: str = grid.stage_options("multitask")
 
 
+OWN = "own", "own_half_0", "own_half_1"  # the systems whose adapters are fused
+CROSS_FITTING = "examples.cross_fitting"
+
+
 def label_of(source):
     """What a source is called: its task, or the last part of its path or hub id."""
     return Path(source).name
@@ -71,7 +75,7 @@ def is_adapter(source):
 class System(NamedTuple):
     title: str
     stage: str
-    adapters: tuple = ()  # that it takes: labels of sources, or systems such as "own"
+    adapters: tuple = ()  # that it takes: labels of sources, or names in OWN
     words: tuple = ()  # more options of its stage
     program: str = "train"
 
@@ -100,22 +104,19 @@ def systems(options):
         "fusion_with_own": System("fusion of the sources and own", "fusion", [*names, "own"]),
         "fusion_of_own": System("fusion of own alone", "fusion", ["own"]),
     }
-    program = "examples.cross_fitting"
-    on_half = [{"words": ["--half", str(n)], "program": program} for n in (0, 1)]
-    for n in (0, 1):
-        found[f"own_half_{n}"] = System(f"own adapter of half {n}", "adapter", **on_half[n])
-    own = "own_half_0", "own_half_1"
+
+    def on_half(n, title, stage, adapters=()):
+        return System(title, stage, adapters, ["--half", str(n)], CROSS_FITTING)
+
+    control = "fusion of the sources, Ψ trained on half 1"
+    with_half = "fusion of the sources and own of half 0, Ψ trained on half 1"
+    cross = "cross-fitting: sources and the own adapters of both halves"
     found |= {
-        "fusion_half": System("fusion of the sources, on half 1", "fusion", names, **on_half[1]),
-        "fusion_half_with_own": System(
-            "fusion with own of half 0, on half 1", "fusion", [*names, own[0]], **on_half[1]
-        ),
-        "cross": System(
-            "cross-fitting: the sources and own of each half",
-            "fusion",
-            [*names, *own],
-            program=program,
-        ),
+        "own_half_0": on_half(0, "own adapter, trained on half 0", "adapter"),
+        "own_half_1": on_half(1, "own adapter, trained on half 1", "adapter"),
+        "fusion_half_control": on_half(1, control, "fusion", names),
+        "fusion_half": on_half(1, with_half, "fusion", [*names, "own_half_0"]),
+        "cross": System(cross, "fusion", [*names, *OWN[1:]], program=CROSS_FITTING),
     }
     for left_out in names if len(names) > 1 else []:
         others = [name for name in names if name != left_out]
@@ -144,9 +145,14 @@ class Study:
             known = ", ".join(self.systems)
             raise ValueError(f"--systems {unknown[0]!r:.50}: there are {known}")
         self.target_size = grid.train_examples([options.target], options.data_dir)[options.target]
+        if options.test and max(options.train_examples, default=math.inf) >= self.target_size:
+            raise ValueError(
+                f"--test needs --train-examples below {self.target_size}: nothing is left over"
+            )
         self.adapters = {}  # {label of a source: (directory, cells that it needs)}
         for source in filter(None, [*options.sources, options.irrelevant]):
-            if label_of(source) in (*self.adapters, *self.systems, options.target):
+            of_target = [options.target, *(f"{options.target}-half-{n}" for n in (0, 1))]
+            if label_of(source) in (*self.adapters, *OWN, *of_target):
                 raise ValueError(f"two adapters would be called {label_of(source)!r}")
             self.adapters[label_of(source)] = source, ()
             if not is_adapter(source):
@@ -161,7 +167,7 @@ class Study:
         _, stage, adapters, words, program = self.systems[system]
         options, model, needs, given = self.options, None, [], []
         for adapter in adapters:
-            if adapter in self.systems:
+            if adapter in OWN:
                 own = self.of_system(adapter, size, seed)
                 directory, needed = str(self.cells[own].out), [own]
             else:
@@ -209,31 +215,32 @@ class Study:
 
 
 def measured(study, name):
-    """{"test_accuracy", "test_examples", "adapters", "weights"} of a run: with --test its accuracy
-    on the training examples that it was not given, and of a fusion the names of its adapters and
-    their weights on the development set, {tokens: [[layer, location, [N]]]}. They are computed
-    once, and kept in OUT/measured."""
+    """
+    What is computed once for a finished run, and kept in OUT/measured: of a fusion the names of its
+    "adapters", and their "weights" on the development set, {tokens: [[layer, location, [N]]]}; with
+    --test the "test_accuracy" on the training examples that the run was not given, and the number
+    of these "test_examples".
+    """
     run, path = study.cells[name].out, study.options.out / "measured" / f"{name}.json"
-    made = {"metrics": file_digest(run / "metrics.json"), "test": study.options.test}
-    if path.is_file() and (found := read_json(path)).items() >= made.items():
+    found, made_from = {}, file_digest(run / "metrics.json")
+    if path.is_file():
+        found = read_json(path)
+    test = study.options.test
+    if found.get("metrics") == made_from and (not test or "test_accuracy" in found):
         return found
-    loaded, found = load_run(run, task=study.options.target), made
-    device = "cpu" if loaded.record.device == "cpu" else "cuda"
-    model = as_trained(loaded, device)
+    loaded, found = load_run(run, task=study.options.target), {"metrics": made_from}
+    model = as_trained(loaded, "cpu" if loaded.record.device == "cpu" else "auto")
     if fusions(model.bert):
-        inputs = inputs_of(model.bert, loaded.split(), name)
-        with torch.autocast(device, torch.bfloat16, enabled=model.dtype == torch.bfloat16):
-            means = average(model.bert, inputs, ("all", "cls"))
+        weights = average_of(model, loaded.split(), ("all", "cls"), name)
         found["adapters"] = loaded.adapters
         found["weights"] = {
-            tokens: [[*place, weights.tolist()] for place, weights in sorted(of.items())]
-            for tokens, of in means.items()
+            tokens: [[*place, s.tolist()] for place, s in sorted(of.items())]
+            for tokens, of in weights.items()
         }
-    if study.options.test:
-        examples = loaded.left_over()
-        labels, predicted, _ = train.predictions(
-            model, loaded.task, examples, loaded.eval_batch_size
-        )
+    if test:
+        examples, size = loaded.left_over(), loaded.eval_batch_size
+        # not train.evaluate, which --import may have replaced
+        labels, predicted, _ = train.predictions(model, loaded.task, examples, size)
         found["test_accuracy"] = loaded.task.scores["accuracy"](labels, predicted)
         found["test_examples"] = len(examples)
         print(f"{name}: {100 * found['test_accuracy']:.2f} % of {len(examples)} others", flush=True)
@@ -249,9 +256,7 @@ def rows_of(study, results):
         if name not in results:
             continue
         result, record = results[name], read_record(study.cells[name].out)
-        test = {}
-        if study.options.test:
-            test = {"test_accuracy": measured(study, name)["test_accuracy"]}
+        of_run = measured(study, name) if study.options.test else {}
         rows.append(
             {
                 "target": target,
@@ -259,7 +264,7 @@ def rows_of(study, results):
                 "system": system,
                 "seed": seed,
                 "accuracy": grid.accuracy(result, target),
-                **test,
+                **{key: of_run[key] for key in ("test_accuracy",) if key in of_run},
                 "best_epoch": result["best_epoch"],
                 "epochs": record.options["epochs"],
                 "lr": record.options["lr"],
@@ -352,7 +357,8 @@ def dots(axes, systems, names, rows):
         values = [*accuracies.get(name, {}).values()]
         colour = "tab:orange" if len(systems[name].adapters) > 1 else "tab:blue"
         axes.plot(values, [y] * len(values), "o", color=colour, alpha=0.5)
-        axes.plot(mean_and_deviation(values)[0], y, "|", color="black", markersize=14)
+        if values:  # none where no run of this size has ended
+            axes.plot(mean_and_deviation(values)[0], y, "|", color="black", markersize=14)
     axes.set_xlabel("accuracy, %")
     axes.grid(axis="x", alpha=0.3)
 

@@ -118,6 +118,13 @@ def inputs_of(bert, examples, description="fusion weights"):
             yield inputs
 
 
+def average_of(model, examples, tokens=("all",), description="fusion weights"):
+    """`average` of a Model on a split, in the precision in which it computes."""
+    bert, use_bf16 = model.bert, model.dtype == torch.bfloat16
+    with torch.autocast(bert.device.type, torch.bfloat16, enabled=use_bf16):
+        return average(bert, inputs_of(bert, examples, description), tokens)
+
+
 def mean_weights(directory, data_dir=None, model=None, device="cpu", allow_other_encoder=False):
     """(names of the N adapters, weights as `average_read` gives them, task) of a fusion run on its
     development set."""
@@ -128,11 +135,11 @@ def mean_weights(directory, data_dir=None, model=None, device="cpu", allow_other
 
 
 def average_read(bert, head, inputs):
-    """`average` over the tokens SHOWN, and over those that are "read": all of them, but in the last
-    layer [CLS] alone where the head reads no other."""
+    """{tokens: `average`} of those SHOWN, and as "read" of those that reach the head: all of them,
+    but in the last layer [CLS] alone where the head reads no other."""
     found = average(bert, inputs, SHOWN)
     found["read"] = dict(found["all"])
-    if vars(type(head)).get("cls_only", False):  # as train.Model asks
+    if vars(type(head)).get("cls_only", False):  # the same test as in train.Model.forward
         last = len(bert.layers) - 1
         found["read"] |= {slot: s for slot, s in found["cls"].items() if slot[0] == last}
     return found

@@ -1,11 +1,12 @@
-"""Runs a grid of train.py commands, its cells, for tables and architecture_search.
+"""Runs a grid of train.py commands, its cells, for tables, architecture_search and composition.
 
 OUT/runs/NAME       a cell's run directory: a finished run is not run again, any other is continued
 OUT/logs/NAME.txt   what train.py printed
 
-A cell on several tasks, of the stage "multitask", is a run of experiments/multitask.py. Only the
-program decides whether a run was made by today's command, from today's data, encoder and adapters:
-for a finished run by its `finished_result`, for any other by --resume.
+A cell on several tasks, of the stage "multitask", is a run of experiments/multitask.py, and a cell
+may be of a fork with a loop of its own. Only the program decides whether a run was made by today's
+command, from today's data, encoder and adapters: for a finished run by its `finished_result`, for
+any other by --resume.
 """
 
 import contextlib
@@ -132,11 +133,11 @@ class Cell:
         return [*([str(ROOT / "train.py")] if self.program is train else module), *self.command]
 
 
-def cell(options, name, stage, words, seed, model=None, needs=(), last=(), program="train"):
+def cell(options, name, stage, words, seed, model=None, needs=(), last=(), module="train"):
     """words: what this cell has ahead of the options of its stage; last: what it has after them;
-    program: the module that trains it"""
+    module: the name of the program"""
     out, given = options.out / "runs" / name, stages_words(options)
-    program = multitask if stage == "multitask" else importlib.import_module(program)
+    program = multitask if stage == "multitask" else importlib.import_module(module)
     first = [] if program is multitask else ["--stage", stage]
     first += ["--import", options.imports] if options.imports else []
     command = [*first, *words, "--model", model or options.model, "--seed", str(seed)]
@@ -274,8 +275,8 @@ def settle(cell, status, options, results, failed):
     """Puts a cell that has ended among the results or the failed ones. Returns which, in words."""
     text = cell.log.read_text(encoding="utf-8", errors="replace").rpartition("\n$ ")[2]
     lines = text.strip().split("\n")
-    # torchrun says more below
     name = cell.program.__name__.split(".")[-1]
+    # torchrun says more below
     own = [line for line in lines if line.startswith((f"{name}.py: ", f"{name}: "))]
     reason = f"{(own or lines)[-1]} (status {status})"
     try:

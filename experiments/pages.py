@@ -42,7 +42,7 @@ def readme_composed():
     titles = {name: system.title for name, system in composed_systems("both").items()}
     titles["best_head"] = "new head on the best source"
     same = {"own": "st_a_16", "full": "full", "fusion_with_own": "fusion_st_a"}
-    names = "own full best_head fusion fusion_with_own fusion_half fusion_half_with_own cross mean"
+    names = "own full best_head fusion fusion_with_own fusion_half fusion_half_control cross mean"
     for name in names.split():
         cells = [
             with_deviation(*mean_and_deviation(of[name].values())) if name in of else "–"
@@ -123,13 +123,7 @@ def composed(target, size):
     yield from rows
 
 
-# what the systems of the study on an encoder of BERT-base's size are called in its file
-BASE_NAMES = {
-    "fusion": "fusion_without",
-    "fusion_with_own": "fusion_with",
-    "fusion_half_with_own": "fusion_half",
-    "fusion_half": "fusion_half_control",
-}
+FUSION_OF_SOURCES = "fusion_without_own"  # what base_size.csv calls composition's "fusion"
 
 
 def base_systems():
@@ -142,7 +136,7 @@ def base_rows(target, size):
     """In the order of the systems, under the names that experiments.composition gives them."""
     rows = pandas.read_csv(RESULTS / "base_size.csv")
     rows = rows[(rows["target"] == target) & (rows["train_examples"] == size)]
-    rows = rows.replace({"system": {name: system for system, name in BASE_NAMES.items()}})
+    rows = rows.replace({"system": {FUSION_OF_SOURCES: "fusion"}})
     order = [*base_systems()]
     rows = rows.sort_values("seed").sort_values(
         "system", key=lambda names: names.map(order.index), kind="stable"

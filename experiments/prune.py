@@ -4,10 +4,10 @@ layers (AdapterDrop, section 8.2).
     python -m experiments.prune runs/fusion-rte --keep 8 --out runs/fusion-rte-8
     python -m experiments.prune runs/fusion-rte --keep 8 --leave-out 1 2 12 --out ...
 
-In every layer the K adapters stay that have the largest mean fusion weight on the target's training
-set, in the last layer at [CLS] where the head reads no other token. Q, K and V stay as they were;
-nothing is trained again. To help you choose K, the accuracy on the development set is printed for
-every K, and written to prune.csv. Layers are counted from 1.
+Each layer keeps the K adapters with the largest mean fusion weight on the target's training set,
+over all tokens, but in the last layer over [CLS] alone if the head reads no other. Q, K and V stay
+as they were; nothing is trained again. To help you choose K, the accuracy on the development set is
+printed for every K, and written to prune.csv. Layers are counted from 1.
 
 OUT is a run as train.py writes it, in AdapterHub's files. An adapter's `leave_out` names the layers
 in which it was pruned; an adapter that was pruned in all layers is gone.

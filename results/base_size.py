@@ -17,19 +17,22 @@ from formats.files import read_json
 
 HERE = Path(__file__).parent
 KEY = ["target", "train_examples", "system", "seed"]
+RUN = ["target", "train_examples", "system", "seed"]
 SHOWN = {
-    "fusion_without": ("without the own adapter", "tab:orange"),
-    "fusion_with": ("with it", "tab:blue"),
-    "fusion_half": ("with that of one half, on the other", "tab:green"),
+    "fusion_without_own": ("without the own adapter", "tab:orange"),
+    "fusion_with_own": ("with the own adapter", "tab:blue"),
+    "fusion_half": ("with that of one half, Ψ trained on the other", "tab:green"),
 }
 
 
-def merged(name, rows, key):
-    """The rows in the place of those of the same key in the file, which is written."""
+def merged(name, rows, run=RUN):
+    """Replaces the rows of the same runs in the file, writes it, and returns all of them."""
     path = HERE / name
     if path.is_file():
-        rows = pd.concat([pd.read_csv(path), rows]).drop_duplicates(key, keep="last")
-    rows = rows.sort_values(key, kind="stable")
+        before = pd.read_csv(path)
+        same = before[run].apply(tuple, axis=1).isin(rows[run].apply(tuple, axis=1))
+        rows = pd.concat([before[~same], rows])
+    rows = rows.sort_values(run, kind="stable")
     rows.to_csv(path, index=False)
     return rows
 
@@ -37,34 +40,32 @@ def merged(name, rows, key):
 def epochs(study, rows):
     """A row for each epoch of each fusion of a study."""
     for _, row in rows[rows["system"].str.contains("fusion|cross|mean")].iterrows():
-        run = study / "runs" / f"{row['run']}-{row['train_examples']}-{row['seed']}"
-        own = [row["target"], f"{row['target']}-half-0", f"{row['target']}-half-1"]
-        for line in pd.read_json(run / "log.jsonl", lines=True).to_dict("records"):
-            of_own = {
-                f"own_{tokens}": sum(line[tokens].get(name, 0) for name in own)
-                for tokens in ("weights", "weights_cls")
+        run = study / "runs" / f"{row['system']}-{row['train_examples']}-{row['seed']}"
+        own = [row["target"], *(f"{row['target']}-half-{n}" for n in (0, 1))]
+        for logged in pd.read_json(run / "log.jsonl", lines=True).to_dict("records"):
+            yield {
+                **row[RUN],
+                "epoch": logged["epoch"],
+                "loss": logged["loss"],
+                "accuracy": logged["dev_accuracy"],
+                "own_weight": sum(logged["weights"].get(name, 0) for name in own),
+                "own_weight_cls": sum(logged["weights_cls"].get(name, 0) for name in own),
             }
-            values = {
-                "epoch": line["epoch"],
-                "loss": line["loss"],
-                "accuracy": line["dev_accuracy"],
-            }
-            yield {**row[KEY], **values, **of_own}
 
 
 def draw(rows):
-    settings = [*rows.groupby(KEY[:2]).groups]
+    settings = [*rows.groupby(RUN[:2]).groups]
     columns = {
         "accuracy": "development accuracy, %",
         "loss": "training loss",
-        "own_weights": "weight of the own adapter",
+        "own_weight": "weight of the own adapter",
     }
     figure, panels = report.subplots(
         len(settings), 3, (12, 3.2 * len(settings)), squeeze=False, sharex=True
     )
-    for line, (target, size) in zip(panels, settings, strict=True):
+    for row, (target, size) in zip(panels, settings, strict=True):
         found = rows.query("target == @target and train_examples == @size")
-        for axes, (column, title) in zip(line, columns.items(), strict=True):
+        for axes, (column, title) in zip(row, columns.items(), strict=True):
             factor = 100 if column == "accuracy" else 1
             for system, (label, colour) in SHOWN.items():
                 of = found[found["system"] == system]
@@ -72,14 +73,14 @@ def draw(rows):
                     axes.plot(run["epoch"], factor * run[column], color=colour, alpha=0.25)
                 mean = factor * of.groupby("epoch")[column].mean()
                 axes.plot(mean.index, mean, color=colour, label=label)
-                if column == "own_weights":
-                    cls = of.groupby("epoch")["own_weights_cls"].mean()
+                if column == "own_weight":
+                    cls = of.groupby("epoch")["own_weight_cls"].mean()
                     axes.plot(cls.index, cls, "--", color=colour)
             axes.set_ylabel(title)
             axes.grid(alpha=0.3)
-        line[0].set_title(f"{target}, {size} examples")
-        line[2].set_title("dashed: at [CLS]", fontsize=9)
-        line[2].set_ylim(0, 1)
+        row[0].set_title(f"{target}, {size} examples")
+        row[2].set_title("dashed: at [CLS]", fontsize=9)
+        row[2].set_ylim(0, 1)
     for axes in panels[-1]:
         axes.set_xlabel("epoch")
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -88,15 +89,13 @@ def draw(rows):
 
 
 def main(base):
-    found, by_epoch = [], []
-    for path in sorted(base.glob("*/composition.csv")):
-        rows = pd.read_csv(path)
-        rows["run"] = rows["system"]
-        rows["system"] = rows["system"].replace(pages.BASE_NAMES)
-        by_epoch += epochs(path.parent, rows)
-        found.append(rows.drop(columns="run"))
-    merged("base_size.csv", pd.concat(found), KEY)
-    draw(merged("base_size_epochs.csv", pd.DataFrame(by_epoch), [*KEY, "epoch"]))
+    studies = {path.parent: pd.read_csv(path) for path in sorted(base.glob("*/composition.csv"))}
+    by_epoch = pd.DataFrame(row for study, rows in studies.items() for row in epochs(study, rows))
+    rows = pd.concat(studies.values())
+    for table in (rows, by_epoch):
+        table["system"] = table["system"].replace("fusion", pages.FUSION_OF_SOURCES)
+    merged("base_size.csv", rows)
+    draw(merged("base_size_epochs.csv", by_epoch))
     sources = [
         {"source": metrics.parent.name, **read_json(metrics)}
         for metrics in sorted(base.glob("sources/*/metrics.json"))

@@ -6,7 +6,7 @@
 #   sh results/base_size.sh TARGET SIZE "SEEDS" DATA     # rte 400 "0 1 2", mrpc 400 "0 1 2", cb 250 "0 1 2", rte 2490 0
 #   python results/base_size.py runs/base                # rows and figure
 #
-# DATA: a directory with TASK/train.jsonl and TASK/validation.jsonl. Each command can be stopped; the same one goes on.
+# DATA: a directory with TASK/train.jsonl and TASK/validation.jsonl. Each command can be stopped; run it again to continue.
 # The rows of another machine stay in base_size.csv: seeds and targets can be run in any order.
 set -e
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -31,8 +31,8 @@ elif [ "$size" -gt 1000 ]; then # the paper's learning rate of fusion
     adapter_lr=3e-4 fusion_lr=5e-5 epochs=4
 fi
 systems=
-for more in 'own head_on_mnli fusion fusion_with_own' 'fusion_half fusion_half_with_own cross' 'head_on_qqp head_on_scitail' \
-    'full mean mean_with_own fusion_of_own head_on_sst2 head'; do # results after each
+for more in 'own head_on_mnli fusion fusion_with_own' 'fusion_half fusion_half_control cross' 'head_on_qqp head_on_scitail' \
+    'full mean mean_with_own fusion_of_own head_on_sst2 head'; do # results are written after each group
     systems="$systems $more"
     $python -m experiments.composition --target "$target" --train-examples "$size" --seeds $seeds $test \
         --sources $sources/mnli $sources/qqp $sources/sst2 $sources/scitail --data-dir "$data" \

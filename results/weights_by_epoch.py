@@ -3,18 +3,17 @@
     python train.py --stage fusion --task rte --adapters runs/mnli runs/qqp runs/rte \\
         --import results.weights_by_epoch
 
-A line of log.jsonl gets "weights" and "weights_cls": of each adapter the mean over all layers, and
-over all tokens of the development set or over [CLS] alone. Nothing else about a run changes, but
-that it evaluates twice as long.
+A line of log.jsonl gets "weights" and "weights_cls": of each adapter the mean over the layers that
+have it, and over all tokens of the development set or over [CLS] alone. Those of the best epoch are
+in metrics.json, too. Training itself is the same; an epoch's evaluation takes twice as long.
 """
 
+import math
 from collections import defaultdict
 from statistics import mean
 
-import torch
-
 import train
-from experiments.fusion_weights import average, inputs_of
+from experiments.fusion_weights import average_of
 from fusion import fusions
 
 evaluate = train.evaluate
@@ -24,15 +23,13 @@ def evaluate_with_weights(model, task, examples, batch_size):
     """As train.evaluate, and {"weights": {adapter: mean}, "weights_cls": the same} of a fusion."""
     scores = evaluate(model, task, examples, batch_size)
     if found := fusions(model.bert):
-        names = found[0][1].name.split(",")
-        use_bf16 = model.dtype == torch.bfloat16
-        with torch.autocast(model.bert.device.type, torch.bfloat16, enabled=use_bf16):
-            means = average(model.bert, inputs_of(model.bert, examples), ("all", "cls"))
+        names, means = found[0][1].name.split(","), average_of(model, examples, ("all", "cls"))
         for key, tokens in (("weights", "all"), ("weights_cls", "cls")):
             of = defaultdict(list)
             for weights in means[tokens].values():  # of every layer
                 for name, weight in zip(names, weights.tolist(), strict=True):
-                    of[name].append(weight)
+                    if not math.isnan(weight):
+                        of[name].append(weight)
             scores[key] = {name: mean(values) for name, values in of.items()}
     return scores
 

@@ -39,7 +39,7 @@ def check_encoder(source, directory, values, model, digest, allow=False):
     refuse_or_note(problem, allow)
 
 
-def check_weights(directory):
+def check_unchanged(directory):
     """Raises ValueError if the files of a run's adapter are not those with which the run ended."""
     run, record = record_around(directory)
     if record is not None:
@@ -59,7 +59,7 @@ def resolve_adapters(sources, encoder, model, digest, allow_other_encoder=False)
     """{name: directory} of saved adapters that are to be fused. sources: directories, hub ids,
     pairs (name, directory), or "paper" for its authors' 16; encoder: its configuration, model: its
     name, digest: that of its weights. Raises ValueError if two have the same name, or if one was
-    trained on another encoder; FileNotFoundError for one that is not there."""
+    trained on another encoder or has changed since; FileNotFoundError for one that is not there."""
     pairs, found = [], {}
     for source in sources:
         pair = source if isinstance(source, tuple) else (None, source)
@@ -71,7 +71,7 @@ def resolve_adapters(sources, encoder, model, digest, allow_other_encoder=False)
         if same:
             raise ValueError(f"two adapters are called {name!r}: {same[0]} and {directory}")
         check_encoder(source, directory, values, model, digest, allow_other_encoder)
-        check_weights(directory)
+        check_unchanged(directory)
         found[name] = directory
     return found
 

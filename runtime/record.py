@@ -151,14 +151,13 @@ class Record:
 
     def check_files(self, directory, names=None):
         """Raises ValueError if one of `saved_files`, which runs of earlier versions did not record,
-        was exchanged, changed or removed. names: default all"""
-        for name, sha256 in (self.saved_files or {}).items():
-            path = Path(directory) / name
-            if names is not None and name not in names:
-                continue
+        was exchanged, changed or removed. names: of the files to check, default all"""
+        saved = self.saved_files or {}
+        for name in saved.keys() if names is None else saved.keys() & names:
+            path, sha256 = Path(directory) / name, saved[name]
             if not path.is_file() or file_digest(path) != sha256:
                 problem = "is gone, or is not the file with which the run has ended"
-                raise ValueError(f"{path} {problem}: restore it, or train again with --overwrite")
+                raise ValueError(f"{path} {problem}: restore it, or train {directory} again")
 
     def write(self, directory):
         values = asdict(self)

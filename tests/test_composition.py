@@ -47,7 +47,7 @@ def test_every_control_beside_the_fusion(runs, encoder, data_dir, tmp_path, caps
 
     rows = pd.read_csv(out / "composition.csv")
     names = "head own own_same_epochs full head_on_sst2 head_on_pick mean mean_with_own fusion "
-    names += "fusion_with_own fusion_of_own own_half_0 own_half_1 fusion_half fusion_half_with_own "
+    names += "fusion_with_own fusion_of_own own_half_0 own_half_1 fusion_half_control fusion_half "
     names += "cross fusion_without_sst2 fusion_without_pick"
     assert [*dict.fromkeys(rows["system"])] == names.split() and len(rows) == 2 * 18
     for row in rows.itertuples():
@@ -57,7 +57,7 @@ def test_every_control_beside_the_fusion(runs, encoder, data_dir, tmp_path, caps
         assert config["limit_train"] == row.train_examples == 48 and config["seed"] == row.seed
         assert (config["train_examples"] < 48) == ("half" in row.system)
         if row.system.startswith(("fusion", "mean")):
-            own = {"fusion_half_with_own": "own_half_0"}.get(row.system, "own")
+            own = {"fusion_half": "own_half_0"}.get(row.system, "own")
             fused = [f"{own}-48-{row.seed}", "source-sst2"]
             fused = [str(out / "runs" / name) for name in fused] + [str(runs / "pick")]
             assert {*config["sources"]} <= {*fused}
@@ -81,6 +81,8 @@ def test_controls_that_need_the_sources_data(runs, encoder, data_dir, tmp_path):
     words += cli("--test", model=encoder, data_dir=data_dir, out=out)
     with pytest.raises(ValueError, match="two adapters would be called 'rte'"):
         composition.main(words)
+    with pytest.raises(ValueError, match="--test needs --train-examples below 96"):
+        composition.main(["96" if word == "48" else word for word in words])
     (tmp_path / "odd").symlink_to(runs / "rte")
     words[words.index("--irrelevant") + 1] = str(tmp_path / "odd")
     options = "--multitask-options=--steps-per-epoch 3"

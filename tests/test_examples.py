@@ -1,7 +1,6 @@
 """examples/: LoRA beside the reference library, the page's forks, runs as a user makes them."""
 
 import hashlib
-import importlib
 import io
 import json
 import math
@@ -193,9 +192,10 @@ def test_cross_fitting(steps, encoder, data_dir, runs, at_step, refused, tmp_pat
 def test_weights_by_epoch(launch, runs, tmp_path, monkeypatch):
     """The last epoch's are those of the saved run, where it is the best one."""
     monkeypatch.setattr(train, "evaluate", train.evaluate)  # which is put back
-    importlib.import_module("results.weights_by_epoch")
+    monkeypatch.delitem(sys.modules, "results.weights_by_epoch", raising=False)
     out, adapters = tmp_path / "run", [runs / "sst2", runs / "rte"]
-    launch("--stage fusion --task rte --epochs 1", *cli(adapters=adapters), out=out)
+    words = "--import results.weights_by_epoch --stage fusion --task rte --epochs 1"
+    launch(words, *cli(adapters=adapters), out=out)
     (line,) = (json.loads(line) for line in (out / "log.jsonl").read_text().splitlines())
     run = load_run(out)
     for key, tokens in (("weights", "all"), ("weights_cls", "cls")):
