@@ -31,7 +31,7 @@ elif [ "$size" -gt 1000 ]; then # the paper's learning rate of fusion
     adapter_lr=3e-4 fusion_lr=5e-5 epochs=4
 fi
 systems=
-for more in 'own head_on_mnli fusion fusion_with_own' 'fusion_half fusion_half_control cross' 'head_on_qqp head_on_scitail' \
+for more in 'own head_on_mnli fusion fusion_with_own' 'head_on_qqp head_on_scitail' 'fusion_half fusion_half_control cross' \
     'full mean mean_with_own fusion_of_own head_on_sst2 head'; do # results are written after each group
     systems="$systems $more"
     $python -m experiments.composition --target "$target" --train-examples "$size" --seeds $seeds $test \
