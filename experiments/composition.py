@@ -251,12 +251,12 @@ def measured(study, name):
 
 def rows_of(study, results):
     """A row for every finished run, as a DataFrame."""
-    target, rows = study.options.target, []
+    test, target, rows = study.options.test, study.options.target, []
     for (system, size, seed), name in study.places.items():
         if name not in results:
             continue
         result, record = results[name], read_record(study.cells[name].out)
-        of_run = measured(study, name) if study.options.test else {}
+        tested = {"test_accuracy": measured(study, name)["test_accuracy"]} if test else {}
         rows.append(
             {
                 "target": target,
@@ -264,7 +264,7 @@ def rows_of(study, results):
                 "system": system,
                 "seed": seed,
                 "accuracy": grid.accuracy(result, target),
-                **{key: of_run[key] for key in ("test_accuracy",) if key in of_run},
+                **tested,
                 "best_epoch": result["best_epoch"],
                 "epochs": record.options["epochs"],
                 "lr": record.options["lr"],
