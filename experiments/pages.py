@@ -9,9 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pandas
+import torch
 
 from experiments import composition
 from experiments.architecture_search import TITLES, label
+from experiments.fusion_weights import SHOWN, normalized_entropy
 from experiments.report import markdown, with_deviation
 from experiments.tables import SYSTEMS, title
 from runtime.seeds import mean_and_deviation
@@ -194,6 +196,20 @@ def composition_epochs():
         yield [str(seed), side, *(f"{value:.1f}" for value in [values.max(), *values])]
 
 
+def base_size_entropy():
+    """By layer, of the mean weights over all tokens and at [CLS]: means over targets and seeds."""
+    rows = pandas.read_csv(RESULTS / "base_size_weights.csv")
+    rows = rows.replace({"system": {FUSION_OF_SOURCES: "fusion"}})
+    titles = {name: system.title for name, system in base_systems().items()}
+    yield ["", "runs", "tokens", *(str(layer) for layer in sorted(rows["layer"].unique()))]
+    by_run = rows.groupby(["system", "tokens", "layer", "target", "train_examples", "seed"])
+    entropy = by_run["weight"].agg(lambda s: normalized_entropy(torch.tensor([*s])))
+    for name in ("fusion", "fusion_with_own"):
+        for tokens, shown in SHOWN.items():
+            of_layers = entropy[name, tokens].unstack("layer")
+            yield [titles[name], str(len(of_layers)), shown, *of_layers.mean()]
+
+
 VARIANTS = {
     "fusion": "as it is, like the library's",
     "query_f": "the query is f",
@@ -215,7 +231,8 @@ def text_or_library():
         yield [name, by_seed[0], of["test_accuracy"].mean(), by_seed[1], of["accuracy"].mean()]
 
 
-TABLES = readme, readme_composed, base_size_rte, base_size_mrpc, mini, mini_counts, search, prune
+TABLES = readme, readme_composed, mini, mini_counts, search, prune
+TABLES += base_size_rte, base_size_mrpc, base_size_entropy
 TABLES += composition_2, composition_3, composition_sizes, composition_epochs, text_or_library
 MADE = {made.__name__: made for made in TABLES}
 

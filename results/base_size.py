@@ -92,9 +92,15 @@ def main(base):
     studies = {path.parent: pd.read_csv(path) for path in sorted(base.glob("*/composition.csv"))}
     by_epoch = pd.DataFrame(row for study, rows in studies.items() for row in epochs(study, rows))
     rows = pd.concat(studies.values())
-    for table in (rows, by_epoch):
+    weights = [
+        pd.read_csv(study / "weights.csv").assign(target=study.name.split("-")[0])
+        for study in studies
+    ]
+    weights = pd.concat(weights)
+    for table in (rows, by_epoch, weights):
         table["system"] = table["system"].replace("fusion", pages.FUSION_OF_SOURCES)
     merged("base_size.csv", rows)
+    merged("base_size_weights.csv", weights)
     draw(merged("base_size_epochs.csv", by_epoch))
     sources = [
         {"source": metrics.parent.name, **read_json(metrics)}

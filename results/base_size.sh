@@ -17,7 +17,7 @@ model=runs/mpnet sources=runs/base/sources
 test -d $model || $python examples/mpnet.py --download $model
 
 if [ "$1" = sources ]; then
-    for task in 'mnli 3' 'qqp 3' 'sst2 2' 'scitail 5'; do # TASK EPOCHS
+    for task in 'mnli 1' 'qqp 1' 'sst2 1' 'scitail 1'; do # TASK EPOCHS
         $python examples/mpnet.py --stage adapter --task "${task% *}" --epochs "${task#* }" --model $model --data-dir "$2" \
             --limit-train 10000 --limit-dev 2000 --lr 3e-4 $common --resume --out "$sources/${task% *}"
     done
