@@ -24,21 +24,21 @@ if [ "$1" = sources ]; then
     exit
 fi
 
-target=$1 size=$2 seeds=$3 data=$4 adapter_lr=5e-4 fusion_lr=5e-4 epochs=6 test=
+target=$1 size=$2 seeds=$3 data=$4 adapter_lr=5e-4 fusion_lr=5e-4 epochs=4 test=
 if [ "$size" = 400 ]; then # the examples that are left over are a test set
     test=--test
 elif [ "$size" -gt 1000 ]; then # the paper's learning rate of fusion
-    adapter_lr=3e-4 fusion_lr=5e-5 epochs=4
+    adapter_lr=3e-4 fusion_lr=5e-5
 fi
 systems=
-for more in 'own head_on_mnli fusion fusion_with_own' 'head_on_qqp head_on_scitail' 'fusion_half fusion_half_control cross' \
+for more in 'own head_on_mnli fusion fusion_with_own' 'fusion_half fusion_half_control' 'cross head_on_qqp head_on_scitail' \
     'full mean mean_with_own fusion_of_own head_on_sst2 head'; do # results are written after each group
     systems="$systems $more"
     $python -m experiments.composition --target "$target" --train-examples "$size" --seeds $seeds $test \
         --sources $sources/mnli $sources/qqp $sources/sst2 $sources/scitail --data-dir "$data" \
         --model $model --import examples.mpnet,results.weights_by_epoch --systems $systems --jobs 1 --out "runs/base/$target-$size" \
         --adapter-options "--lr $adapter_lr --epochs 30 --patience 5" \
-        --head-options '--lr 1e-3 --epochs 12 --patience 4' \
-        --full-options '--lr 3e-5 --epochs 6 --patience 6' \
+        --head-options '--lr 1e-3 --epochs 8 --patience 4' \
+        --full-options '--lr 3e-5 --epochs 4 --patience 4' \
         --fusion-options "--lr $fusion_lr --epochs $epochs --patience $epochs" -- $common
 done
