@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 import child
 import train
 from conftest import assert_equal, content, main, thorough_after_first
+from formats.files import file_digest, read_json, write_json
 
 every_stage = pytest.mark.parametrize("stage", train.STAGES)
 
@@ -227,6 +228,13 @@ def double(path):
     save_file({name: 2 * tensor for name, tensor in load_file(path).items()}, path)
 
 
+def train_again(path):
+    double(path)
+    record = read_json(path.parent / "config.json")
+    record["saved_files"][path.name] = file_digest(path)
+    write_json(path.parent / "config.json", record)
+
+
 def move(path):
     path.rename(path.with_name("elsewhere"))
 
@@ -246,7 +254,8 @@ COMMANDS = [
     ("", "model/vocab.txt", replaced("red\ngreen", "green\nred"), "tokenizer", "tokenizer"),
     ("", f"finished/adapters/pick/{ADAPTER}", double, "the run has ended", ""),
     # a run that goes on does so with its own copies of the adapters
-    ("", f"runs/rte/{ADAPTER}", double, "sha256 of rte", ""),
+    ("", f"runs/rte/{ADAPTER}", double, "the run has ended", ""),
+    ("", f"runs/rte/{ADAPTER}", train_again, "sha256 of rte", ""),
     ("", "runs/rte", move, "", ""),
     ("", f"cut/adapters/rte/{ADAPTER}", double, "", "sha256 of rte"),
     ("", "cut/adapters/rte/adapter_config.json", replaced("relu", "gelu"), "", "sha256 of rte"),
