@@ -46,6 +46,8 @@ def readme_composed():
     same = {"own": "st_a_16", "full": "full", "fusion_with_own": "fusion_st_a"}
     names = "own full best_head fusion fusion_with_own fusion_half fusion_half_control cross mean"
     for name in names.split():
+        if not any(name in of for of in found):  # not run yet
+            continue
         cells = [
             with_deviation(*mean_and_deviation(of[name].values())) if name in of else "–"
             for of in found
@@ -161,6 +163,13 @@ def of_base_size(target, size):
     yield from rows
 
 
+def base_size_sources():
+    yield ["source", "accuracy in %"]
+    rows = pandas.read_csv(RESULTS / "base_size_sources.csv").set_index("source")
+    for name in ("mnli", "qqp", "sst2", "scitail"):
+        yield [name, 100 * rows.loc[name, "accuracy"]]
+
+
 def base_size_rte():
     return of_base_size("rte", 400)
 
@@ -232,7 +241,7 @@ def text_or_library():
 
 
 TABLES = readme, readme_composed, mini, mini_counts, search, prune
-TABLES += base_size_rte, base_size_mrpc, base_size_entropy
+TABLES += base_size_sources, base_size_rte, base_size_mrpc, base_size_entropy
 TABLES += composition_2, composition_3, composition_sizes, composition_epochs, text_or_library
 MADE = {made.__name__: made for made in TABLES}
 

@@ -16,10 +16,9 @@ from experiments import pages, report
 from formats.files import read_json
 
 HERE = Path(__file__).parent
-KEY = ["target", "train_examples", "system", "seed"]
 RUN = ["target", "train_examples", "system", "seed"]
 SHOWN = {
-    "fusion_without_own": ("without the own adapter", "tab:orange"),
+    pages.FUSION_OF_SOURCES: ("without the own adapter", "tab:orange"),
     "fusion_with_own": ("with the own adapter", "tab:blue"),
     "fusion_half": ("with that of one half, Ψ trained on the other", "tab:green"),
 }
@@ -68,6 +67,8 @@ def draw(rows):
         for axes, (column, title) in zip(row, columns.items(), strict=True):
             factor = 100 if column == "accuracy" else 1
             for system, (label, colour) in SHOWN.items():
+                if column == "own_weight" and system == pages.FUSION_OF_SOURCES:
+                    continue  # it has none
                 of = found[found["system"] == system]
                 for _, run in of.groupby("seed"):
                     axes.plot(run["epoch"], factor * run[column], color=colour, alpha=0.25)
