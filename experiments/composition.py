@@ -5,7 +5,8 @@
     python -m experiments.composition --target mine --sources runs/mnli AdapterHub/... ...
 
 A source is a task, whose adapter is trained here, once, or an adapter: a run, an AdapterHub
-directory, a hub id. What needs the data of a source that is only an adapter is left out, and named.
+directory, a hub id. If a source is given as an adapter, the systems that need its data (sequential,
+multitask) are skipped, with a note.
 
 Each number is a run in OUT/runs (experiments/grid.py): the same command again skips what is
 finished and continues what was interrupted. OUT gets composition.csv with a row for every run,
@@ -13,8 +14,8 @@ weights.csv with the weights of the fusions, composition.png, and composition.md
 what follows from them.
 
 The development set chooses the best epoch, so its accuracies are too high by a little. With --test
-every run is also asked for the training examples that --train-examples has left out, on which
-nothing was chosen; the tables then show these.
+every run is also evaluated on the training examples that --train-examples leaves out, on which
+nothing was chosen; the tables then show these accuracies.
 """
 
 import math
@@ -27,7 +28,7 @@ import pandas as pd
 
 import train
 from experiments import grid, report
-from experiments.fusion_weights import average_of
+from experiments.fusion_weights import mean_weights_as_trained
 from experiments.load_run import as_trained, load_run
 from formats.files import file_digest, read_json, write_json
 from fusion import fusions
@@ -40,16 +41,20 @@ from runtime.settings import COUNT, option, parse, unrecorded
 @dataclass(frozen=True)
 class Options(grid.Options):
     target: str = option(None, "one of the paper's tasks, or your own", required=True)
-    sources: tuple = option((), "tasks, or directories or hub ids of adapters", required=True)
-    irrelevant: str | None = option(None, "one source more, which should be of no use")
-    systems: tuple = option((), "some of those that --plan lists; default all", metavar="SYSTEM")
-    train_examples: tuple[int, ...] = option(
-        (), "how many of the target, drawn with the seed; default all", valid=COUNT
+    sources: tuple = option(
+        (), "tasks, or adapters: directories (with a slash: ./mine) or hub ids", required=True
     )
-    test: bool = option(False, "ask for the training examples that are left out, too")
+    irrelevant: str | None = option(None, "one more source, which should not help")
+    systems: tuple = option(
+        (), "such as own fusion mean (an unknown name lists all); default all", metavar="SYSTEM"
+    )
+    train_examples: tuple[int, ...] = option(
+        (), "sizes of the target's training set, drawn with the seed; default all", valid=COUNT
+    )
+    test: bool = option(False, "also evaluate on the training examples that are left out")
     out: Path = unrecorded(Path("runs/composition"), "default runs/composition")
     source_options: str = option(
-        "", "options of train.py for sources' runs, after all others", metavar="'...'"
+        "", "options of train.py for the runs on sources; they override others", metavar="'...'"
     )
     adapter_options: str = grid.stage_options("adapter")
     head_options: str = grid.stage_options("head")
@@ -58,7 +63,7 @@ class Options(grid.Options):
     multitask_options: str = grid.stage_options("multitask")
 
 
-OWN = "own", "own_half_0", "own_half_1"  # the systems whose adapters are fused
+OWN = "own", "own_half_0", "own_half_1"  # systems whose adapters other systems fuse
 CROSS_FITTING = "examples.cross_fitting"
 
 
@@ -230,20 +235,25 @@ def measured(study, name):
         return found
     loaded, found = load_run(run, task=study.options.target), {"metrics": made_from}
     model = as_trained(loaded, "cpu" if loaded.record.device == "cpu" else "auto")
+    data_dir = study.options.data_dir
     if fusions(model.bert):
-        weights = average_of(model, loaded.split(), ("all", "cls"), name)
+        dev_set = loaded.split(data_dir=data_dir)
+        weights = mean_weights_as_trained(model, dev_set, ("all", "cls"), name)
         found["adapters"] = loaded.adapters
         found["weights"] = {
             tokens: [[*place, s.tolist()] for place, s in sorted(of.items())]
             for tokens, of in weights.items()
         }
     if test:
-        examples, size = loaded.left_over(), loaded.eval_batch_size
+        examples, size = loaded.left_over(data_dir), loaded.eval_batch_size
+        if not len(examples):
+            raise ValueError(f"--test: {name} was trained on all examples, so none is left over")
         # not train.evaluate, which --import may have replaced
         labels, predicted, _ = train.predictions(model, loaded.task, examples, size)
         found["test_accuracy"] = loaded.task.scores["accuracy"](labels, predicted)
         found["test_examples"] = len(examples)
-        print(f"{name}: {100 * found['test_accuracy']:.2f} % of {len(examples)} others", flush=True)
+        percent = 100 * found["test_accuracy"]
+        print(f"{name}: {percent:.2f} % on {len(examples)} left-over examples", flush=True)
     path.parent.mkdir(exist_ok=True)
     write_json(path, found)
     return found
@@ -309,29 +319,34 @@ def table(study, rows):
         if "test_accuracy" in rows:
             cells.append(mean_and_deviation(by_seed(rows, "accuracy")[system].values())[0])
         lines.append([study.systems[system].title, *budget, *cells])
-    header = "system,lr,epochs,trained parameters,by seed,mean,fusion − it,at the least".split(",")
-    return lines, [*header, *["development set"] * ("test_accuracy" in rows)]
+    header = "system,lr,epochs,trained parameters,by seed,mean,fusion minus it,at the least"
+    return lines, [*header.split(","), *["development set"] * ("test_accuracy" in rows)]
 
 
 def conclusion(study, rows):
     """One sentence: which system won, over which control, and by how much."""
     accuracies = by_seed(rows)
-    means = {system: mean_and_deviation(of.values())[0] for system, of in accuracies.items()}
+    seeds = set.intersection(*(set(of) for of in accuracies.values()))
+    if not seeds:
+        return "No seed has run with every system, so there is nothing to compare."
+    means = {
+        system: mean_and_deviation([of[seed] for seed in seeds])[0]
+        for system, of in accuracies.items()
+    }
     composed = [name for name in means if len(study.systems[name].adapters) > 1]
     controls = [name for name in means if name not in composed]
     if not composed or not controls:
         return "There is no fusion of several adapters, or no control, to compare."
     best, control = (max(names, key=means.get) for names in (composed, controls))
     winner, other = (best, control) if means[best] > means[control] else (control, best)
-    difference, least = gain(accuracies, winner, other)
-    if least is None:
-        return "No seed has both a fusion of several adapters and a control."
+    leads = [accuracies[winner][seed] - accuracies[other][seed] for seed in seeds]
     kinds = ["the best control", "the best fusion of several adapters"]
     kind = kinds[winner == control]
     titles = study.systems[winner].title, study.systems[other].title
+    mean_lead = means[winner] - means[other]
     return (
-        f"Best is: {titles[0]}, ahead of {kind} ({titles[1]}) by {difference:.1f} points in the "
-        f"mean over {len(accuracies[winner])} seeds, by {least:.1f} at the least."
+        f"Best is: {titles[0]}, ahead of {kind} ({titles[1]}) by {mean_lead:.1f} points in the "
+        f"mean over {len(seeds)} seeds, by {min(leads):.1f} at the least."
     )
 
 
@@ -383,13 +398,16 @@ def write_results(study, results, config):
     weights = weights_of(study, results)
     report.write_text(out / "weights.csv", weights.to_csv(index=False, float_format="%.4f"))
     figure(out / "composition.png", study, rows)
-    more = "Beside the mean: the fusion of the sources minus the system, seed by seed."
+    measured_on = "the development set"
     if study.options.test:
-        more += " All but the last column are of the training examples that no run was given."
+        measured_on = "the training examples that no run was given; in the last column, on "
+        measured_on += "the development set"
+    more = "The two columns after the mean: the fusion of the sources minus the system, over the "
+    more += "seeds that both have, in the mean and at the least."
     parts = [
         f"# What to fuse for {study.options.target}",
         "",
-        grid.caption(study.options, config, more),
+        grid.caption(study.options, config, more, measured_on),
     ]
     text = []
     for size, of_size in rows.groupby("train_examples"):

@@ -43,8 +43,9 @@ own: the adapter of the target's task; own first: in how many layers it has the 
 fusion, single, gain: accuracy on the development set, in %; single is the mean of the adapters in
 --baseline that are on the fusion's task, encoder and data (–: none is).
 entropy, by layer, of the mean weights: 0.00 if one adapter has all the weight, 1.00 if all have
-the same, or if the tokens choose different ones. In the last layer the row of all tokens is mostly
-over tokens that nothing reads: only the row of [CLS] says how that layer's weight is spread."""
+the same; it is also high if each token prefers another adapter. In the last layer the row of all
+tokens is mostly over tokens that nothing reads: only the row of [CLS] says how that layer's weight
+is spread."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def of_cls(types, mask):
 
 
 def of_text(n):
-    """The tokens of the first (0) or second text, without [CLS] and the [SEP] behind it."""
+    """The tokens of the first (0) or second text, without [CLS] and the [SEP] that ends it."""
 
     def chosen(types, mask):
         inside = (types == n) & mask.bool()
@@ -118,7 +119,7 @@ def inputs_of(bert, examples, description="fusion weights"):
             yield inputs
 
 
-def average_of(model, examples, tokens=("all",), description="fusion weights"):
+def mean_weights_as_trained(model, examples, tokens=("all",), description="fusion weights"):
     """`average` of a Model on a split, in the precision in which it computes."""
     bert, use_bf16 = model.bert, model.dtype == torch.bfloat16
     with torch.autocast(bert.device.type, torch.bfloat16, enabled=use_bf16):
@@ -126,17 +127,17 @@ def average_of(model, examples, tokens=("all",), description="fusion weights"):
 
 
 def mean_weights(directory, data_dir=None, model=None, device="cpu", allow_other_encoder=False):
-    """(names of the N adapters, weights as `average_read` gives them, task) of a fusion run on its
-    development set."""
+    """(names of the N adapters, weights as `mean_weights_read` gives them, task) of a fusion run on
+    its development set."""
     run = load_run(directory, device, model, allow_other_encoder=allow_other_encoder)
     check_fusion(directory, "have fusion weights")
     inputs = inputs_of(run.bert, run.split(data_dir=data_dir), str(directory))
-    return run.adapters, average_read(run.bert, run.head, inputs), run.task.name
+    return run.adapters, mean_weights_read(run.bert, run.head, inputs), run.task.name
 
 
-def average_read(bert, head, inputs):
-    """{tokens: `average`} of those SHOWN, and as "read" of those that reach the head: all of them,
-    but in the last layer [CLS] alone where the head reads no other."""
+def mean_weights_read(bert, head, inputs):
+    """`average` over all tokens ("all"), at [CLS] ("cls"), and over the tokens that reach the head
+    ("read"): all of them, but in the last layer [CLS] alone if the head reads no other."""
     found = average(bert, inputs, SHOWN)
     found["read"] = dict(found["all"])
     if vars(type(head)).get("cls_only", False):  # the same test as in train.Model.forward
@@ -227,10 +228,12 @@ def single_accuracies(runs, baselines):
     found, wanted = defaultdict(list), [on(read_finished(run)) for run in runs]
     for directory in baselines:
         record = read_finished(directory)
-        if record.stage == "adapter" and on(record) in wanted:
-            found[on(record)].append(read_json(directory / "metrics.json")["accuracy"])
+        score = read_json(directory / "metrics.json").get("accuracy")
+        if record.stage == "adapter" and on(record) in wanted and score is not None:
+            found[on(record)].append(score)
         else:
-            print(f"note: --baseline {directory} is no single adapter on a fusion's task and data")
+            problem = "is not a single adapter with the task, encoder and data of a fusion"
+            print(f"note: --baseline {directory} {problem}")
     return [mean(found[run]) if run in found else None for run in wanted]
 
 

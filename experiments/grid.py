@@ -281,9 +281,10 @@ def settle(cell, status, options, results, failed):
     reason = f"{(own or lines)[-1]} (status {status})"
     try:
         if result := result_of(cell, options):
-            results[cell.name] = result
             # where the loss diverged, and the best epoch was kept, there is a reason, too
-            return f"{100 * accuracy(result):.2f} %" + (f" (note: {reason})" if status else "")
+            said = f"{100 * accuracy(result):.2f} %" + (f" (note: {reason})" if status else "")
+            results[cell.name] = result
+            return said
     except (ValueError, OSError) as e:
         reason = str(e)
     failed[cell.name] = f"{reason} ({cell.log})"
@@ -291,12 +292,15 @@ def settle(cell, status, options, results, failed):
 
 
 def accuracy(result, task=None):
-    """Of a run, 0 to 1; of one on several tasks that of `task`, or without it their mean."""
+    """Of a run, 0 to 1; of one on several tasks that of `task`, or without it their mean. Raises
+    ValueError for a task without one, such as a regression's."""
+    if not result.keys() & {"accuracies", "accuracy"}:
+        raise ValueError("the tables are of accuracies, and this task has none among its scores")
     by_task = result.get("accuracies") or {task: result["accuracy"]}
     return by_task[task] if task in by_task else statistics.mean(by_task.values())
 
 
-def caption(options, config, more):
+def caption(options, config, more, measured_on="the development set"):
     """What stands above the results: the encoder, and every option that decides about them."""
     path = Path(options.model)  # of a directory the last part: nothing of this machine
     name = path.absolute().name if path.is_dir() else options.model
@@ -304,8 +308,8 @@ def caption(options, config, more):
     words = ", ".join(f"{option} `{value}`" for option, value in given.items())
     return (
         f"Encoder: {name} ({config.num_hidden_layers} layers, hidden size {config.hidden_size}). "
-        "Accuracy on the development set in %, mean ± standard deviation over seeds; the best "
-        f"epoch is chosen on the same set, as in the paper.\n{more}\nOptions: {words}."
+        f"Accuracy in % on {measured_on}, mean ± standard deviation over seeds; the best epoch is "
+        f"chosen on the development set, as in the paper.\n{more}\nOptions: {words}."
     )
 
 

@@ -118,12 +118,12 @@ class LoadedRun:
         given = {"limit": limit, "seed": seed, "dev_fraction": share, "held_out": held_out}
         return load_split(task, name, self.tokenizer, data_dir, **given)
 
-    def left_over(self):
+    def left_over(self, data_dir=None):
         """The training examples that --limit-train has not drawn: nothing was chosen on them."""
         options, name = self.record.options, self.task.name
         limit = options.get("limits", {}).get(name) or options["limit_train"]
-        every = self.split("train")
-        drawn = self.split("train", limit=limit, seed=options["seed"])
+        every = self.split("train", data_dir)
+        drawn = self.split("train", data_dir, limit, options["seed"])
         known = np.isin(hashes_of(every), hashes_of(drawn))
         return every.select(np.flatnonzero(~known))
 

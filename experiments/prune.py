@@ -4,10 +4,11 @@ layers (AdapterDrop, section 8.2).
     python -m experiments.prune runs/fusion-rte --keep 8 --out runs/fusion-rte-8
     python -m experiments.prune runs/fusion-rte --keep 8 --leave-out 1 2 12 --out ...
 
-Each layer keeps the K adapters with the largest mean fusion weight on the target's training set,
-over all tokens, but in the last layer over [CLS] alone if the head reads no other. Q, K and V stay
-as they were; nothing is trained again. To help you choose K, the accuracy on the development set is
-printed for every K, and written to prune.csv. Layers are counted from 1.
+Each layer keeps the K adapters with the largest mean fusion weight on examples of the target's
+training file (whichever of them the run itself was trained on), over all tokens, but in the last
+layer over [CLS] alone if the head reads no other. Q, K and V stay as they were; nothing is trained
+again. To help you choose K, the score on the development set is printed for every K, and written to
+prune.csv. Layers are counted from 1.
 
 OUT is a run as train.py writes it, in AdapterHub's files. An adapter's `leave_out` names the layers
 in which it was pruned; an adapter that was pruned in all layers is gone.
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from adapter import read_saved_config, save_adapter
 from bert import activate
-from experiments.fusion_weights import average_read, inputs_of
+from experiments.fusion_weights import inputs_of, mean_weights_read
 from experiments.load_run import Reading, as_trained, check_fusion, load_run, unknown_kind
 from experiments.report import write_csv
 from formats.adapterhub import digest
@@ -39,7 +40,9 @@ class Options:
     keep: int | None = option(None, "adapters that stay in each layer; default all", valid=COUNT)
     leave_out: tuple[int, ...] = option((), "no adapters there; from 1", metavar="LAYER")
     out: Path = option(None, "directory of the smaller run", required=True)
-    limit: int = option(1000, "training examples to see the weights on, at most", valid=COUNT)
+    limit: int = option(
+        1000, "measure the weights on at most so many training examples", valid=COUNT
+    )
     data_dir: str | None = option(None, "default: where the run had it")
     model: str | None = same_option(Reading, "model")
     imports: str | None = same_option(Reading, "imports")
@@ -54,11 +57,11 @@ def check(options, bert, head, names):
     if options.keep is not None and options.keep > len(names):
         raise ValueError(f"--keep must be in 1 .. {len(names)}, the adapters of {options.run}")
     if not set(options.leave_out) < layers:
-        raise ValueError(f"--leave-out takes some of the layers with adapters: {sorted(layers)}")
-    reading = ("original_ln_before", "original_ln_after", "residual_before_ln")
+        raise ValueError(f"--leave-out takes layers with adapters, not all of {sorted(layers)}")
+    input_fields = ("original_ln_before", "original_ln_after", "residual_before_ln")
     configs = [adapter.config for _, slot in bert.slots() for adapter in slot.adapters.values()]
-    if len({tuple(getattr(config, field) for field in reading) for config in configs}) > 1:
-        fields = ", ".join(reading)
+    if len({tuple(getattr(config, field) for field in input_fields) for config in configs}) > 1:
+        fields = ", ".join(input_fields)
         raise ValueError(
             f"the adapters of {options.run} differ in {fields}, where the last one decides for all"
         )
@@ -67,7 +70,7 @@ def check(options, bert, head, names):
 def weights_by_layer(bert, head, examples):
     """{layer: [N]}: the mean fusion weights, summed over the locations of a layer with two."""
     result = {}
-    for (layer, _), s in average_read(bert, head, inputs_of(bert, examples))["read"].items():
+    for (layer, _), s in mean_weights_read(bert, head, inputs_of(bert, examples))["read"].items():
         result[layer] = result.get(layer, 0) + s.nan_to_num(-1.0)  # -1: not in this layer
     return result
 
@@ -81,7 +84,7 @@ def pruned(bert, names, weights, k, left_out):
         kept[layer] = {names[n] for n in best if weights[layer][n] >= 0}
     names = [name for name in names if any(name in there for there in kept.values())]
     everywhere = [name for name in names if all(name in there for there in kept.values())]
-    if everywhere:  # the reference reads the last one's configuration in every layer
+    if everywhere:  # the reference uses the last one's configuration in every layer
         names = [name for name in names if name != everywhere[-1]] + everywhere[-1:]
     for (layer, _), slot in bert.slots():
         for name in set(slot.adapters) - kept.get(layer, set()):
@@ -100,14 +103,14 @@ def pruned(bert, names, weights, k, left_out):
 
 def write_run(run, bert, names, record, out):
     """A finished run in `out`, without metrics.json: the adapters of `bert`, bit by bit, and else
-    what the larger run has. record: of that, but `pruned`"""
+    what the larger run has. record: of the larger run, with `pruned` set"""
     adapters = {}
     for name in names:
         directory, file = out / "adapters" / name, "adapter_config.json"
         save_adapter(bert, name, directory)
         saved = read_json(run / "adapters" / name / file)  # what else it says stays
         write_json(directory / file, {**saved, "config": read_json(directory / file)["config"]})
-        # other ones than those of the larger run, whose --resume must refuse this one
+        # new digests, so that the larger run's command with --resume refuses this directory
         sha256 = digest(directory, read_saved_config(directory, name)[1])
         adapters[name] = replace(record.loaded_adapters[name], sha256=sha256)
     save_fusion(bert, out)
@@ -135,14 +138,15 @@ def main(argv=None):
     with tempfile.TemporaryDirectory(dir=out.parent) as directory:  # fails before the long work
         print(f"{run}: mean fusion weights on {len(seen)} training examples", flush=True)
         weights = weights_by_layer(bert.to(device), loaded.head, seen)
-        print(f"accuracy on {len(split)} development examples, by adapters in a layer", flush=True)
+        score = loaded.record.options["score"]
+        print(f"{score} on {len(split)} development examples, by adapters in a layer", flush=True)
         scores = {}
         for k in range(len(names), 0, -1):
             smaller, _ = pruned(bert, names, weights, k, left_out)
             model = as_trained(replace(loaded, bert=smaller), options.device)
             scores[k] = evaluate(model, task, split, loaded.eval_batch_size)
             scores[k]["dev_loss"] = scores[k].pop("loss")
-            print(f"{k:>4}  {scores[k]['accuracy']:.4f}", flush=True)
+            print(f"{k:>4}  {scores[k][score]:.4f}", flush=True)
 
         k = options.keep or len(names)
         smaller, left = pruned(bert.cpu(), names, weights, k, left_out)
@@ -150,12 +154,12 @@ def main(argv=None):
         metrics = {**read_json(run / "metrics.json"), **scores[k], "out": str(out)}
         complete = Path(directory) / "run"
         write_run(run, smaller, left, replace(loaded.record, pruned=pruned_by), complete)
-        rows = [(count, found["accuracy"]) for count, found in scores.items()]
-        write_csv(complete / "prune.csv", ["k", "accuracy"], rows)
+        rows = [(count, found[score]) for count, found in scores.items()]
+        write_csv(complete / "prune.csv", ["k", score], rows)
         write_json(complete / "metrics.json", {**metrics, "dev_examples": len(split)})
         complete.rename(out)
     print(f"{out}: {len(left)} of {len(names)} adapters, at most {k} in a layer")
-    return {"run": str(run), "out": str(out), "adapters": left, "accuracy": metrics["accuracy"]}
+    return {"run": str(run), "out": str(out), "adapters": left, score: metrics[score]}
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
     python results/base_size.py runs/base
 
-Rows of other runs, such as another machine's, stay in the files.
+Rows of runs that are not in this directory stay in the files. A run of the same target, size,
+system and seed, on any machine, replaces the rows of the one before.
 """
 
 import sys
@@ -20,7 +21,7 @@ RUN = ["target", "train_examples", "system", "seed"]
 SHOWN = {
     pages.FUSION_OF_SOURCES: ("without the own adapter", "tab:orange"),
     "fusion_with_own": ("with the own adapter", "tab:blue"),
-    "fusion_half": ("with that of one half, Ψ trained on the other", "tab:green"),
+    "fusion_half": ("with one of half 0, Ψ trained on half 1", "tab:green"),
 }
 
 

@@ -7,7 +7,7 @@
 #   python results/base_size.py runs/base                # rows and figure
 #
 # DATA: a directory with TASK/train.jsonl and TASK/validation.jsonl. Each command can be stopped; run it again to continue.
-# The rows of another machine stay in base_size.csv: seeds and targets can be run in any order.
+# Rows of runs that are not in runs/base stay in base_size.csv: seeds and targets can be run in any order.
 set -e
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 python=${PYTHON:-python}
@@ -17,9 +17,9 @@ model=runs/mpnet sources=runs/base/sources
 test -d $model || $python examples/mpnet.py --download $model
 
 if [ "$1" = sources ]; then
-    for task in 'mnli 1' 'qqp 1' 'sst2 1' 'scitail 1'; do # TASK EPOCHS
-        $python examples/mpnet.py --stage adapter --task "${task% *}" --epochs "${task#* }" --model $model --data-dir "$2" \
-            --limit-train 10000 --limit-dev 2000 --lr 3e-4 $common --resume --out "$sources/${task% *}"
+    for task in mnli qqp sst2 scitail; do
+        $python examples/mpnet.py --stage adapter --task $task --epochs 1 --model $model --data-dir "$2" \
+            --limit-train 10000 --limit-dev 2000 --lr 3e-4 $common --resume --out $sources/$task
     done
     exit
 fi

@@ -13,7 +13,7 @@ from collections import defaultdict
 from statistics import mean
 
 import train
-from experiments.fusion_weights import average_of
+from experiments.fusion_weights import mean_weights_as_trained
 from fusion import fusions
 
 evaluate = train.evaluate
@@ -23,7 +23,8 @@ def evaluate_with_weights(model, task, examples, batch_size):
     """As train.evaluate, and {"weights": {adapter: mean}, "weights_cls": the same} of a fusion."""
     scores = evaluate(model, task, examples, batch_size)
     if found := fusions(model.bert):
-        names, means = found[0][1].name.split(","), average_of(model, examples, ("all", "cls"))
+        names = found[0][1].name.split(",")
+        means = mean_weights_as_trained(model, examples, ("all", "cls"))
         for key, tokens in (("weights", "all"), ("weights_cls", "cls")):
             of = defaultdict(list)
             for weights in means[tokens].values():  # of every layer

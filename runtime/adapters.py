@@ -8,8 +8,8 @@ from runtime.record import encoder_of_adapter, record_around
 
 
 def find_adapter(source):
-    """The directory of an adapter, of a hub id's files, too. Raises FileNotFoundError, which says
-    what to do."""
+    """The local directory of an adapter; a hub id is downloaded first. Raises FileNotFoundError,
+    which says what to do."""
     directory = Path(source)
     if directory.is_dir() and not (directory / ADAPTER.config).is_file():
         _, record = record_around(directory)
@@ -25,8 +25,9 @@ def find_adapter(source):
 
 def check_encoder(source, directory, values, model, digest, allow=False):
     """Raises ValueError if a saved adapter was trained on another encoder than `model`, whose
-    weights have this digest, unless that is allowed. An adapter that is from no run knows only its
-    encoder's name, which says little where `model` is a directory: then another name is a note."""
+    weights have this digest, unless that is allowed. An adapter that comes from no run records only
+    its encoder's name, which says little where `model` is a directory: then another name is a
+    note."""
     trained_on = Path(str(values.get("model_name") or model)).name
     theirs = encoder_of_adapter(directory)
     if theirs is not None and theirs != digest:
@@ -67,7 +68,9 @@ def resolve_adapters(sources, encoder, model, digest, allow_other_encoder=False)
     for name, source in pairs:
         directory = find_adapter(source)
         name, _, values = read_adapter_config(directory, name)
-        same = [d for other, d in found.items() if other.lower() == name.lower()]  # also RTE
+        same = [
+            d for other, d in found.items() if other.lower() == name.lower()
+        ]  # rte and RTE, too
         if same:
             raise ValueError(f"two adapters are called {name!r}: {same[0]} and {directory}")
         check_encoder(source, directory, values, model, digest, allow_other_encoder)

@@ -156,7 +156,7 @@ class Record:
         for name in saved.keys() if names is None else saved.keys() & names:
             path, sha256 = Path(directory) / name, saved[name]
             if not path.is_file() or file_digest(path) != sha256:
-                problem = "is gone, or is not the file with which the run has ended"
+                problem = "is missing, or is not the file with which the run ended"
                 raise ValueError(f"{path} {problem}: restore it, or train {directory} again")
 
     def write(self, directory):

@@ -2,9 +2,9 @@
 adapter knows by heart learns to trust it too much, and a development set that an adapter has seen
 says nothing.
 
-A sketch of a training set is its 1,000 smallest hashes, of texts and label. Of another set's hashes
-those in the same range are looked up in it, so that a share is known to a few points, and less well
-where the other set is much smaller.
+A training set's sketch is its 1,000 smallest hashes, of texts and label. To estimate how much of
+another set was seen, those of its hashes that are no larger than the sketch's largest are looked up
+in it. With hundreds of them the share is good to a few points, with very few it means nothing.
 """
 
 import base64

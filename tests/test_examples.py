@@ -183,6 +183,7 @@ def test_cross_fitting(steps, encoder, data_dir, runs, at_step, refused, tmp_pat
         ),
         ("fusion", [*own, runs / "rte"], "'rte' has seen 100% of half 0 and 100% of half 1"),
         ("fusion", [tmp_path / "few", own[1]], "% of half 0 and 0% of half 1 of the training"),
+        ("fusion --half 1", [own[1]], "'rte-half-1' has seen 100% of half 1: it must be one of"),
     ):
         words = command(f"--stage {text}", "wrong", adapters)
         refused(words, message, main=cross_fitting.main)

@@ -283,7 +283,7 @@ for run, file in (("rte", "model_head"), ("fusion-rte", "model_adapter_fusion"))
     path = f"runs/{run}/{file}.safetensors"
     change = [with_nan(path, "weight"), edit(f"runs/{run}/config.json", saved_files=None)]
     add(f"{file}: NaN", f"runs/{run}", "not finite", *change, command="evaluate")
-say, twice = "is not the file with which the run has ended", tensors(FILE, lambda _, t: 2 * t)
+say, twice = "is not the file with which the run ended", tensors(FILE, lambda _, t: 2 * t)
 add("exchanged weights", "runs/rte", [FILE, say], twice, command="evaluate")
 add("exchanged weights, fused", FUSE, [FILE, say], twice)
 gone = Path("runs/rte/head_config.json").unlink

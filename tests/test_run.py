@@ -252,9 +252,9 @@ COMMANDS = [
     ("", DATA.replace("train", "validation"), other_label, "files of sst2", "data_sha256"),
     ("", ENCODER, double, "encoder", "encoder"),
     ("", "model/vocab.txt", replaced("red\ngreen", "green\nred"), "tokenizer", "tokenizer"),
-    ("", f"finished/adapters/pick/{ADAPTER}", double, "the run has ended", ""),
+    ("", f"finished/adapters/pick/{ADAPTER}", double, "which the run ended", ""),
     # a run that goes on does so with its own copies of the adapters
-    ("", f"runs/rte/{ADAPTER}", double, "the run has ended", ""),
+    ("", f"runs/rte/{ADAPTER}", double, "which the run ended", ""),
     ("", f"runs/rte/{ADAPTER}", train_again, "sha256 of rte", ""),
     ("", "runs/rte", move, "", ""),
     ("", f"cut/adapters/rte/{ADAPTER}", double, "", "sha256 of rte"),
