@@ -204,5 +204,5 @@ def test_a_small_grid_for_real(encoder, data_dir, tmp_path):
         tables.main([*words, "--epochs", "3"])
     weights = out / "runs/st_a_16-rte-90-0/adapter.safetensors"
     weights.write_bytes(weights.read_bytes()[:-4] + bytes(4))
-    with pytest.raises(ValueError, match=f"{weights} is gone, or is not"):
+    with pytest.raises(ValueError, match=f"{weights} is missing, or is not"):
         tables.main(words)
