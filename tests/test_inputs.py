@@ -177,7 +177,7 @@ predict: runs/pick red one | 'choices' does not hold a list
 predict: runs/rte red one --explain page.html | only fusion runs can be explained
 predict: runs/fusion-rte --file a.jsonl --explain ./a.jsonl | is not an .html file
 prune alone: runs/fusion-rte --keep 4 | --keep must be in 1 .. 3
-prune alone: runs/fusion-rte --leave-out 1 2 | --leave-out takes some of
+prune alone: runs/fusion-rte --leave-out 1 2 | --leave-out takes layers with adapters, not all of
 prune: runs/fusion-rte --out runs/rte | already there
 prune alone: runs/fusion-rte | --keep, --leave-out, or both
 publish: runs/rte --out runs | is already there
@@ -287,7 +287,7 @@ say, twice = "is not the file with which the run ended", tensors(FILE, lambda _,
 add("exchanged weights", "runs/rte", [FILE, say], twice, command="evaluate")
 add("exchanged weights, fused", FUSE, [FILE, say], twice)
 gone = Path("runs/rte/head_config.json").unlink
-add("a file is gone", "runs/rte", ["head_config.json is gone", say], gone, command="evaluate")
+add("a file is gone", "runs/rte", ["head_config.json is missing", say], gone, command="evaluate")
 
 # Other people's directories
 LOG = put("out/log.jsonl", b'{"epoch": 1}\n')
