@@ -125,12 +125,13 @@ def train_by_halves(settings):
         train.trained_parts(model), trainable, steps, {task.name: (train_set, dev_set)}, device
     )
     own = []  ##
-    if settings.stage == "fusion" and settings.half is None:  ##
+    if settings.half is None:  ## so it is a fusion
         own = own_adapters(record.loaded_adapters, train_set)
-    for name, adapter in record.loaded_adapters.items():  ##
-        if settings.half is not None and (adapter.seen_train or 0) >= NOTABLE:
-            seen = f"has seen {adapter.seen_train:.0%} of half {settings.half}"
-            raise ValueError(f"adapter {name!r} {seen}: it must be one of the other half")
+    else:  ##
+        for name, adapter in record.loaded_adapters.items():
+            if (adapter.seen_train or 0) >= NOTABLE:
+                seen = f"has seen {adapter.seen_train:.0%} of half {settings.half}"
+                raise ValueError(f"adapter {name!r} {seen}: it must be one of the other half")
 
     state = train.TrainState(loss=torch.zeros((), device=device))
     save_best = partial(train.save, settings.out, task.name, model, state, trainable)

@@ -325,28 +325,24 @@ def table(study, rows):
 
 def conclusion(study, rows):
     """One sentence: which system won, over which control, and by how much."""
-    accuracies = by_seed(rows)
-    seeds = set.intersection(*(set(of) for of in accuracies.values()))
+    seeds = set.intersection(*(set(of) for of in by_seed(rows).values()))  # that all systems have
     if not seeds:
         return "No seed has run with every system, so there is nothing to compare."
-    means = {
-        system: mean_and_deviation([of[seed] for seed in seeds])[0]
-        for system, of in accuracies.items()
-    }
+    accuracies = by_seed(rows[rows["seed"].isin(seeds)])
+    means = {system: mean_and_deviation(of.values())[0] for system, of in accuracies.items()}
     composed = [name for name in means if len(study.systems[name].adapters) > 1]
     controls = [name for name in means if name not in composed]
     if not composed or not controls:
         return "There is no fusion of several adapters, or no control, to compare."
     best, control = (max(names, key=means.get) for names in (composed, controls))
     winner, other = (best, control) if means[best] > means[control] else (control, best)
-    leads = [accuracies[winner][seed] - accuracies[other][seed] for seed in seeds]
+    difference, least = gain(accuracies, winner, other)
     kinds = ["the best control", "the best fusion of several adapters"]
     kind = kinds[winner == control]
     titles = study.systems[winner].title, study.systems[other].title
-    mean_lead = means[winner] - means[other]
     return (
-        f"Best is: {titles[0]}, ahead of {kind} ({titles[1]}) by {mean_lead:.1f} points in the "
-        f"mean over {len(seeds)} seeds, by {min(leads):.1f} at the least."
+        f"Best is: {titles[0]}, ahead of {kind} ({titles[1]}) by {difference:.1f} points in the "
+        f"mean over {len(seeds)} seeds, by {least:.1f} at the least."
     )
 
 

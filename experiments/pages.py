@@ -137,11 +137,16 @@ def base_systems():
     return composition.systems(composition.Options(target="rte", sources=sources))
 
 
+def read_base_size(name):
+    """The systems have the names that experiments.composition gives them."""
+    rows = pandas.read_csv(RESULTS / f"{name}.csv")
+    return rows.replace({"system": {FUSION_OF_SOURCES: "fusion"}})
+
+
 def base_rows(target, size):
-    """In the order of the systems, under the names that experiments.composition gives them."""
-    rows = pandas.read_csv(RESULTS / "base_size.csv")
+    """In the order of the systems."""
+    rows = read_base_size("base_size")
     rows = rows[(rows["target"] == target) & (rows["train_examples"] == size)]
-    rows = rows.replace({"system": {FUSION_OF_SOURCES: "fusion"}})
     order = [*base_systems()]
     rows = rows.sort_values("seed").sort_values(
         "system", key=lambda names: names.map(order.index), kind="stable"
@@ -208,8 +213,7 @@ def composition_epochs():
 
 def base_size_entropy():
     """By layer, of the mean weights over all tokens and at [CLS]: means over targets and seeds."""
-    rows = pandas.read_csv(RESULTS / "base_size_weights.csv")
-    rows = rows.replace({"system": {FUSION_OF_SOURCES: "fusion"}})
+    rows = read_base_size("base_size_weights")
     titles = {name: system.title for name, system in base_systems().items()}
     yield ["", "runs", "tokens", *(str(layer) for layer in sorted(rows["layer"].unique()))]
     by_run = rows.groupby(["system", "tokens", "layer", "target", "train_examples", "seed"])

@@ -68,9 +68,7 @@ def resolve_adapters(sources, encoder, model, digest, allow_other_encoder=False)
     for name, source in pairs:
         directory = find_adapter(source)
         name, _, values = read_adapter_config(directory, name)
-        same = [
-            d for other, d in found.items() if other.lower() == name.lower()
-        ]  # rte and RTE, too
+        same = [d for other, d in found.items() if other.lower() == name.lower()]  # RTE is rte
         if same:
             raise ValueError(f"two adapters are called {name!r}: {same[0]} and {directory}")
         check_encoder(source, directory, values, model, digest, allow_other_encoder)

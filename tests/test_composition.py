@@ -116,6 +116,13 @@ def test_the_sentence_says_who_won_and_by_how_much():
     said = composition.conclusion(study, rows)
     assert "fusion of the sources, ahead of the best control (new head on a) by 2.5" in said
     assert "by 1.0 at the least" in said
+    # only seeds that all systems have are compared
+    said = composition.conclusion(study, rows.drop(index=1))  # own's second
+    assert "by 4.0 points in the mean over 1 seeds, by 4.0 at the least" in said
+    with_others = rows.assign(seed=[0, 1, 2, 3, 4, 5])
+    assert "nothing to compare" in composition.conclusion(study, with_others)
+    with pytest.raises(ValueError, match="none among its scores"):  # a regression's
+        grid.accuracy({"pearson": 0.5})
     rows.loc[rows["system"] == "fusion", "accuracy"] = 0.4
     said = composition.conclusion(study, rows)
     assert "new head on a, ahead of the best fusion of several adapters" in said
