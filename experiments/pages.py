@@ -120,21 +120,27 @@ def composition_rows(target, size=None):
     return rows if size is None else rows[rows["train_examples"] == size]
 
 
-def composed(target, size):
-    """As the command prints it."""
-    study = SimpleNamespace(systems=composed_systems(target))
-    rows, header = composition.table(study, composition_rows(target, size))
+def printed(systems, rows):
+    """As experiments.composition prints it."""
+    lines, header = composition.table(SimpleNamespace(systems=systems), rows)
     yield header
-    yield from rows
+    yield from lines
 
 
 FUSION_OF_SOURCES = "fusion_without_own"  # what base_size.csv calls composition's "fusion"
 
 
 def base_systems():
-    """{name: System} of the study on an encoder of BERT-base's size"""
+    """{name: System} of the study on an encoder of BERT-base's size. results/base_size.py adds to a
+    name what its directory adds to target and size."""
     sources = "mnli", "qqp", "sst2", "scitail"
-    return composition.systems(composition.Options(target="rte", sources=sources))
+    found = composition.systems(composition.Options(target="rte", sources=sources))
+    more = {
+        f"{FUSION_OF_SOURCES}_8_sources": "fusion of eight sources",
+        "fusion_with_own_8_sources": "fusion of eight sources and own",
+        "cross_8_epochs": "cross-fitting, eight epochs",
+    }
+    return found | {name: composition.System(title, "fusion") for name, title in more.items()}
 
 
 def read_base_size(name):
@@ -162,13 +168,6 @@ def with_best_head(rows):
     return pandas.concat([rows, best.assign(system="best_head")])
 
 
-def of_base_size(target, size):
-    study = SimpleNamespace(systems=base_systems())
-    rows, header = composition.table(study, base_rows(target, size))
-    yield header
-    yield from rows
-
-
 def base_size_sources():
     yield ["source", "accuracy in %"]
     rows = pandas.read_csv(RESULTS / "base_size_sources.csv").set_index("source")
@@ -177,19 +176,32 @@ def base_size_sources():
 
 
 def base_size_rte():
-    return of_base_size("rte", 400)
+    return printed(base_systems(), base_rows("rte", 400))
 
 
 def base_size_mrpc():
-    return of_base_size("mrpc", 400)
+    return printed(base_systems(), base_rows("mrpc", 400))
+
+
+def base_size_cb():
+    return printed(base_systems(), base_rows("cb", 250))
+
+
+def base_size_rte_all():
+    return printed(base_systems(), base_rows("rte", 2490))
 
 
 def composition_2():
-    return composed("both", 240)
+    return printed(composed_systems("both"), composition_rows("both", 240))
 
 
 def composition_3():
-    return composed("all", 480)
+    return printed(composed_systems("all"), composition_rows("all", 480))
+
+
+def cross_fitting():
+    """What to do about the own adapter, on the target of two skills."""
+    return printed(composed_systems("both"), pandas.read_csv(RESULTS / "cross_fitting.csv"))
 
 
 def composition_sizes():
@@ -212,8 +224,9 @@ def composition_epochs():
 
 
 def base_size_entropy():
-    """By layer, of the mean weights over all tokens and at [CLS]: means over targets and seeds."""
-    rows = read_base_size("base_size_weights")
+    """By layer, of the mean weights over all tokens and at [CLS]: means over the targets with 400
+    examples, and their seeds."""
+    rows = read_base_size("base_size_weights").query("train_examples == 400")
     titles = {name: system.title for name, system in base_systems().items()}
     yield ["", "runs", "tokens", *(str(layer) for layer in sorted(rows["layer"].unique()))]
     by_run = rows.groupby(["system", "tokens", "layer", "target", "train_examples", "seed"])
@@ -246,7 +259,8 @@ def text_or_library():
 
 
 TABLES = readme, readme_composed, mini, mini_counts, search, prune
-TABLES += base_size_sources, base_size_rte, base_size_mrpc, base_size_entropy
+TABLES += base_size_sources, base_size_rte, base_size_mrpc, base_size_cb
+TABLES += base_size_rte_all, base_size_entropy, cross_fitting
 TABLES += composition_2, composition_3, composition_sizes, composition_epochs, text_or_library
 MADE = {made.__name__: made for made in TABLES}
 

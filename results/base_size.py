@@ -92,15 +92,15 @@ def draw(rows):
 
 def main(base):
     studies = {path.parent: pd.read_csv(path) for path in sorted(base.glob("*/composition.csv"))}
-    by_epoch = pd.DataFrame(row for study, rows in studies.items() for row in epochs(study, rows))
-    rows = pd.concat(studies.values())
-    weights = [
-        pd.read_csv(study / "weights.csv").assign(target=study.name.split("-")[0])
-        for study in studies
-    ]
-    weights = pd.concat(weights)
-    for table in (rows, by_epoch, weights):
-        table["system"] = table["system"].replace("fusion", pages.FUSION_OF_SOURCES)
+    named = [[], [], []]
+    for study, rows in studies.items():
+        target, _, *more = study.name.split("-")  # such as rte-400-8-sources
+        weights = pd.read_csv(study / "weights.csv").assign(target=target)
+        by_epoch = pd.DataFrame(epochs(study, rows))
+        for tables, table in zip(named, (rows, weights, by_epoch), strict=True):
+            names = table["system"].replace("fusion", pages.FUSION_OF_SOURCES)
+            tables.append(table.assign(system=names.map(lambda name: "_".join([name, *more]))))
+    rows, weights, by_epoch = map(pd.concat, named)
     merged("base_size.csv", rows)
     merged("base_size_weights.csv", weights)
     draw(merged("base_size_epochs.csv", by_epoch))

@@ -2,9 +2,12 @@
 # The study on an encoder of BERT-base's size (section 2 of docs/results.md): MPNet-base, as examples/mpnet.py
 # downloads it, in bfloat16.
 #
-#   sh results/base_size.sh sources DATA                 # the adapters that are fused
-#   sh results/base_size.sh TARGET SIZE "SEEDS" DATA     # rte 400 "0 1 2", mrpc 400 "0 1 2", cb 250 "0 1 2", rte 2490 0
-#   python results/base_size.py runs/base                # rows and figure
+#   sh results/base_size.sh sources DATA                       # the adapters that are fused
+#   sh results/base_size.sh TARGET SIZE "SEEDS" DATA           # rte 400 "0 1 2", mrpc 400 "0 1 2", cb 250 "0 1 2", rte 2490 0
+#   sh results/base_size.sh more-sources DATA                  # four more adapters
+#   sh results/base_size.sh rte 400 "SEEDS" DATA 8-sources     # fused with the first four
+#   sh results/base_size.sh TARGET 400 "SEEDS" DATA 8-epochs   # cross-fitting for twice as long
+#   python results/base_size.py runs/base                      # rows and figure
 #
 # DATA: a directory with TASK/train.jsonl and TASK/validation.jsonl. Each command can be stopped; run it again to continue.
 # Rows of runs that are not in runs/base stay in base_size.csv: seeds and targets can be run in any order.
@@ -12,33 +15,54 @@ set -e
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 python=${PYTHON:-python}
 common="--max-length 128 --batch-size 16 --device cpu --dtype bfloat16"
-model=runs/mpnet sources=runs/base/sources
+model=runs/mpnet sources=runs/base/sources four="mnli qqp sst2 scitail" more="mrpc boolq imdb cosmos_qa"
 
 test -d $model || $python examples/mpnet.py --download $model
 
+source() { # TASK EPOCHS DEV DATA
+    $python examples/mpnet.py --stage adapter --task "$1" --epochs "$2" --model $model --data-dir "$4" --limit-train 10000 \
+        --limit-dev "$3" --lr 3e-4 $common --resume --out $sources/"$1"
+}
 if [ "$1" = sources ]; then
-    for task in mnli qqp sst2 scitail; do
-        $python examples/mpnet.py --stage adapter --task $task --epochs 1 --model $model --data-dir "$2" \
-            --limit-train 10000 --limit-dev 2000 --lr 3e-4 $common --resume --out $sources/$task
-    done
+    for task in $four; do source $task 1 2000 "$2"; done
+    exit
+elif [ "$1" = more-sources ]; then
+    source mrpc 3 500 "$2" # 3,668 examples
+    source boolq 3 500 "$2" # 1,933
+    source imdb 2 500 "$2" # 3,998
+    source cosmos_qa 1 500 "$2" # 2,485, each with four answers
     exit
 fi
 
-target=$1 size=$2 seeds=$3 data=$4 adapter_lr=5e-4 fusion_lr=5e-4 epochs=4 test=
+target=$1 size=$2 seeds=$3 data=$4 variant=$5
+adapter_lr=5e-4 fusion_lr=5e-4 epochs=4 test= fused=$four out=runs/base/$target-$size${variant:+-$variant}
 if [ "$size" = 400 ]; then # the examples that are left over are a test set
     test=--test
 elif [ "$size" -gt 1000 ]; then # the paper's learning rate of fusion
     adapter_lr=3e-4 fusion_lr=5e-5
 fi
-systems=
-for more in 'own head_on_mnli fusion fusion_with_own' 'fusion_half fusion_half_control' 'cross head_on_qqp head_on_scitail' \
-    'full mean mean_with_own fusion_of_own head_on_sst2 head'; do # results are written after each group
-    systems="$systems $more"
+run() { # SYSTEM ...
     $python -m experiments.composition --target "$target" --train-examples "$size" --seeds $seeds $test \
-        --sources $sources/mnli $sources/qqp $sources/sst2 $sources/scitail --data-dir "$data" \
-        --model $model --import examples.mpnet,results.weights_by_epoch --systems $systems --jobs 1 --out "runs/base/$target-$size" \
+        --sources $(for task in $fused; do echo $sources/$task; done) --data-dir "$data" \
+        --model $model --import examples.mpnet,results.weights_by_epoch --systems "$@" --jobs 1 --out "$out" \
         --adapter-options "--lr $adapter_lr --epochs 30 --patience 5" \
         --head-options '--lr 1e-3 --epochs 8 --patience 4' \
         --full-options '--lr 3e-5 --epochs 4 --patience 4' \
         --fusion-options "--lr $fusion_lr --epochs $epochs --patience $epochs" -- $common
-done
+}
+if [ "$variant" ]; then # over the same own adapters
+    mkdir -p "$out/runs"
+    cp -r -n "runs/base/$target-$size/runs/"own* "$out/runs"
+fi
+case $variant in
+8-sources) fused="$four $more" && run fusion fusion_with_own ;;
+8-epochs) epochs=8 && run cross ;;
+*)
+    systems=
+    for group in 'own head_on_mnli fusion fusion_with_own' 'fusion_half fusion_half_control' 'cross head_on_qqp' \
+        'full mean mean_with_own fusion_of_own' 'head head_on_scitail head_on_sst2'; do # results are written after each group
+        systems="$systems $group"
+        run $systems
+    done
+    ;;
+esac
