@@ -99,7 +99,7 @@ def main(base):
         by_epoch = pd.DataFrame(epochs(study, rows))
         for tables, table in zip(named, (rows, weights, by_epoch), strict=True):
             names = table["system"].replace("fusion", pages.FUSION_OF_SOURCES)
-            tables.append(table.assign(system=names.map(lambda name: "_".join([name, *more]))))
+            tables.append(table.assign(system=["_".join([name, *more]) for name in names]))
     rows, weights, by_epoch = map(pd.concat, named)
     merged("base_size.csv", rows)
     merged("base_size_weights.csv", weights)
