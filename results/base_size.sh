@@ -15,26 +15,26 @@ set -e
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 python=${PYTHON:-python}
 common="--max-length 128 --batch-size 16 --device cpu --dtype bfloat16"
-model=runs/mpnet sources=runs/base/sources four="mnli qqp sst2 scitail" more="mrpc boolq imdb cosmos_qa"
+model=runs/mpnet sources=runs/base/sources four="mnli qqp sst2 scitail" more="mrpc boolq imdb cb"
 
 test -d $model || $python examples/mpnet.py --download $model
 
-source() { # TASK EPOCHS DEV DATA
+train_source() { # TASK EPOCHS DEV DATA
     $python examples/mpnet.py --stage adapter --task "$1" --epochs "$2" --model $model --data-dir "$4" --limit-train 10000 \
         --limit-dev "$3" --lr 3e-4 $common --resume --out $sources/"$1"
 }
 if [ "$1" = sources ]; then
-    for task in $four; do source $task 1 2000 "$2"; done
+    for task in $four; do train_source $task 1 2000 "$2"; done
     exit
 elif [ "$1" = more-sources ]; then
-    source mrpc 3 500 "$2" # 3,668 examples
-    source boolq 3 500 "$2" # 1,933
-    source imdb 2 500 "$2" # 3,998
-    source cosmos_qa 1 500 "$2" # 2,485, each with four answers
+    train_source mrpc 3 500 "$2" # 3,668 examples
+    train_source boolq 3 500 "$2" # 1,933
+    train_source imdb 2 500 "$2" # 3,998
+    train_source cb 10 500 "$2" # 250
     exit
 fi
 
-target=$1 size=$2 seeds=$3 data=$4 variant=$5
+target=${1:?see the head of this file} size=${2:?} seeds=${3:?} data=${4:?} variant=$5
 adapter_lr=5e-4 fusion_lr=5e-4 epochs=4 test= fused=$four out=runs/base/$target-$size${variant:+-$variant}
 if [ "$size" = 400 ]; then # the examples that are left over are a test set
     test=--test
@@ -50,14 +50,16 @@ run() { # SYSTEM ...
         --full-options '--lr 3e-5 --epochs 4 --patience 4' \
         --fusion-options "--lr $fusion_lr --epochs $epochs --patience $epochs" -- $common
 }
-if [ "$variant" ]; then # over the same own adapters
+if [ "$variant" ]; then # over the same own adapters, so after the command without it
     mkdir -p "$out/runs"
-    cp -r -n "runs/base/$target-$size/runs/"own* "$out/runs"
+    for own in "runs/base/$target-$size/runs/"own*; do
+        test -e "$out/runs/${own##*/}" || cp -r "$own" "$out/runs"
+    done
 fi
 case $variant in
 8-sources) fused="$four $more" && run fusion fusion_with_own ;;
 8-epochs) epochs=8 && run cross ;;
-*)
+'')
     systems=
     for group in 'own head_on_mnli fusion fusion_with_own' 'fusion_half fusion_half_control' 'cross head_on_qqp' \
         'full mean mean_with_own fusion_of_own' 'head head_on_scitail head_on_sst2'; do # results are written after each group
@@ -65,4 +67,5 @@ case $variant in
         run $systems
     done
     ;;
+*) echo "base_size.sh: unknown variant $variant" >&2 && exit 2 ;;
 esac

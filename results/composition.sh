@@ -1,5 +1,6 @@
 #!/bin/sh
 # The study of composition (section 1 of docs/results.md). Each command can be stopped; the same one goes on.
+set -e
 export OMP_NUM_THREADS=1
 
 study() { # OUT EPOCHS, then options of experiments.composition
