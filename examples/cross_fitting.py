@@ -74,7 +74,7 @@ def own_adapters(adapters, train_set):
         if adapter.sketch is None:  # a note says that it is unknown
             continue
         shares = [share_seen(hashes[halves == half], adapter.sketch) for half in (0, 1)]
-        if sorted(shares) == [0, 1]:  # exactly: both compare whole sets of hashes
+        if sorted(shares) == [0, 1]:  # it has seen one half, whole
             own[shares.index(1)].append(name)
         elif max(shares) >= NOTABLE:
             seen = f"has seen {shares[0]:.0%} of half 0 and {shares[1]:.0%} of half 1"

@@ -50,6 +50,10 @@ run() { # SYSTEM ...
         --full-options '--lr 3e-5 --epochs 4 --patience 4' \
         --fusion-options "--lr $fusion_lr --epochs $epochs --patience $epochs" -- $common
 }
+case $variant in
+'' | 8-sources | 8-epochs) ;;
+*) echo "base_size.sh: unknown variant $variant" >&2 && exit 2 ;;
+esac
 if [ "$variant" ]; then # over the same own adapters, so after the command without it
     mkdir -p "$out/runs"
     for own in "runs/base/$target-$size/runs/"own*; do
@@ -67,5 +71,4 @@ case $variant in
         run $systems
     done
     ;;
-*) echo "base_size.sh: unknown variant $variant" >&2 && exit 2 ;;
 esac
