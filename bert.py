@@ -294,10 +294,11 @@ class Bert(nn.Module):
     @classmethod
     def hub_name(cls, name):
         """ "layers.0.query.weight" -> "encoder.layer.0.attention.self.query.weight". Raises
-        ValueError for a parameter that a checkpoint does not have."""
+        ValueError for a parameter that HUB_NAMES does not name."""
         layer, module, part = re.fullmatch(r"(?:layers\.(\d+)\.)?(.*?)\.?(\w+)", name).groups()
         if module not in cls.HUB_NAMES:
-            raise ValueError(f"a checkpoint of BERT has no place for the parameter {name}")
+            kind = cls.__name__
+            raise ValueError(f"{kind}.HUB_NAMES does not say what a checkpoint calls {name}")
         return (f"encoder.layer.{layer}." if layer else "") + f"{cls.HUB_NAMES[module]}.{part}"
 
 

@@ -13,8 +13,9 @@ def import_modules(names):
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as e:
-            where = "--import takes the name of a module that is found from here, or by PYTHONPATH"
-            raise argparse.ArgumentTypeError(f"{e}: {where}, such as examples.lora") from e
+            form = "--import takes a module's name, such as examples.lora, not examples/lora.py"
+            where = "it is looked for here, and where PYTHONPATH says"
+            raise argparse.ArgumentTypeError(f"{e}: {form}; {where}") from e
     return names
 
 

@@ -92,7 +92,7 @@ class PoolerHead(Head):
 
 
 LOST = [
-    (a_prompt, "no place for the parameter prompt"),
+    (a_prompt, "does not say what a checkpoint calls prompt"),
     (a_frozen_adapter, "'rte' is neither trained nor one of --adapters"),
     (an_adapter_elsewhere, "adapters.lost.weight would be trained, and no file"),
     (train.stage_1, "head.pooler.weight would be trained, and no file"),
