@@ -435,6 +435,7 @@ def load_head(bert, directory):
     """The head saved in `directory` (or a hub id), frozen, in eval mode. Raises as load_adapter."""
     saved = adapterhub.read(directory, adapterhub.HEAD)
     with error_prefix(saved.directory / adapterhub.HEAD.config):
+        saved.check_size(bert.config)
         head = new_head(saved.options.get("kind", "cls"), saved.options, bert.config)
     saved.copy_into(head_tensors(head))
     if head.config["use_pooler"]:

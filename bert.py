@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from formats.encoder import check_config, open_encoder, write_encoder
-from runtime.kernels import attention, dropout, embedding  # torch's, but faster on a CPU
+from runtime.kernels import attention, dropout, embedding  # torch's functions, made faster
 
 ACTIVATIONS = {
     "gelu": F.gelu,  # the exact one, by erf, as in transformers
@@ -42,7 +42,7 @@ class BertConfig:
     classifier_dropout: float | None = None
     max_position_embeddings: int = 512
     type_vocab_size: int = 2
-    initializer_range: float = 0.02
+    initializer_range: float = 0.02  # of new heads and PALs; Θ itself is loaded
     layer_norm_eps: float = 1e-12
     pad_token_id: int = 0
     position_embedding_type: str = "absolute"
@@ -55,8 +55,9 @@ class BertConfig:
 
     @classmethod
     def from_json(cls, path, values):
-        """The configuration that a file holds; its other fields are ignored. Raises ValueError,
-        naming the field, for a value that the encoder cannot have."""
+        """The configuration in the JSON object `values`, whose other fields are ignored; path: the
+        file's, for messages. Raises ValueError, naming the field, for a value that the encoder
+        cannot have."""
         known = [field.name for field in fields(cls)]
         config = cls(**{name: values[name] for name in known if name in values})
         check_config(path, config, ACTIVATIONS)
@@ -70,6 +71,7 @@ class BertConfig:
 @dataclass
 class RobertaConfig(BertConfig):
     model_type: str = "roberta"
+    pad_token_id: int = 1
 
     @property
     def max_length(self):
@@ -80,7 +82,8 @@ class RobertaConfig(BertConfig):
 class AddNorm(nn.Module):
     """
     The "Add & Norm" that closes a sub-layer: LN(f + x). This project calls it a slot: adapters and
-    their fusion are inserted here (Figures 1, 2, 5).
+    their fusion are inserted here (Figures 1, 2, 5). The two Add & Norm boxes around an adapter in
+    the figures are both this LayerNorm: it reads LN(f + x), and LN(f + z + x) leaves.
 
     adapters   every Φ_n that sits here, by name (adapter.py)
     fusion     Ψ, or None (fusion.py)
@@ -136,7 +139,7 @@ class Layer(nn.Module):
         if cls_only:
             x = x[:, :1].contiguous()  # contiguous: one matrix product for the batch
         q = self.split_heads(self.query(x))  # [B, H, T, d/H], or with cls_only [B, H, 1, d/H]
-        # A fork's attention(q, k, v, mask) knows no bias, and most encoders have none.
+        # Given only if there is one: a fork's attention(q, k, v, mask) need not know it.
         more = {} if bias is None else {"bias": bias[:, :, : q.shape[2]]}
         a = self.attention(q, k, v, mask, **more).transpose(1, 2).reshape(x.shape)
         f = dropout(self.attention_dense(a), self.hidden_dropout, self.training)
@@ -199,8 +202,9 @@ class Bert(nn.Module):
 
     def forward(self, input_ids, token_type_ids=None, attention_mask=None, cls_only=False):
         """
-        input_ids, token_type_ids, attention_mask: LongTensors [B, T]; attention_mask is 1 on real
-        tokens. Without token types all are 0, without a mask all tokens are real.
+        input_ids, token_type_ids, attention_mask: LongTensors [B, T], in this order (the mask is
+        second in `transformers`); attention_mask is 1 on real tokens. Without token types all are
+        0, without a mask all tokens are real.
         Returns the last layer's hidden states [B, T, d], or with cls_only the first token's
         [B, 1, d]: for a head that reads only [CLS] (adapter.py), the other tokens of the last layer
         need only keys and values. Raises ValueError if T exceeds the position embeddings.
@@ -224,7 +228,8 @@ class Bert(nn.Module):
         for layer in self.layers[:-1]:
             x = layer(x, mask, bias=bias)
         # All tokens are computed where something in the last layer may mix them, and for a single
-        # example: its matrix-vector products would round by where the weights lie in memory.
+        # example: the products of a single vector may be rounded differently from run to run, by
+        # where the weights lie in memory.
         last = self.layers[-1]
         first_only = cls_only and B > 1 and not any(map(may_mix_tokens, last.modules()))
         x = last(x, mask, cls_only=first_only, bias=bias)
@@ -263,8 +268,8 @@ class Bert(nn.Module):
         directory with config.json and model.safetensors or pytorch_model.bin, or else a Hugging
         Face hub id. Raises FileNotFoundError if there is no such checkpoint, ValueError if its
         content does not fit; the message names the file, and the tensor with both shapes.
-        The class is that of ENCODERS for the `model_type` in config.json, unless it is called as a
-        subclass's.
+        `Bert.from_pretrained` makes the class that ENCODERS has for the `model_type` in
+        config.json, a subclass's `from_pretrained` that subclass.
         """
         checkpoint = open_encoder(source)
         config = read_config(checkpoint.config_path, checkpoint.config)
@@ -303,7 +308,7 @@ class Bert(nn.Module):
 
 
 class Roberta(Bert):
-    """BERT, but for the positions."""
+    """BERT with other positions."""
 
     config_class = RobertaConfig
 
@@ -330,10 +335,10 @@ register(Roberta)
 
 
 def read_config(path, values):
-    """The configuration of the encoder that a file describes; values: what it holds. Raises
-    ValueError for a `model_type` that is not registered."""
+    """The configuration of the encoder that config.json describes. values: the JSON object in it;
+    path: for messages. Raises ValueError for a `model_type` that is not registered."""
     name = values.get("model_type", "bert")
-    if name not in ENCODERS:
+    if name not in [*ENCODERS]:  # a list: a file's value may be unhashable
         advice = "docs/forking.md says how to add one, and --import names its module"
         known = ", ".join(ENCODERS)
         raise ValueError(f"{path}: model_type {name!r:.50} is not one of {known}; {advice}")
@@ -356,8 +361,8 @@ def activate(bert, name):
     the fusion. Raises ValueError if nothing has that name."""
     known = known_adapters(bert) | {slot.fusion.name for _, slot in bert.slots() if slot.fusion}
     if name is not None and name not in known:
-        names = ", ".join(sorted(known)) or "none"
-        raise ValueError(f"there is no adapter called {name!r}; there are: {names}")
+        names = ", ".join(map(repr, sorted(known))) or "none"
+        raise ValueError(f"no adapter or fusion is called {name!r}; there are: {names}")
     for _, slot in bert.slots():
         slot.active = name
     bert.requires_grad_(False)

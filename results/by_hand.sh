@@ -1,4 +1,6 @@
+#!/bin/sh
 # The single runs of by_hand.csv, one seed each. MINILM and DATA as in docs/results.md.
+set -e
 common="--model MINILM --data-dir DATA --dtype bfloat16 --lr 5e-4"
 python train.py $common --stage adapter --task mnli --epochs 4
 python train.py $common --stage adapter --task qqp --epochs 4 --limit-train 8000

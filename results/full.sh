@@ -1,5 +1,7 @@
+#!/bin/sh
 # The runs of full.csv with seed 0. MINILM and DATA as in docs/results.md. For seeds 1 and 2: the lines from cb's adapter on,
 # with --seed N and an --out of their own.
+set -e
 common="--model MINILM --data-dir DATA --dtype bfloat16 --batch-size 32 --lr 5e-4"
 python train.py $common --stage adapter --task mnli --epochs 5 --patience 2 --limit-dev 1000
 python train.py $common --stage adapter --task qqp --epochs 4 --patience 1 --limit-dev 1000

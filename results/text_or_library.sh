@@ -1,5 +1,6 @@
 #!/bin/sh
 # The runs of text_or_library.csv, after those of composition.sh, whose target, adapters and settings they have.
+set -e
 export OMP_NUM_THREADS=1
 study=runs/composition-2/runs
 

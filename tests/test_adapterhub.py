@@ -203,6 +203,8 @@ adapter file | {"config": {"mh_adapter": true}} | this one has no output_adapter
 adapter config | {"scaling": "learned"} | scaling = 'learned'
 adapter config | {"architecture": "lora", "r": 8} | 'lora'
 adapter file | {"model_type": "roberta"} | model_type 'roberta', the encoder has 'bert'
+head file | {"model_type": "roberta"} | model_type 'roberta', the encoder has 'bert'
+fusion file | {"model_type": "roberta"} | model_type 'roberta', the encoder has 'bert'
 head config | {"head_type": "tagging"} | head_type = 'tagging'
 head config | {"layers": 2, "activation_function": "relu"} | activation_function = 'relu'
 fusion config | {"query_before_ln": true} | query_before_ln = True

@@ -1,6 +1,7 @@
 """What a user sees: the start, a line for each epoch, the end, several seeds, signals."""
 
 import json
+import shutil
 import signal
 import statistics
 import subprocess
@@ -10,6 +11,7 @@ import time
 import pytest
 
 import child
+import train
 from conftest import cli, read_lines, thorough_after_first
 
 
@@ -58,6 +60,16 @@ def test_seeds(trained, launch, tmp_path):
     assert alone["accuracy"] == values[1] and alone["dev_loss"] == own[1]["dev_loss"]
     _, again = trained(f"{words} --seeds 3 5 7 --resume")  # two are read, the third is trained
     assert again["accuracy"]["values"][:2] == values and len(again["accuracy"]["values"]) == 3
+
+
+def test_seeds_resume_without_the_original_adapters(runs, data_dir, tmp_path):
+    """The runs have copies, which say which encoder it was."""
+    original = shutil.copytree(runs / "rte", tmp_path / "rte")
+    words = cli("--stage head --task sst2 --epochs 1 --device cpu --seeds 0 1")
+    words += cli(adapters=original, data_dir=data_dir, out=tmp_path / "run")
+    summary = train.main(words)
+    shutil.rmtree(original)
+    assert train.main([*words, "--resume"])["accuracy"] == summary["accuracy"]
 
 
 @pytest.mark.parametrize("name", thorough_after_first("SIGINT", "SIGTERM", "SIGHUP"))

@@ -140,11 +140,27 @@ def test_a_kind_replaces_no_other():
         (adapter.register_head, "cls", PoolerHead),
         (fusion.register, "attention", Gated),
         (fusion.register, "other", type("Other", (Fusion,), {})),  # its files are Fusion's
+        # this field changes nothing in AdapterHub's files, so these are, too
+        (fusion.register, "other", type("Other", (Fusion,), {"file_tag": {"regularization": 0}})),
     ):
         with pytest.raises(ValueError, match=f"{kind.__name__}|{name} "):
             register_kind(name, kind)
     with pytest.raises(ValueError, match="there is already an encoder 'bert'"):
         bert.register(type("SecondBert", (Bert,), {}))
+
+
+class OneWeightTooMany(Fusion):
+    def compose(self, h, adapters, layer_input=None):
+        return h * self.weigh(h[..., : len(adapters) + 1])[..., :1]
+
+
+def test_weights_of_another_shape_are_refused(encoder):
+    """They would be trained, and be of no use afterwards."""
+    bert = Bert.from_pretrained(encoder)
+    add_adapter(bert, "a", AdapterConfig())
+    add_fusion(bert, ["a"], OneWeightTooMany)
+    with pytest.raises(ValueError, match=r"the weights of OneWeightTooMany are \[3, 6, 2\], not"):
+        bert(IDS)
 
 
 def test_a_tensor_without_a_name_is_not_left_out(encoder, tmp_path, monkeypatch):
