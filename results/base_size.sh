@@ -18,6 +18,14 @@ python=${PYTHON:-python}
 common="--max-length 128 --batch-size 16 --device cpu --dtype bfloat16"
 model=runs/mpnet sources=runs/base/sources four="mnli qqp sst2 scitail" more="mrpc boolq imdb cb"
 
+case $1 in
+sources | more-sources) : "${2:?DATA is missing}" ;;
+*) : "${4:?TARGET, SIZE, SEEDS and DATA are needed: see the head of this file}" ;;
+esac
+case $5 in
+'' | 8-sources | 8-epochs | low-lr) ;;
+*) echo "base_size.sh: unknown variant $5" >&2 && exit 2 ;;
+esac
 test -d $model || $python examples/mpnet.py --download $model
 
 train_source() { # TASK EPOCHS DEV DATA
@@ -35,7 +43,7 @@ elif [ "$1" = more-sources ]; then
     exit
 fi
 
-target=${1:?see the head of this file} size=${2:?} seeds=${3:?} data=${4:?} variant=$5
+target=$1 size=$2 seeds=$3 data=$4 variant=$5
 adapter_lr=5e-4 fusion_lr=5e-4 epochs=4 test= fused=$four out=runs/base/$target-$size${variant:+-$variant}
 if [ "$size" = 400 ]; then # the examples that are left over are a test set
     test=--test
@@ -51,10 +59,6 @@ run() { # SYSTEM ...
         --full-options '--lr 3e-5 --epochs 4 --patience 4' \
         --fusion-options "--lr $fusion_lr --epochs $epochs --patience $epochs" -- $common
 }
-case $variant in
-'' | 8-sources | 8-epochs | low-lr) ;;
-*) echo "base_size.sh: unknown variant $variant" >&2 && exit 2 ;;
-esac
 if [ "$variant" ]; then # over the same own adapters, so after the command without it
     mkdir -p "$out/runs"
     for own in "runs/base/$target-$size/runs/"own*; do
