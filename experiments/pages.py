@@ -131,6 +131,11 @@ def printed(systems, rows):
 FUSION_OF_SOURCES = "fusion_without_own"  # what base_size.csv calls composition's "fusion"
 
 
+def variants(systems, titles):
+    """The systems, and after them those of these titles."""
+    return systems | {name: composition.System(title, "fusion") for name, title in titles.items()}
+
+
 def base_systems():
     """{name: System} of the study on an encoder of BERT-base's size. results/base_size.py calls
     the system `cross` of runs/base/rte-400-8-epochs cross_8_epochs."""
@@ -140,8 +145,9 @@ def base_systems():
         f"{FUSION_OF_SOURCES}_8_sources": "fusion of eight sources",
         "fusion_with_own_8_sources": "fusion of eight sources and own",
         "cross_8_epochs": "cross-fitting, eight epochs",
+        "fusion_with_own_low_lr": "fusion of the sources and own, at a lower rate",
     }
-    return found | {name: composition.System(title, "fusion") for name, title in more.items()}
+    return variants(found, more)
 
 
 def read_base_size(name):
@@ -204,7 +210,17 @@ def composition_3():
 
 def cross_fitting():
     """What to do about the own adapter, on the target of two skills."""
-    return printed(composed_systems("both"), pandas.read_csv(RESULTS / "cross_fitting.csv"))
+    fused = "fusion of the sources and own"
+    titles = {
+        "own_short_own": "own adapter, five epochs",
+        "fusion_with_own_short_own": f"{fused}, which has had five epochs",
+        "fusion_with_own_low_lr": f"{fused}, at a lower rate",
+    }
+    found = [pandas.read_csv(RESULTS / "cross_fitting.csv")]
+    for variant in ("low_lr", "short_own"):
+        rows = pandas.read_csv(RESULTS / f"cross_fitting_{variant}.csv")
+        found.append(rows.assign(system=rows["system"] + f"_{variant}"))
+    return printed(variants(composed_systems("both"), titles), pandas.concat(found))
 
 
 def composition_sizes():
