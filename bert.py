@@ -82,8 +82,9 @@ class RobertaConfig(BertConfig):
 class AddNorm(nn.Module):
     """
     The "Add & Norm" that closes a sub-layer: LN(f + x). This project calls it a slot: adapters and
-    their fusion are inserted here (Figures 1, 2, 5). The two Add & Norm boxes around an adapter in
-    the figures are both this LayerNorm: it reads LN(f + x), and LN(f + z + x) leaves.
+    their fusion are inserted here (Figures 1, 2, 5). The figures have two Add & Norm boxes around
+    an adapter. Both are this LayerNorm: the adapter reads LN(f + x), and the result is
+    LN(f + z + x).
 
     adapters   every Φ_n that sits here, by name (adapter.py)
     fusion     Ψ, or None (fusion.py)
@@ -139,7 +140,7 @@ class Layer(nn.Module):
         if cls_only:
             x = x[:, :1].contiguous()  # contiguous: one matrix product for the batch
         q = self.split_heads(self.query(x))  # [B, H, T, d/H], or with cls_only [B, H, 1, d/H]
-        # Given only if there is one: a fork's attention(q, k, v, mask) need not know it.
+        # The bias is given only if there is one: a fork's attention(q, k, v, mask) has none.
         more = {} if bias is None else {"bias": bias[:, :, : q.shape[2]]}
         a = self.attention(q, k, v, mask, **more).transpose(1, 2).reshape(x.shape)
         f = dropout(self.attention_dense(a), self.hidden_dropout, self.training)

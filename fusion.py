@@ -34,7 +34,7 @@ class Fusion(nn.Module):
     file_tag = {}  # tells a variant from the paper's fusion in adapter_fusion_config.json
     config_defaults = {}  # hyper-parameters of a variant, set by --fusion-config, saved with it
     mixes_tokens = False  # each token's output depends on that token alone (bert.py)
-    order_matters_because = None  # or a sentence that says why (tests/test_kinds.py reads it)
+    order_matters_because = None  # a sentence, if it does (tests/test_kinds.py reads it)
 
     def __init__(self, name, adapter_names, hidden_size, dropout, **config):
         super().__init__()
@@ -55,8 +55,8 @@ class Fusion(nn.Module):
         for linear in (self.query, self.key):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
-        # section 4.1: ones on the diagonal. Elsewhere the text has random numbers of norm 1e-6, and
-        # adapters 1.3 this constant. At first o is about Σ s_n z_n.
+        # section 4.1: ones on the diagonal, so that at first o is about Σ s_n z_n. Elsewhere the
+        # text has random numbers of norm 1e-6; the constant is that of adapters 1.3.
         with torch.no_grad():
             self.value.weight.fill_(1e-6).fill_diagonal_(1.0)
 
@@ -116,8 +116,8 @@ class Fusion(nn.Module):
     def low_rank(self, h, adapters):
         """
         The same without ever forming the d numbers of a z_n, which is U_n a_n + b_n with an a_n of
-        only r numbers, d/16 by default. Three matrices hold all N adapters side by side, along a
-        common dimension R = Σ r_n + N: first that of every U_n, then one more for each b_n
+        only r numbers, d/16 by default. Three matrices hold all N adapters side by side. Their
+        common dimension, R = Σ r_n + N, counts the columns of every U_n, and then one for each b_n
         (docs/figures/low_rank.svg).
 
             a           [B·T, R]   a_1 … a_N of each token, then a 1 for each b_n
@@ -168,8 +168,9 @@ class Fusion(nn.Module):
     def check_weights(self, h):
         """Raises ValueError for a variant whose weights are not [B, T, N], or [B, 1, N] if they are
         the same for all tokens, or whose weights of masked adapters are not 0."""
-        s, name, (B, T, _), N = self.weights, type(self).__name__, h.shape, len(self.adapter_names)
+        s, name = self.weights, type(self).__name__
         if s is not None:
+            B, T, N = *h.shape[:2], len(self.adapter_names)
             if s.shape not in {(B, T, N), (B, 1, N)}:
                 shape = f"[B, T, N] = {[B, T, N]}"
                 raise ValueError(f"the weights of {name} are {list(s.shape)}, not {shape}")
@@ -193,13 +194,13 @@ FUSIONS = {"attention": Fusion}  # --fusion
 def register(name, fusion_class):
     """Makes a kind of fusion known as --fusion NAME. Raises ValueError if the name or the file_tag
     is taken."""
+    tag = adapterhub.variant_options(fusion_class.file_tag)
     for other_name, other in FUSIONS.items():
         if other is fusion_class:
             continue
         if other_name == name:
             raise ValueError(f"--fusion {name} is already registered for {other.__name__}")
-        tags = [adapterhub.variant_options(each.file_tag) for each in (other, fusion_class)]
-        if tags[0] == tags[1]:
+        if adapterhub.variant_options(other.file_tag) == tag:
             raise ValueError(
                 f"{fusion_class.__name__} with the file_tag {fusion_class.file_tag} and "
                 f"{other.__name__} with {other.file_tag}: their files could not be told apart"

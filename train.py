@@ -571,7 +571,7 @@ def set_lr(optimizer, lr):
 
 
 def find_task(settings, name=None):
-    """The Task of --task, or of `name`, by which its adapter is called, too. Raises ValueError and
+    """The Task of --task, or of `name`. Its adapter has the same name. Raises ValueError and
     FileNotFoundError."""
     files = {"train": settings.train_file, "validation": settings.dev_file}
     files = {split: path.resolve() for split, path in files.items() if path is not None}
@@ -680,7 +680,7 @@ EXAMPLES = """examples:
 
 
 def main(argv=None, settings_class=Settings, loop=train):
-    """Runs a command line, from Python main(["--stage", "adapter", "--task", "rte"]). Returns the
+    """Runs a command line; in Python: main(["--stage", "adapter", "--task", "rte"]). Returns the
     closing line's dictionary, and raises as `train` does. settings_class, loop: a fork's subclass
     of Settings, and what it has in place of `train`."""
     settings = parse(settings_class, argv, None, description(), EXAMPLES).with_defaults()
