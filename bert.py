@@ -60,7 +60,7 @@ class BertConfig:
         cannot have."""
         known = [field.name for field in fields(cls)]
         config = cls(**{name: values[name] for name in known if name in values})
-        check_config(path, config, ACTIVATIONS)
+        check_config(path, config, ACTIVATIONS, fields(BertConfig))
         return config
 
     def to_json(self):

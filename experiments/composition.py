@@ -2,25 +2,24 @@
 
     python -m experiments.composition --target rte --sources mnli qqp sst2 --data-dir DATA \\
         --out runs/composition --seeds 0 1 2
-    python -m experiments.composition --target mine --sources runs/mnli AdapterHub/... ...
+    python -m experiments.composition --target mine --sources runs/mnli AdapterHub/SOME-ADAPTER
 
 A source is a task, whose adapter is trained here, once, or an adapter: a run, an AdapterHub
 directory, a hub id. If a source is given as an adapter, the systems that need its data (sequential,
 multitask) are skipped, with a note.
 
 Each number is a run in OUT/runs (experiments/grid.py): the same command again skips what is
-finished and continues what was interrupted. OUT gets composition.csv with a row for every run,
-weights.csv with the weights of the fusions, composition.png, and composition.md with the tables and
-what follows from them.
+finished and continues what was interrupted. OUT gets composition.csv with a row for every run of
+this command, weights.csv with the weights of its fusions, composition.png, and composition.md with
+the tables and what follows from them.
 
 The development set chooses the best epoch, so its accuracies are too high by a little. With --test
 every run is also evaluated on the training examples that --train-examples leaves out, on which
 nothing was chosen; the tables then show these accuracies.
 """
 
-import math
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +34,7 @@ from fusion import fusions
 from runtime.command import run_command
 from runtime.record import read_record
 from runtime.seeds import mean_and_deviation
+from runtime.seen import NOTABLE, hashes_of, share_seen
 from runtime.settings import COUNT, option, parse, unrecorded
 
 
@@ -46,7 +46,7 @@ class Options(grid.Options):
     )
     irrelevant: str | None = option(None, "one more source, which should not help")
     systems: tuple = option(
-        (), "such as own fusion mean (an unknown name lists all); default all", metavar="SYSTEM"
+        (), "such as own fusion mean (--systems ? lists all); default all", metavar="SYSTEM"
     )
     train_examples: tuple[int, ...] = option(
         (), "sizes of the target's training set, drawn with the seed; default all", valid=COUNT
@@ -81,7 +81,7 @@ class System(NamedTuple):
     title: str
     stage: str
     adapters: tuple = ()  # that it takes: labels of sources, or names in OWN
-    words: tuple = ()  # more options of its stage
+    words: tuple = ()  # options that make the system what it is, so they override the user's
     program: str = "train"
 
 
@@ -144,22 +144,27 @@ class Study:
     """
 
     def __init__(self, options):
+        grid.check_owned(replace(options, source_options=""), ["--limit-train", "--limits"])
         self.options, self.cells, self.places = options, {}, {}
         self.systems = systems(options)
         if unknown := [name for name in options.systems if name not in self.systems]:
             known = ", ".join(self.systems)
             raise ValueError(f"--systems {unknown[0]!r:.50}: there are {known}")
-        self.target_size = grid.train_examples([options.target], options.data_dir)[options.target]
-        if options.test and max(options.train_examples, default=math.inf) >= self.target_size:
-            raise ValueError(
-                f"--test needs --train-examples below {self.target_size}: nothing is left over"
-            )
+        size = grid.train_examples([options.target], options.data_dir)[options.target]
+        self.target_size, asked = size, max(options.train_examples, default=size)
+        if asked > size:
+            raise ValueError(f"--train-examples {asked}: {options.target} has only {size}")
+        if options.test and asked == size:
+            raise ValueError(f"--test needs --train-examples below {size}: nothing is left over")
         self.adapters = {}  # {label of a source: (directory, cells that it needs)}
         for source in filter(None, [*options.sources, options.irrelevant]):
             of_target = [options.target, *(f"{options.target}-half-{n}" for n in (0, 1))]
-            if label_of(source) in (*self.adapters, *OWN, *of_target):
-                raise ValueError(f"two adapters would be called {label_of(source)!r}")
-            self.adapters[label_of(source)] = source, ()
+            label = label_of(source)
+            if label in OWN:
+                raise ValueError(f"a source cannot be called {label!r}: that is a system's name")
+            if label in (*self.adapters, *of_target):
+                raise ValueError(f"two adapters would be called {label!r}")
+            self.adapters[label] = source, ()
             if not is_adapter(source):
                 name = self.add(f"source-{source}", "adapter", source)
                 self.adapters[source] = str(self.cells[name].out), [name]
@@ -169,7 +174,7 @@ class Study:
                     self.places[system, size, seed] = self.of_system(system, size, seed)
 
     def of_system(self, system, size, seed):
-        _, stage, adapters, words, program = self.systems[system]
+        _, stage, adapters, last, program = self.systems[system]
         options, model, needs, given = self.options, None, [], []
         for adapter in adapters:
             if adapter in OWN:
@@ -182,12 +187,11 @@ class Study:
             for source in options.sources:
                 name = self.add(f"full-{source}", "full", source, needs, model)
                 model, needs = str(self.cells[name].out), [name]
-        last = []
         if system == "multitask":
             words = ["--tasks", *options.sources, options.target, "--adapter", "none"]
             words += ["--limits", f"{options.target}={size}"] if size else []
         else:
-            words = ["--task", options.target, *words]
+            words = ["--task", options.target]
             words += ["--adapters", *given] if given else []
             words += ["--limit-train", str(size)] if size else []
         if system == "own_same_epochs":
@@ -248,6 +252,11 @@ def measured(study, name):
         examples, size = loaded.left_over(data_dir), loaded.eval_batch_size
         if not len(examples):
             raise ValueError(f"--test: {name} was trained on all examples, so none is left over")
+        for adapter, of in loaded.record.loaded_adapters.items():
+            share = of.sketch and share_seen(hashes_of(examples), of.sketch)
+            if (share or 0) >= NOTABLE:
+                left = f"{share:.0%} of the left-over examples"
+                print(f"WARNING: {name}: adapter {adapter} was TRAINED on {left}", flush=True)
         # not train.evaluate, which --import may have replaced
         labels, predicted, _ = train.predictions(model, loaded.task, examples, size)
         found["test_accuracy"] = loaded.task.scores["accuracy"](labels, predicted)
@@ -297,15 +306,16 @@ def by_seed(rows, column=None):
 
 
 def gain(accuracies, system, other):
-    """(mean, least) of the differences between two systems, seed by seed; (None, None) without a
-    seed of both"""
+    """(mean, least) of the differences between two systems, seed by seed; (None, None) if no seed
+    has run with both"""
     both = accuracies[system].keys() & accuracies[other].keys()
     differences = [accuracies[system][seed] - accuracies[other][seed] for seed in both]
     return (mean_and_deviation(differences)[0], min(differences)) if both else (None, None)
 
 
-def table(study, rows):
-    """(rows, header) of the systems on one size of the target's training set."""
+def table(systems, rows):
+    """(rows, header) of the systems on one size of the target's training set. systems: {name:
+    System}"""
     accuracies, lines = by_seed(rows), []
     for system, of_seeds in accuracies.items():
         first = rows[rows["system"] == system].iloc[0]
@@ -318,32 +328,33 @@ def table(study, rows):
         cells = [values, mean, difference, least]
         if "test_accuracy" in rows:
             cells.append(mean_and_deviation(by_seed(rows, "accuracy")[system].values())[0])
-        lines.append([study.systems[system].title, *budget, *cells])
+        lines.append([systems[system].title, *budget, *cells])
     header = "system,lr,epochs,trained parameters,by seed,mean,fusion minus it,at the least"
     return lines, [*header.split(","), *["development set"] * ("test_accuracy" in rows)]
 
 
-def conclusion(study, rows):
+def conclusion(systems, rows):
     """One sentence: which system won, over which control, and by how much."""
     seeds = set.intersection(*(set(of) for of in by_seed(rows).values()))  # that all systems have
     if not seeds:
         return "No seed has run with every system, so there is nothing to compare."
     accuracies = by_seed(rows[rows["seed"].isin(seeds)])
     means = {system: mean_and_deviation(of.values())[0] for system, of in accuracies.items()}
-    composed = [name for name in means if len(study.systems[name].adapters) > 1]
+    composed = [name for name in means if len(systems[name].adapters) > 1]
     controls = [name for name in means if name not in composed]
     if not composed or not controls:
         return "There is no fusion of several adapters, or no control, to compare."
     best, control = (max(names, key=means.get) for names in (composed, controls))
-    winner, other = (best, control) if means[best] > means[control] else (control, best)
+    if means[best] > means[control]:
+        winner, other, kind = best, control, "the best control"
+    else:
+        winner, other, kind = control, best, "the best fusion of several adapters"
     difference, least = gain(accuracies, winner, other)
-    kinds = ["the best control", "the best fusion of several adapters"]
-    kind = kinds[winner == control]
-    titles = study.systems[winner].title, study.systems[other].title
-    return (
-        f"Best is: {titles[0]}, ahead of {kind} ({titles[1]}) by {difference:.1f} points in the "
-        f"mean over {len(seeds)} seeds, by {least:.1f} at the least."
-    )
+    over = "with one seed"
+    if len(seeds) > 1:
+        over = f"in the mean over {len(seeds)} seeds, by {least:.1f} at the least"
+    ahead = f"ahead of {kind} ({systems[other].title}) by {difference:.1f} points {over}"
+    return f"Best is: {systems[winner].title}, {ahead}."
 
 
 def weights_of(study, results):
@@ -396,7 +407,7 @@ def write_results(study, results, config):
     figure(out / "composition.png", study, rows)
     measured_on = "the development set"
     if study.options.test:
-        measured_on = "the training examples that no run was given; in the last column, on "
+        measured_on = "the training examples that the run was not given; in the last column, on "
         measured_on += "the development set"
     more = "The two columns after the mean: the fusion of the sources minus the system, over the "
     more += "seeds that both have, in the mean and at the least."
@@ -407,8 +418,8 @@ def write_results(study, results, config):
     ]
     text = []
     for size, of_size in rows.groupby("train_examples"):
-        shown = table(study, of_size)
-        said = conclusion(study, of_size)
+        shown = table(study.systems, of_size)
+        said = conclusion(study.systems, of_size)
         parts += ["", f"## {size} training examples", "", report.markdown(*shown), said]
         text += ["", f"{size} training examples", *report.table(*shown), "", said]
     parts += ["", "![Accuracy of each system](composition.png)", ""]
@@ -418,10 +429,11 @@ def write_results(study, results, config):
 def main(argv=None):
     description = "Trains a fusion on a target, and every control beside it."
     options = grid.read_options(Options, argv, "composition", description)
+    alone = [source for source in options.sources if is_adapter(source)]
+    if alone and (not options.systems or {"sequential", "multitask"} & {*options.systems}):
+        print(f"left out: sequential and multitask need the data of {', '.join(alone)}")
     study = Study(options)
     cells = list(study.cells.values())
-    if alone := [source for source in options.sources if is_adapter(source)]:
-        print(f"left out: sequential and multitask need the data of {', '.join(alone)}")
     if options.plan:
         return grid.print_plan(cells, options)
     config = grid.encoder(options.model).config

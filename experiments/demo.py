@@ -141,7 +141,7 @@ def main(argv=None):
     print(f"\nThe skills, each on its own task: {skills}.")
     print(f"With one of them the target's ceiling is about {one:.0f} %: half of that skill's")
     print(f"accuracy, because the other question is guessed. With both it is {together:.0f} %.\n")
-    print(*report.table(*composition.table(study, rows)), "", sep="\n")
+    print(*report.table(*composition.table(study.systems, rows)), "", sep="\n")
     print(verdict(study, rows), "\n")
     run = load_run(out / "runs" / "fusion-240-0")
     means, match = draw(run, out / "weights.png"), run.adapters.index("match")

@@ -18,7 +18,7 @@ def percent(accuracies):
 
 def two_decimals(value, missing="–"):
     """value: None and NaN are missing"""
-    return missing if value is None or math.isnan(value) else f"{value:.2f}"
+    return missing if value is None or math.isnan(value) else f"{value:z.2f}"  # z: never -0.00
 
 
 def with_deviation(mean, deviation):

@@ -5,7 +5,7 @@ import hashlib
 import importlib.util
 import re
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 from formats.files import (
@@ -20,8 +20,8 @@ from formats.files import (
 from formats.hub import commit_of, download
 from formats.tensorflow import read_tensorflow
 
-# (configuration, weights) on the Hugging Face hub, or as Google published them; of a directory the
-# first pair counts that is there
+# (configuration, weights) on the Hugging Face hub, or as Google published them; in a directory, the
+# first pair that is there is read
 FILES = (
     ("config.json", "model.safetensors"),
     ("config.json", "pytorch_model.bin"),
@@ -133,27 +133,26 @@ def read_encoder_config(path):
     return values
 
 
-def check_config(path, config, activations):
+def check_config(path, config, activations, base_fields):
     """Raises ValueError, naming the field, for a value that an encoder cannot have. config: a
-    dataclass of its fields, those of type int are sizes."""
+    dataclass; base_fields: those of its fields that every encoder has, of which the ones of type
+    int are sizes"""
 
     def require(valid, name, what):
         if not valid:
             raise ValueError(f"{path}: {name} must be {what}, not {getattr(config, name)!r:.50}")
 
-    for field in fields(config):
+    for field in base_fields:
         value = getattr(config, field.name)
         if field.type is int and field.name != "pad_token_id":
-            # 0 token types: the encoder has none
-            valid = type(value) is int and value >= (field.name != "type_vocab_size")
-            require(valid, field.name, "a positive integer")
+            least = 0 if field.name == "type_vocab_size" else 1  # 0: there are no token types
+            valid = type(value) is int and value >= least
+            require(valid, field.name, f"an integer of at least {least}")
         elif field.type is float:
             require(type(value) in (int, float) and 0 <= value < 1, field.name, "in [0, 1)")
-    for name, known in {
-        "hidden_act": [*activations],
-        "position_embedding_type": ["absolute"],
-    }.items():
-        require(getattr(config, name) in known, name, " or ".join(known))
+    require(config.hidden_act in [*activations], "hidden_act", " or ".join(activations))
+    absolute = config.position_embedding_type == "absolute"
+    require(absolute, "position_embedding_type", "absolute")
     divides = config.hidden_size % config.num_attention_heads == 0
     require(divides, "num_attention_heads", "a divisor of hidden_size")
     pad = config.pad_token_id
@@ -172,8 +171,8 @@ def hub_names(names):
         the weight of an embedding          Google: none, bert/embeddings/word_embeddings
         layer 3                             Google: layer_3
 
-    Raises ValueError if two names mean the same tensor of the encoder; of two others the first
-    counts.
+    Raises ValueError if two names mean the same tensor of the encoder; of two names for any other
+    tensor the first is kept.
     """
 
     def rename(name):

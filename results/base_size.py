@@ -92,6 +92,8 @@ def draw(rows):
 
 def main(base):
     studies = {path.parent: pd.read_csv(path) for path in sorted(base.glob("*/composition.csv"))}
+    if not studies:
+        sys.exit(f"{base} has no TARGET-SIZE/composition.csv: run results/base_size.sh first")
     named = [[], [], []]
     for study, rows in studies.items():
         target, _, *more = study.name.split("-")  # such as rte-400-8-sources
@@ -113,4 +115,4 @@ def main(base):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/base"))

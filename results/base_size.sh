@@ -11,7 +11,8 @@
 #   python results/base_size.py runs/base                      # rows and figure
 #
 # DATA: a directory with TASK/train.jsonl and TASK/validation.jsonl. Each command can be stopped; run it again to continue.
-# Rows of runs that are not in runs/base stay in base_size.csv: seeds and targets can be run in any order.
+# Seeds and targets can be run in any order, and on several machines: what one command leaves in runs/base are the rows of
+# its own seeds and systems, and base_size.py, run after it, keeps all other rows of base_size.csv.
 set -e
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 python=${PYTHON:-python}
@@ -47,7 +48,7 @@ target=$1 size=$2 seeds=$3 data=$4 variant=$5
 adapter_lr=5e-4 fusion_lr=5e-4 epochs=4 test= fused=$four out=runs/base/$target-$size${variant:+-$variant}
 if [ "$size" = 400 ]; then # the examples that are left over are a test set
     test=--test
-elif [ "$size" -gt 1000 ]; then # the paper's learning rate of fusion
+elif [ "$size" -gt 1000 ]; then # 5e-5 is the paper's learning rate of fusion
     adapter_lr=3e-4 fusion_lr=5e-5
 fi
 run() { # SYSTEM ...
@@ -59,10 +60,13 @@ run() { # SYSTEM ...
         --full-options '--lr 3e-5 --epochs 4 --patience 4' \
         --fusion-options "--lr $fusion_lr --epochs $epochs --patience $epochs" -- $common
 }
-if [ "$variant" ]; then # over the same own adapters, so after the command without it
+if [ "$variant" ]; then # over the own adapters of the command without it
+    own=runs/base/$target-$size/runs
+    test -d "$own" || { echo "base_size.sh: run it without $variant first" >&2 && exit 2; }
     mkdir -p "$out/runs"
-    for own in "runs/base/$target-$size/runs/"own*; do
-        test -e "$out/runs/${own##*/}" || cp -r "$own" "$out/runs"
+    for run in "$own"/own*; do
+        new=$out/runs/${run##*/}
+        test -e "$new" || { cp -r "$run" "$new.part" && mv "$new.part" "$new"; }
     done
 fi
 case $variant in

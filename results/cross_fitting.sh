@@ -4,7 +4,7 @@
 set -e
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 python=${PYTHON:-python}
-test -d runs/two || $python -m experiments.skills --out runs/two
+test -f runs/two/both/validation.jsonl || $python -m experiments.skills --out runs/two
 run() { # TABLE OUT OWN_EPOCHS LR SYSTEM ...
     table=$1 out=$2 own_epochs=$3 lr=$4 && shift 4
     $python -m experiments.composition --out "$out" --model minilm --jobs 2 --data-dir runs/two \
@@ -14,10 +14,11 @@ run() { # TABLE OUT OWN_EPOCHS LR SYSTEM ...
         -- --max-length 40 --batch-size 16 --device cpu --dtype float32
     cp "$out/composition.csv" "results/$table.csv"
 }
-keep() { # OUT RUN ...: those of runs/cross on which the next ones rest
+keep() { # OUT RUN ...: copies these from runs/cross, so that the next command does not train them again
     out=$1 && shift && mkdir -p "$out/runs"
     for name in "$@"; do
-        test -e "$out/runs/$name" || cp -r "runs/cross/runs/$name" "$out/runs"
+        new=$out/runs/$name
+        test -e "$new" || { cp -r "runs/cross/runs/$name" "$new.part" && mv "$new.part" "$new"; }
     done
 }
 run cross_fitting runs/cross 30 5e-4 own fusion fusion_with_own fusion_half fusion_half_control cross

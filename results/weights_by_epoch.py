@@ -8,9 +8,7 @@ have it, and over all tokens of the development set or over [CLS] alone. Those o
 in metrics.json, too. Training itself is the same; an epoch's evaluation takes twice as long.
 """
 
-import math
-from collections import defaultdict
-from statistics import mean
+import torch
 
 import train
 from experiments.fusion_weights import mean_weights_as_trained
@@ -26,12 +24,8 @@ def evaluate_with_weights(model, task, examples, batch_size):
         names = found[0][1].name.split(",")
         means = mean_weights_as_trained(model, examples, ("all", "cls"))
         for key, tokens in (("weights", "all"), ("weights_cls", "cls")):
-            of = defaultdict(list)
-            for weights in means[tokens].values():  # of every layer
-                for name, weight in zip(names, weights.tolist(), strict=True):
-                    if not math.isnan(weight):
-                        of[name].append(weight)
-            scores[key] = {name: mean(values) for name, values in of.items()}
+            of_layers = torch.stack([*means[tokens].values()])  # [layers, N], NaN where it is not
+            scores[key] = dict(zip(names, of_layers.nanmean(0).tolist(), strict=True))
     return scores
 
 

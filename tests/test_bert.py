@@ -1,9 +1,11 @@
 """The encoder: its inputs, and its attention."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
-from bert import attention
+from bert import ENCODERS, BertConfig, attention
 from reference import difference, encoder
 
 
@@ -24,3 +26,15 @@ def test_inputs():
         encoder(name)(torch.full((1, longest), 5))
         with pytest.raises(ValueError, match=f"{longest + 1} tokens"):
             encoder(name)(torch.full((1, longest + 1), 5))
+
+
+def test_configurations():
+    """RoBERTa's padding where config.json does not say it, and a fork's fields, of any value."""
+    assert ENCODERS["roberta"].config_class.from_json("", {}).max_length == 510
+
+    @dataclass
+    class Config(BertConfig):
+        rope_theta: float = 10000.0
+        memory_tokens: int = 0
+
+    assert Config.from_json("", {"rope_theta": 500.0}) == Config(rope_theta=500.0)

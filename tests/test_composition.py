@@ -40,7 +40,7 @@ def test_every_control_beside_the_fusion(runs, encoder, data_dir, tmp_path, caps
     words += cli("--train-examples 48", sources=["sst2", runs / "pick"], irrelevant="pick")
     with pytest.raises(ValueError, match="two adapters would be called 'pick'"):
         composition.main(words)
-    words = words[:-2]
+    words = [*words[:-2], "--fusion-options", "--fusion attention"]  # the control's is still mean
     composition.main([*words, "--", *cli("--device cpu --epochs 1 --lr 5e-3")])
     printed = " ".join(capsys.readouterr().out.split())
     assert f"left out: sequential and multitask need the data of {runs / 'pick'}" in printed
@@ -75,18 +75,25 @@ def test_every_control_beside_the_fusion(runs, encoder, data_dir, tmp_path, caps
     assert (out / "composition.png").stat().st_size > 5000
 
 
-def test_controls_that_need_the_sources_data(runs, encoder, data_dir, tmp_path):
+def test_controls_that_need_the_sources_data(runs, encoder, data_dir, tmp_path, capsys):
     out, words = tmp_path / "out", cli("--target rte --sources sst2 pick --train-examples 24 48")
     words += cli("--systems sequential multitask fusion_with_irrelevant", irrelevant=runs / "rte")
     words += cli("--test", model=encoder, data_dir=data_dir, out=out)
     with pytest.raises(ValueError, match="two adapters would be called 'rte'"):
         composition.main(words)
-    with pytest.raises(ValueError, match="--test needs --train-examples below 96"):
-        composition.main(["96" if word == "48" else word for word in words])
+    for size, message in ((96, "--test needs --train-examples below 96"), (97, "rte has only 96")):
+        with pytest.raises(ValueError, match=message):
+            composition.main([str(size) if word == "48" else word for word in words])
+    with pytest.raises(ValueError, match="--limit-train does not belong behind --"):
+        composition.main([*words, *cli("-- --limit-train 7")])
     (tmp_path / "odd").symlink_to(runs / "rte")
     words[words.index("--irrelevant") + 1] = str(tmp_path / "odd")
     options = "--multitask-options=--steps-per-epoch 3"
     composition.main([*words, options, "--", *cli("--device cpu --epochs 1")])
+    warning = (
+        "fusion_with_irrelevant-24-0: adapter rte was TRAINED on 100% of the left-over examples"
+    )
+    assert warning in capsys.readouterr().out
     rows = pd.read_csv(out / "composition.csv")
     assert [*rows["train_examples"]] == [24] * 3 + [48] * 3
     for row in rows.itertuples():  # asked for what they were not trained on
@@ -109,22 +116,22 @@ CHAIN = ("full-sst2", "full-pick", "sequential-24-0")
 
 def test_the_sentence_says_who_won_and_by_how_much():
     options = composition.Options(target="t", sources=("a", "b"), out=None)
-    study = type("Study", (), {"systems": composition.systems(options)})
+    systems = composition.systems(options)
     accuracies = {"own": (50, 60), "head_on_a": (60, 61), "fusion": (64, 62)}
     rows = [(s, seed, x / 100) for s, both in accuracies.items() for seed, x in enumerate(both)]
     rows = pd.DataFrame(rows, columns=["system", "seed", "accuracy"])
-    said = composition.conclusion(study, rows)
+    said = composition.conclusion(systems, rows)
     assert "fusion of the sources, ahead of the best control (new head on a) by 2.5" in said
     assert "by 1.0 at the least" in said
     # only seeds that all systems have are compared
-    said = composition.conclusion(study, rows.drop(index=1))  # own's second
-    assert "by 4.0 points in the mean over 1 seeds, by 4.0 at the least" in said
+    said = composition.conclusion(systems, rows.drop(index=1))  # own's second
+    assert "by 4.0 points with one seed." in said
     with_others = rows.assign(seed=[0, 1, 2, 3, 4, 5])
-    assert "nothing to compare" in composition.conclusion(study, with_others)
+    assert "nothing to compare" in composition.conclusion(systems, with_others)
     with pytest.raises(ValueError, match="none among its scores"):  # a regression's
         grid.accuracy({"pearson": 0.5})
     rows.loc[rows["system"] == "fusion", "accuracy"] = 0.4
-    said = composition.conclusion(study, rows)
+    said = composition.conclusion(systems, rows)
     assert "new head on a, ahead of the best fusion of several adapters" in said
 
 

