@@ -56,12 +56,13 @@ class AdapterConfig(BaseAdapterConfig):
     mh_adapter, output_adapter   where: after the attention ("bottom"), the feed-forward ("top")
     reduction_factor             bottleneck r = hidden_size // reduction_factor, at least 1; a
                                  mapping {"0": 2, "default": 16} gives it by layer
-    non_linearity                relu | leakyrelu | swish | gelu | gelu_new (GELU's tanh form)
+    non_linearity                relu | leakyrelu | swish (silu) | gelu | gelu_new (its tanh form)
     original_ln_before           it reads LN(f + x), with BERT's own LayerNorm, instead of f
     original_ln_after            LN(· + x), with BERT's own LayerNorm, after the adapter
-    ln_before, ln_after          a new LayerNorm on the adapter's input, output
+    ln_before, ln_after          a new LayerNorm on the adapter's input, output; a fusion leaves
+                                 ln_after out, as in adapters 1.3
     residual_before_ln           which residual is added to its output:
-                                     True: f     False: LN(f + x)     "post_add": f + x
+                                     True: f     False: what it reads     "post_add": f + x
     adapter_residual_before_ln   with ln_after: the residual is added before that LayerNorm
     leave_out                    layers (from 0) without an adapter
 
@@ -112,17 +113,15 @@ class AdapterConfig(BaseAdapterConfig):
         return max(int(hidden_size // factor), 1)
 
     def make_modules(self, bert):
-        """[((layer, location), slot, new module)] for every place where the adapter sits"""
         sits_at = {"attention": self.mh_adapter, "output": self.output_adapter}
         d = bert.config.hidden_size
         return [
             ((layer, location), slot, Adapter(self, d, self.bottleneck_size(d, layer)))
             for (layer, location), slot in bert.slots()
-            if sits_at.get(location, False) and layer not in self.leave_out
+            if sits_at.get(location) and layer not in self.leave_out
         ]
 
     def tensor_names(self, module):
-        """{name in the file: name in the module}"""
         return adapterhub.bottleneck_names(self.ln_before, self.ln_after)
 
     def residual_fields(self):
@@ -159,9 +158,9 @@ class Adapter(nn.Module):
         return h, f if self.config.residual_before_ln else h
 
     def z(self, h, layer_input=None):
-        """U·act(D·h + b_D) + b_U, the adapter's output without the residual, which is what fusion
-        mixes: [B, T, d] -> [B, T, d]. Fusion computes it from `norm_before`, `down`, `act` and
-        `up_projection` without forming it, unless a subclass has another `z`."""
+        """U·act(D·norm_before(h) + b_D) + b_U, the adapter's output without the residual, which is
+        what fusion mixes: [B, T, d] -> [B, T, d]. Unless a subclass has a `z` of its own, fusion
+        never forms it: it works with the bottlenecks a and `up_projection`."""
         U, b_U = self.up_projection()
         a = self.act(self.down(self.norm_before(h)))  # [B, T, d] -> [B, T, r]
         return F.linear(a, U, b_U)  # -> [B, T, d]
@@ -194,9 +193,10 @@ ARCHITECTURES = {None: AdapterConfig}
 
 
 def register(name, config_class):
-    """Registers a kind of adapter. `name` is the value of --adapter, and the classmethod that makes
-    the configuration; its `architecture` is what adapter_config.json says. Raises ValueError for a
-    class without an `architecture` of its own, and for a name that is taken."""
+    """Registers a kind of adapter. `name` is the value of --adapter; a classmethod of that name, if
+    there is one, makes the configuration. Its `architecture` is what adapter_config.json says.
+    Raises ValueError for a class without an `architecture` of its own, and for a name that is
+    taken."""
     architecture = config_class.architecture
     if not isinstance(architecture, str) or (
         architecture in ARCHITECTURES and ARCHITECTURES[architecture] is not config_class
@@ -204,7 +204,7 @@ def register(name, config_class):
         raise ValueError(
             f"{config_class.__name__} needs an `architecture` of its own: {architecture!r}"
         )
-    make = getattr(config_class, name)
+    make = getattr(config_class, name, config_class)
     if name in ADAPTERS and ADAPTERS[name] != make:
         raise ValueError(f"{config_class.__name__}: there is already an --adapter {name}")
     ARCHITECTURES[architecture], ADAPTERS[name] = config_class, make
@@ -230,6 +230,7 @@ def new_modules(bert, name, config, dtype):
     if not modules:
         raise ValueError(f"adapter {name!r}: leave_out excludes all {len(bert.layers)} layers")
     for _, _, module in modules:
+        module.config = config
         module.to(bert.device, dtype).requires_grad_(False).train(bert.training)
     return modules
 
@@ -299,9 +300,10 @@ def read_saved_config(directory, name=None):
     with error_prefix(f"{directory}/{adapterhub.ADAPTER.config}"):
         architecture = options["architecture"] or None
         if architecture not in list(ARCHITECTURES):  # a list: a file's value may be unhashable
+            known = ", ".join(["bottleneck adapters", *filter(None, ARCHITECTURES)])
             raise ValueError(
-                "only bottleneck adapters are supported, and this is of the kind "
-                f"{architecture!r:.50}"
+                f"the architecture {architecture!r:.50} is not known, only {known}; --import names "
+                "the module of a fork"
             )
         config_class = ARCHITECTURES[architecture]
         known = [field.name for field in fields(config_class)]
@@ -314,7 +316,7 @@ def load_adapter(bert, directory, name=None):
     directory: a run, an AdapterHub directory (modern or legacy tensor names, safetensors or .bin),
     or a hub id; name: what to call it here, otherwise what its config says. Returns the name.
     Raises FileNotFoundError without an adapter there, ValueError if it does not fit; then the
-    encoder is unchanged."""
+    encoder computes what it did before."""
     directory = adapterhub.fetch(directory)
     name, config = read_saved_config(directory, name)
     saved = adapterhub.read(directory, adapterhub.ADAPTER)
@@ -333,7 +335,7 @@ def copy_adapters(sources, directory, bert_config):
     for name, source in sources.items():
         options = config_dict(read_saved_config(source, name)[1])
         saved = adapterhub.read(source, adapterhub.ADAPTER)
-        header = adapterhub.header(name, bert_config, str(saved.metadata.get("model_name", "")))
+        header = adapterhub.header(name, bert_config, saved.metadata.get("model_name"))
         adapterhub.write_adapter(directory / name, options, saved.tensors, header)
 
 
@@ -397,12 +399,12 @@ class Head(nn.Module):
         return self.layers(x).view(-1, self.num_outputs)  # [B·C, K or 1] -> [B, K]
 
 
-HEADS = {"cls": Head}  # --head NAME, and "kind" in the head_config.json of the others
+HEADS = {"cls": Head}  # --head NAME; it is "kind" in head_config.json, which a cls head lacks
 
 
 def register_head(name, head_class):
     """Makes a kind of head known to --head and `load_head`. Raises ValueError if the name is
-    another's."""
+    taken."""
     if name in HEADS and HEADS[name] is not head_class:
         raise ValueError(f"{head_class.__name__}: there is already a --head {name}")
     HEADS[name] = head_class
@@ -410,7 +412,7 @@ def register_head(name, head_class):
 
 def new_head(kind, config, bert_config):
     """A head of one of HEADS. Raises ValueError for one that is not registered."""
-    if kind not in HEADS:
+    if kind not in [*HEADS]:  # a list: a file's value may be unhashable
         raise ValueError(f"a head of the kind {kind!r:.50} is not known, only {', '.join(HEADS)}")
     return HEADS[kind](config if kind == "cls" else {**config, "kind": kind}, bert_config)
 

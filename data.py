@@ -10,7 +10,6 @@ softmax over their scores.
     for batch in batches(train, batch_size=32, seed=0): ...
 """
 
-import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -36,8 +35,16 @@ from formats.columns import (
     own_columns,
 )
 from formats.files import error_prefix
-from formats.rows import cached_tokens, find_file, find_split, hold_out, read_rows, set_origin
-from runtime.scores import CLASS_SCORES, accuracy
+from formats.rows import (
+    cached_tokens,
+    files_of,
+    find_file,
+    find_split,
+    hold_out,
+    read_rows,
+    set_origin,
+)
+from runtime.scores import CLASS_SCORES, accuracy, f1
 
 
 class Classification:
@@ -88,13 +95,13 @@ class Task:
     hub: tuple | None  # repository, configuration, revision on the hub; None: it is not there
     columns: tuple  # text columns, in the order in which `candidates` takes them
     labels: tuple  # class names in the order of their indices, as the hub writes them
-    sizes: tuple  # rows of training and development set; (): any number
+    sizes: tuple  # rows of training and development set, if they are known
     candidates: Callable = lambda *texts: [(texts[0], texts[1] if len(texts) > 1 else None)]
     label: str = "label"  # the column of the label
     max_length: int = 128  # in tokens; longer pairs are cut
     dev: str = "validation"  # the hub's name of the development set
     dev_from_train: int = 0  # the development set is this many training examples
-    hub_sizes: tuple = ()  # rows of the hub's copy, if they differ from the paper's
+    hub_sizes: tuple = ()  # rows of the hub's copy, if they differ
     column_aliases: dict = field(default_factory=dict)  # names in other copies -> ours
     label_aliases: dict = field(default_factory=dict)  # the same for labels
     column_names: dict = field(default_factory=dict)  # --columns: {our name: the file's}
@@ -111,7 +118,7 @@ class Task:
     def scores(self):
         """{name: function(labels, predictions)} of its type; binary F1 only for two classes."""
         binary = len(self.labels) == 2
-        return {name: score for name, score in self.type.scores.items() if binary or name != "f1"}
+        return {name: of for name, of in self.type.scores.items() if binary or of is not f1}
 
     def source(self, split, data_dir=None, dev_fraction=None, held_out=None):
         """The rows of a split: a formats.rows.Source."""
@@ -119,9 +126,9 @@ class Task:
         return find_split(self.name, split, data_dir, *theirs, dev_fraction, held_out)
 
     def texts_and_label(self, row):
-        """What a row holds, its columns renamed already. Raises ValueError that names a column."""
-        more = self.column_aliases, self.unused_columns, self.column_names
-        return check_row(row, self.columns, self.label, *more)
+        """Of a row whose columns have our names. Raises ValueError that names a column."""
+        more = {"aliases": self.column_aliases, "unused": self.unused_columns}
+        return check_row(row, self.columns, self.label, names=self.column_names, **more)
 
     def candidates_of(self, texts):
         """[(text_a, text_b or None)]. Raises ValueError for another number than there are
@@ -136,10 +143,10 @@ class Task:
         return self.candidates_of(texts), self.type.label(self, label)
 
     def note_size(self, where, count, split):
-        """A note about a number of rows that neither the paper nor the hub has."""
+        """A note about another number of rows than the data set has, here or on the hub."""
         known = [of[split == "validation"] for of in (self.sizes, self.hub_sizes) if of]
         if split in ("train", "validation") and known and count not in known:
-            print(f"note: {where} has {count} rows, the {self.name} of the paper has {known[0]}")
+            print(f"note: {where} has {count} rows, {self.name} is known with {known[0]}")
 
     @cached_property
     def label_ids(self):
@@ -152,6 +159,8 @@ class Task:
 
 
 def fill_blank(sentence, *options):
+    if "_" not in sentence:
+        raise ValueError("column 'sentence' has no blank, _")
     return [(sentence.replace("_", option), None) for option in options]
 
 
@@ -193,9 +202,9 @@ UKP = "NoArgument Argument_against Argument_for"
 SCITAIL_COLUMNS = {"sentence1": "premise", "sentence2": "hypothesis", "gold_label": "label"}
 
 # Section 4.2, in the order of Table 1: place on the hub, columns, labels, rows of training and
-# development set, and the length in tokens where it is not 128. The repositories are such that
-# `datasets` 5 can read, which hold no loading script. Where the reference's 128 tokens would cut
-# many examples the length is ours (docs/silent.md).
+# development set (the data sets' own; the paper gives none), and the length in tokens where it is
+# not 128. The repositories hold no loading script, so that `datasets` 5 can read them. Where the
+# reference's 128 tokens would cut many examples the length is ours (docs/silent.md).
 TASKS = {
     "mnli": classification(
         "nyu-mll/glue mnli", "premise hypothesis", NLI, (392702, 9815), dev="validation_matched"
@@ -312,8 +321,8 @@ def own_task(names, labels):
     """
     Your own task. Columns `text_a`, `text_b` (optional) and `label` (strings or integers, their
     sorted values are the classes), or `choices` (a list of texts, the same number in every row),
-    `label` (the index of the right one, from 0) and optionally `text_a`. names: those of the texts
-    that are there
+    `label` (the index of the right one, from 0) and optionally `text_a`. names: which of text_a,
+    text_b and choices the data have
     """
     unused = tuple(column for column in OWN_COLUMNS if column not in names)
     task = Task(None, tuple(names), tuple(labels), (), unused_columns=unused)
@@ -327,9 +336,9 @@ def load_split(
 ):
     """
     One split, tokenised: a datasets.Dataset with `input_ids` and `token_type_ids` (for every
-    candidate a list of ids), `label`, `length` (tokens of the longest candidate), and `hash`, which
-    an example has in every split and run. Tokenising
-    runs on all cores and is cached. `formats.rows.origin(split)` says what it was made of.
+    candidate a list of ids), `label`, `length` (tokens of the longest candidate), and `hash`, a
+    number that depends on the texts and the label alone. Tokenising runs on all cores and is
+    cached. `formats.rows.origin(split)` says what it was made of.
 
     limit: keep that many examples, drawn with `seed`. dev_fraction: share of the training file that
     is held out where there is no development file. held_out: the digest of the examples that an
@@ -338,38 +347,37 @@ def load_split(
     """
     source = task.source(split, data_dir, dev_fraction, held_out)
 
-    def examples(wanted):
-        """(candidates, label) of the rows that are wanted, in the order of the file"""
-        for line, values in itertools.compress(source.read(), wanted):
+    def examples(chosen):
+        """(candidates, label) of the chosen rows, bool [rows], in the order of the file"""
+        for line, values in itertools.compress(source.read(), chosen):
             with error_prefix(f"{source.where}, line {line}"):
                 values = apply_column_names(values, task.column_names)
                 yield task.example(values)
 
     def tokenize():
         title = f"tokenizing {task.name} {split}"
-        chosen = iter(tqdm(examples(wanted), title, leave=False, disable=None))
-        while chunk := list(itertools.islice(chosen, 1000)):
+        rows = iter(tqdm(examples(wanted), title, leave=False, disable=None))
+        while chunk := list(itertools.islice(rows, 1000)):
             yield from encode(tokenizer, chunk)
 
     if task.column_names:
         _, first = next(source.read())
         check_column_names(task.column_names, (*task.columns, task.label), source.where, first)
-    wanted = np.ones(sum(1 for _ in source.read()), dtype=bool)
-    indices, digest = np.arange(len(wanted)), None
+    rows = sum(1 for _ in source.read())
+    indices, digest = np.arange(rows), None
     if source.dev_share is not None:
-        indices, digest = hold_out(source, examples(wanted), split, held_out)
+        indices, digest = hold_out(source, examples(np.ones(rows, bool)), split, held_out)
     if dev_fraction is None:
         task.note_size(source.where, len(indices), split)
     if limit is not None and limit < len(indices):
         indices = indices[np.random.default_rng(seed).permutation(len(indices))[:limit]]
-    wanted[:] = False
+    wanted = np.zeros(rows, bool)
     wanted[indices] = True
 
-    fields = split, task.name, task.labels, task.columns, task.label, task.column_names
-    # what other code has made is to be made anew
-    made_by = map(inspect.getfile, (load_split, check_row, task.candidates, task.type))
-    code = [Path(file).read_text(encoding="utf-8") for file in made_by]
-    key = [source.digest, wanted.tobytes(), fields, tokenizer.to_str(), code]
+    # what another task or other code has made is to be made anew
+    code = files_of(load_split, check_row, read_rows, task.candidates, task.type)
+    made_of = split, replace(task, files={}), tokenizer.to_str(), code
+    key = [source.digest, wanted.tobytes(), made_of]
     result = cached_tokens(key, tokenize, task.type.dtype.is_floating_point)
     if limit is not None:  # the rows come in the order of the file: restore the drawn order
         result = result.select(np.searchsorted(np.sort(indices), indices))
@@ -377,7 +385,7 @@ def load_split(
     return result
 
 
-def length_bucketed_batches(lengths, batch_size, seed=None, window=50):
+def length_bucketed_batches(lengths, batch_size, seed=None):
     """
     Indices of every batch of one epoch. Batches hold examples of similar length, so that little is
     padding: a random order is sorted by length within windows of 50 batches, and the batches are
@@ -390,7 +398,7 @@ def length_bucketed_batches(lengths, batch_size, seed=None, window=50):
         return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(lengths))
-    window = max(1, min(window, len(lengths) // (4 * batch_size)))
+    window = max(1, min(50, len(lengths) // (4 * batch_size)))
     result = []
     for start in range(0, len(order), window * batch_size):
         part = order[start : start + window * batch_size]
@@ -401,7 +409,8 @@ def length_bucketed_batches(lengths, batch_size, seed=None, window=50):
 
 def collate(rows, pad_token_id):
     """rows: {"input_ids": B lists of C lists, ...} -> LongTensors input_ids, token_type_ids,
-    attention_mask [B·C, T], an example's candidates one after another, and labels [B]"""
+    attention_mask [B·C, T], an example's candidates one after another; and labels [B], class
+    indices, or the floats of a regression"""
     ids = [candidate for row in rows["input_ids"] for candidate in row]
     types = [candidate for row in rows["token_type_ids"] for candidate in row]
     T = max(len(candidate) for candidate in ids)

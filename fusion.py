@@ -216,7 +216,10 @@ def are_bottlenecks(adapters):
 def bottlenecks(h, adapters):
     """All a_n = act(D_n h + b_D), and a 1 for each adapter: h [B, T, d] -> [B·T, R]"""
     same_act = all(adapter.act is adapters[0].act for adapter in adapters)
-    if same_act and all(isinstance(adapter.norm_before, nn.Identity) for adapter in adapters):
+    plain = all(
+        isinstance(a.norm_before, nn.Identity) and type(a.down) is nn.Linear for a in adapters
+    )
+    if same_act and plain:
         D = torch.cat([adapter.down.weight for adapter in adapters])  # [Σ r_n, d]
         b_D = torch.cat([adapter.down.bias for adapter in adapters])
         a = adapters[0].act(F.linear(h, D, b_D))  # one product for all, [B, T, Σ r_n]

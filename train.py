@@ -17,7 +17,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -334,8 +334,15 @@ def new_adapter_config(settings, bert):
             f"--adapter-config: leave_out {list(config.leave_out)} names layers outside 0 .. "
             f"{layers - 1}"
         )
-    if factor is not None and factor > d:
-        raise ValueError(f"--reduction-factor {factor:g} leaves no bottleneck in hidden size {d}")
+    factors = getattr(config, "reduction_factor", {})
+    factors = factors if isinstance(factors, Mapping) else {"default": factors}
+    if unknown := factors.keys() - {"default", *map(str, range(layers))}:
+        raise ValueError(
+            f"--adapter-config: reduction_factor names layer {min(unknown)}, outside 0 .. "
+            f"{layers - 1}"
+        )
+    if (largest := max(factors.values(), default=0)) > d:
+        raise ValueError(f"reduction_factor {largest:g} leaves no bottleneck in hidden size {d}")
     return config
 
 

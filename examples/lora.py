@@ -32,10 +32,6 @@ class LoRAConfig(BaseAdapterConfig):
         "LoRA changes weights and has no output of its own that a fusion could mix"
     )
 
-    @classmethod
-    def lora(cls, **changes):
-        return cls(**changes)
-
     def make_modules(self, bert):
         """BERT's linear maps become slots where they are not yet."""
         found = []

@@ -166,6 +166,10 @@ def check_bottleneck(config, non_linearities):
             these = ", ".join(map(str, known))
             raise ValueError(f"{field} must be one of {these}, not {value!r:.50}")
     factors = config.reduction_factor
+    for key in factors if isinstance(factors, Mapping) else ():
+        if key != "default" and not (isinstance(key, str) and key.isdecimal()):
+            names = 'a layer, such as "0", or "default"'
+            raise ValueError(f"reduction_factor: {key!r:.50} must be {names}")
     for factor in factors.values() if isinstance(factors, Mapping) else [factors]:
         # below 0.1, a file could ask for a bottleneck of any size
         if type(factor) not in (int, float) or not 0.1 <= factor < math.inf:

@@ -1,4 +1,4 @@
-"""The columns of rows, as strangers write them: their names, texts and labels, and how candidates
+"""The columns of data files that others wrote: their names, texts and labels, and how candidates
 become tokens. A candidate is a pair (text_a, text_b or None)."""
 
 import hashlib
@@ -12,12 +12,13 @@ OWN_COLUMNS = ("text_a", "text_b", "choices")  # of your own task
 
 
 def check_own_task(name, data_dir, known):
-    """Raises ValueError if neither `data_dir` nor `known`, the paper's tasks, has one of this
+    """Raises ValueError if neither `data_dir` nor `known`, the table of tasks, has one of this
     name."""
     if data_dir is None or Path(name).name != name or not (Path(data_dir) / name).is_dir():
         own = f"{data_dir}/{name}" if data_dir else "--data-dir DIR with DIR/TASK/train.jsonl"
-        papers = ", ".join(known)
-        raise ValueError(f"unknown task {name!r}: the paper's are {papers}; your own needs {own}")
+        own += ", or --train-file FILE"
+        names = ", ".join(known)
+        raise ValueError(f"unknown task {name!r}: there are {names}; your own needs {own}")
 
 
 def apply_column_names(row, names):
@@ -30,7 +31,8 @@ def apply_column_names(row, names):
 
 def check_column_names(names, columns, where, row):
     """Raises ValueError for a name that renames none of the columns that are read: one that is
-    misspelt would be left out without a word. row: the first of `where`, as it is there"""
+    misspelt would be left out without a word. row: the first of the file `where`, under the file's
+    own column names"""
     for ours, theirs in (names or {}).items():
         given = f"--columns {ours}={theirs}"
         if ours not in columns:
@@ -40,8 +42,8 @@ def check_column_names(names, columns, where, row):
 
 
 def own_columns(where, rows, names):
-    """(text columns, labels) of your own task. rows: (line, row) one after another; names: as
-    above. Raises ValueError that names the line."""
+    """(text columns, labels) of your own task. rows: (line, row) one after another; names: {our
+    name of a column: the file's}. Raises ValueError that names the line."""
     filled, values, choices = set(), set(), 0
     for i, (line, row) in enumerate(rows):
         if i == 0:
@@ -77,8 +79,12 @@ def check_own_label(row, names):
         why = missing("label", row, names)
         raise ValueError(f"{why}: --columns label=NAME says which one it is")
     value = row["label"]
-    fraction = isinstance(value, str) and re.fullmatch(r"[-+]?\d*\.\d+(e[-+]?\d+)?", value)
-    if type(value) not in (str, int, bool) or value == "" or fraction:
+    if value is None or value == "":
+        raise ValueError(f"label {value!r} is empty")
+    if re.fullmatch(r"[-+]?\d*\.\d+(e[-+]?\d+)?", str(value)):
+        advice = "classes are texts or integers; for a regression see examples/sts_b.py"
+        raise ValueError(f"label {str(value):.100} is a decimal number: {advice}")
+    if type(value) not in (str, int, bool):
         raise ValueError(f"label {value!r:.100} is neither a text nor an integer")
 
 
@@ -97,7 +103,7 @@ def sorted_labels(where, values):
     return sorted(values, key=lambda value: (int(value), value) if numbers else value)
 
 
-def check_row(row, columns, label="label", aliases=None, unused=(), names=None):
+def check_row(row, columns, label, aliases, unused, names):
     """
     (texts of the columns, label) of a row. Numbers are texts; `endings` and `choices` are lists of
     texts, or on the hub dictionaries with one. Raises ValueError, naming the column, for what does
@@ -106,7 +112,7 @@ def check_row(row, columns, label="label", aliases=None, unused=(), names=None):
     label: the column of the label; aliases: {name in other copies: ours}, which count where ours
     are not there; unused: columns that must be empty; names: by which the row was renamed
     """
-    for other, column in (aliases or {}).items():
+    for other, column in aliases.items():
         if row.get(column) is None and other in row:
             row = {**row, column: row[other]}
     for column in unused:
@@ -134,7 +140,7 @@ def by_key(choices, keys):
     """{"label": the key of each text, "text": texts} -> the texts, in the order of `keys`"""
     found = (choices.get("label") or list(keys)) if isinstance(choices, dict) else []
     if sorted(map(str, found)) != list(keys) or len(choices["text"]) != len(keys):
-        raise ValueError(f"'choices' must hold one text for each of {keys}, not for {found!r:.100}")
+        raise ValueError(f"'choices' must hold one text for each of {keys}, not {choices!r:.100}")
     return [choices["text"][found.index(key)] for key in keys]
 
 
@@ -159,7 +165,7 @@ def label_index(value, labels, label_ids, aliases, on_hub):
     text = str(value).strip()
     text = aliases.get(text, text).lower()
     for name in (str(value), text):  # own labels may differ in case alone
-        if name in label_ids:  # "1".."3" and own integer labels come as their own names
+        if name in label_ids:  # labels made of digits are names, not indices
             return label_ids[name]
     if on_hub and not labels[0].isdigit() and text in map(str, range(len(labels))):
         return int(text)  # the hub's integers

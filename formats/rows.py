@@ -4,6 +4,7 @@ or from the hub; their splits; and the cache of what the rows become, their toke
 import csv
 import functools
 import hashlib
+import inspect
 import json
 import logging
 import re
@@ -130,7 +131,7 @@ def find_file(directory, split, dev="validation", required=True):
     if not required:
         return None
     found = ", ".join(sorted(path.name for path in directory.glob("*"))) or "nothing"
-    hint = "; --dev-fraction 0.1 holds a tenth of the training examples out"
+    hint = "; --dev-fraction 0.1 holds out a tenth of the training examples"
     raise FileNotFoundError(
         f"no {split} split for task {directory.name!r}: there is no {directory / split}.jsonl, "
         f"{directory} has {found:.200}{hint * (split == 'validation')}"
@@ -218,8 +219,9 @@ def find_split(name, split, data_dir, files, hub, dev, dev_from_train, fraction,
     wanted = "train" if dev_share else split
     if on_hub:
         if hub is None:
-            where = "tudatalib.ulb.tu-darmstadt.de/handle/tudatalib/2345 has it"
-            raise FileNotFoundError(f"{name} is not on the hub; {where}, for --data-dir")
+            where = "tudatalib.ulb.tu-darmstadt.de/handle/tudatalib/2345 has it, for "
+            where = where if name == "argument" else "it needs "
+            raise FileNotFoundError(f"{name} is not on the hub; {where}--data-dir")
         source = of_hub(*hub, dev if wanted == "validation" else wanted)
     elif files:
         if wanted not in files:
@@ -252,6 +254,19 @@ def hold_out(source, examples, split, recorded=None):
         problem = "the examples that training held out cannot be told from the others"
         raise ValueError(f"{source.where}: {problem}: rows were added, removed or changed since")
     return held if split == "validation" else np.sort(drawn[n:]), digest
+
+
+def files_of(*things):
+    """The texts of the files in which classes and functions are defined; None where there is none,
+    as for those of an interactive session."""
+
+    def text(thing):
+        try:
+            return Path(inspect.getfile(thing)).read_text(encoding="utf-8")
+        except (OSError, TypeError):
+            return None
+
+    return [text(thing) for thing in things]
 
 
 def cached_tokens(key, examples, floats):

@@ -26,8 +26,8 @@ def find_adapter(source):
 def check_encoder(source, directory, values, model, digest, allow=False):
     """Raises ValueError if a saved adapter was trained on another encoder than `model`, whose
     weights have this digest, unless that is allowed. An adapter that comes from no run records only
-    its encoder's name, which says little where `model` is a directory: then another name is a
-    note."""
+    its encoder's name, which says little where `model` is a directory: then a different name is
+    only noted."""
     trained_on = Path(str(values.get("model_name") or model)).name
     theirs = encoder_of_adapter(directory)
     if theirs is not None and theirs != digest:
@@ -51,8 +51,9 @@ def check_unchanged(directory):
 
 
 def refuse_or_note(problem, allow):
+    """Raises ValueError with the problem, or prints it where it is allowed."""
     if not allow:
-        raise ValueError(f"{problem}: --allow-other-encoder takes it all the same")
+        raise ValueError(f"{problem}: --allow-other-encoder accepts it anyway")
     print(f"note: {problem}")
 
 
@@ -68,7 +69,8 @@ def resolve_adapters(sources, encoder, model, digest, allow_other_encoder=False)
     for name, source in pairs:
         directory = find_adapter(source)
         name, _, values = read_adapter_config(directory, name)
-        same = [d for other, d in found.items() if other.lower() == name.lower()]  # RTE is rte
+        # RTE and rte are the same directory on some file systems
+        same = [d for other, d in found.items() if other.lower() == name.lower()]
         if same:
             raise ValueError(f"two adapters are called {name!r}: {same[0]} and {directory}")
         check_encoder(source, directory, values, model, digest, allow_other_encoder)
@@ -83,7 +85,7 @@ def encoder_of_runs(sources):
     models = {}
     for source in sources:
         if is_local(source):
-            find_adapter(source)  # says so if there is no adapter
+            find_adapter(source)  # raises FileNotFoundError if there is none
         run, record = record_around(source)
         if record:
             model = str(run) if record.weights_sha256 else record.options["model"]

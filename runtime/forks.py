@@ -16,6 +16,8 @@ def import_modules(names):
             form = "--import takes a module's name, such as examples.lora, not examples/lora.py"
             where = "it is looked for here, and where PYTHONPATH says"
             raise argparse.ArgumentTypeError(f"{e}: {form}; {where}") from e
+        except (ValueError, TypeError) as e:  # argparse would say "invalid value" alone
+            raise argparse.ArgumentTypeError(f"importing {name}: {e}") from e
     return names
 
 

@@ -12,7 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reference
-from adapter import AdapterConfig, activate, add_adapter, load_adapter, load_head, save_adapter
+from adapter import (
+    AdapterConfig,
+    activate,
+    add_adapter,
+    copy_adapters,
+    load_adapter,
+    load_head,
+    save_adapter,
+)
 from bert import Bert
 from conftest import IDS, MASK, cli, randomize
 from data import TASKS
@@ -171,6 +179,13 @@ def test_fields_that_old_configs_lack_are_the_reference_s_defaults(copy):
     load_adapter(bert, path.parent)
     found = next(bert.slots())[1].adapters["bottom"].config
     assert found == AdapterConfig(**config, original_ln_before=False)
+
+
+def test_a_copy_of_an_adapter_that_names_no_encoder_names_none(copy, tmp_path):
+    path = copy(BERT / "pfeiffer") / "adapter_config.json"
+    change(path, {"model_name": None})
+    copy_adapters({"new": path.parent}, tmp_path, reference.encoder("bert").config)
+    assert not json.loads((tmp_path / "new" / path.name).read_text())["model_name"]
 
 
 def test_several_names_in_a_file(copy):

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from dataclasses import replace
 
 import datasets
 import numpy as np
@@ -122,6 +123,25 @@ def test_tokenised_data_is_cached(encoder, tmp_path, monkeypatch):
 
     assert [load(3), load(3), load(3, 40), load(3, 40), load(3)] == [3, 0, 3, 0, 0]
     assert [load(3, text="cat"), load(3, text="cat"), load(2500), load(2500)] == [3, 0, 2500, 0]
+
+
+def test_another_task_has_other_tokens(tokenizer, tmp_path):
+    """On the same file, under the same name, with functions that stand in one file or in none."""
+    write_rows(
+        tmp_path / "rte" / "train.jsonl", [{"sentence1": "p", "sentence2": "q", "label": "x"}]
+    )
+    x, y = dict(label_aliases={"x": "entailment"}), dict(label_aliases={"x": "not_entailment"})
+    second = functools.partial(lambda at, *texts: [(texts[at], None)], 1)
+    for changes, candidate, label in (
+        (x, ("p", "q"), 0),
+        (y, ("p", "q"), 1),
+        ({**x, "candidates": lambda a, b: [(a, None)]}, ("p",), 0),
+        ({**x, "candidates": lambda a, b: [(b, a)]}, ("q", "p"), 0),
+        ({**x, "candidates": second}, ("q",), 0),
+    ):
+        task = replace(get_task("rte", tmp_path), **changes)
+        (found,) = load_split(task, "train", tokenizer, tmp_path)
+        assert found["input_ids"] == [tokenizer.encode(*candidate).ids] and found["label"] == label
 
 
 def test_examples_of_a_small_task_meet_others_in_the_next_epoch():

@@ -1,6 +1,7 @@
 """Forks of one file each, beyond the kinds in test_kinds.py: stages of their own, and what must not
 go wrong in silence."""
 
+from dataclasses import dataclass
 from unittest.mock import patch
 
 import pytest
@@ -11,9 +12,17 @@ import adapter
 import bert
 import fusion
 import train
-from adapter import AdapterConfig, Head, adapter_modules, add_adapter, register, save_adapter
+from adapter import (
+    AdapterConfig,
+    BaseAdapterConfig,
+    Head,
+    adapter_modules,
+    add_adapter,
+    register,
+    save_adapter,
+)
 from bert import Bert
-from conftest import IDS, cli
+from conftest import IDS, cli, randomize
 from experiments import evaluate, prune, publish
 from experiments.load_run import load_run
 from fusion import Fusion, add_fusion
@@ -161,6 +170,62 @@ def test_weights_of_another_shape_are_refused(encoder):
     add_fusion(bert, ["a"], OneWeightTooMany)
     with pytest.raises(ValueError, match=r"the weights of OneWeightTooMany are \[3, 6, 2\], not"):
         bert(IDS)
+
+
+class Twice(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class TwiceConfig(AdapterConfig):
+    architecture = "twice"
+
+    def make_modules(self, bert):
+        found = super().make_modules(bert)
+        for _, _, module in found:
+            module.down = Twice(module.down.in_features, module.down.out_features)
+        return found
+
+
+def test_a_layer_of_an_adapter_that_computes_something_else(encoder):
+    """The fusion does not take its weights for those of a plain one."""
+    register("twice", TwiceConfig)  # a class without a classmethod of this name
+    bert = Bert.from_pretrained(encoder)
+    for name in "ab":
+        add_adapter(bert, name, adapter.ADAPTERS["twice"](reduction_factor=4))
+    add_fusion(bert, ["a", "b"])
+    randomize(bert, "add_norm")
+    slot = bert.layers[0].output_add_norm
+    h, adapters = torch.randn(2, 3, bert.config.hidden_size), [*slot.adapters.values()]
+    assert torch.allclose(
+        slot.fusion.compose(h, adapters), slot.fusion.textbook(h, adapters), atol=1e-4
+    )
+
+
+class Constant(nn.Module):
+    """An adapter that is no subclass of Adapter, and knows nothing of its configuration."""
+
+    def __init__(self, hidden_size):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(hidden_size))
+
+    def forward(self, f, x, norm, layer_input):
+        return norm(f + x + self.bias)
+
+
+@dataclass(frozen=True)
+class ConstantConfig(BaseAdapterConfig):
+    architecture = "constant"
+    cannot_fuse_because = "it has no z"
+
+    def make_modules(self, bert):
+        return [(key, slot, Constant(bert.config.hidden_size)) for key, slot in bert.slots()]
+
+
+def test_an_adapter_from_nothing(launch, tmp_path):
+    register("constant", ConstantConfig)
+    launch("--stage adapter --task rte --adapter constant --epochs 1", out=tmp_path / "run")
+    assert adapter_modules(load_run(tmp_path / "run").bert, "rte")[0] == ConstantConfig()
 
 
 def test_a_tensor_without_a_name_is_not_left_out(encoder, tmp_path, monkeypatch):

@@ -125,7 +125,10 @@ for line in f"""
 --adapter-config ln_after=true ln_after=false | one name is given twice: ln_after
 --seeds 1 --seed 2 | --seed and --seeds exclude each other
 --score loss | --score loss: rte has accuracy
---stage adapter --reduction-factor 33 | --reduction-factor 33 leaves no bottleneck
+--stage adapter --reduction-factor 33 | reduction_factor 33 leaves no bottleneck
+{SET} reduction_factor=99 | reduction_factor 99 leaves no bottleneck
+{SET} reduction_factor='{{"2":4,"default":2}}' | reduction_factor names layer 2, outside 0 .. 1
+{SET} reduction_factor='{{"first":4}}' | 'first' must be a layer, such as "0", or "default"
 --resume --overwrite | --overwrite and --resume exclude each other
 --stage adapter --adapters runs/rte | --adapters belongs to --stage fusion or head
 --stage fusion | --stage fusion needs --adapters
@@ -185,7 +188,7 @@ publish: runs/rte --repo 'a b' | is no name for
 publish alone: runs/rte | say with --encoder
 curves: runs/rte data | no run in data: it has no config.json
 show: encoder data | no encoder in
-show: task rtee | unknown task 'rtee': the paper's are
+show: task rtee | unknown task 'rtee': there are
 """.strip().splitlines():
     command, words, say = re.fullmatch(r"(?:([a-z_ ]+): )?(.+) \| (.+)", line).groups("train.py")
     add(f"{command} {words[:70]} ({say[:20]})", words, say, command=command)

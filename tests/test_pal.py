@@ -15,7 +15,7 @@ from variants.pal import PALConfig
 def with_pal(encoder):
     torch.manual_seed(0)
     bert = Bert.from_pretrained(encoder).double()
-    add_adapter(bert, "a", PALConfig.pal(size=12, num_heads=3))
+    add_adapter(bert, "a", PALConfig(size=12, num_heads=3))
     for p in filter(lambda p: p.requires_grad, bert.parameters()):
         nn.init.normal_(p, std=0.3)
     return bert

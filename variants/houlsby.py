@@ -8,7 +8,9 @@ from torch import nn
 
 from adapter import AdapterConfig, register
 
-INIT_WEIGHTS = {  # of D and U, close to the identity, cut at two sigma
+# How D and U start: small, so that the adapter is nearly the identity. Houlsby et al. cut their
+# normal distributions at two standard deviations.
+INIT_WEIGHTS = {
     "bert": partial(nn.init.normal_, std=0.02),  # as in the paper's own adapters
     "houlsby": partial(nn.init.trunc_normal_, std=0.01, a=-0.02, b=0.02),  # in their paper
     "houlsby_code": partial(nn.init.trunc_normal_, std=0.001, a=-0.002, b=0.002),  # in their code

@@ -1,6 +1,6 @@
 """Fusion over some of its adapters.
 
-mask(bert, ["qqp"])                           # without it; mask(bert, []): all again
+mask(bert, ["qqp"])                           # leaves qqp out; mask(bert, []) brings it back
 """
 
 from fusion import fusions
@@ -28,6 +28,6 @@ def mask(bert, names, layers=None):
             raise ValueError(f"adapter {unknown[0]!r:.120} is not in the fusion of {fused}")
         if set(fusion.adapter_names) <= names:
             has = ", ".join(fusion.adapter_names)
-            raise ValueError(f"layer {layer + 1} would be left without adapter: it has {has}")
+            raise ValueError(f"layer {layer}, from 0, would be left without adapter: it has {has}")
     for _, fusion in chosen:
         fusion.masked, fusion.weights = names, None

@@ -14,11 +14,13 @@ from runtime.kernels import attention
 @dataclass(frozen=True)
 class PALConfig(BaseAdapterConfig):
     """
-    size        of the small space
-    num_heads   of the self-attention there, whose projections from d and back are shared by all
-                layers
+    Projected attention layers, 1.1 times BERT-base's parameters for eight tasks.
+
+    size        the dimension in which it attends
+    num_heads   attention heads there
     leave_out   layers (from 0) without one
 
+    All layers share the projections from d to that size, and back.
     Raises ValueError, naming the field, for an invalid value.
     """
 
@@ -30,17 +32,12 @@ class PALConfig(BaseAdapterConfig):
 
     def __post_init__(self):
         if type(self.size) is not int or not 0 < self.size < 10**5:
-            raise ValueError(f"size must be a positive integer, not {self.size!r:.50}")
+            raise ValueError(f"size must be an integer in 1 .. 99999, not {self.size!r:.50}")
         heads = self.num_heads
         if type(heads) is not int or heads < 1 or self.size % heads:
             raise ValueError(f"num_heads must divide the size, not {heads!r:.50}")
         check_leave_out(self)
         object.__setattr__(self, "leave_out", tuple(self.leave_out))
-
-    @classmethod
-    def pal(cls, **changes):
-        """Projected attention layers: 1.1 times BERT-base's parameters for eight tasks."""
-        return cls(**changes)
 
     def make_modules(self, bert):
         found = []
@@ -62,7 +59,9 @@ class PALConfig(BaseAdapterConfig):
 
 class PAL(nn.Module):
     """
-    x is the input of a whole layer of BERT, at whose end z is added: LN(f + z + x').
+    x is the input of a whole layer of BERT, at whose end z is added: LN(f + z + x'), where x' is
+    the input of the feed-forward sub-layer. Its attention needs no other tokens than those of
+    `layer_input`, which is always whole, so it need not say `mixes_tokens`.
 
     z = GELU(U·g(D·x + b_D) + b_U), where g is self-attention without output matrix, as in Stickland
     and Murray's code (Bert-n-Pals, modeling.py: BERTPals).
