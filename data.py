@@ -35,15 +35,7 @@ from formats.columns import (
     own_columns,
 )
 from formats.files import error_prefix
-from formats.rows import (
-    cached_tokens,
-    files_of,
-    find_file,
-    find_split,
-    hold_out,
-    read_rows,
-    set_origin,
-)
+from formats.rows import cached_tokens, find_file, find_split, hold_out, read_rows, set_origin
 from runtime.scores import CLASS_SCORES, accuracy, f1
 
 
@@ -375,10 +367,9 @@ def load_split(
     wanted[indices] = True
 
     # what another task or other code has made is to be made anew
-    code = files_of(load_split, check_row, read_rows, task.candidates, task.type)
-    made_of = split, replace(task, files={}), tokenizer.to_str(), code
-    key = [source.digest, wanted.tobytes(), made_of]
-    result = cached_tokens(key, tokenize, task.type.dtype.is_floating_point)
+    key = [source.digest, wanted.tobytes(), split, replace(task, files={}), tokenizer.to_str()]
+    code = load_split, check_row, read_rows, task.candidates, task.type
+    result = cached_tokens(key, code, tokenize, task.type.dtype.is_floating_point)
     if limit is not None:  # the rows come in the order of the file: restore the drawn order
         result = result.select(np.searchsorted(np.sort(indices), indices))
     set_origin(result, source, digest)

@@ -256,23 +256,20 @@ def hold_out(source, examples, split, recorded=None):
     return held if split == "validation" else np.sort(drawn[n:]), digest
 
 
-def files_of(*things):
-    """The texts of the files in which classes and functions are defined; None where there is none,
-    as for those of an interactive session."""
-
-    def text(thing):
-        try:
-            return Path(inspect.getfile(thing)).read_text(encoding="utf-8")
-        except (OSError, TypeError):
-            return None
-
-    return [text(thing) for thing in things]
+def text_of_file(thing):
+    """The file in which a class or a function is defined, as text; None where there is none, as for
+    those of an interactive session."""
+    try:
+        return Path(inspect.getfile(thing)).read_text(encoding="utf-8")
+    except (OSError, TypeError):
+        return None
 
 
-def cached_tokens(key, examples, floats):
+def cached_tokens(key, code, examples, floats):
     """A datasets.Dataset of tokens, labels and lengths, dictionaries of columns from the function
-    `examples`, which `datasets` keeps in its cache: it is called once for each key. floats: whether
-    labels are numbers, not indices."""
+    `examples`, which `datasets` keeps in its cache: it is called once for each key, as long as the
+    files with `code`, classes and functions, stay as they are. floats: whether labels are numbers,
+    not indices."""
     import pyarrow
 
     datasets = import_datasets()
@@ -281,7 +278,7 @@ def cached_tokens(key, examples, floats):
     columns = {"input_ids": ids, "token_type_ids": ids, "length": integer}
     columns["hash"] = datasets.Value("int64")
     features = datasets.Features({**columns, "label": label if floats else integer})
-    fingerprint = datasets.fingerprint.Hasher.hash([key, floats])
+    fingerprint = datasets.fingerprint.Hasher.hash([key, floats, [*map(text_of_file, code)]])
     try:
         return datasets.Dataset.from_generator(examples, features, fingerprint=fingerprint)
     except datasets.exceptions.DatasetGenerationError as e:
