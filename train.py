@@ -188,7 +188,7 @@ class Settings:
     )
     train_file: Path | None = option(None, "of your own task, not with --data-dir", may_change=True)
     dev_file: Path | None = option(None, "with --train-file", may_change=True, needs="train_file")
-    column_names: dict = option(
+    column_names: dict[str, str] = option(
         {},
         "what the files call the columns: text_a=premise text_b=hypothesis label=gold",
         flag="--columns",

@@ -129,8 +129,8 @@ def mean_weights_as_trained(model, examples, tokens=("all",), description="fusio
 def mean_weights(directory, data_dir=None, model=None, device="cpu", allow_other_encoder=False):
     """(names of the N adapters, weights as `mean_weights_read` gives them, task) of a fusion run on
     its development set."""
-    run = load_run(directory, device, model, allow_other_encoder=allow_other_encoder)
     check_fusion(directory, "have fusion weights")
+    run = load_run(directory, device, model, allow_other_encoder=allow_other_encoder)
     inputs = inputs_of(run.bert, run.split(data_dir=data_dir), str(directory))
     return run.adapters, mean_weights_read(run.bert, run.head, inputs), run.task.name
 

@@ -80,14 +80,17 @@ class LoadedRun:
     def as_row(self, given):
         """Texts in the order of the task's columns -> {column: text}."""
         name, columns = self.task.name, self.task.columns
+        takes = f"{name} takes {' and '.join(columns)}, not {given!r:.200}"
+        if not isinstance(given, (str, list, tuple)):
+            raise ValueError(takes)
         texts = [given] if isinstance(given, str) else list(given)
-        if texts and not isinstance(texts[-1], str):  # the choices, as one list
+        if texts and isinstance(texts[-1], (list, tuple)):  # the choices, as one list
             options = list(texts.pop())
             if columns[-1] in ("choices", "endings"):  # one column holds all of them
                 options = [{"text": options} if name == "commonsense_qa" else options]
             texts += options
         if len(texts) != len(columns):
-            raise ValueError(f"{name} takes {' and '.join(columns)}, not {given!r:.200}")
+            raise ValueError(takes)
         return dict(zip(columns, texts, strict=True))
 
     def encode(self, inputs):
@@ -149,13 +152,12 @@ class LoadedRun:
             logits = model(batch)  # [B, K]
             if not logits.isfinite().all():
                 raise FloatingPointError("the model's outputs are not finite")
-            classes = self.task.type.dtype == torch.long
-            values = logits.softmax(-1) if classes else self.task.type.predict(logits)
-            for i, value in zip(rows, values.tolist(), strict=True):
+            found = zip(rows, self.task.type.predict(logits).tolist(), logits, strict=True)
+            for i, value, of_labels in found:
                 result[i] = {self.task.labels[0]: value}
-                if classes:
-                    each = dict(zip(self.task.labels, value, strict=True))
-                    best = max(each, key=each.get)
+                if self.task.type.dtype == torch.long:
+                    each = dict(zip(self.task.labels, of_labels.softmax(-1).tolist(), strict=True))
+                    best = self.task.labels[value]
                     result[i] = {"label": best, "probability": each[best], "probabilities": each}
                 result[i]["truncated"] = any(encoding.overflowing for encoding in groups[i])
         return result
@@ -247,7 +249,7 @@ def check_encoders(bert, directory, record, allow_other_encoder):
             refuse_or_note(problem, allow_other_encoder)
     known, adapters = (None, record.final_encoder), record.loaded_adapters.items()
     if others := [name for name, adapter in adapters if adapter.encoder not in known]:
-        print(f"note: {directory} fuses adapters of another encoder: {', '.join(others)}")
+        print(f"note: {directory} has adapters of another encoder: {', '.join(others)}")
 
 
 def plug_in(bert, directory, place):
@@ -274,7 +276,7 @@ def load_run(directory, device="cpu", model=None, task=None, allow_other_encoder
 
     model: where the encoder is now, if not where config.json says; task: which of a multi-task
     run's is meant. Raises FileNotFoundError or ValueError for a directory that is not a finished
-    run, for files in it that the run did not write, and for an encoder or a tokenizer that is not
+    run, for files of the run that were changed since, and for an encoder or a tokenizer that is not
     the one of its training, unless `allow_other_encoder`.
     """
     directory = Path(directory)

@@ -25,6 +25,8 @@ from itertools import cycle
 from pathlib import Path
 from string import ascii_letters
 
+import torch
+
 from experiments.load_run import Reading, check_fusion, load_run
 from experiments.report import write_text
 from formats.files import error_prefix
@@ -54,6 +56,8 @@ def check(options):
         raise ValueError("give either texts, or --file")
     if options.explain and options.explain.suffix != ".html":  # so no run's file is replaced
         raise ValueError(f"--explain {options.explain} is not an .html file")
+    if options.explain and not options.explain.parent.is_dir():
+        raise ValueError(f"--explain: there is no directory {options.explain.parent}")
 
 
 def read_stdin():
@@ -132,6 +136,8 @@ def main(argv=None):
         model = load_run(options.run, device, *given)
     if options.explain:
         check_fusion(options.run, "can be explained")
+        if model.task.type.dtype != torch.long:
+            raise ValueError(f"{options.run} predicts a number: only classes can be explained")
     inputs = read_inputs(options, model)
     cut, examples = 0, []
     for start in range(0, len(inputs), WINDOW):

@@ -58,12 +58,12 @@ def check(options, bert, head, names):
         raise ValueError(f"--keep must be in 1 .. {len(names)}, the adapters of {options.run}")
     if not set(options.leave_out) < layers:
         raise ValueError(f"--leave-out takes layers with adapters, not all of {sorted(layers)}")
-    input_fields = ("original_ln_before", "original_ln_after", "residual_before_ln")
     configs = [adapter.config for _, slot in bert.slots() for adapter in slot.adapters.values()]
-    if len({tuple(getattr(config, field) for field in input_fields) for config in configs}) > 1:
-        fields = ", ".join(input_fields)
+    fields = configs[0].residual_fields()
+    if len({tuple(getattr(config, field) for field in fields) for config in configs}) > 1:
         raise ValueError(
-            f"the adapters of {options.run} differ in {fields}, where the last one decides for all"
+            f"the adapters of {options.run} differ in {', '.join(fields)}, where the last one "
+            "decides for all"
         )
 
 
@@ -127,8 +127,8 @@ def main(argv=None):
     if out.exists() or out.is_symlink():
         raise ValueError(f"--out {out} is already there")
     allow = options.allow_other_encoder
-    loaded = load_run(run, model=options.model, allow_other_encoder=allow)
     check_fusion(run, "can be pruned")
+    loaded = load_run(run, model=options.model, allow_other_encoder=allow)
     bert, names = loaded.bert, loaded.adapters
     check(options, bert, loaded.head, names)
     task, split = loaded.task, loaded.split("validation", options.data_dir)

@@ -18,7 +18,7 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from adapter import adapter_modules, save_adapter, save_head
-from data import TASKS
+from data import TASKS, Classification, MultipleChoice
 from experiments.load_run import Reading, load_run, read_finished, unknown_kind
 from formats.adapterhub import MODEL_CLASSES, check_name
 from formats.files import read_json
@@ -117,6 +117,8 @@ def main(argv=None):
     unknown = unknown_kind(loaded.bert, loaded.head)
     if loaded.bert.config.model_type not in MODEL_CLASSES:
         unknown = f"encoders like this one ({type(loaded.bert).__name__})"
+    if loaded.task.type not in (Classification, MultipleChoice):
+        unknown = f"tasks like this one ({loaded.task.type.__name__})"
     if unknown:
         raise ValueError(f"{run}: AdapterHub's library has no {unknown}, and cannot read the file")
     encoder = options.encoder or loaded.record.options["model"]

@@ -60,7 +60,7 @@ class TaskOptions:
     data_dir: str | None = same_option(train.Settings, "data_dir", group=None)
     train_file: Path | None = same_option(train.Settings, "train_file", group=None)
     dev_file: Path | None = same_option(train.Settings, "dev_file", group=None)
-    column_names: dict = same_option(train.Settings, "column_names", group=None)
+    column_names: dict[str, str] = same_option(train.Settings, "column_names", group=None)
     dev_fraction: float | None = same_option(train.Settings, "dev_fraction", group=None)
     model: str | None = same_option(train.Settings, "model", group=None)
     imports: str | None = imports_option()

@@ -205,9 +205,9 @@ class Record:
         if program.is_absolute():
             inside = program.is_relative_to(ROOT)
             program = Path(program.relative_to(ROOT) if inside else program.name)
-        module = ".".join(part for part in program.with_suffix("").parts if part.isidentifier())
-        ours = program.name == "train.py" or module.startswith("experiments.")
-        return None if ours or not module else (program, module)
+        parts = [part for part in program.with_suffix("").parts if part not in (".", "..", "-c")]
+        ours = parts in ([], ["train"]) or parts[0] == "experiments"
+        return None if ours else (program, ".".join(parts))
 
 
 def describe(settings, tasks, lengths, encoder, adapters, dtype):

@@ -69,6 +69,8 @@ def open_run(settings, record, device, save):
             run = Run(settings, record, device, save, signals)
             try:
                 yield run
+                if signals:  # in the last evaluation, or while the result was written
+                    raise KeyboardInterrupt
             except FloatingPointError as e:
                 raise run.not_finite(e) from e
             except RuntimeError as e:
@@ -77,6 +79,8 @@ def open_run(settings, record, device, save):
                 raise
     except KeyboardInterrupt as e:
         advice = if_saved(f", continue with --resume --out {out} in the same command")
+        if directory.is_finished(out):
+            advice = f"; {out} is finished"
         raise KeyboardInterrupt(f"interrupted{advice}") from e
     except OSError as e:
         if rank_and_world_size()[0] == 0:
@@ -263,7 +267,8 @@ class Run:
         line = {"epoch": state.epoch, "loss": loss}
         line |= {f"dev_{name}": value for name, value in numbers.items()}
         line |= {name: value for name, value in scores.items() if name not in numbers}
-        line["examples_per_second"] = round(self.seen / self.trained_for, 1)
+        if self.seen:  # none, where a resumed run had only to be evaluated
+            line["examples_per_second"] = round(self.seen / self.trained_for, 1)
         line["seconds"] = round(self.seconds(), 2)
         self.history.append(line)
         if self.rank == 0:
@@ -369,6 +374,8 @@ class Run:
             fusion = f"--task {first} --model {place} --adapters {place}/adapters/*"
             if options["data_dir"]:
                 fusion += f" --data-dir {shlex.quote(options['data_dir'])}"
+            if options["dev_fraction"]:
+                fusion += f" --dev-fraction {options['dev_fraction']}"
             return f"python train.py --stage fusion {fusion} --out {place}-fusion-{first}{fork}"
         task = f" --task {first}" * (self.record.stage == "multitask")
         return f"python -m experiments.predict {place}{task} --file FILE{fork}"

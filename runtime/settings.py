@@ -131,12 +131,13 @@ def add_option(parser, field, hint):
         text.append(f"default {default}")
     if env := details.get("env"):
         text.append(f"the variable {env} in the environment sets it")
-        given["default"] = os.environ.get(env, default)
+        given["default"] = os.environ.get(env) or default
     given["help"] = "; ".join(filter(None, text)).replace("%", "%%")
     if several is bool:
         given["action"] = "store_true"
     elif several is dict:
-        given |= {"nargs": "+", "type": pair}
+        of_texts = typing.get_args(kind) == (str, str)
+        given |= {"nargs": "+", "type": pair_of_texts if of_texts else pair}
     elif several is tuple:
         given |= {"nargs": "+", "type": next(iter(typing.get_args(kind)), str)}
     else:
@@ -158,11 +159,17 @@ def add_option(parser, field, hint):
         parser.add_argument(flag, dest=field.name, required=details.get("required", False), **given)
 
 
-def pair(word):
-    """ "ln_after=true" -> ("ln_after", True), "text_a=review" -> ("text_a", "review")"""
+def pair_of_texts(word):
+    """ "text_a=review" -> ("text_a", "review")"""
     name, _, value = word.partition("=")
     if not name or not value:
         raise argparse.ArgumentTypeError(f"takes NAME=VALUE, not {word!r:.50}")
+    return name, value
+
+
+def pair(word):
+    """ "ln_after=true" -> ("ln_after", True)"""
+    name, value = pair_of_texts(word)
     try:
         return name, json.loads(value)
     except (ValueError, RecursionError):

@@ -109,12 +109,14 @@ def test_a_run_is_read_once_its_kind_is_imported(encoder, data_dir, tmp_path):
     assert json.loads(out.splitlines()[-1])["accuracy"] == result["accuracy"]
 
 
-def test_a_regression_is_predicted(trained, tmp_path, capsys):  # noqa: F811
-    trained("task Regression", tmp_path / "run")
+def test_a_regression_is_predicted(trained, refused, tmp_path, capsys):  # noqa: F811
+    trained("task Regression", tmp_path / "run", *cli("--stage adapter"))
     capsys.readouterr()
     predict.main([str(tmp_path / "run"), "red cat", "red dog", "--device", "cpu", "--json"])
     (score,) = load_run(tmp_path / "run").predict([["red cat", "red dog"]])
     assert json.loads(capsys.readouterr().out)["score"] == pytest.approx(score["score"])
+    words = [tmp_path / "run", "--out", tmp_path / "out"]
+    refused(words, "has no tasks like this one (Regression)", main=publish.main)
 
 
 @pytest.fixture

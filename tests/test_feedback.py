@@ -1,6 +1,7 @@
 """What a user sees: the start, a line for each epoch, the end, several seeds, signals."""
 
 import json
+import os
 import shutil
 import signal
 import statistics
@@ -86,6 +87,24 @@ def test_a_signal_stops_a_run_which_can_be_continued(name, encoder, data_dir, tm
     assert last.startswith("stopping after this step") and "a second signal" in last
     resume = f"--resume --out {tmp_path / 'run'}"
     assert error == f"train.py: interrupted, continue with {resume} in the same command\n"
+
+
+def test_a_signal_in_the_last_evaluation(runs, data_dir, tmp_path, monkeypatch):
+    """The run is finished, and no other seed is begun."""
+    evaluate = train.evaluate
+
+    def stop(*given):
+        os.kill(os.getpid(), signal.SIGINT)
+        return evaluate(*given)
+
+    monkeypatch.setattr(train, "evaluate", stop)
+    words = cli("--stage head --task sst2 --epochs 1 --device cpu")
+    words += cli(adapters=runs / "rte", data_dir=data_dir)
+    with pytest.raises(KeyboardInterrupt, match="one is finished"):
+        train.main([*words, *cli(out=tmp_path / "one")])
+    with pytest.raises(KeyboardInterrupt):
+        train.main([*words, *cli("--seeds 0 1", out=tmp_path / "run")])
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["seed-0"]
 
 
 def test_the_second_signal_ends_at_once():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conftest import read_lines
-from data import get_task
+from data import Classification, get_task
 from experiments import predict
 from experiments.load_run import load_run
 from formats.files import read_json
@@ -29,6 +29,14 @@ def say(capsys, monkeypatch):
         return capsys.readouterr().out.splitlines()
 
     return say
+
+
+def test_a_type_s_own_predictions(runs, monkeypatch):
+    """As in evaluation, not the most probable label."""
+    monkeypatch.setattr(Classification, "predict", staticmethod(lambda logits: logits.argmin(-1)))
+    (found,) = load_run(runs / "rte").predict([["red", "cat"]])
+    assert found["probability"] == min(found["probabilities"].values())
+    assert found["probability"] == found["probabilities"][found["label"]]
 
 
 @pytest.mark.parametrize("run, task", [("pick", "pick"), ("fusion-rte", "rte"), ("sst2", "sst2")])

@@ -2,6 +2,7 @@
 files of one's own."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -10,6 +11,7 @@ import train
 from conftest import cli, read_lines
 from experiments import evaluate
 from experiments.show import inspect_task
+from runtime.record import read_record
 
 
 def test_the_environment_and_earlier_runs_name_the_encoder(
@@ -52,7 +54,21 @@ def test_copies_remember_the_encoder_of_their_adapters(launch, runs, encoder, tm
             fuse(directory, "", "x")
     capsys.readouterr()
     evaluate.main([str(tmp_path / "fusion"), "--device", "cpu"])
-    assert "fuses adapters of another encoder: rte, sst2" in capsys.readouterr().out
+    assert "has adapters of another encoder: rte, sst2" in capsys.readouterr().out
+
+
+def test_the_program_that_made_a_run(runs):
+    record = read_record(runs / "rte")
+    for command, module in (
+        ("train.py --task rte", None),
+        (f"{train.__file__} --task rte", None),
+        ("-m experiments.multitask --tasks a b", None),
+        ("sub/my-fork.py --task rte", "sub.my-fork"),
+        ("../other/train.py --task rte", "other.train"),
+        ("-m other.train --task rte", "other.train"),
+    ):
+        program = replace(record, command=command).program()
+        assert (program and program[1]) == module, command
 
 
 def test_files_of_your_own(launch, data_dir, tmp_path):
