@@ -3,7 +3,7 @@
 # downloads it, in bfloat16.
 #
 #   sh results/base_size.sh sources DATA                       # the adapters that are fused
-#   sh results/base_size.sh TARGET SIZE "SEEDS" DATA           # rte 400 "0 1 2", mrpc 400 "0 1 2", cb 250 "0 1 2", rte 2490 0
+#   sh results/base_size.sh TARGET SIZE "SEEDS" DATA           # rte 400 "0 1 2", mrpc 400 "0 1 2", cb 250 "0 1 2", rte 2490 "0 1 2"
 #   sh results/base_size.sh more-sources DATA                  # four more adapters
 #   sh results/base_size.sh rte 400 "SEEDS" DATA 8-sources     # fused with the first four
 #   sh results/base_size.sh TARGET 400 "SEEDS" DATA 8-epochs   # cross-fitting for twice as long
