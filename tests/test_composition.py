@@ -146,7 +146,7 @@ def test_the_tasks_of_the_demo_are_always_the_same(tmp_path, monkeypatch):
 def test_the_demo(encoder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(skills, "docstrings", lambda library: DOCSTRINGS[library])
     monkeypatch.setattr(demo, "find_minilm", lambda: encoder)
-    monkeypatch.setattr(skills, "SIZES", {"source": (24, 12), "target": (24, 12)})
+    monkeypatch.setattr(skills, "SIZES", {"source": (24, 12), "target": (240, 12)})
     monkeypatch.setattr(demo, "OPTIONS", {"adapter": "--epochs 1", "fusion": "--epochs 1"})
     monkeypatch.chdir(tmp_path)
     (tmp_path / "minilm").symlink_to(encoder)

@@ -106,7 +106,7 @@ def followed(encoder, tmp_path, monkeypatch):
 
     documented = [(word, [f"{sentence(rng, 6)} {word}"]) for word in WORDS if word.isalpha()]
     monkeypatch.setattr(skills, "docstrings", lambda origin: documented)
-    monkeypatch.setattr(skills, "SIZES", {"source": (64, 32), "target": (64, 32)})
+    monkeypatch.setattr(skills, "SIZES", {"source": (64, 32), "target": (240, 32)})
     out = tmp_path / "runs" / "demo"
     skills.build_tasks(out / "data", rng, demo.SKILLS)
     cells = demo.study_of(out).cells
