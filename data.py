@@ -118,9 +118,10 @@ class Task:
         return find_split(self.name, split, data_dir, *theirs, dev_fraction, held_out)
 
     def texts_and_label(self, row):
-        """Of a row whose columns have our names. Raises ValueError that names a column."""
-        more = {"aliases": self.column_aliases, "unused": self.unused_columns}
-        return check_row(row, self.columns, self.label, names=self.column_names, **more)
+        """(texts, label) of a row whose columns have our names. Raises ValueError that names a
+        column."""
+        aliases, unused = self.column_aliases, self.unused_columns
+        return check_row(row, self.columns, self.label, aliases, unused, self.column_names)
 
     def candidates_of(self, texts):
         """[(text_a, text_b or None)]. Raises ValueError for another number than there are
@@ -138,7 +139,7 @@ class Task:
         """A note about another number of rows than the data set has, here or on the hub."""
         known = [of[split == "validation"] for of in (self.sizes, self.hub_sizes) if of]
         if split in ("train", "validation") and known and count not in known:
-            print(f"note: {where} has {count} rows, {self.name} is known with {known[0]}")
+            print(f"note: {where} has {count} rows, where {known[0]} are expected")
 
     @cached_property
     def label_ids(self):
@@ -355,15 +356,15 @@ def load_split(
     if task.column_names:
         _, first = next(source.read())
         check_column_names(task.column_names, (*task.columns, task.label), source.where, first)
-    rows = sum(1 for _ in source.read())
-    indices, digest = np.arange(rows), None
+    count = sum(1 for _ in source.read())
+    indices, digest = np.arange(count), None
     if source.dev_share is not None:
-        indices, digest = hold_out(source, examples(np.ones(rows, bool)), split, held_out)
+        indices, digest = hold_out(source, examples(np.ones(count, bool)), split, held_out)
     if dev_fraction is None:
         task.note_size(source.where, len(indices), split)
     if limit is not None and limit < len(indices):
         indices = indices[np.random.default_rng(seed).permutation(len(indices))[:limit]]
-    wanted = np.zeros(rows, bool)
+    wanted = np.zeros(count, bool)
     wanted[indices] = True
 
     # what another task or other code has made is to be made anew

@@ -17,7 +17,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,7 @@ from adapter import (
 from bert import Bert, known_adapters
 from data import batches, collate, get_task, length_bucketed_batches, length_groups, load_split
 from formats import adapterhub
+from formats.files import error_prefix
 from formats.tokenizer import copy_tokenizer, load_tokenizer
 from fusion import FUSIONS, add_fusion, fusion_regularization, fusion_tensors, fusions, save_fusion
 from runtime.adapters import encoder_of_runs, resolve_adapters
@@ -321,28 +322,12 @@ def new_adapter_config(settings, bert):
             f"--adapter {settings.adapter} has no {unknown[0]!r:.50}, its fields are "
             f"{', '.join(known)}"
         )
-    try:
+    with error_prefix(f"--adapter {settings.adapter}"):
         config = preset(**changes)
-    except ValueError as e:
-        raise ValueError(f"--adapter {settings.adapter}: {e}") from e
+        adapterhub.check_fits(config, len(bert.layers), bert.config.hidden_size)
     reasons = adapterhub.without_effect(config)
     if useless := [name for name in changes if name in reasons]:
         raise ValueError(f"--adapter-config: {reasons[useless[0]]}")
-    layers, d = len(bert.layers), bert.config.hidden_size
-    if not {*getattr(config, "leave_out", ())} <= {*range(layers)}:
-        raise ValueError(
-            f"--adapter-config: leave_out {list(config.leave_out)} names layers outside 0 .. "
-            f"{layers - 1}"
-        )
-    factors = getattr(config, "reduction_factor", {})
-    factors = factors if isinstance(factors, Mapping) else {"default": factors}
-    if unknown := factors.keys() - {"default", *map(str, range(layers))}:
-        raise ValueError(
-            f"--adapter-config: reduction_factor names layer {min(unknown)}, outside 0 .. "
-            f"{layers - 1}"
-        )
-    if (largest := max(factors.values(), default=0)) > d:
-        raise ValueError(f"reduction_factor {largest:g} leaves no bottleneck in hidden size {d}")
     return config
 
 

@@ -48,7 +48,7 @@ class LoRAConfig(BaseAdapterConfig):
 class LoRA(nn.Module):
     def __init__(self, config, linear):
         super().__init__()
-        self.config, self.scaling = config, config.alpha / config.r
+        self.scaling = config.alpha / config.r
         self.A = nn.Linear(linear.in_features, config.r, bias=False)  # Kaiming-uniform at first
         self.B = nn.Linear(config.r, linear.out_features, bias=False)
         nn.init.zeros_(self.B.weight)

@@ -25,8 +25,6 @@ from itertools import cycle
 from pathlib import Path
 from string import ascii_letters
 
-import torch
-
 from experiments.load_run import Reading, check_fusion, load_run
 from experiments.report import write_text
 from formats.files import error_prefix
@@ -136,7 +134,7 @@ def main(argv=None):
         model = load_run(options.run, device, *given)
     if options.explain:
         check_fusion(options.run, "can be explained")
-        if model.task.type.dtype != torch.long:
+        if model.task.type.dtype.is_floating_point:
             raise ValueError(f"{options.run} predicts a number: only classes can be explained")
     inputs = read_inputs(options, model)
     cut, examples = 0, []

@@ -188,6 +188,22 @@ def check_leave_out(config):
         raise ValueError(f"leave_out must be a list of layers, not {layers!r:.50}")
 
 
+def check_fits(config, layers, d):
+    """Raises ValueError for layers that an encoder of so many layers lacks, and for a factor that
+    leaves no bottleneck in hidden size d. In a file they are harmless; to ask for them is a
+    mistake."""
+    if not {*getattr(config, "leave_out", ())} <= {*range(layers)}:
+        left_out = list(config.leave_out)
+        raise ValueError(f"leave_out {left_out} names layers outside 0 .. {layers - 1}")
+    factors = getattr(config, "reduction_factor", {})
+    factors = factors if isinstance(factors, Mapping) else {"default": factors}
+    if unknown := factors.keys() - {"default", *map(str, range(layers))}:
+        one = min(unknown)
+        raise ValueError(f"reduction_factor names layer {one}, outside 0 .. {layers - 1}")
+    if (largest := max(factors.values(), default=0)) > d:
+        raise ValueError(f"reduction_factor {largest:g} leaves no bottleneck in hidden size {d}")
+
+
 def without_effect(config):
     """{field: why} of those that change nothing here. They are harmless in a file; to ask for them
     is a mistake."""

@@ -56,8 +56,7 @@ def messages(adapters):
         lines.append(
             f"note: adapters whose training examples are not recorded: {', '.join(unknown)}"
         )
-    recorded = {name: adapter for name, adapter in adapters.items() if adapter.sketch}
-    if few := [n for n, a in recorded.items() if None in (a.seen_train, a.seen_dev)]:
+    if few := [n for n, a in adapters.items() if a.sketch and None in (a.seen_train, a.seen_dev)]:
         problem = "adapters trained on too many examples to tell whether this run's are among them"
         lines.append(f"note: {problem}: {', '.join(few)}")
     return lines
