@@ -50,7 +50,6 @@ class Fusion(nn.Module):
         self.key = nn.Linear(hidden_size, hidden_size)  # K
         self.value = nn.Linear(hidden_size, hidden_size, bias=False)  # V
         self.dropout = nn.Dropout(dropout)
-        self.masked = frozenset()  # names of adapters whose s_n must be 0 (variants/masking.py)
         self.weights = None  # s of the last forward [B, T, N]
         for linear in (self.query, self.key):
             nn.init.normal_(linear.weight, std=0.02)
@@ -70,7 +69,6 @@ class Fusion(nn.Module):
         h, residual = last.inputs(f, x, norm)
         self.weights = None
         o = self.compose(h, adapters, layer_input)
-        self.check_weights(h)
         return last.add_and_norm(o + residual, x, norm)
 
     def textbook(self, h, adapters, layer_input=None):
@@ -83,11 +81,8 @@ class Fusion(nn.Module):
 
     def attend(self, scores):
         """s = softmax_n(scores): [B, T, N] -> [B, T, N]. As in adapters 1.3, dropout is applied to
-        the raw scores. The score of a masked adapter is -∞."""
-        scores = self.dropout(scores)
-        if self.masked:
-            scores = scores.masked_fill(self.is_masked(scores.device), -torch.inf)
-        return scores.softmax(-1)
+        the raw scores."""
+        return self.dropout(scores).softmax(-1)
 
     def weigh(self, scores):
         """s of `attend`, which is kept for `fusion_weights`."""
@@ -159,27 +154,6 @@ class Fusion(nn.Module):
         else:
             o = s_a @ U.T @ V.T  # the same: [B·T, R] -> [B·T, d] -> [B·T, d]
         return o.view(B, T, d)
-
-    def is_masked(self, device=None):
-        """[N], True for a masked adapter"""
-        masked = [name in self.masked for name in self.adapter_names]
-        return torch.tensor(masked, device=device)
-
-    def check_weights(self, h):
-        """Raises ValueError for a variant whose weights are not [B, T, N], or [B, 1, N] if they are
-        the same for all tokens, or whose weights of masked adapters are not 0."""
-        s, name = self.weights, type(self).__name__
-        if s is not None:
-            B, T, N = *h.shape[:2], len(self.adapter_names)
-            if s.shape not in {(B, T, N), (B, 1, N)}:
-                shape = f"[B, T, N] = {[B, T, N]}"
-                raise ValueError(f"the weights of {name} are {list(s.shape)}, not {shape}")
-            self.weights = s.expand(B, T, N)
-        if self.masked and (s is None or s[..., self.is_masked(s.device)].any()):
-            raise ValueError(
-                f"{name} cannot leave adapters out: their weights are not the 0 that "
-                "Fusion.attend gives them, or do not come from Fusion.weigh"
-            )
 
     def regularization(self):
         """0.01 · ‖V − I‖²_F"""
@@ -319,7 +293,7 @@ def fusion_regularization(bert):
 def fusion_weights(bert):
     """s of the last forward: {(layer, "output" | "attention"): [B, T, N]}, padding included; T is 1
     in the last layer where `cls_only` has left out the other tokens. N is in the order in which the
-    adapters were given, 0 for one that is left out of that layer or masked. Raises ValueError if
+    adapters were given, 0 for one that is left out of that layer. Raises ValueError if
     there is no fusion, or if there has been no forward pass."""
     result = {}
     for key, fusion in fusions(bert):
@@ -335,8 +309,8 @@ def fusion_weights(bert):
 
 
 def save_fusion(bert, directory):
-    """Writes adapter_fusion_config.json and model_adapter_fusion.safetensors, which do not say what
-    is masked. Raises ValueError without a fusion."""
+    """Writes adapter_fusion_config.json and model_adapter_fusion.safetensors. Raises ValueError
+    without a fusion."""
     by_key = dict(fusions(bert))
     if not by_key:
         raise ValueError("there is no fusion in this encoder")

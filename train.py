@@ -25,7 +25,6 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed import is_torchelastic_launched
 
 import variants.houlsby
 import variants.pal  # noqa: F401  (both register an --adapter)
@@ -59,14 +58,11 @@ from runtime.predictions import Predictions, eval_batch_size
 from runtime.processes import choose_device, rank_and_world_size
 from runtime.record import describe
 from runtime.run import open_run, progress_bar, result_of_finished
-from runtime.seeds import each_seed
 from runtime.settings import (
     COUNT,
     FRACTION,
-    NOT_NEGATIVE,
     POSITIVE,
     SEED,
-    SHARE,
     dashed,
     field_names,
     is_given,
@@ -168,11 +164,9 @@ class Settings:
     head: str = option("cls", "kind of prediction head", choices=lambda: [*HEADS])
     batch_size: int = option(32, "examples per step, over all devices", valid=COUNT)
     patience: int = option(5, "epochs without a better dev score before it stops", valid=COUNT)
-    warmup: float = option(0.0, "share of the steps in which lr first rises from 0", valid=SHARE)
-    weight_decay: float = option(0.0, "not on biases, LayerNorms and V", valid=NOT_NEGATIVE)
     max_length: int | None = option(None, "tokens; default 128, for paragraphs more", valid=COUNT)
     score: str | None = option(None, "which chooses the best epoch; default the task's first")
-    seed: int | None = option(None, "default 0", valid=SEED, excludes=("seeds",))
+    seed: int = option(0, valid=SEED)
 
     model: str | None = option(
         None,
@@ -210,9 +204,6 @@ class Settings:
     )
     resume: bool = unrecorded(False, "continue an interrupted run: its command, and --resume")
     overwrite: bool = unrecorded(False, "replace the run in --out", excludes=("resume",))
-    seeds: tuple[int, ...] = unrecorded(
-        (), "a run for each, in OUT/seed-N; mean and deviation", valid=SEED, distinct=True
-    )
     grad_accumulation: int = option(
         1, "parts of a batch: less memory, the same gradients", valid=COUNT, may_change=True
     )
@@ -221,12 +212,6 @@ class Settings:
         "auto",
         "of products and frozen weights; auto: bf16 on a GPU that has it",
         choices="auto float32 bfloat16".split(),
-    )
-    save_minutes: float = unrecorded(
-        5.0, "how much work an interrupted run may have to repeat; 0: none", valid=NOT_NEGATIVE
-    )
-    allow_other_encoder: bool = of_others(
-        False, "take adapters of another encoder of the same shape", recorded=False
     )
     imports: str | None = imports_option()
     command: str | None = unrecorded(None, flag=None)  # the command line itself
@@ -239,13 +224,11 @@ class Settings:
         prefix = "" if self.stage == "adapter" else f"{self.stage}-"
         out = self.out or Path(f"runs/{prefix}{self.task}")
         if self.model is None:  # with --resume, the originals may be gone
-            first = out / f"seed-{self.seeds[0]}" if self.seeds else out
-            copies = [directory for _, directory in own_copies(replace(self, out=first))]
+            copies = [directory for _, directory in own_copies(replace(self, out=out))]
             encoder = encoder_of_runs(copies or self.adapters)
         defaults = {
             "lr": stage.lr,
             "epochs": stage.epochs,
-            "seed": None if self.seeds else 0,
             "model": encoder or "google-bert/bert-base-uncased",
             "out": out,
         }
@@ -300,8 +283,6 @@ class Settings:
                 raise ValueError(f"--stage {self.stage} needs {flag}")
         if self.stage == "head" and (len(self.adapters) > 1 or "paper" in self.adapters):
             raise ValueError("--stage head takes one of --adapters, a fusion takes several")
-        if self.seeds and is_torchelastic_launched():
-            raise ValueError("--seeds is one process: under torchrun start a run for each --seed")
 
     @property
     def eval_batch_size(self):
@@ -382,9 +363,7 @@ def find_adapters(settings, bert):
     """{name: directory} of --adapters, or of the copies in --out with which a run is resumed.
     Raises ValueError and FileNotFoundError."""
     sources = own_copies(settings) or settings.adapters
-    return resolve_adapters(
-        sources, bert.config, settings.model, bert.digest, settings.allow_other_encoder
-    )
+    return resolve_adapters(sources, bert.config, settings.model, bert.digest)
 
 
 def build(settings, task, device, dtype):
@@ -480,7 +459,7 @@ def train(settings):
     lengths = train_set.with_format("numpy")["length"][:]  # in tokens
     steps = math.ceil(len(train_set) / settings.batch_size)  # of an epoch
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = make_optimizer(trainable, settings.lr, settings.weight_decay)
+    optimizer = make_optimizer(trainable, settings.lr)
     check_savable(model, task.name, adapter_dirs)
     record = describe_run(settings, task, bert, adapter_dirs, dtype)
     record = record.with_training(
@@ -502,7 +481,7 @@ def train(settings):
             model.train()  # dropout in the frozen encoder stays on, as in adapters 1.3
             for indices in run.progress(remaining, state):
                 done = ((state.epoch - 1) * steps + state.step) / (steps * settings.epochs)
-                set_lr(optimizer, settings.lr * lr_factor(done, settings.warmup))
+                set_lr(optimizer, settings.lr * (1 - done))  # linearly down to 0 (section 4.1)
                 step_loss = torch.zeros((), device=device)
                 # this process's parts of the batch, each with its share of the mean loss
                 for weight, part in run.micro_batches(indices):
@@ -528,7 +507,7 @@ def train(settings):
         return run.finish(state)  # calls save_best
 
 
-def make_optimizer(trainable, lr, weight_decay):
+def make_optimizer(trainable, lr, weight_decay=0.0):
     """AdamW (section 4.1). Weight decay spares biases, LayerNorms and fusion's V. Raises ValueError
     if nothing is trained."""
     if not trainable:
@@ -543,14 +522,6 @@ def make_optimizer(trainable, lr, weight_decay):
     ]
     on_mps = any(p.device.type == "mps" for p in trainable.values())
     return AdamW([group for group in groups if group["params"]], lr=lr, fused=not on_mps)
-
-
-def lr_factor(done, warmup):
-    """Linearly down to 0 (section 4.1). A warm-up from 0 to 1 goes before it, from which the factor
-    drops to 1 - warmup, as in Google's BERT. done: the share of all steps that is done."""
-    if done < warmup:
-        return done / warmup
-    return 1 - done
 
 
 def set_lr(optimizer, lr):
@@ -667,7 +638,7 @@ EXAMPLES = """examples:
   python train.py --stage adapter --task rte --data-dir data
   python train.py --stage fusion --task rte --data-dir data --adapters runs/mnli runs/qqp runs/rte
   python train.py --stage adapter --task mine --data-dir data --dev-fraction 0.1 \\
-      --columns text_a=review label=stars --seeds 0 1 2
+      --columns text_a=review label=stars
 """
 
 
@@ -678,7 +649,7 @@ def main(argv=None, settings_class=Settings, loop=train):
     settings = parse(settings_class, argv, None, description(), EXAMPLES).with_defaults()
     command = shlex.join(sys.argv if argv is None else ["train.py", *argv])
     settings = replace(settings, command=command)
-    return each_seed(settings, loop) if settings.seeds else loop(settings)
+    return loop(settings)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class MeanFusion(Fusion):
         return self.value(sum(s_n[..., None] * z_n for s_n, z_n in zip(s, z, strict=True)))
 
     def even(self, h, N):
-        """The softmax of equal scores: 1/N, without the adapters that are masked."""
+        """The softmax of equal scores: 1/N."""
         return self.weigh(h.new_zeros(*h.shape[:2], N))
 
 

@@ -77,6 +77,7 @@ TITLES = {
     "non_linearity": "(e) Non-linearity",
     "extras": "(f) Earlier architectures",
 }
+REDUCTION_FACTORS = 2.0, 8.0, 16.0, 64.0
 LINES = "o- s-- ^-. D: v-".split()  # marker and line of a panel's options
 
 
@@ -86,7 +87,6 @@ class Options(grid.Options):
         (), "each is searched by itself; the paper's: sst2 argument commonsense_qa", required=True
     )
     out: Path = settings.unrecorded(Path("runs/search"), "of runs and results; default runs/search")
-    reduction_factors: tuple[float, ...] = settings.option((2.0, 8.0, 16.0, 64.0))
     adapter_options: str = grid.stage_options("adapter")
     full_options: str = grid.stage_options("full")
 
@@ -145,7 +145,7 @@ class Search:
 
     def add(self, step, option, name, words, stage="adapter", factors=None):
         """A cell for each reduction factor and seed. name: the architecture's"""
-        for factor in factors or self.options.reduction_factors:
+        for factor in factors or REDUCTION_FACTORS:
             size = [] if factor is None else ["--reduction-factor", f"{factor:g}"]
             for seed in self.options.seeds:
                 run = "-".join([self.task, name, *size[1:], str(seed)])
@@ -168,7 +168,7 @@ class Search:
 
     def table(self, step):
         """(rows, header): the accuracies of each option; in bold the winner"""
-        rows, factors = [], self.options.reduction_factors
+        rows, factors = [], REDUCTION_FACTORS
         for option, mean in self.means(step).items():
             name = label(step, option) + " (the paper's)" * (option == PAPERS.get(step))
             name = f"**{name}**" if option == self.winners.get(step) else name
@@ -205,7 +205,7 @@ def write_results(searches, options, config):
 def figure(path, search):
     """Accuracy over the reduction factor: a panel for each step, a curve for each option, full
     fine-tuning as a line."""
-    factors, (full, _) = sorted(search.options.reduction_factors), search.over_seeds("full")
+    factors, (full, _) = sorted(REDUCTION_FACTORS), search.over_seeds("full")
     shape, panels = report.subplots(2, 3, (13, 10), sharey=True)
     for panel, (step, title) in zip(panels.flat, TITLES.items(), strict=True):
         if full is not None:

@@ -6,7 +6,8 @@
 
 A source is a task, whose adapter is trained here, once, or an adapter: a run, an AdapterHub
 directory, a hub id. If a source is given as an adapter, the systems that need its data (sequential,
-multitask) are skipped, with a note.
+multitask) are skipped, with a note; multitask with --train-examples, too, since it has no limit for
+the target alone.
 
 Each number is a run in OUT/runs (experiments/grid.py): the same command again skips what is
 finished and continues what was interrupted. OUT gets composition.csv with a row for every run of
@@ -19,7 +20,7 @@ nothing was chosen; the tables then show these accuracies.
 """
 
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,11 +30,11 @@ import train
 from experiments import grid, report
 from experiments.fusion_weights import mean_weights_as_trained
 from experiments.load_run import as_trained, load_run
+from experiments.report import mean_and_deviation
 from formats.files import file_digest, read_json, write_json
 from fusion import fusions
 from runtime.command import run_command
 from runtime.record import read_record
-from runtime.seeds import mean_and_deviation
 from runtime.seen import NOTABLE, hashes_of, share_seen
 from runtime.settings import COUNT, option, parse, unrecorded
 
@@ -53,9 +54,6 @@ class Options(grid.Options):
     )
     test: bool = option(False, "also evaluate on the training examples that are left out")
     out: Path = unrecorded(Path("runs/composition"), "default runs/composition")
-    source_options: str = option(
-        "", "options of train.py for the runs on sources; they override others", metavar="'...'"
-    )
     adapter_options: str = grid.stage_options("adapter")
     head_options: str = grid.stage_options("head")
     full_options: str = grid.stage_options("full")
@@ -63,8 +61,7 @@ class Options(grid.Options):
     multitask_options: str = grid.stage_options("multitask")
 
 
-OWN = "own", "own_half_0", "own_half_1"  # systems whose adapters other systems fuse
-CROSS_FITTING = "examples.cross_fitting"
+OWN = "own"  # a system whose adapter other systems fuse
 
 
 def label_of(source):
@@ -80,9 +77,8 @@ def is_adapter(source):
 class System(NamedTuple):
     title: str
     stage: str
-    adapters: tuple = ()  # that it takes: labels of sources, or names in OWN
+    adapters: tuple = ()  # that it takes: labels of sources, or OWN
     words: tuple = ()  # options that make the system what it is, so they override the user's
-    program: str = "train"
 
 
 def systems(options):
@@ -99,7 +95,8 @@ def systems(options):
     found |= {f"head_on_{n}": System(f"new head on {n}", "head", [n]) for n in names}
     if not any(map(is_adapter, options.sources)):  # these need the sources' data
         found["sequential"] = System("full fine-tuning on each source, then the target", "full")
-        found["multitask"] = System("sources and target, trained jointly", "multitask")
+        if not options.train_examples:
+            found["multitask"] = System("sources and target, trained jointly", "multitask")
     found |= {
         "mean": System("even weights of the sources", "fusion", names, mean),
         "mean_with_own": System(
@@ -110,19 +107,6 @@ def systems(options):
         "fusion_of_own": System("fusion of own alone", "fusion", ["own"]),
     }
 
-    def on_half(n, title, stage, adapters=()):
-        return System(title, stage, adapters, ["--half", str(n)], CROSS_FITTING)
-
-    control = "fusion of the sources, Ψ trained on half 1"
-    with_half = "fusion of the sources and own of half 0, Ψ trained on half 1"
-    cross = "cross-fitting: sources and the own adapters of both halves"
-    found |= {
-        "own_half_0": on_half(0, "own adapter, trained on half 0", "adapter"),
-        "own_half_1": on_half(1, "own adapter, trained on half 1", "adapter"),
-        "fusion_half_control": on_half(1, control, "fusion", names),
-        "fusion_half": on_half(1, with_half, "fusion", [*names, "own_half_0"]),
-        "cross": System(cross, "fusion", [*names, *OWN[1:]], program=CROSS_FITTING),
-    }
     for left_out in names if len(names) > 1 else []:
         others = [name for name in names if name != left_out]
         title = f"fusion without {left_out}"
@@ -144,7 +128,7 @@ class Study:
     """
 
     def __init__(self, options):
-        grid.check_owned(replace(options, source_options=""), ["--limit-train", "--limits"])
+        grid.check_owned(options, ["--limit-train"])
         self.options, self.cells, self.places = options, {}, {}
         self.systems = systems(options)
         if unknown := [name for name in options.systems if name not in self.systems]:
@@ -158,11 +142,10 @@ class Study:
             raise ValueError(f"--test needs --train-examples below {size}: nothing is left over")
         self.adapters = {}  # {label of a source: (directory, cells that it needs)}
         for source in filter(None, [*options.sources, options.irrelevant]):
-            of_target = [options.target, *(f"{options.target}-half-{n}" for n in (0, 1))]
             label = label_of(source)
-            if label in OWN:
+            if label == OWN:
                 raise ValueError(f"a source cannot be called {label!r}: that is a system's name")
-            if label in (*self.adapters, *of_target):
+            if label in (*self.adapters, options.target):
                 raise ValueError(f"two adapters would be called {label!r}")
             self.adapters[label] = source, ()
             if not is_adapter(source):
@@ -174,10 +157,10 @@ class Study:
                     self.places[system, size, seed] = self.of_system(system, size, seed)
 
     def of_system(self, system, size, seed):
-        _, stage, adapters, last, program = self.systems[system]
+        _, stage, adapters, last = self.systems[system]
         options, model, needs, given = self.options, None, [], []
         for adapter in adapters:
-            if adapter in OWN:
+            if adapter == OWN:
                 own = self.of_system(adapter, size, seed)
                 directory, needed = str(self.cells[own].out), [own]
             else:
@@ -189,7 +172,6 @@ class Study:
                 model, needs = str(self.cells[name].out), [name]
         if system == "multitask":
             words = ["--tasks", *options.sources, options.target, "--adapter", "none"]
-            words += ["--limits", f"{options.target}={size}"] if size else []
         else:
             words = ["--task", options.target]
             words += ["--adapters", *given] if given else []
@@ -198,16 +180,14 @@ class Study:
             epochs = str(self.fusion_epochs())
             last = ["--epochs", epochs, "--patience", epochs]
         name = "-".join(map(str, filter(None, [system, size]))) + f"-{seed}"
-        self.cells[name] = grid.cell(options, name, stage, words, seed, model, needs, last, program)
+        self.cells[name] = grid.cell(options, name, stage, words, seed, model, needs, last)
         return name
 
     def add(self, name, stage, source, needs=(), model=None):
         """A run on a source, which all seeds share. Returns its name."""
         options = self.options
-        words, last = ["--task", source], shlex.split(options.source_options)
-        self.cells[name] = grid.cell(
-            options, name, stage, words, options.seeds[0], model, needs, last
-        )
+        words, seed = ["--task", source], options.seeds[0]
+        self.cells[name] = grid.cell(options, name, stage, words, seed, model, needs)
         return name
 
     def fusion_epochs(self):

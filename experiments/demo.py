@@ -39,13 +39,13 @@ class Options:
     out: Path = option(Path("runs/demo"), "default runs/demo")
 
 
-OPTIONS = {  # of the sources and the systems
+OPTIONS = {  # by stage
     "adapter": "--lr 1e-3 --epochs 8 --patience 8",
-    "source": "--epochs 2",
     "head": "--lr 2e-3 --epochs 4 --patience 4",
     "fusion": "--lr 5e-4 --epochs 6 --patience 6",
 }
 SKILLS = ["match", "order"]
+SOURCE_EPOCHS = 2
 SYSTEMS = "own head_on_match head_on_order fusion".split()
 COMMON = "--max-length 40 --batch-size 16 --limit-dev 160 --device cpu --dtype float32".split()
 
@@ -53,7 +53,8 @@ COMMON = "--max-length 40 --batch-size 16 --limit-dev 160 --device cpu --dtype f
 def study_of(out):
     """The runs of the demo: experiments.composition, in part."""
     words = ["--model", "minilm", "--data-dir", str(out / "data"), "--out", str(out)]
-    words += ["--target", "both", "--sources", "match", "order", "--seeds", "0", "1", "2"]
+    sources = [str(out / "runs" / skill) for skill in SKILLS]
+    words += ["--target", "both", "--sources", *sources, "--seeds", "0", "1", "2"]
     words += ["--train-examples", "240"]
     words += ["--systems", *SYSTEMS, "--jobs", str(min(os.cpu_count(), 8)), "--overwrite"]
     for stage, options in OPTIONS.items():
@@ -62,9 +63,17 @@ def study_of(out):
     return composition.Study(options)
 
 
+def source_cells(options):
+    """The runs on the skills, which come before those of the study."""
+    epochs = ["--epochs", str(SOURCE_EPOCHS)]
+    return [
+        grid.cell(options, skill, "adapter", ["--task", skill], 0, last=epochs) for skill in SKILLS
+    ]
+
+
 def ceiling(accuracies):
     """What one skill alone can reach on the target, and both together, in %."""
-    match, order = (accuracies[f"source-{task}"] for task in ("match", "order"))
+    match, order = (accuracies[skill] for skill in SKILLS)
     return 50 * max(match, order), 100 * match * order
 
 
@@ -128,16 +137,18 @@ def main(argv=None):
         print(*report.table(lines, ["sentence", "name", "label"]), sep="\n", flush=True)
 
     study = study_of(out)
-    print(f"\ntraining {len(study.cells)} runs, {study.options.jobs} at a time", flush=True)
-    results, failed = grid.run([*study.cells.values()], study.options)
-    if failed:
-        return grid.end(failed)
+    sources = source_cells(study.options)
+    count = len(sources) + len(study.cells)
+    print(f"\ntraining {count} runs, {study.options.jobs} at a time", flush=True)
+    results = {}
+    for cells in (sources, [*study.cells.values()]):
+        found, failed = grid.run(cells, study.options)
+        results |= found
+        if failed:
+            return grid.end(failed)
     rows = composition.rows_of(study, results)
     one, together = ceiling({name: result["accuracy"] for name, result in results.items()})
-    skills = " and ".join(
-        f"`{task}` {100 * results[f'source-{task}']['accuracy']:.1f} %"
-        for task in ("match", "order")
-    )
+    skills = " and ".join(f"`{skill}` {100 * results[skill]['accuracy']:.1f} %" for skill in SKILLS)
     print(f"\nThe skills, each on its own task: {skills}.")
     print(f"With one of them the target's ceiling is about {one:.0f} %: half of that skill's")
     print(f"accuracy, because the other question is guessed. With both it is {together:.0f} %.\n")

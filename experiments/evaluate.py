@@ -1,8 +1,7 @@
-"""How good is a finished run: on any split, with other data, without some of its adapters.
+"""How good is a finished run: on any split, with other data.
 
     python -m experiments.evaluate runs/rte
     python -m experiments.evaluate runs/rte --split test --data-dir elsewhere
-    python -m experiments.evaluate runs/fusion-rte --mask qqp sst2
     python -m experiments.evaluate runs/multitask --task rte
 
 Prints the task's scores, and of each class precision, recall and its row of the confusion matrix;
@@ -19,7 +18,6 @@ from experiments.load_run import Reading, as_trained, load_run
 from experiments.report import table
 from runtime.command import run_command
 from runtime.settings import COUNT, option, parse, same_option
-from variants.masking import mask
 
 MOST_CLASSES = 12  # with their confusions in the table; the closing line has all
 
@@ -27,7 +25,6 @@ MOST_CLASSES = 12  # with their confusions in the table; the closing line has al
 @dataclass(frozen=True)
 class Options(Reading):
     split: str = option("validation", "DATA_DIR/TASK/SPLIT.jsonl, or the hub's split of that name")
-    mask: tuple = option((), "without these adapters of a fusion", metavar="ADAPTER")
     data_dir: str | None = option(None, "directory with TASK/SPLIT.jsonl")
     batch_size: int | None = option(None, "examples at once", valid=COUNT)
     dtype: str | None = same_option(train.Settings, "dtype", group=None, default=None)
@@ -64,11 +61,8 @@ def class_table(classes):
 
 def main(argv=None):
     options = parse(Options, argv, "python -m experiments.evaluate", __doc__)
-    where, task, allow = options.model, options.task, options.allow_other_encoder
-    run = load_run(options.run, "cpu", where, task, allow)
+    run = load_run(options.run, "cpu", options.model, options.task)
     settings = run.record.options
-    if options.mask:
-        mask(run.bert, options.mask)
     task, examples = run.task, run.split(options.split, options.data_dir)
     model, size = as_trained(run, options.device, options.dtype), run.eval_batch_size
     labels, predictions, loss = train.predictions(model, task, examples, options.batch_size or size)
@@ -79,7 +73,6 @@ def main(argv=None):
         "task": task.name,
         "split": options.split,
         "data_dir": options.data_dir or settings["data_dir"],
-        "masked": list(options.mask),
         "examples": len(labels),
         **scores,
         "loss": loss,

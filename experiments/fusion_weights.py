@@ -55,7 +55,6 @@ class Options:
     baseline: tuple[Path, ...] = option((), "runs of single adapters on the target tasks")
     data_dir: str | None = option(None, "where the data are now, if not where the runs had them")
     model: str | None = same_option(Reading, "model")
-    allow_other_encoder: bool = same_option(Reading, "allow_other_encoder")
     imports: str | None = same_option(Reading, "imports")
     overwrite: bool = option(False, "replace earlier figures")
     device: str = same_option(Reading, "device")
@@ -89,7 +88,7 @@ TOKENS = {
 def average(bert, inputs, tokens=("all",)):
     """{name: {(layer, location): [N]}} for the `tokens` named, of TOKENS: the fusion weights,
     averaged over those tokens of all (input_ids, token_type_ids, attention_mask), each [B, T]; NaN
-    for an adapter that is not in the layer, or masked there."""
+    for an adapter that is not in the layer."""
     sums, counts = {name: defaultdict(int) for name in tokens}, defaultdict(int)
     for ids, types, mask in inputs:
         bert(*(tensor.to(bert.device) for tensor in (ids, types, mask)))
@@ -103,7 +102,7 @@ def average(bert, inputs, tokens=("all",)):
         raise FloatingPointError("the fusion's weights are not finite")
     means = {name: {slot: s / counts[name] for slot, s in of.items()} for name, of in sums.items()}
     for slot, fusion in fusions(bert):
-        present = {*fusion.adapter_names} - fusion.masked
+        present = fusion.adapter_names
         absent = torch.tensor([name not in present for name in fusion.name.split(",")])
         for of in means.values():
             of[slot][absent] = math.nan
@@ -126,11 +125,11 @@ def mean_weights_as_trained(model, examples, tokens=("all",), description="fusio
         return average(bert, inputs_of(bert, examples, description), tokens)
 
 
-def mean_weights(directory, data_dir=None, model=None, device="cpu", allow_other_encoder=False):
+def mean_weights(directory, data_dir=None, model=None, device="cpu"):
     """(names of the N adapters, weights as `mean_weights_read` gives them, task) of a fusion run on
     its development set."""
     check_fusion(directory, "have fusion weights")
-    run = load_run(directory, device, model, allow_other_encoder=allow_other_encoder)
+    run = load_run(directory, device, model)
     inputs = inputs_of(run.bert, run.split(data_dir=data_dir), str(directory))
     return run.adapters, mean_weights_read(run.bert, run.head, inputs), run.task.name
 
@@ -296,7 +295,7 @@ def main(argv=None):
         raise ValueError(f"{out} is already there: choose another --out, or --overwrite")
     device, _ = choose_device(options.device, "float32")
     singles, found = single_accuracies(runs, options.baseline), []
-    given = options.data_dir, options.model, device, options.allow_other_encoder
+    given = options.data_dir, options.model, device
     for run in runs:
         print(f"{run}: fusion weights on its development set", flush=True)
         found.append(mean_weights(run, *given))

@@ -34,9 +34,10 @@ from runtime.processes import deferred_signals, end_with_parent
 from runtime.settings import COUNT, SEED, option, parse, recorded_values, same_option, unrecorded
 
 ROOT = Path(__file__).resolve().parent.parent
+PYTHON = [sys.executable]  # what starts the runs
 # options of train.py that a grid sets for each run
 OWNED = """--stage --task --tasks --adapters --adapter --adapter-config --reduction-factor --seed
-    --seeds --model --data-dir --out --resume --overwrite""".split()
+    --model --data-dir --out --resume --overwrite""".split()
 
 
 def stage_options(stage):
@@ -57,10 +58,6 @@ class Options:
     data_dir: str | None = same_option(train.Settings, "data_dir", group=None, recorded=False)
     seeds: tuple[int, ...] = option((0,), valid=SEED)
     jobs: int | None = unrecorded(None, "runs at a time; default one a GPU, else one", valid=COUNT)
-    launch: str = unrecorded(
-        shlex.quote(sys.executable),
-        "what starts the runs, such as 'torchrun --standalone --nproc_per_node=8'",
-    )
     overwrite: bool = unrecorded(
         False, "do runs again that were made by another command, and start unfinished ones anew"
     )
@@ -215,7 +212,7 @@ def run(cells, options, part=(0, 1)):
                         todo.remove(cell)
                         slot = min({*range(jobs)} - running.keys())
                         print(f"{cell.name}: see {cell.log}", flush=True)
-                        running[slot] = cell, start(cell, options, environment(slot, jobs, options))
+                        running[slot] = cell, start(cell, options, environment(slot, jobs))
                 if not running:
                     break
                 time.sleep(0.05)
@@ -239,7 +236,7 @@ def start(cell, options, environment):
     command's, or have copies of adapters that were trained again since."""
     cell.log.parent.mkdir(parents=True, exist_ok=True)
     mode = "--overwrite" if options.overwrite else "--resume"
-    words = [*shlex.split(options.launch), *cell.words(), mode]
+    words = [*PYTHON, *cell.words(), mode]
     with open(cell.log, "ab") as file:
         file.write(f"\n$ {shlex.join(words)}\n".encode())
         file.flush()
@@ -254,9 +251,9 @@ def start(cell, options, environment):
         )
 
 
-def environment(slot, jobs, options):
+def environment(slot, jobs):
     """Of the job in one of `jobs` slots: its share of the GPUs and of the cores. What the user has
-    set stays as it is, and so does the one thread that torchrun gives to each of its processes."""
+    set stays as it is."""
     values, gpus = dict(os.environ), torch.cuda.device_count()
     paths = [str(ROOT), *filter(None, [values.get("PYTHONPATH")])]
     values["PYTHONPATH"] = os.pathsep.join(paths)  # of programs that are modules
@@ -264,8 +261,7 @@ def environment(slot, jobs, options):
         every = ",".join(map(str, range(gpus)))
         devices = values.get("CUDA_VISIBLE_DEVICES", every).split(",")
         values["CUDA_VISIBLE_DEVICES"] = ",".join(devices[slot % len(devices) :: jobs])
-    several = "torchrun" in options.launch or "torch.distributed" in options.launch
-    if jobs > 1 and not several:
+    if jobs > 1:
         values.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // jobs)))
         values.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # who waits leaves the core to the others
     return values

@@ -9,7 +9,6 @@ A run of another program than train.py is read once its module is imported, in a
 """
 
 import itertools
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +24,6 @@ from formats.adapterhub import ADAPTER, FUSION
 from formats.columns import apply_column_names, encode_pairs
 from formats.tokenizer import load_tokenizer
 from fusion import fusion_weights, fusions, load_fusion
-from runtime.adapters import refuse_or_note
 from runtime.directory import is_finished
 from runtime.forks import imports_option
 from runtime.predictions import eval_batch_size
@@ -45,7 +43,6 @@ class Reading:
     run: Path = argument("the directory of a finished run")
     task: str | None = option(None, "which task of a multi-task run")
     model: str | None = option(None, "where the encoder is now, if not where the run found it")
-    allow_other_encoder: bool = option(False, "even if the encoder's weights are others")
     device: str = same_option(train.Settings, "device", group=None)
     imports: str | None = imports_option()
 
@@ -123,10 +120,9 @@ class LoadedRun:
 
     def left_over(self, data_dir=None):
         """The training examples that --limit-train has not drawn: nothing was chosen on them."""
-        options, name = self.record.options, self.task.name
-        limit = options.get("limits", {}).get(name) or options["limit_train"]
+        options = self.record.options
         every = self.split("train", data_dir)
-        drawn = self.split("train", data_dir, limit, options["seed"])
+        drawn = self.split("train", data_dir, options["limit_train"], options["seed"])
         known = np.isin(hashes_of(every), hashes_of(drawn))
         return every.select(np.flatnonzero(~known))
 
@@ -202,15 +198,6 @@ def check_fusion(directory, what):
         raise ValueError(f"{directory} is of --stage {stage}: only fusion runs {what}")
 
 
-def note_other_program(directory, record):
-    """Says so where neither train.py nor anything imported has made a run. No module is
-    recommended: it could be a file of the run's directory, which may be a stranger's."""
-    if missing := [name for name in record.modules() if name not in sys.modules]:
-        files = ", ".join(f"{name.replace('.', '/')}.py" for name in missing)
-        how = "which is not imported (--import MODULE does)"
-        print(f"note: {directory}: the run was made by {files:.100}, {how}")
-
-
 def task_of(record, name):
     """The Task of a run, with the columns and labels of its training."""
     trained, labels = record.tasks[name], tuple(record.tasks[name].labels)
@@ -236,20 +223,17 @@ def place_of(directory, record, name):
     return name, directory / ("adapters" if has_adapters else "heads") / name
 
 
-def check_encoders(bert, directory, record, allow_other_encoder):
-    """Raises ValueError, or prints a note if that is allowed, for an encoder or a tokenizer that is
-    not the one with which the training has ended."""
+def check_encoders(bert, directory, record):
+    """Raises ValueError for an encoder or a tokenizer that is not the one with which the training
+    has ended."""
     tokenizer = describe_tokenizer(bert.directory, bert.config.max_length)
     for what, digest, expected in (
         ("encoder", bert.digest, record.final_encoder),
         ("tokenizer", tokenizer, record.tokenizer_sha256),
     ):
         if digest != expected:
-            problem = f"{directory} was trained with another {what} than that in {bert.directory}"
-            refuse_or_note(problem, allow_other_encoder)
-    known, adapters = (None, record.final_encoder), record.loaded_adapters.items()
-    if others := [name for name, adapter in adapters if adapter.encoder not in known]:
-        print(f"note: {directory} has adapters of another encoder: {', '.join(others)}")
+            other = f"another {what} than that in {bert.directory}"
+            raise ValueError(f"{directory} was trained with {other}")
 
 
 def plug_in(bert, directory, place):
@@ -270,26 +254,25 @@ def plug_in(bert, directory, place):
     return load_head(bert, place)
 
 
-def load_run(directory, device="cpu", model=None, task=None, allow_other_encoder=False):
+def load_run(directory, device="cpu", model=None, task=None):
     """
     The LoadedRun of a finished run.
 
     model: where the encoder is now, if not where config.json says; task: which of a multi-task
     run's is meant. Raises FileNotFoundError or ValueError for a directory that is not a finished
     run, for files of the run that were changed since, and for an encoder or a tokenizer that is not
-    the one of its training, unless `allow_other_encoder`.
+    the one of its training.
     """
     directory = Path(directory)
     record = read_finished(directory)
     record.check_files(directory)
     name, place = place_of(directory, record, task)
-    note_other_program(directory, record)
     task = task_of(record, name)
     own = record.weights_sha256 is not None
     if own and model is not None:
         raise ValueError(f"{directory} has an encoder of its own, which --model cannot replace")
     bert = Bert.from_pretrained(directory if own else model or record.options["model"]).to(device)
-    check_encoders(bert, directory, record, allow_other_encoder)
+    check_encoders(bert, directory, record)
     head = plug_in(bert, directory, place)
     adapters = [*record.loaded_adapters]
     if fused := fusions(bert):  # a fork may fuse more than --adapters
@@ -300,18 +283,6 @@ def load_run(directory, device="cpu", model=None, task=None, allow_other_encoder
     sizes = bert.config.vocab_size, bert.config.type_vocab_size
     tokenizer = load_tokenizer(bert.directory, length, *sizes)
     return LoadedRun(bert, head, record, task, tokenizer, directory, adapters)
-
-
-def unknown_kind(bert, head):
-    """What a model has beyond bottleneck adapters, the paper's fusion and AdapterHub's head, in
-    words, such as "adapters like rte (PALConfig)"; None if there is nothing else."""
-    for _, slot in bert.slots():
-        for name, adapter in slot.adapters.items():
-            if adapter.config.architecture is not None:
-                return f"adapters like {name} ({type(adapter.config).__name__})"
-        if slot.fusion is not None and slot.fusion.file_tag != {}:  # it differs from the paper's
-            return f"fusions like this one ({type(slot.fusion).__name__})"
-    return None if type(head) is Head else f"heads like this one ({type(head).__name__})"
 
 
 def as_trained(run, device, dtype=None):

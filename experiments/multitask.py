@@ -33,13 +33,14 @@ from runtime.directory import check_out, is_finished
 from runtime.processes import choose_device
 from runtime.record import describe
 from runtime.run import open_run, result_of_finished
-from runtime.seeds import each_seed
 from runtime.settings import COUNT, option, parse, same_option
 
 # Stickland and Murray (2019): 25 epochs of 300 steps for each task
 train.STAGES["multitask"] = train.Stage(
     "encoder, an adapter and a head for each of --tasks", 2e-5, 25, None, options_of=("adapter",)
 )
+
+WARMUP, WEIGHT_DECAY = 0.1, 0.01  # theirs
 
 hyper_option = partial(option, group="hyper-parameters")
 
@@ -61,9 +62,6 @@ class Settings(train.Settings):
         "how the next task is drawn (their section 3.3)",
         choices="annealed proportional sqrt round_robin".split(),
     )
-    limits: dict = hyper_option(
-        {}, "training examples of single tasks, instead of --limit-train", metavar="TASK=N"
-    )
     steps_per_epoch: int | None = hyper_option(
         None, "of all tasks; default 300 times their number", valid=COUNT
     )
@@ -79,8 +77,6 @@ class Settings(train.Settings):
     patience: int | None = same_option(
         train.Settings, "patience", default=None, help="default: it runs through all epochs"
     )
-    warmup: float = same_option(train.Settings, "warmup", default=0.1)
-    weight_decay: float = same_option(train.Settings, "weight_decay", default=0.01)
     reduction_factor: float | None = same_option(
         train.Settings,
         "reduction_factor",
@@ -102,7 +98,6 @@ class Settings(train.Settings):
     train_file: Path | None = hidden("train_file")
     dev_file: Path | None = hidden("dev_file")
     column_names: dict = hidden("column_names")
-    allow_other_encoder: bool = hidden("allow_other_encoder")
 
     def with_defaults(self):
         if self.adapter == "none" and (self.adapter_config or self.reduction_factor):
@@ -110,10 +105,6 @@ class Settings(train.Settings):
                 "--adapter-config and --reduction-factor change a new adapter, and --adapter none "
                 "makes none"
             )
-        for name, limit in self.limits.items():
-            if name not in self.tasks or type(limit) is not int or limit < 1:
-                given = f"{name}={limit!r:.50}"
-                raise ValueError(f"--limits takes TASK=N with one of --tasks, not {given}")
         result = replace(
             super().with_defaults(),
             task=",".join(self.tasks),
@@ -221,7 +212,7 @@ def train_jointly(settings):
     lengths = [examples.with_format("numpy")["length"][:] for examples in train_sets.values()]
     steps, names = settings.steps_per_epoch, [*tasks]
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = train.make_optimizer(trainable, settings.lr, settings.weight_decay)
+    optimizer = train.make_optimizer(trainable, settings.lr, WEIGHT_DECAY)
     record = describe_run(settings, by_task, tasks, bert, dtype)
     record = record.with_training(train.trained_parts(model), trainable, steps, data_sets, device)
 
@@ -241,7 +232,7 @@ def train_jointly(settings):
             for n, indices in run.progress(drawn[state.step :], state):
                 name, task, examples = names[n], tasks[names[n]], train_sets[names[n]]
                 done = ((state.epoch - 1) * steps + state.step) / (steps * settings.epochs)
-                train.set_lr(optimizer, settings.lr * train.lr_factor(done, settings.warmup))
+                train.set_lr(optimizer, settings.lr * lr_factor(done))
                 step_loss = torch.zeros((), device=device)
                 for weight, part in run.micro_batches(indices):
                     batch = collate(examples[part], bert.config.pad_token_id)
@@ -266,6 +257,12 @@ def train_jointly(settings):
         return run.finish(state)
 
 
+def lr_factor(done):
+    """Linearly down to 0, after a warm-up from 0 to 1, from which it drops to 1 - WARMUP, as in
+    Google's BERT. done: the share of all steps that is done."""
+    return done / WARMUP if done < WARMUP else 1 - done
+
+
 def for_tasks(settings, tasks, bert):
     """(settings with a score that all tasks have, {task: the same with its own length})"""
     first, *others = tasks.values()
@@ -273,11 +270,7 @@ def for_tasks(settings, tasks, bert):
     if settings.score not in (None, *shared) or not shared:
         raise ValueError(f"--score: all of --tasks have {', '.join(shared) or 'none in common'}")
     settings = replace(settings, score=settings.score or shared[0])
-    by_task = {}
-    for name, task in tasks.items():
-        limit = settings.limits.get(name, settings.limit_train)
-        by_task[name] = replace(settings.for_task(task, bert.config), limit_train=limit)
-    return settings, by_task
+    return settings, {n: settings.for_task(task, bert.config) for n, task in tasks.items()}
 
 
 def describe_run(settings, by_task, tasks, bert, dtype):
@@ -314,7 +307,7 @@ def main(argv=None):
     words = sys.argv[1:] if argv is None else argv
     settings = parse(Settings, words, "python -m experiments.multitask", __doc__).with_defaults()
     settings = replace(settings, command=shlex.join(["-m", "experiments.multitask", *words]))
-    return each_seed(settings, train_jointly) if settings.seeds else train_jointly(settings)
+    return train_jointly(settings)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,17 @@ import math
 import re
 
 from formats.files import atomic_write
-from runtime.seeds import mean_and_deviation
 
 NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+( ?%)?|[-–]?")  # or nothing, where there is no number
+
+
+def mean_and_deviation(values):
+    """(mean, sample deviation) of numbers; the deviation of one, and both of none, are None."""
+    import pandas  # when it is first needed: it takes half a second
+
+    series = pandas.Series([*values], dtype=float)
+    found = float(series.mean()), float(series.std())
+    return tuple(None if math.isnan(value) else value for value in found)
 
 
 def percent(accuracies):

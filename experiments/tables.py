@@ -62,15 +62,7 @@ class Options(grid.Options):
         tuple(SYSTEMS), " ".join(SYSTEMS), choices=list(SYSTEMS), metavar="SYSTEM"
     )
     one_seed: tuple = option((), "these get the first seed only", metavar="TASK")
-    source_seeds: tuple[int, ...] | None = option(
-        None,
-        "seeds of source adapters; default --seeds. A fusion of seed s takes the sources of seed "
-        "s, or where there is none the first; its target's own adapter has seed s",
-        valid=SEED,
-    )
     limit_train: int | None = option(None, valid=COUNT, flag=None)  # of targets, from behind --
-    limit_source: int | None = option(None, "cut source tasks to so many examples", valid=COUNT)
-    source_options: str = option("", "options of sources' runs, after others", metavar="'...'")
     head_options: str = grid.stage_options("head")
     full_options: str = grid.stage_options("full")
     adapter_options: str = grid.stage_options("adapter")
@@ -143,7 +135,7 @@ class Runs:
 
     def source(self, system, task, seed):
         """A run on a source task, of the same seed, or where the task has none of it the first."""
-        seeds = self.seeds_of(task, self.options.source_seeds or self.options.seeds)
+        seeds = self.seeds_of(task, self.options.seeds)
         seed = seed if seed in seeds else seeds[0]
         return self.add(f"{system}-{task}", system, ["--task", task], task, seed, source=True)
 
@@ -152,14 +144,12 @@ class Runs:
         or options has another name."""
         options, (stage, *first) = self.options, SYSTEMS[system][1].split()
         words = [*first, *words]
-        limit = options.limit_source if source else options.limit_train
+        limit = None if source else options.limit_train
         if limit is not None and limit < self.sizes[task]:
             name += f"-{limit}"
             words += ["--limit-train", str(limit)]
         name += f"-{seed}"
-        last = shlex.split(options.source_options) if source else []
-        name += "-source" * bool(last)
-        self.cells[name] = grid.cell(options, name, stage, words, seed, model, needs, last)
+        self.cells[name] = grid.cell(options, name, stage, words, seed, model, needs)
         return name
 
     def out(self, name):

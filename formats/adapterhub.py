@@ -392,10 +392,7 @@ def read(source, files):
 def digest(directory, config):
     """SHA-256 of a saved adapter: its configuration and tensors, whatever its own name and its kind
     of file."""
-    text = repr(config)
-    if text.startswith("AdapterConfig("):  # which had two more fields when older runs were made
-        text = text[:-1] + ", init_weights='bert', layer_norms=False)"
-    result = hashlib.sha256(text.encode())
+    result = hashlib.sha256(repr(config).encode())
     for key, tensor in sorted(read(directory, ADAPTER).tensors.items()):
         result.update(repr(key).encode() + tensor.float().numpy().tobytes())
     return result.hexdigest()

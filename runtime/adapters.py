@@ -23,21 +23,20 @@ def find_adapter(source):
     return fetch(source)
 
 
-def check_encoder(source, directory, values, model, digest, allow=False):
+def check_encoder(source, directory, values, model, digest):
     """Raises ValueError if a saved adapter was trained on another encoder than `model`, whose
-    weights have this digest, unless that is allowed. An adapter that comes from no run records only
+    weights have this digest. An adapter that comes from no run records only
     its encoder's name, which says little where `model` is a directory: then a different name is
     only noted."""
     trained_on = Path(str(values.get("model_name") or model)).name
     theirs = encoder_of_adapter(directory)
     if theirs is not None and theirs != digest:
-        problem = f"{source} was trained on an encoder with other weights than {model}"
-    elif theirs is None and trained_on != Path(model).name:
+        raise ValueError(f"{source} was trained on an encoder with other weights than {model}")
+    if theirs is None and trained_on != Path(model).name:
         problem = f"{source} was trained on {trained_on!r:.100}, not on {model}"
-        allow = allow or Path(model).is_dir()
-    else:
-        return
-    refuse_or_note(problem, allow)
+        if not Path(model).is_dir():
+            raise ValueError(problem)
+        print(f"note: {problem}")
 
 
 def check_unchanged(directory):
@@ -50,14 +49,7 @@ def check_unchanged(directory):
         )
 
 
-def refuse_or_note(problem, allow):
-    """Raises ValueError with the problem, or prints it where it is allowed."""
-    if not allow:
-        raise ValueError(f"{problem}: --allow-other-encoder accepts it anyway")
-    print(f"note: {problem}")
-
-
-def resolve_adapters(sources, encoder, model, digest, allow_other_encoder=False):
+def resolve_adapters(sources, encoder, model, digest):
     """{name: directory} of saved adapters that are to be fused. sources: directories, hub ids,
     pairs (name, directory), or "paper" for its authors' 16; encoder: its configuration, model: its
     name, digest: that of its weights. Raises ValueError if two have the same name, or if one was
@@ -73,7 +65,7 @@ def resolve_adapters(sources, encoder, model, digest, allow_other_encoder=False)
         same = [d for other, d in found.items() if other.lower() == name.lower()]
         if same:
             raise ValueError(f"two adapters are called {name!r}: {same[0]} and {directory}")
-        check_encoder(source, directory, values, model, digest, allow_other_encoder)
+        check_encoder(source, directory, values, model, digest)
         check_unchanged(directory)
         found[name] = directory
     return found

@@ -13,7 +13,7 @@ from runtime.record import is_run, read_record
 
 WEIGHTS = [*(files.weights[0] for files in (ADAPTER, HEAD, FUSION)), "model.safetensors"]
 RUN_FILES = [
-    *"resume.pt metrics.json config.json log.jsonl prune.csv adapters heads".split(),
+    *"resume.pt metrics.json config.json log.jsonl adapters heads".split(),
     *(files.config for files in (ADAPTER, HEAD, FUSION)),
     *WEIGHTS,
     *TOKENIZER_FILES,

@@ -95,7 +95,6 @@ class Record:
     # what came later
     weights_sha256: str | None = None  # of the encoder that the run has trained, and saved here
     saved_files: dict | None = None  # {file: SHA-256} of the weights that the run ended with
-    pruned: dict | None = None  # by experiments.prune
 
     @property
     def stage(self):
@@ -187,7 +186,7 @@ class Record:
         skipped = {*changeable, *MACHINE, "sources", "weights_sha256"}  # whose digests are compared
         for name in (name for name in after if name in before and name not in skipped):
             unknown = None in (before[name], after[name]) and name not in self.options
-            if before[name] != after[name] and (not unknown or name == "pruned"):
+            if before[name] != after[name] and not unknown:
                 difference = f"{name} = {before[name]}, not {after[name]}"
                 raise ValueError(f"{problem} {difference}: {advice}")
 
@@ -335,8 +334,6 @@ def read_record(directory):
     values = read_json(path)
     if not OF_A_RUN <= values.keys():
         raise ValueError(f"{path} is not a run's: it has no stage, or no command")
-    if "tasks" not in values:
-        values = of_earlier_version(values)
     tasks = {name: TaskRecord(**task) for name, task in values.pop("tasks").items()}
     loaded = values.pop("loaded_adapters").items()
     adapters = {name: AdapterRecord(**adapter) for name, adapter in loaded}
@@ -344,42 +341,6 @@ def read_record(directory):
     own = {name: value for name, value in values.items() if name in names}
     options = {name: value for name, value in values.items() if name not in names}
     return Record(options, tasks, adapters, **own)
-
-
-def of_earlier_version(values):
-    """The entries of config.json as they were until November 2026 -> as they are today. What
-    belongs to a task was there in several shapes."""
-    values = dict(values)
-    types, columns = values.pop("kinds"), values.pop("columns")
-    labels, files = values.pop("labels"), values.pop("data_files", {})
-    held_out = values.pop("held_out", None) or [None] * len(types)
-    several = isinstance(labels, dict)
-    lengths = values.pop("max_length") if several else values["max_length"]
-    tasks = {
-        name: {
-            "labels": labels[name] if several else labels,
-            "columns": columns[name],
-            "type": types[name],
-            "max_length": lengths[name] if several else lengths,
-            "files": files.get(name, {}),
-            "held_out": held,
-        }
-        for name, held in zip(types, held_out, strict=True)
-    }
-    # of a pruned run they were left out, because they are no longer those that were loaded
-    digests = values.pop("adapter_digests", None) or {}
-    encoders = values.pop("adapter_encoders", {})
-    adapters = {
-        name: {"sha256": digests.get(name, "unknown"), "encoder": encoders.get(name)}
-        for name in values.pop("adapters", [])
-    }
-    if "trained_parts" not in values:
-        task = values["task"]  # there were no forks' stages then
-        stages = {"adapter": [f"adapter {task}", "head"], "fusion": ["fusion", "head"]}
-        rest = {"head": ["head"], "full": ["encoder", "head"]}
-        joint = ["encoder", "head", *(f"adapter {name}" for name in types)]
-        values["trained_parts"] = (stages | rest).get(values["stage"], joint)
-    return {**values, "tasks": tasks, "loaded_adapters": adapters}
 
 
 def record_around(directory):

@@ -44,6 +44,7 @@ from runtime.state import load_state, restore_state, save_state
 # Its monitor is a thread that only refreshes the bar, and waits forever where memory is short.
 tqdm.monitor_interval = 0
 
+SAVE_MINUTES = 5  # between two checkpoints within an epoch
 STILL_IMPROVING = 0.01  # of the score that chooses the best epoch, from an epoch to the next
 STOPPING = "stopping after this step, or this evaluation; a second signal stops without saving"
 
@@ -233,7 +234,7 @@ class Run:
         return all_reduce(value).div_(self.world_size)
 
     def after_step(self, state):
-        """Shows the loss, and saves the state after --save-minutes. After a signal to any of the
+        """Shows the loss, and saves the state after SAVE_MINUTES. After a signal to any of the
         processes it saves, too, and then raises KeyboardInterrupt. Raises FloatingPointError for a
         loss that is not finite."""
         if state.step % 10 == 0 or state.step == self.record.steps_per_epoch:
@@ -243,7 +244,7 @@ class Run:
             best = f", best dev {self.settings.score} {state.best_score:.4f}"
             best *= state.best_epoch > 0
             self.bar.set_postfix_str(f"loss {loss / state.step:.4f}{best}")
-        due = time.monotonic() - self.saved >= 60 * self.settings.save_minutes
+        due = time.monotonic() - self.saved >= 60 * SAVE_MINUTES
         stop, due = all_reduce(torch.tensor([len(self.signals), due])).tolist()
         if stop or due:
             self.checkpoint(state)

@@ -23,9 +23,7 @@ import typing
 # (what a value must be, in words; the test)
 COUNT = "at least 1, and under 10^9", lambda value: 1 <= value < 10**9
 POSITIVE = "a positive number", lambda value: 0 < value < math.inf
-NOT_NEGATIVE = "0 or more", lambda value: 0 <= value < math.inf
 FRACTION = "between 0 and 1", lambda value: 0 < value < 1
-SHARE = "in [0, 1)", lambda value: 0 <= value < 1
 SEED = "in 0 .. 2^32 - 1", lambda value: 0 <= value < 2**32
 
 

@@ -73,6 +73,10 @@ def run_program(words, ends, before, cwd, environment):
     os.environ.update(environment)
     from tqdm import tqdm
 
+    import runtime.run
+
+    runtime.run.SAVE_MINUTES = 0  # after every step
+
     # its own is a semaphore, which a killed process leaves behind
     tqdm.set_lock(threading.RLock())
     if before:

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 pytest.register_assert_rewrite("reference")
 
 import child  # noqa: E402
+import runtime.run  # noqa: E402
 import train  # noqa: E402
 from bert import Bert  # noqa: E402
 from experiments import multitask  # noqa: E402
@@ -35,6 +36,8 @@ from formats.tokenizer import load_tokenizer  # noqa: E402
 from reference import ENCODERS, GOLDEN  # noqa: E402
 from runtime.command import run_command  # noqa: E402
 from runtime.record import read_record  # noqa: E402
+
+runtime.run.SAVE_MINUTES = 0  # after every step
 
 # the same property once more, slowly
 thorough = pytest.mark.skipif("THOROUGH" not in os.environ, reason="in `make test-all`: THOROUGH=1")

@@ -15,8 +15,16 @@ import zlib
 from pathlib import Path
 
 if __name__ != "__main__":  # the stand-in, which is quick, has no need of these
+    from unittest.mock import patch
+
     from conftest import cli, write_rows
+    from experiments import grid
     from runtime.command import run_command
+
+
+def python(fake):
+    """What starts the stand-in in place of Python."""
+    return [sys.executable, "-S", __file__, str(fake)]
 
 
 def train(fake, words):
@@ -77,14 +85,14 @@ class Fake:
 
     def words(self, text="", **options):
         """Of the command line. What follows -- goes to train.py."""
-        launch = f"{sys.executable} -S {__file__} {self.fake}"
-        given = {"model": self.encoder, "data_dir": self.data, "out": self.out, "launch": launch}
+        given = {"model": self.encoder, "data_dir": self.data, "out": self.out}
         given |= {"tasks": "big middle small".split(), **options}
         return [*cli(**given), *text.split()]
 
     def __call__(self, text="", **options):
         try:
-            run_command(self.grid.__name__, self.grid.main, self.words(text, **options))
+            with patch.object(grid, "PYTHON", python(self.fake)):
+                run_command(self.grid.__name__, self.grid.main, self.words(text, **options))
         except SystemExit as e:
             return e.code
         return 0
@@ -102,7 +110,7 @@ if __name__ == "__main__":
         from experiments import grid, tables
         from runtime.command import run_command
 
-        grid.result_of = result_of
-        run_command("tables", tables.main, sys.argv[2:])
+        grid.result_of, grid.PYTHON = result_of, python(sys.argv[2])
+        run_command("tables", tables.main, sys.argv[3:])
     else:  # of FAKE train.py WORDS, or FAKE -m experiments.multitask WORDS
         train(Path(sys.argv[1]), sys.argv[4 if sys.argv[2] == "-m" else 3 :])

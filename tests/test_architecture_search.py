@@ -30,7 +30,8 @@ SCORES = {
 def test_each_step_goes_on_from_the_best(encoder, tmp_path, capsys, monkeypatch):
     """Nothing is built on a step that lacks a run, which the same command tries again; but what
     diverges has lost, though it was ahead here."""
-    words = "--seeds 0 1 --jobs 4 --reduction-factors 2 8"
+    words = "--seeds 0 1 --jobs 4"
+    monkeypatch.setattr(search, "REDUCTION_FACTORS", (2.0, 8.0))
     monkeypatch.setattr(grid, "result_of", fake_grid.result_of)
     run = fake_grid.Fake(search, tmp_path, encoder)
     run.write("scores", json.dumps(SCORES))
@@ -64,8 +65,9 @@ def test_a_search_for_real(encoder, data_dir, tmp_path, monkeypatch):
         return grid.finished_results(cells, options), {}
 
     monkeypatch.setattr(grid, "run", here)
+    monkeypatch.setattr(search, "REDUCTION_FACTORS", (8.0,))
     places = {"model": encoder, "data_dir": data_dir, "out": tmp_path}
-    words = cli("--tasks sst2 --reduction-factors 8 -- --device cpu --epochs 1 --lr 5e-3")
+    words = cli("--tasks sst2 -- --device cpu --epochs 1 --lr 5e-3")
     search.main([*cli(**places), *words, "--limit-train", "32"])
     for out in tmp_path.glob("runs/sst2-*"):
         bert, _, _ = load_run(out)

@@ -47,18 +47,15 @@ def test_every_control_beside_the_fusion(runs, encoder, data_dir, tmp_path, caps
 
     rows = pd.read_csv(out / "composition.csv")
     names = "head own own_same_epochs full head_on_sst2 head_on_pick mean mean_with_own fusion "
-    names += "fusion_with_own fusion_of_own own_half_0 own_half_1 fusion_half_control fusion_half "
-    names += "cross fusion_without_sst2 fusion_without_pick"
-    assert [*dict.fromkeys(rows["system"])] == names.split() and len(rows) == 2 * 18
+    names += "fusion_with_own fusion_of_own fusion_without_sst2 fusion_without_pick"
+    assert [*dict.fromkeys(rows["system"])] == names.split() and len(rows) == 2 * 13
     for row in rows.itertuples():
         run = out / "runs" / f"{row.system}-48-{row.seed}"
         config = read_json(run / "config.json")
         assert row.accuracy == read_json(run / "metrics.json")["accuracy"]
         assert config["limit_train"] == row.train_examples == 48 and config["seed"] == row.seed
-        assert (config["train_examples"] < 48) == ("half" in row.system)
         if row.system.startswith(("fusion", "mean")):
-            own = {"fusion_half": "own_half_0"}.get(row.system, "own")
-            fused = [f"{own}-48-{row.seed}", "source-sst2"]
+            fused = [f"own-48-{row.seed}", "source-sst2"]
             fused = [str(out / "runs" / name) for name in fused] + [str(runs / "pick")]
             assert {*config["sources"]} <= {*fused}
             assert config["fusion"] == ("mean" if "mean" in row.system else "attention")
@@ -71,13 +68,13 @@ def test_every_control_beside_the_fusion(runs, encoder, data_dir, tmp_path, caps
             assert f"{values} {mean} {gain.mean():.2f} {gain.min():.2f}" in printed
     weights = pd.read_csv(out / "weights.csv")
     sums = weights.groupby(["system", "seed", "layer", "location", "tokens"])["weight"].sum()
-    assert len(sums) == 10 * 2 * 2 * 2 and (sums - 1).abs().max() < 1e-3
+    assert len(sums) == 7 * 2 * 2 * 2 and (sums - 1).abs().max() < 1e-3
     assert (out / "composition.png").stat().st_size > 5000
 
 
 def test_controls_that_need_the_sources_data(runs, encoder, data_dir, tmp_path, capsys):
     out, words = tmp_path / "out", cli("--target rte --sources sst2 pick --train-examples 24 48")
-    words += cli("--systems sequential multitask fusion_with_irrelevant", irrelevant=runs / "rte")
+    words += cli("--systems sequential fusion_with_irrelevant", irrelevant=runs / "rte")
     words += cli("--test", model=encoder, data_dir=data_dir, out=out)
     with pytest.raises(ValueError, match="two adapters would be called 'rte'"):
         composition.main(words)
@@ -88,14 +85,13 @@ def test_controls_that_need_the_sources_data(runs, encoder, data_dir, tmp_path, 
         composition.main([*words, *cli("-- --limit-train 7")])
     (tmp_path / "odd").symlink_to(runs / "rte")
     words[words.index("--irrelevant") + 1] = str(tmp_path / "odd")
-    options = "--multitask-options=--steps-per-epoch 3"
-    composition.main([*words, options, "--", *cli("--device cpu --epochs 1")])
+    composition.main([*words, "--", *cli("--device cpu --epochs 1")])
     warning = (
         "fusion_with_irrelevant-24-0: adapter rte was TRAINED on 100% of the left-over examples"
     )
     assert warning in capsys.readouterr().out
     rows = pd.read_csv(out / "composition.csv")
-    assert [*rows["train_examples"]] == [24] * 3 + [48] * 3
+    assert [*rows["train_examples"]] == [24] * 2 + [48] * 2
     for row in rows.itertuples():  # asked for what they were not trained on
         name = f"{row.system}-{row.train_examples}-{row.seed}"
         run = load_run(out / "runs" / name, task="rte")
@@ -105,8 +101,6 @@ def test_controls_that_need_the_sources_data(runs, encoder, data_dir, tmp_path, 
         model = as_trained(run, "cpu")
         expected = train.evaluate(model, run.task, run.left_over(), 7)["accuracy"]
         assert row.test_accuracy == expected
-    joint = read_json(out / "runs/multitask-24-0/config.json")
-    assert joint["limits"] == {"rte": 24} and joint["train_examples"] == 96 + 96 + 24
     chain = [read_json(out / f"runs/{name}/config.json")["model"] for name in CHAIN]
     assert chain == [str(encoder), str(out / "runs/full-sst2"), str(out / "runs/full-pick")]
 

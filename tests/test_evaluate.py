@@ -84,8 +84,3 @@ def test_held_out_rows(launch, refused, data_dir, tmp_path):
     assert evaluate(run)["examples"] == 24 and evaluate(run)["accuracy"] == accuracy
     write_rows(file, rows[1:])
     refused([run, "--split", "train"], "held out cannot be told", main=evaluation.main)
-
-
-def test_masked_adapters_take_no_part(loud_fusion):
-    whole, masked = evaluate(loud_fusion), evaluate(loud_fusion, "--mask", "sst2", "pick")
-    assert abs(whole["loss"] - masked["loss"]) > 1e-4 and masked["masked"] == ["sst2", "pick"]

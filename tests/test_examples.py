@@ -5,11 +5,9 @@ import io
 import json
 import math
 import re
-import signal
 import subprocess
 import sys
 import zipfile
-from collections import Counter
 from pathlib import Path
 from unittest.mock import Mock, patch
 
@@ -23,12 +21,11 @@ import test_kinds  # noqa: F401  (first: it notes what there is without examples
 import train
 from adapter import activate, adapter_modules
 from bert import Bert
-from conftest import assert_equal, cli, tiny_encoder
+from conftest import cli, tiny_encoder
 from data import Classification
-from examples import cross_fitting, mpnet
+from examples import mpnet
 from examples.sts_b import Regression, pearson
-from experiments import evaluate, predict, prune, publish
-from experiments.fusion_weights import average, inputs_of
+from experiments import evaluate, predict
 from experiments.load_run import load_run
 from formats.files import write_json
 from reference import FIELDS, ask_peer, needs_peer
@@ -60,11 +57,11 @@ def test_the_fork_on_the_page(launch, runs, tmp_path):
     page = (REPOSITORY / "docs" / "forking.md").read_text(encoding="utf-8")
     code, of_stage = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(code, {"__name__": "scaled_fusion"})
-    words = "--stage fusion --task rte --epochs 1 --fusion scaled --fusion-config power=0.25"
+    words = "--stage fusion --task rte --epochs 1 --fusion scaled"
     adapters, scores = [runs / "rte", runs / "sst2"], torch.tensor([[[3.0, -1.0]]])
     result = launch(words, adapters=adapters, out=tmp_path / "run")
     (_, scaled), *_ = fusion.fusions(load_run(tmp_path / "run").bert)
-    assert torch.allclose(scaled.attend(scores), (scores / 32**0.25).softmax(-1))
+    assert torch.allclose(scaled.attend(scores), (scores / 32**0.5).softmax(-1))
     assert evaluate.main(cli(f"{tmp_path}/run --device cpu"))["accuracy"] == result["accuracy"]
     with patch.dict(train.STAGES):
         exec(of_stage, {"__name__": "joint"})
@@ -98,14 +95,12 @@ def test_a_run_is_read_once_its_kind_is_imported(encoder, data_dir, tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["trained_parameters"] == 2 * 256 + 1122
-    assert " --import examples.lora\n" in done.stdout
 
     words = ["-m", "experiments.evaluate", run, "--device", "cpu"]
     status, out, err = child.output(words)  # of a process that knows no example
     assert status == 2 and "'query_value_lora'" in err and err.count("\n") == 1
-    assert "made by examples/lora.py" in out and "examples.lora" not in out + err
     status, out, err = child.output([*words, "--import", "examples.lora"])
-    assert status == 0 and "made by" not in out, err
+    assert status == 0, err
     assert json.loads(out.splitlines()[-1])["accuracy"] == result["accuracy"]
 
 
@@ -115,96 +110,6 @@ def test_a_regression_is_predicted(trained, refused, tmp_path, capsys):  # noqa:
     predict.main([str(tmp_path / "run"), "red cat", "red dog", "--device", "cpu", "--json"])
     (score,) = load_run(tmp_path / "run").predict([["red cat", "red dog"]])
     assert json.loads(capsys.readouterr().out)["score"] == pytest.approx(score["score"])
-    words = [tmp_path / "run", "--out", tmp_path / "out"]
-    refused(words, "has no tasks like this one (Regression)", main=publish.main)
-
-
-@pytest.fixture
-def steps(monkeypatch):
-    """[(whether it trains, its examples, the adapters with a weight in the fusion)] of every
-    forward pass from now on"""
-    found, forward = [], train.Model.forward
-
-    def recorded(model, batch):
-        logits = forward(model, batch)
-        rows = zip(batch["input_ids"].tolist(), batch["labels"].tolist(), strict=True)
-        pairs = [(tuple(filter(None, ids)), label) for ids, label in rows]
-        asked = set()
-        for _, one in fusion.fusions(model.bert):
-            largest = zip(one.adapter_names, one.weights.amax((0, 1)), strict=True)
-            asked |= {name for name, weight in largest if weight > 0}
-        found.append((model.training, pairs, asked))
-        return logits
-
-    monkeypatch.setattr(train.Model, "forward", recorded)
-    return found
-
-
-def test_cross_fitting(steps, encoder, data_dir, runs, at_step, refused, tmp_path):
-    """In training no adapter has a weight on what it has seen, and every epoch has all examples; in
-    evaluation both have one. An interrupted run goes on to the bit."""
-
-    def command(text, out, adapters=()):
-        common = cli("--task rte --device cpu --batch-size 8 --lr 5e-3 --epochs 2")
-        given = cli(model=encoder, data_dir=data_dir, out=tmp_path / out)
-        return [*common, *given, *cli(text), *(cli(adapters=adapters) if adapters else [])]
-
-    half, seen = "--stage adapter --half", {}
-    for n in (0, 1):
-        cross_fitting.main(command(f"{half} {n}", f"own-{n}"))
-        seen[f"rte-half-{n}"] = {row for trains, rows, _ in steps if trains for row in rows}
-        steps.clear()
-    own, others = [tmp_path / "own-0", tmp_path / "own-1"], {"sst2"}
-    fused = [runs / "sst2", *own]
-    result = cross_fitting.main(command("--stage fusion", "whole", fused))
-    trained_on = Counter()
-    for trains, rows, asked in steps:
-        masked = {name for name in seen if not seen[name].isdisjoint(rows)} if trains else set()
-        assert asked == others | {*seen} - masked and len(masked) == trains
-        trained_on.update(rows if trains else [])
-    lines = (data_dir / "rte" / "train.jsonl").read_text().splitlines()
-    assert trained_on.total() == 2 * len(lines) and {*trained_on} == set.union(*seen.values())
-    assert all(count % 2 == 0 for count in trained_on.values())
-
-    at_step(8, child.stop, signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        cross_fitting.main(command("--stage fusion", "cut", fused))
-    cross_fitting.main(command("--stage fusion --resume", "cut", fused))
-    assert_equal(tmp_path / "cut", tmp_path / "whole")
-    assert evaluate.main(cli(f"{tmp_path}/cut --device cpu"))["accuracy"] == result["accuracy"]
-    prune.main(cli(f"{tmp_path}/cut --keep 2", out=tmp_path / "pruned"))
-
-    cross_fitting.main(command(f"{half} 0 --limit-train 40", "few"))
-    for text, adapters, message in (
-        ("adapter", (), "--stage adapter needs --half"),
-        ("head", (), "invalid choice: 'head'"),
-        (
-            "fusion",
-            fused[:2],
-            "one adapter trained on --half 1 of this task is needed: --adapters has none",
-        ),
-        ("fusion", [*own, runs / "rte"], "'rte' has seen 100% of half 0 and 100% of half 1"),
-        ("fusion", [tmp_path / "few", own[1]], "% of half 0 and 0% of half 1 of the training"),
-        ("fusion --half 1", [own[1]], "'rte-half-1' has seen 100% of half 1: it must be one of"),
-    ):
-        words = command(f"--stage {text}", "wrong", adapters)
-        refused(words, message, main=cross_fitting.main)
-    assert not (tmp_path / "wrong").exists()
-
-
-def test_weights_by_epoch(launch, runs, tmp_path, monkeypatch):
-    """The last epoch's are those of the saved run, where it is the best one."""
-    monkeypatch.setattr(train, "evaluate", train.evaluate)  # which is put back
-    monkeypatch.delitem(sys.modules, "results.weights_by_epoch", raising=False)
-    out, adapters = tmp_path / "run", [runs / "sst2", runs / "rte"]
-    words = "--import results.weights_by_epoch --stage fusion --task rte --epochs 1"
-    launch(words, *cli(adapters=adapters), out=out)
-    (line,) = (json.loads(line) for line in (out / "log.jsonl").read_text().splitlines())
-    run = load_run(out)
-    for key, tokens in (("weights", "all"), ("weights_cls", "cls")):
-        layers = average(run.bert, inputs_of(run.bert, run.split()), (tokens,))[tokens].values()
-        expected = torch.stack([*layers]).mean(0).tolist()
-        assert line[key] == pytest.approx(dict(zip(["sst2", "rte"], expected, strict=True)))
 
 
 def test_every_stage_on_mpnet(launch, refused, tmp_path):
@@ -216,15 +121,13 @@ def test_every_stage_on_mpnet(launch, refused, tmp_path):
     fused = cli("--stage fusion --task rte --epochs 1", adapters=[runs / "rte", runs / "sst2"])
     result = launch("--dtype bfloat16", *fused, model=model, out=runs / "fusion")
     assert evaluate.main(cli(f"{runs}/fusion --device cpu"))["accuracy"] == result["accuracy"]
-    prune.main(cli(f"{runs}/fusion --keep 1", out=tmp_path / "pruned"))
-    assert load_run(tmp_path / "pruned").predict([("a red cat", "the cat")])
+    assert load_run(runs / "fusion").predict([("a red cat", "the cat")])
     launch("--stage full --task rte --epochs 1 --lr 1e-3", model=model, out=runs / "full")
     before, after = (
         Bert.from_pretrained(directory).relative_attention_bias.weight
         for directory in (model, runs / "full")
     )
     assert (before != after).any(1).sum() > 12  # of 32 rows, those of the distances that occur
-    refused([runs / "rte", "--out", tmp_path / "x"], "has no encoders like", main=publish.main)
     words = cli("--stage fusion --task rte --adapters paper", model=model, out=tmp_path / "x")
     refused(words, "none of them for mpnet")
 

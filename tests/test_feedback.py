@@ -1,10 +1,7 @@
 """What a user sees: the start, a line for each epoch, the end, several seeds, signals."""
 
-import json
 import os
-import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -49,30 +46,6 @@ def test_early_stopping(trained):
     assert "stopped: early, after epoch 3; 2 epochs without a better dev accuracy" in lines
 
 
-def test_seeds(trained, launch, tmp_path):
-    words, out = "--stage head --epochs 1 --lr 3e-2", tmp_path / "run"
-    _, summary = trained(f"{words} --seeds 3 5")
-    own = [json.loads((out / f"seed-{n}" / "metrics.json").read_text()) for n in (3, 5)]
-    values = [metrics["accuracy"] for metrics in own]
-    mean, deviation = statistics.mean(values), statistics.stdev(values)
-    assert summary["accuracy"] == {"mean": mean, "deviation": deviation, "values": values}
-    assert summary == json.loads((out / "seeds.json").read_text())
-    alone = launch(words, task="sst2", seed=5, out=tmp_path / "alone")
-    assert alone["accuracy"] == values[1] and alone["dev_loss"] == own[1]["dev_loss"]
-    _, again = trained(f"{words} --seeds 3 5 7 --resume")  # two are read, the third is trained
-    assert again["accuracy"]["values"][:2] == values and len(again["accuracy"]["values"]) == 3
-
-
-def test_seeds_resume_without_the_original_adapters(runs, data_dir, tmp_path):
-    """The runs have copies, which say which encoder it was."""
-    original = shutil.copytree(runs / "rte", tmp_path / "rte")
-    words = cli("--stage head --task sst2 --epochs 1 --device cpu --seeds 0 1")
-    words += cli(adapters=original, data_dir=data_dir, out=tmp_path / "run")
-    summary = train.main(words)
-    shutil.rmtree(original)
-    assert train.main([*words, "--resume"])["accuracy"] == summary["accuracy"]
-
-
 @pytest.mark.parametrize("name", thorough_after_first("SIGINT", "SIGTERM", "SIGHUP"))
 def test_a_signal_stops_a_run_which_can_be_continued(name, encoder, data_dir, tmp_path):
     words = cli("--stage head --task sst2 --epochs 1000 --patience 1000 --device cpu")
@@ -90,7 +63,7 @@ def test_a_signal_stops_a_run_which_can_be_continued(name, encoder, data_dir, tm
 
 
 def test_a_signal_in_the_last_evaluation(runs, data_dir, tmp_path, monkeypatch):
-    """The run is finished, and no other seed is begun."""
+    """The run is finished."""
     evaluate = train.evaluate
 
     def stop(*given):
@@ -102,9 +75,6 @@ def test_a_signal_in_the_last_evaluation(runs, data_dir, tmp_path, monkeypatch):
     words += cli(adapters=runs / "rte", data_dir=data_dir)
     with pytest.raises(KeyboardInterrupt, match="one is finished"):
         train.main([*words, *cli(out=tmp_path / "one")])
-    with pytest.raises(KeyboardInterrupt):
-        train.main([*words, *cli("--seeds 0 1", out=tmp_path / "run")])
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["seed-0"]
 
 
 def test_the_second_signal_ends_at_once():

@@ -23,7 +23,7 @@ from adapter import (
 )
 from bert import Bert
 from conftest import IDS, cli, randomize
-from experiments import evaluate, prune, publish
+from experiments import evaluate
 from experiments.load_run import load_run
 from fusion import Fusion, add_fusion
 from variants.houlsby import HoulsbyRecipeConfig
@@ -123,24 +123,6 @@ class Gated(Fusion):
     file_tag = {"kind": "gated"}
 
 
-def test_a_run_of_an_unknown_kind(launch, runs, tmp_path, refused):
-    """It is not read as the paper's kind; publish and prune, which know it, have no use for it."""
-    fusion.register("gated", Gated)
-    adapter.register_head("own", type("OwnHead", (Head,), {}))
-    out, words = tmp_path / "run", "--stage fusion --task rte --epochs 1 --fusion gated --head own"
-    launch(words, adapters=[runs / "rte", runs / "sst2"], out=out)
-    words, kind = [out, "--out", tmp_path / "out"], "fusions like this one (Gated)"
-    refused(words, f"AdapterHub's library has no {kind}", main=publish.main)
-    refused([*words, "--keep", "1"], f"{kind} cannot be pruned", main=prune.main)
-    del fusion.FUSIONS["gated"]
-    with pytest.raises(ValueError, match="a fusion with kind = 'gated' is not supported"):
-        load_run(out)
-    fusion.register("gated", Gated)
-    del adapter.HEADS["own"]
-    with pytest.raises(ValueError, match="a head of the kind 'own' is not known"):
-        load_run(out)
-
-
 def test_a_kind_replaces_no_other():
     second_pal = type("SecondPAL", (PALConfig,), {})
     for register_kind, name, kind in (
@@ -156,20 +138,6 @@ def test_a_kind_replaces_no_other():
             register_kind(name, kind)
     with pytest.raises(ValueError, match="there is already an encoder 'bert'"):
         bert.register(type("SecondBert", (Bert,), {}))
-
-
-class OneWeightTooMany(Fusion):
-    def compose(self, h, adapters, layer_input=None):
-        return h * self.weigh(h[..., : len(adapters) + 1])[..., :1]
-
-
-def test_weights_of_another_shape_are_refused(encoder):
-    """They would be trained, and be of no use afterwards."""
-    bert = Bert.from_pretrained(encoder)
-    add_adapter(bert, "a", AdapterConfig())
-    add_fusion(bert, ["a"], OneWeightTooMany)
-    with pytest.raises(ValueError, match=r"the weights of OneWeightTooMany are \[3, 6, 2\], not"):
-        bert(IDS)
 
 
 class Twice(nn.Linear):

@@ -42,13 +42,11 @@ from fusion import (
     Fusion,
     add_fusion,
     fusion_regularization,
-    fusion_weights,
     fusions,
     load_fusion,
     save_fusion,
 )
 from fusion import register as register_fusion
-from variants.masking import mask
 
 
 @dataclass(frozen=True)
@@ -108,16 +106,6 @@ class ByExample(Fusion):
     textbook = compose
 
 
-class NoMask(ByExample):
-    """It knows nothing of masks, which must not go unnoticed."""
-
-    file_tag = {"kind": "no_mask"}
-
-    def weigh(self, scores):
-        self.weights = scores.softmax(-1).detach()
-        return scores.softmax(-1)
-
-
 class MeanHead(Head):
     """It reads the mean over the real tokens."""
 
@@ -140,7 +128,6 @@ for name in EXAMPLES:
     importlib.import_module(f"examples.{name}")
 register("own", OwnConfig)
 register_fusion("by_example", ByExample)
-register_fusion("no_mask", NoMask)
 register_head("mean", MeanHead)
 with_examples = [dict(table) for table in TABLES]
 
@@ -276,34 +263,6 @@ def test_only_the_same_kind_at_the_same_places_is_fused(encoder):
         with pytest.raises(ValueError, match=f" x{i}$"):
             add_fusion(bert, ["a", f"x{i}"])
     assert not fusions(bert)
-
-
-@torch.no_grad()
-@every_fused_adapter
-@every_fusion
-def test_a_masked_adapter_has_no_effect(encoder, kind, fusion_kind):
-    """Whatever its weights are, and the others share its part; or else the fusion says so."""
-    bert = new_bert(encoder, kind, "abc")
-    fuse(bert, "bac", FUSION_KINDS[fusion_kind])  # the last decides what all of them read
-    whole = bert(*inputs())
-    weights = fusion_weights(bert)
-    mask(bert, ["b"])
-    try:
-        h = bert(*inputs())
-    except ValueError as error:
-        assert "cannot leave adapters out" in str(error)
-        assert fusion_kind not in without[2]  # ours can
-        return
-    masked, first = fusion_weights(bert), next(iter(weights))
-    assert all((s[..., 0] == 0).all() for s in masked.values())
-    rest = weights[first][..., 1:]
-    assert close(masked[first][..., 1:], rest / rest.sum(-1, keepdim=True))
-    assert not torch.allclose(h, whole, atol=1e-3)
-    randomize(bert, ".adapters.b.")
-    assert torch.equal(bert(*inputs()), h)
-    mask(bert, [])
-    with pytest.raises(ValueError, match="run a batch"):  # the last weights are of another mask
-        fusion_weights(bert)
 
 
 @every_adapter

@@ -8,6 +8,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook as after_ste
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_step
 
 from bert import Bert
+from experiments import multitask
 from experiments.load_run import load_run
 from experiments.multitask import multitask_batches
 from runtime.adapters import encoder_of_runs
@@ -76,7 +77,7 @@ def test_a_run_and_fusion_over_it(adapter, launch, tmp_path):
     assert all(torch.equal(bert.get_parameter(name), p) for name, p in theta.items())
 
 
-def test_bert_n_pals_optimizer(launch, tmp_path):
+def test_bert_n_pals_optimizer(launch, tmp_path, monkeypatch):
     """warmup_linear: x / warmup, and from there on 1 - x. Gradients are filled with zeros: what
     another task's batch leaves alone still moves."""
     rates, before, moved = [], {}, []
@@ -90,9 +91,10 @@ def test_bert_n_pals_optimizer(launch, tmp_path):
         moved.extend(not torch.equal(p, value) for p, value in before.items())
         before.clear()
 
+    monkeypatch.setattr(multitask, "WARMUP", 0.25)
     hooks = before_step(keep), after_step(compare)
-    words = "--tasks sst2 rte --lr 1e-3 --adapter pfeiffer --sampling round_robin --weight-decay 0"
-    launch(f"{words} --epochs 2 --steps-per-epoch 4 --warmup 0.25", out=tmp_path / "run")
+    words = "--tasks sst2 rte --lr 1e-3 --adapter pfeiffer --sampling round_robin"
+    launch(f"{words} --epochs 2 --steps-per-epoch 4", out=tmp_path / "run")
     for hook in hooks:
         hook.remove()
     assert np.allclose(rates, [1e-3 * (k / 2 if k < 2 else 1 - k / 8) for k in range(8)])

@@ -3,11 +3,9 @@ from every kind of input; the page has the fusion's weights, and text stays text
 
 import io
 import json
-import re
 import sys
 
 import pytest
-import torch
 
 from conftest import read_lines
 from data import Classification, get_task
@@ -76,29 +74,3 @@ def test_every_kind_of_input_says_the_same(say, runs, data_dir, tmp_path):
         for ours, result in zip(first, results, strict=True):
             assert ours["probability"] == pytest.approx(result["probability"], abs=1e-5)
             assert ours["truncated"] == result["truncated"] == (ours["line"] == 7)
-
-
-def page_data(page):
-    script = r'<script type="application/json" id="data">(.*?)</script>'
-    (content,) = re.findall(script, page.read_text(), re.DOTALL)
-    return json.loads(content)
-
-
-def test_the_explanation_is_the_fusions_weights(say, loud_fusion, tmp_path):
-    """In one file, in which text stays text."""
-    text, page = ("red\x1b[2J\x07 cat\r\n\u202e", HOSTILE), tmp_path / "page.html"
-    say(loud_fusion, *text, "--explain", page)
-    data, (expected,) = page_data(page), load_run(loud_fusion).fusion_weights([text])
-    (candidate,) = data["examples"][0]["candidates"]
-    assert candidate["tokens"] == expected["tokens"] and candidate["text"] == " | ".join(text)
-    assert [adapter["name"] for adapter in data["adapters"]] == ["rte", "sst2", "pick"]
-    shown, weights = (weights["weights"]["output"] for weights in (candidate, expected))
-    assert (torch.tensor(shown) - torch.stack(weights)).abs().max() < 1e-4
-    assert not re.search(r"https?:|//\w|url\(|@import|\ssrc=\"|\shref=", page.read_text())
-    assert "default-src 'none'" in page.read_text()
-    # tokens, adapters, labels and the run's name, too
-    data = json.loads(json.dumps(data).replace('"[UNK]"', json.dumps(HOSTILE)))
-    data["run"] = data["examples"][0]["label"] = data["adapters"][0]["name"] = HOSTILE
-    page.write_text(predict.page(data))
-    assert page.read_text().count("<script") == 2 and "<img" not in page.read_text()
-    assert page_data(page) == data

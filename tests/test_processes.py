@@ -79,7 +79,7 @@ def test_resume(command, encoder, tmp_path):
     before, cut, quiet = (1, (child.at_step, 5, child.stop)), tmp_path / "cut", tmp_path / "quiet"
 
     def words(name):
-        text = "--epochs 2 --save-minutes 0 --resume"
+        text = "--epochs 2 --resume"
         return [command("adapter", tmp_path / name, text, model=encoder)] * 2
 
     assert together(words("whole"))[0] == [0, 0]

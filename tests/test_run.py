@@ -22,7 +22,7 @@ every_stage = pytest.mark.parametrize("stage", train.STAGES)
 @pytest.fixture(scope="module")
 def command(commands, encoder):
     """Two epochs of twelve steps, with several tasks of eight, saved after every one of them."""
-    words = "--device cpu --epochs 2 --batch-size 8 --lr 5e-3 --save-minutes 0"
+    words = "--device cpu --epochs 2 --batch-size 8 --lr 5e-3"
     return commands(words, 8, model=encoder)
 
 
@@ -134,7 +134,7 @@ def test_weights_are_never_cleared_unasked(stage, command, refused, whole, tmp_p
     out = shutil.copytree(whole(stage), tmp_path / "run")
     (out / "metrics.json").unlink()
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
-    for option in ("", "--resume", "--seeds 0 1"):
+    for option in ("", "--resume"):
         refused(command("head", out, option), "--o")
         refused(command(stage, out, option), "--o")
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
@@ -209,7 +209,7 @@ def both(command, encoder, data_dir, runs, tmp_path_factory):
 
     def words(out, text=""):
         given = {"model": "model", "data_dir": "data", "adapters": ["runs/rte", "runs/pick"]}
-        return [*command("fusion", out, "--allow-other-encoder", **given), *text.split()]
+        return [*command("fusion", out, **given), *text.split()]
 
     with contextlib.chdir(place), pytest.MonkeyPatch.context() as patch:
         main(words("finished"))
@@ -243,14 +243,14 @@ DATA, ENCODER, ADAPTER = "data/sst2/train.jsonl", "model/model.safetensors", "ad
 other_label = replaced('"label": 1', '"label": 0')
 # (options, what changes, how, a word of what the finished run says, of the other one; "": nothing)
 COMMANDS = [
-    ("--grad-accumulation 2 --save-minutes 5", "", None, "", ""),
+    ("--grad-accumulation 2", "", None, "", ""),
     ("--data-dir data --model ./model", "", None, "", ""),  # spelt otherwise
     ("--max-length 9", "", None, "max_length", "max_length"),
     ("--score f1", "", None, "score", "score"),
     ("--seed 9", "", None, "seed", "seed"),
     ("", DATA, other_label, "files of sst2", "data_sha256"),
     ("", DATA.replace("train", "validation"), other_label, "files of sst2", "data_sha256"),
-    ("", ENCODER, double, "encoder", "encoder"),
+    ("", ENCODER, double, "other weights than model", "other weights"),
     ("", "model/vocab.txt", replaced("red\ngreen", "green\nred"), "tokenizer", "tokenizer"),
     ("", f"finished/adapters/pick/{ADAPTER}", double, "which the run ended", ""),
     # a run that goes on does so with its own copies of the adapters

@@ -37,7 +37,7 @@ def test_what_adapters_have_seen(launch, runs, data_dir, tmp_path, capsys):
         (runs / "sst2", (0.0, 0.0), None),
     ):
         capsys.readouterr()
-        out, allow = tmp_path / "head", "--overwrite --allow-other-encoder"
+        out, allow = tmp_path / "head", "--overwrite"
         launch("--stage head --task rte --epochs 1", *cli(allow, adapters=[adapter]), out=out)
         printed = capsys.readouterr().out
         assert said in printed if said else "have seen this" not in printed

@@ -45,17 +45,15 @@ fusion_mt_a-small-1: fusion --task small --adapters runs/mt_a-1/adapters/big
     runs/mt_a-1/adapters/middle runs/mt_a-1/adapters/small --model runs/mt_a-1 --seed 1 --epochs 3
 mtl-1: --adapter none --tasks big middle small --model M --seed 1 --epochs 3
 sequential-middle-big-1: full --task big --model runs/full-middle-1 --seed 1 --epochs 3""",
-    "--systems fusion_st_a --seeds 0 --source-seeds 1 --limit-source 5000 -- --limit-train 200": """
-st_a_16-big-5000-1: adapter --reduction-factor 16 --task big --limit-train 5000 --model M --seed 1
-st_a_16-middle-1: adapter --reduction-factor 16 --task middle --model M --seed 1
+    "--systems fusion_st_a --seeds 0 -- --limit-train 200": """
+st_a_16-big-0: adapter --reduction-factor 16 --task big --model M --seed 0
 st_a_16-small-200-0: adapter --reduction-factor 16 --task small --limit-train 200 --model M --seed 0
-fusion_st_a-small-200-0: fusion --task small --adapters runs/st_a_16-big-5000-1
-    runs/st_a_16-middle-1 runs/st_a_16-small-200-0 --limit-train 200 --model M --seed 0""",
-    "--systems fusion_st_a sequential --one-seed big --source-options=--lr=2 -- --lr=1": """
-fusion_st_a-small-2: fusion --task small --adapters runs/st_a_16-big-0-source
-    runs/st_a_16-middle-2-source runs/st_a_16-small-2 --model M --seed 2 --lr=1
-full-big-0-source: full --task big --model M --seed 0 --lr=1 --lr=2
-sequential-big-small-2: full --task small --model runs/full-big-0-source --seed 2 --lr=1""",
+fusion_st_a-small-200-0: fusion --task small --adapters runs/st_a_16-big-0
+    runs/st_a_16-middle-0 runs/st_a_16-small-200-0 --limit-train 200 --model M --seed 0""",
+    "--systems fusion_st_a sequential --one-seed big -- --lr=1": """
+fusion_st_a-small-2: fusion --task small --adapters runs/st_a_16-big-0
+    runs/st_a_16-middle-2 runs/st_a_16-small-2 --model M --seed 2 --lr=1
+sequential-big-small-2: full --task small --model runs/full-big-0 --seed 2 --lr=1""",
 }
 
 
@@ -148,7 +146,7 @@ def test_no_child_is_left_behind(end, table):
 
     words = "--systems st_a_16 fusion_st_a --seeds 0 --jobs 2"
     table.write("slow")
-    process = child.Program([fake_grid.__file__, "tables", *table.words(words)])
+    process = child.Program([fake_grid.__file__, "tables", table.fake, *table.words(words)])
     wait_for(lambda: len(list(table.out.glob("runs/*/config.json"))) == 2)
     assert children() == 2
     process.send_signal(getattr(signal, end))
@@ -182,7 +180,7 @@ def test_gpus_and_cores_are_shared_out(monkeypatch):
     monkeypatch.delenv(threads := "OMP_NUM_THREADS", raising=False)
 
     def shares(name, jobs):
-        return [grid.environment(slot, jobs, grid.Options()).get(name) for slot in range(jobs)]
+        return [grid.environment(slot, jobs).get(name) for slot in range(jobs)]
 
     assert shares(devices, 1) == ["0,1,2,3"] and shares(devices, 6) == [*"012301"]
     assert shares(threads, 2) == ["3", "3"]

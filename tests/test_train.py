@@ -39,10 +39,13 @@ def test_what_a_stage_trains(stage, launch, runs, tmp_path, monkeypatch):
 
     monkeypatch.setattr(train, "make_optimizer", look)
     words = of_stage(stage, runs, 8)
-    result = launch("--epochs 1 --weight-decay 0.1", *words, out=tmp_path / "run")
+    result = launch("--epochs 1", *words, out=tmp_path / "run")
     assert {*map(train.part_of, trained)} == TRAINED[stage]
     assert result["trained_parameters"] == sum(p.numel() for p in trained.values())
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert [group["weight_decay"] for group in groups] == [
+        0.01 if stage == "multitask" else 0.0,
+        0.0,
+    ]
     spared = {id(p) for p in groups[1]["params"]}
     for name, p in trained.items():
         assert (id(p) in spared) == (p.ndim <= 1 or name.endswith("fusion.value.weight")), name
@@ -143,9 +146,9 @@ def test_full_run_is_a_checkpoint(launch, encoder, tmp_path):
 DEFAULTS = {
     # section 4.1, appendix A.2
     "adapter": {"lr": 1e-4, "epochs": 30, "patience": 5, "reduction_factor": 16, "batch_size": 32},
-    "fusion": {"lr": 5e-5, "epochs": 10, "patience": 5, "weight_decay": 0, "warmup": 0},
+    "fusion": {"lr": 5e-5, "epochs": 10, "patience": 5},
     # Bert-n-Pals, run_multi_task.py: 300 steps for each task
-    "multitask": {"lr": 2e-5, "epochs": 25, "steps_per_epoch": 600, "warmup": 0.1},
+    "multitask": {"lr": 2e-5, "epochs": 25, "steps_per_epoch": 600},
 }
 
 
