@@ -29,7 +29,7 @@ test-peers: .venv/installed .venv-peer/installed .venv-tensorflow/installed
 	PEER_PYTHON=$(CURDIR)/.venv-peer/bin/python $(PYTEST) $$(grep -lE 'needs_peer|PEER_PYTHON|TENSORFLOW_PYTHON' tests/test_*.py)
 
 # with a network: the data sets, encoders and adapters that this project names, as the hub has them today
-HUB_TESTS ?= data,sizes,encoders,adapters
+HUB_TESTS ?= data,encoders,adapters
 test-hub: .venv/installed
 	HUB_TESTS=$(HUB_TESTS) .venv/bin/python -m pytest -q tests/test_hub.py
 

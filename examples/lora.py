@@ -1,10 +1,9 @@
-"""LoRA (Hu et al., Low-Rank Adaptation of Large Language Models, ICLR 2022): in every layer, query
-and value are W x + (alpha / r) B A x in place of W x.
+"""LoRA (Hu et al., 2022): the queries and values of every layer are W x + (alpha / r) B A x.
 
     python examples/lora.py --stage adapter --task rte --adapter lora --adapter-config r=4
     python -m experiments.evaluate runs/rte --import examples.lora
 
-Computes what the `adapters` library does with LoRAConfig(r=8, alpha=8). The files are our own.
+This is what the `adapters` library computes for LoRAConfig(r=8, alpha=8), in files of our own.
 """
 
 import sys
@@ -16,32 +15,24 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from any directory
 
 import train
-from adapter import BaseAdapterConfig, register
+from adapter import ADAPTERS
 from runtime.command import run_command
 
 
-@dataclass(frozen=True)
-class LoRAConfig(BaseAdapterConfig):
-    """r: the rank; alpha: B A x is multiplied with alpha / r."""
-
-    r: int = 8
+@dataclass
+class LoRAConfig:
+    r: int = 8  # the rank
     alpha: float = 8
 
-    architecture = "query_value_lora"  # "lora" are the library's files
-    cannot_fuse_because = (
-        "LoRA changes weights and has no output of its own that a fusion could mix"
-    )
-
-    def make_modules(self, bert):
-        """BERT's linear maps become slots where they are not yet."""
-        found = []
+    def modules(self, bert):  # {(layer, location): new module}
+        found = {}
         for i, layer in enumerate(bert.layers):
             for name in ("query", "value"):
-                key, linear = (i, f"attention.self.{name}"), getattr(layer, name)
-                if key not in bert.extra_slots:
-                    bert.extra_slots[key] = LinearSlot(linear)
-                    setattr(layer, name, bert.extra_slots[key])
-                found.append((key, bert.extra_slots[key], LoRA(self, linear)))
+                key = i, f"attention.self.{name}"
+                if key not in bert.slots:  # an earlier adapter may have made it
+                    bert.slots[key] = LinearSlot(getattr(layer, name))
+                    setattr(layer, name, bert.slots[key])
+                found[key] = LoRA(self, bert.slots[key])
         return found
 
 
@@ -49,7 +40,7 @@ class LoRA(nn.Module):
     def __init__(self, config, linear):
         super().__init__()
         self.scaling = config.alpha / config.r
-        self.A = nn.Linear(linear.in_features, config.r, bias=False)  # Kaiming-uniform at first
+        self.A = nn.Linear(linear.in_features, config.r, bias=False)
         self.B = nn.Linear(config.r, linear.out_features, bias=False)
         nn.init.zeros_(self.B.weight)
 
@@ -58,19 +49,19 @@ class LoRA(nn.Module):
 
 
 class LinearSlot(nn.Linear):
-    """One of BERT's linear maps, and what is plugged into it: a slot, as AddNorm is."""
+    """A linear map of BERT as a place for adapters, with the attributes of AddNorm."""
 
     def __init__(self, linear):
         super().__init__(linear.in_features, linear.out_features, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
-        self.adapters, self.fusion, self.active = nn.ModuleDict(), None, None
+        self.adapters, self.active, self.fusion, self.fused = nn.ModuleDict(), None, None, False
 
     def forward(self, x):
         y = super().forward(x)
         return y + self.adapters[self.active](x) if self.active in self.adapters else y
 
 
-register("lora", LoRAConfig)
+ADAPTERS["lora"] = LoRAConfig
 
 if __name__ == "__main__":
     run_command("lora.py", train.main)

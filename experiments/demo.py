@@ -19,25 +19,17 @@ Whoever has one skill alone is right about one of two questions, and has to gues
 import json
 import os
 import random
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from experiments import composition, grid, report
-from experiments.fusion_weights import average, heat_map, inputs_of
+from experiments.fusion_weights import heat_map, mean_weights
 from experiments.load_run import load_run
 from experiments.skills import build_tasks
 from formats.encoder import find_minilm
 from formats.rows import read_rows
-from runtime.command import run_command
-from runtime.settings import option, parse
-
-
-@dataclass(frozen=True)
-class Options:
-    out: Path = option(Path("runs/demo"), "default runs/demo")
-
+from runtime.command import Parser, run_command
 
 OPTIONS = {  # by stage
     "adapter": "--lr 1e-3 --epochs 8 --patience 8",
@@ -45,7 +37,7 @@ OPTIONS = {  # by stage
     "fusion": "--lr 5e-4 --epochs 6 --patience 6",
 }
 SKILLS = ["match", "order"]
-SOURCE_EPOCHS = 2
+SOURCE_EPOCHS = "2"
 SYSTEMS = "own head_on_match head_on_order fusion".split()
 COMMON = "--max-length 40 --batch-size 16 --limit-dev 160 --device cpu --dtype float32".split()
 
@@ -53,22 +45,17 @@ COMMON = "--max-length 40 --batch-size 16 --limit-dev 160 --device cpu --dtype f
 def study_of(out):
     """The runs of the demo: experiments.composition, in part."""
     words = ["--model", "minilm", "--data-dir", str(out / "data"), "--out", str(out)]
-    sources = [str(out / "runs" / skill) for skill in SKILLS]
-    words += ["--target", "both", "--sources", *sources, "--seeds", "0", "1", "2"]
-    words += ["--train-examples", "240"]
-    words += ["--systems", *SYSTEMS, "--jobs", str(min(os.cpu_count(), 8)), "--overwrite"]
-    for stage, options in OPTIONS.items():
-        words.append(f"--{stage}-options={options}")
-    options = grid.read_options(composition.Options, [*words, "--", *COMMON], "composition", "")
-    return composition.Study(options)
+    words += ["--target", "both", "--sources", *(str(out / "runs" / skill) for skill in SKILLS)]
+    words += ["--systems", *SYSTEMS, "--seeds", "0", "1", "2", "--train-examples", "240"]
+    words += [f"--{stage}-options={options}" for stage, options in OPTIONS.items()]
+    words += ["--jobs", str(min(os.cpu_count(), 8)), "--overwrite", "--", *COMMON]
+    return composition.Study(composition.parse(words))
 
 
-def source_cells(options):
+def source_cells(args):
     """The runs on the skills, which come before those of the study."""
-    epochs = ["--epochs", str(SOURCE_EPOCHS)]
-    return [
-        grid.cell(options, skill, "adapter", ["--task", skill], 0, last=epochs) for skill in SKILLS
-    ]
+    last = ["--seed", "0", "--epochs", SOURCE_EPOCHS]
+    return [grid.cell(args, skill, "adapter", ["--task", skill, *last]) for skill in SKILLS]
 
 
 def ceiling(accuracies):
@@ -80,15 +67,14 @@ def ceiling(accuracies):
 def weights_by_text(run):
     """{"text_a": the sentence, "text_b": the name: [layers, N]}: the mean fusion weights of their
     tokens on the development set."""
-    found = average(run.bert, inputs_of(run.bert, run.split()), ("text_a", "text_b"))
+    found = mean_weights(run, run.split(), ("text_a", "text_b"))
     return {text: torch.stack([of[slot] for slot in sorted(of)]) for text, of in found.items()}
 
 
 def draw(run, path):
     """The weights of `match` by layer, as means over the development set, and of every token of an
     example."""
-    path_of_rows = Path(run.record.options["data_dir"]) / "both" / "validation.jsonl"
-    rows = (row for _, row in read_rows(path_of_rows))
+    rows = read_rows(Path(run.args.data_dir) / "both" / "validation.jsonl")
     given = max(rows, key=lambda row: len(row["text_b"].split()))  # a name of several words
     means, (example,) = weights_by_text(run), run.fusion_weights([given])
     n = run.adapters.index("match")
@@ -110,9 +96,8 @@ def draw(run, path):
 
 def verdict(study, rows):
     """What follows from the table, in a sentence."""
-    accuracies = composition.by_seed(rows)
-    controls = [name for name in accuracies if name != "fusion"]
-    least = {name: composition.gain(accuracies, "fusion", name)[1] for name in controls}
+    points = composition.points_of(rows)
+    least = {n: (points["fusion"] - points[n]).min() for n in points if n != "fusion"}
     nearest = min(least, key=least.get)
     title = study.systems[nearest].title
     if least[nearest] <= 0:
@@ -124,8 +109,9 @@ def verdict(study, rows):
 
 
 def main(argv=None):
-    words = "Two skills and a target that needs both, with MiniLM, on two cores."
-    out = parse(Options, argv, "python -m experiments.demo", words).out
+    parser = Parser("python -m experiments.demo", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="default runs/demo")
+    out = parser.parse_args(argv).out
     find_minilm()  # or an error that says how to install it
     print("reading the docstrings of Python, PyTorch and NumPy", flush=True)
     build_tasks(out / "data", random.Random(0), SKILLS)
@@ -137,12 +123,11 @@ def main(argv=None):
         print(*report.table(lines, ["sentence", "name", "label"]), sep="\n", flush=True)
 
     study = study_of(out)
-    sources = source_cells(study.options)
+    sources, results = source_cells(study.args), {}
     count = len(sources) + len(study.cells)
-    print(f"\ntraining {count} runs, {study.options.jobs} at a time", flush=True)
-    results = {}
+    print(f"\ntraining {count} runs, {study.args.jobs} at a time", flush=True)
     for cells in (sources, [*study.cells.values()]):
-        found, failed = grid.run(cells, study.options)
+        found, failed = grid.run(cells, study.args)
         results |= found
         if failed:
             return grid.end(failed)

@@ -5,29 +5,21 @@
     python -m experiments.evaluate runs/multitask --task rte
 
 Prints the task's scores, and of each class precision, recall and its row of the confusion matrix;
-the last line is one JSON object. What is not given is as it was in the run's training. It writes
-nothing.
+the last line is one JSON object. What is not given is as it was in the run's training. On the
+development set of the training it says where the result is no longer what metrics.json has. It
+writes nothing.
 """
-
-from dataclasses import dataclass
 
 import torch
 
 import train
-from experiments.load_run import Reading, as_trained, load_run
+from experiments.load_run import load_run, make_parser
 from experiments.report import table
-from runtime.command import run_command
-from runtime.settings import COUNT, option, parse, same_option
+from formats.files import read_json
+from runtime import record
+from runtime.command import import_modules, run_command
 
 MOST_CLASSES = 12  # with their confusions in the table; the closing line has all
-
-
-@dataclass(frozen=True)
-class Options(Reading):
-    split: str = option("validation", "DATA_DIR/TASK/SPLIT.jsonl, or the hub's split of that name")
-    data_dir: str | None = option(None, "directory with TASK/SPLIT.jsonl")
-    batch_size: int | None = option(None, "examples at once", valid=COUNT)
-    dtype: str | None = same_option(train.Settings, "dtype", group=None, default=None)
 
 
 def by_class(names, labels, predictions):
@@ -59,28 +51,58 @@ def class_table(classes):
     return table(rows, ["label", "precision", "recall", "count", *numbers])
 
 
+def differences(run, scores):
+    """In which of {score: value} a run's metrics.json differs: "accuracy 1.0000, now 0.2000", or an
+    empty text."""
+    metrics, then = read_json(run.directory / "metrics.json"), run.record["machine"]
+    before = {name: metrics.get("dev_loss" if name == "loss" else name) for name in scores}
+    if "accuracies" in metrics:  # of several tasks
+        before = {"accuracy": metrics["accuracies"].get(run.task.name)}
+    # Less than the four decimals that are shown is rounding. In bf16 that is more, where sums are
+    # taken in another order: on another device, or with another number of threads.
+    now, names = record.machine(run.bert.device), ("device", "processor", "threads")
+    is_elsewhere = any(then[name] != now[name] for name in names)
+    rounding = 1e-2 if is_elsewhere and run.args.dtype == "bfloat16" else 1e-4
+    found = [
+        name
+        for name, value in before.items()
+        if value is not None and abs(scores[name] - value) > rounding * max(1, abs(value))
+    ]
+    old = ", ".join(f"{name} {before[name]:.4f}" for name in found)
+    return f"{old}, now {', '.join(f'{scores[name]:.4f}' for name in found)}" if found else ""
+
+
 def main(argv=None):
-    options = parse(Options, argv, "python -m experiments.evaluate", __doc__)
-    run = load_run(options.run, "cpu", options.model, options.task)
-    settings = run.record.options
-    task, examples = run.task, run.split(options.split, options.data_dir)
-    model, size = as_trained(run, options.device, options.dtype), run.eval_batch_size
-    labels, predictions, loss = train.predictions(model, task, examples, options.batch_size or size)
+    parser = make_parser("evaluate", __doc__)
+    parser.add_argument("run", metavar="RUN", help="directory of a finished run")
+    split = "DATA_DIR/TASK/SPLIT.jsonl, or the hub's split of that name; default validation"
+    parser.add_argument("--split", default="validation", help=split)
+    parser.add_argument("--data-dir", help="directory with TASK/SPLIT.jsonl")
+    args = parser.parse_args(argv)
+    import_modules(args.imports)
+    run = load_run(args.run, args.device, args.model, args.task)
+    task, examples = run.task, run.split(args.split, args.data_dir)
+    labels, predictions, loss = train.predict(run.model, task, examples, run.args)
     scores = {name: score(labels, predictions) for name, score in task.scores.items()}
     result = {
         "stage": "eval",
-        "run": str(options.run),
+        "run": args.run,
         "task": task.name,
-        "split": options.split,
-        "data_dir": options.data_dir or settings["data_dir"],
+        "split": args.split,
+        "data_dir": args.data_dir or run.args.data_dir,
         "examples": len(labels),
         **scores,
         "loss": loss,
     }
     shown = ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
-    print(f"{options.run}, {task.name} {options.split}: {len(labels)} examples, {shown}")
+    print(f"{args.run}, {task.name} {args.split}: {len(labels)} examples, {shown}")
+    if args.split == "validation" and not run.is_own("validation", examples):
+        print("note: these are not the development examples of the training")
+    elif args.split == "validation" and (found := differences(run, {**scores, "loss": loss})):
+        why = f"the code or a library has changed since (commit {run.record['machine']['commit']})"
+        print(f"note: metrics.json has {found}: {why}")
     # the first and the second choice are no classes, nor are numbers
-    if task.type.dtype == torch.long and not task.is_multiple_choice:
+    if len(task.labels) > 1 and not task.is_multiple_choice:
         result["classes"] = by_class(task.labels, labels, predictions)
         print("", *class_table(result["classes"]), "", sep="\n")
     return result

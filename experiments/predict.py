@@ -3,102 +3,107 @@
     python -m experiments.predict runs/rte "It rains." "It is wet."
     python -m experiments.predict runs/social_i_qa "Kai fell." "Why?" --choices "ice" "fun" "tea"
     python -m experiments.predict runs/sst2 --file rows.jsonl --json    # or - for stdin
+    python -m experiments.predict runs/fusion-rte "It rains." "It is wet." --picture weights.png
 
 Texts are given in the order of the task's columns.
 
 --file reads what training reads, .jsonl, .json, .csv, .tsv or .parquet, with the columns of the
 task's training data; the label may be missing, or hidden (-1). A line of stdin is a JSON object, or
 a JSON list of texts. --json prints one object a line: label, probability, all probabilities, and
-whether the text was longer than in training and therefore cut.
+whether the text was longer than in training and therefore cut. --picture draws the fusion weights
+of every token.
 """
 
 import contextlib
 import json
-import signal
 import sys
-from dataclasses import dataclass
+from pathlib import Path
 
-from experiments.load_run import Reading, load_run
+from experiments.fusion_weights import heat_maps, slot_names
+from experiments.load_run import load_run, make_parser
+from experiments.report import save_figure
 from formats.files import error_prefix
 from formats.rows import read_rows
-from runtime.command import run_command
-from runtime.processes import choose_device
-from runtime.settings import argument, option, parse
+from runtime.command import import_modules, run_command
 
-WINDOW = 3200  # inputs that are sorted by length together
+WINDOW = 3200  # inputs that are computed, and printed, together
 
 
-@dataclass(frozen=True)
-class Options(Reading):
-    texts: tuple = argument("the input's texts, in the order of the task's columns", default=())
-    choices: tuple = option((), "the options of a multiple-choice task")
-    file: str | None = option(None, "a file that training can read, or - for stdin")
-    json: bool = option(False, "one JSON object a line")
-
-
-def check(options):
-    if (options.file is None) == (not options.texts and not options.choices):
+def parse(argv):
+    parser = make_parser("predict", __doc__)
+    add = parser.add_argument
+    add("run", metavar="RUN", help="directory of a finished run")
+    add("texts", nargs="*", metavar="TEXT", help="of one input, in the order of the columns")
+    add("--choices", nargs="+", metavar="TEXT", help="the options of a multiple-choice task")
+    add("--file", help="a file that training can read, or - for stdin")
+    add("--json", action="store_true", help="one JSON object a line")
+    add("--picture", metavar="FILE.png", help="of a fusion's weights")
+    args = parser.parse_intermixed_args(argv)
+    import_modules(args.imports)
+    if bool(args.file) == bool(args.texts or args.choices):
         raise ValueError("give either texts, or --file")
+    if args.picture and args.file:
+        raise ValueError("--picture draws a single input: give its texts in place of --file")
+    return args
 
 
-def read_stdin():
-    """(line, input) of stdin, JSON in every line that is not empty."""
-    for i, line in enumerate(sys.stdin.buffer, 1):
-        if line.strip():
-            with error_prefix(f"stdin, line {i}"):
-                yield i, json.loads(line.decode("utf-8-sig"))
-
-
-def read_inputs(options, model):
-    """[(line, input)]. Raises ValueError that names file and line of one that does not fit the
-    task."""
-    if options.file is None:
-        return [(1, [*options.texts, options.choices] if options.choices else options.texts)]
-    where = "stdin" if options.file == "-" else options.file
-    inputs = list(read_stdin() if options.file == "-" else read_rows(where))
-    for line, given in inputs:
-        with error_prefix(f"{where}, line {line}"):
-            model.candidates(given)
-    if not inputs:
-        raise ValueError("stdin is empty")
+def read_inputs(args, run):
+    """[input] as `LoadedRun.predict` takes them. Raises ValueError that names the row of one that
+    does not fit the task."""
+    if args.file is None:
+        return [[*args.texts, args.choices] if args.choices else args.texts]
+    where, inputs = "stdin" if args.file == "-" else args.file, []
+    if args.file == "-":
+        lines = sys.stdin.buffer.read().decode("utf-8-sig").split("\n")
+        rows = [line for line in lines if line.strip()]
+    else:
+        rows = read_rows(args.file)
+    for i, row in enumerate(rows, 1):
+        with error_prefix(f"{where}, row {i}"):
+            inputs.append(json.loads(row) if args.file == "-" else row)
+            run.candidates(inputs[-1])
     return inputs
 
 
-def joined(pair):
-    return " | ".join(text for text in pair if text is not None)
-
-
-def line_of_text(model, candidates, answer):
+def line_of_text(labels, answer, candidate):
     """label, probability and the beginning of the text, for people."""
-    best = model.task.labels.index(answer["label"]) if model.task.is_multiple_choice else 0
-    text = f"{' '.join(joined(candidates[best]).split()):.100}"
-    if "label" not in answer:
-        return f"{answer[model.task.labels[0]]:.3f}\t{text}"
-    return f"{' '.join(answer['label'].split())}\t{answer['probability']:.3f}\t{text}"
+    text = " ".join(" | ".join(filter(None, candidate)).split())
+    if "label" not in answer:  # of a regression
+        return f"{answer[labels[0]]:.3f}\t{text:.100}"
+    return f"{' '.join(answer['label'].split())}\t{answer['probability']:.3f}\t{text:.100}"
+
+
+def draw(run, found, path):
+    """A picture of what `run.fusion_weights` found of one input: a panel for each layer, [adapters,
+    tokens]"""
+    at = {(i, of): s for of, layers in found["weights"].items() for i, s in enumerate(layers)}
+    slots = sorted(slot for slot in at if at[slot] is not None)
+    panels = {title: at[slot].T for slot, title in zip(slots, slot_names(slots), strict=True)}
+    save_figure(heat_maps(panels, run.adapters, found["tokens"]), Path(path))
 
 
 def main(argv=None):
-    options = parse(Options, argv, "python -m experiments.predict", __doc__)
-    check(options)
-    device, _ = choose_device(options.device, "float32")
+    args = parse(argv)
     with contextlib.redirect_stdout(sys.stderr):  # notes; stdout is for predictions
-        model = load_run(options.run, device, options.model, options.task)
-    inputs = read_inputs(options, model)
-    cut = 0
+        run = load_run(args.run, args.device, args.model, args.task)
+    if args.picture and not run.adapters:
+        raise ValueError(f"--picture: {args.run} has no fusion")
+    inputs, labels, cut = read_inputs(args, run), run.task.labels, 0
     for start in range(0, len(inputs), WINDOW):
         window = inputs[start : start + WINDOW]
-        answers = model.predict([given for _, given in window])
-        for (line, given), answer in zip(window, answers, strict=True):
+        for i, (given, answer) in enumerate(zip(window, run.predict(window), strict=True), start):
             cut += answer["truncated"]
-            if options.json:
-                print(json.dumps({"line": line, **answer} if options.file else answer))
+            best = labels.index(answer["label"]) if run.task.is_multiple_choice else 0
+            if args.json:
+                print(json.dumps({"row": i + 1, **answer} if args.file else answer))
             else:
-                print(line_of_text(model, model.candidates(given), answer))
-    if cut and not options.json:
-        length = model.record.tasks[model.task.name].max_length
+                print(line_of_text(labels, answer, run.candidates(given)[best]))
+            if args.picture:
+                draw(run, run.fusion_weights([given])[best], args.picture)
+    if cut and not args.json:
+        length = run.record["tasks"][run.task.name]["max_length"]
         print(f"note: {cut} of {len(inputs)} inputs were cut to {length} tokens", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `predict ... | head` ends quietly
     run_command("predict.py", main)

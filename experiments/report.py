@@ -1,8 +1,9 @@
-"""How experiments report: tables as text and Markdown, CSV files and pictures. Every file replaces
-an earlier one only once it is complete. A table is rows of cells, and a header of titles."""
+"""How experiments report: tables as text and Markdown, CSV files and pictures. A table is rows of
+cells, and a header of titles. A file replaces an earlier one only once it is complete."""
 
 import math
 import re
+import statistics
 
 from formats.files import atomic_write
 
@@ -11,21 +12,18 @@ NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+( ?%)?|[-–]?")  # or nothing, where the
 
 def mean_and_deviation(values):
     """(mean, sample deviation) of numbers; the deviation of one, and both of none, are None."""
-    import pandas  # when it is first needed: it takes half a second
-
-    series = pandas.Series([*values], dtype=float)
-    found = float(series.mean()), float(series.std())
-    return tuple(None if math.isnan(value) else value for value in found)
+    values = [*values]
+    mean = statistics.mean(values) if values else None
+    return mean, statistics.stdev(values) if len(values) > 1 else None
 
 
 def percent(accuracies):
-    """Accuracies of several seeds, 0 to 1 -> (mean, standard deviation) in %; the deviation of one
-    seed, and both of none, are None."""
+    """Accuracies of several seeds, 0 to 1 -> (mean, sample deviation) in %"""
     return mean_and_deviation(100 * accuracy for accuracy in accuracies)
 
 
 def two_decimals(value, missing="–"):
-    """value: None and NaN are missing"""
+    """A number as text; None and NaN are missing."""
     return missing if value is None or math.isnan(value) else f"{value:z.2f}"  # z: never -0.00
 
 
@@ -60,8 +58,7 @@ def write_csv(path, header, rows):
     import pandas  # takes half a second: when it is first needed
 
     table = pandas.DataFrame(rows, columns=header, dtype=object)  # which leaves integers alone
-    with atomic_write(path) as temporary:
-        table.to_csv(temporary, index=False, lineterminator="\n")
+    write_text(path, table.to_csv(index=False, lineterminator="\n"))
 
 
 def write_text(path, text):
@@ -72,7 +69,7 @@ def write_text(path, text):
 
 
 def subplots(rows=1, columns=1, figsize=None, **options):
-    """As pyplot's (`layout="constrained"`), but for a file: it never opens a window."""
+    """As pyplot's with `layout="constrained"`, but for a file: it never opens a window."""
     from matplotlib.figure import Figure  # takes most of a second: not for tables alone
 
     figure = Figure(figsize=figsize, layout="constrained")
@@ -80,5 +77,6 @@ def subplots(rows=1, columns=1, figsize=None, **options):
 
 
 def save_figure(figure, path):
+    """Draws into a file of the kind that its ending names."""
     with atomic_write(path) as temporary:
         figure.savefig(temporary, format=path.suffix[1:], dpi=150)

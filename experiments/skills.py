@@ -24,11 +24,9 @@ import json
 import random
 import re
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.command import run_command
-from runtime.settings import option, parse
+from runtime.command import Parser, run_command
 
 SKILLS = {  # {skill: (label without its fault, with it)}
     "match": ("right", "wrong"),
@@ -43,14 +41,6 @@ FILES = {  # enough of each library, so that reading takes seconds
     "torch": "nn/**/*.py optim/**/*.py distributions/**/*.py autograd/**/*.py utils/data/**/*.py "
     "distributed/*.py",
 }
-
-
-@dataclass(frozen=True)
-class Options:
-    out: Path = option(None, "directory that gets TASK/train.jsonl and the like", required=True)
-    skills: tuple = option(
-        ("match", "order"), "at least two; default match order", choices=[*SKILLS], distinct=True
-    )
 
 
 def docstrings(library):
@@ -171,12 +161,15 @@ def misspelled(text, rng):
 
 
 def main(argv=None):
-    words = "Writes a task for each skill, and a target that needs all of them."
-    options = parse(Options, argv, "python -m experiments.skills", words)
-    if len(options.skills) < 2:
-        raise ValueError("--skills takes at least two")
-    build_tasks(options.out, random.Random(0), options.skills)
-    print(f"wrote {', '.join([*options.skills, target_of(options.skills)])} to {options.out}")
+    parser = Parser("python -m experiments.skills", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="gets TASK/train.jsonl and so on")
+    skills = {"nargs": "+", "default": ["match", "order"], "choices": SKILLS}
+    parser.add_argument("--skills", **skills, help="at least two; default match order")
+    args = parser.parse_args(argv)
+    if len({*args.skills}) < max(2, len(args.skills)):
+        raise ValueError("--skills takes at least two different ones")
+    build_tasks(args.out, random.Random(0), args.skills)
+    print(f"wrote {', '.join([*args.skills, target_of(args.skills)])} to {args.out}")
 
 
 if __name__ == "__main__":

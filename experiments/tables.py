@@ -6,117 +6,96 @@ the paper's values.
     python -m experiments.tables --model FacebookAI/roberta-base ...     # Table 4
     python -m experiments.tables ... -- --epochs 10 --limit-train 200
 
-What follows "--" goes to each train.py; with --limit-train N, targets have few examples and source
-tasks all of theirs. Each number is a run in OUT/runs (experiments/grid.py). The results are
-OUT/results.md, and CSV and PNG beside it; with --limit-train N results-N.md and so on, so that both
-kinds can share a directory and their source adapters.
-
-`paper_results.csv` holds the accuracies that Tables 1, 3 and 4 of the paper print (arXiv
-2005.00247v3).
+What follows "--" goes to each run; with --limit-train N, targets have few examples and source tasks
+all of theirs. Each number is a run in OUT/runs (experiments/grid.py). OUT gets results.md, and CSV
+and PNG beside it; with --limit-train N they are results-N.md and so on, so that both kinds can
+share a directory and their source adapters. The paper's values are in paper_results.csv.
 """
 
-import shlex
 import statistics
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas
 
 import data
+from bert import Bert
 from experiments import grid, report
 from experiments.report import two_decimals
-from runtime.command import run_command
-from runtime.settings import COUNT, SEED, Parser, check_values, option, unrecorded
+from runtime import command
 
-# {system: (title in Table 1, stage and options)}; the last two are section 2.1's, and no column
+# {system: (title in Table 1, stage, options)}; the last two are section 2.1's, and no column
 SYSTEMS = {
-    "head": ("Head", "head"),
-    "full": ("Full", "full"),
-    "st_a_2": ("ST-A r=2", "adapter --reduction-factor 2"),
-    "st_a_16": ("ST-A", "adapter --reduction-factor 16"),
-    "st_a_64": ("ST-A r=64", "adapter --reduction-factor 64"),
-    "st_a_houlsby": ("ST-A Houlsby", "adapter --adapter houlsby --reduction-factor 16"),
-    "mt_a": ("MT-A", "multitask --adapter pal"),
-    "fusion_st_a": ("Fusion w/ ST-A", "fusion"),
-    "fusion_mt_a": ("Fusion w/ MT-A", "fusion"),
-    "mtl": ("Multi-task", "multitask --adapter none"),
-    "sequential": ("Sequential", "full"),
+    "head": ("Head", "head", []),
+    "full": ("Full", "full", []),
+    "st_a_2": ("ST-A r=2", "adapter", ["--reduction-factor", "2"]),
+    "st_a_16": ("ST-A", "adapter", ["--reduction-factor", "16"]),
+    "st_a_64": ("ST-A r=64", "adapter", ["--reduction-factor", "64"]),
+    "st_a_houlsby": ("ST-A Houlsby", "adapter", "--adapter houlsby --reduction-factor 16".split()),
+    "mt_a": ("MT-A", "multitask", ["--adapter", "pal"]),
+    "fusion_st_a": ("Fusion w/ ST-A", "fusion", []),
+    "fusion_mt_a": ("Fusion w/ MT-A", "fusion", []),
+    "mtl": ("Multi-task", "multitask", ["--without-adapters"]),
+    "sequential": ("Sequential", "full", []),
 }
-PAPER = Path(__file__).parent / "paper_results.csv"
+STAGES = "head full adapter fusion multitask".split()
+PAPER = Path(__file__).parent / "paper_results.csv"  # as arXiv 2005.00247v3 prints them
+TITLES = {system: title for system, (title, _, _) in SYSTEMS.items()}
 
 
-def is_part(text):
-    i, _, n = text.partition("/")
-    return i.isdigit() and n.isdigit() and int(i) < int(n)
+def part(text):
+    """ "3/16" -> (3, 16)"""
+    i, n = map(int, text.split("/"))
+    if not 0 <= i < n:
+        raise ValueError
+    return i, n
 
 
-PART = "I/N with I in 0 .. N-1", is_part
-
-
-@dataclass(frozen=True)
-class Options(grid.Options):
-    tasks: tuple = option((), "default: those of the paper's 16 that are in --data-dir")
-    seeds: tuple[int, ...] = option((0, 1, 2), valid=SEED)
-    out: Path = unrecorded(Path("runs/table1"), "of runs and results; default runs/table1")
-    systems: tuple = option(
-        tuple(SYSTEMS), " ".join(SYSTEMS), choices=list(SYSTEMS), metavar="SYSTEM"
-    )
-    one_seed: tuple = option((), "these get the first seed only", metavar="TASK")
-    limit_train: int | None = option(None, valid=COUNT, flag=None)  # of targets, from behind --
-    head_options: str = grid.stage_options("head")
-    full_options: str = grid.stage_options("full")
-    adapter_options: str = grid.stage_options("adapter")
-    fusion_options: str = grid.stage_options("fusion")
-    multitask_options: str = grid.stage_options("multitask")
-    part: str = unrecorded(
-        "0/1", "every N-th run only, from the I-th on, for job arrays", metavar="I/N", valid=PART
-    )
-
-
-def arguments(argv):
-    description = "Runs the grid of Table 1 and writes the paper's tables."
-    options = grid.read_options(Options, argv, "tables", description)
-    behind = Parser(add_help=False, allow_abbrev=False)
-    behind.add_argument("--limit-train", type=int)
-    given, rest = behind.parse_known_args(shlex.split(options.train_options))
-    options = replace(options, limit_train=given.limit_train, train_options=shlex.join(rest))
-    check_values(options)
-    grid.check_owned(options, ["--limit-train"])
-    if not options.tasks:
-        place = options.data_dir
-        there = [task for task in data.TASKS if place is None or (Path(place) / task).is_dir()]
-        if not there:
-            raise ValueError(f"{place} has none of the paper's tasks: name yours with --tasks")
-        options = replace(options, tasks=tuple(there))
-    if unknown := [task for task in options.one_seed if task not in options.tasks]:
-        known = ", ".join(options.tasks)
-        raise ValueError(f"--one-seed {unknown[0]!r:.50} is none of --tasks: {known}")
-    return options
+def parse(argv=None):
+    parser = grid.make_parser("tables", __doc__, "runs/table1", STAGES)
+    add = parser.add_argument
+    add("--tasks", nargs="+", help="default: those of the paper's 16 that are in --data-dir")
+    add("--systems", nargs="+", default=[*SYSTEMS], choices=SYSTEMS, metavar="SYSTEM")
+    add("--one-seed", nargs="+", default=[], metavar="TASK", help="these get the first seed only")
+    add("--part", type=part, default=(0, 1), metavar="I/N", help="every N-th run, for job arrays")
+    parser.set_defaults(seeds=[0, 1, 2])
+    args = grid.parse(parser, argv)
+    behind = command.Parser(add_help=False)
+    behind.add_argument("--limit-train", type=command.count)  # for targets alone
+    args, args.train_options = behind.parse_known_args(args.train_options, args)
+    place = args.data_dir
+    there = [task for task in data.TASKS if place is None or Path(place, task).is_dir()]
+    args.tasks = args.tasks or there
+    if not args.tasks:
+        raise ValueError(f"{place} has none of the paper's tasks: name yours with --tasks")
+    if unknown := {*args.one_seed} - {*args.tasks}:
+        raise ValueError(f"--one-seed {min(unknown)} is none of --tasks: {', '.join(args.tasks)}")
+    return args
 
 
 class Runs:
     """
     The runs of a grid, each after those that it needs; what several systems need is there once.
 
-    cells: {name: cell}; places: {(system, task, seed): name of the run that answers it}. sizes:
+    cells: {name: cell}; places: {(system, task, seed): name of the run that answers it}; sizes:
     {task: training examples}
     """
 
-    def __init__(self, options, sizes):
-        self.options, self.sizes, self.cells, self.places = options, sizes, {}, {}
-        for system in options.systems:
-            for task in options.tasks:
-                for seed in self.seeds_of(task, options.seeds):
+    def __init__(self, args, sizes):
+        self.args, self.sizes, self.cells, self.places = args, sizes, {}, {}
+        for system in args.systems:
+            for task in args.tasks:
+                for seed in self.seeds_of(task):
                     if name := self.of_system(system, task, seed):
                         self.places[system, task, seed] = name
 
     def of_system(self, system, task, seed):
         """The name of the run that answers a system, which is added with those that it needs. None
         for a sequence without another task before the target."""
-        tasks, others = self.options.tasks, [one for one in self.options.tasks if one != task]
-        name, words, needs, model = f"{system}-{task}", ["--task", task], [], None
-        if system in ("mt_a", "mtl"):  # with --limit-train, all tasks are cut
-            name, words, task = system, ["--tasks", *tasks], self.largest(tasks)
+        tasks, others = self.args.tasks, [one for one in self.args.tasks if one != task]
+        name, words, needs = f"{system}-{task}", ["--task", task], []
+        words += self.limit(task)
+        if system in ("mt_a", "mtl"):
+            name, words = system, ["--tasks", *tasks, *self.limit(max(tasks, key=self.sizes.get))]
         elif system == "fusion_st_a":
             own = self.of_system("st_a_16", task, seed)
             needs = [own if one == task else self.source("st_a_16", one, seed) for one in tasks]
@@ -124,42 +103,40 @@ class Runs:
         elif system == "fusion_mt_a":
             needs = [self.of_system("mt_a", task, seed)]
             model = self.out(needs[0])
-            words += ["--adapters", *(f"{model}/adapters/{one}" for one in tasks)]
+            words += ["--model", model, "--adapters", *(f"{model}/adapters/{t}" for t in tasks)]
         elif system == "sequential":
             if not others:
                 return None
-            first = self.largest(others)
+            first = max(others, key=self.sizes.get)
             needs = [self.source("full", first, seed)]
-            name, model = f"{system}-{first}-{task}", self.out(needs[0])
-        return self.add(name, system, words, task, seed, needs, model)
+            name, words = f"{system}-{first}-{task}", [*words, "--model", self.out(needs[0])]
+        return self.add(name, system, words, seed, needs)
+
+    def limit(self, task):
+        """--limit-train for a target, or for the largest of several, where it cuts anything."""
+        limit = self.args.limit_train
+        return ["--limit-train", str(limit)] if limit and limit < self.sizes[task] else []
 
     def source(self, system, task, seed):
         """A run on a source task, of the same seed, or where the task has none of it the first."""
-        seeds = self.seeds_of(task, self.options.seeds)
+        seeds = self.seeds_of(task)
         seed = seed if seed in seeds else seeds[0]
-        return self.add(f"{system}-{task}", system, ["--task", task], task, seed, source=True)
+        return self.add(f"{system}-{task}", system, ["--task", task], seed)
 
-    def add(self, name, system, words, task, seed, needs=(), model=None, source=False):
-        """task: the one whose size decides whether a limit cuts anything. A run of other examples
-        or options has another name."""
-        options, (stage, *first) = self.options, SYSTEMS[system][1].split()
-        words = [*first, *words]
-        limit = None if source else options.limit_train
-        if limit is not None and limit < self.sizes[task]:
-            name += f"-{limit}"
-            words += ["--limit-train", str(limit)]
-        name += f"-{seed}"
-        self.cells[name] = grid.cell(options, name, stage, words, seed, model, needs)
+    def add(self, name, system, words, seed, needs=()):
+        """A run of other examples has another name."""
+        _, stage, first = SYSTEMS[system]
+        if "--limit-train" in words:
+            name += f"-{self.args.limit_train}"
+        name, words = f"{name}-{seed}", [*first, *words, "--seed", str(seed)]
+        self.cells[name] = grid.cell(self.args, name, stage, words, needs)
         return name
 
     def out(self, name):
         return str(self.cells[name].out)
 
-    def largest(self, tasks):
-        return max(tasks, key=self.sizes.get)
-
-    def seeds_of(self, task, given):
-        return given[:1] if task in self.options.one_seed else given
+    def seeds_of(self, task):
+        return self.args.seeds[:1] if task in self.args.one_seed else self.args.seeds
 
 
 def collect(results, places):
@@ -182,10 +159,6 @@ def paper(roberta):
     table = table[table["encoder"].str.contains("roberta") == roberta].drop(columns="encoder")
     values = table.melt("task", var_name="system").dropna()
     return values.set_index(["system", "task"])["value"].to_dict()
-
-
-def title(system):
-    return SYSTEMS[system][0]
 
 
 def with_means(values, tasks):
@@ -216,7 +189,7 @@ def accuracy_table(path, systems, examples, found, ours, theirs):
             rows[-1] += [mean, std, of.get("count", ""), printed]
     columns = [f"{system}_{kind}" for system in systems for kind in "mean std seeds paper".split()]
     report.write_csv(path, ["task", "train_examples", *columns], rows)
-    return lines, ["task", "training examples", "seeds", *map(title, systems)]
+    return lines, ["task", "training examples", "seeds", *map(TITLES.get, systems)]
 
 
 def arrow(difference):
@@ -228,24 +201,17 @@ def arrow(difference):
     return "↘" if difference < -0.3 else "→"
 
 
-COMPARISONS = [
-    (fusion, adapters)
-    for fusion in ("fusion_st_a", "fusion_mt_a")
-    for adapters in ("st_a_16", "mt_a")
-]
+COMPARISONS = [(f, st) for f in ("fusion_st_a", "fusion_mt_a") for st in ("st_a_16", "mt_a")]
 
 
 def differences(values, pairs, tasks):
     """{(one, other): {task: values of one - values of other}} for the pairs of systems that have
     any; rounded as printed, so that a table's arrows agree with its numbers."""
-    result = {}
+    rounded, result = {place: round(value, 2) for place, value in values.items()}, {}
     for one, other in pairs:
         both = [task for task in tasks if {(one, task), (other, task)} <= values.keys()]
-        if both:
-            result[one, other] = {
-                task: round(round(values[one, task], 2) - round(values[other, task], 2), 2)
-                for task in both
-            }
+        of = {task: round(rounded[one, task] - rounded[other, task], 2) for task in both}
+        result |= {(one, other): of} if of else {}
     return result
 
 
@@ -260,7 +226,7 @@ def table2(path, tasks, ours, theirs):
     ]
     report.write_csv(path, ["fusion", "compared_to", "task", "arrow", "difference", "paper"], rows)
     cells = {(one, other, task): f"{mark} ({paper})" for one, other, task, mark, _, paper in rows}
-    header = ["compared to", *(" : ".join(map(title, pair)) for pair in mine)]
+    header = ["compared to", *(" : ".join(map(TITLES.get, pair)) for pair in mine)]
     return [[task, *(cells.get((*pair, task)) for pair in mine)] for task in tasks], header
 
 
@@ -282,7 +248,7 @@ def figure3(path, tasks, here, there):
             bars, shift = panel.get(pair, {}), (i - (len(here) - 1) / 2) * width
             places = [tasks.index(task) + shift for task in bars]
             style = {"edgecolor": "black", "linewidth": 0.6, **BARS[pair[0]]}
-            axes.bar(places, list(bars.values()), width, label=title(pair[0]), **style)
+            axes.bar(places, list(bars.values()), width, label=TITLES[pair[0]], **style)
         axes.axhline(0, color="black", linewidth=0.8)
         axes.grid(axis="y", color="0.85", linewidth=0.5)
         axes.set_axisbelow(True)
@@ -293,20 +259,20 @@ def figure3(path, tasks, here, there):
     report.save_figure(figure, path)
 
 
-def write_results(options, runs, results, config):
+def write_results(args, runs, results, config):
     """All tables and the figure, of what is finished; prints the table of accuracies."""
-    roberta, tasks, limit = config.model_type == "roberta", options.tasks, options.limit_train
+    roberta, tasks, limit = config.model_type == "roberta", args.tasks, args.limit_train
     found, theirs = collect(results, runs.places), with_means(paper(roberta), tasks)
     ours = with_means({place: of["mean"] for place, of in found.items()}, tasks)
     examples = {task: min(runs.sizes[task], limit or runs.sizes[task]) for task in tasks}
 
     def path(name):
-        return options.out / (name.replace(".", f"-{limit}.") if limit else name)
+        return args.out / (name.replace(".", f"-{limit}.") if limit else name)
 
     papers, name = ("Table 4", "table4.csv") if roberta else ("Tables 1 and 3", "table1.csv")
     note = f"In brackets: the paper's {papers}; the means, too, are over the tasks listed here."
-    table = accuracy_table(path(name), options.systems, examples, found, ours, theirs)
-    parts = ["# Results\n", grid.caption(options, config, note) + "\n"]
+    table = accuracy_table(path(name), args.systems, examples, found, ours, theirs)
+    parts = ["# Results\n", grid.caption(args, config, note) + "\n"]
     parts += [f"## {papers}\n", report.markdown(*table)]
     if differences(ours, COMPARISONS, tasks):
         parts += [
@@ -326,17 +292,17 @@ def write_results(options, runs, results, config):
 
 
 def main(argv=None):
-    options = arguments(argv)
-    runs = Runs(options, grid.train_examples(options.tasks, options.data_dir))
-    cells = list(runs.cells.values())
-    if options.plan:
-        return grid.print_plan(cells, options)
-    config = grid.encoder(options.model).config  # if it is damaged, that is found now
-    results, failed = grid.run(cells, options, tuple(map(int, options.part.split("/"))))
-    if options.part == "0/1" or len(results) == len(cells):
-        write_results(options, runs, results, config)
+    args = parse(argv)
+    runs = Runs(args, grid.train_examples(args, args.tasks))
+    cells = [*runs.cells.values()]
+    if args.plan:
+        return grid.print_plan(cells, args)
+    config = Bert.from_pretrained(args.model).config  # if it is damaged, that is found now
+    results, failed = grid.run(cells, args, args.part)
+    if args.part == (0, 1) or len(results) == len(cells):
+        write_results(args, runs, results, config)
     grid.end(failed)
 
 
 if __name__ == "__main__":
-    run_command("tables", main)
+    command.run_command("tables", main)

@@ -17,8 +17,9 @@ from formats.files import (
     write_json,
     write_tensors,
 )
-from formats.hub import commit_of, download
+from formats.hub import download
 from formats.tensorflow import read_tensorflow
+from formats.tokenizer import TOKENIZER_FILES
 
 # (configuration, weights) on the Hugging Face hub, or as Google published them; in a directory, the
 # first pair that is there is read
@@ -40,7 +41,6 @@ class Checkpoint:
     config: dict  # what config.json says
     names: dict  # the hub's name of a tensor today -> its name in the file
     tensors: dict  # name in the file -> function that reads the tensor
-    digest: str | None = None  # of the tensors that `read` has returned
 
     def read(self, shapes):
         """{name: fp32 tensor} of exactly the tensors in `shapes`, {the hub's name: shape}. Raises
@@ -58,14 +58,15 @@ class Checkpoint:
                     found = f"shape {list(tensor.shape)} in {tensor.dtype}"
                     needed = f"{self.config_path.name} says {list(shape)}, in floats"
                     raise ValueError(f"{self.names[hub]} has {found}, {needed}")
+                if not tensor.isfinite().all():
+                    raise ValueError(f"{self.names[hub]} holds values that are not finite")
                 result[hub] = tensor.float()
-        self.digest = digest_of(result)
         return result
 
 
-def digest_of(tensors):
+def sha256_of(tensors):
     """SHA-256 of {name: fp32 tensor}: of names, shapes and every number. The same encoder has the
-    same digest in any format, whatever its tensors are called there."""
+    same one in any format, whatever its tensors are called there."""
 
     def one(name):
         tensor = tensors[name].contiguous()
@@ -81,11 +82,15 @@ OF_THE_ENCODER = re.compile(r"(embeddings|encoder)\.(?!.*\b(position_ids|adam_[m
 
 
 def open_encoder(source):
-    """The Checkpoint at `source`, a directory (see `checkpoint_files`) or a Hugging Face hub id.
-    Raises FileNotFoundError, or ValueError that names the file."""
+    """The Checkpoint at `source`, a directory with one of the pairs in FILES, "minilm", or a
+    Hugging Face hub id. Raises FileNotFoundError, or ValueError that names the file."""
     directory = fetch_encoder(source)
-    config_path, weights_path = checkpoint_files(directory)
-    config = read_encoder_config(config_path)
+    for pair in FILES:
+        config_path, weights_path = (directory / name for name in pair)
+        if config_path.is_file() and weights_path.is_file():
+            break
+    else:
+        raise FileNotFoundError(f"no encoder in {directory}: it needs {NEEDED} and its data files")
     if weights_path.suffix == ".index":
         tensors = read_tensorflow(weights_path)
     else:
@@ -93,6 +98,7 @@ def open_encoder(source):
         tensors = {name: lambda tensor=tensor: tensor for name, tensor in stored.items()}
     with error_prefix(weights_path):
         names = hub_names(tensors)
+    config = read_json(config_path)
     return Checkpoint(directory, config_path, weights_path, config, names, tensors)
 
 
@@ -106,58 +112,19 @@ def read_pooler(directory):
     return {kind: checkpoint.tensors[name]().float() for kind, name in names.items()}
 
 
-def write_encoder(directory, config, tensors, prefix):
-    """Writes config.json, whose other keys stay, with the digest of these weights, and
-    model.safetensors with `prefix` before the names."""
+def write_encoder(directory, config, tensors):
+    """Writes config.json, and model.safetensors in fp32 with the model's type before the names.
+    Returns the `sha256_of` the weights."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    path = directory / "config.json"
     tensors = {name: tensor.detach().float().cpu() for name, tensor in tensors.items()}
-    before = read_json(path) if path.exists() else {}
-    write_json(path, {**before, **config, "weights_sha256": digest_of(tensors)})
+    precision = ("dtype", "torch_dtype")  # of the checkpoint that was trained
+    config = {name: value for name, value in config.items() if name not in precision}
+    write_json(directory / "config.json", config)
+    prefix = config["model_type"]
     named = {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
     write_tensors(directory / "model.safetensors", named)
-
-
-def find_config(directory):
-    """The path of a checkpoint's configuration; its weights may be missing."""
-    path = Path(directory) / "config.json"
-    return path if path.is_file() else path.with_name("bert_config.json")
-
-
-def read_encoder_config(path):
-    """The values in config.json or bert_config.json. Raises ValueError for a decoder."""
-    values = read_json(path)
-    if values.get("is_decoder"):
-        raise ValueError(f"{path}: is_decoder is on, but an encoder's tokens see both sides")
-    return values
-
-
-def check_config(path, config, activations, base_fields):
-    """Raises ValueError, naming the field, for a value that an encoder cannot have. config: a
-    dataclass; base_fields: those of its fields that every encoder has, of which the ones of type
-    int are sizes"""
-
-    def require(valid, name, what):
-        if not valid:
-            raise ValueError(f"{path}: {name} must be {what}, not {getattr(config, name)!r:.50}")
-
-    for field in base_fields:
-        value = getattr(config, field.name)
-        if field.type is int and field.name != "pad_token_id":
-            least = 0 if field.name == "type_vocab_size" else 1  # 0: there are no token types
-            valid = type(value) is int and value >= least
-            require(valid, field.name, f"an integer of at least {least}")
-        elif field.type is float:
-            require(type(value) in (int, float) and 0 <= value < 1, field.name, "in [0, 1)")
-    require(config.hidden_act in [*activations], "hidden_act", " or ".join(activations))
-    absolute = config.position_embedding_type == "absolute"
-    require(absolute, "position_embedding_type", "absolute")
-    divides = config.hidden_size % config.num_attention_heads == 0
-    require(divides, "num_attention_heads", "a divisor of hidden_size")
-    pad = config.pad_token_id
-    usable = type(pad) is int and 0 <= pad < config.vocab_size and config.max_length > 0
-    require(usable, "pad_token_id", "in the vocabulary, and before the last position")
+    return sha256_of(tensors)
 
 
 def hub_names(names):
@@ -208,33 +175,18 @@ def find_minilm():
     return model
 
 
-def fetch_encoder(source, weights=True):
-    """Directory of an encoder and its tokenizer: `source` itself, or the files of a hub id that are
-    needed, with its weights or without them."""
+def fetch_encoder(source):
+    """Directory of an encoder and its tokenizer: `source` itself, MiniLM's, or the files of a hub
+    id that are needed."""
     if Path(source).is_dir():
         return Path(source)
     if str(source) == "minilm":
         return find_minilm()
     try:
-        config = download(source, "config.json")
-        if config is None:
-            raise FileNotFoundError(f"{source!r} has no config.json on the hub")
+        directory = download(source, "config.json", "model.safetensors", *TOKENIZER_FILES)
+        if not (directory / "model.safetensors").is_file():
+            directory = download(source, "pytorch_model.bin")
     except FileNotFoundError as e:
-        directory = f"a directory with {NEEDED} and its data files"
-        takes = f"--model takes a hub id, minilm, or {directory}"
+        takes = f"--model takes a hub id, minilm, or a directory with {NEEDED} and its data files"
         raise FileNotFoundError(f"{e}; {takes}") from e
-    commit = commit_of(config)
-    if weights and not download(source, "model.safetensors", commit):
-        download(source, "pytorch_model.bin", commit)
-    if not download(source, "tokenizer.json", commit) and download(source, "vocab.txt", commit):
-        download(source, "tokenizer_config.json", commit)
-    return config.parent
-
-
-def checkpoint_files(directory):
-    """(config, weights) of a directory, see FILES. Raises FileNotFoundError without them."""
-    for pair in FILES:
-        config, weights = (Path(directory) / name for name in pair)
-        if config.is_file() and weights.is_file():
-            return config, weights
-    raise FileNotFoundError(f"no encoder in {directory}: it needs {NEEDED} and its data files")
+    return directory

@@ -4,13 +4,11 @@ them leaves the old file or the new one, whatever happens meanwhile."""
 import contextlib
 import hashlib
 import json
-import os
 import warnings
 from pathlib import Path
 
 import safetensors.numpy
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 
@@ -29,7 +27,7 @@ def error_prefix(place):
 
 
 def read_json(path):
-    """The object in a JSON file. Raises ValueError that names file and line."""
+    """The object in a JSON file. Raises ValueError that names the file."""
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as e:
@@ -45,25 +43,13 @@ def file_digest(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fsync(*paths):
-    """Returns when files, and the names in directories, are on the disk."""
-    for path in paths:
-        if path.is_file() or (path.is_dir() and os.name != "nt"):
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
-
-
 @contextlib.contextmanager
-def atomic_write(path, ending=".tmp"):
-    """A temporary path to write to. It replaces `path` once its content is on the disk, so that a
-    power cut leaves the old file or the new one; after an error it is removed."""
-    temporary = Path(f"{path}{ending}")
+def atomic_write(path):
+    """A temporary path to write to, which then replaces `path`; after an error it is removed."""
+    temporary = Path(f"{path}.tmp")
     try:
         yield temporary
-        fsync(temporary)
         temporary.replace(path)
-        fsync(temporary.parent)
     except BaseException as e:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -86,25 +72,19 @@ def write_tensors(path, tensors):
 
 
 def read_tensors(path):
-    """{name: tensor} of a .safetensors file, as views of the mapped file, or of a PyTorch file.
-    Raises ValueError that names the file."""
-    if Path(path).suffix != ".safetensors":
-        return read_bin(path)
+    """{name: tensor} of a .safetensors file, as views of the mapped file, or of a PyTorch file, of
+    which only tensors are unpickled: one with anything else is refused, not executed. Raises
+    ValueError that names the file."""
     try:
-        return load_file(path)
-    except (SafetensorError, ValueError, KeyError) as e:
-        raise ValueError(f"{path}: not a readable safetensors file: {e}") from e
-
-
-def read_bin(path):
-    """All tensors of a PyTorch file. Only tensors are unpickled: a file with anything else is
-    refused, not executed."""
-    try:
+        if Path(path).suffix == ".safetensors":
+            return load_file(path)
         with warnings.catch_warnings(action="ignore"):  # of a pickle's protocol, ahead of an error
             tensors = torch.load(path, map_location="cpu", weights_only=True)
         if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
             raise ValueError("not a dictionary of tensors")
+        return tensors
+    except FileNotFoundError:
+        raise
     except Exception as e:  # torch raises many kinds here
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise ValueError(f"{path}: not a file of tensors alone, refused: {reason}") from e
-    return tensors

@@ -1,302 +1,204 @@
-"""Rows of text and labels, as they are written: from .jsonl, .json, .csv, .tsv and .parquet files,
-or from the hub; their splits; and the cache of what the rows become, their tokens."""
+"""Rows as others wrote them, dictionaries of columns: from .jsonl, .json, .csv, .tsv and .parquet
+files, or from the hub."""
 
 import csv
-import functools
-import hashlib
-import inspect
 import json
-import logging
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+import unicodedata
 from pathlib import Path
 
 import numpy as np
 
-from formats import hub
-from formats.files import file_digest
+from formats.files import error_prefix
+from formats.hub import hub_library
 
 csv.field_size_limit(10**9)  # texts may be longer than its 131,072 characters
+ENDINGS = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 
-@functools.cache
-def import_datasets():
-    """The library, imported when it is first needed: it takes more than a second."""
-    hub.import_huggingface_hub()
-    import datasets
-
-    # Errors are raised, and reported once; downloads are announced by a line.
-    logging.getLogger("datasets").setLevel(logging.CRITICAL)
-    datasets.disable_progress_bars()
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # no request to a counter elsewhere
-    return datasets
-
-
-class Lines:
-    """The lines of a file of UTF-8 text; `number` is that of the last one."""
-
-    def __init__(self, path):
-        self.path, self.number = path, 0
-
-    def __iter__(self):
-        with open(self.path, "rb") as file:
-            for self.number, line in enumerate(file, 1):
-                yield line.decode("utf-8-sig" if self.number == 1 else "utf-8")
+def read_rows(path):
+    """[row] of a file; values as they are written, of CSV and TSV all texts. Raises ValueError that
+    names the file, and FileNotFoundError."""
+    path = Path(path)
+    if path.suffix not in ENDINGS:
+        raise ValueError(f"{path}: only {', '.join(ENDINGS)} can be read")
+    if not path.is_file():  # a pipe would never end
+        raise FileNotFoundError(f"{path} is not a file")
+    try:
+        if path.suffix == ".parquet":
+            rows = parquet_rows(path)
+        elif path.suffix in (".csv", ".tsv"):
+            rows = csv_rows(path)
+        else:
+            rows = json_rows(path)
+    except (ValueError, OSError, RecursionError, csv.Error) as e:  # pyarrow's are subclasses
+        raise ValueError(f"{path}: {e}") from e
+    if not rows:
+        raise ValueError(f"{path} is empty")
+    return rows
 
 
-def jsonl_rows(lines):
-    return (json.loads(line.strip()) for line in lines if line.strip())
+def json_rows(path):
+    """A list of objects, or an object in each line; empty lines do not count."""
+    text = path.read_text(encoding="utf-8-sig")
+    if path.suffix == ".json" and text.lstrip().startswith("["):
+        rows = json.loads(text)
+    else:
+        rows = []
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                with error_prefix(f"line {number}"):
+                    rows.append(json.loads(line))
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict):
+            raise ValueError(f"row {number}: not a JSON object")
+    return rows
 
 
-def json_rows(lines):
-    """A list of objects, or else objects in lines, as in .jsonl"""
-    text = "".join(lines)
-    if not text.lstrip().startswith("["):
-        yield from jsonl_rows(lines)
-        return
-    lines.number = 1  # from where a JSONDecodeError counts
-    for lines.number, row in enumerate(json.loads(text), 1):
-        yield row
-
-
-def csv_rows(lines, **dialect):
-    table = csv.reader(lines, strict=True, **dialect)
-    header = next(table, [])
+def csv_rows(path):
+    tabs = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        header, *rows = [cells for cells in csv.reader(file, strict=True, **tabs) if cells] or [[]]
     if twice := [name for name in header if header.count(name) > 1]:
         raise ValueError(f"two columns are called {twice[0]!r:.100}")
-    for cells in table:
-        if cells and len(cells) != len(header):
-            raise ValueError(f"{len(cells)} fields, the first line has {len(header)}")
-        if cells:
-            yield dict(zip(header, cells, strict=True))
+    for number, row in enumerate(rows, 1):
+        if len(row) != len(header):
+            raise ValueError(f"row {number} has {len(row)} fields, the first line {len(header)}")
+    return [dict(zip(header, row, strict=True)) for row in rows]
 
 
-def parquet_rows(lines):
+def parquet_rows(path):
     """Labels that the file has as numbers beside their names, as `datasets` writes it, by name: the
     file's order is its own."""
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(lines.path) as file:
-        described = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", "{}"))
-        features = described.get("info", {}).get("features", {})
-        names = {c: dict(enumerate(f["names"])) for c, f in features.items() if "names" in f}
-        for batch in file.iter_batches(1000):
-            for row in batch.to_pylist():
-                lines.number += 1
-                for column, name in names.items():
-                    row[column] = name.get(row[column], row[column])
-                yield row
+    table = pyarrow.parquet.read_table(path)
+    described = json.loads((table.schema.metadata or {}).get(b"huggingface", "{}"))
+    features = described.get("info", {}).get("features", {})
+    rows = table.to_pylist()
+    for column, feature in features.items():
+        if "names" in feature:
+            names = dict(enumerate(feature["names"]))
+            for row in rows:
+                row[column] = names.get(row[column], row[column])
+    return rows
 
 
-READERS = {
-    ".jsonl": jsonl_rows,
-    ".json": json_rows,
-    ".csv": csv_rows,
-    ".tsv": functools.partial(csv_rows, delimiter="\t", quoting=csv.QUOTE_NONE),
-    ".parquet": parquet_rows,
-}
-
-
-def read_rows(path):
-    """(line, row) of a file, one after another: values as they are written, of CSV and TSV all
-    texts. line: in which the row ends; in a JSON list and in parquet the row's number. Raises
-    ValueError that names file and line."""
-    path, lines, row = Path(path), Lines(path), None
-    if path.suffix not in READERS:
-        raise ValueError(f"{path}: only {', '.join(READERS)} can be read")
-    if not path.is_file():  # a pipe would never end
-        raise FileNotFoundError(f"{path} is not a file")
-    try:
-        for row in READERS[path.suffix](lines):
-            if not isinstance(row, dict):
-                raise ValueError("not a JSON object")
-            yield lines.number, row
-    except (csv.Error, ValueError, RecursionError, OSError) as e:  # OSError: of a damaged parquet
-        line, reason = lines.number, e
-        if isinstance(e, json.JSONDecodeError):
-            line, reason = line + e.lineno - 1, f"broken JSON: {e.msg} at column {e.colno}"
-        raise ValueError(f"{path}, line {line}: {reason}") from e
-    if row is None:
-        raise ValueError(f"{path} is empty")
-
-
-def find_file(directory, split, dev="validation", required=True):
-    """DIR/TASK/SPLIT.jsonl, .json, .csv, .tsv or .parquet. Others call the validation split dev or
-    val, or what `dev` says. Raises FileNotFoundError, or returns None if it is not required."""
-    names = [split, dev, "dev", "val"] if split == "validation" else [split]
-    for path in (directory / f"{name}{ending}" for name in names for ending in READERS):
+def find_file(directory, names, required=True):
+    """DIR/NAME.jsonl, .json, .csv, .tsv or .parquet, with the first of the names that is there.
+    Raises FileNotFoundError, or returns None if it is not required."""
+    directory = Path(directory)
+    for path in (directory / f"{name}{ending}" for name in names for ending in ENDINGS):
         if path.is_file():
             return path
     if not required:
         return None
     found = ", ".join(sorted(path.name for path in directory.glob("*"))) or "nothing"
-    hint = "; --dev-fraction 0.1 holds out a tenth of the training examples"
-    raise FileNotFoundError(
-        f"no {split} split for task {directory.name!r}: there is no {directory / split}.jsonl, "
-        f"{directory} has {found:.200}{hint * (split == 'validation')}"
-    )
+    problem = f"no {names[0]} split for task {directory.name!r}: {directory} has {found:.200}"
+    raise FileNotFoundError(problem)
 
 
-@dataclass(frozen=True)
-class Source:
-    """The rows of a split: where they are, and what tells them from others."""
+def hub_rows(repository, configuration, revision, split):
+    """[row] of a data set on the hub."""
+    hub_library()  # asks whether there is a network
+    import datasets  # takes more than a second: when it is first needed
 
-    where: str  # in messages
-    read: Callable  # () -> (line, row), one after another
-    digest: str  # of the content
-    files: dict = field(default_factory=dict)  # {name: SHA-256} of local files
-    revision: str | None = None  # of the hub's data set
-    dev_share: float | int | None = None  # share, or number, of these rows that are for development
-
-
-def of_files(where, *paths, keep=lambda row: True):
-    """The Source of local files. keep: function(row), whether the row belongs to it"""
-    files = {path.name: file_digest(path) for path in paths}
-
-    def read():
-        return ((line, row) for path in paths for line, row in read_rows(path) if keep(row))
-
-    return Source(str(where), read, repr(files), files)
-
-
-def of_ukp(directory, split):
-    """UKP's corpus as it is distributed: one file a topic, the split in the column `set`."""
-    wanted, paths = "val" if split == "validation" else split, sorted(directory.glob("*.tsv"))
-    source = of_files(directory, *paths, keep=lambda row: row.get("set") == wanted)
-    if not any(source.read()):
-        raise FileNotFoundError(f"{directory} has no train.jsonl, nor .tsv files with set {wanted}")
-    return source
-
-
-@functools.cache
-def load_from_hub(source, config, revision):
-    """{split: rows} of a data set, all of which `datasets` downloads at once."""
-    if hub.hub_answers():
-        print(f"loading the data set {source} {config or ''} from the hub", flush=True)
-    return import_datasets().load_dataset(source, config, revision=revision)
-
-
-def of_hub(repository, configuration, revision, split):
-    where = f"{repository} {configuration or ''}".strip() + f", {split}"
+    datasets.disable_progress_bars()
+    print(f"loading {repository} {configuration or ''} from the hub, or its cache", flush=True)
     try:
-        rows = load_from_hub(repository, configuration, revision)[split]
+        found = datasets.load_dataset(repository, configuration, revision=revision)[split]
     except Exception as e:  # network, hub and format each raise their own kinds
-        problem = f"{where} cannot be loaded from the hub ({hub.reason_of(e)})"
+        reason = " ".join(str(e).split())[:300]
+        problem = f"{repository}, {split}, cannot be loaded from the hub ({reason})"
         raise FileNotFoundError(f"{problem}; --data-dir takes local files") from e
-    commit = Path(rows.cache_files[0]["filename"]).parent.name if rows.cache_files else ""
-    revision = commit if re.fullmatch("[0-9a-f]{40}", commit) else revision
-
-    def read():
-        tables = rows.with_format("arrow").iter(1000)
-        return enumerate((row for table in tables for row in table.to_pylist()), 1)
-
-    return Source(where, read, rows._fingerprint, revision=revision)
+    return [row for table in found.with_format("arrow").iter(1000) for row in table.to_pylist()]
 
 
-def find_split(name, split, data_dir, files, hub, dev, dev_from_train, fraction, held_out):
-    """
-    The Source of "train", "validation" or another split of the data called `name`: in `files`,
-    {split: path}, in `data_dir`/NAME, or in a data set of the hub, (repository, configuration,
-    revision), where the development set is called `dev`.
-
-    Where there is no development set, "validation" are training examples, always the same ones, and
-    "train" the others: `dev_from_train` of them, or the fraction that is asked for. held_out: see
-    `hold_out`. Raises FileNotFoundError, or ValueError for a fraction that is not needed.
-    """
-    on_hub, dev_file = data_dir is None and not files, files.get("validation")
-    if data_dir is not None and not files:
-        directory = Path(data_dir) / name
-        dev_file = find_file(directory, "validation", dev, required=False)
-    if fraction and (dev_file or (on_hub and not dev_from_train)):
-        if not held_out:
-            where = dev_file or "the hub"
-            raise ValueError(f"--dev-fraction: {where} has a development set already")
-        fraction = None  # other data than those of the run that held examples out
-    dev_share = None
-    if not dev_file and split in ("train", "validation"):
-        dev_share = fraction or dev_from_train or None
-    wanted = "train" if dev_share else split
-    if on_hub:
-        if hub is None:
-            where = "tudatalib.ulb.tu-darmstadt.de/handle/tudatalib/2345 has it, for "
-            where = where if name == "argument" else "it needs "
-            raise FileNotFoundError(f"{name} is not on the hub; {where}--data-dir")
-        source = of_hub(*hub, dev if wanted == "validation" else wanted)
-    elif files:
-        if wanted not in files:
-            raise FileNotFoundError(f"no {wanted} split: --dev-file or --dev-fraction gives one")
-        source = of_files(files[wanted], Path(files[wanted]))
-    elif name == "argument" and directory.is_dir() and not any(directory.glob("train.*")):
-        source = of_ukp(directory, wanted)
-    else:
-        path = find_file(directory, wanted, dev)
-        source = of_files(path, path)
-    return replace(source, dev_share=dev_share)
-
-
-def hold_out(source, examples, split, recorded=None):
-    """
-    (indices of "train" or "validation" among the examples of one file; digest of the content of
-    those held out). `source.dev_share` of the examples are held out, a fraction, or a number, which
-    is at most half of them; the draw is the same for every seed. recorded: the digest that an
-    earlier run had; raises ValueError if these are others.
-    """
-    digests = [hashlib.sha256(repr(example).encode()).digest() for example in examples]
-    count, share = len(digests), source.dev_share
-    drawn = np.random.default_rng(0).permutation(count)
-    n = min(share, count // 2) if isinstance(share, int) else round(share * count)
+def hold_out(count, size):
+    """(indices of the training set, of the development set) among the examples of one file. size: a
+    share of them, or a number of examples, at most half of them. The draw is the same for every
+    seed. Raises ValueError where either would be empty."""
+    n = min(size, count // 2) if isinstance(size, int) else round(size * count)
     if not 0 < n < count:
         raise ValueError(f"the development set would be {n} of {count} training examples")
-    held = np.sort(drawn[:n])
-    digest = hashlib.sha256(b"".join(digests[i] for i in held)).hexdigest()
-    if recorded not in (None, digest):
-        problem = "the examples that training held out cannot be told from the others"
-        raise ValueError(f"{source.where}: {problem}: rows were added, removed or changed since")
-    return held if split == "validation" else np.sort(drawn[n:]), digest
+    drawn = np.random.default_rng(0).permutation(count)
+    return np.sort(drawn[n:]), np.sort(drawn[:n])
 
 
-def text_of_file(thing):
-    """The file in which a class or a function is defined, as text; None where there is none, as for
-    those of an interactive session."""
-    try:
-        return Path(inspect.getfile(thing)).read_text(encoding="utf-8")
-    except (OSError, TypeError):
-        return None
+def dev_size(task):
+    """What is held out of the training file: a share of its examples, or their number; None where
+    the development set is a file, or a split of the hub, of its own. Raises ValueError for a
+    --dev-fraction that is not needed."""
+    has_dev = task.dev_from_train == 0
+    if task.files or task.data_dir:
+        has_dev = bool(split_files(task, "validation", required=False))
+    if has_dev and task.dev_fraction:
+        raise ValueError(f"--dev-fraction: {task.name} has a development set already")
+    return None if has_dev else task.dev_fraction or task.dev_from_train or None
 
 
-def cached_tokens(key, code, examples, floats):
-    """A datasets.Dataset of tokens, labels and lengths, dictionaries of columns from the function
-    `examples`, which `datasets` keeps in its cache: it is called once for each key, as long as the
-    files with `code`, classes and functions, stay as they are. floats: whether labels are numbers,
-    not indices."""
-    import pyarrow
-
-    datasets = import_datasets()
-    integer = datasets.Value("int32")
-    ids, label = datasets.List(datasets.List(integer)), datasets.Value("float32")
-    columns = {"input_ids": ids, "token_type_ids": ids, "length": integer}
-    columns["hash"] = datasets.Value("int64")
-    features = datasets.Features({**columns, "label": label if floats else integer})
-    fingerprint = datasets.fingerprint.Hasher.hash([key, floats, [*map(text_of_file, code)]])
-    try:
-        return datasets.Dataset.from_generator(examples, features, fingerprint=fingerprint)
-    except datasets.exceptions.DatasetGenerationError as e:
-        raise e.__cause__ from None  # of `examples`
-    except (OSError, pyarrow.ArrowException) as e:
-        place = f"remove {datasets.config.HF_DATASETS_CACHE}/generator"
-        problem = f"the cache of `datasets` cannot be written, or is damaged ({e})"
-        raise OSError(f"{problem}: {place}, or HF_DATASETS_CACHE=DIR names another") from e
+def split_files(task, split, required=True):
+    """[path] of the local files with a split's rows; [] where there are none and none are
+    required."""
+    if task.files:
+        if not task.files.get(split) and required:
+            raise FileNotFoundError(f"no {split} split: --dev-file or --dev-fraction gives one")
+        return [Path(task.files[split])] if task.files.get(split) else []
+    directory = Path(task.data_dir) / task.name
+    names = [split, task.hub_dev, "dev", "val"] if split == "validation" else [split]
+    ukp = sorted(directory.glob("*.tsv")) if task.name == "argument" else []
+    if ukp and find_file(directory, ["train"], required=False) is None:
+        return ukp  # UKP's corpus as it is distributed: one file a topic, all splits in each
+    path = find_file(directory, names, required)
+    return [path] if path else []
 
 
-def set_origin(tokens, source, held_out):
-    """Notes in a split what it was made of."""
-    values = {"revision": source.revision, "held_out": held_out}
-    tokens.info.description = json.dumps(values)
+def read_split(task, split):
+    """(its place, for messages; all of its rows), where "validation" is the training file if the
+    development set is a part of it."""
+    if split == "validation" and dev_size(task):
+        split = "train"
+    if not task.files and not task.data_dir:
+        if task.hub is None:
+            ukp = "; its place is tudatalib.ulb.tu-darmstadt.de/handle/tudatalib/2345"
+            advice = "--data-dir or --train-file takes it" + ukp * (task.name == "argument")
+            raise FileNotFoundError(f"{task.name} is not on the hub: {advice}")
+        rows = hub_rows(*task.hub, task.hub_dev if split == "validation" else split)
+        return f"{task.hub[0]}, {split}", rows
+    paths = split_files(task, split)
+    rows = [row for path in paths for row in read_rows(path)]
+    if len(paths) > 1:
+        wanted = "val" if split == "validation" else split
+        rows = [row for row in rows if row.get("set") == wanted]
+    return str(paths[0] if len(paths) == 1 else paths[0].parent), rows
 
 
-def origin(split):
-    """{"revision": the commit of the hub's data set, or None; "files": {name: SHA-256} of local
-    files; "held_out": the digest of the examples held out of the training set, or None} of a split
-    from `load_split`."""
-    return json.loads(split.info.description)
+def check_column_names(task, known, where, row):
+    """Raises ValueError for one of --columns that renames nothing: one that is misspelt would be
+    left out without a word. row: the first of the file `where`"""
+    for ours, theirs in task.column_names.items():
+        given = f"--columns {ours}={theirs}"
+        if ours not in known:
+            raise ValueError(f"{given}: the task takes no {ours!r}; it takes {', '.join(known)}")
+        if theirs not in row:
+            raise ValueError(f"{given}: {where} has no such column; it has {', '.join(row):.200}")
+
+
+def own_labels(rows):
+    """The classes of your own task: numbers by value, texts by their letters. Raises ValueError for
+    what is no class, and for labels that only look different."""
+    values = [row.get("label") for row in rows]
+    for value in values:
+        if value is None or value == "" or type(value) not in (str, int, bool, float):
+            raise ValueError(f"a label is {value!r:.100}, which is empty, or no text")
+        if re.fullmatch(r"[-+]?\d*\.\d+(e[-+]?\d+)?", str(value)):
+            advice = "classes are texts or integers; for a regression see examples/sts_b.py"
+            raise ValueError(f"label {value} is a decimal number: {advice}")
+    values = {str(value) for value in values}
+    if len({unicodedata.normalize("NFC", value).strip() for value in values}) < len(values):
+        problem = "labels differ in blanks at their ends, or in how an accent is written"
+        raise ValueError(f"{problem}: make them one: {', '.join(map(ascii, sorted(values))):.300}")
+    if len(values) == 1:
+        raise ValueError(f"all labels are {[*values][0]!r:.100}: nothing to learn")
+    numbers = all(value.removeprefix("-").isdecimal() for value in values)
+    return sorted(values, key=lambda value: (int(value), value) if numbers else value)

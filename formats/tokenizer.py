@@ -11,16 +11,15 @@ from tokenizers.implementations import BertWordPieceTokenizer
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
 
 
-def load_tokenizer(directory, max_length, vocab_size=None, type_vocab_size=None):
+def load_tokenizer(directory, max_length, config=None):
     """
     The tokenizer in an encoder's directory: tokenizer.json, or BERT's vocab.txt. It adds [CLS] a
     [SEP] b [SEP], or RoBERTa's <s> a </s></s> b </s>, and truncates to `max_length` tokens, the
     longer of two texts first.
 
     A vocabulary with upper-case entries is a cased one, unless tokenizer_config.json says
-    otherwise. Raises FileNotFoundError if there is no tokenizer, ValueError if it cannot be read,
-    or has more tokens than the encoder's `vocab_size` or more segment types than its
-    `type_vocab_size`, unless that is 0.
+    otherwise. config: the encoder's. Raises FileNotFoundError if there is no tokenizer, ValueError
+    if it cannot be read, or has more tokens or more segment types than the encoder has embeddings.
     """
     directory = Path(directory)
     try:
@@ -32,14 +31,14 @@ def load_tokenizer(directory, max_length, vocab_size=None, type_vocab_size=None)
     added = tokenizer.num_special_tokens_to_add(is_pair=True)
     if not 0 < added <= max_length - 2:
         raise ValueError(f"{directory}: its tokenizer adds {added} tokens, of {max_length}")
-    pair = tokenizer.encode("a", "a")
-    for what, ids, limit in (
-        ("tokens", [*tokenizer.get_vocab().values(), *pair.ids], vocab_size),
-        ("kinds of segments", pair.type_ids, type_vocab_size),
-    ):
-        if limit and max(ids) >= limit:
-            count = f"{max(ids) + 1} {what}, the encoder {limit}"
-            raise ValueError(f"the tokenizer in {directory} knows {count}")
+    if config is not None:
+        pair = tokenizer.encode("a", "a")
+        highest = max(*tokenizer.get_vocab().values(), *pair.ids)
+        types = config.type_vocab_size or 2  # 0: the encoder looks at none
+        if highest >= config.vocab_size or max(pair.type_ids) >= types:
+            found = f"{highest + 1} tokens and {max(pair.type_ids) + 1} types of segments"
+            known = f"{config.vocab_size} and {config.type_vocab_size}"
+            raise ValueError(f"the tokenizer in {directory} has {found}, the encoder {known}")
     tokenizer.enable_truncation(max_length, strategy="longest_first")
     return tokenizer
 
@@ -47,11 +46,12 @@ def load_tokenizer(directory, max_length, vocab_size=None, type_vocab_size=None)
 PROBE = ("Caf\u00e9 NAIVE na\u00efve 1,024.5 \u4f60\u597d it's <s> [SEP] \u2603", "a B  c\td the")
 
 
-def tokenizer_digest(tokenizer):
+def tokenizer_sha256(tokenizer):
     """SHA-256 of a tokenizer's vocabulary, and of the tokens of two short texts with letters,
-    digits and symbols of several kinds. It differs for another vocabulary or order of it, for cased
-    and uncased, and for other special tokens; it is the same for a vocab.txt and a tokenizer.json
-    that do the same."""
+    digits and symbols of several kinds: it differs for another vocabulary, for cased and uncased,
+    and is the same for a vocab.txt and a tokenizer.json that do the same."""
+    tokenizer = Tokenizer.from_str(tokenizer.to_str())
+    tokenizer.no_truncation()
     pair = tokenizer.encode(*PROBE)
     vocabulary = sorted((i, word) for word, i in tokenizer.get_vocab().items())
     return hashlib.sha256(repr((vocabulary, pair.ids, pair.type_ids)).encode()).hexdigest()
@@ -95,5 +95,5 @@ def wordpiece(directory):
 def copy_tokenizer(source, directory):
     """Copies the files of an encoder's tokenizer from its directory to another one."""
     for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, directory / name)
+        if (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, Path(directory) / name)

@@ -1,5 +1,4 @@
-"""Devices, and several processes as torchrun starts them: each takes every G-th example of a
-batch."""
+"""Devices, several processes as torchrun starts them, and the signals that ask for a stop."""
 
 import contextlib
 import ctypes
@@ -7,7 +6,6 @@ import os
 import signal
 import sys
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -42,41 +40,24 @@ def all_reduce(tensor):
     return tensor
 
 
-def micro_batches(rows, count):
-    """
-    The part of a batch that this process computes: at most `count` pairs (weight, rows), the weight
-    being their share of the whole batch. Without an example of its own it takes one with weight 0,
-    because the others wait for its gradients.
-    """
-    rank, world_size = rank_and_world_size()
-    mine = rows[rank::world_size]
-    if len(mine) == 0:
-        return [(0.0, rows[:1].tolist())]
-    parts = np.array_split(mine, min(count, len(mine)))
-    return [(len(part) / len(rows), part.tolist()) for part in parts]
-
-
 STOP = [signal.SIGINT, signal.SIGTERM]  # Ctrl-C, a scheduler
 if os.name != "nt":
     STOP.append(signal.SIGHUP)  # a closed terminal
 
 
 @contextlib.contextmanager
-def deferred_signals(notice="", again=None):
+def deferred_signals(notice=""):
     """A list to which the numbers of the signals that ask for a stop are added, in place of what
-    they would do. The first prints `notice`. The second ends this process at once, or calls `again`
-    where that is given. One that is ignored, as nohup has SIGHUP ignored, stays so."""
+    they would do. The first prints `notice`, the second ends this process at once. One that is
+    ignored, as SIGHUP under nohup, stays so."""
     heard = []
 
     def hear(number, _):
         heard.append(number)
         if len(heard) == 1 and notice:
-            end_of_bar = "\n" * os.isatty(2)
             with contextlib.suppress(OSError):  # not `print`, which may be what was interrupted
-                os.write(1, f"{end_of_bar}{notice}\n".encode())
-        if len(heard) > 1 and again is not None:
-            again()
-        elif len(heard) > 1:
+                os.write(1, f"{notice}\n".encode())
+        if len(heard) > 1:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

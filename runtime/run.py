@@ -1,382 +1,329 @@
-"""Everything about a run except the mathematics: its directory, log, checkpoints and messages.
+"""What keeps a run alive: the lock on its directory, its log, its checkpoints, signals, processes.
 
-with open_run(settings, record, device, save) as run:  # locked; signals wait for the end of a step
-    run.start(state, trainable, optimizer)             # from the saved state under --resume
-    ddp_model = run.distribute(model)                  # DistributedDataParallel under torchrun
-    for indices in run.progress(batches, state):
-        for weight, part in run.micro_batches(indices):
-            ...
-        run.after_step(state)                          # reports; saves when due; ends on a signal
-    run.log_epoch(state, scores)
-    run.checkpoint(state)
-    result = run.finish(state)                         # the best epoch's parameters are saved
+with open_run(args, record, state, trainable, optimizer) as run:  # under --resume from resume.pt
+    for share, part in run.micro_batches(indices): ...            # this process's part of a batch
+    run.after_step(loss)                                          # saves when due, or on a signal
+    run.after_epoch(scores)                                       # a line of the log, a checkpoint
+    result = run.finish()                                         # metrics.json
 
-A run saves and reports; it never changes the state that it is given, but to restore it.
+A run saves and reports; it does not change what is computed.
 """
 
 import contextlib
 import json
 import math
-import shlex
+import os
+import shutil
 import time
-from dataclasses import replace
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
+from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from formats.files import atomic_write, fsync, read_json, write_json
-from runtime import directory
-from runtime.directory import RUN_FILES, TEMPORARY, clear
-from runtime.processes import (
-    all_reduce,
-    deferred_signals,
-    micro_batches,
-    out_of_memory,
-    rank_and_world_size,
-)
-from runtime.record import read_record
-from runtime.seen import messages
-from runtime.settings import changeable
-from runtime.state import load_state, restore_state, save_state
+from formats.adapterhub import ADAPTER, FUSION, HEAD
+from formats.files import atomic_write, read_json, write_json
+from formats.tokenizer import TOKENIZER_FILES
+from runtime.processes import all_reduce, deferred_signals, out_of_memory, rank_and_world_size
+from runtime.record import first_difference, read_run, write_run
 
-# Its monitor is a thread that only refreshes the bar, and waits forever where memory is short.
-tqdm.monitor_interval = 0
+tqdm.monitor_interval = 0  # its monitor is a thread that waits forever where memory is short
 
 SAVE_MINUTES = 5  # between two checkpoints within an epoch
-STILL_IMPROVING = 0.01  # of the score that chooses the best epoch, from an epoch to the next
-STOPPING = "stopping after this step, or this evaluation; a second signal stops without saving"
+WEIGHTS = [*(files.weights[0] for files in (ADAPTER, HEAD, FUSION)), "model.safetensors"]
+CONFIGS = [*(files.config for files in (ADAPTER, HEAD, FUSION)), "config.json"]
+# What a run clears, in this order. Its run.json stays until it is replaced: without one, a
+# directory is not taken for a run's.
+RUN_FILES = ["resume.pt", "metrics.json", "log.jsonl", "adapters", "heads", *WEIGHTS, *CONFIGS]
+RUN_FILES += TOKENIZER_FILES
+TEMPORARY = [f"{name}.tmp" for name in [*RUN_FILES, "run.json"]]  # of a killed or failed write
+
+
+@dataclass
+class State:
+    """Where the training is, and what was best so far."""
+
+    epoch: int = 1
+    step: int = 0  # steps of this epoch that are done
+    best_epoch: int = 0
+    best_score: float = -math.inf
+    best_scores: dict = field(default_factory=dict)  # {score: value}
+    best: dict = field(default_factory=dict)  # {name: trained parameter}
+
+    def keep_best(self, scores, score, trainable):
+        self.best_epoch, self.best_scores, self.best_score = self.epoch, scores, scores[score]
+        self.best = {name: p.detach().cpu().clone() for name, p in trainable.items()}
+
+    def load_best(self, trainable):
+        for name, p in trainable.items():
+            p.data.copy_(self.best[name])
+
+
+def is_begun(out):
+    """Whether a directory holds a run that is finished, or that can be continued."""
+    return any((Path(out) / name).is_file() for name in ("metrics.json", "resume.pt"))
+
+
+def check_out(args):
+    """Raises ValueError if a run cannot be written to --out, or would replace what it needs."""
+    out = Path(args.out)
+    if not out.is_dir():
+        if os.path.lexists(out):
+            raise ValueError(f"--out {out} is a file, or a link that leads nowhere")
+        return
+    others = {path.name for path in out.iterdir()} - {".lock", *TEMPORARY}
+    if others and not (out / "run.json").is_file():
+        raise ValueError(f"--out {out} holds other files than a run's: choose a new directory")
+    if args.resume and is_begun(out):
+        return
+    for source in [args.model, *args.adapters]:
+        path = Path(source.rpartition("=")[2])
+        if path.is_dir() and path.resolve().is_relative_to(out.resolve()):
+            raise ValueError(f"--out {out} would replace {path}, which this run needs")
+    if not args.overwrite and (is_begun(out) or any((out / name).exists() for name in WEIGHTS)):
+        advice = "choose another --out, --resume to continue the run, or --overwrite to replace it"
+        raise ValueError(f"--out {out} holds a run, or its weights: {advice}")
 
 
 @contextlib.contextmanager
-def open_run(settings, record, device, save):
-    """The Run in settings.out, whose directory is locked, and cleared unless the run is resumed.
-    record: what config.json is to say; save: a function of no argument that writes the files of the
-    best epoch. Exceptions inside say how to go on. After a FloatingPointError the best epoch is
-    saved nevertheless."""
-    out = settings.out
-
-    def if_saved(advice):
-        return advice if (out / "resume.pt").exists() else ""
-
+def open_run(args, record, state, trainable, optimizer):
+    """The Run in args.out, whose directory is locked, and cleared unless the run is resumed.
+    record: what run.json is to say; trainable: {name: trained parameter}. Exceptions inside say how
+    to go on."""
+    out, device = Path(args.out), next(iter(trainable.values())).device
+    if dist.is_torchelastic_launched():  # nothing is written before all processes have come so far
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    first = rank_and_world_size()[0] == 0  # the process that writes
+    notice = "stopping after this step, or this evaluation; a second signal stops without saving"
+    continued = f", continue with --resume --out {out} in the same command"
     try:
-        if dist.is_torchelastic_launched():
-            # nothing is written before all processes have come this far
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        first = rank_and_world_size()[0] == 0  # the process that writes
-        mine = directory.locked(settings) if first else contextlib.nullcontext()
-        with mine, deferred_signals(STOPPING if first else "") as signals:
-            run = Run(settings, record, device, save, signals)
-            try:
-                yield run
+        with locked(args) if first else contextlib.nullcontext():
+            with deferred_signals(notice * first) as signals:
+                yield Run(args, record, state, trainable, optimizer, signals)
                 if signals:  # in the last evaluation, or while the result was written
                     raise KeyboardInterrupt
-            except FloatingPointError as e:
-                raise run.not_finite(e) from e
-            except RuntimeError as e:
-                if out_of_memory(e) and run.model is not None:
-                    raise run.without_memory() from e
-                raise
     except KeyboardInterrupt as e:
-        advice = if_saved(f", continue with --resume --out {out} in the same command")
-        if directory.is_finished(out):
-            advice = f"; {out} is finished"
+        finished = f"; {out} is finished" if (out / "metrics.json").exists() else ""
+        advice = finished or continued * (out / "resume.pt").exists()
         raise KeyboardInterrupt(f"interrupted{advice}") from e
     except OSError as e:
-        if rank_and_world_size()[0] == 0:
-            clear(out, TEMPORARY)
-        advice = if_saved("; its last state is intact, continue with --resume")
+        if e.filename is None or not Path(e.filename).is_relative_to(out):
+            raise  # of another file than the run's
+        clear(out, TEMPORARY)
+        advice = "; its last state is intact, continue with --resume" * (out / "resume.pt").exists()
         raise OSError(f"stopped, {out} cannot be written: {e}{advice}") from e
     except RuntimeError as e:
-        if not isinstance(e, dist.DistError) and "gloo" not in str(e):
-            raise
-        ended = "another process of this run has ended: see there for the reason"
-        raise ConnectionError(f"{ended}, continue with --resume") from e
+        if out_of_memory(e):
+            again = "--resume and " * (out / "resume.pt").exists()
+            parts = f"{again}--grad-accumulation {2 * args.grad_accumulation}"
+            advice = f"continue with {parts} (the same gradients), or a smaller --batch-size"
+            raise MemoryError(f"{device} ran out of memory: {advice}") from e
+        if isinstance(e, dist.DistError) or "gloo" in str(e):
+            ended = "another process of this run has ended: see there for the reason"
+            raise ConnectionError(f"{ended}, continue with --resume") from e
+        raise
 
 
-def progress_bar(batches, description, total, initial=0):
-    """The batches, under a progress bar on a terminal."""
-    hidden = rank_and_world_size()[0] > 0 or None
-    return tqdm(batches, description, total, leave=False, disable=hidden, initial=initial)
+@contextlib.contextmanager
+def locked(args):
+    """--out is this run's until the block, or the process, ends, however it ends."""
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(out / ".lock", timeout=0):
+            check_out(args)  # again: another run may have ended here meanwhile
+            clear(out, TEMPORARY)
+            try:
+                yield
+            finally:
+                (out / ".lock").unlink(missing_ok=True)
+    except Timeout as e:
+        advice = "wait for it, or choose another --out"
+        raise ValueError(f"another process is at work in {out}: {advice}") from e
+    finally:
+        with contextlib.suppress(OSError):  # it is not empty, as a rule
+            out.rmdir()
 
 
-def result_of_finished(settings, record):
-    """The closing line of the finished run in settings.out. Raises ValueError, naming the first
-    difference, if it is not a run of `record`: of another command, encoder, adapter or file of
-    data; and if its files are no longer those that it wrote."""
-    problem = f"{settings.out} holds a finished run with"
-    advice = "choose another --out, or --overwrite it"
-    before = read_record(settings.out)
-    before.check_same(record, problem, advice, changeable(settings))
-    before.check_files(settings.out)
-    clear(settings.out, ["resume.pt"])  # where a kill came after metrics.json and before its end
-    return read_json(settings.out / "metrics.json")
+def clear(out, names):
+    """Removes a run's files from its directory, in this order, and nothing else; what a link in it
+    leads to stays."""
+    for path in (out / name for name in names):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 class Run:
-    def __init__(self, settings, record, device, save, signals):
-        self.settings, self.device, self.save = settings, device, save
-        self.signals = signals  # the numbers of those that have come
-        self.out = settings.out
+    """
+    rank, world_size   the number of this process, and how many there are
+    is_new             whether it begins here, and does not go on
+    result             of a finished run, under --resume, its metrics
+    diverged           whether the loss is no longer a finite number
+    """
+
+    def __init__(self, args, record, state, trainable, optimizer, signals):
+        self.args, self.record, self.state, self.signals = args, record, state, signals
+        self.trainable, self.optimizer, self.out = trainable, optimizer, Path(args.out)
+        self.device = next(iter(trainable.values())).device
         self.rank, self.world_size = rank_and_world_size()
-        self.record = replace(record, processes=self.world_size)
-        self.is_new = not directory.resumes(settings)
-        self.history = []  # the lines of log.jsonl
-        self.model = self.ddp_model = None  # until `distribute`
-        if self.rank == 0:
-            clear(self.out, TEMPORARY)
-            if self.is_new:  # config.json, which makes the directory a run's, is always there
-                clear(self.out, [name for name in RUN_FILES if name != "config.json"])
-                self.record.write(self.out)
-
-    def start(self, state, trainable, optimizer):
-        """From where the run was interrupted, if it is resumed: sets `state`, the parameters {name:
-        parameter}, the optimizer and the random numbers to what the last checkpoint holds, and
-        restores the log. config.json is that of the command which goes on."""
-        self.state, self.trainable, self.optimizer = state, trainable, optimizer
-        seconds = 0.0
+        self.history, self.result, self.diverged = [], None, False
+        self.loss = torch.zeros((), device=self.device)  # the sum over the steps of this epoch
+        self.started = self.saved = time.monotonic()
+        self.bar = None
         if self.rank > 0:
-            torch.manual_seed(self.settings.seed + self.rank)  # dropout of its own
+            torch.manual_seed(args.seed + self.rank)  # dropout of its own
+        self.is_new = not (args.resume and is_begun(self.out))
         if not self.is_new:
-            saved = load_state(self.out / "resume.pt")
-            self.check_same_run()
-            restore_state(saved, state, trainable, optimizer, self.device)
-            self.history, seconds = saved["history"], saved["seconds"]
-        step = (state.epoch - 1) * self.record.steps_per_epoch + state.step
-        expected = [self.world_size * step, self.world_size * step**2]
-        if all_reduce(torch.tensor([step, step**2])).tolist() != expected:
-            found = "must be one directory for all processes: they found different states there"
-            raise ValueError(f"--out {self.out} {found}")
+            if difference := first_difference(read_run(self.out), record):
+                advice = "cannot --resume it, --overwrite starts anew"
+                raise ValueError(f"{self.out} holds a run with {difference}: {advice}")
+            if (self.out / "metrics.json").exists():
+                self.result = read_json(self.out / "metrics.json")
+                clear(self.out, ["resume.pt"])  # a kill may have come before it was removed
+                return
+            self.restore()
+        done = torch.tensor([state.epoch, state.step])
+        if not torch.equal(all_reduce(done.clone()), self.world_size * done):
+            raise ValueError(f"--out {self.out} must be one directory for all processes")
         if self.rank == 0:
-            self.record.write(self.out)
-            with atomic_write(self.out / "log.jsonl") as temporary:
-                temporary.write_text("".join(json.dumps(line) + "\n" for line in self.history))
-            fsync(*self.out.rglob("*"), self.out)  # before a state depends on them
-        self.started = time.monotonic() - seconds
-        self.saved = time.monotonic()
-        self.announce()
-
-    def distribute(self, model, find_unused_parameters=False):
-        """The model as all processes train it, itself but under torchrun: DistributedDataParallel
-        takes the mean of the gradients. find_unused_parameters: whether a step may leave out some
-        of what is trained."""
-        self.model = self.ddp_model = model
-        if self.world_size > 1:
-            for p in self.trainable.values():
-                dist.broadcast(p.detach(), 0)
-            self.ddp_model = DistributedDataParallel(
-                model, init_sync=False, find_unused_parameters=find_unused_parameters
-            )
-        return self.ddp_model
-
-    def seconds(self):
-        """What the run has taken so far, before an interruption, too."""
-        return time.monotonic() - self.started
-
-    def say(self, *lines):
-        if self.rank == 0:
-            print(*lines, sep="\n", flush=True)
-
-    def announce(self):
-        """One line before the first step: what is trained on what, and where."""
-        r = self.record
-        self.say(
-            f"{r.stage} on {', '.join(r.tasks)}: encoder {r.options['model']} "
-            f"({r.encoder_parameters / 1e6:.1f} M parameters), "
-            f"{r.trained_parameters:,} parameters are trained, on {r.device} in {r.dtype}; "
-            f"{r.train_examples:,} training and {r.dev_examples:,} development examples, "
-            f"{r.steps_per_epoch:,} steps an epoch; run directory {self.out}"
-        )
-        for line in messages(r.loaded_adapters):
-            self.say(line)
-
-    def check_same_run(self):
-        """Raises ValueError if the interrupted run in --out is another command's. A fork's program
-        may compute something else: a run that goes on under another one says so."""
-        before, now = read_record(self.out), self.record
-        # the tokens are compared, in whatever files they are
-        files = {f"files of {task}" for task in now.tasks}
-        problem = f"{self.out} holds a run with"
-        advice = "cannot --resume it, --overwrite starts anew"
-        before.check_same(now, problem, advice, changeable(self.settings) | files)
-        # entries of others in config.json stay
-        self.record = replace(now, options={**before.options, **now.options})
-        if before.program() != now.program():
-            names = [r.program()[0] if r.program() else "train.py" for r in (before, now)]
-            self.say(f"note: begun by {names[0]}, continued by {names[1]}")
-
-    # ----------------------------------------------------------------------------------------------
-    # During training
-
-    def progress(self, batches, state):
-        """The rest of an epoch's batches, under a progress bar."""
-        started, self.seen = time.monotonic(), 0  # examples
-        steps = self.record.steps_per_epoch
-        self.bar = progress_bar(batches, f"epoch {state.epoch}", steps, state.step)
-        yield from self.bar
-        self.trained_for = time.monotonic() - started
+            clear(self.out, RUN_FILES if self.is_new else [])
+            write_run(self.out, record)
+            self.write_log()
+        print(f"{record['summary']}; run directory {self.out}", flush=True)
 
     def micro_batches(self, indices):
-        """The parts of a batch that this process computes, at most --grad-accumulation: (weight,
-        indices). The weights make Σ weight · (mean loss of the part) the mean loss of the batch,
-        where DistributedDataParallel takes the mean over the processes, in the last part's backward
-        pass."""
-        self.seen += len(indices)
-        parts = micro_batches(indices, self.settings.grad_accumulation)
-        for i, (share, part) in enumerate(parts):
-            self.ddp_model.require_backward_grad_sync = i == len(parts) - 1
-            self.examples = len(part)
-            yield self.world_size * share, part
+        """[(share, indices)] of the parts of a batch that this process computes, at most
+        --grad-accumulation. The shares make Σ share · (mean loss of the part) the mean loss of the
+        batch, where DistributedDataParallel takes the mean over the processes."""
+        mine = indices[self.rank :: self.world_size]
+        if len(mine) == 0:  # the others wait for its gradients: an example that does not count
+            return [(0.0, indices[:1])]
+        parts = np.array_split(mine, min(self.args.grad_accumulation, len(mine)))
+        return [(self.world_size * len(part) / len(indices), part) for part in parts]
 
-    def mean(self, value):
-        """The mean over the processes, in place."""
-        return all_reduce(value).div_(self.world_size)
-
-    def after_step(self, state):
-        """Shows the loss, and saves the state after SAVE_MINUTES. After a signal to any of the
-        processes it saves, too, and then raises KeyboardInterrupt. Raises FloatingPointError for a
-        loss that is not finite."""
-        if state.step % 10 == 0 or state.step == self.record.steps_per_epoch:
-            loss = state.loss.item()  # the sum over the epoch; this waits for a GPU
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"the loss is {loss} in epoch {state.epoch}")
-            best = f", best dev {self.settings.score} {state.best_score:.4f}"
-            best *= state.best_epoch > 0
-            self.bar.set_postfix_str(f"loss {loss / state.step:.4f}{best}")
+    def after_step(self, loss):
+        """Saves the state when it is due; after a signal to any of the processes it saves, and
+        raises KeyboardInterrupt. loss: Σ share · loss of this process's micro-batches, a scalar.
+        Raises FloatingPointError if it is not finite and no epoch is finished."""
+        state, steps = self.state, self.record["steps_per_epoch"]
+        self.loss += all_reduce(loss) / self.world_size
+        if self.bar is None:
+            hidden = True if self.rank > 0 else None  # else where there is no terminal
+            self.bar = tqdm(None, f"epoch {state.epoch}", steps, leave=False, disable=hidden)
+        self.bar.update(state.step - self.bar.n)
+        if state.step % 10 == 0 or state.step == steps:
+            self.diverged = not math.isfinite(self.loss.item())  # this waits for a GPU
+        if self.diverged and state.best_epoch == 0:
+            clear(self.out, [*RUN_FILES, "run.json"] if self.rank == 0 else [])
+            problem = f"the loss is {self.loss.item()} in epoch {state.epoch}: nothing is kept"
+            raise FloatingPointError(f"{problem}; a lower --lr may help")
         due = time.monotonic() - self.saved >= 60 * SAVE_MINUTES
         stop, due = all_reduce(torch.tensor([len(self.signals), due])).tolist()
-        if stop or due:
-            self.checkpoint(state)
+        if (stop or due) and not self.diverged:
+            self.checkpoint()
         if stop:
             raise KeyboardInterrupt
 
-    def checkpoint(self, state):
-        """Saves the state, from which --resume continues to the bit."""
-        parts = state, self.trainable, self.optimizer, self.device
-        save_state(self.out / "resume.pt", *parts, self.history, self.seconds())
-        self.saved = time.monotonic()
-
-    def log_epoch(self, state, scores):
-        """A line in log.jsonl, and one on the screen. scores: {name: a number, or a dictionary
-        which is logged as it is}. Raises ValueError if the one that chooses the best epoch is not a
-        number."""
-        if math.isnan(scores[self.settings.score]):
-            raise ValueError(f"--score {self.settings.score} is not a number")
-        loss = state.loss.item() / self.record.steps_per_epoch
-        numbers = {name: value for name, value in scores.items() if not isinstance(value, dict)}
-        line = {"epoch": state.epoch, "loss": loss}
-        line |= {f"dev_{name}": value for name, value in numbers.items()}
-        line |= {name: value for name, value in scores.items() if name not in numbers}
-        if self.seen:  # none, where a resumed run had only to be evaluated
-            line["examples_per_second"] = round(self.seen / self.trained_for, 1)
-        line["seconds"] = round(self.seconds(), 2)
-        self.history.append(line)
+    def after_epoch(self, scores):
+        """A line in log.jsonl and on the screen, and a checkpoint. The state is that of the next
+        epoch. scores: what evaluation returned, {name: number, or anything to be logged}"""
+        if math.isnan(scores[self.args.score]):
+            raise ValueError(f"--score {self.args.score} is not a number")
+        self.bar = self.bar and self.bar.close()
+        epoch, loss = self.state.epoch - 1, self.loss.item() / self.record["steps_per_epoch"]
+        seconds = round(time.monotonic() - self.started, 2)
+        dev = {f"dev_{name}": value for name, value in scores.items()}
+        self.history.append({"epoch": epoch, "loss": loss, **dev, "seconds": seconds})
+        self.loss.zero_()
         if self.rank == 0:
-            with open(self.out / "log.jsonl", "a", encoding="utf-8") as log:
-                log.write(json.dumps(line) + "\n")
-        dev = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in numbers.items())
-        for each in (value for value in scores.values() if isinstance(value, dict)):
-            dev += f" ({', '.join(f'{name} {value:.4f}' for name, value in each.items())})"
-        best = "; best so far" * (state.best_epoch == state.epoch)
-        seconds = f"{line['seconds']:.0f} s"
-        self.say(f"epoch {state.epoch:2}: loss {line['loss']:.4f}; dev {dev}; {seconds}{best}")
+            self.write_log()
+        self.checkpoint()
+        numbers = [f"{n} {v:.4f}" for n, v in scores.items() if isinstance(v, (int, float))]
+        best = "; best so far" * (self.state.best_epoch == epoch)
+        dev = f"dev {', '.join(numbers)}"
+        print(f"epoch {epoch:2}: loss {loss:.4f}; {dev}; {seconds:.0f} s{best}", flush=True)
 
-    # ----------------------------------------------------------------------------------------------
-    # The end
-
-    def not_finite(self, error):
-        """Saves the best epoch, and returns a FloatingPointError that says what is kept and what
-        may help. If no epoch was finished, the run's files are removed."""
-        advice = "a lower --lr may help"
-        for name, p in self.model.named_parameters():
-            if not p.requires_grad and not p.isfinite().all():
-                name = name.split("bert.")[-1]
-                advice = f"the encoder's {name} holds values that are not finite"
-                break
-        if self.state.best_epoch > 0:
-            kept = f"epoch {self.state.best_epoch} is kept in {self.out}"
-            self.write_result(self.state)
-        else:
-            kept = "no epoch was finished, nothing is kept"
-            if self.rank == 0:
-                clear(self.out, RUN_FILES + TEMPORARY)
-        return FloatingPointError(f"{error}: stopped, {kept}; {advice}")
-
-    def without_memory(self):
-        """A MemoryError that says how to go on."""
-        resume = "with --resume and " * (self.out / "resume.pt").exists()
-        where = f"on {self.examples} examples at once" if self.model.training else "in evaluation"
-        return MemoryError(
-            f"{self.device} ran out of memory {where}: continue {resume or 'with '}"
-            f"--grad-accumulation {2 * self.settings.grad_accumulation}, which gives the same "
-            "gradients, or start again with a smaller --batch-size"
-        )
-
-    def finish(self, state):
-        """Makes the run a finished one, and returns the closing line."""
-        result = self.write_result(state)
-        self.say(*self.closing_words(state, result))
-        return result
-
-    def write_result(self, state):
-        """Calls `save`, and writes metrics.json."""
-        scores = dict(state.best_scores)
-        if "loss" in scores:
-            scores["dev_loss"] = scores.pop("loss")
-        result = {name: self.record.options[name] for name in ("stage", "task", "seed")}
-        names = "train_examples dev_examples trained_parameters majority_class_accuracy"
-        result |= {name: getattr(self.record, name) for name in names.split()}
-        result |= {"model": self.settings.model, "best_epoch": state.best_epoch, **scores}
-        result |= {"seconds": round(self.seconds(), 2), "out": str(self.out)}
+    def finish(self):
+        """Makes the run a finished one, once the files of the best epoch are there, and returns the
+        closing line. Raises FloatingPointError after a loss that was not finite."""
+        state, record, args = self.state, self.record, self.args
+        scores = {"dev_loss" if n == "loss" else n: v for n, v in state.best_scores.items()}
+        sizes = "train_examples dev_examples trained_parameters majority_class_accuracy".split()
+        result = {name: record["options"][name] for name in ("stage", "task", "seed", "model")}
+        result |= {name: record[name] for name in sizes} | {"best_epoch": state.best_epoch}
+        seconds = round(time.monotonic() - self.started, 2)
+        result |= {**scores, "seconds": seconds, "out": str(self.out)}
         if self.rank == 0:
-            self.save()
-            read_record(self.out).with_files(self.out).write(self.out)
-            fsync(*self.out.rglob("*"), self.out)
+            write_run(self.out, record)
             # last: a directory with it is a finished run
             write_json(self.out / "metrics.json", result)
             (self.out / "resume.pt").unlink(missing_ok=True)
+        if self.diverged:
+            kept = f"epoch {state.best_epoch} is kept in {self.out}; a lower --lr may help"
+            raise FloatingPointError(f"the loss is not finite in epoch {state.epoch}: {kept}")
+        text = f"best epoch: {state.best_epoch}, dev {args.score} {state.best_score:.4f}"
+        if "accuracy" in result and record["majority_class_accuracy"] is not None:
+            text += f" (always the most frequent class: {record['majority_class_accuracy']:.4f})"
+        print(f"{text}; stopped after epoch {state.epoch - 1} of at most {args.epochs}", flush=True)
         return result
 
-    def closing_words(self, state, result):
-        """Why the run stopped, its best epoch, whether it has learned anything, and what to try
-        next."""
-        last, settings = state.epoch - 1, self.settings
-        if last >= settings.epochs:
-            every = f"all {settings.epochs} epochs are" if last > 1 else "the only epoch is"
-            yield f"stopped: {every} done"
-        else:
-            without = f"{settings.patience} epochs without a better dev {settings.score}"
-            yield f"stopped: early, after epoch {last}; {without}"
-        yield f"best epoch: {state.best_epoch}, dev {settings.score} {state.best_score:.4f}"
-        scores = [line[f"dev_{settings.score}"] for line in self.history]
-        if state.best_epoch == last > 1 and scores[-1] - scores[-2] > STILL_IMPROVING:
-            better = f"{scores[-1] - scores[-2]:.4f} better than the one before"
-            yield f"hint: the last epoch is the best, and {better}: more --epochs may help"
-        share, accuracy = result["majority_class_accuracy"], result.get("accuracy")
-        if share is not None and accuracy is not None:
-            advice = ": try another --lr, more --epochs, or more training examples"
-            said = f"accuracy {accuracy:.4f}, majority-class baseline {share:.4f}"
-            yield said + (advice if accuracy <= share else "")
-        if settings.stage == "adapter" and result["train_examples"] < 2000 and settings.lr <= 1e-4:
-            yield "hint: on small training sets the runs of docs/results.md take --lr 5e-4 to 1e-3"
-        yield f"next: {self.next_command()}"
+    def write_log(self):
+        with atomic_write(self.out / "log.jsonl") as temporary:
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in self.history))
 
-    def next_command(self):
-        """What to try with the run, once it has finished."""
-        place, modules = shlex.quote(str(self.out)), self.record.modules()
-        fork = f" --import {','.join(modules)}" if modules else ""  # what makes its kinds known
-        if "fusion" in self.record.trained_parts:
-            figures = shlex.quote(f"{self.out}-figures")
-            return f"python -m experiments.fusion_weights {place} --out {figures}{fork}"
-        first, *others = map(shlex.quote, self.record.tasks)
-        options = self.record.options
-        if others and options["adapter"] != "none":  # Fusion w/ MT-A
-            fusion = f"--task {first} --model {place} --adapters {place}/adapters/*"
-            if options["data_dir"]:
-                fusion += f" --data-dir {shlex.quote(options['data_dir'])}"
-            if options["dev_fraction"]:
-                fusion += f" --dev-fraction {options['dev_fraction']}"
-            return f"python train.py --stage fusion {fusion} --out {place}-fusion-{first}{fork}"
-        task = f" --task {first}" * (self.record.stage == "multitask")
-        return f"python -m experiments.predict {place}{task} --file FILE{fork}"
+    def checkpoint(self):
+        """Saves everything on which the rest of the run depends: --resume continues to the bit."""
+        random = torch.get_rng_state()
+        if self.device.type == "cuda":
+            random = torch.cat([random, torch.cuda.get_rng_state(self.device)])
+        randoms = [torch.empty_like(random) for _ in range(self.world_size)]  # of every process
+        dist.all_gather(randoms, random) if self.world_size > 1 else randoms[0].copy_(random)
+        self.saved = time.monotonic()
+        saved = {
+            "state": vars(self.state),
+            "loss": self.loss,
+            "trained": {name: p.detach() for name, p in self.trainable.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "random": randoms,
+            "history": self.history,
+            "seconds": time.monotonic() - self.started,
+        }
+        if self.rank == 0:
+            with atomic_write(self.out / "resume.pt") as temporary:
+                try:
+                    with open(temporary, "wb") as file:
+                        torch.save(saved, file)
+                except RuntimeError as e:  # PyTorch's, on top of the OSError of a full disk
+                    raise e.__context__ if isinstance(e.__context__, OSError) else e from None
+
+    def restore(self):
+        """Puts everything back to where the last checkpoint was."""
+        path = self.out / "resume.pt"
+        try:
+            with zipfile.ZipFile(path) as file:  # torch does not look at the checksums
+                if file.testzip() is not None:
+                    raise ValueError("wrong checksum")
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as e:  # zipfile and torch raise many kinds here
+            advice = "start again with --overwrite"
+            raise ValueError(f"{path} is damaged and cannot be continued: {advice}") from e
+        if [*saved["trained"]] != [*self.trainable]:
+            raise ValueError(f"{path}: other parameters were trained: cannot --resume it")
+        vars(self.state).update(saved["state"])
+        self.loss.copy_(saved["loss"])
+        with torch.no_grad():
+            for name, p in self.trainable.items():
+                p.copy_(saved["trained"][name])
+        self.optimizer.load_state_dict(saved["optimizer"])
+        if len(saved["random"]) == self.world_size:  # otherwise dropout has other numbers
+            random, n = saved["random"][self.rank], len(torch.get_rng_state())
+            torch.set_rng_state(random[:n])
+            if self.device.type == "cuda" and len(random) > n:
+                torch.cuda.set_rng_state(random[n:], self.device)
+        self.history, self.started = saved["history"], time.monotonic() - saved["seconds"]

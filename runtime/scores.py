@@ -31,18 +31,5 @@ def f1(labels, predictions):
     return f1_of_class(labels, predictions, 1)
 
 
-def matthews(labels, predictions):
-    """Matthews' correlation coefficient, -1 to 1, in its form for K classes (Gorodkin, 2004): the
-    correlation of two [examples, K] indicator matrices. 0 if either holds one class alone."""
-    n = len(labels)
-    K = 1 + max(labels.max().item(), predictions.max().item())
-    given = torch.bincount(labels, minlength=K).double()
-    said = torch.bincount(predictions, minlength=K).double()
-    right = (labels == predictions).sum().item()
-    covariance = n * right - given @ said
-    variances = (n * n - given @ given) * (n * n - said @ said)
-    return (covariance / variances.sqrt()).item() if variances > 0 else 0.0
-
-
 # of K classes; F1 of the positive class is for K = 2 alone (Task.scores)
-CLASS_SCORES = {"accuracy": accuracy, "macro_f1": macro_f1, "f1": f1, "matthews": matthews}
+CLASS_SCORES = {"accuracy": accuracy, "macro_f1": macro_f1, "f1": f1}

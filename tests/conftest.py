@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 from functools import partial
+from unittest.mock import Mock
 
 if "HUB_TESTS" not in os.environ:
     # before `datasets` is imported: its cache starts empty
@@ -22,7 +23,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 import huggingface_hub  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from huggingface_hub.errors import EntryNotFoundError  # noqa: E402
+from huggingface_hub.errors import RepositoryNotFoundError  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 pytest.register_assert_rewrite("reference")
@@ -30,12 +31,13 @@ pytest.register_assert_rewrite("reference")
 import child  # noqa: E402
 import runtime.run  # noqa: E402
 import train  # noqa: E402
-from bert import Bert  # noqa: E402
+from bert import ENCODERS as ENCODER_CLASSES  # noqa: E402
+from bert import BertConfig  # noqa: E402
 from experiments import multitask  # noqa: E402
 from formats.tokenizer import load_tokenizer  # noqa: E402
 from reference import ENCODERS, GOLDEN  # noqa: E402
 from runtime.command import run_command  # noqa: E402
-from runtime.record import read_record  # noqa: E402
+from runtime.record import MAY_DIFFER  # noqa: E402
 
 runtime.run.SAVE_MINUTES = 0  # after every step
 
@@ -60,15 +62,15 @@ VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
 def encoder(tmp_path_factory):
     """Directory of a BERT with 2 layers and hidden size 32, random weights large enough to tell
     inputs apart."""
-    return tiny_encoder(Bert, tmp_path_factory.mktemp("encoder"))
+    return tiny_encoder("bert", tmp_path_factory.mktemp("encoder"))
 
 
 def tiny_encoder(kind, directory):
-    """Writes an encoder of one of bert.ENCODERS."""
+    """Writes an encoder of one of bert.ENCODERS, by its name there."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=len(VOCABULARY), hidden_size=32, num_hidden_layers=2)
     sizes |= dict(num_attention_heads=2, intermediate_size=64, max_position_embeddings=48)
-    bert = kind(kind.config_class(**sizes, pad_token_id=0))
+    bert = ENCODER_CLASSES[kind](BertConfig(**sizes, pad_token_id=0, model_type=kind))
     for p in bert.parameters():
         torch.nn.init.normal_(p, std=0.15) if p.ndim > 1 else p.data.add_(0.1 * torch.randn_like(p))
     bert.save_pretrained(directory)
@@ -171,7 +173,6 @@ def loud_fusion(runs, tmp_path_factory):
     run = shutil.copytree(runs / "fusion-rte", tmp_path_factory.mktemp("loud") / "fusion")
     path, larger = run / "model_adapter_fusion.safetensors", {"query": 100, "value": 20, "key": 1}
     save_file({name: larger[name.split(".")[-2]] * p for name, p in load_file(path).items()}, path)
-    read_record(run).with_files(run).write(run)
     return run
 
 
@@ -251,12 +252,16 @@ def content(run):
     log = [{name: line[name] for name in kept if name in line} for line in log]
     files = {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file()}
     files.pop(".lock", None)  # of a process that was killed
-    config = json.loads(files.pop("config.json").read_text())
+    record = json.loads(files.pop("run.json").read_text())
     metrics = json.loads(files.pop("metrics.json").read_text())
-    del files["log.jsonl"], config["command"], config["commit"], metrics["seconds"], metrics["out"]
-    assert config.pop("saved_files").keys() == {n for n in files if "_config." in n or ".safe" in n}
+    del files["log.jsonl"], record["machine"], metrics["seconds"], metrics["out"]
+    record["trained_on"] = record["trained_on"].replace(str(run), "--out")
+    for name in MAY_DIFFER:
+        record["options"].pop(name, None)
+    inner = [path for name, path in files.items() if name.endswith("run.json")]
+    files = {name: path for name, path in files.items() if path not in inner}
     texts = {name: path.read_bytes().replace(bytes(run), b"--out") for name, path in files.items()}
-    return log, config, metrics, texts
+    return log, record, metrics, texts
 
 
 def assert_equal(run, other):
@@ -291,11 +296,11 @@ def hub(tmp_path, monkeypatch):
     one after another)"""
     root, asked = tmp_path / "hub", []
 
-    def hf_hub_download(repo_id, filename, revision=None):
-        asked.append(filename)
-        if not (root / repo_id / filename).exists():
-            raise EntryNotFoundError(f"404 {filename}")
-        return str(root / repo_id / filename)
+    def snapshot_download(repo_id, allow_patterns):
+        asked.extend(allow_patterns)
+        if not (root / repo_id).is_dir():
+            raise RepositoryNotFoundError(f"404 {repo_id}", response=Mock())
+        return str(root / repo_id)
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hf_hub_download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     return root, asked

@@ -6,7 +6,7 @@ and trains.
 It needs what experiments/requirements-peer.txt lists. DIRECTORY holds plan.json; the outputs become
 read.safetensors and so on there.
 
-read      loads adapters and fusions that this project wrote, and runs its cards' Python
+read      loads adapters, fusions and whole runs that this project wrote
 grid      computes with many architectures and saves their adapters; what the library refused
           becomes refused.json
 examples  examples/lora.py, with the weights in weights.safetensors
@@ -14,12 +14,10 @@ trainer   trains an adapter or a fusion on batches.pt; outputs the losses
 """
 
 import json
-import re
 import sys
 from pathlib import Path
 
 import adapters
-import huggingface_hub
 import torch
 from adapters import AutoAdapterModel, BnConfig, LoRAConfig
 from adapters.composition import Fuse
@@ -34,23 +32,20 @@ outputs = {}
 
 
 def read():
-    """outputs[key] of an adapter or a fusion are hidden states, those of a card are logits."""
+    """outputs[key] of an adapter or a fusion are hidden states, those of a run, which has a head
+    and inputs of its own shape, are logits."""
     for key, case in plan["read"].items():
         every = load_file(case["inputs"])
         model = AutoAdapterModel.from_pretrained(case["model"]).eval()
-        options = {"use_safetensors": case.get("safe", True)}
-        names = [model.load_adapter(path, with_head=False, **options) for path in case["adapters"]]
-        model.set_active_adapters(names[0])
+        options = {"use_safetensors": case.get("safe", True), "with_head": "shape" in case}
+        for path in case["adapters"]:
+            model.load_adapter(path, set_active=path == case["adapters"][0], **options)
         if "fusion" in case:
             model.load_adapter_fusion(case["fusion"], set_active=True, **options)
-        outputs[key] = model.base_model(**{n: every[n] for n in FIELDS}).last_hidden_state
-    for case in plan["cards"]:  # the card's second block of Python is for this library
-        huggingface_hub.snapshot_download = lambda repo, case=case: case["folder"]
-        card = (Path(case["folder"]) / "README.md").read_text()
-        blocks = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
-        names = {name: t.view(case["shape"]) for name, t in load_file(case["inputs"]).items()}
-        exec(blocks[1], names)
-        outputs[case["key"]] = names["logits"]
+        if "shape" in case:
+            outputs[key] = model(**{n: every[n].view(case["shape"]) for n in FIELDS}).logits
+        else:
+            outputs[key] = model.base_model(**{n: every[n] for n in FIELDS}).last_hidden_state
 
 
 @torch.no_grad()

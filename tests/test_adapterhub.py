@@ -1,5 +1,6 @@
-"""Exchange with AdapterHub: old and refused files, the paper's adapters, cards, pretrained poolers;
-and with PEER_PYTHON (tests/reference.py), what its library computes with files of this project."""
+"""Exchange with AdapterHub: old and refused files, other names, the paper's adapters, pretrained
+poolers; and with PEER_PYTHON (tests/reference.py), what its library computes with files and whole
+runs of this project."""
 
 import json
 import re
@@ -11,22 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import reference
-from adapter import (
-    AdapterConfig,
-    activate,
-    add_adapter,
-    copy_adapters,
-    load_adapter,
-    load_head,
-    save_adapter,
-)
+from adapter import AdapterConfig, activate, add_adapter, load_adapter, load_head, save_adapter
 from bert import Bert
-from conftest import randomize
+from conftest import IDS, MASK, randomize
 from data import TASKS
 from experiments.load_run import load_run
 from formats.adapterhub import paper_adapters
+from formats.files import read_json
 from fusion import add_fusion, load_fusion, save_fusion
-from reference import FP32_TOLERANCE, GOLDEN, difference, needs_peer, run, with_fusion
+from reference import FIELDS, FP32_TOLERANCE, GOLDEN, difference, needs_peer, run, with_fusion
 
 BERT = GOLDEN / "bert"
 NEW = {  # what the golden set lacks: a bottleneck of 1, the other GELU
@@ -63,17 +57,42 @@ def old_format(source, target, name, inside):
 
 
 @torch.no_grad()
-def compute(model, inputs, adapters, fusion=None, safe=True):
-    """[B, T, d] of the first adapter, or of a fusion."""
+def compute(model, inputs, adapters, fusion=None, safe=True, shape=None):
+    """[B, T, d] of the first adapter, or of a fusion; of a run, which has inputs of this shape, the
+    logits [B, K]."""
     bert, every = Bert.from_pretrained(model), load_file(inputs)
+    if shape is not None:
+        return load_run(fusion or adapters[0]).model(every)
     names = [load_adapter(bert, directory) for directory in adapters]
     load_fusion(bert, fusion) if fusion else activate(bert, names[0])
     return run(bert, every)
 
 
 @pytest.fixture(scope="module")
-def ours(tmp_path_factory):
-    """{key: what `compute` takes} of adapters and fusions, new and in an old format."""
+def renamed(runs, encoder, launch, tmp_path_factory):
+    """A run on an adapter called rte as another one is, and on an old one with "/" and "," in its
+    name."""
+    root, bert = tmp_path_factory.mktemp("renamed"), Bert.from_pretrained(encoder)
+    shutil.copytree(runs / "pick", root / "rte")
+    change(root / "rte" / "adapter_config.json", {"name": "rte"})
+    add_adapter(bert, "x", AdapterConfig(reduction_factor=4, non_linearity="gelu_new"))
+    randomize(bert, ".adapters.")
+    save_adapter(bert, "x", root / "x")
+    old_format(root / "x", root / "old", "a,b/c", "a,b/c")
+    words = "--stage fusion --task rte --epochs 1"
+    for sources, name in (([root / "rte"], "'rte'"), ([root / "old"], "'a,b/c'")):
+        with pytest.raises(ValueError, match=f"{name}.*NAME="):
+            launch(words, adapters=[runs / "rte", *sources], out=root / "none")
+    sources = [runs / "rte", f"second={root / 'rte'}", f"third={root / 'old'}"]
+    launch(words, adapters=sources, out=root / "run")
+    shutil.rmtree(root / "old")
+    return root / "run"
+
+
+@pytest.fixture(scope="module")
+def ours(runs, loud_fusion, renamed, encoder, tmp_path_factory):
+    """{key: what `compute` takes} of adapters and fusions, new and in an old format, and of whole
+    runs."""
     torch.manual_seed(0)
     root = shutil.copytree(GOLDEN, tmp_path_factory.mktemp("exchange") / "golden")
     bert, cases = reference.encoder("bert"), {}
@@ -97,7 +116,15 @@ def ours(tmp_path_factory):
     for case in cases.values():
         golden = case["adapters"][0].parent
         case |= {"model": golden / "encoder", "inputs": golden / "expected.safetensors"}
-    return cases
+    inputs = dict(zip(FIELDS, (IDS, (IDS > 10).long(), MASK), strict=True))
+    save_file(inputs, root / "inputs.safetensors")
+    for directory in (runs / "rte", runs / "pick", loud_fusion, renamed):
+        shape = [1, 3, 6] if directory.name == "pick" else [3, 6]
+        case = {"model": encoder, "inputs": root / "inputs.safetensors", "shape": shape}
+        copies = [directory / "adapters" / name for name in load_run(directory).adapters]
+        case |= {"adapters": copies, "fusion": directory} if copies else {"adapters": [directory]}
+        cases[directory] = case
+    return {str(name): case for name, case in cases.items()}
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +140,8 @@ def theirs(ours, tmp_path_factory):
 @needs_peer
 def test_ours_to_theirs(ours, theirs):
     for key, case in ours.items():
-        assert difference(compute(**case), theirs[key]) <= FP32_TOLERANCE, key
+        tolerance = 1e-6 if "shape" in case else FP32_TOLERANCE  # logits are small
+        assert difference(compute(**case), theirs[key]) <= tolerance, key
 
 
 def test_old_files(ours):
@@ -139,15 +167,19 @@ def test_fields_that_old_configs_lack_are_the_reference_s_defaults(copy):
     config = {field: config[field] for field in required}
     change(path, {"config": {**config, "leave_out": None}})
     load_adapter(bert, path.parent)
-    found = next(bert.slots())[1].adapters["bottom"].config
-    assert found == AdapterConfig(**config, original_ln_before=False)
+    assert bert.adapters["bottom"] == AdapterConfig(**config, original_ln_before=False)
 
 
-def test_a_copy_of_an_adapter_that_names_no_encoder_names_none(copy, tmp_path):
-    path = copy(BERT / "pfeiffer") / "adapter_config.json"
-    change(path, {"model_name": None})
-    copy_adapters({"new": path.parent}, tmp_path, reference.encoder("bert").config)
-    assert not json.loads((tmp_path / "new" / path.name).read_text())["model_name"]
+def test_adapters_under_other_names(renamed):
+    """The run's copies have them in all places, and nothing else is changed."""
+    run = load_run(renamed)
+    assert run.adapters == ["rte", "second", "third"]
+    for name in run.adapters:
+        copy = renamed / "adapters" / name
+        assert read_json(copy / "adapter_config.json")["name"] == name
+        assert all(f".adapters.{name}." in key for key in load_file(copy / "adapter.safetensors"))
+        assert (copy / "run.json").exists() == (name != "third")
+    assert run.bert.adapters["third"].non_linearity == "gelu_new"
 
 
 def test_several_names_in_a_file(copy):
@@ -215,10 +247,10 @@ def test_what_is_refused_leaves_the_encoder_as_it_was(copy, row):
 
 def test_the_paper_s_adapters_are_fused(hub, launch, encoder, tmp_path, capsys):
     """They have old files, and names that are not their tasks': here two for all, one unusable."""
-    assert ("sst2", "AdapterHub/roberta-base-sst_pfeiffer") in paper_adapters("roberta")
+    assert paper_adapters("roberta")["sst2"] == "AdapterHub/roberta-base-sst_pfeiffer"
     (root, _), bert, source = hub, Bert.from_pretrained(encoder), {}
     add_adapter(bert, "x", AdapterConfig.pfeiffer(reduction_factor=4))
-    for i, (task, id) in enumerate(paper_adapters("bert")):
+    for i, (task, id) in enumerate(paper_adapters("bert").items()):
         randomize(bert, ".adapters.")
         save_adapter(bert, "x", tmp_path / "new" / task)
         name = "nli/rte@ukp" if i % 2 else "glue_mnli"
@@ -226,32 +258,26 @@ def test_the_paper_s_adapters_are_fused(hub, launch, encoder, tmp_path, capsys):
         tensors = load_file(tmp_path / "new" / task / "adapter.safetensors")
         source[task] = {key.replace(".x.", f".{task}."): t for key, t in tensors.items()}
     launch("--stage fusion --task rte --epochs 1 --adapters paper", out=tmp_path / "run")
-    note = "AdapterHub/bert-base-uncased_nli_rte_pfeiffer was trained on 'bert-base-uncased'"
-    assert f"note: {note}" in capsys.readouterr().out
+    notes = re.findall(r"note: .*made for 'bert-base-uncased'", capsys.readouterr().out)
+    assert len(notes) == 16 and "AdapterHub/bert-base-uncased_nli_rte_pfeiffer" in notes[-2]
     shutil.rmtree(root)
     assert load_run(tmp_path / "run").adapters == list(TASKS)
     for task in TASKS:  # in today's format, under the name that it has here
         path = tmp_path / "run" / "adapters" / task
-        assert json.loads((path / "adapter_config.json").read_text())["name"] == task
+        assert read_json(path / "adapter_config.json")["name"] == task
         assert_equal_tensors(load_file(path / "adapter.safetensors"), source[task])
 
 
-def test_sources_can_be_mixed(hub, runs, launch, encoder, tmp_path):
-    """A run, an old AdapterHub directory and a hub id, which fusions and heads may have, too."""
-    old_format(runs / "sst2", tmp_path / "old", "sentiment", "sentiment")
-    for name in ("pick", "fusion-rte"):
+def test_adapters_heads_and_fusions_on_the_hub(hub, runs, encoder):
+    tasks = ["rte", "sst2", "pick"]
+    for name in (*tasks, "fusion-rte"):
         shutil.copytree(runs / name, hub[0] / "USER" / name)
-    (hub[0] / "USER" / "pick" / "config.json").unlink()
-    sources = [runs / "rte", tmp_path / "old", "USER/pick"]
-    words = f"--stage fusion --task rte --epochs 1 --model {encoder}"
-    launch(words, adapters=sources, out=tmp_path / "run")
-    bert, _, record = load_run(tmp_path / "run")
-    assert [*record.loaded_adapters] == ["rte", "sentiment", "pick"]
-    load_adapter(bert, runs / "sst2")
+    bert = Bert.from_pretrained(encoder)
+    assert [load_adapter(bert, f"USER/{task}") for task in tasks] == tasks
     load_fusion(bert, "USER/fusion-rte")
     assert load_head(bert, "USER/pick").num_outputs == 3
-    with pytest.raises(FileNotFoundError, match="USER/none has no adapter_config"):
-        load_adapter(bert, "USER/none")
+    with pytest.raises(FileNotFoundError, match="USER/fusion-rte has no adapter_config"):
+        load_adapter(bert, "USER/fusion-rte")
 
 
 def test_a_head_on_the_pooler_needs_one(tmp_path):

@@ -32,10 +32,10 @@ def test_each_step_goes_on_from_the_best(encoder, tmp_path, capsys, monkeypatch)
     diverges has lost, though it was ahead here."""
     words = "--seeds 0 1 --jobs 4"
     monkeypatch.setattr(search, "REDUCTION_FACTORS", (2.0, 8.0))
-    monkeypatch.setattr(grid, "result_of", fake_grid.result_of)
+    monkeypatch.setattr(grid, "difference", fake_grid.difference)
     run = fake_grid.Fake(search, tmp_path, encoder)
     run.write("scores", json.dumps(SCORES))
-    bottom, reason = "big-mh_adapter=true-output_adapter=false-2", "no epoch was finished"
+    bottom, reason = "big-mh_adapter=true-output_adapter=false-2", "nothing is kept"
     run.write("fail", f"{bottom}: the disk is full")
     assert run(words, tasks=["big"]) == 1
     assert {row["step"] for row in rows_of(run.out)} == {"position", "full", "extras"}
@@ -58,11 +58,8 @@ def test_each_step_goes_on_from_the_best(encoder, tmp_path, capsys, monkeypatch)
 def test_a_search_for_real(encoder, data_dir, tmp_path, monkeypatch):
     """Every run is train.py's own, but in this process; its architecture is that of its name."""
 
-    def here(cells, options):
-        for cell in cells:
-            if not grid.result_of(cell, options):
-                train.main([*cell.command, "--resume"])
-        return grid.finished_results(cells, options), {}
+    def here(cells, args):
+        return {cell.name: train.main(cell.command[1:]) for cell in cells}, {}
 
     monkeypatch.setattr(grid, "run", here)
     monkeypatch.setattr(search, "REDUCTION_FACTORS", (8.0,))
@@ -70,8 +67,8 @@ def test_a_search_for_real(encoder, data_dir, tmp_path, monkeypatch):
     words = cli("--tasks sst2 -- --device cpu --epochs 1 --lr 5e-3")
     search.main([*cli(**places), *words, "--limit-train", "32"])
     for out in tmp_path.glob("runs/sst2-*"):
-        bert, _, _ = load_run(out)
-        slots = [slot.adapters["sst2"] for _, slot in bert.slots() if slot.adapters]
+        slots = load_run(out).bert.slots.values()
+        slots = [slot.adapters["sst2"] for slot in slots if slot.adapters]
         if slots and not out.name.startswith(("sst2-houlsby", "sst2-bapna")):
             config = replace(slots[0].config, reduction_factor=16)
             words = search.changes(config) or ["pfeiffer"]

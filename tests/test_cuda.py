@@ -8,6 +8,7 @@ import train
 from conftest import assert_equal, content, main
 from fusion import fusion_regularization
 from reference import FP32_TOLERANCE, FUSIONS, difference, run, with_fusion
+from runtime.record import read_run
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -46,4 +47,4 @@ def test_an_interrupted_run_ends_as_an_undisturbed_one(command, encoder, at_step
         main(command("fusion", tmp_path / "stopped", model=encoder))
     main(command("fusion", tmp_path / "stopped", "--resume", model=encoder))
     assert_equal(tmp_path / "whole", tmp_path / "stopped")
-    assert "bfloat16" in (tmp_path / "whole" / "config.json").read_text()
+    assert read_run(tmp_path / "whole")["options"]["dtype"] == "bfloat16"

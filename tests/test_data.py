@@ -1,19 +1,17 @@
 """The 16 tasks in the hub's columns, your own data as they come, and batches."""
 
-import functools
-import os
-from dataclasses import replace
+import csv
+from functools import partial
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 
-import data
 from conftest import write_rows
-from data import TASKS, get_task, length_bucketed_batches, load_split
+from data import TASKS, Example, Task, batches, get_task, load_split, question_choices
 from experiments.load_run import LoadedRun
-from formats import rows
-from formats.tokenizer import load_tokenizer
+from formats.rows import read_rows
 
 
 def words(columns, *values):
@@ -51,34 +49,33 @@ ROWS = {
 @pytest.mark.parametrize("name", TASKS)
 def test_hub_columns(name, tokenizer, tmp_path, monkeypatch):
     """A row in the hub's columns and types, by the code that reads the hub (of the UKP's corpus, a
-    file), to tokens and label, and to the same in prediction; all splits are loaded at once."""
+    file), to tokens and label, and to the same in prediction."""
     assert set(ROWS) == set(TASKS) and len(TASKS) == 16
-    (row, candidates, label), task, asked = ROWS[name], get_task(name), []
+    row, candidates, label = ROWS[name]
+    write_rows(tmp_path / "argument" / "train.jsonl", [row] * 3)
+    task, asked = get_task(name, tmp_path if name == "argument" else None), set()
 
     def load_dataset(*address, revision):
-        asked.append((*address, revision))
-        counts = {"train": 3, task.dev: 4}
+        asked.add((*address, revision))
+        counts = {"train": 3, task.hub_dev: 4}
         return {split: datasets.Dataset.from_list([row] * n) for split, n in counts.items()}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr(rows, "load_from_hub", functools.cache(rows.load_from_hub.__wrapped__))
-    write_rows(tmp_path / "argument" / "train.jsonl", [row] * 3)
-    where = tmp_path if name == "argument" else None
-    split = load_split(task, "train", tokenizer, where)
-    assert split["label"][:] == [label] * (2 if name == "imdb" else 3)
-    for ids, (a, b) in zip(split[0]["input_ids"], candidates, strict=True):
-        assert ids == tokenizer.encode(*[text for text in (a, b) if text is not None]).ids
+    train_set = load_split(task, "train", tokenizer)
+    assert [example.label for example in train_set] == [label] * (2 if name == "imdb" else 3)
+    for ids, (a, b) in zip(train_set[0].input_ids, candidates, strict=True):
+        assert [*ids] == tokenizer.encode(*[text for text in (a, b) if text is not None]).ids
     assert task.example(row) == (candidates, label)
     texts = [{"premise": "p", "hypothesis": "q", **row}[column] for column in task.columns]
     if name == "commonsense_qa":
         texts[1] = texts[1]["text"]
     elif task.is_multiple_choice and name != "hellaswag":  # options in columns of their own
         texts = [*texts[: -len(candidates)], texts[-len(candidates) :]]
-    run = LoadedRun(None, None, None, task, None, None, [])
+    run = LoadedRun(None, task, *[None] * 4)
     assert run.candidates(row) == run.candidates(texts) == candidates
-    if name not in ("argument", "imdb"):
-        assert len(load_split(task, "validation", tokenizer)) == 4
-        assert asked == [task.hub]
+    if name != "argument":
+        assert len(load_split(task, "validation", tokenizer)) == (1 if name == "imdb" else 4)
+        assert asked == {task.hub}
 
 
 def test_other_copies_of_the_data():
@@ -88,7 +85,7 @@ def test_other_copies_of_the_data():
     boolq = words("question passage answer", "q", "p", True)
     for task, row in (("scitail", tsv), ("boolq", boolq)):
         assert get_task(task).example(row) == (PAIR, 1)
-    assert data.question_choices("q", words("label text", [*"CABED"], [*"xvwzy"])) == QUESTION
+    assert question_choices("q", words("label text", [*"CABED"], [*"xvwzy"])) == QUESTION
 
 
 def test_argument_as_distributed(tokenizer, tmp_path):
@@ -100,76 +97,132 @@ def test_argument_as_distributed(tokenizer, tmp_path):
         text += "".join(f'{topic}\tu\t"{part} is open\t{labels[part]}\t{part}\n' for part in labels)
         (tmp_path / "argument" / f"{topic}.tsv").write_text(text)
     for i, split in enumerate(("train", "test", "validation")):
-        found = load_split(get_task("argument", tmp_path), split, tokenizer, tmp_path)
-        assert found["label"][:] == [i, i]
-    assert found[0]["input_ids"] == [tokenizer.encode("abortion", '"val is open').ids]
+        found = load_split(get_task("argument", tmp_path), split, tokenizer)
+        assert [example.label for example in found] == [i, i]
+    assert [*found[0].input_ids[0]] == tokenizer.encode("abortion", '"val is open').ids
 
 
-def test_tokenised_data_is_cached(encoder, tmp_path, monkeypatch):
-    """A second start does not tokenise; another text does, at the same path and time, and another
-    max_length."""
-    calls, encode = [], data.encode
-    monkeypatch.setattr(data, "encode", lambda *x: calls.append(len(x[1])) or encode(*x))
+# --------------------------------------------------------------------------------------------------
+# Your own data
 
-    def load(count, max_length=48, text="red"):
-        calls.clear()
-        path = tmp_path / "rte" / "train.jsonl"
-        write_rows(path, [{**ROWS["rte"][0], "sentence1": text}] * count)
-        os.utime(path, ns=(0, 0))
-        tokenizer = load_tokenizer(encoder, max_length)
-        split = load_split(get_task("rte", tmp_path), "train", tokenizer, tmp_path)
-        assert split["input_ids"][:] == [[tokenizer.encode(text, "q").ids]] * count
-        return sum(calls)
-
-    assert [load(3), load(3), load(3, 40), load(3, 40), load(3)] == [3, 0, 3, 0, 0]
-    assert [load(3, text="cat"), load(3, text="cat"), load(2500), load(2500)] == [3, 0, 2500, 0]
+WRITERS = {  # others' code
+    "jsonl": partial(pandas.DataFrame.to_json, orient="records", lines=True),
+    "json": partial(pandas.DataFrame.to_json, orient="records", indent=2),
+    "csv": partial(pandas.DataFrame.to_csv, index=False),
+    "tsv": partial(pandas.DataFrame.to_csv, index=False, sep="\t", quoting=csv.QUOTE_NONE),
+    "parquet": pandas.DataFrame.to_parquet,
+}
 
 
-def test_another_task_has_other_tokens(tokenizer, tmp_path):
-    """On the same file, under the same name, with functions that stand in one file or in none."""
-    write_rows(
-        tmp_path / "rte" / "train.jsonl", [{"sentence1": "p", "sentence2": "q", "label": "x"}]
-    )
-    x, y = dict(label_aliases={"x": "entailment"}), dict(label_aliases={"x": "not_entailment"})
-    second = functools.partial(lambda at, *texts: [(texts[at], None)], 1)
-    for changes, candidate, label in (
-        (x, ("p", "q"), 0),
-        (y, ("p", "q"), 1),
-        ({**x, "candidates": lambda a, b: [(a, None)]}, ("p",), 0),
-        ({**x, "candidates": lambda a, b: [(b, a)]}, ("q", "p"), 0),
-        ({**x, "candidates": second}, ("q",), 0),
-    ):
-        task = replace(get_task("rte", tmp_path), **changes)
-        (found,) = load_split(task, "train", tokenizer, tmp_path)
-        assert found["input_ids"] == [tokenizer.encode(*candidate).ids] and found["label"] == label
+@pytest.mark.parametrize("ending", WRITERS)
+def test_file_formats(ending, tmp_path):
+    """Values are read as they are written; of CSV and TSV all are texts."""
+    rows = [
+        {"sentence1": 'the "red cat', "sentence2": "NA, or None", "label": 0},
+        {"sentence1": "007", "sentence2": "1.10", "label": 1},
+    ]
+    path = tmp_path / f"rte/train.{ending}"
+    path.parent.mkdir()
+    WRITERS[ending](pandas.DataFrame(rows), path)
+    texts = ending in ("csv", "tsv")
+    found = read_rows(path)
+    assert found == [{**row, "label": str(row["label"]) if texts else row["label"]} for row in rows]
+    assert [get_task("rte", tmp_path).example(row)[1] for row in found] == [0, 1]
+
+
+def test_labels_with_names_of_their_own(tokenizer, tmp_path):
+    """A parquet file with names for its numbers: they decide, in whatever order."""
+    names = ["not_entailment", "entailment"]  # rte has them the other way round
+    rows = [{"sentence1": "a", "sentence2": "b", "label": i} for i in range(2)]
+    rows = datasets.Dataset.from_list(rows).cast_column("label", datasets.ClassLabel(names=names))
+    (tmp_path / "rte").mkdir()
+    rows.to_parquet(tmp_path / "rte" / "train.parquet")
+    train_set = load_split(get_task("rte", tmp_path), "train", tokenizer)
+    assert [example.label for example in train_set] == [1, 0]
+
+
+AB, CHOICE = {"text_a": "a", "text_b": "b"}, {"choices": ["x", "y"]}
+OWN = [  # rows of the training file, labels, columns, classes
+    ([{"text_a": "a", "text_b": None}, {"text_a": "b"}, {}], [10, 9, 2], "text_a", "2 9 10"),
+    ([{"text_a": "a"}, AB], ["b", "a"], "text_a text_b", "a b"),
+    ([{"text_a": "a"}, {"text_a": "b"}], [True, False], "text_a", "False True"),
+    ([CHOICE, {**CHOICE, "text_a": "a"}], [0, 1], "text_a choices", "0 1"),
+]
+
+
+@pytest.mark.parametrize("rows, labels, columns, classes", OWN)
+def test_columns_and_classes_of_your_own_task(rows, labels, columns, classes, tmp_path):
+    """Columns are those that any row has, classes are sorted."""
+    rows = [{**row, "label": label} for row, label in zip(rows, labels, strict=True)]
+    write_rows(tmp_path / "own/train.jsonl", rows)
+    task = get_task("own", tmp_path)
+    assert ([*task.columns], [*task.labels]) == (columns.split(), classes.split())
+    assert [task.labels[task.label_index(x)] for x in labels] == [str(x) for x in labels]
+
+
+def test_labels_by_name_and_by_place():
+    labels, aliases = ("Yes", "no", "NO"), {"nope": "no"}
+    own = Task(None, ("a",), labels, label_aliases=aliases)
+    # the first of several alike
+    assert [*map(own.label_index, ("Yes", "yes", " yes\n", "NO", "nope"))] == [0, 0, 0, 2, 1]
+    on_hub = Task(("somewhere", None, None), ("a",), labels)
+    assert [*map(on_hub.label_index, (2, "1"))] == [2, 1]
+    for value in (1, 3, None, 0.0, "maybe"):
+        with pytest.raises(ValueError, match=f"label {value!r} is not one of Yes, no, NO"):
+            own.label_index(value)
+
+
+@pytest.mark.parametrize("task, fraction, dev", [("imdb", None, 2000), ("own", 0.25, 1500)])
+def test_development_examples_are_held_out_of_the_training_file(
+    task, fraction, dev, tokenizer, tmp_path
+):
+    """Every row is in one of the two, and the draw is the same for every seed; a validation file
+    goes first."""
+    column = {"imdb": "text", "own": "text_a"}[task]
+    rows = [{column: f"x{i}", "label": i % 2} for i in range(6000)]
+    write_rows(tmp_path / task / "train.jsonl", rows)
+
+    def hashes(split, seed=0, limit=None, dev_fraction=fraction):
+        found = get_task(task, tmp_path, dev_fraction=dev_fraction)
+        return {example.hash for example in load_split(found, split, tokenizer, limit, seed)}
+
+    train_set, dev_set = hashes("train"), hashes("validation")
+    assert (len(train_set), len(dev_set), len(train_set | dev_set)) == (6000 - dev, dev, 6000)
+    assert hashes("validation", seed=5) == dev_set
+    drawn = [hashes("train", seed, limit=100) for seed in (0, 1)]
+    assert all(len(part) == 100 and part < train_set for part in drawn) and drawn[0] != drawn[1]
+    write_rows(tmp_path / task / "train.jsonl", rows[:4])
+    write_rows(tmp_path / task / "validation.jsonl", rows[:3])
+    sizes = [len(hashes(split, dev_fraction=None)) for split in ("train", "validation")]
+    assert sizes == [4, 3]
+
+
+# --------------------------------------------------------------------------------------------------
+# Batches
+
+
+def of_length(*lengths):
+    """An Example whose candidates have these lengths; the batches are made of nothing else."""
+    return Example([np.empty(n) for n in lengths], [], 0, 0, False)
 
 
 def test_examples_of_a_small_task_meet_others_in_the_next_epoch():
-    """Of the pairs in one batch, few are in one batch of the next epoch."""
+    """Of the pairs in one batch, few are in one batch of the next epoch; every example is in one
+    batch, of which little is padding."""
     lengths, place = np.random.default_rng(0).integers(5, 128, 20_000), np.empty(20_000)
+    examples = [of_length(n) for n in lengths]
     for count, most in ((250, 0.15), (2500, 0.2), (20_000, 0.06)):
-        first, second = (length_bucketed_batches(lengths[:count], 32, (0, n)) for n in (1, 2))
+        first, second = (batches(examples[:count], 32, (0, epoch)) for epoch in (1, 2))
         for i, batch in enumerate(second):
             place[batch] = i
         pairs = sum(len(batch) * (len(batch) - 1) for batch in first)
         again = sum((place[batch] == place[batch][:, None]).sum() - len(batch) for batch in first)
         assert again / pairs < most
-    batches = length_bucketed_batches(lengths, 32, seed=0)
-    assert sorted(np.concatenate(batches)) == [*range(20_000)]
-    longest = sum(len(batch) * lengths[batch].max() for batch in batches)
-    assert 1 - lengths.sum() / longest < 0.05
+    assert sorted(np.concatenate(first)) == [*range(20_000)]
+    padded = sum(len(batch) * lengths[batch].max() for batch in first)
+    assert 1 - lengths.sum() / padded < 0.05
 
 
-def test_imdb_chooses_its_epoch_on_training_examples(tokenizer, tmp_path):
-    """2,000 of them, the same for every seed; a validation file goes first."""
-    written = [{"text": "red", "label": i % 2} for i in range(6000)]
-    write_rows(tmp_path / "imdb" / "train.jsonl", written)
-    task = get_task("imdb", tmp_path)
-    dev = load_split(task, "validation", tokenizer, tmp_path)
-    train = load_split(task, "train", tokenizer, tmp_path, seed=5)
-    assert (len(train), len(dev)) == (4000, 2000)
-    assert dev["label"][:] != [0] * 2000 and sum(dev["label"][:]) + sum(train["label"][:]) == 3000
-    write_rows(tmp_path / "imdb" / "train.jsonl", written[:4])
-    write_rows(tmp_path / "imdb" / "validation.jsonl", written[:3])
-    sizes = [len(load_split(task, x, tokenizer, tmp_path)) for x in ("train", "validation")]
-    assert sizes == [4, 3]
+def test_in_evaluation_the_longest_come_first():
+    order = np.concatenate(batches([of_length(2, n) for n in (3, 9, 5, 9, 4)], 2))
+    assert [*order] == [1, 3, 2, 4, 0]

@@ -1,7 +1,11 @@
 """Every kind of checkpoint of the hub loads, bit for bit the same, and what does not fit is named.
 Google's are in test_tensorflow.py."""
 
+import os
 import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,9 +14,11 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from bert import Bert
+from child import ROOT
 from conftest import fill_hub_cache
-from formats.encoder import digest_of
+from formats.encoder import sha256_of
 from formats.files import read_tensors
+from formats.tokenizer import TOKENIZER_FILES
 from reference import SAFETENSORS, fails, golden_tensors, same
 
 # heads, pooler, and a buffer of older versions, outside the encoder and inside
@@ -41,9 +47,7 @@ def test_prefixes_and_old_names(prefix, kind, tmp_path):
     for name, tensor in named.items():
         name = name.replace("LayerNorm.weight", "LayerNorm.gamma")
         more[prefix + name.replace("LayerNorm.bias", "LayerNorm.beta")] = tensor
-    bert = Bert.from_pretrained(write_hub(tmp_path, more, kind))
-    assert same(bert)
-    assert bert.checkpoint_names["embeddings_norm.bias"] == f"{prefix}embeddings.LayerNorm.beta"
+    assert same(Bert.from_pretrained(write_hub(tmp_path, more, kind)))
 
 
 def test_any_alignment(copy):
@@ -62,7 +66,7 @@ def test_any_alignment(copy):
 def test_other_precisions_become_float32(dtype, tmp_path):
     written = {name: tensor.to(dtype) for name, tensor in golden_tensors().items()}
     bert = Bert.from_pretrained(write_hub(tmp_path, written))
-    assert bert.digest == digest_of({name: tensor.float() for name, tensor in written.items()})
+    assert bert.sha256 == sha256_of({name: tensor.float() for name, tensor in written.items()})
     assert all(parameter.dtype == torch.float32 for parameter in bert.parameters())
 
 
@@ -100,18 +104,40 @@ def test_what_is_pickled_is_not_executed(tmp_path, monkeypatch, recwarn):
 
 
 def test_only_needed_files_are_downloaded(hub):
-    (root, asked), needed = hub, ["config.json", "model.safetensors", "tokenizer.json"]
-    fails("some/bert", "no config.json", "config.json and model.safetensors")
+    (root, asked), needed = hub, {"config.json", "model.safetensors", *TOKENIZER_FILES}
+    fails("some/bert", "404 some/bert", "config.json and model.safetensors")
+    asked.clear()
     shutil.copytree(SAFETENSORS, root / "some/bert")
-    for tokenizer in (["vocab.txt", "tokenizer_config.json"], []):
-        asked.clear()
-        bert = Bert.from_pretrained("some/bert")
-        assert same(bert) and bert.source == "some/bert" and asked == needed + tokenizer
-        (root / "some/bert/tokenizer.json").write_text("{}")
+    bert = Bert.from_pretrained("some/bert")
+    assert same(bert) and bert.source == "some/bert" and {*asked} == needed
     write_hub(root / "some/other", golden_tensors(), "pytorch_model.bin")
     assert same(Bert.from_pretrained("some/other"))
+    assert {*asked} == needed | {"pytorch_model.bin"}
 
 
 def test_cache_without_network():  # offline, see conftest.py
     fill_hub_cache(Path(constants.HF_HUB_CACHE) / "models--some--cached", SAFETENSORS)
     assert same(Bert.from_pretrained("some/cached"))
+
+
+def test_a_hub_that_does_not_answer(tmp_path):
+    """An id that is not in the cache fails within five seconds, imports not counted."""
+    code = """
+import time, datasets, huggingface_hub
+from formats.encoder import fetch_encoder
+started = time.monotonic()
+try:
+    fetch_encoder("bert-base-uncasde")
+except FileNotFoundError as e:
+    print(e, "after", time.monotonic() - started)
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        variables = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        command, options = [sys.executable, "-c", code], {"cwd": ROOT, "timeout": 60}
+        options |= {"env": os.environ | variables, "capture_output": True, "text": True}
+        process = subprocess.run(command, **options)
+    message = process.stdout.splitlines()[-1]
+    assert process.stderr == ""
+    assert all(text in message for text in ("bert-base-uncasde", address, str(tmp_path)))
+    assert float(message.split()[-1]) < 5

@@ -1,98 +1,162 @@
-"""Forks of one file each, beyond the kinds in test_kinds.py: stages of their own, and what must not
-go wrong in silence."""
+"""A fork: a module of one's own, named by --import, with an entry in each dictionary; and what must
+not be lost in silence."""
 
-from dataclasses import dataclass
+import contextlib
+import importlib
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
-import adapter
-import bert
-import fusion
 import train
-from adapter import (
-    AdapterConfig,
-    BaseAdapterConfig,
-    Head,
-    adapter_modules,
-    add_adapter,
-    register,
-    save_adapter,
-)
-from bert import Bert
-from conftest import IDS, cli, randomize
+from adapter import ADAPTERS, HEADS, AdapterConfig, Head, adapter_modules, add_adapter
+from bert import ENCODERS, Bert
+from conftest import cli, read_lines, tiny_encoder
+from data import TASKS
 from experiments import evaluate
 from experiments.load_run import load_run
-from fusion import Fusion, add_fusion
-from variants.houlsby import HoulsbyRecipeConfig
-from variants.pal import PALConfig
+from formats.files import read_json
+from fusion import FUSIONS, add_fusion
+
+MODULE = """
+import adapter, bert, data, fusion, train
+
+class OwnBert(bert.Bert):
+    def positions(self, input_ids):
+        return super().positions(input_ids) + 3
+
+class OwnFusion(fusion.Fusion):
+    def softmax(self, scores):
+        return super().softmax(scores / 32**0.5)
+
+class OwnHead(adapter.Head):
+    def forward(self, h, mask):
+        return super().forward((h * mask[..., None]).sum(1, keepdim=True))
+
+def adapter_and_biases(args, encoder, task):
+    config = adapter.ADAPTERS[args.adapter](**args.adapter_config)
+    adapter.add_adapter(encoder, task.name, config)
+    for name, p in encoder.own_parameters().items():
+        p.requires_grad_(name.endswith("bias"))
+
+bert.ENCODERS["own"] = OwnBert
+adapter.ADAPTERS["own"] = lambda **fields: adapter.AdapterConfig(**{"ln_before": True} | fields)
+fusion.FUSIONS["own"] = OwnFusion
+adapter.HEADS["own"] = OwnHead
+train.STAGES["own"] = {"lr": 5e-3, "epochs": 2, "build": adapter_and_biases}
+data.TASKS["sts_b"] = data.Task(
+    None, ("sentence1", "sentence2"), ("score",),
+    loss=lambda logits, labels: (logits[:, 0] - labels).square().mean(),
+    predict=lambda logits: logits[:, 0],
+    all_scores={"closeness": lambda labels, scores: -(labels - scores).abs().mean().item()},
+)
+"""
+RUNS = {
+    "encoder": "--stage full --task rte",
+    "adapter": "--stage adapter --task rte --adapter own",
+    "fusion": "--stage fusion --task rte --fusion own",
+    "head": "--stage head --task rte --head own",
+    "stage": "--stage own --task rte --reduction-factor 4",
+    "task": "--stage adapter --task sts_b",
+}
 
 
-@pytest.fixture(autouse=True)
-def registries():
-    tables = (train.STAGES, adapter.HEADS, adapter.ADAPTERS, adapter.ARCHITECTURES, fusion.FUSIONS)
-    with patch.dict(tables[0]), patch.dict(tables[1]), patch.dict(tables[2]):
-        with patch.dict(tables[3]), patch.dict(tables[4]):
-            yield
+@contextlib.contextmanager
+def forgotten_afterwards():
+    with contextlib.ExitStack() as stack:
+        for table in (ENCODERS, ADAPTERS, FUSIONS, HEADS, train.STAGES, TASKS):
+            stack.enter_context(patch.dict(table))
+        stack.callback(sys.modules.pop, "own_fork", None)
+        yield
 
 
-def add_stage(build, of="adapter"):
-    train.STAGES["own"] = train.Stage("a stage of its own", 5e-3, 2, build, options_of=(of,))
-
-
-def biases(settings, bert, task, adapters):
-    for name, p in bert.own_parameters().items():
-        if name.endswith("bias"):
-            p.requires_grad_(True)
-
-
-def adapter_and_biases(settings, bert, task, adapters):
-    train.stage_1(settings, bert, task, adapters)
-    biases(settings, bert, task, adapters)
-
-
-def fusion_with_a_new_adapter(settings, bert, task, adapters):
-    add_adapter(bert, "own", AdapterConfig.pfeiffer())
-    add_fusion(bert, [*adapters, "own"])
-    for _, _, module in adapter_modules(bert, "own")[1]:
-        module.requires_grad_(True)
-
-
-@pytest.mark.parametrize("build", [biases, adapter_and_biases, fusion_with_a_new_adapter])
-def test_a_stage_of_its_own(build, launch, runs, encoder, tmp_path):
-    """What it trains is saved, and evaluated as in training; an encoder's adapter belongs to it."""
-    of_fusion, out = build is fusion_with_a_new_adapter, tmp_path / "run"
-    add_stage(build, "fusion" if of_fusion else "adapter")
-    given = cli(adapters=[runs / "sst2", runs / "pick"]) if of_fusion else []
-    result = launch("--stage own --task rte --epochs 2", *given, out=out)
-    again = evaluate.main([str(out), "--device", "cpu"])
-    assert (again["accuracy"], again["loss"]) == (result["accuracy"], result["dev_loss"])
-    if of_fusion:
-        assert {path.name for path in (out / "adapters").iterdir()} == {"sst2", "pick", "own"}
-        assert not (out / "model.safetensors").exists()  # Θ stays as it is
-        return
-    before, after = (Bert.from_pretrained(source) for source in (encoder, out))
-    assert not torch.equal(before.layers[0].query.bias, after.layers[0].query.bias)
-    assert torch.equal(before.layers[0].query.weight, after.layers[0].query.weight)
-    if build is adapter_and_biases:
+@pytest.mark.parametrize("kind", RUNS)
+def test_an_entry_of_each_dictionary(kind, launch, runs, encoder, data_dir, tmp_path, monkeypatch):
+    """Trained, evaluated with --import, and without it refused in a line that names the entry."""
+    (tmp_path / "own_fork.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    out, words = tmp_path / "run", cli(f"{RUNS[kind]} --epochs 2 --lr 5e-3 --import own_fork")
+    words += cli(adapters=[runs / "rte", runs / "sst2"]) if kind == "fusion" else []
+    with forgotten_afterwards():
+        if kind == "encoder":
+            importlib.import_module("own_fork")
+            (tmp_path / "encoder").mkdir()
+            words += cli(model=tiny_encoder("own", tmp_path / "encoder"))
+        if kind == "stage":  # train.py by itself is not the module in which STAGES is found
+            words += cli("--device cpu", model=encoder, data_dir=data_dir, out=out)
+            environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+            subprocess.run([sys.executable, train.__file__, *words], env=environment, check=True)
+            result = read_json(out / "metrics.json")
+        else:
+            result = launch("", *words, out=out)
+    with pytest.raises(ValueError, match="'(own|sts_b)'.*--import"):
+        load_run(out)
+    with forgotten_afterwards():
+        again = evaluate.main(cli(f"{out} --device cpu --import own_fork"))
+        assert again["loss"] == result["dev_loss"]
+    if kind == "stage":  # it has trained a part of the encoder, to which its adapter belongs
+        before, after = Bert.from_pretrained(encoder), Bert.from_pretrained(out)
+        assert not torch.equal(before.layers[0].query.bias, after.layers[0].query.bias)
+        assert torch.equal(before.layers[0].query.weight, after.layers[0].query.weight)
         with pytest.raises(ValueError, match="was trained on an encoder with other weights"):
             launch("--stage fusion --task rte", adapters=out, model=encoder, out=tmp_path / "two")
 
 
-def a_prompt(settings, bert, task, adapters):
+def fusion_and_adapters(args, bert, task):
+    add_adapter(bert, "new", AdapterConfig(reduction_factor=8))
+    add_fusion(bert, [*args.adapters, "new"])
+    for name in bert.adapters:
+        for module in adapter_modules(bert, name).values():
+            module.requires_grad_(True)
+
+
+def test_a_stage_with_two_learning_rates(launch, runs, tmp_path, monkeypatch):
+    """Ψ, and every Φ at a tenth of its rate, is an edit of one line; what evaluation returns is
+    logged."""
+    two = """
+    phi = [p for name, p in trainable.items() if ".adapters." in name]
+    others = [p for name, p in trainable.items() if ".adapters." not in name]
+    groups = [{"params": phi, "lr_factor": 0.1}, {"params": others, "lr_factor": 1.0}]"""
+    source, edits = re.subn(r"\n    groups = .*", two, Path(train.__file__).read_text("utf-8"))
+    assert edits == 1
+    fork = vars(types.ModuleType("fork"))
+    exec(source, fork)
+    monkeypatch.setattr(train, "train", fork["train"])
+    fork["evaluate"] = lambda *given: {**train.evaluate(*given), "classes": [1, 2]}
+    for stages in (train.STAGES, fork["STAGES"]):
+        monkeypatch.setitem(stages, "own", {"build": fusion_and_adapters})
+    words, out = (
+        "--stage own --task rte --limit-train 8 --batch-size 8 --epochs 1",
+        tmp_path / "run",
+    )
+    result = launch(words, lr=1e-3, adapters=[runs / "rte", runs / "sst2"], out=out)
+    assert read_lines(out / "log.jsonl")[0]["dev_classes"] == [1, 2]
+
+    run, phi = load_run(out), "layers.0.output_add_norm.adapters.sst2.up.weight"
+    assert train.evaluate(run.model, run.task, run.split(), run.args)["loss"] == result["dev_loss"]
+    before = load_run(runs / "sst2").bert.get_parameter(phi)
+    V = run.bert.layers[0].output_add_norm.fusion.value.weight
+    for change, lr in ((run.bert.get_parameter(phi) - before, 1e-4), (V - torch.eye(32), 1e-3)):
+        assert change.abs().max().item() == pytest.approx(lr, rel=0.05)  # Adam's first step
+
+
+def a_prompt(args, bert, task):
     bert.prompt = nn.Parameter(torch.zeros(3))
 
 
-def a_frozen_adapter(settings, bert, task, adapters):
-    train.stage_1(settings, bert, task, adapters)
-    bert.requires_grad_(False)
-
-
-def an_adapter_elsewhere(settings, bert, task, adapters):
-    train.stage_1(settings, bert, task, adapters)
+def an_adapter_elsewhere(args, bert, task):
     bert.layers[0].adapters = nn.ModuleDict({"lost": nn.Linear(2, 2)})
+
+
+def a_buffer(args, bert, task):
+    bert.layers[0].output_add_norm.register_buffer("mean", torch.zeros(3))
 
 
 class PoolerHead(Head):
@@ -101,117 +165,19 @@ class PoolerHead(Head):
 
 
 LOST = [
-    (a_prompt, "does not say what a checkpoint calls prompt"),
-    (a_frozen_adapter, "'rte' is neither trained nor one of --adapters"),
+    (a_prompt, "does not say what prompt is called in a checkpoint"),
     (an_adapter_elsewhere, "adapters.lost.weight would be trained, and no file"),
-    (train.stage_1, "head.pooler.weight would be trained, and no file"),
+    (a_buffer, "output_add_norm.mean is a buffer"),
+    (lambda *_: None, "head.pooler.weight would be trained, and no file"),
 ]
 
 
 @pytest.mark.parametrize("build, message", LOST)
-def test_what_cannot_be_saved_is_refused(build, message, launch, tmp_path):
+def test_what_would_be_lost_is_refused(build, message, launch, tmp_path, monkeypatch):
     """Before the first step, with nothing written."""
-    add_stage(build)
-    adapter.register_head("pooler", PoolerHead)
+    monkeypatch.setitem(train.STAGES, "own", {"build": build, "lr": 1e-3, "epochs": 1})
+    monkeypatch.setitem(HEADS, "pooler", PoolerHead)
     head = "pooler" if "pooler" in message else "cls"
     with pytest.raises(ValueError, match=message):
         launch(f"--stage own --task rte --head {head}", out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-class Gated(Fusion):
-    file_tag = {"kind": "gated"}
-
-
-def test_a_kind_replaces_no_other():
-    second_pal = type("SecondPAL", (PALConfig,), {})
-    for register_kind, name, kind in (
-        (register, "pal", second_pal),
-        (register, "pfeiffer", HoulsbyRecipeConfig),  # which has a name already
-        (adapter.register_head, "cls", PoolerHead),
-        (fusion.register, "attention", Gated),
-        (fusion.register, "other", type("Other", (Fusion,), {})),  # its files are Fusion's
-        # this field changes nothing in AdapterHub's files, so these are, too
-        (fusion.register, "other", type("Other", (Fusion,), {"file_tag": {"regularization": 0}})),
-    ):
-        with pytest.raises(ValueError, match=f"{kind.__name__}|{name} "):
-            register_kind(name, kind)
-    with pytest.raises(ValueError, match="there is already an encoder 'bert'"):
-        bert.register(type("SecondBert", (Bert,), {}))
-
-
-class Twice(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-class TwiceConfig(AdapterConfig):
-    architecture = "twice"
-
-    def make_modules(self, bert):
-        found = super().make_modules(bert)
-        for _, _, module in found:
-            module.down = Twice(module.down.in_features, module.down.out_features)
-        return found
-
-
-def test_a_layer_of_an_adapter_that_computes_something_else(encoder):
-    """The fusion does not take its weights for those of a plain one."""
-    register("twice", TwiceConfig)  # a class without a classmethod of this name
-    bert = Bert.from_pretrained(encoder)
-    for name in "ab":
-        add_adapter(bert, name, adapter.ADAPTERS["twice"](reduction_factor=4))
-    add_fusion(bert, ["a", "b"])
-    randomize(bert, "add_norm")
-    slot = bert.layers[0].output_add_norm
-    h, adapters = torch.randn(2, 3, bert.config.hidden_size), [*slot.adapters.values()]
-    assert torch.allclose(
-        slot.fusion.compose(h, adapters), slot.fusion.textbook(h, adapters), atol=1e-4
-    )
-
-
-class Constant(nn.Module):
-    """An adapter that is no subclass of Adapter, and knows nothing of its configuration."""
-
-    def __init__(self, hidden_size):
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(hidden_size))
-
-    def forward(self, f, x, norm, layer_input):
-        return norm(f + x + self.bias)
-
-
-@dataclass(frozen=True)
-class ConstantConfig(BaseAdapterConfig):
-    architecture = "constant"
-    cannot_fuse_because = "it has no z"
-
-    def make_modules(self, bert):
-        return [(key, slot, Constant(bert.config.hidden_size)) for key, slot in bert.slots()]
-
-
-def test_an_adapter_from_nothing(launch, tmp_path):
-    register("constant", ConstantConfig)
-    launch("--stage adapter --task rte --adapter constant --epochs 1", out=tmp_path / "run")
-    assert adapter_modules(load_run(tmp_path / "run").bert, "rte")[0] == ConstantConfig()
-
-
-def test_a_tensor_without_a_name_is_not_left_out(encoder, tmp_path, monkeypatch):
-    bert = Bert.from_pretrained(encoder)
-    add_adapter(bert, "a", AdapterConfig())
-    monkeypatch.setattr(AdapterConfig, "tensor_names", lambda *_: {"adapter_up.bias": "up.bias"})
-    with pytest.raises(ValueError, match="tensor_names of AdapterConfig omits"):
-        save_adapter(bert, "a", tmp_path)
-
-
-def test_the_last_adapter_decides_what_all_read(encoder, capsys):
-    """As in the reference; where they differ in it, a note says so."""
-    bert, outputs = Bert.from_pretrained(encoder), []
-    add_adapter(bert, "a", AdapterConfig(original_ln_before=False))
-    add_adapter(bert, "b", AdapterConfig(reduction_factor=8))
-    for names in ("ab", "ba"):
-        torch.manual_seed(0)
-        add_fusion(bert, names)
-        outputs.append(bert(IDS))
-    assert not torch.allclose(*outputs, atol=1e-3)
-    assert "differ in original_ln_before (False in a, True in b):" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 import csv
 import itertools
-import math
 import shutil
 
 import pytest
@@ -70,21 +69,48 @@ def test_files(fused, runs, data_dir, tmp_path):
     assert any("(fusion)" in line and " ".join(line.split()).endswith(numbers) for line in summary)
 
 
+def test_which_tokens(loud_fusion, data_dir, monkeypatch):
+    """Those of a text are between [CLS] and [SEP], or between two [SEP]; what is read in the last
+    layer depends on the head."""
+    run, last = load_run(loud_fusion), (1, "output")
+    examples, means = run.split(), {"text_a": [], "text_b": []}
+    for seen in run.fusion_weights(read_lines(data_dir / "rte" / "validation.jsonl")):
+        s, end = seen["weights"]["output"][1], seen["tokens"].index("[SEP]")
+        means["text_a"].append(s[1:end])
+        means["text_b"].append(s[end + 1 : -1])
+    found = fusion_weights.mean_weights(run, examples, means)
+    for text, of_examples in means.items():
+        assert torch.allclose(found[text][last], torch.cat(of_examples).double().mean(0))
+    weights = fusion_weights.weights_by_name(run, examples)
+    assert weights["read"][last] == weights["cls"][last] != weights["all"][last]
+    monkeypatch.setattr(run.model, "reads_cls_only", lambda: False)
+    assert fusion_weights.weights_by_name(run, examples)["read"] == weights["all"]
+
+
+def target(label, task, layers, accuracy=None, single=None):
+    """A row with these weights, {name: weight} of each layer, of all tokens and of those that are
+    read; at [CLS] the layers have changed places."""
+    weights = {(layer, "output"): s for layer, s in enumerate(layers) if s}
+    cls = {(layer, "output"): s for layer, s in enumerate(reversed(layers)) if s}
+    weights = {"all": weights, "read": weights, "cls": cls}
+    return fusion_weights.Target("run", task, label, weights, accuracy, single)
+
+
 def test_the_tables_of_section_6():
     """Three targets, two of them without a layer or their own adapter."""
-    slots, columns, nan = [(0, "output"), (1, "output")], ["cb", "mnli"], math.nan
-    of_layers = [[0.1, 0.9], [0.1, 0.9], [nan, nan]], [[0.5, 0.5], [0.2, 0.8], [nan, 1.0]]
-    values = torch.tensor(of_layers, dtype=torch.float64)
-    targets = [("cb", "cb", 0.8, 0.7), ("mnli", "mnli", 0.8, None), ("cb (2)", "cb", None, None)]
-    assert fusion_weights.strengths_table(targets, columns, values)[0] == [
+    targets = [
+        target("cb", "cb", [{"cb": 0.1, "mnli": 0.9}, {"cb": 0.5, "mnli": 0.5}], 0.8, 0.7),
+        target("mnli", "mnli", [{"cb": 0.1, "mnli": 0.9}, {"cb": 0.2, "mnli": 0.8}], 0.8),
+        target("cb (2)", "cb", [{}, {"mnli": 1.0}]),
+    ]
+    assert fusion_weights.strengths_table(targets, ["cb", "mnli"])[0] == [
         ["cb", "mnli", *map(pytest.approx, (0.7, 0.3, 0.5)), "1 of 2", 80, 70, "+10.00"],
         ["mnli", "mnli", *map(pytest.approx, (0.85, 0.85, 0.5)), "2 of 2", 80, None, None],
         ["cb (2)", "mnli", 1, None, 1, None, None, None, None],
     ]
-    both = {"all": values, "cls": values.flip(2)[:, [1, 0, 2]]}
-    rows, _ = fusion_weights.entropy_table(targets, slots, both)
+    rows, _ = fusion_weights.entropy_table(targets, [(0, "output"), (1, "output")])
     assert rows[0] == ["cb", "all tokens", pytest.approx(0.469, abs=1e-3), pytest.approx(1)]
-    assert rows[3][1:] == ["[CLS] alone", pytest.approx(0.469, abs=1e-3), pytest.approx(1)]
+    assert rows[1] == ["cb", "[CLS] alone", pytest.approx(1), pytest.approx(0.469, abs=1e-3)]
     assert rows[4] == ["cb (2)", "all tokens", None, 0]
     assert fusion_weights.figure_4_layers(12) == {0, 6, 8, 11}
 
@@ -93,10 +119,9 @@ def test_all_figures_have_one_scale(tmp_path, monkeypatch):
     """Also where the largest weight is at [CLS], in a layer that Figure 4 leaves out."""
     drawn, slots = [], [(layer, "output") for layer in range(6)]
     monkeypatch.setattr(fusion_weights, "save_figure", lambda figure, path: drawn.append(figure))
-    values = torch.tensor([[0.5, 0.5]] * 6, dtype=torch.float64).unsqueeze(1)
-    both = {"all": values, "cls": values.clone()}
-    both["cls"][1] = torch.tensor([0.85, 0.15])
-    fusion_weights.draw(both, slots, ["cb"], ["cb", "mnli"], tmp_path)
+    one = target("cb", "cb", [{"cb": 0.5, "mnli": 0.5}] * 6)
+    one.weights["cls"][1, "output"] = {"cb": 0.85, "mnli": 0.15}
+    fusion_weights.draw([one], slots, ["cb", "mnli"], tmp_path)
     scales = [{of.images[0].get_clim() for of in figure.axes if of.images} for figure in drawn]
     assert scales == [{(0, 0.9)}] * 4
     titles = [of.get_title() for of in drawn[0].axes if of.images]
@@ -108,9 +133,11 @@ def test_single_adapters_are_averaged_if_they_compare(runs, tmp_path):
     seed = shutil.copytree(runs / "rte", tmp_path / "seed-1")
     write_json(seed / "metrics.json", {"accuracy": 0.1})
     others = [runs / "sst2", runs / "fusion-rte"]
-    for name in ("encoder_sha256", "dev_examples", "data_sha256"):
+    record = read_json(seed / "run.json")
+    for name in [name for name in record["inputs"] if name != "tokenizer"]:
         others.append(shutil.copytree(seed, tmp_path / name))
-        write_json(others[-1] / "config.json", read_json(seed / "config.json") | {name: "another"})
+        changed = {**record, "inputs": record["inputs"] | {name: "another"}}
+        write_json(others[-1] / "run.json", changed)
     found = fusion_weights.single_accuracies([runs / "fusion-rte"], [runs / "rte", seed, *others])
     assert found == [pytest.approx((accuracy + 0.1) / 2)]
     assert fusion_weights.single_accuracies([runs / "fusion-rte"], others) == [None]

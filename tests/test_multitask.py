@@ -1,6 +1,8 @@
 """MT-A (section 2.2.2): who is sampled, what is trained, what a run leaves behind, and fusion over
 it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,17 +10,25 @@ from torch.optim.optimizer import register_optimizer_step_post_hook as after_ste
 from torch.optim.optimizer import register_optimizer_step_pre_hook as before_step
 
 from bert import Bert
+from data import Example
 from experiments import multitask
 from experiments.load_run import load_run
 from experiments.multitask import multitask_batches
-from runtime.adapters import encoder_of_runs
+from runtime.adapters import encoder_of
 
 TASKS = ["sst2", "rte", "pick"]
 
 
-def drawn(lengths, epoch, sampling, steps_per_epoch=50, epochs=5):
+def drawn(train_sets, epoch, sampling, steps_per_epoch=50):
     """[(number of a task, its examples)] of an epoch's steps"""
-    return multitask_batches(lengths, sampling, steps_per_epoch, 8, 3, epoch, epochs)
+    args = SimpleNamespace(sampling=sampling, steps_per_epoch=steps_per_epoch, batch_size=8)
+    args.seed, args.epochs = 3, 5
+    return multitask_batches(args, dict(enumerate(train_sets)), epoch)
+
+
+def with_lengths(lengths):
+    """Examples with so many tokens"""
+    return [Example([np.zeros(n)], [np.zeros(n)], 0, 0, False) for n in lengths]
 
 
 SAMPLING = [("annealed", 1, 1.0), ("annealed", 3, 0.6), ("annealed", 5, 0.2)]
@@ -28,8 +38,8 @@ SAMPLING += [("proportional", 4, 1.0), ("sqrt", 2, 0.5)]
 @pytest.mark.parametrize("sampling, epoch, alpha", SAMPLING)
 def test_the_sampler_matches_its_formula(sampling, epoch, alpha):
     """Shares of a long draw: an exponent that is wrong by 0.1 would show."""
-    lengths, steps = [np.ones(n, dtype=int) for n in (10, 100, 2000)], 30_000
-    numbers = [number for number, _ in drawn(lengths, epoch, sampling, steps)]
+    train_sets, steps = [with_lengths([1] * n) for n in (10, 100, 2000)], 30_000
+    numbers = [number for number, _ in drawn(train_sets, epoch, sampling, steps)]
     weights = np.array([10.0, 100.0, 2000.0]) ** alpha
     shares = np.bincount(numbers, minlength=3) / steps
     assert np.allclose(shares, weights / weights.sum(), atol=0.008)
@@ -39,9 +49,9 @@ def test_the_sampler_matches_its_formula(sampling, epoch, alpha):
 def test_every_task_goes_through_all_of_its_examples(sampling):
     """Before any of them comes a second time, also across epochs."""
     sizes, seen = (20, 33, 100), [[], [], []]
-    lengths = [np.random.default_rng(n).integers(5, 40, n) for n in sizes]
+    train_sets = [with_lengths(np.random.default_rng(n).integers(5, 40, n)) for n in sizes]
     for epoch in range(1, 6):
-        steps = drawn(lengths, epoch, sampling)
+        steps = drawn(train_sets, epoch, sampling)
         for number, indices in steps:
             seen[number] += indices.tolist()
         if sampling == "round_robin":
@@ -52,17 +62,17 @@ def test_every_task_goes_through_all_of_its_examples(sampling):
         assert len(turns) > 1 and all(len({*turn}) == len(turn) for turn in turns)
 
 
-@pytest.mark.parametrize("adapter", ["pal", "pfeiffer", "none"])
+@pytest.mark.parametrize("adapter", ["--adapter pal", "--adapter pfeiffer", "--without-adapters"])
 def test_a_run_and_fusion_over_it(adapter, launch, tmp_path):
     """On Θ′, which its adapters belong to, and not on Θ."""
-    out, words = tmp_path / "run", f"--epochs 1 --steps-per-epoch 9 --lr 2e-3 --adapter {adapter}"
+    out, words = tmp_path / "run", f"--epochs 1 --steps-per-epoch 9 --lr 2e-3 {adapter}"
     result = launch(words, tasks=TASKS, out=out)
     accuracies = result["accuracies"]
     assert result["task"] == "sst2,rte,pick" and [*accuracies] == TASKS
     assert result["accuracy"] == pytest.approx(sum(accuracies.values()) / 3)
     with pytest.raises(ValueError, match="several tasks: choose --task from sst2, rte"):
         load_run(out)
-    if adapter == "none":
+    if "without" in adapter:
         assert not (out / "adapters").exists()
         return
     theta = {name: p.clone() for name, p in Bert.from_pretrained(out).named_parameters()}
@@ -70,10 +80,11 @@ def test_a_run_and_fusion_over_it(adapter, launch, tmp_path):
     fuse = "--stage fusion --task rte --epochs 1 --lr 1e-3"
     with pytest.raises(ValueError, match="was trained on an encoder with other weights than"):
         launch(fuse, **options)
-    assert encoder_of_runs(options["adapters"]) == str(out)  # without --model
+    assert encoder_of(map(str, options["adapters"])) == str(out)  # without --model
     launch(fuse, model=out, **options)
-    bert, _, record = load_run(tmp_path / "fusion")
-    assert [*record.loaded_adapters] == TASKS
+    run = load_run(tmp_path / "fusion")
+    bert = run.bert
+    assert run.adapters == TASKS
     assert all(torch.equal(bert.get_parameter(name), p) for name, p in theta.items())
 
 

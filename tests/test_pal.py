@@ -9,6 +9,7 @@ from torch import nn
 from adapter import add_adapter, load_adapter, save_adapter
 from bert import Bert
 from conftest import IDS, MASK
+from runtime.record import write_run
 from variants.pal import PALConfig
 
 
@@ -43,7 +44,7 @@ def test_it_is_parallel_to_the_whole_layer(encoder):
     slot, x = layer.output_add_norm, torch.randn(*IDS.shape, 32, dtype=torch.float64)
     slot.register_forward_pre_hook(lambda _, given: seen.append(given))
     h = layer(x, mask[:, None, None])
-    f, inner, _ = seen[0]
+    f, inner, *_ = seen[0]
     z = transcribed(slot.adapters["a"], x, MASK)
     assert (h - slot.norm(f + inner + z))[mask].abs().max() <= 1e-10
 
@@ -54,6 +55,7 @@ def test_what_layers_share(encoder, tmp_path):
     trained = sum(p.numel() for p in pal.parameters() if p.requires_grad)
     assert trained == projections + 2 * per_layer
     save_adapter(pal, "a", tmp_path)
+    write_run(tmp_path, {"options": {"adapter": "pal"}, "encoder": pal.sha256})
     load_adapter(again := Bert.from_pretrained(encoder), tmp_path)
     first, second = (layer.output_add_norm.adapters["a"] for layer in again.layers)
     assert first.down is second.down and first.up is second.up

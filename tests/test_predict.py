@@ -1,19 +1,24 @@
-"""experiments.predict and load_run: the probabilities are the run's, in the order of the lines,
-from every kind of input; the page has the fusion's weights, and text stays text."""
+"""experiments.predict and load_run: the probabilities are the run's, in the order of the rows, from
+every kind of input; anything that is no input is refused."""
 
 import io
 import json
+import os
+import shlex
+import subprocess
 import sys
 
 import pytest
+import torch
 
-from conftest import read_lines
-from data import Classification, get_task
-from experiments import predict
+from bert import Bert
+from conftest import cli, read_lines, write_rows
+from data import get_task
+from experiments import evaluate, fusion_weights, predict
 from experiments.load_run import load_run
-from formats.files import read_json
+from formats.files import read_json, write_json
 
-HOSTILE = """</script><script>alert("x")</script><img src=x onerror="alert('x')"> <!-- & 'dog'"""
+PNG = b"\x89PNG"
 
 
 @pytest.fixture
@@ -29,10 +34,11 @@ def say(capsys, monkeypatch):
     return say
 
 
-def test_a_type_s_own_predictions(runs, monkeypatch):
+def test_a_task_s_own_predictions(runs):
     """As in evaluation, not the most probable label."""
-    monkeypatch.setattr(Classification, "predict", staticmethod(lambda logits: logits.argmin(-1)))
-    (found,) = load_run(runs / "rte").predict([["red", "cat"]])
+    run = load_run(runs / "rte")
+    run.task.predict = lambda logits: logits.argmin(-1)
+    (found,) = run.predict(("red", "cat"))
     assert found["probability"] == min(found["probabilities"].values())
     assert found["probability"] == found["probabilities"][found["label"]]
 
@@ -42,7 +48,7 @@ def test_probabilities(run, task, say, runs, data_dir):
     run, file = runs / run, data_dir / task / "validation.jsonl"
     rows, task = read_lines(file), get_task(task, data_dir)
     results = [json.loads(line) for line in say(run, "--file", file, "--json")]
-    assert [result.pop("line") for result in results] == list(range(1, len(rows) + 1))
+    assert [result.pop("row") for result in results] == list(range(1, len(rows) + 1))
     assert results == load_run(run).predict(rows)
     right = 0
     for row, result in zip(rows, results, strict=True):
@@ -54,6 +60,25 @@ def test_probabilities(run, task, say, runs, data_dir):
     assert right / len(rows) == read_json(run / "metrics.json")["accuracy"]
     for line, result in zip(say(run, "--file", file), results, strict=True):
         assert line.startswith(f"{result['label']}\t{result['probability']:.3f}\t")
+
+
+def test_the_precision_is_that_of_the_training(copy, runs, monkeypatch):
+    """Whatever reads a run computes as `evaluate` does, so that no label differs."""
+    path, forward, seen = copy(runs / "fusion-rte"), Bert.forward, []
+    record = read_json(path / "run.json")
+    write_json(path / "run.json", record | {"options": record["options"] | {"dtype": "bfloat16"}})
+
+    def recorded(bert, *values, **named):
+        seen.append((torch.is_autocast_enabled("cpu"), bert.dtype))
+        return forward(bert, *values, **named)
+
+    monkeypatch.setattr(Bert, "forward", recorded)
+    run = load_run(path)
+    run.predict(("red", "cat"))
+    run.fusion_weights(("red", "cat"))
+    fusion_weights.mean_weights(run, run.split()[:2])
+    evaluate.main([str(path), "--device", "cpu"])
+    assert len(seen) == 4 and {*seen} == {(True, torch.bfloat16)}
 
 
 def test_every_kind_of_input_says_the_same(say, runs, data_dir, tmp_path):
@@ -69,8 +94,113 @@ def test_every_kind_of_input_says_the_same(say, runs, data_dir, tmp_path):
     outputs += [say(*words, "--file", "-", stdin=given) for given in ("\ufeff" + lines, lists)]
     first, *others = [[json.loads(line) for line in output] for output in outputs]
     for results in (first, *others[1:]):
-        assert [result["line"] for result in results] == [1, 3, 5, 7, 9, 11]
+        assert [result["row"] for result in results] == [1, 2, 3, 4, 5, 6]
     for results in (*others, load_run(words[0]).predict(texts)):
         for ours, result in zip(first, results, strict=True):
             assert ours["probability"] == pytest.approx(result["probability"], abs=1e-5)
-            assert ours["truncated"] == result["truncated"] == (ours["line"] == 7)
+            assert ours["truncated"] == result["truncated"] == (ours["row"] == 4)
+
+
+def test_one_input_is_one_answer(runs):
+    """A text is not taken for its characters, nor a row for the names of its columns."""
+    for name, one, other in (
+        ("sst2", "the red cat", {"sentence": "the red cat"}),
+        ("rte", ("red cat", "cat"), {"sentence1": "red cat", "sentence2": "cat", "idx": 7}),
+        ("pick", ("red", ["a", "b", "c"]), {"text_a": "red", "choices": ["a", "b", "c"]}),
+    ):
+        run = load_run(runs / name)
+        (answer,) = run.predict(one)
+        assert run.predict(other) == [answer]
+        several = run.predict([one, other])
+        assert [a["probability"] for a in several] == 2 * [pytest.approx(answer["probability"])]
+    fusion = load_run(runs / "fusion-rte")
+    (weights,) = fusion.fusion_weights(("red cat", "cat"))
+    (same,) = fusion.fusion_weights([{"sentence1": "red cat", "sentence2": "cat"}])
+    assert weights["tokens"] == same["tokens"] == "[CLS] red cat [SEP] cat [SEP]".split()
+    assert torch.equal(weights["weights"]["output"][1], same["weights"]["output"][1])
+
+
+NO_INPUTS = {
+    "rte": [
+        "red",  # one text of two
+        ["red", "cat"],  # two inputs, each of one text
+        ("red", "cat", "cat"),
+        ("red", 5.0, None),
+        {"sentence1": "red"},
+        {"premise": "red", "sentence2": "cat"},
+        ("red", ["cat"]),
+        ("red", None),
+        ("red", b"cat"),
+        None,
+        5,
+        [None],
+        [("red", "cat"), 5],
+        {"red", "cat"},
+    ],
+    "pick": ["red", ("red", "a", "b", "c"), ("red", ["a", "b"]), ("red", ["a", "b", 3])],
+    "sst2": [("red", "cat"), [("red", "cat")], [["red"], []], {"sentence": ["red"]}, iter(["red"])],
+}
+
+
+def test_anything_else_is_refused(runs):
+    """By the names of the task's columns, or of the one that is wrong."""
+    for name, inputs in NO_INPUTS.items():
+        run = load_run(runs / name)
+        columns = " and ".join(run.task.columns)
+        for given in inputs:
+            words = rf"{name} takes {columns}, not|column '|choices, expected 3"
+            with pytest.raises(ValueError, match=words):
+                run.predict(given)
+    with pytest.raises(ValueError, match="rte takes sentence1 and sentence2, not 'red'"):
+        load_run(runs / "fusion-rte").fusion_weights("red")
+    with pytest.raises(ValueError, match="no fusion"):
+        load_run(runs / "rte").fusion_weights(("red", "cat"))
+
+
+def test_rows_have_the_files_names_or_ours(launch, data_dir, tmp_path):
+    """Where the run had --columns; and columns under the names that other copies of a task have."""
+    labels = ["entails", "neutral"]
+    for split in ("train", "validation"):
+        rows = read_lines(data_dir / "rte" / f"{split}.jsonl")
+        triples = [(row["sentence1"], row["sentence2"], labels[row["label"]]) for row in rows]
+        for task, a, b, label in (
+            ("nli", "text_b", "hypothesis", "gold"),  # text_b is the first text
+            ("scitail", "sentence1", "sentence2", "gold_label"),
+        ):
+            rows = [{a: one, b: two, label: which} for one, two, which in triples]
+            write_rows(tmp_path / task / f"{split}.jsonl", rows)
+    words, pair = "--stage head --epochs 1 --limit-train 8", ("red cat sleeps", "the dog")
+    columns = "--columns text_a=text_b text_b=hypothesis label=gold"
+    launch(f"{words} --task nli {columns}", out=tmp_path / "run", data_dir=tmp_path)
+    launch(f"{words} --task scitail", out=tmp_path / "scitail-run", data_dir=tmp_path)
+    for run, *names in (
+        ("run", ("text_a", "text_b"), ("text_b", "hypothesis")),
+        ("scitail-run", ("premise", "hypothesis"), ("sentence1", "sentence2")),
+    ):
+        run = load_run(tmp_path / run)
+        expected = run.candidates(pair)
+        assert expected == [pair]
+        for of in names:
+            assert run.candidates(dict(zip(of, pair, strict=True))) == expected, of
+
+
+def test_pictures(say, runs, tmp_path, refused):
+    """A panel for each layer, of the choice that was made."""
+    path, words = tmp_path / "weights.png", ("red cat", "cat")
+    say(runs / "fusion-rte", *words, "--picture", path)
+    assert path.read_bytes().startswith(PNG)
+    for more, text in ((words, "has no fusion"), (("--file", "-"), "a single input")):
+        given = [runs / "rte", *more, "--picture", path, "--device", "cpu"]
+        refused(given, text, name="predict.py", main=predict.main)
+
+
+def test_head_ends_it_quietly(runs, tmp_path):
+    """`| head` closes the pipe before all is written, and `| true` before the first line."""
+    write_rows(tmp_path / "rows.jsonl", [{"sentence": "red cat"}] * 600)
+    command = [sys.executable, "-m", "experiments.predict", *cli(str(runs / "sst2"), device="cpu")]
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}  # so that little is written at the very end
+    for words, reader in (("--json --file rows.jsonl", "head -n 1"), ("cat", "true")):
+        words = words.replace("rows", str(tmp_path / "rows"))
+        line = f"set -o pipefail; {shlex.join(command)} {words} | {reader}"
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, env=buffered)
+        assert (done.returncode, done.stderr) == (0, "")

@@ -1,47 +1,44 @@
-"""README.md and docs/: commands are understood by the programs that they name, links lead
-somewhere, and the notebook is that of its source."""
+"""README.md and docs/: commands are understood by the programs that they name, names in the code
+exist, links lead somewhere, and the notebook is that of its source."""
 
+import ast
+import contextlib
 import importlib
 import json
-import os
-import random
 import re
 import shlex
-import shutil
-import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from unittest.mock import Mock, patch
 
 import pytest
-from huggingface_hub import constants
 
-import child
 import train
-from conftest import WORDS, cli, fill_hub_cache, sentence, thorough, write_rows
 from data import TASKS
-from experiments import demo, skills
-from runtime import settings
+from experiments import benchmark, demo, fusion_weights, load_run, skills
 
 ROOT = Path(__file__).parent.parent
-FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "results" / "README.md"]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
 WALKTHROUGH = (ROOT / "docs" / "walkthrough.py").read_text(encoding="utf-8")
+every_page = pytest.mark.parametrize("page", PAGES)
 
 
-def blocks(text):
-    """(language, code) of every block of code on a page."""
-    return re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+def blocks(page, language=""):
+    """[code] of the blocks in a language on a page."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)
+    return [code for name, code in found if name == language]
 
 
-def commands(text):
+def commands(page):
     """Every `python ...` in the code of a page, as a list of words."""
-    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    code = [block for language, block in blocks(text) if not language]
-    code += re.findall(r"`([^`]+)`", re.sub(r"(?<!\n)\n(?!\n)", " ", prose))
-    program = r"(?:do |srun |\$ )?(?:python|torchrun .*?) (?=train\.py|-m (?:experiments|examples))"
-    for block in code:
+    prose = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
+    code = blocks(page) + re.findall(r"`([^`]+)`", re.sub(r"(?<!\n)\n(?!\n)", " ", prose))
+    program = r"(?:do |srun )?(?:python|torchrun .*?) (?=train\.py|-m experiments|examples/)"
+    for block in code if page != "results/README.md" else []:  # commands of earlier commits
         block = re.sub(r"\s*\\\n\s*", " ", block)  # a command over several lines
-        block = re.sub(r"\$\{\w+\[.*?\]\}|\$[a-z]\w*", "rte", block)  # other variables of the shell
+        block = re.sub(r"\$\{\w+\[.*?\]\}|\$[a-z]\w*", "rte", block)  # variables of the shell
         block = re.sub(r"\$SLURM_\w+", "0", block)
         for command in re.split(r"; | && | \| |\n", block):
             if found := re.match(program, command):
@@ -49,126 +46,87 @@ def commands(text):
 
 
 class Understood(BaseException):
-    """Raised in place of everything that follows the parser."""
+    """Raised in place of everything that follows the options."""
 
 
-def understand(words):
-    """Ends in Understood, or in another exception for words that the program refuses."""
-    module, *words = words[1:] if words[0] == "-m" else words
-    words = [word.removesuffix("...") for word in words if word != "..."]
-    if "--" in words:  # what follows goes to every train.py
-        end = words.index("--")
-        with pytest.raises(Understood):
-            understand([*"train.py --stage head --task rte".split(), *words[end + 1 :]])
-        words = words[:end]
-    importlib.import_module(module.removesuffix(".py")).main(words)
-
-
-FOUND = sorted({(page, shlex.join(words)) for page in PAGES for words in commands(PAGES[page])})
+# what each program calls first with its options
+NEXT = [(train, "check_out"), (load_run, "read_finished"), (fusion_weights, "read_finished")]
+NEXT += [(benchmark, "choose_device"), (demo, "find_minilm"), (skills, "build_tasks")]
+NEXT += [(tempfile, "TemporaryDirectory")]  # a download
+TABLES = "adapter.ADAPTERS adapter.HEADS bert.ENCODERS data.TASKS fusion.FUSIONS train.STAGES"
+FOUND = sorted({(page, shlex.join(words)) for page in PAGES for words in commands(page)})
 assert len(FOUND) > 30
 
 
-@pytest.mark.parametrize("page, words", FOUND, ids=lambda text: text[:80])
-def test_every_command_is_understood(page, words, monkeypatch):
-    check_values = settings.check_values
-
-    def check_and_stop(options):
-        check_values(options)
-        raise Understood
-
-    monkeypatch.setattr(settings, "check_values", check_and_stop)
-    for file in re.findall(r"^# (\S+)\.py$", PAGES[page], re.MULTILINE):  # a fork, for --import
-        monkeypatch.setitem(sys.modules, Path(file).name, pytest)
-    with pytest.raises(SystemExit if "--help" in words else Understood):
-        understand(shlex.split(words))
-
-
-FOLLOWED = "README tasks after_training adapterhub forking python".split()
-SAY = r"""python() { printf '%s\0' "$PYTHONPATH" "$@"; printf '\n\0'; }; """
-
-
 @pytest.fixture
-def followed(encoder, tmp_path, monkeypatch):
-    """A directory with what the pages presuppose: this project, what `make demo` leaves, BERT-base
-    in the hub's cache, tasks of GLUE, and the files that they speak of."""
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("[!.]*/")]:
-        if path.name != "runs":
-            (tmp_path / path.name).symlink_to(path)
-    rng, texts = random.Random(0), ["the cat sleeps and sleeps", "red dog runs"]
-    for task in "mnli qqp sst2 mrpc rte".split():
-        rows = [dict.fromkeys(TASKS[task].columns, texts[i % 2]) for i in range(64)]
-        for split in ("train", "validation", "test"):
-            labelled = [{**row, "label": i % 2} for i, row in enumerate(rows)]
-            write_rows(tmp_path / "DIR" / task / f"{split}.jsonl", labelled)
-    (tmp_path / "reviews.csv").write_text("review,stars\n" + "good film,1\nbad film,2\n" * 20)
-    shutil.copy(tmp_path / "DIR" / "rte" / "test.jsonl", tmp_path / "rows.jsonl")
-
-    documented = [(word, [f"{sentence(rng, 6)} {word}"]) for word in WORDS if word.isalpha()]
-    monkeypatch.setattr(skills, "docstrings", lambda origin: documented)
-    monkeypatch.setattr(skills, "SIZES", {"source": (64, 32), "target": (240, 32)})
-    out = tmp_path / "runs" / "demo"
-    skills.build_tasks(out / "data", rng, demo.SKILLS)
-    study = demo.study_of(out)
-    for cell in (*demo.source_cells(study.options), study.cells["fusion-240-0"]):
-        train.main([*cell.command, *cli("--epochs 1", model=encoder)])
-
-    cached = Path(constants.HF_HUB_CACHE) / "models--google-bert--bert-base-uncased"
-    fill_hub_cache(cached, encoder)
-    yield tmp_path
-    shutil.rmtree(cached)
+def own_modules(page, tmp_path, monkeypatch):
+    """The names of the modules on a page, blocks that begin with one, which can be imported, as in
+    a new process, like those in examples/."""
+    names = []
+    for code in blocks(page, "python"):
+        if found := re.match(r"# (\w+)\.py\n", code):
+            names.append(found[1])
+            (tmp_path / f"{found[1]}.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in [*sys.modules]:
+        if name.startswith("examples.") or name in names:
+            monkeypatch.delitem(sys.modules, name)
+    with contextlib.ExitStack() as stack:
+        for table in TABLES.split():
+            stack.enter_context(patch.dict(table))
+        yield names
 
 
-@thorough
-def test_blocks_run_as_printed(followed):
-    """Every command and program of the pages that a user follows, in the order printed, in one
-    directory; stages are trained for one epoch.
-
-    A block of commands begins with python, for, mkdir or export; the others are make, the
-    environment, what was printed, and the citation. The one that needs the hub is left out. A
-    program that begins with the name of a file, as a comment, is that file, and the commands with
-    it are run in new processes, in which nothing is imported yet; the others of a page are one.
-    """
-    environment = {"ADAPTERFUSION_DATA_DIR": str(followed / "DIR"), "MPLBACKEND": "agg"}
-    shell = {"cwd": followed, "capture_output": True, "text": True}
-
-    def run(words, path="", new_process=False):
-        if new_process:
-            given = {**os.environ, **environment, "PYTHONPATH": path}
-            done = subprocess.run([sys.executable, *words], env=given, **shell)
-            status, error = done.returncode, done.stderr
-        else:
-            status, _, error = child.Program(words, cwd=followed, **environment).finish()
-        assert status == 0, f"{shlex.join(words)}\n{error[-2000:]}"
-
-    for page in FOLLOWED:
-        files, program = [], ""
-        text = PAGES["README.md" if page == "README" else f"docs/{page}.md"]
-        for language, block in blocks(text):
-            if named := re.match(r"# (\S+\.py)\n", block):
-                files.append(followed / named[1])
-                files[-1].parent.mkdir(exist_ok=True)
-                files[-1].write_text(block)
-            elif language == "python":
-                program += block
-            elif re.match(r"python|for |mkdir|export", block) and "--adapters paper" not in block:
-                new_process = any(file.name in block for file in files)
-                said = subprocess.run(["bash", "-ec", SAY + block], check=True, **shell).stdout
-                for command in said.split("\n\0")[:-1]:
-                    path, *words = command.split("\0")[:-1]
-                    run(words + ["--epochs", "1"] * ("--stage" in words), path, new_process)
-        if program:
-            (followed / "program.py").write_text(program)
-            run(["program.py"])
+@pytest.mark.parametrize("page, words", FOUND, ids=lambda text: text[:80])
+def test_every_command_is_understood(page, words, own_modules, monkeypatch):
+    for task in TASKS:  # which a command on results.md finds there
+        Path("MINI", task).mkdir(parents=True)
+    for module, name in NEXT:
+        monkeypatch.setattr(module, name, Mock(side_effect=Understood))
+    monkeypatch.setattr(train, "encoder_of", lambda _: None)  # of runs that are not there
+    program, *given = shlex.split(words)
+    if program == "-m":
+        program, *given = given
+    module = importlib.import_module(program.removesuffix(".py").replace("/", "."))
+    main = getattr(module, "main", train.main)  # that of most examples
+    with pytest.raises(SystemExit if "--help" in given else Understood):
+        main([word.removesuffix("...") for word in given if word != "..."])
 
 
-def anchor(heading):
-    """As GitHub makes it of a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+@every_page
+def test_names_in_python_exist(page, own_modules):
+    """A page's own modules can be imported. Its other blocks are one program: what they import is
+    there, and so is what they take from a module, or from a loaded run."""
+    for name in own_modules:
+        importlib.import_module(name)
+    objects = {}
+    for node in ast.walk(ast.parse("".join(blocks(page, "python")))):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            exec(ast.unparse(node), objects)
+        elif isinstance(node, ast.Assign) and "load_run(" in ast.unparse(node.value):
+            objects[node.targets[0].id] = load_run.LoadedRun
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.value.id in objects:  # a walk comes to statements before what is in them
+                kind = objects[node.value.id]
+                there = {*dir(kind), *getattr(kind, "__annotations__", ())}  # also a field's name
+                assert node.attr in there, ast.unparse(node)
+
+
+@every_page
+def test_code_that_a_page_quotes_is_there(page):
+    """Lines in the README's table, and what a diff takes away."""
+    quoted = re.findall(r"\| `(\w+\.py)`: `(.+)` \|", PAGES[page])
+    for code in blocks(page, "diff"):
+        file, *lines = code.removeprefix("--- ").splitlines()
+        quoted += [(file, line[1:]) for line in lines if line[0] in "- "]
+    for file, line in quoted:
+        assert line in (ROOT / file).read_text(encoding="utf-8"), line
+    assert bool(quoted) == (page in ("README.md", "docs/forking.md"))
 
 
 @pytest.mark.parametrize("page", [*PAGES, "docs/walkthrough.py"])
 def test_every_link_leads_somewhere(page):
-    """So does every line of code that the README's table names."""
     text = PAGES.get(page, WALKTHROUGH)
     links = re.findall(r"\]\((?!https?:)([^)\s]+)\)|(?:src|href)=\"(?!https?:)([^\"]+)\"", text)
     for link in (a or b for a, b in links):
@@ -176,10 +134,9 @@ def test_every_link_leads_somewhere(page):
         path = (ROOT / page).parent / file if file else ROOT / page
         assert path.exists(), link
         if place:
-            headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
-            assert place in map(anchor, headings), link
-    for file, line in re.findall(r"\| `(\w+\.py)`: `(.+)` \|", text):
-        assert line in (ROOT / file).read_text(encoding="utf-8"), line
+            headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8").lower(), re.M)
+            anchors = [re.sub(r"[^\w\- ]", "", title).strip() for title in headings]  # GitHub's
+            assert place in [title.replace(" ", "-") for title in anchors], link
 
 
 def test_the_notebook_is_that_of_its_source():

@@ -16,7 +16,7 @@ from adapter import (
     save_head,
 )
 from bert import Bert
-from formats.files import read_bin, read_json
+from formats.files import read_json, read_tensors
 from fusion import fusion_regularization, fusion_weights, save_fusion
 from reference import GOLDEN, TOLERANCE, difference, encoder, run, with_fusion
 
@@ -36,7 +36,7 @@ def assert_same_files(ours, theirs, stem, config):
     fields. model_name is where the encoder came from, which the golden sets left empty."""
     assert {path.name for path in ours.iterdir()} == {f"{stem}.safetensors", config}
     old = theirs / f"pytorch_{stem}.bin"
-    tensors = load_file(theirs / f"{stem}.safetensors") if not old.exists() else read_bin(old)
+    tensors = load_file(theirs / f"{stem}.safetensors") if not old.exists() else read_tensors(old)
     assert same_tensors(load_file(ours / f"{stem}.safetensors"), tensors)
     assert {**read_json(ours / config), "model_name": ""} == read_json(theirs / config)
 

@@ -18,13 +18,14 @@ import data
 import fake_grid
 from conftest import cli, thorough_after_first
 from experiments import grid, tables
-from formats.files import read_json
+from experiments.grid import ROOT
+from formats.files import read_json, write_json
 from reference import GOLDEN
 
 
 @pytest.fixture
 def table(encoder, tmp_path, monkeypatch):
-    monkeypatch.setattr(grid, "result_of", fake_grid.result_of)
+    monkeypatch.setattr(grid, "difference", fake_grid.difference)
     return fake_grid.Fake(tables, tmp_path, encoder)
 
 
@@ -37,23 +38,24 @@ def rows_of(path):
 # options of a grid: what some of its runs are told; those on several tasks are of multitask
 GRIDS = {
     "--seeds 1 -- --epochs 3": """
-st_a_64-small-1: adapter --reduction-factor 64 --task small --model M --seed 1 --epochs 3
-st_a_houlsby-small-1: adapter --adapter houlsby --reduction-factor 16 --task small --model M
-    --seed 1 --epochs 3
-mt_a-1: --adapter pal --tasks big middle small --model M --seed 1 --epochs 3
-fusion_mt_a-small-1: fusion --task small --adapters runs/mt_a-1/adapters/big
-    runs/mt_a-1/adapters/middle runs/mt_a-1/adapters/small --model runs/mt_a-1 --seed 1 --epochs 3
-mtl-1: --adapter none --tasks big middle small --model M --seed 1 --epochs 3
-sequential-middle-big-1: full --task big --model runs/full-middle-1 --seed 1 --epochs 3""",
-    "--systems fusion_st_a --seeds 0 -- --limit-train 200": """
-st_a_16-big-0: adapter --reduction-factor 16 --task big --model M --seed 0
-st_a_16-small-200-0: adapter --reduction-factor 16 --task small --limit-train 200 --model M --seed 0
-fusion_st_a-small-200-0: fusion --task small --adapters runs/st_a_16-big-0
-    runs/st_a_16-middle-0 runs/st_a_16-small-200-0 --limit-train 200 --model M --seed 0""",
+st_a_64-small-1: adapter --model M --epochs 3 --reduction-factor 64 --task small --seed 1
+st_a_houlsby-small-1: adapter --model M --epochs 3 --adapter houlsby --reduction-factor 16
+    --task small --seed 1
+mt_a-1: --model M --epochs 3 --adapter pal --tasks big middle small --seed 1
+fusion_mt_a-small-1: fusion --epochs 3 --task small --model runs/mt_a-1 --adapters
+    runs/mt_a-1/adapters/big runs/mt_a-1/adapters/middle runs/mt_a-1/adapters/small --seed 1
+mtl-1: --model M --epochs 3 --without-adapters --tasks big middle small --seed 1
+sequential-middle-big-1: full --epochs 3 --task big --model runs/full-middle-1 --seed 1""",
+    "--systems fusion_st_a mtl --seeds 0 -- --limit-train 200": """
+st_a_16-big-0: adapter --model M --reduction-factor 16 --task big --seed 0
+st_a_16-small-200-0: adapter --model M --reduction-factor 16 --task small --limit-train 200 --seed 0
+fusion_st_a-small-200-0: fusion --model M --task small --limit-train 200 --adapters
+    runs/st_a_16-big-0 runs/st_a_16-middle-0 runs/st_a_16-small-200-0 --seed 0
+mtl-200-0: --model M --without-adapters --tasks big middle small --limit-train 200 --seed 0""",
     "--systems fusion_st_a sequential --one-seed big -- --lr=1": """
-fusion_st_a-small-2: fusion --task small --adapters runs/st_a_16-big-0
-    runs/st_a_16-middle-2 runs/st_a_16-small-2 --model M --seed 2 --lr=1
-sequential-big-small-2: full --task small --model runs/full-big-0 --seed 2 --lr=1""",
+fusion_st_a-small-2: fusion --model M --lr=1 --task small --adapters runs/st_a_16-big-0
+    runs/st_a_16-middle-2 runs/st_a_16-small-2 --seed 2
+sequential-big-small-2: full --lr=1 --task small --model runs/full-big-0 --seed 2""",
 }
 
 
@@ -61,11 +63,13 @@ sequential-big-small-2: full --task small --model runs/full-big-0 --seed 2 --lr=
 def test_every_system_is_the_run_it_is_meant_to_be(options):
     sizes = {"big": 40000, "middle": 3000, "small": 250}
     words = [*cli(tasks=[*sizes], model="M", out="."), *options.split()]
-    runs = tables.Runs(tables.arguments(words), sizes)
+    runs = tables.Runs(tables.parse(words), sizes)
     for line in GRIDS[options].replace("\n    ", " ").strip().splitlines():
         name, expected = line.split(": ")
+        program, *words = runs.cells[name].command
+        assert program == str(ROOT / "train.py") or words.pop(0) == "experiments.multitask"
         stage = "" if name.startswith("mt") else "--stage "
-        assert " ".join(runs.cells[name].command) == f"{stage}{expected} --out runs/{name}"
+        assert " ".join(words) == f"{stage}{expected} --out runs/{name} --resume"
 
 
 def test_table_2_of_the_papers_accuracies():
@@ -117,7 +121,7 @@ def test_a_failure_stops_only_what_needs_it(table, capsys):
     places = {"model": GOLDEN / "roberta" / "encoder", "tasks": ["rte", "small"]}
     assert table(words, **places) == 1
     output = capsys.readouterr().out
-    assert "failed: st_a_16-rte-1: train.py: this one fails (status 2) (" in output
+    assert "failed: st_a_16-rte-1: train.py: this one fails (status 2, " in output
     assert "fusion_st_a-small-1: not run: it needs st_a_16-rte-1, which failed" in output
     rows = rows_of(table.out / "table4.csv").values()
     found = [[row[f"{name}_seeds"] for row in rows] for name in ("st_a_16", "fusion_st_a")]
@@ -147,7 +151,7 @@ def test_no_child_is_left_behind(end, table):
     words = "--systems st_a_16 fusion_st_a --seeds 0 --jobs 2"
     table.write("slow")
     process = child.Program([fake_grid.__file__, "tables", table.fake, *table.words(words)])
-    wait_for(lambda: len(list(table.out.glob("runs/*/config.json"))) == 2)
+    wait_for(lambda: len(list(table.out.glob("runs/*/run.json"))) == 2)
     assert children() == 2
     process.send_signal(getattr(signal, end))
     said, status = process.stderr.read(), process.wait(20)
@@ -189,18 +193,42 @@ def test_gpus_and_cores_are_shared_out(monkeypatch):
     assert shares(devices, 2) == ["5", "7"] and shares(threads, 2) == ["5", "5"]
 
 
+def test_examples_that_are_held_out_are_not_counted(table):
+    assert table("--systems head --seeds 0 -- --dev-fraction 0.25", tasks=["big", "small"]) == 0
+    rows = rows_of(table.out / "table1.csv")
+    assert [rows[task]["train_examples"] for task in ("big", "small")] == ["30", "15"]
+    assert table("--systems head --seeds 0 -- --train-file f.jsonl", tasks=["big", "small"]) == 2
+
+
+def test_the_tables_hold_accuracies_whatever_chooses_the_best_epoch(launch, tmp_path):
+    words = "--tasks rte sst2 --without-adapters --epochs 1 --steps-per-epoch 2 --score macro_f1"
+    result = launch(words, out=tmp_path / "run")
+    accuracies = [grid.accuracy(result, task) for task in ("rte", "sst2")]
+    assert statistics.mean(accuracies) == pytest.approx(result["accuracy"])
+    assert result["macro_f1"] != pytest.approx(result["accuracy"])
+
+
 def test_a_small_grid_for_real(encoder, data_dir, tmp_path):
-    """With train.py itself, which knows the runs of other commands, and exchanged weights."""
-    out, places = tmp_path / "out", cli(model=encoder, data_dir=data_dir, out=tmp_path / "out")
-    words = cli("--tasks rte --systems fusion_st_a --seeds 0 -- --epochs 2 --lr 5e-3 --device cpu")
-    words = [*places, *words, "--limit-train", "90"]
-    tables.main(words)
+    """With train.py itself. A finished run is another's if it has other options, or was made from
+    what has been trained again in another way."""
+    out, model = tmp_path / "out", shutil.copytree(encoder, tmp_path / "model")
+    words = cli("--tasks rte --systems fusion_st_a --seeds 0", model=model, data_dir=data_dir)
+    words += cli(out=out)
+    behind = cli("-- --epochs 2 --device cpu --limit-train 90 --max-length 20")
+    tables.main([*words, *behind])
     accuracy = read_json(out / "runs/fusion_st_a-rte-90-0/metrics.json")["accuracy"]
     row = rows_of(out / "table1-90.csv")["rte"]
     assert row["fusion_st_a_mean"] == f"{100 * accuracy:.2f}"
+
     with pytest.raises(ValueError, match="epochs = 2, not 3"):
-        tables.main([*words, "--epochs", "3"])
-    weights = out / "runs/st_a_16-rte-90-0/adapter.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-4] + bytes(4))
-    with pytest.raises(ValueError, match=f"{weights} is missing, or is not"):
-        tables.main(words)
+        tables.main([*words, *behind, "--epochs", "3"])
+    with pytest.raises(ValueError, match="max_length = 20, not None"):
+        tables.main([*words, *behind[:-2]])
+    path = out / "runs/st_a_16-rte-90-0/run.json"
+    write_json(path, {**(run := read_json(path)), "options": {**run["options"], "lr": 0.5}})
+    with pytest.raises(ValueError, match="an adapter that .*st_a_16-rte-90-0 no longer has"):
+        tables.main([*words, "--adapter-options", "--lr 0.5", *behind])
+    write_json(path, run)
+    write_json(model / "run.json", {"encoder": "another"})
+    with pytest.raises(ValueError, match="an encoder that .*model no longer has"):
+        tables.main([*words, *behind])

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from data import batches, get_task, length_groups, load_split
+from data import batches, collate, get_task, load_split
 from formats.tokenizer import load_tokenizer
 from reference import GOLDEN
 
@@ -19,23 +19,20 @@ TEXTS = [*HARD, "".join(HARD), " ".join(HARD[::-1]), "the cat, the dog"]
 @pytest.mark.parametrize("kind", ["uncased", "roberta"])
 def test_no_example_is_lost(kind, tmp_path):
     """JSON lines -> batches: every row once, with its label, its tokens and both of its choices."""
-    tokenizer, made = load_tokenizer(GOLDEN / "tokenizers" / kind, 40), []
+    tokenizer, expected, found = load_tokenizer(GOLDEN / "tokenizers" / kind, 40), [], []
     (tmp_path / "pick").mkdir()
     with open(tmp_path / "pick" / "train.jsonl", "w", encoding="utf-8", newline="") as file:
         for i, (a, *choices) in enumerate(zip(TEXTS, TEXTS[1:], TEXTS[9:], strict=False)):
             row = {"text_a": a, "choices": choices, "label": i % 2}
             file.write(json.dumps(row, ensure_ascii=i % 3 > 0) + "\n")
-            made.append(([tokenizer.encode(a, b) for b in choices], i % 2))
-    split = load_split(get_task("pick", tmp_path), "train", tokenizer, tmp_path)
-    expected = [([(e.ids, e.type_ids) for e in encodings], label) for encodings, label in made]
-    seen = []
-    for batch in batches(split, 4, 0, 7):
-        found = [None] * len(batch["input_ids"])
-        for places, group in length_groups(batch):
-            for place, ids, types, mask in zip(places.tolist(), *group, strict=True):
-                real = mask.bool()
-                assert found[place] is None and not ids[~real].any() and not types[~real].any()
-                found[place] = ids[real].tolist(), types[real].tolist()
-        for i, label in enumerate(batch["labels"].tolist()):
-            seen.append((found[2 * i : 2 * i + 2], label))
-    assert sorted(seen) == sorted(expected)
+            encodings = [tokenizer.encode(a, b) for b in choices]
+            expected.append((tuple((e.ids, e.type_ids) for e in encodings), i % 2))
+    examples = load_split(get_task("pick", tmp_path), "train", tokenizer)
+    for indices in batches(examples, 4, seed=0):
+        batch = collate([examples[i] for i in indices], pad_token_id=7)
+        ids, types, mask, labels = batch.values()
+        assert (ids[mask == 0] == 7).all() and not types[mask == 0].any()
+        each = zip(ids.tolist(), types.tolist(), mask.sum(1), strict=True)
+        rows = [(i[:n], t[:n]) for i, t, n in each]
+        found += zip(zip(rows[::2], rows[1::2], strict=True), labels.tolist(), strict=True)
+    assert sorted(found) == sorted(expected)

@@ -1,1 +1,1 @@
-"""The paper's baselines, and our additions. Importing a module registers its kinds."""
+"""The other adapters of the paper's tables, and our additions."""

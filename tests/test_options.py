@@ -1,14 +1,11 @@
-"""Options: what a command line says, what the environment and earlier runs say for it, and data in
-files of one's own."""
-
-from dataclasses import replace
+"""Options: what the environment and earlier runs say in their place, and data in files of one's
+own."""
 
 import pytest
 
 import train
 from conftest import cli, read_lines
 from experiments import evaluate
-from runtime.record import read_record
 
 
 def test_the_environment_and_earlier_runs_name_the_encoder(
@@ -26,25 +23,11 @@ def test_the_environment_and_earlier_runs_name_the_encoder(
     monkeypatch.setenv("ADAPTERFUSION_MODEL", str(quiet_encoder))
     assert model("--stage adapter --task sst2", "sst2") == str(quiet_encoder)
     monkeypatch.delenv("ADAPTERFUSION_MODEL")
-    both = [runs / "rte", tmp_path / "sst2"]
+    both = [runs / "rte", f"colours={tmp_path / 'sst2'}"]
     with pytest.raises(ValueError, match="different encoders .*: add --model"):
         model(fusion, "x", adapters=both)
     # --model chooses one of them: here the two have the same weights
     assert model(fusion, "y", adapters=both, model=encoder) == str(encoder)
-
-
-def test_the_program_that_made_a_run(runs):
-    record = read_record(runs / "rte")
-    for command, module in (
-        ("train.py --task rte", None),
-        (f"{train.__file__} --task rte", None),
-        ("-m experiments.multitask --tasks a b", None),
-        ("sub/my-fork.py --task rte", "sub.my-fork"),
-        ("../other/train.py --task rte", "other.train"),
-        ("-m other.train --task rte", "other.train"),
-    ):
-        program = replace(record, command=command).program()
-        assert (program and program[1]) == module, command
 
 
 def test_files_of_your_own(launch, data_dir, tmp_path):
