@@ -17,6 +17,7 @@ from bert import ACTIVATIONS, activate
 from formats import adapterhub
 from formats.encoder import read_pooler
 from formats.files import error_prefix
+from runtime.command import look_up
 from runtime.record import read_run
 
 
@@ -239,12 +240,8 @@ def load_adapter(bert, directory, name=None):
     name, run, options = name or saved.name, read_run(saved.directory), dict(saved.options)
     with error_prefix(saved.config_path):
         saved.check_encoder(bert, run)
-        kind = (
-            options.pop("architecture", None) or "AdapterConfig"
-        )  # the class, as save_adapter says
-        make = next((make for make in ADAPTERS.values() if type(make()).__name__ == kind), None)
-        if make is None:
-            raise ValueError(f"{kind!r:.50} is not known: --import MODULE names what adds it")
+        kind = options.pop("architecture", None) or "AdapterConfig"  # as save_adapter writes it
+        make = look_up({type(make()).__name__: make for make in ADAPTERS.values()}, kind, "adapter")
         if not run and kind == "AdapterConfig":
             options = adapterhub.bottleneck_options(options, saved.metadata)
         config = make(**{field: options[field] for field in vars(make()) if field in options})
@@ -260,10 +257,7 @@ def kind_of(directory, option, table):
     """What a saved fusion or head is made with: the entry of FUSIONS or HEADS that its run.json
     names, or without one the first of them, which is AdapterHub's."""
     run = read_run(directory)
-    kind = run["options"][option] if run else next(iter(table))
-    if kind not in table:
-        raise ValueError(f"--{option} {kind} is not known: --import MODULE names what adds it")
-    return table[kind]
+    return look_up(table, run["options"][option] if run else next(iter(table)), f"--{option}")
 
 
 # ---- Prediction heads ----------------------------------------------------------------------------

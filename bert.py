@@ -17,6 +17,7 @@ from torch import nn
 from formats import encoder
 from formats.files import error_prefix
 from runtime import kernels  # attention, dropout and embedding, as PyTorch's, but faster
+from runtime.command import look_up
 
 ACTIVATIONS = {
     "gelu": F.gelu,  # the exact one, by erf, as in transformers
@@ -220,15 +221,9 @@ class Bert(nn.Module):
         known = [field.name for field in fields(BertConfig)]
         with error_prefix(checkpoint.config_path):
             config = BertConfig(**{n: v for n, v in checkpoint.config.items() if n in known})
-            if config.model_type not in ENCODERS:
-                problem = (
-                    f"model_type {config.model_type!r:.50} is not one of {', '.join(ENCODERS)}"
-                )
-                raise ValueError(
-                    f"{problem}; --import MODULE names a file that adds it to ENCODERS"
-                )
+            encoder_class = look_up(ENCODERS, config.model_type, "model_type")
         with torch.device("meta"):  # allocates nothing: the loaded tensors become its parameters
-            bert = ENCODERS[config.model_type](config)
+            bert = encoder_class(config)
         names = {name: bert.hub_name(name) for name, _ in bert.named_parameters()}
         tensors = checkpoint.read({names[name]: p.shape for name, p in bert.named_parameters()})
         bert.load_state_dict({name: tensors[names[name]] for name in names}, assign=True)

@@ -159,10 +159,8 @@ def own_choices(*texts):
 NLI = "entailment neutral contradiction".split()
 UKP = "NoArgument Argument_against Argument_for".split()
 SCITAIL = {"sentence1": "premise", "sentence2": "hypothesis", "gold_label": "label"}
-CHOICE = {
-    "is_multiple_choice": True,
-    "all_scores": {"accuracy": accuracy},
-}  # a choice's number is no class
+# The number of a choice is no class, for which there could be an F1.
+CHOICE = {"is_multiple_choice": True, "all_scores": {"accuracy": accuracy}}
 
 # Section 4.2, in the order of Table 1: place on the hub, columns, labels, and the length in tokens
 # where it is not 128 (docs/silent.md). These copies on the hub hold no loading script, which

@@ -232,10 +232,11 @@ def fusion_weights(bert):
 def fusion_tensors(modules):
     """{(path of the slot, name in the file): parameter} of {(layer, location): Fusion}; the names
     are those of Fusion's own parameters."""
-    named = [
-        (key, *named) for key, fusion in modules.items() for named in fusion.named_parameters()
-    ]
-    return {(adapterhub.slot_path(key), part): p for key, part, p in named}
+    return {
+        (adapterhub.slot_path(key), part): p
+        for key, fusion in modules.items()
+        for part, p in fusion.named_parameters()
+    }
 
 
 def save_fusion(bert, directory):

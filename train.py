@@ -34,7 +34,7 @@ from fusion import (
     save_fusion,
 )
 from runtime import command
-from runtime.adapters import encoder_of, find_adapters
+from runtime.adapters import copied_adapters, encoder_of, find_adapters
 from runtime.kernels import AdamW
 from runtime.processes import all_reduce, choose_device, rank_and_world_size
 from runtime.record import describe, read_run, write_run
@@ -51,10 +51,8 @@ STAGES = {
     "head": {"lr": 1e-3, "epochs": 30},  # baseline: the head alone, on Θ or on one of --adapters
     "full": {"lr": 2e-5, "epochs": 10},  # baseline: all weights of the encoder
 }
-OF_ADAPTER, OF_FUSION = (
-    ["adapter", "reduction_factor", "adapter_config"],
-    ["fusion", "fusion_config"],
-)
+OF_ADAPTER = ["adapter", "reduction_factor", "adapter_config"]
+OF_FUSION = ["fusion", "fusion_config"]
 NOT_FOR = {  # options that some of these stages do not take; a stage of your own takes all
     "adapter": ["adapters", *OF_FUSION],
     "fusion": OF_ADAPTER,
@@ -137,6 +135,8 @@ def parse(argv=None, parser=None):
             raise ValueError(f"--{option.replace('_', '-')} has one name twice")
         setattr(args, option, dict(pairs))
     if args.reduction_factor is not None:
+        if "reduction_factor" in args.adapter_config:
+            raise ValueError("--reduction-factor is given, and again in --adapter-config")
         args.adapter_config["reduction_factor"] = args.reduction_factor
     if args.train_file:  # in place of --data-dir, and of the variable that sets it
         args.data_dir = None
@@ -144,10 +144,9 @@ def parse(argv=None, parser=None):
     args.out = args.out or f"runs/{prefix}{args.task}"
     args.lr = args.lr or STAGES[args.stage]["lr"]
     args.epochs = args.epochs or STAGES[args.stage]["epochs"]
-    if args.resume and is_begun(args.out):  # its own copies: the originals may be gone by now
-        earlier = read_run(args.out)["options"]
-        args.adapters = [f"{name}={args.out}/adapters/{name}" for name in earlier["adapters"]]
-        args.model = args.model or earlier["model"]
+    if args.resume and is_begun(args.out):
+        args.adapters = copied_adapters(args.out, args.adapters)
+        args.model = args.model or read_run(args.out)["options"]["model"]
     args.model = args.model or encoder_of(args.adapters) or "google-bert/bert-base-uncased"
     check_out(args)
     return args
@@ -157,9 +156,7 @@ def check_known(args):
     """Raises ValueError for a stage, an adapter, a fusion or a head that is in no dictionary."""
     tables = {"stage": STAGES, "adapter": ADAPTERS, "fusion": FUSIONS, "head": HEADS}
     for option, table in tables.items():
-        if getattr(args, option) not in table:
-            known = f"there are {', '.join(table)}; --import MODULE names a file that adds one"
-            raise ValueError(f"--{option} {getattr(args, option)!r:.50} is not known: {known}")
+        command.look_up(table, getattr(args, option), f"--{option}")
 
 
 # ---- The model -----------------------------------------------------------------------------------
@@ -210,12 +207,11 @@ def build(args, task, device):
 
 def new_head(args, task, bert):
     label2id = {label: i for i, label in enumerate(task.labels)}
-    kind = {"head_type": "classification", "num_labels": len(task.labels)}
+    config = {"head_type": "classification", "num_labels": len(task.labels)}
     if task.is_multiple_choice:
-        kind = {"head_type": "multiple_choice", "num_choices": len(task.labels)}
-    return HEADS[args.head]({**kind, "layers": 2, "label2id": label2id}, bert.config).to(
-        bert.device
-    )
+        config = {"head_type": "multiple_choice", "num_choices": len(task.labels)}
+    config |= {"layers": 2, "label2id": label2id}
+    return HEADS[args.head](config, bert.config).to(bert.device)
 
 
 def trained(tensors):

@@ -29,6 +29,18 @@ def find_adapters(sources, model_type):
     return found
 
 
+def copied_adapters(out, sources):
+    """[NAME=DIR] of a run's own copies of its adapters, with which it is resumed, because the
+    originals may be gone by now. Raises ValueError if --adapters names others."""
+    names = [*read_run(out)["options"]["adapters"]]
+    given = [named(source) for source in sources]
+    given = [name or (read(p, ADAPTER).name if Path(p).is_dir() else None) for name, p in given]
+    known = all(name in (None, one) for name, one in zip(given, names, strict=False))
+    if sources != ["paper"] and (len(given) != len(names) or not known):
+        raise ValueError(f"{out} was begun with --adapters {', '.join(names)}: cannot --resume it")
+    return [f"{name}={out}/adapters/{name}" for name in names]
+
+
 def named(source):
     """NAME=DIR -> (NAME, DIR); DIR -> (None, DIR)"""
     name, is_named, place = source.partition("=")

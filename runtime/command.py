@@ -65,6 +65,15 @@ def name_and_value(word):
         return name, text
 
 
+def look_up(table, name, what):
+    """table[name], of a dictionary to which --import may add. Raises ValueError, which says what
+    the name was to be."""
+    if name not in table:
+        advice = f"there are {', '.join(table)}; --import MODULE names a file that adds one"
+        raise ValueError(f"{what} {name!r:.50} is not known: {advice}")
+    return table[name]
+
+
 def import_modules(names):
     """Imports the modules that --import names, which add to dictionaries such as ADAPTERS."""
     try:

@@ -188,7 +188,7 @@ add(
 )
 add("--lr 1e38 --batch-size 8", "nothing is kept; a lower --lr may help")
 add("", f"{len(VOCABULARY) + 1} tokens", put("model/vocab.txt", "\n".join([*VOCABULARY, "x"])))
-say = "model_type 'distilbert' is not one of bert, roberta"
+say = "model_type 'distilbert' is not known: there are bert, roberta"
 add("", say, edit("model/config.json", model_type="distilbert"))
 add("", "absolute position", edit("model/config.json", position_embedding_type="relative_key"))
 add(FUSE, "not finite", times(FILE, float("nan"), "adapter_down.0.weight"))

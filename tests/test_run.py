@@ -248,6 +248,8 @@ COMMANDS = [
     # a run goes on with its own copies of the adapters
     ("", f"runs/rte/{ADAPTER}", double, ""),
     ("", "runs/rte", move, ""),
+    ("--adapters runs/rte", "", None, "was begun with --adapters rte, pick"),
+    ("--adapters runs/rte runs/pick runs/sst2", "", None, "was begun with --adapters rte, pick"),
     ("", f"RUN/adapters/rte/{ADAPTER}", double, "adapter rte"),
 ]
 
