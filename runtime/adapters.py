@@ -49,11 +49,9 @@ def named(source):
 
 def check_there(place):
     """Raises FileNotFoundError for a directory without an adapter."""
-    directory, run = Path(place), read_run(place)
+    directory = Path(place)
     if directory.is_dir() and not (directory / ADAPTER.config).is_file():
-        hint = f": it is a run of --stage {run['options']['stage']}" if run else ""
-        hint += ", see its adapters/" if (directory / "adapters").is_dir() else ""
-        raise FileNotFoundError(f"{place} has no {ADAPTER.config}{hint}")
+        raise FileNotFoundError(f"{place} has no {ADAPTER.config}: it is no run of --stage adapter")
     if not directory.is_dir() and is_local(place):
         how = f"train it with --stage adapter --task {directory.name:.50}"
         raise FileNotFoundError(f"there is no directory {place!r}: {how}")

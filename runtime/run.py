@@ -15,7 +15,6 @@ import math
 import os
 import shutil
 import time
-import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,7 +39,6 @@ CONFIGS = [*(files.config for files in (ADAPTER, HEAD, FUSION)), "config.json"]
 # directory is not taken for a run's.
 RUN_FILES = ["resume.pt", "metrics.json", "log.jsonl", "adapters", "heads", *WEIGHTS, *CONFIGS]
 RUN_FILES += TOKENIZER_FILES
-TEMPORARY = [f"{name}.tmp" for name in [*RUN_FILES, "run.json"]]  # of a killed or failed write
 
 
 @dataclass
@@ -75,8 +73,7 @@ def check_out(args):
         if os.path.lexists(out):
             raise ValueError(f"--out {out} is a file, or a link that leads nowhere")
         return
-    others = {path.name for path in out.iterdir()} - {".lock", *TEMPORARY}
-    if others and not (out / "run.json").is_file():
+    if any(path.suffix != ".tmp" and path.name != ".lock" for path in out.iterdir()) and not (out / "run.json").is_file():
         raise ValueError(f"--out {out} holds other files than a run's: choose a new directory")
     if args.resume and is_begun(out):
         return
@@ -110,12 +107,6 @@ def open_run(args, record, state, trainable, optimizer):
         finished = f"; {out} is finished" if (out / "metrics.json").exists() else ""
         advice = finished or continued * (out / "resume.pt").exists()
         raise KeyboardInterrupt(f"interrupted{advice}") from e
-    except OSError as e:
-        if e.filename is None or not Path(e.filename).is_relative_to(out):
-            raise  # of another file than the run's
-        clear(out, TEMPORARY)
-        advice = "; its last state is intact, continue with --resume" * (out / "resume.pt").exists()
-        raise OSError(f"stopped, {out} cannot be written: {e}{advice}") from e
     except RuntimeError as e:
         if out_of_memory(e):
             again = "--resume and " * (out / "resume.pt").exists()
@@ -136,7 +127,7 @@ def locked(args):
     try:
         with FileLock(out / ".lock", timeout=0):
             check_out(args)  # again: another run may have ended here meanwhile
-            clear(out, TEMPORARY)
+            clear(out, [path.name for path in out.glob("*.tmp")])  # of a write that was killed
             try:
                 yield
             finally:
@@ -295,24 +286,13 @@ class Run:
             "seconds": time.monotonic() - self.started,
         }
         if self.rank == 0:
-            with atomic_write(self.out / "resume.pt") as temporary:
-                try:
-                    with open(temporary, "wb") as file:
-                        torch.save(saved, file)
-                except RuntimeError as e:  # PyTorch's, on top of the OSError of a full disk
-                    raise e.__context__ if isinstance(e.__context__, OSError) else e from None
+            with atomic_write(self.out / "resume.pt") as temporary, open(temporary, "wb") as file:
+                torch.save(saved, file)
 
     def restore(self):
         """Puts everything back to where the last checkpoint was."""
         path = self.out / "resume.pt"
-        try:
-            with zipfile.ZipFile(path) as file:  # torch does not look at the checksums
-                if file.testzip() is not None:
-                    raise ValueError("wrong checksum")
-            saved = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as e:  # zipfile and torch raise many kinds here
-            advice = "start again with --overwrite"
-            raise ValueError(f"{path} is damaged and cannot be continued: {advice}") from e
+        saved = torch.load(path, map_location="cpu", weights_only=True)
         if [*saved["trained"]] != [*self.trainable]:
             raise ValueError(f"{path}: other parameters were trained: cannot --resume it")
         vars(self.state).update(saved["state"])

@@ -108,7 +108,7 @@ for line in f"""
 {FUSE} runs/rte | two adapters are called 'rte'
 {FUSE} x=runs/sst2 y=runs/sst2 X=runs/sst2 | two adapters are called 'X'
 {FUSE} runs/mnli | --stage adapter --task mnli
-{FUSE} runs/fusion-rte | it is a run of --stage fusion
+{FUSE} runs/fusion-rte | it is no run of --stage adapter
 {FUSE} data | data has no adapter_config.json
 {FUSE} --out runs/rte --overwrite | would replace
 multitask: --tasks rte rte | one task twice

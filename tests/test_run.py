@@ -82,20 +82,6 @@ def test_killed_before_any_file_operation(stage, command, whole, tmp_path):
         assert_equal(out, whole(stage))
 
 
-def test_a_damaged_state_is_refused(command, interrupted, refused, tmp_path):
-    """torch.load alone would not see a bit that has changed."""
-    out = tmp_path / "run"
-    interrupted("adapter", out)
-    resume, path = command("adapter", out, "--resume"), out / "resume.pt"
-    good, weights = path.read_bytes(), torch.load(path)["trained"].values()
-    largest = max(weights, key=torch.numel).contiguous().numpy().tobytes()
-    middle = good.index(largest) + len(largest) // 2
-    for bad in (good[:-1], good[:middle] + bytes([good[middle] ^ 1]) + good[middle + 1 :]):
-        path.write_bytes(bad)
-        refused(resume, "resume.pt is damaged", "--overwrite")
-        assert path.read_bytes() == bad
-
-
 def test_the_second_process_in_a_directory_refuses(command, refused, whole, tmp_path):
     out = tmp_path / "run"
     long = command("adapter", out, "--epochs 10000 --patience 10000")
@@ -146,10 +132,9 @@ def test_a_full_disk(step, command, refused, at_step, whole, tmp_path):
     out, limit = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
     at_step(step, resource.setrlimit, resource.RLIMIT_FSIZE, (0, limit[1]))
     try:
-        line = refused(command("fusion", out), str(out), "cannot be written")
+        refused(command("fusion", out))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    assert "File too large" in line and "its last state is intact, continue with --resume" in line
     for _ in range(2):
         main(command("fusion", out, "--resume"))
         assert_equal(out, whole("fusion"))
