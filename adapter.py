@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import nn
 
-from bert import ACTIVATIONS, activate
+from bert import ACTIVATIONS, activate, set_active  # noqa: F401  (`activate` for importers)
 from formats import adapterhub
 from formats.encoder import read_pooler
 from formats.files import error_prefix
@@ -35,8 +35,9 @@ class AdapterConfig:
     ln_before, ln_after          a new LayerNorm on the adapter's input, output; a fusion leaves
                                  ln_after out, as in adapters 1.3
     residual_before_ln           which residual is added to its output:
-                                     True: f     False: what it reads     "post_add": f + x
-    adapter_residual_before_ln   with ln_after: the residual is added before that LayerNorm
+                                     True: f     False: h, before ln_before     "post_add": f + x
+    adapter_residual_before_ln   with ln_after: the residual is added before that LayerNorm, and not
+                                 after it
     leave_out                    layers (from 0) without an adapter
     """
 
@@ -53,9 +54,9 @@ class AdapterConfig:
     leave_out: list = field(default_factory=list)
 
     def __post_init__(self):
-        known = {one.name: (True, False) for one in fields(self) if one.type is bool}
-        known |= {"residual_before_ln": (True, False, "post_add"), "non_linearity": ACTIVATIONS}
-        for name, values in known.items():
+        allowed = {f.name: (True, False) for f in fields(self) if f.type is bool}
+        allowed |= {"residual_before_ln": (True, False, "post_add"), "non_linearity": ACTIVATIONS}
+        for name, values in allowed.items():
             if (value := getattr(self, name)) not in values:
                 raise ValueError(
                     f"{name} must be one of {', '.join(map(str, values))}, not {value!r}"
@@ -95,8 +96,10 @@ class AdapterConfig:
 
     def bottleneck_size(self, hidden_size, layer):
         """r of one layer. adapters 1.3 rounds down, and never below 1."""
-        factor = self.factors().get(str(layer)) or self.factors()["default"]
-        return max(int(hidden_size // factor), 1)
+        factors = self.factors()
+        if str(layer) not in factors and "default" not in factors:
+            raise ValueError(f"reduction_factor names neither layer {layer} nor a default")
+        return max(int(hidden_size // factors.get(str(layer), factors.get("default"))), 1)
 
     def modules(self, bert):
         """{(layer, location): a new Adapter} for every place where this adapter sits."""
@@ -108,7 +111,7 @@ class AdapterConfig:
         return {
             (layer, location): Adapter(self, d, self.bottleneck_size(d, layer))
             for layer, location in bert.slots
-            if sits_at.get(location) and layer not in self.leave_out
+            if sits_at.get(location) and layer not in self.leave_out  # forks have more locations
         }
 
 
@@ -160,8 +163,8 @@ class Adapter(nn.Module):
         return self.close(output, x, norm)
 
 
-# --adapter NAME: a function of the fields in --adapter-config that returns a configuration. That is
-# an object with these fields as attributes, and with `modules(bert)`, as AdapterConfig has it.
+# --adapter NAME: a function of the fields in --adapter-config that returns a configuration, which
+# is an AdapterConfig, or an object of your own class with its fields as attributes and `modules`.
 ADAPTERS = {
     "pfeiffer": AdapterConfig.pfeiffer,
     "houlsby": AdapterConfig.houlsby,
@@ -173,10 +176,9 @@ def add_adapter(bert, name, config):
     """Adds a new adapter at every place that its configuration names, activates it, and makes it
     the only trainable part. It is held in fp32 even where the encoder is in bf16."""
     modules = new_adapter(bert, name, config)
-    activate(bert)  # freezes what is in the encoder; the new modules are not in it yet
+    bert.requires_grad_(False)  # the new modules are not in it yet
     insert_adapter(bert, name, config, modules)
-    for slot in bert.slots.values():
-        slot.active = name
+    set_active(bert, name)
 
 
 def new_adapter(bert, name, config):
@@ -208,15 +210,17 @@ def adapter_modules(bert, name):
 
 def adapter_tensors(modules):
     """{(path of the slot, name in the file): parameter} of {(layer, location): module}, under the
-    names that AdapterHub has for them, or else their own."""
+    names that AdapterHub has for them, or else their own. AdapterHub stores a LayerNorm before the
+    adapter twice, and has another name for D behind one."""
     tensors, seen = {}, set()
     for key, module in modules.items():
-        own = dict(module.named_parameters())
-        for part, p in own.items():
+        parameters = dict(module.named_parameters())
+        for name, p in parameters.items():
             if id(p) not in seen:  # layers may share one, which is stored with the first of them
                 seen.add(id(p))
-                for theirs in adapterhub.parameter_names(part, "norm_before.weight" in own):
-                    tensors[adapterhub.slot_path(key), theirs] = p
+                has_norm_before = "norm_before.weight" in parameters
+                for file_name in adapterhub.parameter_names(name, has_norm_before):
+                    tensors[adapterhub.slot_path(key), file_name] = p
     return tensors
 
 
@@ -240,11 +244,13 @@ def load_adapter(bert, directory, name=None):
     name, run, options = name or saved.name, read_run(saved.directory), dict(saved.options)
     with error_prefix(saved.config_path):
         saved.check_encoder(bert, run)
-        kind = options.pop("architecture", None) or "AdapterConfig"  # as save_adapter writes it
-        make = look_up({type(make()).__name__: make for make in ADAPTERS.values()}, kind, "adapter")
-        if not run and kind == "AdapterConfig":
+        classes = {type(make()).__name__: type(make()) for make in ADAPTERS.values()}
+        class_name = options.pop("architecture", None) or "AdapterConfig"  # see save_adapter
+        config_class = look_up(classes, class_name, "adapter")
+        if not run and config_class is AdapterConfig:
             options = adapterhub.bottleneck_options(options, saved.metadata)
-        config = make(**{field: options[field] for field in vars(make()) if field in options})
+        known = vars(config_class())
+        config = config_class(**{field: v for field, v in options.items() if field in known})
         modules = new_adapter(bert, name, config)
     saved.copy_into(adapter_tensors(modules))
     for module in modules.values():
@@ -253,9 +259,9 @@ def load_adapter(bert, directory, name=None):
     return name
 
 
-def kind_of(directory, option, table):
-    """What a saved fusion or head is made with: the entry of FUSIONS or HEADS that its run.json
-    names, or without one the first of them, which is AdapterHub's."""
+def class_of(directory, option, table):
+    """The class of a saved fusion or head: the entry of FUSIONS or HEADS that its run.json names,
+    or without one the first of them, which is AdapterHub's."""
     run = read_run(directory)
     return look_up(table, run["options"][option] if run else next(iter(table)), f"--{option}")
 
@@ -277,7 +283,7 @@ class Head(nn.Module):
 
     def __init__(self, config, bert_config):
         super().__init__()
-        self.config = config = adapterhub.head_options(config)
+        self.config = config = adapterhub.head_options(config)  # with AdapterHub's defaults
         is_multiple_choice = config["head_type"] == "multiple_choice"
         self.num_outputs = config["num_choices" if is_multiple_choice else "num_labels"]  # K
         rates = (config["dropout_prob"], bert_config.classifier_dropout)
@@ -296,8 +302,8 @@ class Head(nn.Module):
         self.pooler = nn.Linear(d, d) if config["use_pooler"] else None
 
     def forward(self, h, mask=None):
-        """h: hidden states [B·C, T, d], the C candidates of an example one after another; mask:
-        [B·C, T], 1 on real tokens -> logits [B, K]"""
+        """h: hidden states [B·C, T, d], the C candidates of an example one after another -> logits
+        [B, K]. mask: [B·C, T], 1 on real tokens, for a head of your own that reads more tokens."""
         x = h[:, 0].to(self.layers[-1].weight.dtype)  # [CLS]: [B·C, d]
         if self.pooler is not None:
             x = self.pooler(x).tanh()
@@ -308,7 +314,8 @@ HEADS = {"cls": Head}  # --head NAME: a function of AdapterHub's configuration a
 
 
 def head_tensors(head):
-    """{("heads", name in the file): parameter}; the pooler is in the encoder's files."""
+    """{("heads", name in the file): parameter}, without the pooler: that is a part of pretraining,
+    which load_head reads from the encoder's files."""
     own = {name: p for name, p in head.named_parameters() if not name.startswith("pooler.")}
     return {("heads", name.removeprefix("layers.")): p for name, p in own.items()}
 
@@ -324,7 +331,7 @@ def load_head(bert, directory):
     saved = adapterhub.read(directory, adapterhub.HEAD)
     with error_prefix(saved.config_path):
         saved.check_encoder(bert, read_run(saved.directory))
-        head = kind_of(saved.directory, "head", HEADS)(saved.options, bert.config)
+        head = class_of(saved.directory, "head", HEADS)(saved.options, bert.config)
     saved.copy_into(head_tensors(head))
     if saved.options.get("use_pooler"):
         head.pooler.load_state_dict(read_pooler(bert.directory))

@@ -54,9 +54,8 @@ class BertConfig:
     def __post_init__(self):
         if self.pad_token_id is None:
             self.pad_token_id = 1 if self.model_type == "roberta" else 0
-        # Wrong sizes are noticed when the tensors are read.
         if self.position_embedding_type != "absolute" or self.is_decoder:
-            raise ValueError("only encoders with absolute position embeddings can be computed")
+            raise ValueError("what can be computed are encoders with absolute position embeddings")
 
 
 class AddNorm(nn.Module):
@@ -69,7 +68,7 @@ class AddNorm(nn.Module):
     adapters   every Φ_n that sits here, by name (adapter.py)
     active     the name of the adapter that is computed, or None
     fusion     Ψ (fusion.py), or None
-    fused      whether the fusion is computed, in place of a single adapter
+    fused      whether the fusion is computed, not a single adapter; there is none without adapters
     """
 
     def __init__(self, config):
@@ -111,12 +110,12 @@ class Layer(nn.Module):
         self.hidden_dropout = config.hidden_dropout_prob
 
     def forward(self, x, mask, cls_only=False):
-        """x: [B, T, d]; mask: [B, 1, 1, T], True on real tokens -> [B, T, d], or with cls_only the
-        first token's [B, 1, d]"""
+        """x: [B, T, d]; mask: [B, 1, 1, T], True on real tokens -> [B, T, d]. With cls_only it is
+        the first token's [B, 1, d], and T below is 1 but for keys and values."""
         layer_x = x
         k, v = self.split_heads(self.key(x)), self.split_heads(self.value(x))  # [B, H, T, d/H]
         if cls_only:  # the other tokens of the last layer need keys and values alone
-            x = x[:, :1].contiguous()  # [B, 1, d]
+            x = x[:, :1]  # [B, 1, d]
         q = self.split_heads(self.query(x))  # [B, H, T, d/H]
         context = self.attention(q, k, v, mask).transpose(1, 2).reshape(x.shape)  # [B, T, d]
         f = kernels.dropout(self.attention_dense(context), self.hidden_dropout, self.training)
@@ -168,7 +167,8 @@ class Bert(nn.Module):
         for i, layer in enumerate(self.layers):
             self.slots[i, "attention"] = layer.attention_add_norm
             self.slots[i, "output"] = layer.output_add_norm
-        self.adapters = {}  # {name: configuration} of every adapter in the slots (adapter.py)
+        # {name: configuration} of the adapters whose modules are in the slots (adapter.py)
+        self.adapters = {}
         self.fused_names = []  # of the adapters in the fusion, in their order (fusion.py)
         # `from_pretrained` fills these in: its argument, the directory of the files, the values of
         # config.json, and a SHA-256 of all weights.
@@ -192,8 +192,7 @@ class Bert(nn.Module):
         return self.layers[-1](x, mask, cls_only)
 
     def positions(self, input_ids):
-        """The rows of the position embeddings: [B, T] -> [T], or [B, T] where they depend on the
-        tokens"""
+        """The rows of the position embeddings: [B, T] -> [T], or [B, T] (RoBERTa)"""
         return torch.arange(input_ids.shape[1], device=input_ids.device)
 
     @property
@@ -224,9 +223,9 @@ class Bert(nn.Module):
             encoder_class = look_up(ENCODERS, config.model_type, "model_type")
         with torch.device("meta"):  # allocates nothing: the loaded tensors become its parameters
             bert = encoder_class(config)
-        names = {name: bert.hub_name(name) for name, _ in bert.named_parameters()}
-        tensors = checkpoint.read({names[name]: p.shape for name, p in bert.named_parameters()})
-        bert.load_state_dict({name: tensors[names[name]] for name in names}, assign=True)
+        hub_names = {name: bert.hub_name(name) for name, _ in bert.named_parameters()}
+        tensors = checkpoint.read({hub_names[n]: p.shape for n, p in bert.named_parameters()})
+        bert.load_state_dict({n: tensors[hub_names[n]] for n in hub_names}, assign=True)
         bert.source, bert.directory = str(source), checkpoint.directory
         bert.hub_config, bert.sha256 = checkpoint.config, encoder.sha256_of(tensors)
         return bert.requires_grad_(False).eval()
@@ -245,11 +244,14 @@ class Bert(nn.Module):
 
     def hub_name(self, name):
         """layers.0.query.weight -> encoder.layer.0.attention.self.query.weight"""
-        layer, module, part = re.fullmatch(r"(?:layers\.(\d+)\.)?(.*?)\.?(\w+)", name).groups()
-        if module not in self.HUB_NAMES:
+        *path, part = name.split(".")
+        layer = ""
+        if path[:1] == ["layers"]:
+            layer, path = f"encoder.layer.{path[1]}.", path[2:]
+        if (module := ".".join(path)) not in self.HUB_NAMES:
             where = f"{type(self).__name__}.HUB_NAMES"
             raise ValueError(f"{where} does not say what {name} is called in a checkpoint")
-        return (f"encoder.layer.{layer}." if layer else "") + f"{self.HUB_NAMES[module]}.{part}"
+        return f"{layer}{self.HUB_NAMES[module]}.{part}"
 
 
 class Roberta(Bert):
@@ -271,6 +273,10 @@ def activate(bert, name=None):
     """Makes one adapter active, or with None plain BERT, and freezes all parameters."""
     if name is not None and name not in bert.adapters:
         raise ValueError(f"there is no adapter called {name!r}, only {', '.join(bert.adapters)}")
+    bert.requires_grad_(False)
+    set_active(bert, name)
+
+
+def set_active(bert, name):
     for slot in bert.slots.values():
         slot.active, slot.fused = name, False
-    bert.requires_grad_(False)

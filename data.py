@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from formats.files import error_prefix
+from formats.files import error_prefix, note
 from formats.rows import check_column_names, dev_size, hold_out, own_labels, read_split
 from runtime.scores import CLASS_SCORES, accuracy
 
@@ -33,8 +33,9 @@ class Task:
 
     hub: tuple | None  # repository, configuration, revision on the hub; None: it is not there
     columns: list  # text columns, in the order in which `candidates` takes them
-    labels: list  # class names in the order of their indices, as the hub writes them; one label
-    # makes a regression, and is the name of its number
+    # Class names in the order of their indices, as the hub writes them; one alone makes a
+    # regression, with `loss`, `predict` and `all_scores` of its own (examples/sts_b.py).
+    labels: list
     candidates: Callable = lambda *texts: [(texts[0], texts[1] if len(texts) > 1 else None)]
     label: str = "label"  # the column of the label
     max_length: int = 128  # in tokens; longer pairs are cut
@@ -56,9 +57,9 @@ class Task:
     @property
     def scores(self):
         """{name: function of labels and predictions}; larger is better, and the first one chooses
-        the best epoch. F1 of the positive class is one of two classes alone."""
-        one = {} if len(self.labels) == 2 else {"f1"}
-        return {name: score for name, score in self.all_scores.items() if name not in one}
+        the best epoch. "f1" is that of the positive class, the second of two."""
+        has_positive = len(self.labels) == 2
+        return {n: score for n, score in self.all_scores.items() if n != "f1" or has_positive}
 
     def example(self, row):
         """A row -> (candidates, index of its label). Raises ValueError, naming the column."""
@@ -68,8 +69,9 @@ class Task:
         return self.candidates_of(row), self.label_index(row[self.label])
 
     def with_our_names(self, row):
-        """A row under our names of its columns, all of which are replaced at the same time."""
-        ours = {o: row[theirs] for o, theirs in self.column_names.items() if theirs in row}
+        """A row under our names of its columns. All names are replaced at the same time, so that
+        two columns can change places."""
+        ours = {o: row[named] for o, named in self.column_names.items() if named in row}
         renamed = {*self.column_names, *self.column_names.values()}
         row = {name: value for name, value in row.items() if name not in renamed} | ours
         for other, column in self.column_aliases.items():
@@ -79,8 +81,10 @@ class Task:
 
     def candidates_of(self, row):
         """[(text_a, text_b or None)] of a row with our names."""
-        for column in OWN_COLUMNS:  # of your own task: the model would not see it
-            if self.hub is None and row.get(column) is not None and column not in self.columns:
+        # A column of your own task that its training file lacks would be ignored here.
+        is_own = {*self.columns} <= {*OWN_COLUMNS}
+        for column in OWN_COLUMNS:
+            if is_own and row.get(column) is not None and column not in self.columns:
                 known = ", ".join(self.columns)
                 raise ValueError(f"column {column!r} is none of the task's, which are {known}")
         candidates = self.candidates(*(self.text(row, column) for column in self.columns))
@@ -98,7 +102,7 @@ class Task:
             texts = value["text"] if self.hub and isinstance(value, dict) else value
             if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
                 raise ValueError(f"column {column!r} does not hold a list of texts")
-            return value
+            return value  # for `question_choices` the whole dictionary
         if type(value) not in (str, int, float):
             raise ValueError(f"column {column!r} holds {type(value).__name__}, expected a text")
         return str(value)
@@ -108,21 +112,21 @@ class Task:
         if column in row:
             return f"column {column!r} is empty"
         theirs = ", ".join(self.column_names.get(name, name) for name in row) or "none"
-        return f"no column {column!r}; it has {theirs:.200}"
+        return f"no column {self.column_names.get(column, column)!r}; it has {theirs:.200}"
 
     def label_index(self, value):
         """The index of a label as the data write it; for a regression, the number."""
-        text = str(value).strip()
-        text = self.label_aliases.get(text, text)
-        lower = [label.lower() for label in self.labels]
+        text = self.label_aliases.get(str(value).strip(), str(value).strip())
+        lower = [label.strip().lower() for label in self.labels]
         if len(self.labels) == 1:
             return float(text)
-        if str(value) in self.labels:  # your own labels may differ in case alone
-            return self.labels.index(str(value))
         if text.lower() in lower:
             return lower.index(text.lower())
         # the hub's integers; labels made of digits are names, not indices
         if self.hub and not self.labels[0].isdigit() and text in map(str, range(len(lower))):
+            if self.files or self.data_dir:
+                names = ", ".join(f"{i} = {label}" for i, label in enumerate(self.labels))
+                note(f"{self.name}: integers are read as {names}")
             return int(text)
         if text == "-1":
             raise ValueError("the label is hidden (-1): experiments.predict takes such rows")
@@ -141,12 +145,14 @@ def answers(context, question, *options):
     return [(context, f"{question} {option}") for option in options]
 
 
-def endings(ctx_a, ctx_b, options):
+def with_endings(ctx_a, ctx_b, options):
     return [(ctx_a, f"{ctx_b} {option}") for option in options]
 
 
 def question_choices(question, choices):
     """choices["label"] says which of choices["text"] is answer A, which is B, and so on."""
+    if isinstance(choices, list):
+        choices = {"text": choices}
     by_key = dict(zip(choices.get("label") or "ABCDE", choices["text"], strict=True))
     return [(question, by_key[key]) for key in sorted(by_key)]
 
@@ -163,8 +169,8 @@ SCITAIL = {"sentence1": "premise", "sentence2": "hypothesis", "gold_label": "lab
 CHOICE = {"is_multiple_choice": True, "all_scores": {"accuracy": accuracy}}
 
 # Section 4.2, in the order of Table 1: place on the hub, columns, labels, and the length in tokens
-# where it is not 128 (docs/silent.md). These copies on the hub hold no loading script, which
-# `datasets` no longer runs.
+# where it is not 128 (docs/silent.md). Where the hub has several copies, this is one without a
+# loading script, since `datasets` no longer runs any.
 # fmt: off
 TASKS = {
     "mnli": Task(("nyu-mll/glue", "mnli", None), "premise hypothesis".split(), NLI,
@@ -178,7 +184,7 @@ TASKS = {
     "imdb": Task(("stanfordnlp/imdb", "plain_text", None), "text".split(), "neg pos".split(),
                  max_length=384, dev_from_train=2000),
     "hellaswag": Task(("Rowan/hellaswag", None, None), "ctx_a ctx_b endings".split(),
-                      "0 1 2 3".split(), endings, max_length=200, **CHOICE),
+                      "0 1 2 3".split(), with_endings, max_length=200, **CHOICE),
     "social_i_qa": Task(("lighteval/siqa", None, None),
                         "context question answerA answerB answerC".split(), "1 2 3".split(),
                         answers, **CHOICE),
@@ -213,15 +219,16 @@ def get_task(name, data_dir=None, column_names=None, files=None, dev_fraction=No
     ValueError for an unknown task, FileNotFoundError for a missing directory or file."""
     if data_dir is not None and not Path(data_dir).is_dir():
         raise FileNotFoundError(f"--data-dir {data_dir} is not a directory")
-    told = {"name": name, "data_dir": data_dir, "files": files or {}}
-    told |= {"column_names": column_names or {}, "dev_fraction": dev_fraction}
+    command = {"name": name, "data_dir": data_dir, "files": files or {}}
+    command |= {"column_names": column_names or {}, "dev_fraction": dev_fraction}
     if name in TASKS:
-        return replace(TASKS[name], **told)
-    own = Path(data_dir or "DIR", name)
-    if not files and (data_dir is None or Path(name).name != name or not own.is_dir()):
-        needed = f"your own needs --train-file FILE, or --data-dir DIR with {own}/train.jsonl"
+        return replace(TASKS[name], **command)
+    is_there = data_dir and Path(name).name == name and Path(data_dir, name).is_dir()
+    if not files and not is_there:
+        place = f"{data_dir or 'DIR'}/{name}/train.jsonl"
+        needed = f"your own needs --train-file FILE, or --data-dir DIR with {place}"
         raise ValueError(f"unknown task {name!r}: there are {', '.join(TASKS)}; {needed}")
-    return own_task(replace(Task(None, [], []), **told))
+    return own_task(replace(Task(None, [], []), **command))
 
 
 def own_task(task):
@@ -245,16 +252,13 @@ def own_task(task):
             labels = map(str, range(len(choices)))
         else:
             labels = own_labels(rows)
-    return own_columns(task, columns or ["text_a"], labels)  # without any, text_a is missing
+    return with_columns(task, columns or ["text_a"], labels)  # a row will be said to lack text_a
 
 
-def own_columns(task, columns, labels):
+def with_columns(task, columns, labels):
     """The task with these columns and labels."""
     more = {"candidates": own_choices, **CHOICE} if "choices" in columns else {}
     return replace(task, columns=list(columns), labels=list(labels), **more)
-
-
-# ---- Splits --------------------------------------------------------------------------------------
 
 
 class Example(NamedTuple):
@@ -305,9 +309,9 @@ def encode(tokenizer, examples, title):
 def batches(examples, batch_size, seed=None):
     """The indices of every batch of one epoch; each example is in exactly one of them. Batches hold
     examples of similar length, so that little is padding: a random order is sorted by length within
-    windows of 50 batches, and the batches are shuffled. Few batches make four windows, so that the
-    examples of a small task meet others in every epoch, as with plain shuffling. Without a seed
-    (evaluation) everything is sorted, longest first."""
+    windows of 50 batches, and the batches are shuffled. Below 200 batches a window is a quarter of
+    them, so that in a small task, too, an example meets others in every epoch. seed: an integer, or
+    several. Without one (evaluation) everything is sorted, longest first."""
     lengths = np.array([max(map(len, example.input_ids)) for example in examples])
     if seed is None:
         order = np.argsort(-lengths, kind="stable")

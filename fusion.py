@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from adapter import Adapter, adapter_modules, adapter_tensors, head_tensors, kind_of
-from bert import AddNorm, Layer, activate
+from adapter import Adapter, adapter_modules, adapter_tensors, class_of, head_tensors
 from formats import adapterhub
 from formats.files import error_prefix
 from runtime.record import read_run
@@ -32,7 +31,7 @@ class Fusion(nn.Module):
 
     def __init__(self, adapter_names, hidden_size, dropout):
         super().__init__()
-        self.adapter_names = adapter_names  # of the N adapters that sit in this AddNorm
+        self.adapter_names = adapter_names  # of the N adapters that are fused in this AddNorm
         self.query = nn.Linear(hidden_size, hidden_size)  # Q
         self.key = nn.Linear(hidden_size, hidden_size)  # K
         self.value = nn.Linear(hidden_size, hidden_size, bias=False)  # V
@@ -47,8 +46,8 @@ class Fusion(nn.Module):
             self.value.weight.fill_(1e-6).fill_diagonal_(1.0)
 
     def forward(self, f, x, add_norm, layer_x=None, mask=None):
-        """f: sub-layer output, x: its input, add_norm: where all this happens; [B, T, d] ->
-        [B, T, d]. layer_x, mask: see AddNorm."""
+        """f: sub-layer output, x: its input, add_norm: whose adapters and LayerNorm are used;
+        [B, T, d] -> [B, T, d]. layer_x, mask: see AddNorm."""
         adapters = [add_norm.adapters[name] for name in self.adapter_names]
         # As in adapters 1.3, the configuration of the last adapter decides for all of them what
         # they read, which residual is added to o, and whether BERT's LayerNorm follows. Of an
@@ -62,14 +61,14 @@ class Fusion(nn.Module):
         return last.close(o + residual, x, add_norm.norm)
 
     def textbook(self, h, adapters, layer_x=None, mask=None):
-        """The two equations above, term by term: h [B, T, d] -> o [B, T, d]. 2·N·d² multiply-adds
-        per token, and 3·N·d activations."""
+        """The two equations above, term by term: h [B, T, d] -> o [B, T, d]. K and V take 2·N·d²
+        multiply-adds per token, in place of about 3·d² + 3·N·r·d in `low_rank`."""
         z = torch.stack([adapter.z(h, layer_x, mask) for adapter in adapters], 2)  # [B, T, N, d]
-        scores = torch.einsum("btd,btnd->btn", self.query(h), self.key(z))  # (Q h)·(K z_n + b_K)
+        scores = torch.einsum("btd,btnd->btn", self.query(h), self.key(z))  # q·(K z_n + b_K)
         s = self.softmax(scores)  # [B, T, N]
         return torch.einsum("btn,btnd->btd", s, self.value(z))  # o = Σ_n s_n V z_n
 
-    def low_rank(self, h, adapters):
+    def low_rank(self, h, adapters, many_tokens=None):
         """
         The same without ever forming the d numbers of a z_n, which is U_n a_n + b_n with an a_n of
         only r numbers, d/16 by default. Three matrices hold all N adapters side by side. Their
@@ -86,12 +85,14 @@ class Fusion(nn.Module):
             Σ_n s_n V z_n    =  V U (a ⊙ (membership s))
 
         q·b_K is the same for every n: the softmax alone would not see it, but dropout on the scores
-        does. Where there are more tokens than columns, K U and V U are cheaper as one product each.
+        does. With many_tokens K U and V U are formed first. That is cheaper, and the default, where
+        there are more tokens than columns.
         """
         a = bottlenecks(h, adapters)  # [B, T, R]
         U, membership = up_projections(adapters, a.dtype)  # [d, R], [R, N]
         K, V, b_K = self.key.weight, self.value.weight, self.key.bias  # [d, d], [d, d], [d]
-        many_tokens = h.shape[0] * h.shape[1] > U.shape[1]
+        if many_tokens is None:
+            many_tokens = h.shape[0] * h.shape[1] > U.shape[1]
         q = self.query(h)  # Q h + b_Q: [B, T, d]
         q_K_U = q @ (K @ U) if many_tokens else q @ K @ U  # [B, T, R]
         scores = (q_K_U * a) @ membership + (q @ b_K)[..., None]  # q·(K z_n + b_K): [B, T, N]
@@ -100,8 +101,9 @@ class Fusion(nn.Module):
         return s_a @ (V @ U).T if many_tokens else s_a @ U.T @ V.T  # Σ_n s_n V z_n: [B, T, d]
 
     def softmax(self, scores):
-        """s of the scores: [B, T, N] -> [B, T, N]. As in adapters 1.3, dropout is applied to the
-        raw scores. A score of -∞ leaves an adapter out: dropout must not make it 0 · -∞."""
+        """s of the scores, [B, T, N] -> [B, T, N], which is kept for `fusion_weights`. As in
+        adapters 1.3, dropout is applied to the raw scores. A subclass may make a score -∞, to leave
+        an adapter out: dropout must not make that 0 · -∞."""
         left_out = scores == -torch.inf
         s = self.dropout(scores).masked_fill(left_out, -torch.inf).softmax(-1)
         self.s = s.detach()
@@ -121,22 +123,24 @@ def up_projections(adapters, dtype):
     """U [d, R], whose columns are those of all U_n and then all b_n, and membership [R, N]: a
     product with it sums over each adapter's columns, one with its transpose repeats a number for
     each of them."""
-    U = [adapter.up.weight for adapter in adapters] + [a.up.bias[:, None] for a in adapters]
-    one_each = torch.eye(len(adapters), dtype=dtype, device=U[0].device)  # [N, N]
-    rows = [one_each[n].expand(a.up.in_features, -1) for n, a in enumerate(adapters)]  # [r_n, N]
-    return torch.cat(U, 1).to(dtype), torch.cat([*rows, one_each])
+    ups = [adapter.up for adapter in adapters]
+    U = torch.cat([up.weight for up in ups] + [up.bias[:, None] for up in ups], 1)
+    identity = torch.eye(len(ups), dtype=dtype, device=U.device)  # [N, N]
+    rows = [identity[n].expand(up.in_features, -1) for n, up in enumerate(ups)]  # [r_n, N] each
+    return U.to(dtype), torch.cat([*rows, identity])
 
 
 def add_fusion(bert, names, fusion_class=Fusion, **fields):
     """
-    Adds a new fusion over adapters that are already in the encoder, wherever they sit, in place of
-    an existing one, activates it, and makes it the only trainable part. fields: keyword arguments
-    of your own class. Raises ValueError for adapters at different locations (some only on top),
-    which adapters 1.3 does not fuse either, and for one without a z.
+    Adds a new fusion over adapters that are already in the encoder, in every layer where one of
+    them sits, in place of an existing fusion, activates it, and makes it the only trainable part.
+    fields: keyword arguments of your own class. Raises ValueError for adapters at different
+    locations (pfeiffer with houlsby), which adapters 1.3 does not fuse either, and for one without
+    a z.
     """
     p = bert.config.attention_probs_dropout_prob
     modules = new_fusions(bert, [*names], p, fusion_class, fields)
-    activate(bert)  # freezes what is in the encoder; the new modules are not in it yet
+    bert.requires_grad_(False)  # the new modules are not in it yet
     insert_fusions(bert, [*names], modules)
 
 
@@ -162,29 +166,29 @@ def new_fusions(bert, names, dropout, fusion_class, fields):
 
 def insert_fusions(bert, names, modules):
     """Makes {(layer, location): Fusion} the encoder's fusion, and active."""
+    for key, fusion in modules.items():
+        check_low_rank(fusion, [bert.slots[key].adapters[name] for name in fusion.adapter_names])
+        fusion.train(bert.training)
     bert.fused_names = names
     for key, slot in bert.slots.items():
         slot.active, slot.fused, slot.fusion = None, True, modules.get(key)
-        if slot.fusion is not None:
-            check_low_rank(slot)
-            slot.fusion.train(bert.training)
 
 
 @torch.no_grad()
-def check_low_rank(add_norm):
+def check_low_rank(fusion, adapters):
     """Raises ValueError if `low_rank` and `textbook` differ on a few random vectors. Otherwise an
     edit of `Adapter.z`, say, would be trained in stage 1 and have no effect in a fusion."""
-    fusion = add_norm.fusion.eval()
-    adapters = [add_norm.adapters[name] for name in fusion.adapter_names]
-    V = fusion.value.weight
+    V = fusion.eval().value.weight
     if V.is_meta or not all(type(adapter) is Adapter for adapter in adapters):
-        return  # nothing is computed on meta, and `textbook` alone for other adapters
+        return  # without numbers nothing can be computed; other adapters use `textbook` alone
     generator = torch.Generator().manual_seed(0)  # not the one from which training draws
     h = torch.randn(2, 3, len(V), generator=generator).to(V)
-    o, s = fusion.low_rank(h, adapters), fusion.s
-    for ours, theirs in ((o, fusion.textbook(h, adapters)), (s, fusion.s)):
-        if (ours - theirs).abs().max() > 1e-4 * theirs.abs().max():
-            raise ValueError("low_rank no longer computes what textbook makes of z: change both")
+    exact_o, exact_s = fusion.textbook(h, adapters), fusion.s
+    for many_tokens in (False, True):
+        o = fusion.low_rank(h, adapters, many_tokens)
+        for found, exact in ((o, exact_o), (fusion.s, exact_s)):
+            if not (found - exact).abs().max() <= 1e-4 * exact.abs().max():
+                raise ValueError("low_rank no longer computes what textbook makes of z: edit both")
     fusion.s = None
 
 
@@ -206,8 +210,8 @@ def fusion_regularization(bert):
 
 def fusion_weights(bert):
     """s of the last forward: {(layer, "output" | "attention"): [B, T, N]}, padding included; T is 1
-    in the last layer where only [CLS] was computed. N is in the order of add_fusion, and s is 0 for
-    an adapter that is left out of a layer. Raises ValueError without a fusion or a forward pass."""
+    in the last layer if only [CLS] was computed there. N is in the order of add_fusion, and s is 0
+    for an adapter that is left out of a layer. Raises ValueError without fusion or forward pass."""
     names, result = bert.fused_names, {}
     for key, fusion in fusions(bert).items():
         if fusion.s is None:
@@ -237,9 +241,10 @@ def save_fusion(bert, directory):
     if not (modules := fusions(bert)):
         raise ValueError("there is no fusion in this encoder")
     header = adapterhub.header(",".join(bert.fused_names), bert.config, bert.source)
-    options, kind = adapterhub.FUSION_CONFIG, type(next(iter(modules.values())))
-    if kind is not Fusion:  # AdapterHub's library is to refuse what it cannot know
-        options = {"class": kind.__name__}
+    options = adapterhub.FUSION_CONFIG
+    fusion_class = type(next(iter(modules.values())))
+    if fusion_class is not Fusion:  # AdapterHub's library is to refuse what it cannot know
+        options = {"class": fusion_class.__name__}
     header |= {"adapter_names": bert.fused_names}
     adapterhub.write(directory, adapterhub.FUSION, options, fusion_tensors(modules), header)
 
@@ -252,7 +257,7 @@ def load_fusion(bert, directory):
     run = read_run(saved.directory)
     with error_prefix(saved.config_path):
         saved.check_encoder(bert, run)
-        fusion_class = kind_of(saved.directory, "fusion", FUSIONS)
+        fusion_class = class_of(saved.directory, "fusion", FUSIONS)
         if fusion_class is Fusion:
             adapterhub.check_fusion(saved.options)
         # 0.0 counts as unset, as in adapters 1.3
@@ -266,15 +271,9 @@ def load_fusion(bert, directory):
     bert.requires_grad_(False)
 
 
-def mixes_no_tokens(layer):
-    """Whether only self-attention mixes tokens in a layer: nothing but these modules is in it."""
-    ours = {Layer, AddNorm, Adapter, Fusion, nn.Linear, nn.LayerNorm}
-    return {*map(type, layer.modules())} <= ours | {nn.ModuleDict, nn.Identity, nn.Dropout}
-
-
 def parameters_by_file(bert, head):
-    """All parameters of a model, by the files that hold them: {"encoder" | "adapter NAME" |
-    "fusion" | "head": {name in the file: parameter}}"""
+    """The parameters that a run's files can hold: {"encoder" | "adapter NAME" | "fusion" | "head":
+    {name in the file: parameter}}"""
     found = {f"adapter {n}": adapter_tensors(adapter_modules(bert, n)) for n in bert.adapters}
     found |= {"fusion": fusion_tensors(fusions(bert)), "head": head_tensors(head)}
     return {"encoder": {bert.hub_name(n): p for n, p in bert.own_parameters().items()}, **found}

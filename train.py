@@ -20,19 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import variants.houlsby
 import variants.pal  # noqa: F401  (they add "houlsby_recipe" and "pal" to ADAPTERS)
-from adapter import ADAPTERS, HEADS, Head, add_adapter, load_adapter, save_adapter, save_head
-from bert import Bert, activate
+from adapter import ADAPTERS, HEADS, Adapter, add_adapter, load_adapter, save_adapter, save_head
+from bert import AddNorm, Bert, Layer, activate
 from data import batches, collate, get_task, load_split
 from formats import adapterhub
 from formats.tokenizer import copy_tokenizer, load_tokenizer
-from fusion import (
-    FUSIONS,
-    add_fusion,
-    fusion_regularization,
-    mixes_no_tokens,
-    parameters_by_file,
-    save_fusion,
-)
+from fusion import FUSIONS, add_fusion, fusion_regularization, parameters_by_file, save_fusion
 from runtime import command
 from runtime.adapters import copied_adapters, encoder_of, find_adapters
 from runtime.kernels import AdamW
@@ -40,11 +33,10 @@ from runtime.processes import all_reduce, choose_device, rank_and_world_size
 from runtime.record import describe, read_run, write_run
 from runtime.run import State, check_out, is_begun, open_run
 
-# ---- The options ---------------------------------------------------------------------------------
-
 # Section 4.1 and appendix A.2: single-task adapters are trained with 1e-4 for at most 30 epochs,
 # fusion with 5e-5 for at most 10. The paper gives no values for the two baselines: these are ours.
-# A stage of your own is an entry here, and an `elif` in `build`, or a function under "build".
+# A stage of your own is an entry here and an `elif` in `build`; in a module, which cannot edit
+# `build`, its entry has a third field "build", a function of (args, bert, task).
 STAGES = {
     "adapter": {"lr": 1e-4, "epochs": 30},  # stage 1: a new adapter on a frozen encoder
     "fusion": {"lr": 5e-5, "epochs": 10},  # stage 2: a new fusion over frozen --adapters
@@ -63,19 +55,19 @@ NOT_FOR = {  # options that some of these stages do not take; a stage of your ow
 
 def make_parser(prog="train.py", description=__doc__):
     parser = command.Parser(prog=prog, description=description)
-    add, pairs = parser.add_argument, {"nargs": "+", "metavar": "NAME=VALUE", "default": []}
+    add, as_pairs = parser.add_argument, {"nargs": "+", "metavar": "NAME=VALUE", "default": []}
     # fmt: off
     add("--stage", required=True, help=", ".join(STAGES))
     add("--task", required=True, help="one of the paper's 16 tasks, or your own")
     add("--adapters", nargs="+", default=[], metavar="DIR", help="runs, AdapterHub directories or "
-        "hub ids, each also as NAME=DIR; paper: its authors' 16")
+        "hub ids, each also as NAME=DIR; 'paper' for the 16 that its authors published")
     # hyper-parameters
     add("--adapter", default="pfeiffer", help=", ".join(ADAPTERS))                  # Figure 5
     add("--reduction-factor", type=command.positive, help="d / r; default 16")      # section 5.1
-    add("--adapter-config", type=command.name_and_value, **pairs, help="other fields of the adapter"
-        "'s configuration: ln_after=true leave_out=[5]")                            # appendix A.2
+    add("--adapter-config", type=command.name_and_value, **as_pairs, help="other fields of the "
+        "adapter's configuration: ln_after=true leave_out=[5]")                     # appendix A.2
     add("--fusion", default="attention", help=", ".join(FUSIONS))                   # section 3.2
-    add("--fusion-config", type=command.name_and_value, **pairs, help="fields of your own fusion")
+    add("--fusion-config", type=command.name_and_value, **as_pairs, help="of your own fusion")
     add("--lr", type=command.positive, help="at first; default by stage")           # section 4.1
     add("--epochs", type=command.count, help="at most; default by stage")           # section 4.1
     add("--patience", type=command.count, default=5, help="epochs without a better dev score")
@@ -92,23 +84,23 @@ def make_parser(prog="train.py", description=__doc__):
         "TASK/train.jsonl, TASK/validation.jsonl; default the hub; $ADAPTERFUSION_DATA_DIR sets it")
     add("--train-file", help="of your own task, in place of --data-dir")
     add("--dev-file", help="with --train-file")
-    add("--columns", type=command.name_and_text, **pairs, help="what the files call the columns: "
-        "text_a=premise text_b=hypothesis label=gold")
+    add("--columns", type=command.name_and_text, **as_pairs, help="what the files call the "
+        "columns: text_a=premise text_b=hypothesis label=gold")
     add("--dev-fraction", type=command.fraction, help="share of the training examples that is held "
         "out for development, where there is no file for it; the same ones for every seed")
     add("--limit-train", type=command.count, help="at most so many, drawn with the seed")
     add("--limit-dev", type=command.count, help="at most so many, the same for every seed")
     # how to run
     add("--out", help="run directory; default runs/TASK, runs/STAGE-TASK")
-    again = parser.add_mutually_exclusive_group().add_argument
-    again("--resume", action="store_true", help="continue the run in --out: its command, and this")
-    again("--overwrite", action="store_true", help="replace the run in --out")
-    add("--grad-accumulation", type=command.count, default=1, help="parts of a batch: less memory")
+    either = parser.add_mutually_exclusive_group().add_argument
+    either("--resume", action="store_true", help="continue the run in --out; add it to its command")
+    either("--overwrite", action="store_true", help="replace the run in --out")
+    add("--grad-accumulation", type=command.count, default=1, help="of a step, for less memory")
     add("--device", default="auto", choices="auto cpu cuda mps".split())
-    add("--dtype", default="auto", choices="auto float32 bfloat16".split(), help="of products and "
-        "frozen weights; auto: bfloat16 on a GPU that has it")
-    add("--import", dest="imports", nargs="+", default=[], metavar="MODULE", help="files of your "
-        "own, as modules, that add to a dictionary such as ADAPTERS")
+    add("--dtype", default="auto", choices="auto float32 bfloat16".split(), help="of matrix "
+        "products and frozen weights; auto: bfloat16 on a GPU that has it")
+    add("--import", dest="imports", nargs="+", action="extend", default=[], metavar="MODULE",
+        help="files of your own, as modules, that add to a dictionary such as ADAPTERS")
     # fmt: on
     return parser
 
@@ -159,9 +151,6 @@ def check_known(args):
         command.look_up(table, getattr(args, option), f"--{option}")
 
 
-# ---- The model -----------------------------------------------------------------------------------
-
-
 class Model(nn.Module):
     """Encoder and head."""
 
@@ -177,14 +166,18 @@ class Model(nn.Module):
         return self.head(h, mask).float()
 
     def reads_cls_only(self):
-        """Whether the last layer's other tokens matter as keys and values alone: the head reads
-        [CLS]. Whoever makes Head.forward read other tokens changes this, too."""
-        return type(self.head) is Head and mixes_no_tokens(self.bert.layers[-1])
+        """Whether the last layer's other tokens matter as keys and values alone: AdapterHub's head
+        reads [CLS], and of what is ours in that layer nothing but self-attention mixes tokens.
+        Whoever edits one of these classes so that it reads other tokens changes this, too."""
+        ours = {Layer, AddNorm, Adapter, FUSIONS["attention"], nn.Linear, nn.LayerNorm}
+        ours |= {nn.ModuleDict, nn.Identity, nn.Dropout}
+        in_layer = {*map(type, self.bert.layers[-1].modules())}
+        return type(self.head) is HEADS["cls"] and in_layer <= ours
 
 
 def build(args, task, device):
     """The Model of a run: a frozen encoder, what is plugged into it, and a new head. What the stage
-    trains requires a gradient, and nothing else does."""
+    trains requires a gradient, and nothing else does. args.adapters becomes {name: directory}."""
     torch.manual_seed(args.seed)
     bert = Bert.from_pretrained(args.model).to(device)  # Θ, frozen
     args.adapters = find_adapters(args.adapters, bert.config.model_type)
@@ -194,7 +187,7 @@ def build(args, task, device):
         config = ADAPTERS[args.adapter](**args.adapter_config)
         add_adapter(bert, task.name, config)  # a new Φ_n, trained (section 2.2.1)
     elif args.stage == "fusion":
-        add_fusion(bert, args.adapters, FUSIONS[args.fusion], **args.fusion_config)  # a new Ψ
+        add_fusion(bert, [*args.adapters], FUSIONS[args.fusion], **args.fusion_config)  # a new Ψ
     elif args.stage == "full":
         bert.requires_grad_(True)  # Θ, trained
     elif args.stage == "head":
@@ -220,7 +213,7 @@ def trained(tensors):
 
 
 def hold_frozen_in(model, dtype):
-    """Θ and every Φ that are wholly frozen are held in `dtype`; all else stays in fp32."""
+    """What is wholly frozen, Θ and every Φ as a rule, is held in `dtype`, all else in fp32."""
     for tensors in parameters_by_file(model.bert, model.head).values():
         if not trained(tensors):
             for p in tensors.values():
@@ -257,23 +250,26 @@ def train(args):
     bert = model.bert
     tokenizer, train_set, dev_set = load_data(args, task, bert)
 
-    # What requires a gradient is trained, in fp32; all else is frozen.
+    # What requires a gradient is trained; all else is frozen.
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     check_saved(model)
-    hold_frozen_in(model, dtype)
+    hold_frozen_in(model, dtype)  # what is trained stays in fp32
     # AdamW (section 4.1), without weight decay as in adapters 1.3. Groups of parameters may learn
     # at different rates, lr_factor · --lr.
     groups = [{"params": [*trainable.values()], "lr_factor": 1.0}]
     optimizer = AdamW(groups, weight_decay=0.0, fused=device.type != "mps")
 
     state = State()
-    record = describe(args, bert, tokenizer, [(task, train_set, dev_set)], trainable)  # run.json
-    with open_run(args, record, state, trainable, optimizer) as run:  # --resume: to the bit
+    # What run.json will say: open_run writes it, and run.finish does again.
+    record = describe(args, bert, tokenizer, [(task, train_set, dev_set)], trainable)
+    # With --resume, state, trainable, optimizer and random numbers become the checkpoint's.
+    with open_run(args, record, state, trainable, optimizer) as run:
         if run.result:
             return run.result  # it is finished already
-        if run.is_new and run.rank == 0:  # a run directory is self-contained
+        if run.is_new and run.rank == 0:  # the run keeps the adapters; Θ is named and digested
             for name, directory in args.adapters.items():
                 adapterhub.copy(directory, name, f"{args.out}/adapters/{name}")
+        # open_run has connected the processes that torchrun started
         ddp_model = DistributedDataParallel(model) if run.world_size > 1 else model
         steps = math.ceil(len(train_set) / args.batch_size)  # of an epoch
         # early stopping (section 4.1): --patience epochs without a better score are the last ones
@@ -285,10 +281,11 @@ def train(args):
                 for group in optimizer.param_groups:  # linearly down to 0 (section 4.1)
                     group["lr"] = args.lr * group["lr_factor"] * (1 - progress)
                 step_loss = torch.zeros((), device=device)
-                micro_batches = run.micro_batches(indices)  # this process's, under torchrun
+                # Σ share · loss, averaged over the processes, is the mean loss of the batch.
+                micro_batches = run.micro_batches(indices)  # of this process
                 for i, (share, rows) in enumerate(micro_batches):
-                    # DistributedDataParallel takes the mean of the gradients once a step
-                    ddp_model.require_backward_grad_sync = i == len(micro_batches) - 1
+                    if run.world_size > 1:  # gradients are averaged once a step
+                        ddp_model.require_backward_grad_sync = i == len(micro_batches) - 1
                     batch = collate([train_set[row] for row in rows], bert.config.pad_token_id)
                     with autocast(args, device):
                         logits = ddp_model(batch)  # [B, K]
@@ -300,10 +297,10 @@ def train(args):
                 optimizer.step()
                 optimizer.zero_grad()
                 state.step += 1
-                run.after_step(step_loss)  # saves when due; after a signal KeyboardInterrupt
-                if run.diverged:  # the loss is not finite
+                run.after_step(step_loss)  # saves when due; on Ctrl-C it saves, and raises
+                if run.diverged:  # the loss is not finite; in the first epoch after_step raises
                     break
-            if run.diverged:  # the best epoch is saved, and run.finish() says so and raises
+            if run.diverged:  # the best epoch is saved below, and run.finish raises
                 break
 
             scores = evaluate(model, task, dev_set, args)
@@ -320,11 +317,11 @@ def train(args):
 
 def predict(model, task, examples, args):
     """(labels, predictions, mean loss) of a split, the former two [examples]. Leaves the model in
-    eval mode. Raises FloatingPointError for logits that are not finite."""
+    eval mode. Raises FloatingPointError for a loss that is not finite."""
     model.eval()
     device, rank, world_size = model.bert.device, *rank_and_world_size()
-    # Without a backward pass more fit at once. The number depends on two options alone, because
-    # padding and the order of sums can tip a close decision.
+    # Without a backward pass more fit at once. How many does not depend on the free memory: other
+    # batches are padded and rounded otherwise, and a close decision would change.
     size = max(4 * args.batch_size // args.grad_accumulation, 1)
     found = torch.zeros(3, len(examples), dtype=torch.float64)  # labels, predictions, losses
     with torch.inference_mode(), autocast(args, device):
@@ -335,9 +332,7 @@ def predict(model, task, examples, args):
                 logits = model(batch).cpu()  # [B, K]
                 found[0, mine] = batch["labels"].double()
                 found[1, mine] = task.predict(logits).double()
-                found[2, mine] = task.loss(logits, batch["labels"]).double()  # their mean
-                if not logits.isfinite().all():
-                    found[2, mine] = math.nan
+                found[2, mine] = task.loss(logits, batch["labels"]).double()  # the batch's mean
     labels, predictions, losses = all_reduce(found)
     if not losses.isfinite().all():
         raise FloatingPointError("the model's outputs are not finite")
@@ -368,17 +363,19 @@ def load_data(args, task, bert):
     if args.score not in task.scores:
         raise ValueError(f"--score {args.score}: {task.name} has {', '.join(task.scores)}")
     args.max_length = args.max_length or min(task.max_length, bert.max_length)
-    task.max_length = args.max_length
+    task.max_length = args.max_length  # run.json has it for each task
     if not 8 <= args.max_length <= bert.max_length:
         raise ValueError(f"--max-length must be in 8 .. {bert.max_length} for this encoder")
     tokenizer = load_tokenizer(bert.directory, args.max_length, bert.config)
     train_set = load_split(task, "train", tokenizer, args.limit_train, args.seed)
+    if (cut := sum(example.is_cut for example in train_set) / len(train_set)) > 0.1:
+        print(f"note: {cut:.0%} of {task.name}'s training examples are cut to --max-length tokens")
     return tokenizer, train_set, load_split(task, "validation", tokenizer, args.limit_dev)
 
 
 def save(model, task, out, record):
     """Writes all that was trained; the frozen --adapters have been copied already. record: what
-    run.json will say; where Θ was trained, it names the new one."""
+    run.json will say. Where Θ was trained, this run's own `out` is the encoder of its adapters."""
     bert, out, files = model.bert, Path(out), parameters_by_file(model.bert, model.head)
     if trained(files["encoder"]):  # also a checkpoint, which --model accepts
         record["encoder"] = bert.save_pretrained(out)
@@ -386,8 +383,8 @@ def save(model, task, out, record):
         copy_tokenizer(bert.directory, out)
     for name in bert.adapters:
         if trained(files[f"adapter {name}"]):
-            is_the_runs = name == task.name and not bert.fused_names  # as in stage 1
-            place = out if is_the_runs else out / "adapters" / name
+            is_stage_1 = name == task.name and not bert.fused_names  # of your own stages, too
+            place = out if is_stage_1 else out / "adapters" / name
             save_adapter(bert, name, place)
             write_run(place, record)
     if trained(files["fusion"]):

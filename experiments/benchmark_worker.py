@@ -1,124 +1,104 @@
-"""One row of experiments/benchmark.py on one side, in a process of its own:
+"""One row of experiments/benchmark.py on one side, in the environment of that side. SPEC is JSON,
+see `measure` there; so is the last line: the loss, how many parameters are trained, seconds, and
+the peak of memory above the imported libraries in bytes.
 
-    python -m experiments.benchmark_worker SPEC               SPEC: JSON, see `measure` there
-
-"side": "ours" runs in this project's environment, "peer" in the reference library's. The last line
-is JSON: the loss, how many parameters are trained, seconds, and peak memory in bytes.
+    python -m experiments.benchmark_worker SPEC
 """
 
-import importlib
 import json
+import re
 import sys
 import time
 from pathlib import Path
 
 import torch
 import torch._dynamo  # AdamW imports it: a library's memory is not the row's
-import torch.nn.functional as F
-from safetensors.torch import load_file
-
-FIELDS = "input_ids", "token_type_ids", "attention_mask"
 
 
-def memory(field):
-    """VmRSS, or VmHWM, its peak, in bytes; 0 where there is no /proc."""
-    path = Path("/proc/self/status")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+def peak_memory():
+    """Of this process so far, in bytes."""
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
 
 
-def ours(spec, root):
-    """(model, three functions: loss of a batch, its hidden states, a fusion's regularization)"""
+def ours(spec, root, names):
+    """(model, its loss on a batch, memory before it)"""
     import train
-    from adapter import activate, load_adapter, load_head
-    from bert import Bert
-    from fusion import fusion_regularization, load_fusion
+    from adapter import AdapterConfig, Head, add_adapter, save_adapter, save_head
+    from bert import Bert, BertConfig
+    from fusion import add_fusion, fusion_regularization, save_fusion
 
-    bert = Bert.from_pretrained(root / "encoder").to(spec["device"])
-    names = [load_adapter(bert, root / f"a{i}") for i in range(spec["adapters"])]
-    activate(bert, names[0] if names else None)
+    torch.manual_seed(0)
+    idle, bert = peak_memory(), Bert(BertConfig())
+    for name in names:
+        add_adapter(bert, name, AdapterConfig.pfeiffer())
     if spec["fused"]:
-        load_fusion(bert, root / f"fusion{len(names)}")
-    trained = ".fusion." if spec["fused"] else ".adapters."
-    for name, p in bert.named_parameters():
-        p.requires_grad_(trained in name)
-    model = train.Model(bert, load_head(bert, root / "head").requires_grad_(True))
+        add_fusion(bert, names)
+    head = Head({"head_type": "classification", "num_labels": 2, "layers": 2}, bert.config)
+    model = train.Model(bert, head)
+    if spec["side"] == "save":  # for the reference
+        bert.save_pretrained(root / "encoder")
+        save_head(head, bert, "task", root / "head")
+        for name in names:
+            save_adapter(bert, name, root / name)
+        if spec["fused"]:
+            save_fusion(bert, root / "fusion")
     train.hold_frozen_in(model, getattr(torch, spec["dtype"]))
-    return (
-        model,
-        lambda batch: F.cross_entropy(model(batch), batch["labels"]),
-        lambda batch: bert(*(batch[name] for name in FIELDS)),
-        lambda: fusion_regularization(bert),
-    )
+    cross_entropy = torch.nn.functional.cross_entropy
+    return model, lambda b: cross_entropy(model(b), b["labels"]) + fusion_regularization(bert), idle
 
 
-def peer(spec, root):
+def peer(spec, root, names):
     """The same of the reference library, in fp32 also under autocast, as in its trainer."""
     import adapters
     from adapters.composition import Fuse
 
-    model = adapters.AutoAdapterModel.from_pretrained(root / "encoder")
+    idle, model = peak_memory(), adapters.AutoAdapterModel.from_pretrained(root / "encoder")
     files = {"with_head": False, "use_safetensors": True}
-    names = [model.load_adapter(str(root / f"a{i}"), **files) for i in range(spec["adapters"])]
+    for name in names:
+        model.load_adapter(str(root / name), **files)
     if spec["fused"]:
-        model.load_adapter_fusion(str(root / f"fusion{len(names)}"), **files)
+        model.load_adapter_fusion(str(root / "fusion"), **files)
         model.train_adapter_fusion(Fuse(*names))  # activates it and freezes the rest
-    elif names:
+    else:
         model.train_adapter(names[0])
     _, model.active_head = model.load_head(str(root / "head"), use_safetensors=True)
-    model.to(spec["device"])
-    return (
-        model,
-        lambda batch: model(**batch).loss,
-        lambda batch: model.base_model(**{name: batch[name] for name in FIELDS}),
-        model.get_fusion_regularization_loss,
-    )
+    penalty = model.get_fusion_regularization_loss if spec["fused"] else int
+    return model, lambda batch: model(**batch).loss + penalty(), idle
 
 
-def main():
-    spec = json.loads(sys.argv[1])
-    importlib.import_module({"ours": "train", "peer": "adapters"}[spec["side"]])
-    idle, root, cuda = memory("VmRSS"), Path(spec["root"]), spec["device"] == "cuda"
-    model, loss, encode, regularization = {"ours": ours, "peer": peer}[spec["side"]](spec, root)
-    batch = load_file(root / f"batch{spec['batch']}.safetensors", spec["device"])
-    is_half = spec["dtype"] == "bfloat16"
-    autocast = torch.autocast(spec["device"], torch.bfloat16, enabled=is_half)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.0, fused=True)
+def main(spec):
+    device, names = spec["device"], [f"a{i}" for i in range(spec["N"])]
+    build = peer if spec["side"] == "peer" else ours
+    model, loss, idle = build(spec, Path(spec["root"]), names)
+    model.to(device)
+    ids = torch.arange(spec["batch"] * 128, device=device).view(-1, 128) % 1000
+    batch = {"input_ids": ids, "token_type_ids": ids * 0, "attention_mask": ids * 0 + 1}
+    batch["labels"] = ids[:, 0] % 2
+    autocast = torch.autocast(device, torch.bfloat16, spec["dtype"] == "bfloat16")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=True)
 
     def step():  # the loop of train.py, and the default of transformers' trainer
-        with autocast:
+        with torch.set_grad_enabled(model.training), autocast:
             total = loss(batch)
-        (total + regularization() if spec["fused"] else total).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    @torch.no_grad()
-    @autocast
-    def inference():
-        encode(batch)
+        if model.training:
+            total.backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return total.item()  # waits for a GPU
 
     model.eval()
-    with torch.no_grad(), autocast:  # what must be the same on both sides
-        result = {"loss": loss(batch).item(), "trained": sum(p.numel() for p in parameters)}
-    model.train(spec["kind"] == "step")  # then with dropout
-    work, times = step if spec["kind"] == "step" else inference, 10 if cuda else 1
-    work()  # warms up
-    if memory("VmRSS"):
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts from here
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
+    result = {"loss": step(), "trained": sum(p.numel() for p in trained)}
+    model.train(spec["trains"])  # with dropout
+    step()  # warms up
+    start, times = time.perf_counter(), 10 if device == "cuda" else 1
     for _ in range(times):
-        work()
-    if cuda:
-        torch.cuda.synchronize()
+        step()
     result["seconds"] = (time.perf_counter() - start) / times
-    result["memory"] = torch.cuda.max_memory_allocated() if cuda else memory("VmHWM") - idle
-    print(json.dumps(result))
+    peak = peak_memory() - idle if device == "cpu" else torch.cuda.max_memory_allocated()
+    print(json.dumps({**result, "memory": peak}))
 
 
 if __name__ == "__main__":
-    main()
+    main(json.loads(sys.argv[1]))

@@ -14,12 +14,10 @@ import torch
 
 import train
 from experiments.load_run import load_run, make_parser
-from experiments.report import table
+from experiments.report import markdown
 from formats.files import read_json
 from runtime import record
 from runtime.command import import_modules, run_command
-
-MOST_CLASSES = 12  # with their confusions in the table; the closing line has all
 
 
 def by_class(names, labels, predictions):
@@ -27,35 +25,30 @@ def by_class(names, labels, predictions):
     as which label, in the order of all, how many of them were predicted}"""
     K, classes = len(names), {}
     confusion = torch.bincount(labels * K + predictions, minlength=K * K).view(K, K)
-    predicted, rows = confusion.sum(0).tolist(), confusion.tolist()
-    for k, name in enumerate(names):
-        right, count = rows[k][k], sum(rows[k])
-        classes[name] = {
-            "precision": right / predicted[k] if predicted[k] else None,
-            "recall": right / count if count else None,
-            "count": count,
-            "confusion": rows[k],
-        }
+    predicted = confusion.sum(0).tolist()
+    for k, (name, row) in enumerate(zip(names, confusion.tolist(), strict=True)):
+        precision = row[k] / predicted[k] if predicted[k] else None
+        recall = row[k] / sum(row) if sum(row) else None
+        classes[name] = {"precision": precision, "recall": recall, "count": sum(row)}
+        classes[name]["confusion"] = row
     return classes
 
 
 def class_table(classes):
-    """Lines of a table: columns of the confusion matrix have the number of the label that was
-    predicted."""
-    rows, few = [], len(classes) <= MOST_CLASSES
-    for i, (name, found) in enumerate(classes.items(), 1):
-        scores = found["precision"], found["recall"], found["count"]
-        name = " ".join(name.split())
-        rows.append([f"{i} {name:.30}", *scores, *found["confusion"] * few])
-    numbers = [f"as {i}" for i in range(1, len(rows) + 1)] * few
-    return table(rows, ["label", "precision", "recall", "count", *numbers])
+    """The last columns have the number of the label that was predicted."""
+    rows = [
+        [f"{i} {name}", of["precision"], of["recall"], of["count"], *of["confusion"]]
+        for i, (name, of) in enumerate(classes.items(), 1)
+    ]
+    predicted = [f"as {i}" for i in range(1, len(rows) + 1)]
+    return markdown(rows, ["label", "precision", "recall", "count", *predicted])
 
 
 def differences(run, scores):
     """In which of {score: value} a run's metrics.json differs: "accuracy 1.0000, now 0.2000", or an
     empty text."""
     metrics, then = read_json(run.directory / "metrics.json"), run.record["machine"]
-    before = {name: metrics.get("dev_loss" if name == "loss" else name) for name in scores}
+    before = {"loss": metrics["dev_loss"]} | metrics
     if "accuracies" in metrics:  # of several tasks
         before = {"accuracy": metrics["accuracies"].get(run.task.name)}
     # Less than the four decimals that are shown is rounding. In bf16 that is more, where sums are
@@ -63,11 +56,8 @@ def differences(run, scores):
     now, names = record.machine(run.bert.device), ("device", "processor", "threads")
     is_elsewhere = any(then[name] != now[name] for name in names)
     rounding = 1e-2 if is_elsewhere and run.args.dtype == "bfloat16" else 1e-4
-    found = [
-        name
-        for name, value in before.items()
-        if value is not None and abs(scores[name] - value) > rounding * max(1, abs(value))
-    ]
+    before = {name: before[name] for name in scores if before.get(name) is not None}
+    found = [n for n, x in before.items() if abs(scores[n] - x) > rounding * max(1, abs(x))]
     old = ", ".join(f"{name} {before[name]:.4f}" for name in found)
     return f"{old}, now {', '.join(f'{scores[name]:.4f}' for name in found)}" if found else ""
 
@@ -104,7 +94,7 @@ def main(argv=None):
     # the first and the second choice are no classes, nor are numbers
     if len(task.labels) > 1 and not task.is_multiple_choice:
         result["classes"] = by_class(task.labels, labels, predictions)
-        print("", *class_table(result["classes"]), "", sep="\n")
+        print(f"\n{class_table(result['classes'])}")
     return result
 
 

@@ -12,19 +12,16 @@ weights.csv and summary.txt, which is also printed. Layers are counted from 1. R
 adapters after --baseline show what a fusion has gained.
 """
 
-import itertools
 import math
-from collections import defaultdict, namedtuple
+from collections import defaultdict
 from pathlib import Path
-from statistics import mean
 
+import pandas as pd
 import torch
-import torch.nn.functional as F
-from tqdm import tqdm
 
 from data import batches, collate
 from experiments.load_run import load_run, make_parser, read_finished
-from experiments.report import save_figure, subplots, table, write_csv, write_text
+from experiments.report import markdown, save_figure, subplots, write_text
 from formats.adapterhub import FUSION
 from formats.files import read_json
 from fusion import fusion_weights, fusions
@@ -35,21 +32,14 @@ from train import autocast
 # middle black and white text have the same contrast.
 COLOURS, MIDDLE = "cividis", 0.465
 SHOWN = {"all": "all tokens", "cls": "[CLS] alone"}
+# Columns of weights.csv; the others are the adapters'.
+KEYS = "run target task fusion single layer location tokens is_read entropy".split()
 LEGEND = """weight: mean over the layers and the tokens that are read: all of them, but in the last
 layer [CLS] alone, because AdapterHub's head reads no other token.
 even: what each adapter has if none is preferred.
 own: the adapter of the target's task; own first: in how many layers it has the largest weight.
 fusion, single, gain: accuracy on the development set, in %; single is the mean of the adapters in
---baseline that are on the fusion's task, encoder and data (–: none is).
-entropy, by layer, of the mean weights: 0.00 if one adapter has all the weight, 1.00 if all have
-the same; it is also high if each token prefers another adapter. In the last layer the row of all
-tokens is mostly over tokens that nothing reads: only the row of [CLS] says how that layer's weight
-is spread."""
-
-
-# A fusion run, which is a row of every figure and table. weights: of `weights_by_name`; single: the
-# accuracy of the task's own adapter
-Target = namedtuple("Target", "run task label weights accuracy single")
+--baseline that are on the fusion's task, encoder and data (–: none is)."""
 
 
 def parse(argv):
@@ -59,11 +49,8 @@ def parse(argv):
     add("--out", required=True, metavar="DIR", help="for figures, CSV and summary")
     add("--baseline", nargs="+", default=[], metavar="RUN", help="single adapters on the targets")
     add("--data-dir", help="where the data are now, if not where the runs had them")
-    add("--overwrite", action="store_true", help="replace earlier figures")
     args = parser.parse_args(argv)
     import_modules(args.imports)
-    if Path(args.out).exists() and not (args.overwrite and Path(args.out).is_dir()):
-        raise ValueError(f"{args.out} is already there: choose another --out, or --overwrite")
     for run in args.runs:
         stage = read_finished(run)["options"]["stage"]
         if not Path(run, FUSION.config).is_file():
@@ -71,50 +58,53 @@ def parse(argv):
     return args
 
 
-def choose_tokens(which, batch):
-    """The tokens, [B, T], over which a mean is taken: "all" but the padding, "cls", or those of
-    "text_a" or "text_b", without [CLS] and the [SEP] that ends the text."""
-    real, is_cls = batch["attention_mask"].bool(), torch.zeros_like(batch["input_ids"]).bool()
-    is_cls[:, 0] = True
-    if which in SHOWN:
-        return {"all": real, "cls": is_cls}[which]
-    text = real & (batch["token_type_ids"] == ("text_a", "text_b").index(which))
-    is_last = text & ~F.pad(text[:, 1:], (0, 1))
-    return text & ~is_last & ~is_cls
-
-
 @torch.inference_mode()
-def mean_weights(run, examples, tokens=("all",)):
-    """{tokens: {(layer, location): [N]}}: the fusion weights of a LoadedRun, averaged over those
-    `tokens` of all [Example] that `choose_tokens` names. N is in the order of run.adapters, and 0
-    for an adapter that is not in the layer."""
-    bert, counts = run.bert, dict.fromkeys(tokens, 0)
-    sums = {of: defaultdict(float) for of in tokens}
-    for indices in tqdm(batches(examples, 64), str(run.directory), leave=False, disable=None):
-        batch = collate([examples[i] for i in indices], bert.config.pad_token_id)
+def mean_weights(run, examples):
+    """{"all" | "cls": {(layer, location): [N]}}: the fusion weights of a LoadedRun, averaged over
+    all tokens of [Example] but the padding, and over [CLS]. N is in the order of run.adapters, and
+    0 for an adapter that is not in the layer."""
+    sums, counts = {tokens: defaultdict(float) for tokens in SHOWN}, dict.fromkeys(SHOWN, 0)
+    for indices in batches(examples, 64):
+        batch = collate([examples[i] for i in indices], run.bert.config.pad_token_id)
         names = "input_ids", "token_type_ids", "attention_mask"
-        with autocast(run.args, bert.device):
-            bert(*(batch[name].to(bert.device) for name in names))
-        for of in tokens:
-            chosen = choose_tokens(of, batch)
-            counts[of] += chosen.sum().item()
-            for slot, s in fusion_weights(bert).items():  # [B, T, N]
-                sums[of][slot] += s.cpu()[chosen].double().sum(0)
-    return {of: {slot: s / counts[of] for slot, s in slots.items()} for of, slots in sums.items()}
+        with autocast(run.args, run.bert.device):
+            run.bert(*(batch[name].to(run.bert.device) for name in names))
+        real = batch["attention_mask"].bool()  # [B, T]
+        is_first = torch.arange(real.shape[1]).expand_as(real) == 0
+        for tokens, chosen in (("all", real), ("cls", is_first)):
+            counts[tokens] += chosen.sum().item()
+            for slot, s in fusion_weights(run.bert).items():  # [B, T, N]
+                sums[tokens][slot] += s.cpu()[chosen].double().sum(0)
+    return {of: {slot: s / counts[of] for slot, s in sums[of].items()} for of in SHOWN}
 
 
-def weights_by_name(run, examples):
-    """{tokens: {(layer, location): {adapter in that layer: its mean weight}}}, where tokens is
-    "all", "cls", or those that are "read": all, but in the last layer [CLS] alone if the head reads
-    no other."""
-    means, result = mean_weights(run, examples, SHOWN), defaultdict(dict)
-    for slot, fusion in fusions(run.bert).items():
+def normalized_entropy(weights):
+    """Entropy of a layer's weights over its largest possible value: 0 if one adapter has all the
+    weight, 1 if all have the same."""
+    entropy = torch.special.entr(torch.tensor([*weights], dtype=torch.float64)).sum().item()
+    return entropy / math.log(max(2, len(weights)))
+
+
+def rows_of(run, target, single, examples):
+    """A row for each layer, location and kind of tokens, as a DataFrame: KEYS, and then the mean
+    weight of each adapter that sits there. is_read: whether what follows reads these tokens, which
+    in the last layer is [CLS] alone if the head reads no other. single: an accuracy to compare"""
+    means, rows = mean_weights(run, examples), []
+    accuracy = read_json(run.directory / "metrics.json").get("accuracy", math.nan)
+    place = [str(run.directory), target, run.task.name, accuracy, single]
+    for (layer, location), fusion in fusions(run.bert).items():
+        is_last = layer == len(run.bert.layers) - 1 and run.model.reads_cls_only()
         for tokens in SHOWN:
-            of_name = dict(zip(run.adapters, means[tokens][slot].tolist(), strict=True))
-            result[tokens][slot] = {name: of_name[name] for name in fusion.adapter_names}
-        is_cls_only = slot[0] == len(run.bert.layers) - 1 and run.model.reads_cls_only()
-        result["read"][slot] = result["cls" if is_cls_only else "all"][slot]
-    return result
+            s = dict(zip(run.adapters, means[tokens][layer, location].tolist(), strict=True))
+            s = {name: s[name] for name in fusion.adapter_names}
+            is_read = tokens == ("cls" if is_last else "all")
+            key = [*place, layer + 1, location, tokens, is_read, normalized_entropy(s.values())]
+            rows.append({**dict(zip(KEYS, key, strict=True)), **s})
+    return pd.DataFrame(rows)
+
+
+# --------------------------------------------------------------------------------------------------
+# Figures
 
 
 def heat_map(axes, values, rows, columns, top=1.0):
@@ -129,7 +119,6 @@ def heat_map(axes, values, rows, columns, top=1.0):
     names = {"fontsize": 8, "parse_math": False}  # no name of an adapter is a formula
     axes.set_yticks(range(len(rows)), rows, **names)
     axes.set_xticks(range(len(columns)), columns, rotation=90, **names)
-    axes.tick_params(length=2)
     return image
 
 
@@ -143,143 +132,104 @@ def heat_maps(panels, rows, columns, top=1.0):
     shared = {"sharex": True, "sharey": True, "squeeze": False}  # names at the outer panels alone
     figure, axes = subplots(down, across, (max(4.5, width), max(3, height)), **shared)
     for i, (title, values) in enumerate(panels.items()):
-        panel = axes.flat[i]
-        image = heat_map(panel, values, rows, columns, top)
-        panel.set_title(title, fontsize=9)
-        panel.tick_params(labelbottom=i + across >= len(panels))  # also above a gap at the end
+        image = heat_map(axes.flat[i], values, rows, columns, top)
+        axes.flat[i].set_title(title, fontsize=9)
+        axes.flat[i].tick_params(labelbottom=i + across >= len(panels))  # also above a gap
     for panel in axes.flat[len(panels) :]:
         panel.set_visible(False)
     figure.colorbar(image, ax=axes, label="fusion weight", fraction=0.05, shrink=0.9)
     return figure
 
 
-def slot_names(slots):
-    """Titles of (layer, location) pairs; the location is named where there are two."""
-    several = len({location for _, location in slots}) > 1
-    return [f"layer {layer + 1}" + f", {location}" * several for layer, location in slots]
+def title_of(layer, location):
+    return f"layer {layer}" + f", {location}" * (location != "output")
 
 
 def figure_4_layers(count):
-    """From 0: the paper's layers 1, 7, 9 and 12 of 12; in other encoders those at their depth."""
-    return {0, math.ceil(count * 7 / 12) - 1, math.ceil(count * 9 / 12) - 1, count - 1}
+    """The paper's layers 1, 7, 9 and 12 of 12; in other encoders those at their depth."""
+    return {1, math.ceil(count * 7 / 12), math.ceil(count * 9 / 12), count}
 
 
-def draw(targets, slots, columns, out):
+def draw(rows, out):
     """Figures 4 and 6 of all tokens and of [CLS], on one scale."""
-    shown = [target.weights[tokens].values() for target in targets for tokens in SHOWN]
-    largest = max(s for layers in shown for layer in layers for s in layer.values())
-    top, some = math.ceil(10 * largest) / 10, figure_4_layers(1 + max(slots)[0])
-    labels, titles = [target.label for target in targets], slot_names(slots)
+    names = rows.columns.drop(KEYS)
+    top = math.ceil(10 * rows[names].max(axis=None)) / 10
+    labels, some = [*rows["target"].unique()], figure_4_layers(rows["layer"].max())
     for tokens, suffix in (("all", ""), ("cls", "_cls")):
         figure_4, figure_6 = {}, {}
-        for slot, title in zip(slots, titles, strict=True):
-            rows = [target.weights[tokens].get(slot, {}) for target in targets]
-            values = [[row.get(name, math.nan) for name in columns] for row in rows]
-            figure_6[title] = torch.tensor(values, dtype=torch.float64)
-            if slot[0] in some:
-                figure_4[title] = figure_6[title]
+        of_tokens = rows[rows["tokens"] == tokens]
+        for (layer, location), of in of_tokens.groupby(["layer", "location"]):
+            values = torch.tensor(of.set_index("target")[names].reindex(labels).to_numpy())
+            figure_6[title_of(layer, location)] = values
+            if layer in some:
+                figure_4[title_of(layer, location)] = values
         for name, panels in (("figure4", figure_4), ("figure6", figure_6)):
-            figure = heat_maps(panels, labels, columns, top)
+            figure = heat_maps(panels, labels, names, top)
             title = f"What each target task takes from each adapter: mean, {SHOWN[tokens]}"
             figure.suptitle(title, fontsize=10)
             figure.supylabel("target task", fontsize=9)
-            is_blank = any(values.isnan().any() for values in panels.values())
-            blank = " (blank: not in this layer of this target)" * is_blank
-            figure.supxlabel(f"adapter{blank}", fontsize=9)
+            figure.supxlabel("adapter (blank: not in this layer of this target)", fontsize=9)
             save_figure(figure, out / f"{name}{suffix}.png")
 
 
-def single_accuracies(runs, baselines):
-    """For each fusion the mean accuracy of the single adapters that are on its task, encoder and
-    data, or None. With --limit-train, the data of another seed are others."""
+# --------------------------------------------------------------------------------------------------
+# Tables
 
-    def basis(record):
+
+def single_accuracy(fusion, baselines):
+    """The mean accuracy of those single adapters among runs that are on a fusion's task, encoder
+    and data, or NaN. With --limit-train, the data of another seed are others."""
+
+    def basis(run):
+        record = read_finished(run)
         task, inputs = record["options"]["task"], record["inputs"]
         names = "encoder", f"training examples of {task}", f"development examples of {task}"
-        return task, *(inputs.get(name) for name in names)
+        return [task, *(inputs.get(name) for name in names)]
 
-    found, wanted = defaultdict(list), [basis(read_finished(run)) for run in runs]
-    for directory in baselines:
-        record, accuracy = read_finished(directory), accuracy_of(directory)
-        is_single = record["options"]["stage"] == "adapter" and accuracy is not None
-        if is_single and basis(record) in wanted:
-            found[basis(record)].append(accuracy)
-        else:
-            problem = "is not a single adapter with the task, encoder and data of a fusion"
-            print(f"note: --baseline {directory} {problem}")
-    return [mean(found[run]) if run in found else None for run in wanted]
+    same = [run for run in baselines if basis(run) == basis(fusion)]
+    singles = [run for run in same if not Path(run, FUSION.config).is_file()]
+    found = [read_json(Path(run, "metrics.json")).get("accuracy") for run in singles]
+    return pd.Series(found, dtype=float).mean()
 
 
-def accuracy_of(run):
-    return read_json(Path(run, "metrics.json")).get("accuracy")
-
-
-def strengths_table(targets, columns):
+def strengths_table(rows):
     """(rows, header): the strongest adapter of each target and its weight; that of the target's own
     adapter; an even weight, which is what each would have if none were preferred; in how many
     layers the own one is the strongest; accuracies in %"""
-    rows = []
-    for target in targets:
-        layers, task = [*target.weights["read"].values()], target.task
-        means = {name: mean(s.get(name, 0.0) for s in layers) for name in columns}
-        best, even = max(means, key=means.get), mean(1 / len(s) for s in layers)
+    lines = []
+    for target, of in rows[rows["is_read"]].groupby("target", sort=False):
+        s = of[of.columns.drop(KEYS)]
+        task, fusion, single = of[["task", "fusion", "single"]].iloc[0]
+        means, even = s.fillna(0).mean(), (1 / s.notna().sum(axis=1)).mean()
         own, own_first = None, None
-        if any(task in s for s in layers):
-            own = means[task]
-            own_first = f"{sum(max(s, key=s.get) == task for s in layers)} of {len(layers)}"
-        scores = target.accuracy, target.single
-        fusion, single = (None if value is None else 100 * value for value in scores)
-        gain = None if None in scores else f"{fusion - single:+.2f}"
-        rows.append([target.label, best, means[best], own, even, own_first, fusion, single, gain])
+        if task in s and s[task].notna().any():
+            own, own_first = means[task], f"{(s.idxmax(axis=1) == task).sum()} of {len(s)}"
+        line = [target, means.idxmax(), means.max(), own, even, own_first]
+        lines.append([*line, 100 * fusion, 100 * single, 100 * (fusion - single)])
     header = "target,strongest,its weight,own weight,even,own first,fusion,single,gain"
-    return rows, header.split(",")
-
-
-def normalized_entropy(weights):
-    """Entropy of a layer's weights over its largest possible value: 0 if one adapter has all the
-    weight, 1 if all have the same."""
-    entropy = torch.special.entr(torch.as_tensor(weights, dtype=torch.float64)).sum().item()
-    return entropy / math.log(max(2, len(weights)))
-
-
-def entropy_table(targets, slots):
-    """(rows, header): `normalized_entropy` of every layer, over all tokens and at [CLS]"""
-    rows = []
-    for target in targets:
-        for tokens, title in SHOWN.items():
-            layers = [target.weights[tokens].get(slot) for slot in slots]
-            entropies = [normalized_entropy([*s.values()]) if s else None for s in layers]
-            rows.append([target.label, title, *entropies])
-    titles = [title.removeprefix("layer ") for title in slot_names(slots)]
-    return rows, ["entropy", "tokens", *titles]
+    return lines, header.split(",")
 
 
 def main(argv=None):
     args = parse(argv)
-    targets, available, out = [], [], Path(args.out)
-    tasks = [read_finished(run)["options"]["task"] for run in args.runs]
-    singles = single_accuracies(args.runs, args.baseline)
-    for directory, task, single in zip(args.runs, tasks, singles, strict=True):
+    tasks, frames = [read_finished(run)["options"]["task"] for run in args.runs], []
+    for directory, task in zip(args.runs, tasks, strict=True):
         print(f"{directory}: fusion weights on its development set", flush=True)
         run = load_run(directory, args.device, args.model, args.task)
-        weights = weights_by_name(run, run.split(data_dir=args.data_dir))
-        label = task if tasks.count(task) == 1 else f"{task} ({Path(directory).resolve().name})"
-        targets.append(Target(directory, task, label, weights, accuracy_of(directory), single))
-        available += run.adapters
-    slots = sorted({slot for target in targets for slot in target.weights["all"]})
+        target = task if tasks.count(task) == 1 else f"{task} ({Path(directory).resolve().name})"
+        single = single_accuracy(directory, args.baseline)
+        frames.append(rows_of(run, target, single, run.split(data_dir=args.data_dir)))
+    rows = pd.concat(frames)
     # The targets' own adapters come first and in the order of the rows: they lie on the diagonal.
-    columns = [*dict.fromkeys([*(task for task in tasks if task in available), *available])]
+    adapters = rows.columns.drop(KEYS)
+    own = [task for task in tasks if task in adapters]
+    rows = rows[[*KEYS, *dict.fromkeys([*own, *adapters])]]
 
+    out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    draw(targets, slots, columns, out)
-    rows = []
-    for target in targets:
-        for slot, tokens in itertools.product(target.weights["all"], SHOWN):
-            cells = map(target.weights[tokens][slot].get, columns)
-            rows.append([target.run, target.task, slot[0] + 1, slot[1], tokens, *cells])
-    write_csv(out / "weights.csv", "run target layer location tokens".split() + columns, rows)
-    tables = strengths_table(targets, columns), entropy_table(targets, slots)
-    text = "\n\n".join("\n".join(table(*one)) for one in tables) + f"\n\n{LEGEND}\n"
+    draw(rows, out)
+    write_text(out / "weights.csv", rows.to_csv(index=False))
+    text = f"{markdown(*strengths_table(rows))}\n{LEGEND}\n"
     print(text)
     print(write_text(out / "summary.txt", text).parent)
 

@@ -15,7 +15,7 @@ import torch
 
 import experiments.multitask  # noqa: F401  (adds its stage)
 import train
-from data import OWN_COLUMNS, TASKS, Task, batches, collate, encode, load_split, own_columns
+from data import OWN_COLUMNS, TASKS, Task, batches, collate, encode, load_split, with_columns
 from formats import adapterhub
 from formats.files import error_prefix
 from formats.rows import split_files
@@ -83,8 +83,11 @@ class LoadedRun:
         raise ValueError(f"{task.name} takes {' and '.join(task.columns)}, not {given!r:.200}")
 
     def encode(self, inputs):
-        """[Example] of inputs: one text, one tuple of texts or one row, or a list of those."""
+        """[Example] of inputs: one text, one tuple of texts or one row, or a list of those; or what
+        `split` returns."""
         inputs = inputs if isinstance(inputs, list) else [inputs]
+        if all(hasattr(one, "input_ids") for one in inputs):
+            return inputs
         return encode(self.tokenizer, [(self.candidates(one), 0) for one in inputs], "tokenizing")
 
     def task_in(self, data_dir=None):
@@ -96,7 +99,7 @@ class LoadedRun:
             files = {"train": args.train_file, "validation": args.dev_file}
         files = {split: path for split, path in files.items() if path}
         task = replace(self.task, data_dir=data_dir or args.data_dir, files=files)
-        if not data_dir or not split_files(task, "validation", required=False):
+        if not data_dir or not split_files(task, "validation"):
             task.dev_fraction = args.dev_fraction
         return task
 
@@ -105,7 +108,10 @@ class LoadedRun:
         ValueError for training examples that cannot be told from those that were held out."""
         task = self.task_in(data_dir)
         limit = self.args.limit_dev if name == "validation" else None
-        examples = load_split(task, name, self.tokenizer, limit)
+        try:
+            examples = load_split(task, name, self.tokenizer, limit)
+        except FileNotFoundError as e:  # the file was moved, for instance
+            raise FileNotFoundError(f"{e}; --data-dir takes DIR/{task.name}/{name}.jsonl") from e
         held_out = self.split(data_dir=data_dir) if name == "train" and task.dev_fraction else None
         if held_out and not self.is_own("validation", held_out):
             problem = "the examples that training held out cannot be told from the others"
@@ -233,7 +239,7 @@ def recorded_task(record, directory, name=None):
         advice = "--import MODULE names the file that adds it"
         raise ValueError(f"{directory} is a run on {name!r:.50}, which is not known: {advice}")
     task = Task(None, [], [], name=name, column_names=names)
-    return own_columns(task, found["columns"], found["labels"])
+    return with_columns(task, found["columns"], found["labels"])
 
 
 def restore(model, task, directory):

@@ -15,6 +15,7 @@ for each task, lr 2e-5 with a warm-up, weight decay 0.01. Other options are thos
 
 import argparse
 import math
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import train
 from adapter import ADAPTERS, add_adapter, save_adapter, save_head
+from bert import set_active
 from data import batches, collate
 from formats.tokenizer import copy_tokenizer
 from runtime import command
@@ -33,7 +35,6 @@ from runtime.record import describe, write_run
 from runtime.run import State, open_run
 
 WARMUP, WEIGHT_DECAY = 0.1, 0.01
-SAMPLINGS = ("annealed", "proportional", "sqrt", "round_robin")
 
 
 def add_parts(args, bert, task):
@@ -49,14 +50,11 @@ train.STAGES["multitask"] = {"lr": 2e-5, "epochs": 25, "build": add_parts}
 def parse(argv=None):
     parser = train.make_parser("python -m experiments.multitask", __doc__)
     parser.add_argument("--tasks", nargs="+", required=True, help="are trained together")
-    parser.add_argument("--sampling", default="annealed", choices=SAMPLINGS, help="of tasks")
     parser.add_argument("--without-adapters", action="store_true", help="multi-task learning")
     parser.add_argument("--steps-per-epoch", type=command.count, help="default 300 for each task")
     parser.set_defaults(adapter="pal", patience=None, out="runs/multitask")
-    for action in parser._actions:
-        action.required = action.dest == "tasks"
-    parser.set_defaults(stage="multitask", task="multitask")
-    args = train.parse(argv, parser)
+    words = ["--stage", "multitask", "--task", "multitask"]
+    args = train.parse([*words, *(sys.argv[1:] if argv is None else argv)], parser)
     if len({*args.tasks}) < len(args.tasks):
         raise ValueError(f"--tasks names one task twice: {' '.join(args.tasks)}")
     args.task = ",".join(args.tasks)
@@ -66,17 +64,16 @@ def parse(argv=None):
 
 
 class MultitaskModel(nn.Module):
-    """The models of all tasks, which share the encoder, as one module."""
+    """A model of each task, {task: train.Model}; all share the encoder."""
 
     def __init__(self, models):
         super().__init__()
-        self.models = nn.ModuleDict(models)  # {task: train.Model}
+        self.models = nn.ModuleDict(models)
         self.bert = next(iter(models.values())).bert
 
     def of_task(self, name):
-        """The model of a task; its adapter is the active one. `activate` would freeze all."""
-        for slot in self.bert.slots.values():
-            slot.active = name
+        """The model of a task; its adapter is the active one."""
+        set_active(self.bert, name)
         return self.models[name]
 
     def forward(self, name, batch):
@@ -84,7 +81,7 @@ class MultitaskModel(nn.Module):
 
 
 def build(args, tasks, device):
-    """All of Θ, and of each task an adapter and a head, are trained."""
+    """All of it is trained."""
     first, *others = tasks.values()
     models = {first.name: train.build(args, first, device)}
     bert = models[first.name].bert
@@ -94,31 +91,27 @@ def build(args, tasks, device):
     return MultitaskModel(models)
 
 
-def task_probabilities(sizes, sampling, epoch, epochs):
+def task_probabilities(sizes, epoch, epochs):
     """The probability of each task to be the next, by the sizes of their training sets. Stickland
-    and Murray (2019), section 3.3: size^α, where α falls from 1 to 0.2 over the epochs
-    ("annealed"), or is 1 ("proportional") or 0.5 ("sqrt")."""
-    annealed = 1 - 0.8 * (epoch - 1) / max(epochs - 1, 1)
-    alpha = {"annealed": annealed, "proportional": 1.0, "sqrt": 0.5}[sampling]
+    and Murray (2019), section 3.3: size^α, where α falls from 1 to 0.2 over the epochs."""
+    alpha = 1 - 0.8 * (epoch - 1) / max(epochs - 1, 1)
     return np.asarray(sizes) ** alpha / (np.asarray(sizes) ** alpha).sum()
 
 
 def multitask_batches(args, train_sets, epoch):
-    """[(task, its examples)] for each step of an epoch. train_sets: {task: [Example]}"""
-    names, steps, drawn = [*train_sets], args.steps_per_epoch, []
-    # earlier epochs' draws, too: each task continues where it stopped
+    """[(task, its examples)] for each step of an epoch. train_sets: {task: [Example]}. Each task
+    goes on where it stopped in the epoch before, so earlier epochs are drawn, too."""
+    names, sizes = [*train_sets], [len(examples) for examples in train_sets.values()]
+    orders, result = {}, []  # orders: {(task, how often it has been through its examples): batches}
+    seen = np.zeros(len(names), int)  # batches of each task so far
     for e in range(1, epoch + 1):
-        if args.sampling == "round_robin":
-            drawn.append(np.arange((e - 1) * steps, e * steps) % len(names))
-        else:
-            sizes = [len(examples) for examples in train_sets.values()]
-            p = task_probabilities(sizes, args.sampling, e, args.epochs)
-            drawn.append(np.random.default_rng((args.seed, e)).choice(len(names), steps, p=p))
-    seen = np.bincount(np.concatenate([*drawn[:-1], []]).astype(int), minlength=len(names))
-    result, orders = [], {}
-    for n in drawn[-1].tolist():
+        p = task_probabilities(sizes, e, args.epochs)
+        drawn = np.random.default_rng((args.seed, e)).choice(len(names), args.steps_per_epoch, p=p)
+        if e < epoch:
+            seen += np.bincount(drawn, minlength=len(names))
+    for n in drawn.tolist():
         examples = train_sets[names[n]]
-        passes, step = divmod(seen[n], math.ceil(len(examples) / args.batch_size))
+        passes, step = divmod(int(seen[n]), math.ceil(len(examples) / args.batch_size))
         if (n, passes) not in orders:
             orders[n, passes] = batches(examples, args.batch_size, (args.seed, passes, n))
         result.append((names[n], orders[n, passes][step]))
@@ -134,14 +127,12 @@ def lr_factor(done):
 
 def evaluate(model, tasks, dev_sets, args):
     """{score: mean over the tasks}, of the scores that all tasks have, and "accuracies" {task: its
-    accuracy}, of those that have one"""
-    found = {
-        name: train.evaluate(model.of_task(name), task, dev_sets[name], args)
-        for name, task in tasks.items()
-    }
-    shared = set.intersection(*(set(of) for of in found.values()))
-    first = next(iter(found.values()))
-    means = {n: sum(of[n] for of in found.values()) / len(found) for n in first if n in shared}
+    accuracy}"""
+    found = {}
+    for name, task in tasks.items():
+        found[name] = train.evaluate(model.of_task(name), task, dev_sets[name], args)
+    shared = set.intersection(*map(set, found.values()))
+    means = {name: sum(of[name] for of in found.values()) / len(found) for name in sorted(shared)}
     accuracies = {name: of["accuracy"] for name, of in found.items() if "accuracy" in of}
     return {**means, "accuracies": accuracies}
 
@@ -151,8 +142,7 @@ def train_jointly(args):
     device, dtype = choose_device(args.device, args.dtype)
     args.dtype = str(dtype).removeprefix("torch.")
     tasks = {name: train.find_task(args, name) for name in args.tasks}
-    shared = set.intersection(*(set(task.scores) for task in tasks.values()))
-    args.score = args.score or next(n for n in next(iter(tasks.values())).scores if n in shared)
+    args.score = args.score or "accuracy"  # which all must have
     model = build(args, tasks, device)
     bert, data = model.bert, []
     for task in tasks.values():
@@ -166,11 +156,8 @@ def train_jointly(args):
         train.check_saved(one)
     decayed = [p for p in trainable.values() if p.ndim > 1]  # no biases, no LayerNorms
     spared = [p for p in trainable.values() if p.ndim <= 1]
-    groups = [
-        {"params": decayed, "weight_decay": WEIGHT_DECAY},
-        {"params": spared, "weight_decay": 0.0},
-    ]
-    optimizer = AdamW(groups, fused=device.type != "mps")
+    groups = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
+    optimizer = AdamW(groups, weight_decay=WEIGHT_DECAY, fused=device.type != "mps")
 
     state = State()
     record = describe(args, bert, tokenizer, data, trainable)

@@ -19,7 +19,7 @@ import json
 import sys
 from pathlib import Path
 
-from experiments.fusion_weights import heat_maps, slot_names
+from experiments.fusion_weights import heat_maps, title_of
 from experiments.load_run import load_run, make_parser
 from experiments.report import save_figure
 from formats.files import error_prefix
@@ -76,9 +76,8 @@ def line_of_text(labels, answer, candidate):
 def draw(run, found, path):
     """A picture of what `run.fusion_weights` found of one input: a panel for each layer, [adapters,
     tokens]"""
-    at = {(i, of): s for of, layers in found["weights"].items() for i, s in enumerate(layers)}
-    slots = sorted(slot for slot in at if at[slot] is not None)
-    panels = {title: at[slot].T for slot, title in zip(slots, slot_names(slots), strict=True)}
+    at = {(i, of): s for of, layers in found["weights"].items() for i, s in enumerate(layers, 1)}
+    panels = {title_of(*slot): at[slot].T for slot in sorted(at) if at[slot] is not None}
     save_figure(heat_maps(panels, run.adapters, found["tokens"]), Path(path))
 
 

@@ -1,25 +1,12 @@
-"""How experiments report: tables as text and Markdown, CSV files and pictures. A table is rows of
-cells, and a header of titles. A file replaces an earlier one only once it is complete."""
+"""How experiments report: tables and pictures. A table is rows of cells, and a header of titles. A
+file replaces an earlier one only once it is complete."""
 
 import math
 import re
-import statistics
 
 from formats.files import atomic_write
 
 NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+( ?%)?|[-–]?")  # or nothing, where there is no number
-
-
-def mean_and_deviation(values):
-    """(mean, sample deviation) of numbers; the deviation of one, and both of none, are None."""
-    values = [*values]
-    mean = statistics.mean(values) if values else None
-    return mean, statistics.stdev(values) if len(values) > 1 else None
-
-
-def percent(accuracies):
-    """Accuracies of several seeds, 0 to 1 -> (mean, sample deviation) in %"""
-    return mean_and_deviation(100 * accuracy for accuracy in accuracies)
 
 
 def two_decimals(value, missing="–"):
@@ -37,28 +24,15 @@ def as_text(value):
     return two_decimals(value) if value is None or isinstance(value, float) else str(value)
 
 
-def table(rows, header):
-    """The lines of a table in aligned columns; numbers are flush right."""
-    lines, columns = [[as_text(value) for value in row] for row in [header, *rows]], []
-    for cells in zip(*lines, strict=True):
-        width = max(map(len, cells))
-        right = all(NUMBER.fullmatch(cell) for cell in cells[1:])
-        columns.append([cell.rjust(width) if right else cell.ljust(width) for cell in cells])
-    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
-
-
 def markdown(rows, header):
-    """A table in Markdown, one text."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join("| " + " | ".join(map(as_text, line)) + " |\n" for line in lines)
-
-
-def write_csv(path, header, rows):
-    """None and NaN are empty."""
-    import pandas  # takes half a second: when it is first needed
-
-    table = pandas.DataFrame(rows, columns=header, dtype=object)  # which leaves integers alone
-    write_text(path, table.to_csv(index=False, lineterminator="\n"))
+    """A table in Markdown, one text, with aligned columns; numbers are flush right."""
+    lines, columns = [[as_text(value) for value in row] for row in [header, *rows]], []
+    for title, *cells in zip(*lines, strict=True):
+        width = max(3, *map(len, [title, *cells]))
+        right = all(NUMBER.fullmatch(cell) for cell in cells)
+        cells = [title, "-" * (width - right) + ":" * right, *cells]
+        columns.append([cell.rjust(width) if right else cell.ljust(width) for cell in cells])
+    return "".join("| " + " | ".join(cells) + " |\n" for cells in zip(*columns, strict=True))
 
 
 def write_text(path, text):

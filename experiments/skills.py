@@ -1,37 +1,27 @@
 """Tasks that need one skill each, and a target that needs all of them, from the docstrings of
 Python's library, PyTorch and NumPy.
 
-    python -m experiments.skills --skills match order spelling --out runs/three
-    python -m experiments.composition --data-dir runs/three --target all \\
-        --sources match order spelling --model minilm
-
 An example is a sentence and a name. Each skill sees one fault:
 
-    match      is the name that of the sentence, or of another docstring?
-    order      are the sentence's words in their order, or shuffled?
-    spelling   are the words spelled right, or are two letters of one exchanged?
+    match   is the name that of the sentence, or of another docstring?
+    order   are the sentence's words in their order, or shuffled?
 
-Each fault is there in half of the examples, independently of the others. A skill's own task (of
-Python's library and PyTorch) asks for one of them, and the others say nothing of its label. The
-target (of NumPy) asks for all at once: with two skills it is called `both` and has four classes,
-with more `all`.
+Each fault is there in half of the examples, independently of the other. A skill's own task (of
+Python's library and PyTorch) asks for one of them, and the other says nothing of its label. The
+target (of NumPy), which is called `both`, has four classes.
 """
 
 import ast
 import contextlib
 import importlib.util
 import json
-import random
 import re
 import sysconfig
 from pathlib import Path
 
-from runtime.command import Parser, run_command
-
 SKILLS = {  # {skill: (label without its fault, with it)}
     "match": ("right", "wrong"),
     "order": ("intact", "shuffled"),
-    "spelling": ("correct", "misspelled"),
 }
 SIZES = {"source": (2400, 400), "target": (960, 400)}  # (rows for training, for development)
 FILES = {  # enough of each library, so that reading takes seconds
@@ -82,11 +72,6 @@ def sentences(text):
     return result
 
 
-def target_of(skills):
-    """The name of the task that asks for all of them."""
-    return "both" if len(skills) == 2 else "all"
-
-
 def build_tasks(out, rng, skills):
     """Writes the task of each skill, and the target, as jsonl files: OUT/TASK/train.jsonl and
     validation.jsonl."""
@@ -97,7 +82,7 @@ def build_tasks(out, rng, skills):
             if texts and len(texts[0].split()) <= 14 and not name.startswith("__"):
                 pool = named["target" if origin == "numpy" else "source"]
                 pool[texts[0].rstrip(".")] = words_of(name)
-    for task in (*skills, target_of(skills)):
+    for task in (*skills, "both"):
         role, asked = ("source", [task]) if task in skills else ("target", skills)
         texts, sizes = list(named[role].items()), SIZES[role]
         rng.shuffle(texts)
@@ -124,8 +109,6 @@ def rows_of(asked, skills, pool, n, rng):
         (text, name), (_, other) = rng.sample(pool, 2)
         while other == name:
             _, other = rng.choice(pool)
-        if "spelling" in faults:
-            text = misspelled(text, rng)
         if "order" in faults:
             text = shuffled(text, rng)
         rows.append(
@@ -144,33 +127,3 @@ def shuffled(text, rng):
     while " ".join(words) == text:
         rng.shuffle(words)
     return " ".join(words)
-
-
-def misspelled(text, rng):
-    """With two neighbouring letters of a word exchanged, of one of five or more if there is one."""
-    words = text.split()
-    pairs = [
-        (i, k)
-        for i, word in enumerate(words)
-        for k in range(len(word) - 1)
-        if word[k : k + 2].isalpha() and word[k].lower() != word[k + 1].lower()
-    ]
-    i, k = rng.choice([pair for pair in pairs if len(words[pair[0]]) >= 5] or pairs)
-    words[i] = words[i][:k] + words[i][k + 1] + words[i][k] + words[i][k + 2 :]
-    return " ".join(words)
-
-
-def main(argv=None):
-    parser = Parser("python -m experiments.skills", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="gets TASK/train.jsonl and so on")
-    skills = {"nargs": "+", "default": ["match", "order"], "choices": SKILLS}
-    parser.add_argument("--skills", **skills, help="at least two; default match order")
-    args = parser.parse_args(argv)
-    if len({*args.skills}) < max(2, len(args.skills)):
-        raise ValueError("--skills takes at least two different ones")
-    build_tasks(args.out, random.Random(0), args.skills)
-    print(f"wrote {', '.join([*args.skills, target_of(args.skills)])} to {args.out}")
-
-
-if __name__ == "__main__":
-    run_command("skills", main)

@@ -7,56 +7,36 @@ the paper's values.
     python -m experiments.tables ... -- --epochs 10 --limit-train 200
 
 What follows "--" goes to each run; with --limit-train N, targets have few examples and source tasks
-all of theirs. Each number is a run in OUT/runs (experiments/grid.py). OUT gets results.md, and CSV
-and PNG beside it; with --limit-train N they are results-N.md and so on, so that both kinds can
-share a directory and their source adapters. The paper's values are in paper_results.csv.
+all of theirs. Each number is a run in OUT/runs (experiments/grid.py). OUT gets results.csv with a
+row for each of them, results.md and figure3.png; with --limit-train N they are results-N.csv and so
+on, so that both kinds can share a directory and their source adapters. The paper's values are in
+paper_results.csv.
 """
 
-import statistics
 from pathlib import Path
 
-import pandas
+import pandas as pd
 
 import data
 from bert import Bert
 from experiments import grid, report
-from experiments.report import two_decimals
 from runtime import command
 
-# {system: (title in Table 1, stage, options)}; the last two are section 2.1's, and no column
-SYSTEMS = {
-    "head": ("Head", "head", []),
-    "full": ("Full", "full", []),
-    "st_a_2": ("ST-A r=2", "adapter", ["--reduction-factor", "2"]),
-    "st_a_16": ("ST-A", "adapter", ["--reduction-factor", "16"]),
-    "st_a_64": ("ST-A r=64", "adapter", ["--reduction-factor", "64"]),
-    "st_a_houlsby": ("ST-A Houlsby", "adapter", "--adapter houlsby --reduction-factor 16".split()),
-    "mt_a": ("MT-A", "multitask", ["--adapter", "pal"]),
-    "fusion_st_a": ("Fusion w/ ST-A", "fusion", []),
-    "fusion_mt_a": ("Fusion w/ MT-A", "fusion", []),
-    "mtl": ("Multi-task", "multitask", ["--without-adapters"]),
-    "sequential": ("Sequential", "full", []),
-}
+# The columns of Table 1, and the two of section 2.1
+SYSTEMS = """head full st_a_2 st_a_16 st_a_64 st_a_houlsby mt_a fusion_st_a fusion_mt_a multitask
+    sequential""".split()
 STAGES = "head full adapter fusion multitask".split()
 PAPER = Path(__file__).parent / "paper_results.csv"  # as arXiv 2005.00247v3 prints them
-TITLES = {system: title for system, (title, _, _) in SYSTEMS.items()}
-
-
-def part(text):
-    """ "3/16" -> (3, 16)"""
-    i, n = map(int, text.split("/"))
-    if not 0 <= i < n:
-        raise ValueError
-    return i, n
+COMPARISONS = [(f, a) for f in ("fusion_st_a", "fusion_mt_a") for a in ("st_a_16", "mt_a")]
+BARS = ["st_a_16", "fusion_st_a", "mt_a", "fusion_mt_a"]  # of Figure 3
 
 
 def parse(argv=None):
-    parser = grid.make_parser("tables", __doc__, "runs/table1", STAGES)
+    parser = grid.make_parser("tables", __doc__, STAGES)
     add = parser.add_argument
     add("--tasks", nargs="+", help="default: those of the paper's 16 that are in --data-dir")
-    add("--systems", nargs="+", default=[*SYSTEMS], choices=SYSTEMS, metavar="SYSTEM")
+    add("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS, metavar="SYSTEM")
     add("--one-seed", nargs="+", default=[], metavar="TASK", help="these get the first seed only")
-    add("--part", type=part, default=(0, 1), metavar="I/N", help="every N-th run, for job arrays")
     parser.set_defaults(seeds=[0, 1, 2])
     args = grid.parse(parser, argv)
     behind = command.Parser(add_help=False)
@@ -72,235 +52,139 @@ def parse(argv=None):
     return args
 
 
-class Runs:
-    """
-    The runs of a grid, each after those that it needs; what several systems need is there once.
+def cell_of(args, system, task, seed, is_target=True):
+    """The run of a system on a task, with the runs that it needs. args.sizes: {task: its training
+    examples}, of which a target may have fewer. A task of --one-seed has no other seed."""
+    _, stage, words = grid.system(system)
+    seed = args.seeds[0] if task in args.one_seed else seed
+    name, needs, limit = f"{system}-{task}", [], args.limit_train
+    if stage == "multitask":
+        name, task = system, max(args.tasks, key=args.sizes.get)  # the largest
+        words += ["--tasks", *args.tasks]
+    else:
+        words += ["--task", task]
+    if system == "fusion_st_a":
+        needs = [cell_of(args, "st_a_16", one, seed, one == task) for one in args.tasks]
+        words += ["--adapters", *(str(need.out) for need in needs)]
+    if system == "fusion_mt_a":
+        needs = [cell_of(args, "mt_a", task, seed)]
+        mt_a = str(needs[0].out)
+        words += ["--model", mt_a, "--adapters", *(f"{mt_a}/adapters/{one}" for one in args.tasks)]
+    if system == "sequential":
+        first = max((one for one in args.tasks if one != task), key=args.sizes.get)
+        needs = [cell_of(args, "full", first, seed, False)]
+        name, words = f"sequential-{first}-{task}", [*words, "--model", str(needs[0].out)]
+    if is_target and limit and limit < args.sizes[task]:
+        name, words = f"{name}-{limit}", [*words, "--limit-train", str(limit)]
+    return grid.cell(args, f"{name}-{seed}", stage, [*words, "--seed", str(seed)], needs)
 
-    cells: {name: cell}; places: {(system, task, seed): name of the run that answers it}; sizes:
-    {task: training examples}
-    """
 
-    def __init__(self, args, sizes):
-        self.args, self.sizes, self.cells, self.places = args, sizes, {}, {}
+def cells_of(args):
+    """{(task, system, seed): the run that answers it}"""
+    return {
+        (task, system, seed): cell_of(args, system, task, seed)
+        for system in args.systems
+        for task in args.tasks
+        for seed in (args.seeds[:1] if task in args.one_seed else args.seeds)
+        if system != "sequential" or len(args.tasks) > 1
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Results: DataFrames of accuracies in %, a row for each task and a column for each system
+
+
+def with_mean(values, args):
+    """The tasks and systems of the options, and the mean of each system that has a value for each
+    task: means over different tasks cannot be compared."""
+    values = values.reindex(index=args.tasks, columns=args.systems).astype(float)
+    values.loc["mean"] = values.mean(skipna=False)
+    return values
+
+
+def accuracy_table(args, rows, ours, theirs):
+    """(rows, header) of Tables 1, 3 and 4: mean ± standard deviation (the paper's)"""
+    of, lines = rows.groupby(["task", "system"])["accuracy"], []
+    deviations, counts = 100 * of.std(), of.count()
+    for task in ours.index:
+        seeds = {counts.get((task, system), 0) for system in args.systems} - {0}
+        lines.append([task, str(args.sizes.get(task, "")), " or ".join(map(str, sorted(seeds)))])
         for system in args.systems:
-            for task in args.tasks:
-                for seed in self.seeds_of(task):
-                    if name := self.of_system(system, task, seed):
-                        self.places[system, task, seed] = name
-
-    def of_system(self, system, task, seed):
-        """The name of the run that answers a system, which is added with those that it needs. None
-        for a sequence without another task before the target."""
-        tasks, others = self.args.tasks, [one for one in self.args.tasks if one != task]
-        name, words, needs = f"{system}-{task}", ["--task", task], []
-        words += self.limit(task)
-        if system in ("mt_a", "mtl"):
-            name, words = system, ["--tasks", *tasks, *self.limit(max(tasks, key=self.sizes.get))]
-        elif system == "fusion_st_a":
-            own = self.of_system("st_a_16", task, seed)
-            needs = [own if one == task else self.source("st_a_16", one, seed) for one in tasks]
-            words += ["--adapters", *map(self.out, needs)]
-        elif system == "fusion_mt_a":
-            needs = [self.of_system("mt_a", task, seed)]
-            model = self.out(needs[0])
-            words += ["--model", model, "--adapters", *(f"{model}/adapters/{t}" for t in tasks)]
-        elif system == "sequential":
-            if not others:
-                return None
-            first = max(others, key=self.sizes.get)
-            needs = [self.source("full", first, seed)]
-            name, words = f"{system}-{first}-{task}", [*words, "--model", self.out(needs[0])]
-        return self.add(name, system, words, seed, needs)
-
-    def limit(self, task):
-        """--limit-train for a target, or for the largest of several, where it cuts anything."""
-        limit = self.args.limit_train
-        return ["--limit-train", str(limit)] if limit and limit < self.sizes[task] else []
-
-    def source(self, system, task, seed):
-        """A run on a source task, of the same seed, or where the task has none of it the first."""
-        seeds = self.seeds_of(task)
-        seed = seed if seed in seeds else seeds[0]
-        return self.add(f"{system}-{task}", system, ["--task", task], seed)
-
-    def add(self, name, system, words, seed, needs=()):
-        """A run of other examples has another name."""
-        _, stage, first = SYSTEMS[system]
-        if "--limit-train" in words:
-            name += f"-{self.args.limit_train}"
-        name, words = f"{name}-{seed}", [*first, *words, "--seed", str(seed)]
-        self.cells[name] = grid.cell(self.args, name, stage, words, needs)
-        return name
-
-    def out(self, name):
-        return str(self.cells[name].out)
-
-    def seeds_of(self, task):
-        return self.args.seeds[:1] if task in self.args.one_seed else self.args.seeds
+            mean, printed = ours.at[task, system], theirs.at[task, system]
+            text = report.with_deviation(mean, deviations.get((task, system)))
+            lines[-1].append(text if pd.isna(printed) else f"{text} ({printed:.2f})")
+    titles = [grid.system(system)[0] for system in args.systems]
+    return lines, ["task", "training examples", "seeds", *titles]
 
 
-def collect(results, places):
-    """{(system, task): {"mean", "std", "count"}} of the accuracies in %, one a seed, of what is
-    finished"""
-    rows = [
-        (system, task, 100 * grid.accuracy(results[name], task))
-        for (system, task, _), name in places.items()
-        if name in results
-    ]
-    found = pandas.DataFrame(rows, columns=["system", "task", "accuracy"])
-    by_place = found.groupby(["system", "task"])["accuracy"]
-    return by_place.agg(["mean", "std", "count"]).to_dict("index")
-
-
-def paper(roberta):
-    """{(system, task): accuracy in %} as the paper prints it, for BERT-base (Tables 1 and 3) or
-    RoBERTa-base (Table 4)"""
-    table = pandas.read_csv(PAPER)
-    table = table[table["encoder"].str.contains("roberta") == roberta].drop(columns="encoder")
-    values = table.melt("task", var_name="system").dropna()
-    return values.set_index(["system", "task"])["value"].to_dict()
-
-
-def with_means(values, tasks):
-    """{(system, task or "mean"): value}. A system has a mean where it has a value for each task:
-    means over different tasks cannot be compared."""
-    result = dict(values)
-    for system in SYSTEMS:
-        own = [values[system, task] for task in tasks if (system, task) in values]
-        if len(own) == len(tasks):
-            result[system, "mean"] = statistics.mean(own)
-    return result
-
-
-def accuracy_table(path, systems, examples, found, ours, theirs):
-    """Tables 1, 3 and 4: mean ± standard deviation (the paper's), written to a CSV file; returns
-    (rows, header) for people. examples: {task: how many it is trained on}"""
-    lines, rows = [], []
-    for task in [*examples, "mean"]:
-        places = [(system, task) for system in systems]
-        seeds = sorted({found[place]["count"] for place in places if place in found})
-        lines.append([task, str(examples.get(task, "")), " or ".join(map(str, seeds))])
-        rows.append([task, examples.get(task, "")])
-        for place in places:
-            mean, printed, of = ours.get(place), theirs.get(place), found.get(place, {})
-            text = report.with_deviation(mean, of.get("std"))
-            lines[-1].append(text if printed is None else f"{text} ({printed:.2f})")
-            mean, std, printed = (two_decimals(v, "") for v in (mean, of.get("std"), printed))
-            rows[-1] += [mean, std, of.get("count", ""), printed]
-    columns = [f"{system}_{kind}" for system in systems for kind in "mean std seeds paper".split()]
-    report.write_csv(path, ["task", "train_examples", *columns], rows)
-    return lines, ["task", "training examples", "seeds", *map(TITLES.get, systems)]
+def differences(values, pairs):
+    """{(one, other): one - other for each task} of the pairs of systems that are there; rounded as
+    printed, so that a table's arrows agree with its numbers"""
+    values = values.drop("mean").round(2)
+    pairs = [pair for pair in pairs if {*pair} <= {*values}]
+    return {(one, other): (values[one] - values[other]).round(2) for one, other in pairs}
 
 
 def arrow(difference):
     """Table 2's: better or worse by more than 0.3 points, or the same."""
-    if difference is None:
+    if pd.isna(difference):
         return "–"
-    if difference > 0.3:
-        return "↗"
-    return "↘" if difference < -0.3 else "→"
+    return "↗" if difference > 0.3 else "↘" if difference < -0.3 else "→"
 
 
-COMPARISONS = [(f, st) for f in ("fusion_st_a", "fusion_mt_a") for st in ("st_a_16", "mt_a")]
-
-
-def differences(values, pairs, tasks):
-    """{(one, other): {task: values of one - values of other}} for the pairs of systems that have
-    any; rounded as printed, so that a table's arrows agree with its numbers."""
-    rounded, result = {place: round(value, 2) for place, value in values.items()}, {}
-    for one, other in pairs:
-        both = [task for task in tasks if {(one, task), (other, task)} <= values.keys()]
-        of = {task: round(rounded[one, task] - rounded[other, task], 2) for task in both}
-        result |= {(one, other): of} if of else {}
-    return result
-
-
-def table2(path, tasks, ours, theirs):
-    """Arrows of fusion against the adapters alone, written to a CSV file; returns (rows, header)
-    for people. In brackets those that follow from the accuracies the paper prints."""
-    mine, printed = (differences(values, COMPARISONS, tasks) for values in (ours, theirs))
-    rows = [
-        [*pair, task, arrow(value), two_decimals(value), arrow(printed.get(pair, {}).get(task))]
-        for pair, here in mine.items()
-        for task, value in here.items()
+def table2(ours, theirs):
+    """(rows, header): arrows of fusion against the adapters alone, in brackets those that follow
+    from the accuracies the paper prints"""
+    mine, printed = differences(ours, COMPARISONS), differences(theirs, COMPARISONS)
+    titles = [" : ".join(grid.system(system)[0] for system in pair) for pair in mine]
+    lines = [
+        [task, *(f"{arrow(mine[pair][task])} ({arrow(printed[pair][task])})" for pair in mine)]
+        for task in ours.index.drop("mean")
     ]
-    report.write_csv(path, ["fusion", "compared_to", "task", "arrow", "difference", "paper"], rows)
-    cells = {(one, other, task): f"{mark} ({paper})" for one, other, task, mark, _, paper in rows}
-    header = ["compared to", *(" : ".join(map(TITLES.get, pair)) for pair in mine)]
-    return [[task, *(cells.get((*pair, task)) for pair in mine)] for task in tasks], header
+    return lines, ["compared to", *titles]
 
 
-BARS = {  # of Figure 3, {system: colour and hatching}
-    "st_a_16": {"color": "white", "hatch": "//"},
-    "fusion_st_a": {"color": "black"},
-    "mt_a": {"color": "0.8", "hatch": ".."},
-    "fusion_mt_a": {"color": "0.45"},
-}
-
-
-def figure3(path, tasks, here, there):
-    """Bars of differences to full fine-tuning, ours and below them the paper's. here, there:
-    {(system, "full"): {task: difference}}"""
-    width, size = 0.8 / len(here), (max(6.5, 0.75 * len(tasks) + 1.5), 5.6)
-    figure, both = report.subplots(2, figsize=size, sharex=True)
-    for axes, name, panel in zip(both, ("here", "the paper's"), (here, there), strict=True):
-        for i, pair in enumerate(here):
-            bars, shift = panel.get(pair, {}), (i - (len(here) - 1) / 2) * width
-            places = [tasks.index(task) + shift for task in bars]
-            style = {"edgecolor": "black", "linewidth": 0.6, **BARS[pair[0]]}
-            axes.bar(places, list(bars.values()), width, label=TITLES[pair[0]], **style)
-        axes.axhline(0, color="black", linewidth=0.8)
-        axes.grid(axis="y", color="0.85", linewidth=0.5)
-        axes.set_axisbelow(True)
-        axes.set(title=name, ylabel="accuracy − full, points", xlim=(-0.6, len(tasks) - 0.4))
-    axes.set_xticks(range(len(tasks)), tasks, rotation=45, ha="right")
-    handles = both[0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=len(here), frameon=False)
+def figure3(path, ours, theirs):
+    """Bars of differences to full fine-tuning, and below them the paper's."""
+    figure, panels = report.subplots(2, 1, (max(6.5, 0.75 * len(ours)), 7), sharex=True)
+    for axes, title, values in zip(panels, ("here", "the paper's"), (ours, theirs), strict=True):
+        found = differences(values, [(system, "full") for system in BARS])
+        bars = {grid.system(system)[0]: of for (system, _), of in found.items()}
+        style = {"title": title, "ylabel": "accuracy − full, points", "width": 0.8}
+        pd.DataFrame(bars).plot.bar(ax=axes, **style)
     report.save_figure(figure, path)
 
 
-def write_results(args, runs, results, config):
-    """All tables and the figure, of what is finished; prints the table of accuracies."""
-    roberta, tasks, limit = config.model_type == "roberta", args.tasks, args.limit_train
-    found, theirs = collect(results, runs.places), with_means(paper(roberta), tasks)
-    ours = with_means({place: of["mean"] for place, of in found.items()}, tasks)
-    examples = {task: min(runs.sizes[task], limit or runs.sizes[task]) for task in tasks}
-
-    def path(name):
-        return args.out / (name.replace(".", f"-{limit}.") if limit else name)
-
-    papers, name = ("Table 4", "table4.csv") if roberta else ("Tables 1 and 3", "table1.csv")
-    note = f"In brackets: the paper's {papers}; the means, too, are over the tasks listed here."
-    table = accuracy_table(path(name), args.systems, examples, found, ours, theirs)
-    parts = ["# Results\n", grid.caption(args, config, note) + "\n"]
-    parts += [f"## {papers}\n", report.markdown(*table)]
-    if differences(ours, COMPARISONS, tasks):
+def write_results(args, rows, encoder):
+    """All files in OUT, of what is finished."""
+    suffix = f"-{args.limit_train}" if args.limit_train else ""
+    ours = with_mean(100 * rows.pivot_table("accuracy", "task", "system"), args)
+    papers = pd.read_csv(PAPER, index_col="task")  # of BERT-base, and of RoBERTa-base (Table 4)
+    theirs = with_mean(papers[papers["encoder"].str.startswith(encoder)], args)
+    parts = [
+        f"## {'Table 4' if encoder == 'roberta' else 'Tables 1 and 3'}",
+        "In brackets: the paper's. The means, too, are over the tasks listed here.",
+        report.markdown(*accuracy_table(args, rows, ours, theirs)),
+    ]
+    if differences(ours, COMPARISONS):
         parts += [
-            "## Table 2: fusion compared to adapters alone\n",
-            report.markdown(*table2(path("table2.csv"), tasks, ours, theirs)),
+            "## Table 2: fusion compared to adapters alone",
+            report.markdown(*table2(ours, theirs)),
             "↗ better by more than 0.3 points, ↘ worse by more than 0.3, → between. In brackets: "
-            "the same rule, applied to the accuracies that the paper prints.\n",
+            "the same rule, applied to the accuracies that the paper prints.",
         ]
-    pairs = [(system, "full") for system in BARS]
-    here, there = (differences(values, pairs, tasks) for values in (ours, theirs))
-    if here:
-        figure3(path("figure3.png"), tasks, here, there)
-        parts += ["## Figure 3: difference to full fine-tuning\n"]
-        parts += [f"![Figure 3]({path('figure3.png').name})\n"]
-    report.write_text(path("results.md"), "\n".join(parts))
-    print(*report.table(*table), "", path("results.md"), sep="\n", flush=True)
+    if differences(ours, [(system, "full") for system in BARS]):
+        figure3(args.out / f"figure3{suffix}.png", ours, theirs)
+        parts += [f"## Figure 3: difference to full fine-tuning\n\n![](figure3{suffix}.png)"]
+    grid.write_results(args, f"results{suffix}", rows, parts)
 
 
 def main(argv=None):
     args = parse(argv)
-    runs = Runs(args, grid.train_examples(args, args.tasks))
-    cells = [*runs.cells.values()]
-    if args.plan:
-        return grid.print_plan(cells, args)
-    config = Bert.from_pretrained(args.model).config  # if it is damaged, that is found now
-    results, failed = grid.run(cells, args, args.part)
-    if args.part == (0, 1) or len(results) == len(cells):
-        write_results(args, runs, results, config)
+    args.sizes = grid.train_examples(args, args.tasks)
+    encoder = Bert.from_pretrained(args.model).config.model_type  # if it is damaged, found now
+    rows, failed = grid.run(args, ["task", "system", "seed"], cells_of(args))
+    write_results(args, rows, encoder)
     grid.end(failed)
 
 

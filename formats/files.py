@@ -1,7 +1,7 @@
-"""JSON and tensors in files: reading them raises an error of one line that names the file; writing
-them leaves the old file or the new one, whatever happens meanwhile."""
+"""JSON and tensors in files: errors name the file; writing leaves the old file or the new one."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import warnings
@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 
-def listed(names):
-    """The first names of a list, for a message."""
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+@functools.cache
+def note(text):
+    """Prints a line that is good to know, once."""
+    print(f"note: {text}", flush=True)
 
 
 @contextlib.contextmanager
@@ -29,12 +30,9 @@ def error_prefix(place):
 def read_json(path):
     """The object in a JSON file. Raises ValueError that names the file."""
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"{path}: not JSON: {e}") from e
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
+        return dict(json.loads(Path(path).read_text(encoding="utf-8-sig")))
+    except (ValueError, TypeError, RecursionError) as e:
+        raise ValueError(f"{path}: no JSON object: {e}") from e
 
 
 def file_digest(path):
@@ -50,12 +48,8 @@ def atomic_write(path):
     try:
         yield temporary
         temporary.replace(path)
-    except BaseException as e:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if isinstance(e, OSError) and e.errno and not e.filename:  # a full disk, for instance
-            e.filename = str(path)
-        raise
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_json(path, value):
@@ -73,18 +67,28 @@ def write_tensors(path, tensors):
 
 def read_tensors(path):
     """{name: tensor} of a .safetensors file, as views of the mapped file, or of a PyTorch file, of
-    which only tensors are unpickled: one with anything else is refused, not executed. Raises
-    ValueError that names the file."""
+    which only tensors are unpickled: one with anything else is refused, not executed."""
     try:
         if Path(path).suffix == ".safetensors":
             return load_file(path)
         with warnings.catch_warnings(action="ignore"):  # of a pickle's protocol, ahead of an error
-            tensors = torch.load(path, map_location="cpu", weights_only=True)
-        if not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
-            raise ValueError("not a dictionary of tensors")
-        return tensors
-    except FileNotFoundError:
-        raise
+            return dict(torch.load(path, map_location="cpu", weights_only=True))
     except Exception as e:  # torch raises many kinds here
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         raise ValueError(f"{path}: not a file of tensors alone, refused: {reason}") from e
+
+
+def check_names(needed, found):
+    """Raises ValueError for names of tensors that are not found, or not needed."""
+    for problem, names in (("lacks", needed - found), ("has unknown tensors", found - needed)):
+        if names:
+            raise ValueError(f"it {problem} {', '.join(sorted(names)):.300}")
+
+
+def check_tensor(name, tensor, shape, needed):
+    """Raises ValueError for a tensor that is not of this shape, of floats, and finite."""
+    if tensor.shape != shape or not tensor.is_floating_point():
+        found = f"{name} is {list(tensor.shape)} in {tensor.dtype}"
+        raise ValueError(f"{found}, {needed} {list(shape)}, in floats")
+    if not tensor.isfinite().all():
+        raise ValueError(f"{name} holds values that are not finite")

@@ -1,25 +1,21 @@
 """Files from the Hugging Face hub, or from its cache where there is no network."""
 
 import functools
-import re
 from pathlib import Path
 
 
 def is_local(source):
     """Whether something that is not there was meant as a path: it is no hub id, or begins with a
     directory that is there, or with that of the runs."""
-    source = str(source)
-    if re.match(r"[./~]", source) or source.count("/") > 1 or "\\" in source:
-        return True
-    first, slash, _ = source.partition("/")
-    return bool(slash) and (first == "runs" or Path(first).is_dir())
+    first, slash, rest = str(source).partition("/")
+    is_path = first[:1] in ".~" or "/" in rest or "\\" in first
+    return is_path or (bool(slash) and (first == "runs" or Path(first).is_dir()))
 
 
 @functools.cache
 def hub_library():
-    """huggingface_hub, imported when it is first needed: that takes half a second, and most runs
-    read local files. If the hub does not answer within four seconds, the library is told that there
-    is no network, and so is `datasets`, if it is imported later: they would try for minutes."""
+    """huggingface_hub, imported when it is needed, which takes half a second. It, and `datasets`,
+    would wait for a silent hub without end: after four seconds they are told to be offline."""
     import huggingface_hub
 
     huggingface_hub.logging.set_verbosity_error()  # errors are raised, and reported once
@@ -35,18 +31,15 @@ def hub_library():
 
 
 def download(repo_id, *patterns):
-    """The local directory with those files of a hub repository whose names fit the patterns. Raises
-    FileNotFoundError where they cannot be had."""
+    """The local directory with those files of a hub repository whose names fit the patterns."""
     if is_local(repo_id):
         raise FileNotFoundError(f"there is no directory {str(repo_id)!r}")
-    huggingface_hub = hub_library()
+    hub = hub_library()
     print(f"loading {', '.join(patterns)} of {repo_id} from the hub, or its cache", flush=True)
     try:
-        return Path(huggingface_hub.snapshot_download(repo_id, allow_patterns=patterns))
+        return Path(hub.snapshot_download(repo_id, allow_patterns=patterns))
     except Exception as e:  # no network, not found, no access, no id, a full disk: of many kinds
         reason = " ".join(str(e).split())[:300] or type(e).__name__
-        hub, cache = huggingface_hub.constants.ENDPOINT, huggingface_hub.constants.HF_HUB_CACHE
-        where = f"does not come from {hub}, nor from the cache {cache}"
-        raise FileNotFoundError(
-            f"{str(repo_id)!r} is no local directory, and {where} ({reason})"
-        ) from e
+        cache = f"{hub.constants.ENDPOINT}, nor from the cache {hub.constants.HF_HUB_CACHE}"
+        problem = f"{str(repo_id)!r} is no local directory, and does not come from {cache}"
+        raise FileNotFoundError(f"{problem} ({reason})") from e

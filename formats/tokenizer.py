@@ -1,95 +1,139 @@
-"""The tokenizers of encoders, as `tokenizers` objects: from tokenizer.json or vocab.txt."""
+"""The tokenizers of encoders, as `tokenizers` objects, from the files that transformers has for
+them. A field that is not known here, and may change tokens, is refused by its name."""
 
 import hashlib
 import json
+import re
 import shutil
 from pathlib import Path
 
-from tokenizers import Tokenizer
-from tokenizers.implementations import BertWordPieceTokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers.normalizers import BertNormalizer
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt")
+from formats.files import note, read_json
+
+CONFIG, ADDED, SPECIAL = "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"
+TOKENIZER_FILES = ("tokenizer.json", CONFIG, "vocab.txt", ADDED, SPECIAL)
+# What tokenizer_config.json may say: a class, and what that is read from; "parts" of tokenizer.json
+# that give way to it, as in transformers; special tokens; what has one value; and what is harmless
+KNOWN = read_json(Path(__file__).with_name(CONFIG))
 
 
 def load_tokenizer(directory, max_length, config=None):
-    """
-    The tokenizer in an encoder's directory: tokenizer.json, or BERT's vocab.txt. It adds [CLS] a
-    [SEP] b [SEP], or RoBERTa's <s> a </s></s> b </s>, and truncates to `max_length` tokens, the
-    longer of two texts first.
-
-    A vocabulary with upper-case entries is a cased one, unless tokenizer_config.json says
-    otherwise. config: the encoder's. Raises FileNotFoundError if there is no tokenizer, ValueError
-    if it cannot be read, or has more tokens or more segment types than the encoder has embeddings.
-    """
+    """The tokenizer in an encoder's directory: of two texts [CLS] a [SEP] b [SEP], or RoBERTa's <s>
+    a </s></s> b </s>, cut to `max_length` tokens, the longer text first. config: the encoder's,
+    which must have an embedding for each token and each type of segments."""
     directory = Path(directory)
+    path, vocab_path = directory / "tokenizer.json", directory / "vocab.txt"
+    if not path.is_file() and not vocab_path.is_file():
+        raise FileNotFoundError(f"no tokenizer in {directory}: no tokenizer.json or vocab.txt")
     try:
-        tokenizer = read_tokenizer(directory)
-    except FileNotFoundError:
-        raise
+        options = read_options(directory)
+        tokenizer = (
+            Tokenizer.from_file(str(path)) if path.is_file() else wordpiece(vocab_path, options)
+        )
+        for field, (part, name) in KNOWN["parts"].items():
+            if field in options and hasattr(getattr(tokenizer, part), name):
+                setattr(getattr(tokenizer, part), name, options[field])
+        add_tokens(tokenizer, directory, options)
     except Exception as e:  # the library raises no other kind
         raise ValueError(f"{directory}: its tokenizer cannot be read: {e}") from e
-    added = tokenizer.num_special_tokens_to_add(is_pair=True)
-    if not 0 < added <= max_length - 2:
-        raise ValueError(f"{directory}: its tokenizer adds {added} tokens, of {max_length}")
+    tokenizer.no_padding()
+    if tokenizer.num_special_tokens_to_add(is_pair=True) == 0:
+        raise ValueError(f"{directory}: its tokenizer adds neither [CLS] nor [SEP]")
     if config is not None:
-        pair = tokenizer.encode("a", "a")
-        highest = max(*tokenizer.get_vocab().values(), *pair.ids)
-        types = config.type_vocab_size or 2  # 0: the encoder looks at none
-        if highest >= config.vocab_size or max(pair.type_ids) >= types:
-            found = f"{highest + 1} tokens and {max(pair.type_ids) + 1} types of segments"
-            known = f"{config.vocab_size} and {config.type_vocab_size}"
-            raise ValueError(f"the tokenizer in {directory} has {found}, the encoder {known}")
+        pair, types = tokenizer.encode("a", "a"), config.type_vocab_size
+        found = 1 + max(*tokenizer.get_vocab().values(), *pair.ids), 1 + max(pair.type_ids)
+        if found[0] > config.vocab_size or found[1] > (types or 2):  # 0: none is looked at
+            known = f"the encoder {config.vocab_size} and {types}"
+            found = f"{found[0]} tokens and {found[1]} types of segments"
+            raise ValueError(f"the tokenizer in {directory} has {found}, {known}")
     tokenizer.enable_truncation(max_length, strategy="longest_first")
     return tokenizer
 
 
-PROBE = ("Caf\u00e9 NAIVE na\u00efve 1,024.5 \u4f60\u597d it's <s> [SEP] \u2603", "a B  c\td the")
-
-
 def tokenizer_sha256(tokenizer):
-    """SHA-256 of a tokenizer's vocabulary, and of the tokens of two short texts with letters,
-    digits and symbols of several kinds: it differs for another vocabulary, for cased and uncased,
-    and is the same for a vocab.txt and a tokenizer.json that do the same."""
+    """SHA-256 of a tokenizer's vocabulary, and of its tokens of two texts: it is the same for a
+    vocab.txt and a tokenizer.json that do the same, and another one for cased and uncased."""
     tokenizer = Tokenizer.from_str(tokenizer.to_str())
     tokenizer.no_truncation()
-    pair = tokenizer.encode(*PROBE)
+    text = "Caf\u00e9 NAIVE na\u00efve 1,024.5 \u4f60\u597d it's <s> [SEP] \u2603"
+    pair = tokenizer.encode(text, "a B  c\td the")
     vocabulary = sorted((i, word) for word, i in tokenizer.get_vocab().items())
     return hashlib.sha256(repr((vocabulary, pair.ids, pair.type_ids)).encode()).hexdigest()
 
 
-def read_tokenizer(directory):
-    """`load_tokenizer` without its checks and without truncation."""
-    if (directory / "tokenizer.json").is_file():
-        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    elif (directory / "vocab.txt").is_file():
-        tokenizer = wordpiece(directory)
-    else:
-        needed = "it needs tokenizer.json or vocab.txt"
-        raise FileNotFoundError(f"no tokenizer in {directory}: {needed}")
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    tokenizer.encode("\u2603")  # fails if there is no token for unknown characters
+def read_options(directory):
+    """The fields of tokenizer_config.json and special_tokens_map.json; special tokens are lists of
+    objects. Raises ValueError for a field that is not supported."""
+    paths = [directory / name for name in ("config.json", CONFIG, SPECIAL)]
+    model, config, special = (read_json(path) if path.is_file() else {} for path in paths)
+    options = {"tokenizer_class": model.get("tokenizer_class"), **config}
+    if "added_tokens_decoder" not in config:  # which is newer than the map
+        options |= special
+    kind = (options.pop("tokenizer_class") or "BertTokenizer").removesuffix("Fast")
+    source = KNOWN["classes"].get(kind)
+    if source is None or (source != "vocab.txt" and not (directory / "tokenizer.json").is_file()):
+        raise ValueError(f"tokenizer_class = {kind!r:.100} is not supported")
+    for field, value in options.items():
+        known = any(field in KNOWN[part] for part in ("parts", "special", "harmless"))
+        if value != KNOWN["always"][field] if field in KNOWN["always"] else value and not known:
+            raise ValueError(f"{field} = {value!r:.100} is not supported")
+        if field in KNOWN["special"]:
+            values = value if isinstance(value, list) else [value]
+            options[field] = [v if isinstance(v, dict) else {"content": v} for v in values if v]
+    whole = KNOWN["parts"] if source == "tokenizer.json alone" else ()
+    return {field: value for field, value in options.items() if field not in whole}
+
+
+def add_tokens(tokenizer, directory, options):
+    """Adds what transformers has beside the vocabulary, and special tokens, never normalized."""
+    special = {one["content"]: one for name in KNOWN["special"] for one in options.get(name, [])}
+    added = {int(i): one for i, one in options.get("added_tokens_decoder", {}).items()}
+    if not added and (directory / ADDED).is_file():
+        added = {i: {"content": text} for text, i in read_json(directory / ADDED).items()}
+    there = {one.content for one in tokenizer.get_added_tokens_decoder().values()}
+    for token in [*(added[i] for i in sorted(added)), *special.values()]:
+        if (text := token["content"]) not in there:
+            flags = {**token, "special": text in special or token.get("special", False)}
+            flags = {name: flags[name] for name in flags if name not in ("content", "__type")}
+            tokenizer.add_tokens([AddedToken(text, **flags)])
+            there.add(text)
+    for i, token in added.items():
+        if (number := tokenizer.token_to_id(token["content"])) != i:
+            raise ValueError(f"added token {token['content']!r:.50} is number {number}, not {i}")
+
+
+def wordpiece(path, options):
+    """BERT's tokenizer from vocab.txt, which has an entry a line. Completes its options, which
+    `load_tokenizer` then puts into it."""
+    lines = path.read_text(encoding="utf-8-sig").rstrip("\r\n").split("\n")
+    vocab = {line.rstrip("\r"): i for i, line in enumerate(lines)}
+    for name in ("unk", "cls", "sep", "pad", "mask"):
+        if f"[{name.upper()}]" in vocab:
+            options.setdefault(f"{name}_token", [{"content": f"[{name.upper()}]"}])
+    unk, cls, sep = (options[f"{name}_token"][0]["content"] for name in ("unk", "cls", "sep"))
+    if "do_lower_case" not in options:
+        options |= judge_casing(path, vocab) | options
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unk))
+    tokenizer.normalizer = BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.BertProcessing((sep, vocab[sep]), (cls, vocab[cls]))
+    tokenizer.decoder = decoders.WordPiece()
     return tokenizer
 
 
-def wordpiece(directory):
-    """BERT's tokenizer from vocab.txt, one token a line."""
-    lines = (directory / "vocab.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    vocab = {line.rstrip("\r"): i for i, line in enumerate(lines)}
-    # Not isupper(): uncased vocabularies have "ℝ", which is upper-case but has no lower case. That
-    # of Chinese BERT, which is uncased, has <S> and <T> besides [CLS] and the like.
-    words = [word for word in vocab if not word.startswith("[") and word not in ("<S>", "<T>")]
-    options = {"do_lower_case": all(word == word.lower() for word in words)}
-    config = directory / "tokenizer_config.json"
-    if config.is_file():
-        options |= json.loads(config.read_text(encoding="utf-8"))
-    wrapped = BertWordPieceTokenizer(
-        vocab,
-        lowercase=bool(options["do_lower_case"]),
-        strip_accents=options.get("strip_accents"),  # None: if lowercase
-        handle_chinese_chars=bool(options.get("tokenize_chinese_chars", True)),
-    )
-    return wrapped._tokenizer  # like the others a plain Tokenizer
+def judge_casing(path, vocab):
+    """Whether texts are lower-cased, and their accents stripped: if nearly all of the vocabulary is
+    what that produces. A few entries among thousands were added to it later."""
+    strip = BertNormalizer(False, False, strip_accents=True, lowercase=False).normalize_str
+    words = [word for word in vocab if not re.fullmatch(r"\[.*\]|<.*>", word)]
+    few = max(1, len(words) // 100)
+    lower = sum(word != word.lower() for word in words) <= few
+    plain = sum(word != strip(word) for word in words) <= few
+    found = {"do_lower_case": lower, "strip_accents": lower and plain}
+    note(f"no file says how {path} is cased; by its entries: {json.dumps(found)}")
+    return found
 
 
 def copy_tokenizer(source, directory):

@@ -73,7 +73,8 @@ def check_out(args):
         if os.path.lexists(out):
             raise ValueError(f"--out {out} is a file, or a link that leads nowhere")
         return
-    if any(path.suffix != ".tmp" and path.name != ".lock" for path in out.iterdir()) and not (out / "run.json").is_file():
+    others = [path for path in out.iterdir() if path.suffix != ".tmp" and path.name != ".lock"]
+    if others and not (out / "run.json").is_file():
         raise ValueError(f"--out {out} holds other files than a run's: choose a new directory")
     if args.resume and is_begun(out):
         return

@@ -1,5 +1,5 @@
-"""What the reference library has written (tests/make_golden.py), and that library itself, where it
-is there."""
+"""What the reference library has written (tests/golden/README.md), and that library itself, where
+it is there."""
 
 import json
 import os

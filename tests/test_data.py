@@ -1,17 +1,19 @@
 """The 16 tasks in the hub's columns, your own data as they come, and batches."""
 
 import csv
+import json
 from functools import partial
 
 import datasets
 import numpy as np
 import pandas
+import pyarrow.parquet
 import pytest
 
 from conftest import write_rows
 from data import TASKS, Example, Task, batches, get_task, load_split, question_choices
 from experiments.load_run import LoadedRun
-from formats.rows import read_rows
+from formats.rows import own_labels, read_rows, read_split
 
 
 def words(columns, *values):
@@ -141,6 +143,32 @@ def test_labels_with_names_of_their_own(tokenizer, tmp_path):
     assert [example.label for example in train_set] == [1, 0]
 
 
+def test_columns_that_the_task_does_not_use_may_hold_anything(tmp_path):
+    """In Parquet also a description of columns that are not there, and -1 for a hidden label."""
+    label = {"names": ["1", "0"], "_type": "ClassLabel"}
+    features = {"label": label, "gone": label, "people": {"names": {"_type": "List"}}}
+    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+    when = pyarrow.array([0, 1, 2], pyarrow.timestamp("s", "Mars/Olympus"))
+    columns = {"text_a": ["a", "b", "c"], "people": [{"names": ["x"]}] * 3, "when": when}
+    for name, labels in (("own", [0, 1, 0]), ("hidden", [0, 1, -1])):
+        table = pyarrow.table({**columns, "label": labels}).replace_schema_metadata(metadata)
+        (tmp_path / name).mkdir()
+        pyarrow.parquet.write_table(table, tmp_path / name / "train.parquet")
+    task = get_task("own", tmp_path)
+    assert task.labels == ["0", "1"]
+    where, rows = read_split(task, "train")
+    assert [task.example(row)[1] for row in rows] == [1, 0, 1] and {*rows[0]} == {
+        *table.column_names
+    }
+    with pytest.raises(ValueError, match="hidden/train.parquet: .* a hidden label"):
+        get_task("hidden", tmp_path)
+    with pytest.raises(ValueError, match="own/train.parquet: "):
+        get_task("own", tmp_path, {"text_a": "when"})
+    (tmp_path / "csv").mkdir()
+    (tmp_path / "csv" / "train.CSV").write_text("text_a,label,,,note,note\na,x,,,1,2\nb,y,,,3,4\n")
+    assert get_task("csv", tmp_path).labels == ["x", "y"]
+
+
 AB, CHOICE = {"text_a": "a", "text_b": "b"}, {"choices": ["x", "y"]}
 OWN = [  # rows of the training file, labels, columns, classes
     ([{"text_a": "a", "text_b": None}, {"text_a": "b"}, {}], [10, 9, 2], "text_a", "2 9 10"),
@@ -160,15 +188,48 @@ def test_columns_and_classes_of_your_own_task(rows, labels, columns, classes, tm
     assert [task.labels[task.label_index(x)] for x in labels] == [str(x) for x in labels]
 
 
-def test_labels_by_name_and_by_place():
-    labels, aliases = ("Yes", "no", "NO"), {"nope": "no"}
+LABELS = [  # in a training file, and the classes, or what is wrong
+    (["10", "9", "-1", "9"], ["-1", "9", "10"]),
+    (["None", "for", "against"], ["None", "against", "for"]),
+    ([True, 0, False], ["0", "False", "True"]),
+    (["0", "1", "00"], "make them one: '0', '00'"),
+    (["1", "-1", "+1"], "make them one: '1', '[+]1'"),
+    (["0", "1", "\uff11"], "make them one: '1', '.uff11'"),
+    (["neg", "pos", "NEG"], "labels differ in case, .* make them one: 'neg', 'NEG'"),
+    (["true", "false", True], "make them one: 'true', 'True'"),
+    (["x", "y", "x "], "make them one: 'x', 'x '"),
+    (["\u00e9", "e\u0301"], "make them one"),
+    (["0", "1", "nan"], "'nan': a value is missing"),
+    ([0, 1, "None"], "'none': a value is missing"),
+    ([0, 1, float("nan")], "a label is nan"),
+    (["neg", "pos", "-1"], "-1, which is a hidden label"),
+    (["0", "1", -1], "-1, which is a hidden label"),  # a ClassLabel has texts, and -1
+]
+
+
+@pytest.mark.parametrize("values, expected", LABELS)
+def test_labels_that_only_look_different_are_one_too_many(values, expected, capsys):
+    rows = [{"label": value} for value in values]
+    if isinstance(expected, list):
+        assert own_labels(rows) == expected
+        found = [f"{label} ({[*map(str, values)].count(label)} examples)" for label in expected]
+        assert f"{len(found)} classes: {', '.join(found)}" in capsys.readouterr().out
+    else:
+        with pytest.raises(ValueError, match=expected):
+            own_labels(rows)
+
+
+def test_labels_by_name_and_by_place(capsys):
+    labels, aliases = ("Yes", "no", "other "), {"nope": "no"}
     own = Task(None, ("a",), labels, label_aliases=aliases)
-    # the first of several alike
-    assert [*map(own.label_index, ("Yes", "yes", " yes\n", "NO", "nope"))] == [0, 0, 0, 2, 1]
-    on_hub = Task(("somewhere", None, None), ("a",), labels)
-    assert [*map(on_hub.label_index, (2, "1"))] == [2, 1]
+    assert [*map(own.label_index, ("yes", " YES\n", "nope", "other", "other "))] == [0, 0, 1, 2, 2]
+    on_hub = Task(("somewhere", None, None), ("a",), labels, name="x")
+    assert [*map(on_hub.label_index, (2, "1"))] == [2, 1] and not capsys.readouterr().out
+    on_hub.data_dir = "a copy"
+    assert on_hub.label_index(0) == 0
+    assert "x: integers are read as 0 = Yes, 1 = no, 2 = other" in capsys.readouterr().out
     for value in (1, 3, None, 0.0, "maybe"):
-        with pytest.raises(ValueError, match=f"label {value!r} is not one of Yes, no, NO"):
+        with pytest.raises(ValueError, match=f"label {value!r} is not one of Yes, no, other"):
             own.label_index(value)
 
 

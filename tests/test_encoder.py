@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from bert import Bert
 from child import ROOT
 from conftest import fill_hub_cache
-from formats.encoder import sha256_of
-from formats.files import read_tensors
+from formats.encoder import by_hub_name, sha256_of
+from formats.files import read_json, read_tensors, write_json
 from formats.tokenizer import TOKENIZER_FILES
 from reference import SAFETENSORS, fails, golden_tensors, same
 
@@ -73,10 +73,10 @@ def test_other_precisions_become_float32(dtype, tmp_path):
 WORDS = "embeddings.word_embeddings.weight"
 MISFITS = [  # tensors that are added, a part of the names that are left out, words of the message
     ({WORDS: torch.zeros(61, 32)}, None, "[61, 32] in torch.float32, config.json says [60, 32]"),
-    ({WORDS: torch.zeros(60, 32).long()}, None, f"{WORDS} has shape [60, 32] in torch.int64"),
-    ({}, "1.output.dense", "lacks encoder.layer.1.output.dense.weight, encoder.layer.1.output"),
+    ({WORDS: torch.zeros(60, 32).long()}, None, f"{WORDS} is [60, 32] in torch.int64"),
+    ({}, "1.output.dense", "lacks encoder.layer.1.output.dense.bias, encoder.layer.1.output"),
     ({"encoder.layer.2.x": torch.zeros(1)}, None, "unknown tensors encoder.layer.2.x"),
-    ({"embeddings.LayerNorm.gamma": torch.zeros(32)}, None, "LayerNorm.weight are the same tensor"),
+    ({"embeddings.LayerNorm.gamma": torch.zeros(32)}, None, "the same tensor, embeddings.Layer"),
 ]
 
 
@@ -84,6 +84,38 @@ def test_what_does_not_fit_is_named(tmp_path):
     for added, left_out, message in MISFITS:
         kept = {n: t for n, t in golden_tensors().items() if left_out is None or left_out not in n}
         fails(write_hub(tmp_path / "x", {**kept, **added}), "model.safetensors", message)
+
+
+def test_a_size_that_no_file_says(tmp_path):
+    types = {"embeddings.token_type_embeddings.weight": torch.zeros(16, 32)}
+    path = write_hub(tmp_path, {**golden_tensors(), **types}) / "config.json"
+    config = read_json(path)
+    write_json(path, {name: config[name] for name in config if name != "type_vocab_size"})
+    fails(tmp_path, "is [16, 32]", "config.json, which has no type_vocab_size, makes it [2, 32]")
+
+
+EMBEDDING = "bert/embeddings/word_embeddings"
+NAMES = [  # names in a file, those that are the encoder's
+    (f"{EMBEDDING} {EMBEDDING}/BERTAdam {EMBEDDING}/lamb/m_1 bert/embeddings/x", [0, 3]),
+    (f"a/{EMBEDDING} {EMBEDDING} bert.encoder.layer.0.x encoder.layer.0.y", [1, 2]),
+    (f"old.{WORDS} bert.{WORDS} a.bert.{WORDS}", [1]),
+    (f"old.{WORDS} old.encoder.x", [0, 1]),
+    (
+        f"context.{WORDS} question.{WORDS}",
+        "several encoders, prefixes context., question., and none",
+    ),
+]
+
+
+@pytest.mark.parametrize("names, expected", NAMES)
+def test_which_tensors_are_the_encoder_s(names, expected):
+    """An optimizer has its own beside each variable, and a file can hold several encoders."""
+    tensors = {name: i for i, name in enumerate(names.split())}
+    if isinstance(expected, list):
+        assert [*by_hub_name(tensors, "bert").values()] == expected
+    else:
+        with pytest.raises(ValueError, match=expected):
+            by_hub_name(tensors, "bert")
 
 
 class Writes:

@@ -278,7 +278,7 @@ def test_a_fusion_checks_itself(encoder, what, tmp_path, monkeypatch):
         monkeypatch.setattr(Adapter, "z", lambda self, h, *rest: 0.5 * z(self, h, *rest))
     else:
         for adapter in adapter_modules(bert, "b").values():
-            adapter.down.__class__ = Twice
+            adapter.up.__class__ = Twice
     for make in (lambda: add_fusion(bert, "ab"), lambda: load_fusion(bert, tmp_path)):
         with pytest.raises(ValueError, match="low_rank no longer computes"):
             make()

@@ -19,10 +19,9 @@ from runtime.adapters import encoder_of
 TASKS = ["sst2", "rte", "pick"]
 
 
-def drawn(train_sets, epoch, sampling, steps_per_epoch=50):
+def drawn(train_sets, epoch, steps_per_epoch=50):
     """[(number of a task, its examples)] of an epoch's steps"""
-    args = SimpleNamespace(sampling=sampling, steps_per_epoch=steps_per_epoch, batch_size=8)
-    args.seed, args.epochs = 3, 5
+    args = SimpleNamespace(steps_per_epoch=steps_per_epoch, batch_size=8, seed=3, epochs=5)
     return multitask_batches(args, dict(enumerate(train_sets)), epoch)
 
 
@@ -31,32 +30,23 @@ def with_lengths(lengths):
     return [Example([np.zeros(n)], [np.zeros(n)], 0, 0, False) for n in lengths]
 
 
-SAMPLING = [("annealed", 1, 1.0), ("annealed", 3, 0.6), ("annealed", 5, 0.2)]
-SAMPLING += [("proportional", 4, 1.0), ("sqrt", 2, 0.5)]
-
-
-@pytest.mark.parametrize("sampling, epoch, alpha", SAMPLING)
-def test_the_sampler_matches_its_formula(sampling, epoch, alpha):
+@pytest.mark.parametrize("epoch, alpha", [(1, 1.0), (3, 0.6), (5, 0.2)])
+def test_the_sampler_matches_its_formula(epoch, alpha):
     """Shares of a long draw: an exponent that is wrong by 0.1 would show."""
     train_sets, steps = [with_lengths([1] * n) for n in (10, 100, 2000)], 30_000
-    numbers = [number for number, _ in drawn(train_sets, epoch, sampling, steps)]
+    numbers = [number for number, _ in drawn(train_sets, epoch, steps)]
     weights = np.array([10.0, 100.0, 2000.0]) ** alpha
     shares = np.bincount(numbers, minlength=3) / steps
     assert np.allclose(shares, weights / weights.sum(), atol=0.008)
 
 
-@pytest.mark.parametrize("sampling", ["annealed", "round_robin"])
-def test_every_task_goes_through_all_of_its_examples(sampling):
+def test_every_task_goes_through_all_of_its_examples():
     """Before any of them comes a second time, also across epochs."""
     sizes, seen = (20, 33, 100), [[], [], []]
     train_sets = [with_lengths(np.random.default_rng(n).integers(5, 40, n)) for n in sizes]
     for epoch in range(1, 6):
-        steps = drawn(train_sets, epoch, sampling)
-        for number, indices in steps:
+        for number, indices in drawn(train_sets, epoch):
             seen[number] += indices.tolist()
-        if sampling == "round_robin":
-            start = 50 * (epoch - 1)
-            assert [number for number, _ in steps] == [(start + i) % 3 for i in range(50)]
     for size, examples in zip(sizes, seen, strict=True):
         turns = [examples[start : start + size] for start in range(0, len(examples), size)]
         assert len(turns) > 1 and all(len({*turn}) == len(turn) for turn in turns)
@@ -104,7 +94,7 @@ def test_bert_n_pals_optimizer(launch, tmp_path, monkeypatch):
 
     monkeypatch.setattr(multitask, "WARMUP", 0.25)
     hooks = before_step(keep), after_step(compare)
-    words = "--tasks sst2 rte --lr 1e-3 --adapter pfeiffer --sampling round_robin"
+    words = "--tasks sst2 rte --lr 1e-3 --adapter pfeiffer"
     launch(f"{words} --epochs 2 --steps-per-epoch 4", out=tmp_path / "run")
     for hook in hooks:
         hook.remove()

@@ -1,5 +1,5 @@
 """Θ, Φ and Ψ compute in float64 what the reference library has computed in fp32, and read and write
-its files (tests/make_golden.py)."""
+its files (tests/golden/README.md)."""
 
 import pytest
 import torch

@@ -34,6 +34,16 @@ def test_written_by_tensorflow_now(shards, tmp_path):
     assert same(Bert.from_pretrained(tmp_path / "out"))
 
 
+def test_a_step_in_the_name(copy):
+    """As training leaves its checkpoints; but one alone may be there."""
+    directory = copy(TENSORFLOW)
+    for path in directory.glob("bert_model.ckpt.*"):
+        path.rename(directory / path.name.replace("bert_model.ckpt", "model.ckpt-1000000"))
+    assert same(Bert.from_pretrained(directory))
+    (directory / "model.ckpt-900000.index").write_bytes(b"")
+    fails(directory, "bert_config.json and *model.ckpt*.index, one alone")
+
+
 def rewrite(path, content):
     """The old file may still be mapped."""
     path.unlink()
