@@ -57,7 +57,7 @@ def read_inputs(args, run):
         lines = sys.stdin.buffer.read().decode("utf-8-sig").split("\n")
         rows = [line for line in lines if line.strip()]
     else:
-        rows = read_rows(args.file)
+        rows = read_rows(args.file, run.task)
     for i, row in enumerate(rows, 1):
         with error_prefix(f"{where}, row {i}"):
             inputs.append(json.loads(row) if args.file == "-" else row)

@@ -24,23 +24,22 @@ def read_tensorflow(path):
 
 
 def bundle_tensor(name, entry, index, shards):
-    """One tensor, fp32, from its data file; a kernel is transposed. entry: a BundleEntryProto"""
+    """One tensor, from its data file; a kernel is transposed. entry: a BundleEntryProto"""
     entry = protobuf(entry)
     kind, shard, offset, size = (entry.get(field, 0) for field in (1, 3, 4, 5))
     (shape,), (crc,) = entry.get(2, [b""]), entry.get(6, [b""])
     shape = tuple(protobuf(dimension).get(1, 0) for dimension in protobuf(shape).get(2, []))
+    dtype = np.dtype(FLOAT_TYPES[kind])
     data = index.with_name(f"{index.stem}.data-{shard:05d}-of-{shards:05d}")
-    with open(data, "rb") as file:
-        file.seek(offset)
-        content = file.read(size)
-    if not 0 < math.prod(shape) * np.dtype(FLOAT_TYPES[kind]).itemsize == size == len(content):
+    if not 0 < math.prod(shape) * dtype.itemsize == size <= data.stat().st_size - offset:
         raise ValueError(f"{name} in {data.name}, {list(shape)}, is cut off, or damaged")
-    if not intact(content, crc):
+    array = np.memmap(data, dtype=dtype, mode="c", offset=offset, shape=shape)  # copied on write
+    view = array.view()
+    view.flags.writeable = False  # google_crc32c takes no buffer that could change
+    if not intact(view, crc):
         raise ValueError(f"{name} in {data.name} does not match its checksum: the file is damaged")
-    array = np.frombuffer(content, FLOAT_TYPES[kind]).reshape(shape)
-    return torch.from_numpy(
-        np.array(array.T if name.endswith("/kernel") else array, "f", order="C")
-    )
+    tensor = torch.from_numpy(np.require(array, requirements="A"))
+    return tensor.T.contiguous() if name.endswith("/kernel") else tensor
 
 
 def table_entries(table):

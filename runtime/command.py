@@ -52,7 +52,9 @@ def name_and_text(word):
     """text_a=review -> ("text_a", "review")"""
     name, _, text = word.partition("=")
     if not name or not text:
-        raise argparse.ArgumentTypeError(f"takes NAME=VALUE, not {word!r:.50}")
+        raise argparse.ArgumentTypeError(
+            f"takes NAME=VALUE, in quotes if it has blanks, not {word!r:.50}"
+        )
     return name, text
 
 
