@@ -40,8 +40,8 @@ class Fusion(nn.Module):
         for linear in (self.query, self.key):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
-        # section 4.1: ones on the diagonal, so that at first o is about Σ s_n z_n. Elsewhere the
-        # text has random numbers of norm 1e-6; the constant is that of adapters 1.3.
+        # section 4.1: ones on the diagonal, so that at first o is about Σ s_n z_n. Off the
+        # diagonal the paper has random numbers of norm 1e-6; this constant is that of adapters 1.3.
         with torch.no_grad():
             self.value.weight.fill_(1e-6).fill_diagonal_(1.0)
 

@@ -28,7 +28,7 @@ from formats.tokenizer import copy_tokenizer, load_tokenizer
 from fusion import FUSIONS, add_fusion, fusion_regularization, parameters_by_file, save_fusion
 from runtime import command
 from runtime.adapters import copied_adapters, encoder_of, find_adapters
-from runtime.kernels import AdamW
+from runtime.kernels import AdamW  # torch's, which starts faster
 from runtime.processes import all_reduce, choose_device, rank_and_world_size
 from runtime.record import describe, read_run, write_run
 from runtime.run import State, check_out, is_begun, open_run
@@ -259,14 +259,14 @@ def train(args):
     groups = [{"params": [*trainable.values()], "lr_factor": 1.0}]
     optimizer = AdamW(groups, weight_decay=0.0, fused=device.type != "mps")
 
-    state = State()
-    # What run.json will say: open_run writes it, and run.finish does again.
+    state = State()  # epoch 1, step 0, and no best epoch yet, which is 0
+    # What run.json will say: open_run writes it, and run.finish again, with what `save` changes.
     record = describe(args, bert, tokenizer, [(task, train_set, dev_set)], trainable)
     # With --resume, state, trainable, optimizer and random numbers become the checkpoint's.
     with open_run(args, record, state, trainable, optimizer) as run:
         if run.result:
             return run.result  # it is finished already
-        if run.is_new and run.rank == 0:  # the run keeps the adapters; Θ is named and digested
+        if run.is_new and run.rank == 0:  # of Θ, run.json has the name and SHA-256
             for name, directory in args.adapters.items():
                 adapterhub.copy(directory, name, f"{args.out}/adapters/{name}")
         # open_run has connected the processes that torchrun started
@@ -383,8 +383,8 @@ def save(model, task, out, record):
         copy_tokenizer(bert.directory, out)
     for name in bert.adapters:
         if trained(files[f"adapter {name}"]):
-            is_stage_1 = name == task.name and not bert.fused_names  # of your own stages, too
-            place = out if is_stage_1 else out / "adapters" / name
+            is_alone = name == task.name and not bert.fused_names  # goes to the run's root
+            place = out if is_alone else out / "adapters" / name
             save_adapter(bert, name, place)
             write_run(place, record)
     if trained(files["fusion"]):
