@@ -332,7 +332,7 @@ print(demo.verdict(rows))
 # ## 6 What the fusion has learned
 #
 # The paper's Figure 4: the weights $s$ of every layer, averaged over the development set. Here at
-# `[CLS]`: in the last layer the head reads nothing else, and the other tokens are not even computed.
+# `[CLS]`: in the last layer the head reads nothing else, so only there was its fusion trained.
 
 # %%
 run = load_run(RUNS / "runs" / "fusion-240-0")
@@ -344,7 +344,7 @@ figure.colorbar(heat_map(axes, at_cls.mean(0).T, run.adapters, layers), ax=axes)
 plt.show()
 
 # %% [markdown]
-# And by token, in the layers that compute all tokens: the weight of `match` in one example. Above
+# And by token, in the layers whose other tokens are read, too: the weight of `match` in one example. Above
 # 0.5 `match` counts more, below it `order`.
 
 # %%
