@@ -39,7 +39,7 @@ class Task:
     candidates: Callable = lambda *texts: [(texts[0], texts[1] if len(texts) > 1 else None)]
     label: str = "label"  # the column of the label
     max_length: int = 128  # in tokens; longer pairs are cut
-    is_multiple_choice: bool = False  # the labels are then the numbers of the choices
+    is_multiple_choice: bool = False  # the labels then name the choices
     loss: Callable = F.cross_entropy  # of logits [B, K] and labels [B], the mean of the batch
     predict: Callable = lambda logits: logits.argmax(-1)  # logits [B, K] -> [B]
     all_scores: dict = field(default_factory=lambda: CLASS_SCORES)

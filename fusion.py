@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from adapter import Adapter, adapter_modules, adapter_tensors, class_of, head_tensors
+from bert import AddNorm, Layer
 from formats import adapterhub
 from formats.files import error_prefix
 from runtime.record import read_run
@@ -111,6 +112,9 @@ class Fusion(nn.Module):
 
 
 FUSIONS = {"attention": Fusion}  # --fusion NAME: a class like Fusion
+# In a layer in which nothing but these is, only self-attention mixes tokens (Model in train.py).
+OURS = {AddNorm, Layer, Adapter, Fusion, nn.Linear, nn.LayerNorm, nn.ModuleDict}
+OURS |= {nn.Identity, nn.Dropout}
 
 
 def bottlenecks(h, adapters):

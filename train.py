@@ -20,12 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import variants.houlsby
 import variants.pal  # noqa: F401  (they add "houlsby_recipe" and "pal" to ADAPTERS)
-from adapter import ADAPTERS, HEADS, Adapter, add_adapter, load_adapter, save_adapter, save_head
-from bert import AddNorm, Bert, Layer, activate
+from adapter import ADAPTERS, HEADS, Head, add_adapter, load_adapter, save_adapter, save_head
+from bert import Bert, activate
 from data import batches, collate, get_task, load_split
 from formats import adapterhub
 from formats.tokenizer import copy_tokenizer, load_tokenizer
-from fusion import FUSIONS, add_fusion, fusion_regularization, parameters_by_file, save_fusion
+from fusion import FUSIONS, OURS, add_fusion, fusion_regularization, parameters_by_file, save_fusion
 from runtime import command
 from runtime.adapters import copied_adapters, encoder_of, find_adapters
 from runtime.kernels import AdamW  # torch's, which starts faster
@@ -166,13 +166,9 @@ class Model(nn.Module):
         return self.head(h, mask).float()
 
     def reads_cls_only(self):
-        """Whether the last layer's other tokens matter as keys and values alone: AdapterHub's head
-        reads [CLS], and of what is ours in that layer nothing but self-attention mixes tokens.
-        Whoever edits one of these classes so that it reads other tokens changes this, too."""
-        ours = {Layer, AddNorm, Adapter, FUSIONS["attention"], nn.Linear, nn.LayerNorm}
-        ours |= {nn.ModuleDict, nn.Identity, nn.Dropout}
-        in_layer = {*map(type, self.bert.layers[-1].modules())}
-        return type(self.head) is HEADS["cls"] and in_layer <= ours
+        """Whether the last layer's other tokens matter as keys and values alone: the head reads
+        [CLS]. Whoever edits one of these classes to read other tokens changes this, too."""
+        return type(self.head) is Head and {*map(type, self.bert.layers[-1].modules())} <= OURS
 
 
 def build(args, task, device):

@@ -26,8 +26,7 @@ from experiments import grid, report
 from experiments.load_run import load_run
 from formats.files import read_json, write_json
 from runtime.command import count, run_command
-from runtime.record import read_run
-from runtime.seen import share_seen
+from runtime.record import share_trained_on
 
 OWN = "own"  # the system whose adapter others fuse
 COLUMNS = "task system limit_train seed".split()
@@ -130,13 +129,11 @@ def left_over_accuracy(args, cell):
         return read_json(path)["accuracy"]
     run = load_run(cell.out, cell.options().device, task=args.target)
     examples = run.left_over()
-    labels, predicted, _ = train.predict(run.model, run.task, examples, run.args)
-    accuracy = run.task.scores["accuracy"](labels, predicted)
+    accuracy = train.evaluate(run.model, run.task, examples, run.args)["accuracy"]
     print(f"{cell.name}: {100 * accuracy:.2f} % of {len(examples)} left-over examples", flush=True)
     for adapter, directory in run.args.adapters.items():
-        for task in read_run(directory).get("tasks", {}).values():
-            if (share := share_seen(examples, task["sketch"])) >= 0.05:
-                print(f"WARNING: {cell.name}: {adapter} was TRAINED on {share:.0%} of them")
+        if share := share_trained_on(directory, examples):
+            print(f"WARNING: {cell.name}: {adapter} was TRAINED on {share:.0%} of them")
     path.parent.mkdir(exist_ok=True)
     write_json(path, {"accuracy": accuracy})
     return accuracy

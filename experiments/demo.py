@@ -65,11 +65,9 @@ def train_all(args):
 
 def weights_of_match(run):
     """[layers, 2]: its mean weight on the tokens of the sentences, and on those of the names."""
-    sentences, names = [], []
+    sentences, names, n = [], [], run.adapters.index("match")
     for found in run.fusion_weights(run.split()):
-        s = torch.stack(found["weights"]["output"])[
-            :, :, run.adapters.index("match")
-        ]  # [layers, T]
+        s = torch.stack(found["weights"]["output"])[:, :, n]  # [layers, T]
         end = found["tokens"].index("[SEP]")
         sentences.append(s[:, 1:end])
         names.append(s[:, end + 1 : -1])

@@ -24,9 +24,8 @@ from experiments.load_run import load_run, make_parser, read_finished
 from experiments.report import markdown, save_figure, subplots, write_text
 from formats.adapterhub import FUSION
 from formats.files import read_json
-from fusion import fusion_weights, fusions
+from fusion import fusions
 from runtime.command import import_modules, run_command
-from train import autocast
 
 # Lightness rises with the weight, so it can be read in grey and with any colour vision. In the
 # middle black and white text have the same contrast.
@@ -66,14 +65,12 @@ def mean_weights(run, examples):
     sums, counts = {tokens: defaultdict(float) for tokens in SHOWN}, dict.fromkeys(SHOWN, 0)
     for indices in batches(examples, 64):
         batch = collate([examples[i] for i in indices], run.bert.config.pad_token_id)
-        names = "input_ids", "token_type_ids", "attention_mask"
-        with autocast(run.args, run.bert.device):
-            run.bert(*(batch[name].to(run.bert.device) for name in names))
+        weights = run.weights_of(batch)
         real = batch["attention_mask"].bool()  # [B, T]
         is_first = torch.arange(real.shape[1]).expand_as(real) == 0
         for tokens, chosen in (("all", real), ("cls", is_first)):
             counts[tokens] += chosen.sum().item()
-            for slot, s in fusion_weights(run.bert).items():  # [B, T, N]
+            for slot, s in weights.items():  # [B, T, N]
                 sums[tokens][slot] += s.cpu()[chosen].double().sum(0)
     return {of: {slot: s / counts[of] for slot, s in sums[of].items()} for of in SHOWN}
 

@@ -228,10 +228,9 @@ def run(args, columns, cells):
         if status == 0:
             os.utime(cell.metrics)  # a run that was finished already is not written again
         if is_finished(cell):  # also with a note, after a loss that was not finite
-            note = f", {last}" * (status != 0)
-            return print(
-                f"{cell.name}: {100 * row_of({}, cell)['accuracy']:.2f} %{note}", flush=True
-            )
+            accuracy, note = row_of({}, cell)["accuracy"], f", {last}" * (status != 0)
+            print(f"{cell.name}: {100 * accuracy:.2f} %{note}", flush=True)
+            return None
         print(f"{cell.name}: FAILED, {last}", flush=True)
         return f"{last} (status {status}, {cell.log})"
 

@@ -157,6 +157,13 @@ class LoadedRun:
                 result[i]["truncated"] = examples[i].is_cut
         return result
 
+    def weights_of(self, batch):
+        """fusion.py's fusion_weights of a batch, of all tokens in the last layer, too."""
+        names = "input_ids", "token_type_ids", "attention_mask"
+        with train.autocast(self.args, self.bert.device):
+            self.bert(*(batch[name].to(self.bert.device) for name in names))
+        return fusion_weights(self.bert)
+
     @torch.inference_mode()
     def fusion_weights(self, inputs):
         """
@@ -167,11 +174,7 @@ class LoadedRun:
         """
         result = []
         for example in self.encode(inputs):
-            batch = collate([example], self.bert.config.pad_token_id)
-            names = "input_ids", "token_type_ids", "attention_mask"
-            with train.autocast(self.args, self.bert.device):
-                self.bert(*(batch[name].to(self.bert.device) for name in names))
-            s = fusion_weights(self.bert)
+            s = self.weights_of(collate([example], self.bert.config.pad_token_id))
             for c, ids in enumerate(example.input_ids):
                 tokens = self.tokenizer.decode_batch([[i] for i in ids], False)
                 layers = {location: [None] * len(self.bert.layers) for _, location in sorted(s)}

@@ -3,6 +3,8 @@
 import functools
 from pathlib import Path
 
+from formats.files import note
+
 
 def is_local(source):
     """Whether something that is not there was meant as a path: it is no hub id, or begins with a
@@ -26,7 +28,7 @@ def hub_library():
             huggingface_hub.get_session().head(hub.ENDPOINT, timeout=4, follow_redirects=False)
     except Exception:  # no name, no route, a proxy's error, no answer
         hub.HF_HUB_OFFLINE = True
-        print(f"note: {hub.ENDPOINT} does not answer, so only its cache is used", flush=True)
+        note(f"{hub.ENDPOINT} does not answer, so only its cache is used")
     return huggingface_hub
 
 

@@ -57,6 +57,14 @@ def examples_sha256(examples):
     return hashlib.sha256(hashes).hexdigest()
 
 
+def share_trained_on(directory, examples):
+    """The share of [Example] on which the adapter in a directory was trained, an estimate; 0 where
+    its run.json is not there, and below 5 %."""
+    sketches = [task["sketch"] for task in read_run(directory).get("tasks", {}).values()]
+    share = max((share_seen(examples, one) for one in sketches), default=0)
+    return share if share >= 0.05 else 0
+
+
 def describe(args, bert, tokenizer, data, trainable):
     """What run.json is to say. data: [(task, training set, development set)]; trainable: {name:
     trained parameter}. Prints a warning if an adapter has seen development examples."""
@@ -73,9 +81,7 @@ def describe(args, bert, tokenizer, data, trainable):
         if len(task.labels) > 1:  # no regression
             majority.append(max(map(labels.count, {*labels})) / len(labels))
         for name, directory in args.adapters.items():
-            sketches = [one["sketch"] for one in read_run(directory).get("tasks", {}).values()]
-            share = max((share_seen(dev_set, one) for one in sketches), default=0)
-            if share >= 0.05:
+            if share := share_trained_on(directory, dev_set):
                 problem = f"{name} was TRAINED on {share:.0%} of this run's development examples"
                 print(
                     f"WARNING: adapter {problem}: its scores say little about new ones", flush=True
