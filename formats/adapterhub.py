@@ -3,7 +3,6 @@ options (a JSON object) and tensors, {(slot, part): tensor}, such as ("encoder.l
 "adapter_up.weight"). What modules they become is not known here."""
 
 import re
-import shutil
 from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +127,8 @@ class Saved:
         """Raises ValueError if the file is for another encoder than `bert`; `run` is its run.json.
         The name of an encoder's local directory says little: another one is only noted."""
         if bert.sha256 and run.get("encoder", bert.sha256) != bert.sha256:
-            raise ValueError(f"it was trained on an encoder with other weights than {bert.source}")
+            problem = f"with other weights than {bert.source}: {run['trained_on']}"
+            raise ValueError(f"it was trained on an encoder {problem}")
         trained_on = Path(str(self.metadata.get("model_name") or bert.source)).name
         if not run and bert.source and trained_on != Path(bert.source).name:
             problem = f"made for {trained_on!r:.100}, the encoder is {bert.source}"
@@ -197,7 +197,6 @@ def write(directory, kind, options, tensors, metadata):
     """Writes files: options, {(slot, part): tensor} as fp32, and what `header` gives."""
     prefix, name = f"{metadata['model_type']}." if kind.word else "", metadata["name"]
     named = {f"{prefix}{slot}{kind.word}.{name}.{part}": t for (slot, part), t in tensors.items()}
-    Path(directory).mkdir(parents=True, exist_ok=True)
     files.write_tensors(Path(directory) / kind.weights[0], named)
     files.write_json(Path(directory) / kind.config, {"config": options, **metadata})
 
@@ -214,4 +213,5 @@ def copy(source, name, directory):
     saved = read(source, ADAPTER)
     write(directory, ADAPTER, saved.options, saved.tensors, {**saved.metadata, "name": name})
     if (saved.directory / "run.json").is_file():
-        shutil.copyfile(saved.directory / "run.json", Path(directory) / "run.json")
+        run = files.read_json(saved.directory / "run.json")
+        files.write_json(Path(directory) / "run.json", run)

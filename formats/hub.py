@@ -42,6 +42,5 @@ def download(repo_id, *patterns):
         return Path(hub.snapshot_download(repo_id, allow_patterns=patterns))
     except Exception as e:  # no network, not found, no access, no id, a full disk: of many kinds
         reason = " ".join(str(e).split())[:300] or type(e).__name__
-        cache = f"{hub.constants.ENDPOINT}, nor from the cache {hub.constants.HF_HUB_CACHE}"
-        problem = f"{str(repo_id)!r} is no local directory, and does not come from {cache}"
-        raise FileNotFoundError(f"{problem} ({reason})") from e
+        places = f"at {hub.constants.ENDPOINT} nor in its cache, {hub.constants.HF_HUB_CACHE}"
+        raise FileNotFoundError(f"{repo_id} is no directory, nor {places} ({reason})") from e

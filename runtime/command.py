@@ -10,8 +10,7 @@ import sys
 import time
 import traceback
 
-WRONG = ValueError, OSError, FloatingPointError, MemoryError  # their messages are for users
-TRACEBACK = "ADAPTERFUSION_TRACEBACK"
+WRONG = ValueError, OSError, FloatingPointError  # their messages are for users
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,9 +51,7 @@ def name_and_text(word):
     """text_a=review -> ("text_a", "review")"""
     name, _, text = word.partition("=")
     if not name or not text:
-        raise argparse.ArgumentTypeError(
-            f"takes NAME=VALUE, in quotes if it has blanks, not {word!r:.50}"
-        )
+        raise argparse.ArgumentTypeError(f"takes NAME=VALUE, not {word!r:.50}")
     return name, text
 
 
@@ -68,60 +65,51 @@ def name_and_value(word):
 
 
 def look_up(table, name, what):
-    """table[name], of a dictionary to which --import may add. Raises ValueError, which says what
-    the name was to be."""
+    """table[name], of a dictionary to which --import may add. Raises ValueError."""
     if name not in table:
-        advice = f"there are {', '.join(table)}; --import MODULE names a file that adds one"
-        raise ValueError(f"{what} {name!r:.50} is not known: {advice}")
+        known = f"there are {', '.join(table)}; --import MODULE names a file that adds one"
+        raise ValueError(f"{what} {name!r:.50} is not known: {known}")
     return table[name]
 
 
 def import_modules(names):
     """Imports the modules that --import names, which add to dictionaries such as ADAPTERS."""
-    try:
-        for name in names:
-            importlib.import_module(name)
-    except ModuleNotFoundError as e:
-        advice = "--import takes names such as examples.lora, of files here or on PYTHONPATH"
-        raise ValueError(f"{e}: {advice}") from e
+    for name in names:
+        importlib.import_module(name)
 
 
 def run_command(name, main, argv=None):
     """Calls main(argv), and prints what it returns, unless None, as one line of JSON. Any exception
-    ends the command with one line on stderr and exit status 2, Ctrl-C with another line and 130; of
-    torchrun's processes the first one prints. ADAPTERFUSION_TRACEBACK=1 shows tracebacks, too."""
+    ends the command with one line on stderr and exit status 2, Ctrl-C with another line and 130.
+    ADAPTERFUSION_TRACEBACK=1 in the environment shows tracebacks, too."""
     dist = sys.modules.get("torch.distributed")
     rank = int(os.environ.get("RANK", 0)) if dist and dist.is_torchelastic_launched() else 0
     if rank > 0:
         sys.stdout = open(os.devnull, "w")  # the first process prints for all
+    status, message = 0, ""
     try:
-        result = main(argv)
-        if dist and dist.is_initialized():  # now that the model is gone: its end may wait for it
-            dist.destroy_process_group()
-        if result is not None:
+        if (result := main(argv)) is not None:
             print(json.dumps(result))
         sys.stdout.flush()  # here, where a closed pipe can be caught
-        return
     except SystemExit:
         raise
     except BrokenPipeError:  # of `... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        status = 141  # quietly, as a program that SIGPIPE ends
     except KeyboardInterrupt as e:
-        status, message, prints = 130, str(e) or "interrupted", rank == 0
+        status, message = 130, str(e) or "interrupted"
     except BaseException as e:  # a panic of the tokenizers' Rust code is no Exception
-        if os.environ.get(TRACEBACK):
+        if os.environ.get("ADAPTERFUSION_TRACEBACK"):
             traceback.print_exc()
         status, message = 2, str(e)
         if not isinstance(e, WRONG) or not message:  # no message of ours: where was it raised?
-            message = f"{type(e).__name__}: {e} ({TRACEBACK}=1 in the environment shows where)"
-        # a lack of memory, or an error of CUDA, may come to one process alone
-        prints = rank == 0 or isinstance(e, (MemoryError, RuntimeError))
-    if prints:
+            message = f"{type(e).__name__}: {e} (with ADAPTERFUSION_TRACEBACK=1 it says where)"
+    if message and rank == 0:
         print(f"{name}: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    elif status == 2:  # the first to end has torchrun end the others: it must not be a silent one
+    elif status == 2:  # as a rule the first process says the same, and torchrun ends this one
         time.sleep(3)
+        print(f"{name}, process {rank}: {' '.join(message.split())}", file=sys.stderr, flush=True)
     if dist and dist.is_initialized():  # at once: gloo's threads and the interpreter may wait
-        sys.stdout.flush()
         os._exit(status)
-    sys.exit(status)
+    if status:
+        sys.exit(status)

@@ -26,21 +26,13 @@ def embedding(rows, d):
     return nn.Embedding.from_pretrained(torch.empty(rows, d).uniform_(-0.035, 0.035), freeze=False)
 
 
-def attention(q, k, v, mask, p, bias=None):
-    """softmax(q kᵀ / √(d/H) + bias) v over the real tokens, each weight dropped with probability p:
-    [B, H, T, d/H] each -> q's shape. F.scaled_dot_product_attention, on a CPU with the dropout
-    above."""
-    if bias is not None:
-        bias = bias.to(q.dtype)  # [1, H, T, T]
-        if mask is not None:
-            bias = bias.masked_fill(~mask, torch.finfo(q.dtype).min)  # [B, H, T, T]
+def attention(q, k, v, mask, p):
+    """softmax(q kᵀ / √(d/H)) v over the real tokens, each weight dropped with probability p: [B, H,
+    T, d/H] each -> q's shape. F.scaled_dot_product_attention, on a CPU with the dropout above."""
     if p == 0 or q.device.type != "cpu":
-        added = mask if bias is None else bias
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=added, dropout_p=p)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
     scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)  # [B, H, T, T]
-    if bias is not None:
-        scores += bias
-    elif mask is not None:
+    if mask is not None:
         scores += scores.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(scores.dtype).min)
     return dropout(scores.softmax(-1), p, training=True) @ v
 

@@ -1,10 +1,8 @@
 """Devices, several processes as torchrun starts them, and the signals that ask for a stop."""
 
 import contextlib
-import ctypes
 import os
 import signal
-import sys
 
 import torch
 import torch.distributed as dist
@@ -14,7 +12,7 @@ def choose_device(device, dtype):
     """("auto", "auto") -> (torch.device, torch.dtype), and PyTorch set up for it. Raises ValueError
     for a device that is not there."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    available["cpu"] = True
+    available |= {"cpu": True}
     if device == "auto":
         device = next(name for name in available if available[name])
     if not available[device]:
@@ -40,9 +38,7 @@ def all_reduce(tensor):
     return tensor
 
 
-STOP = [signal.SIGINT, signal.SIGTERM]  # Ctrl-C, a scheduler
-if os.name != "nt":
-    STOP.append(signal.SIGHUP)  # a closed terminal
+STOP = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
 
 
 @contextlib.contextmanager
@@ -68,20 +64,3 @@ def deferred_signals(notice=""):
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-
-prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-
-
-def end_with_parent():
-    """For a new child process, on Linux: SIGTERM when its parent ends, also where that is killed
-    and can tell nobody."""
-    if prctl is not None:
-        prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
-
-
-def out_of_memory(error):
-    """Whether a RuntimeError of PyTorch says that there is no memory left."""
-    # the last two on a CPU: PyTorch's allocator, and oneDNN
-    words = "can't allocate memory", "could not create a primitive"
-    return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in words)

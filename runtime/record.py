@@ -2,7 +2,7 @@
 
 {"options": {...}, "inputs": {"encoder": SHA-256, "adapter rte": ..., "training examples": ...},
  "encoder": SHA-256 of the encoder to which what the run has trained belongs, "trained_on": where
- that is, "sketch": of the training examples (runtime/seen.py), "machine": {...}}
+ that is, "tasks": {"rte": {..., "sketch": of its training examples}}, "machine": {...}}
 """
 
 import contextlib
@@ -16,19 +16,20 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from formats.adapterhub import ADAPTER, read
-from formats.files import read_json, write_json
+from formats.files import read_json
 from formats.tokenizer import tokenizer_sha256
-from runtime.seen import share_seen, sketch
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = "torch numpy tokenizers safetensors".split()
 # Options that say where things are and how to compute: a run that is resumed may have others. What
 # decides about the result is compared by its digest.
-MAY_DIFFER = """out resume overwrite device grad_accumulation adapters model data_dir train_file
-    dev_file imports""".split()
+MAY_DIFFER = """out resume overwrite device grad_accumulation model data_dir train_file dev_file
+    imports""".split()
+SKETCH = 1000
 
 
 def read_run(directory):
@@ -37,31 +38,42 @@ def read_run(directory):
     return read_json(path) if path.is_file() else {}
 
 
-def write_run(directory, run):
-    write_json(Path(directory) / "run.json", run)
-
-
 def first_difference(before, now):
     """ "NAME = VALUE, not VALUE" of the first option or input in which two runs differ, or None."""
     for part in ("options", "inputs"):
-        old, new = before[part], now[part]
+        old, new = dict(before[part]), dict(now[part])
+        if part == "options":  # the adapters' order decides, where they are does not
+            old["adapters"], new["adapters"] = [*old["adapters"]], [*new["adapters"]]
         for name in {**old, **new}:
             if name not in MAY_DIFFER and old.get(name) != new.get(name):
                 return f"{name} = {old.get(name)}, not {new.get(name)}"
     return None
 
 
+def hashes_of(examples):
+    return np.array([example.hash for example in examples], np.uint64)
+
+
 def examples_sha256(examples):
     """SHA-256 of [Example], by the texts and the labels."""
-    hashes = b"".join(example.hash.to_bytes(8, "little") for example in examples)
-    return hashlib.sha256(hashes).hexdigest()
+    return hashlib.sha256(hashes_of(examples).tobytes()).hexdigest()
+
+
+def sketch(examples):
+    """The 1,000 smallest hashes of [Example], as text."""
+    return np.unique(hashes_of(examples))[:SKETCH].tobytes().hex()
 
 
 def share_trained_on(directory, examples):
     """The share of [Example] on which the adapter in a directory was trained, an estimate; 0 where
-    its run.json is not there, and below 5 %."""
-    sketches = [task["sketch"] for task in read_run(directory).get("tasks", {}).values()]
-    share = max((share_seen(examples, one) for one in sketches), default=0)
+    its run.json is not there, and below 5 %. Of each training set, run.json has the 1,000 smallest
+    hashes: those of the examples that are no larger are looked up among them, if they are 20."""
+    share, hashes = 0.0, hashes_of(examples)
+    for task in read_run(directory).get("tasks", {}).values():
+        seen = np.frombuffer(bytes.fromhex(task["sketch"]), np.uint64)
+        near = hashes[hashes <= seen[-1]] if len(seen) == SKETCH else hashes
+        if len(near) >= 20 or len(seen) < SKETCH:
+            share = max(share, float(np.isin(near, seen).mean()))
     return share if share >= 0.05 else 0
 
 
@@ -71,21 +83,16 @@ def describe(args, bert, tokenizer, data, trainable):
     inputs = {"encoder": bert.sha256, "tokenizer": tokenizer_sha256(tokenizer)}
     for name, directory in args.adapters.items():
         inputs[f"adapter {name}"] = read(directory, ADAPTER).sha256()
-    tasks, majority = {}, []
+    tasks = {}
     for task, train_set, dev_set in data:
         inputs[f"training examples of {task.name}"] = examples_sha256(train_set)
         inputs[f"development examples of {task.name}"] = examples_sha256(dev_set)
         own = {"columns": task.columns, "labels": task.labels, "max_length": task.max_length}
         tasks[task.name] = {**own, "sketch": sketch(train_set)}
-        labels = [example.label for example in dev_set]
-        if len(task.labels) > 1:  # no regression
-            majority.append(max(map(labels.count, {*labels})) / len(labels))
         for name, directory in args.adapters.items():
             if share := share_trained_on(directory, dev_set):
                 problem = f"{name} was TRAINED on {share:.0%} of this run's development examples"
-                print(
-                    f"WARNING: adapter {problem}: its scores say little about new ones", flush=True
-                )
+                print(f"WARNING: adapter {problem}: its scores say little about new ones")
     train, dev = (sum(map(len, sets)) for sets in list(zip(*data, strict=True))[1:])
     trained = sum(p.numel() for p in trainable.values())
     millions = sum(p.numel() for p in bert.own_parameters().values()) / 1e6
@@ -101,7 +108,6 @@ def describe(args, bert, tokenizer, data, trainable):
         "tasks": tasks,
         "train_examples": train,
         "dev_examples": dev,
-        "majority_class_accuracy": sum(majority) / len(majority) if majority else None,
         "steps_per_epoch": math.ceil(train / args.batch_size),
         "trained_parameters": trained,
         "machine": machine(bert.device),
@@ -111,8 +117,7 @@ def describe(args, bert, tokenizer, data, trainable):
 def machine(device):
     """Where a run was computed, and with what. commit: of this repository, with -dirty behind it
     where changes are not committed; None without one."""
-    cpu = torch.cpu.get_capabilities()
-    names = [cpu.get("cpu_name"), torch.backends.cpu.get_cpu_capability(), cpu.get("amx_bf16")]
+    amx = ", AMX" if torch.cpu.get_capabilities().get("amx_bf16") else ""
     command = "git --git-dir=.git --work-tree=. --no-optional-locks describe --always --dirty"
     command = [*command.split(), "--abbrev=40", "--exclude=*"]
     commit = None
@@ -120,10 +125,9 @@ def machine(device):
         commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     return {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
-        "processor": ", ".join("AMX" if name is True else name for name in names if name),
+        "processor": torch.backends.cpu.get_cpu_capability() + amx,
         "threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in PACKAGES}
-        | {"python": platform.python_version()},
+        "versions": {"python": platform.python_version()} | {n: version(n) for n in PACKAGES},
         "commit": commit or None,
         "command": shlex.join(sys.argv),
     }

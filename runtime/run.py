@@ -1,13 +1,5 @@
 """What keeps a run alive: the lock on its directory, its log, its checkpoints, signals, processes.
-
-with open_run(args, record, state, trainable, optimizer) as run:  # under --resume from resume.pt
-    for share, part in run.micro_batches(indices): ...            # this process's part of a batch
-    run.after_step(loss)                                          # saves when due, or on a signal
-    run.after_epoch(scores)                                       # a line of the log, a checkpoint
-    result = run.finish()                                         # metrics.json
-
-A run saves and reports; it does not change what is computed.
-"""
+It saves and reports; it does not change what is computed."""
 
 import contextlib
 import json
@@ -27,43 +19,33 @@ from tqdm import tqdm
 from formats.adapterhub import ADAPTER, FUSION, HEAD
 from formats.files import atomic_write, read_json, write_json
 from formats.tokenizer import TOKENIZER_FILES
-from runtime.processes import all_reduce, deferred_signals, out_of_memory, rank_and_world_size
-from runtime.record import first_difference, read_run, write_run
-
-tqdm.monitor_interval = 0  # its monitor is a thread that waits forever where memory is short
+from runtime.adapters import named
+from runtime.processes import all_reduce, deferred_signals, rank_and_world_size
+from runtime.record import first_difference, read_run
 
 SAVE_MINUTES = 5  # between two checkpoints within an epoch
-WEIGHTS = [*(files.weights[0] for files in (ADAPTER, HEAD, FUSION)), "model.safetensors"]
-CONFIGS = [*(files.config for files in (ADAPTER, HEAD, FUSION)), "config.json"]
 # What a run clears, in this order. Its run.json stays until it is replaced: without one, a
 # directory is not taken for a run's.
-RUN_FILES = ["resume.pt", "metrics.json", "log.jsonl", "adapters", "heads", *WEIGHTS, *CONFIGS]
+RUN_FILES = "resume.pt metrics.json log.jsonl adapters heads model.safetensors config.json".split()
+RUN_FILES += [n for kind in (ADAPTER, HEAD, FUSION) for n in (kind.weights[0], kind.config)]
 RUN_FILES += TOKENIZER_FILES
+TEMPORARY = [f"{name}.tmp" for name in [*RUN_FILES, "run.json"]]  # of a write that was killed
 
 
 @dataclass
 class State:
-    """Where the training is, and what was best so far."""
+    """Where the training is, and what was best so far: a checkpoint holds it."""
 
     epoch: int = 1
     step: int = 0  # steps of this epoch that are done
     best_epoch: int = 0
-    best_score: float = -math.inf
     best_scores: dict = field(default_factory=dict)  # {score: value}
     best: dict = field(default_factory=dict)  # {name: trained parameter}
-
-    def keep_best(self, scores, score, trainable):
-        self.best_epoch, self.best_scores, self.best_score = self.epoch, scores, scores[score]
-        self.best = {name: p.detach().cpu().clone() for name, p in trainable.items()}
-
-    def load_best(self, trainable):
-        for name, p in trainable.items():
-            p.data.copy_(self.best[name])
 
 
 def is_begun(out):
     """Whether a directory holds a run that is finished, or that can be continued."""
-    return any((Path(out) / name).is_file() for name in ("metrics.json", "resume.pt"))
+    return bool(read_run(out)) and any((Path(out) / name).is_file() for name in RUN_FILES[:2])
 
 
 def check_out(args):
@@ -73,105 +55,76 @@ def check_out(args):
         if os.path.lexists(out):
             raise ValueError(f"--out {out} is a file, or a link that leads nowhere")
         return
-    others = [path for path in out.iterdir() if path.suffix != ".tmp" and path.name != ".lock"]
+    others = {path.name for path in out.iterdir()} - {".lock", *TEMPORARY}
     if others and not (out / "run.json").is_file():
         raise ValueError(f"--out {out} holds other files than a run's: choose a new directory")
     if args.resume and is_begun(out):
         return
-    for source in [args.model, *args.adapters]:
-        path = Path(source.rpartition("=")[2])
+    for path in map(Path, [args.model, *(named(source)[1] for source in args.adapters)]):
         if path.is_dir() and path.resolve().is_relative_to(out.resolve()):
             raise ValueError(f"--out {out} would replace {path}, which this run needs")
-    if not args.overwrite and (is_begun(out) or any((out / name).exists() for name in WEIGHTS)):
-        advice = "choose another --out, --resume to continue the run, or --overwrite to replace it"
+    if not args.overwrite and any((out / n).is_file() for n in RUN_FILES if n != "log.jsonl"):
+        advice = "choose another --out, --resume to continue it, or --overwrite to replace it"
         raise ValueError(f"--out {out} holds a run, or its weights: {advice}")
 
 
 @contextlib.contextmanager
 def open_run(args, record, state, trainable, optimizer):
     """The Run in args.out, whose directory is locked, and cleared unless the run is resumed.
-    record: what run.json is to say; trainable: {name: trained parameter}. Exceptions inside say how
-    to go on."""
-    out, device = Path(args.out), next(iter(trainable.values())).device
-    if dist.is_torchelastic_launched():  # nothing is written before all processes have come so far
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    record: what run.json is to say; trainable: {name: trained parameter}."""
+    out, on_gpu = Path(args.out), next(iter(trainable.values())).is_cuda
+    if dist.is_torchelastic_launched() and not dist.is_initialized():  # before anything is written
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
     first = rank_and_world_size()[0] == 0  # the process that writes
     notice = "stopping after this step, or this evaluation; a second signal stops without saving"
-    continued = f", continue with --resume --out {out} in the same command"
-    try:
-        with locked(args) if first else contextlib.nullcontext():
-            with deferred_signals(notice * first) as signals:
-                yield Run(args, record, state, trainable, optimizer, signals)
-                if signals:  # in the last evaluation, or while the result was written
-                    raise KeyboardInterrupt
-    except KeyboardInterrupt as e:
-        finished = f"; {out} is finished" if (out / "metrics.json").exists() else ""
-        advice = finished or continued * (out / "resume.pt").exists()
-        raise KeyboardInterrupt(f"interrupted{advice}") from e
-    except RuntimeError as e:
-        if out_of_memory(e):
-            again = "--resume and " * (out / "resume.pt").exists()
-            parts = f"{again}--grad-accumulation {2 * args.grad_accumulation}"
-            advice = f"continue with {parts} (the same gradients), or a smaller --batch-size"
-            raise MemoryError(f"{device} ran out of memory: {advice}") from e
-        if isinstance(e, dist.DistError) or "gloo" in str(e):
-            ended = "another process of this run has ended: see there for the reason"
-            raise ConnectionError(f"{ended}, continue with --resume") from e
-        raise
-
-
-@contextlib.contextmanager
-def locked(args):
-    """--out is this run's until the block, or the process, ends, however it ends."""
-    out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(out / ".lock", timeout=0) if first else contextlib.nullcontext()
     try:
-        with FileLock(out / ".lock", timeout=0):
-            check_out(args)  # again: another run may have ended here meanwhile
-            clear(out, [path.name for path in out.glob("*.tmp")])  # of a write that was killed
-            try:
-                yield
-            finally:
-                (out / ".lock").unlink(missing_ok=True)
+        with lock, deferred_signals(notice * first) as signals:
+            if first:
+                check_out(args)  # again: another run may have ended here meanwhile
+                clear(out, TEMPORARY)
+            yield Run(args, record, state, trainable, optimizer, signals)
+            if signals:  # in the last evaluation, or while the result was written
+                raise KeyboardInterrupt
+    except FloatingPointError:
+        clear(out, [*RUN_FILES, "run.json", ".lock"] if first and not state.best else [])
+        raise
     except Timeout as e:
-        advice = "wait for it, or choose another --out"
-        raise ValueError(f"another process is at work in {out}: {advice}") from e
-    finally:
-        with contextlib.suppress(OSError):  # it is not empty, as a rule
-            out.rmdir()
+        raise ValueError(f"another process is at work in {out}: choose another --out") from e
+    except KeyboardInterrupt as e:
+        advice = f", continue with --resume --out {out} in the same command"
+        advice = f"; {out} is finished" if (out / "metrics.json").exists() else advice
+        raise KeyboardInterrupt(f"interrupted{advice}") from e
 
 
 def clear(out, names):
-    """Removes a run's files from its directory, in this order, and nothing else; what a link in it
-    leads to stays."""
+    """Removes a run's files, in this order, and nothing else; what a link leads to stays."""
     for path in (out / name for name in names):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+    if not any(out.iterdir()):
+        out.rmdir()
 
 
 class Run:
-    """
-    rank, world_size   the number of this process, and how many there are
-    is_new             whether it begins here, and does not go on
-    result             of a finished run, under --resume, its metrics
-    diverged           whether the loss is no longer a finite number
-    """
+    """result: under --resume, the metrics of a run that is finished already; diverged: whether the
+    loss is no longer finite."""
 
     def __init__(self, args, record, state, trainable, optimizer, signals):
         self.args, self.record, self.state, self.signals = args, record, state, signals
         self.trainable, self.optimizer, self.out = trainable, optimizer, Path(args.out)
         self.device = next(iter(trainable.values())).device
         self.rank, self.world_size = rank_and_world_size()
-        self.history, self.result, self.diverged = [], None, False
+        self.history, self.result, self.diverged, self.bar = [], None, False, None
         self.loss = torch.zeros((), device=self.device)  # the sum over the steps of this epoch
         self.started = self.saved = time.monotonic()
-        self.bar = None
         if self.rank > 0:
             torch.manual_seed(args.seed + self.rank)  # dropout of its own
-        self.is_new = not (args.resume and is_begun(self.out))
-        if not self.is_new:
+        is_new = not (args.resume and is_begun(self.out))
+        if not is_new:
             if difference := first_difference(read_run(self.out), record):
                 advice = "cannot --resume it, --overwrite starts anew"
                 raise ValueError(f"{self.out} holds a run with {difference}: {advice}")
@@ -184,8 +137,8 @@ class Run:
         if not torch.equal(all_reduce(done.clone()), self.world_size * done):
             raise ValueError(f"--out {self.out} must be one directory for all processes")
         if self.rank == 0:
-            clear(self.out, RUN_FILES if self.is_new else [])
-            write_run(self.out, record)
+            clear(self.out, RUN_FILES if is_new else [])
+            write_json(self.out / "run.json", record)
             self.write_log()
         print(f"{record['summary']}; run directory {self.out}", flush=True)
 
@@ -201,20 +154,14 @@ class Run:
 
     def after_step(self, loss):
         """Saves the state when it is due; after a signal to any of the processes it saves, and
-        raises KeyboardInterrupt. loss: Σ share · loss of this process's micro-batches, a scalar.
-        Raises FloatingPointError if it is not finite and no epoch is finished."""
+        raises KeyboardInterrupt. loss: Σ share · loss of this process's micro-batches, a scalar."""
         state, steps = self.state, self.record["steps_per_epoch"]
         self.loss += all_reduce(loss) / self.world_size
         if self.bar is None:
-            hidden = True if self.rank > 0 else None  # else where there is no terminal
-            self.bar = tqdm(None, f"epoch {state.epoch}", steps, leave=False, disable=hidden)
+            self.bar = tqdm(None, "training", steps, leave=False, disable=self.rank > 0 or None)
         self.bar.update(state.step - self.bar.n)
         if state.step % 10 == 0 or state.step == steps:
             self.diverged = not math.isfinite(self.loss.item())  # this waits for a GPU
-        if self.diverged and state.best_epoch == 0:
-            clear(self.out, [*RUN_FILES, "run.json"] if self.rank == 0 else [])
-            problem = f"the loss is {self.loss.item()} in epoch {state.epoch}: nothing is kept"
-            raise FloatingPointError(f"{problem}; a lower --lr may help")
         due = time.monotonic() - self.saved >= 60 * SAVE_MINUTES
         stop, due = all_reduce(torch.tensor([len(self.signals), due])).tolist()
         if (stop or due) and not self.diverged:
@@ -236,33 +183,30 @@ class Run:
         if self.rank == 0:
             self.write_log()
         self.checkpoint()
-        numbers = [f"{n} {v:.4f}" for n, v in scores.items() if isinstance(v, (int, float))]
+        dev = ", ".join(f"{n} {v:.4f}" for n, v in scores.items() if isinstance(v, (int, float)))
         best = "; best so far" * (self.state.best_epoch == epoch)
-        dev = f"dev {', '.join(numbers)}"
-        print(f"epoch {epoch:2}: loss {loss:.4f}; {dev}; {seconds:.0f} s{best}", flush=True)
+        print(f"epoch {epoch:2}: loss {loss:.4f}; dev {dev}; {seconds:.0f} s{best}", flush=True)
 
     def finish(self):
         """Makes the run a finished one, once the files of the best epoch are there, and returns the
         closing line. Raises FloatingPointError after a loss that was not finite."""
         state, record, args = self.state, self.record, self.args
-        scores = {"dev_loss" if n == "loss" else n: v for n, v in state.best_scores.items()}
-        sizes = "train_examples dev_examples trained_parameters majority_class_accuracy".split()
+        scores = state.best_scores
         result = {name: record["options"][name] for name in ("stage", "task", "seed", "model")}
+        sizes = ("train_examples", "dev_examples", "trained_parameters")
         result |= {name: record[name] for name in sizes} | {"best_epoch": state.best_epoch}
-        seconds = round(time.monotonic() - self.started, 2)
-        result |= {**scores, "seconds": seconds, "out": str(self.out)}
+        result |= {"dev_loss" if name == "loss" else name: scores[name] for name in scores}
+        result |= {"diverged": True} if self.diverged else {}
+        result |= {"seconds": round(time.monotonic() - self.started, 2), "out": str(self.out)}
         if self.rank == 0:
-            write_run(self.out, record)
-            # last: a directory with it is a finished run
-            write_json(self.out / "metrics.json", result)
-            (self.out / "resume.pt").unlink(missing_ok=True)
+            write_json(self.out / "run.json", record)
+            write_json(self.out / "metrics.json", result)  # last: with it the run is a finished one
+            clear(self.out, ["resume.pt", ".lock"])
         if self.diverged:
             kept = f"epoch {state.best_epoch} is kept in {self.out}; a lower --lr may help"
             raise FloatingPointError(f"the loss is not finite in epoch {state.epoch}: {kept}")
-        text = f"best epoch: {state.best_epoch}, dev {args.score} {state.best_score:.4f}"
-        if "accuracy" in result and record["majority_class_accuracy"] is not None:
-            text += f" (always the most frequent class: {record['majority_class_accuracy']:.4f})"
-        print(f"{text}; stopped after epoch {state.epoch - 1} of at most {args.epochs}", flush=True)
+        best = f"best epoch: {state.best_epoch}, dev {args.score} {scores[args.score]:.4f}"
+        print(f"{best}; stopped after epoch {state.epoch - 1} of at most {args.epochs}", flush=True)
         return result
 
     def write_log(self):
@@ -289,6 +233,7 @@ class Run:
         if self.rank == 0:
             with atomic_write(self.out / "resume.pt") as temporary, open(temporary, "wb") as file:
                 torch.save(saved, file)
+        all_reduce(torch.zeros(()))  # no process ends before it is written
 
     def restore(self):
         """Puts everything back to where the last checkpoint was."""

@@ -1,8 +1,5 @@
-"""How good predictions are: the scores of classification that papers publish.
-
-Each takes labels and predictions, LongTensors [examples] of class indices. As in scikit-learn, a
-class that occurs in neither does not count, and a quotient of nothing is 0.
-"""
+"""Scores: of labels and predictions, LongTensors [examples] of class indices. As in scikit-learn, a
+class that occurs in neither does not count, and a quotient of nothing is 0."""
 
 import torch
 
@@ -13,8 +10,7 @@ def accuracy(labels, predictions):
 
 
 def f1_of_class(labels, predictions, k):
-    """2 · precision · recall / (precision + recall) of class k, written in counts: 2 TP / (2 TP +
-    FP + FN)."""
+    """2 · precision · recall / (precision + recall) of class k: 2 TP / (2 TP + FP + FN)"""
     right = ((labels == k) & (predictions == k)).sum().item()
     both = (labels == k).sum().item() + (predictions == k).sum().item()
     return 2 * right / both if both else 0.0

@@ -2,7 +2,6 @@
 forked from one that has imported torch and `datasets` already, which takes seconds."""
 
 import contextlib
-import importlib
 import multiprocessing
 import os
 import runpy
@@ -18,20 +17,16 @@ context.set_forkserver_preload(["train", "torch._dynamo", "pytest", "datasets", 
 
 
 class Program:
-    """`python WORDS`, as subprocess.Popen starts it with pipes of text. All is as in a process that
-    is started anew, sys.argv, __main__, signals, stdout and stderr; only imports have been made.
+    """`python WORDS` with pipes of text, as in a process started anew; only imports have been made.
     before: calls (function, *arguments) ahead of the command, which may change its modules."""
 
-    def __init__(self, words, before=(), cwd=ROOT, **environment):
-        pipes = (context.Pipe(duplex=False) for _ in range(3))
-        (stdin, ours), (out, stdout), (error, stderr) = pipes
-        theirs = [stdin, stdout, stderr]
-        given = [str(word) for word in words], theirs, list(before), cwd, environment
+    def __init__(self, words, before=(), **environment):
+        (out, stdout), (error, stderr) = (context.Pipe(duplex=False) for _ in range(2))
+        given = [str(word) for word in words], (stdout, stderr), list(before), environment
         self.process = context.Process(target=run_program, args=given, daemon=True)
         self.process.start()
-        self.stdin = open(os.dup(ours.fileno()), "w")
         self.stdout, self.stderr = open(os.dup(out.fileno())), open(os.dup(error.fileno()))
-        for end in (ours, out, error, *theirs):
+        for end in (out, error, stdout, stderr):
             end.close()
 
     def send_signal(self, number):
@@ -48,10 +43,9 @@ class Program:
         assert status is not None, f"still running after {timeout} s"
         return status
 
-    def finish(self, timeout=120):
+    def finish(self):
         """(exit status, stdout, stderr) once it has ended, which are short."""
-        self.stdin.close()
-        return self.wait(timeout), self.stdout.read(), self.stderr.read()
+        return self.wait(), self.stdout.read(), self.stderr.read()
 
 
 def training(words):
@@ -59,17 +53,12 @@ def training(words):
     return ["-m", "experiments.multitask", *words] if "--tasks" in words else ["train.py", *words]
 
 
-def output(words):
-    return Program(words).finish()
-
-
-def run_program(words, ends, before, cwd, environment):
-    for number, end in enumerate(ends):
+def run_program(words, ends, before, environment):
+    for number, end in enumerate(ends, 1):
         os.dup2(end.fileno(), number)
         end.close()
-    sys.stdin = open(0, closefd=False)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)
-    os.chdir(cwd)
+    os.chdir(ROOT)
     os.environ.update(environment)
     from tqdm import tqdm
 
@@ -79,23 +68,17 @@ def run_program(words, ends, before, cwd, environment):
 
     # its own is a semaphore, which a killed process leaves behind
     tqdm.set_lock(threading.RLock())
-    if before:
-        from runtime.command import run_command
-
-        start = 2 if words[0] == "-m" else 1
-        name = words[start - 1].removesuffix(".py")
-        main = importlib.import_module(name).main
-        for function, *values in before:
-            function(*values)
-        run_command(words[start - 1], main, words[start:])
-        print(operations, "file operations", flush=True)
-    elif words[0] == "-m":
+    for function, *values in before:
+        function(*values)
+    if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words
         sys.path.insert(0, str(Path(words[0]).parent))
         runpy.run_path(words[0], run_name="__main__")
+    if operations:
+        print(operations, "file operations", flush=True)
 
 
 operations = 0

@@ -26,16 +26,13 @@ import torch  # noqa: E402
 from huggingface_hub.errors import RepositoryNotFoundError  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-pytest.register_assert_rewrite("reference")
-
 import child  # noqa: E402
 import runtime.run  # noqa: E402
 import train  # noqa: E402
-from bert import ENCODERS as ENCODER_CLASSES  # noqa: E402
-from bert import BertConfig  # noqa: E402
+from bert import ENCODERS, BertConfig  # noqa: E402
 from experiments import multitask  # noqa: E402
 from formats.tokenizer import load_tokenizer  # noqa: E402
-from reference import ENCODERS, GOLDEN  # noqa: E402
+from reference import GOLDEN  # noqa: E402
 from runtime.command import run_command  # noqa: E402
 from runtime.record import MAY_DIFFER  # noqa: E402
 
@@ -47,8 +44,7 @@ thorough = pytest.mark.skipif("THOROUGH" not in os.environ, reason="in `make tes
 
 def thorough_after_first(first, *others):
     """Parameters of a test: the first one always, the others in `make test-all` alone."""
-    values = (other if isinstance(other, tuple) else (other,) for other in others)
-    return [first, *(pytest.param(*value, marks=thorough) for value in values)]
+    return [first, *(pytest.param(other, marks=thorough) for other in others)]
 
 
 WORDS = (
@@ -65,26 +61,24 @@ def encoder(tmp_path_factory):
     return tiny_encoder("bert", tmp_path_factory.mktemp("encoder"))
 
 
-def tiny_encoder(kind, directory):
+@pytest.fixture(scope="session")
+def quiet_encoder(tmp_path_factory):
+    """The same without dropout."""
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return tiny_encoder("bert", tmp_path_factory.mktemp("quiet"), **quiet)
+
+
+def tiny_encoder(kind, directory, **fields):
     """Writes an encoder of one of bert.ENCODERS, by its name there."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=len(VOCABULARY), hidden_size=32, num_hidden_layers=2)
     sizes |= dict(num_attention_heads=2, intermediate_size=64, max_position_embeddings=48)
-    bert = ENCODER_CLASSES[kind](BertConfig(**sizes, pad_token_id=0, model_type=kind))
+    bert = ENCODERS[kind](BertConfig(**sizes, **fields, pad_token_id=0, model_type=kind))
     for p in bert.parameters():
         torch.nn.init.normal_(p, std=0.15) if p.ndim > 1 else p.data.add_(0.1 * torch.randn_like(p))
+    directory.mkdir(exist_ok=True)
     bert.save_pretrained(directory)
     (directory / "vocab.txt").write_text("\n".join(VOCABULARY) + "\n")
-    return directory
-
-
-@pytest.fixture(scope="session")
-def quiet_encoder(encoder, tmp_path_factory):
-    """The tiny encoder without dropout."""
-    directory = shutil.copytree(encoder, tmp_path_factory.mktemp("quiet") / "encoder")
-    path = directory / "config.json"
-    rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    path.write_text(json.dumps({**json.loads(path.read_text()), **rates}))
     return directory
 
 
@@ -103,8 +97,8 @@ def sentence(rng, length=None):
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
-    """rte (does the second text repeat the first?), its pairs with numbers as sts_b, sst2 (is a
-    colour in it?), and an own multiple-choice task `pick`."""
+    """rte (does the second text repeat the first?), its pairs with numbers as sts_b and own, sst2
+    (is a colour in it?), and an own multiple-choice task `pick`."""
     directory, rng = tmp_path_factory.mktemp("data"), random.Random(0)
     for split, n in (("train", 96), ("validation", 40)):
         tasks = {"rte": [], "sts_b": [], "sst2": [], "pick": []}
@@ -122,7 +116,7 @@ def data_dir(tmp_path_factory):
             choices = [sentence(rng, 4) for _ in range(3)]
             choices[i % 3] += " yes"
             tasks["pick"].append({"text_a": sentence(rng, 5), "choices": choices, "label": i % 3})
-        for task, rows in tasks.items():
+        for task, rows in {**tasks, "own": tasks["sts_b"]}.items():
             write_rows(directory / task / f"{split}.jsonl", rows)
     return directory
 
@@ -176,28 +170,21 @@ def loud_fusion(runs, tmp_path_factory):
     return run
 
 
-def of_stage(stage, runs, steps):
-    """What a stage is trained on: options of train.py, or of the command multitask, and then the
-    steps of its epoch."""
-    if stage == "multitask":
-        return cli("--tasks sst2 pick", steps_per_epoch=steps)
-    words = cli(f"--stage {stage} --task sst2")
-    return [*words, *cli(adapters=[runs / "rte", runs / "pick"])] if stage == "fusion" else words
-
-
 @pytest.fixture(scope="session")
-def commands(data_dir, runs):
-    """commands(text, steps, model=...): a function that makes words of a command line of a stage,
-    f("fusion", out, "--resume", ...), where `text` holds what all of them have in common."""
+def command(encoder, data_dir, runs):
+    """command("fusion", out, "--resume", epochs=1): the words of a short run of a stage, two epochs
+    of twelve steps, with several tasks of eight."""
 
-    def commands(text, steps, **common):
-        def command(stage, out, more="", **options):
-            words = cli(text, data_dir=data_dir, **common)
-            return [*words, *of_stage(stage, runs, steps), *cli(more, out=out, **options)]
+    def command(stage, out, more="", **options):
+        words = cli("--task sst2 --device cpu --epochs 2 --batch-size 8 --lr 5e-3", stage=stage)
+        words += cli(model=encoder, data_dir=data_dir, out=out)
+        if stage == "multitask":
+            words += cli("--tasks sst2 pick --steps-per-epoch 8")
+        if stage == "fusion":
+            words += cli(adapters=[runs / "rte", runs / "pick"])
+        return [*words, *cli(**options), *more.split()]
 
-        return command
-
-    return commands
+    return command
 
 
 @pytest.fixture
@@ -215,7 +202,7 @@ def copy(tmp_path):
 @pytest.fixture
 def refused(capsys):
     """refused(words, "text", ...): train.py, or another command's main, ends with exit status 2 and
-    one line on stderr, which holds the texts -> the line."""
+    one line on stderr, which holds the texts."""
 
     def refused(words, *texts, name="train.py", main=main):
         capsys.readouterr()
@@ -227,41 +214,29 @@ def refused(capsys):
         assert line.endswith("\n") and "Traceback" not in line, error
         for text in texts:
             assert text in line
-        return line
 
     return refused
 
 
-def fill_hub_cache(repository, encoder):
-    """As a first run leaves the hub's cache: files of one commit, and notes of those that the
-    repository does not have."""
-    commit = "0123456789" * 4
-    for folder in ("snapshots", ".no_exist"):
-        (repository / folder / commit).mkdir(parents=True)
-    for name in ("config.json", "model.safetensors", "vocab.txt"):
-        shutil.copy(encoder / name, repository / "snapshots" / commit)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (repository / ".no_exist" / commit / name).touch()
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
-
-
 def content(run):
-    """What a run has produced, without times and places."""
+    """What a run has produced, without times and places: its log, run.json, metrics.json, and the
+    bytes of all other files."""
     log, kept = read_lines(run / "log.jsonl"), ("epoch", "loss", "dev_accuracy")
     log = [{name: line[name] for name in kept if name in line} for line in log]
-    files = {str(path.relative_to(run)): path for path in run.rglob("*") if path.is_file()}
-    files.pop(".lock", None)  # of a process that was killed
-    record = json.loads(files.pop("run.json").read_text())
-    metrics = json.loads(files.pop("metrics.json").read_text())
-    del files["log.jsonl"], record["machine"], metrics["seconds"], metrics["out"]
+    record, metrics = (json.loads((run / f"{n}.json").read_text()) for n in ("run", "metrics"))
+    del record["machine"], metrics["seconds"], metrics["out"]
     record["trained_on"] = record["trained_on"].replace(str(run), "--out")
     for name in MAY_DIFFER:
         record["options"].pop(name, None)
-    inner = [path for name, path in files.items() if name.endswith("run.json")]
-    files = {name: path for name, path in files.items() if path not in inner}
-    texts = {name: path.read_bytes().replace(bytes(run), b"--out") for name, path in files.items()}
-    return log, record, metrics, texts
+    apart = (
+        "run.json",
+        "metrics.json",
+        "log.jsonl",
+        ".lock",
+    )  # one is of a process that was killed
+    files = [path for path in run.rglob("*") if path.is_file() and path.name not in apart]
+    texts = {path.relative_to(run): path.read_bytes() for path in files}
+    return log, record, metrics, {n: t.replace(bytes(run), b"--out") for n, t in texts.items()}
 
 
 def assert_equal(run, other):
@@ -282,7 +257,8 @@ MASK = (IDS != 0).long()
 
 @pytest.fixture(scope="session")
 def expected():
-    return {name: load_file(GOLDEN / name / "expected.safetensors") for name in ENCODERS}
+    paths = GOLDEN.glob("*/expected.safetensors")
+    return {path.parent.name: load_file(path) for path in paths}
 
 
 @pytest.fixture

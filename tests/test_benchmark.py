@@ -48,17 +48,9 @@ def test_the_products_of_a_forward_pass(N, fused):
 
 
 @pytest.mark.skipif(not PEER and "THOROUGH" not in os.environ, reason="THOROUGH=1 or PEER_PYTHON")
-def test_a_table(tmp_path, monkeypatch):
-    """The trained parameters of a fusion, and of its head, on both sides."""
-    results, out, measure = [], tmp_path / "table.md", benchmark.measure
-    monkeypatch.setattr(benchmark, "measure", lambda *a: results.append(measure(*a)) or results[-1])
-    words = cli("--batch 1 --repeats 2", out=out, rows="fusion step, N = 4")
-    benchmark.main(words + (cli(peer_python=PEER) if PEER else []))
-    (result,), text, d = results, out.read_text(), 768
-    assert [*result] == ["ours", "peer"][: 1 + bool(PEER)]
-    for side, of in result.items():
-        assert of["trained"].tolist() == 2 * [12 * (3 * d * d + 2 * d) + d * d + d + 2 * d + 2]
-        low, high = sorted(of["seconds"] / result["ours"]["seconds"])
-        line = f" {side} | {sum(of['seconds']) / 2:.3f} ({min(of['seconds']):.3f}–"
-        ratio = f"| {(low + high) / 2:.3f} ({low:.3f}–{high:.3f}) |"
-        assert any(line in row and ratio in row for row in text.splitlines())
+def test_both_sides_train_a_fusion_and_its_head(tmp_path):
+    words, d = cli("--repeats 1 --batch 1") + (cli(peer_python=PEER) if PEER else []), 768
+    found = benchmark.measure("fusion step, N = 4", benchmark.parse(words), str(tmp_path))
+    assert [*found] == ["ours", "peer"][: 1 + bool(PEER)]
+    for of in found.values():
+        assert of["trained"].tolist() == [12 * (3 * d * d + 2 * d) + d * d + d + 2 * d + 2]

@@ -1,4 +1,4 @@
-"""The 16 tasks in the hub's columns, your own data as they come, and batches."""
+"""The 16 tasks in the hub's columns, your own data as they come, and batches, with any Unicode."""
 
 import csv
 import json
@@ -11,9 +11,11 @@ import pyarrow.parquet
 import pytest
 
 from conftest import write_rows
-from data import TASKS, Example, Task, batches, get_task, load_split, question_choices
+from data import TASKS, Example, Task, batches, collate, get_task, load_split, question_choices
 from experiments.load_run import LoadedRun
 from formats.rows import own_labels, read_rows, read_split
+from formats.tokenizer import load_tokenizer
+from reference import GOLDEN
 
 
 def words(columns, *values):
@@ -85,7 +87,8 @@ def test_other_copies_of_the_data():
     of commonsense_qa may come in any order."""
     tsv = words("premise hypothesis label", "p", "q", "neutral")
     boolq = words("question passage answer", "q", "p", True)
-    for task, row in (("scitail", tsv), ("boolq", boolq)):
+    rte = words("sentence1 sentence2 label", "p", "q", "not_entailment")
+    for task, row in (("scitail", tsv), ("boolq", boolq), ("rte", rte)):
         assert get_task(task).example(row) == (PAIR, 1)
     assert question_choices("q", words("label text", [*"CABED"], [*"xvwzy"])) == QUESTION
 
@@ -104,13 +107,10 @@ def test_argument_as_distributed(tokenizer, tmp_path):
     assert [*found[0].input_ids[0]] == tokenizer.encode("abortion", '"val is open').ids
 
 
-# --------------------------------------------------------------------------------------------------
-# Your own data
-
 WRITERS = {  # others' code
     "jsonl": partial(pandas.DataFrame.to_json, orient="records", lines=True),
     "json": partial(pandas.DataFrame.to_json, orient="records", indent=2),
-    "csv": partial(pandas.DataFrame.to_csv, index=False),
+    "csv": partial(pandas.DataFrame.to_csv, index=False, encoding="utf-8-sig"),  # with a BOM
     "tsv": partial(pandas.DataFrame.to_csv, index=False, sep="\t", quoting=csv.QUOTE_NONE),
     "parquet": pandas.DataFrame.to_parquet,
 }
@@ -123,69 +123,52 @@ def test_file_formats(ending, tmp_path):
         {"sentence1": 'the "red cat', "sentence2": "NA, or None", "label": 0},
         {"sentence1": "007", "sentence2": "1.10", "label": 1},
     ]
-    path = tmp_path / f"rte/train.{ending}"
-    path.parent.mkdir()
-    WRITERS[ending](pandas.DataFrame(rows), path)
-    texts = ending in ("csv", "tsv")
-    found = read_rows(path)
-    assert found == [{**row, "label": str(row["label"]) if texts else row["label"]} for row in rows]
+    (tmp_path / "rte").mkdir()
+    WRITERS[ending](pandas.DataFrame(rows), tmp_path / f"rte/train.{ending}")
+    kind = str if ending in ("csv", "tsv") else int
+    found = read_rows(tmp_path / f"rte/train.{ending}")
+    assert found == [{**row, "label": kind(row["label"])} for row in rows]
     assert [get_task("rte", tmp_path).example(row)[1] for row in found] == [0, 1]
 
 
-def test_labels_with_names_of_their_own(tokenizer, tmp_path):
-    """A parquet file with names for its numbers: they decide, in whatever order."""
-    names = ["not_entailment", "entailment"]  # rte has them the other way round
-    rows = [{"sentence1": "a", "sentence2": "b", "label": i} for i in range(2)]
-    rows = datasets.Dataset.from_list(rows).cast_column("label", datasets.ClassLabel(names=names))
-    (tmp_path / "rte").mkdir()
-    rows.to_parquet(tmp_path / "rte" / "train.parquet")
-    train_set = load_split(get_task("rte", tmp_path), "train", tokenizer)
-    assert [example.label for example in train_set] == [1, 0]
-
-
-def test_columns_that_the_task_does_not_use_may_hold_anything(tmp_path):
-    """In Parquet also a description of columns that are not there, and -1 for a hidden label."""
-    label = {"names": ["1", "0"], "_type": "ClassLabel"}
-    features = {"label": label, "gone": label, "people": {"names": {"_type": "List"}}}
-    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
+def test_columns_that_the_task_does_not_use(tmp_path):
+    """They may hold anything, in Parquet also a description of a column that is not there. Of its
+    labels the names decide, whatever their numbers."""
     when = pyarrow.array([0, 1, 2], pyarrow.timestamp("s", "Mars/Olympus"))
-    columns = {"text_a": ["a", "b", "c"], "people": [{"names": ["x"]}] * 3, "when": when}
+    label, texts = datasets.ClassLabel(names=["1", "0"]), datasets.Value("string")
+    features = {"text_a": texts, "label": label, "gone": label, "people": {"names": texts}}
+    columns = {"text_a": [*"abc"], "gone": [0, 0, 0], "people": [{"names": "x"}] * 3}
     for name, labels in (("own", [0, 1, 0]), ("hidden", [0, 1, -1])):
-        table = pyarrow.table({**columns, "label": labels}).replace_schema_metadata(metadata)
-        (tmp_path / name).mkdir()
-        pyarrow.parquet.write_table(table, tmp_path / name / "train.parquet")
+        rows = datasets.Dataset.from_dict({**columns, "label": labels}, datasets.Features(features))
+        rows.to_parquet(path := tmp_path / name / "train.parquet")
+        table = pyarrow.parquet.read_table(path).drop_columns("gone").append_column("when", when)
+        pyarrow.parquet.write_table(table, path)
     task = get_task("own", tmp_path)
-    assert task.labels == ["0", "1"]
-    where, rows = read_split(task, "train")
-    assert [task.example(row)[1] for row in rows] == [1, 0, 1] and {*rows[0]} == {
-        *table.column_names
-    }
+    _, rows = read_split(task, "train")
+    assert task.labels == ["0", "1"] and [task.example(row)[1] for row in rows] == [1, 0, 1]
+    assert {*rows[0]} == {"text_a", "label", "people", "when"}
     with pytest.raises(ValueError, match="hidden/train.parquet: .* a hidden label"):
         get_task("hidden", tmp_path)
     with pytest.raises(ValueError, match="own/train.parquet: "):
         get_task("own", tmp_path, {"text_a": "when"})
-    (tmp_path / "csv").mkdir()
-    (tmp_path / "csv" / "train.CSV").write_text("text_a,label,,,note,note\na,x,,,1,2\nb,y,,,3,4\n")
-    assert get_task("csv", tmp_path).labels == ["x", "y"]
+    (tmp_path / "hidden/train.parquet").unlink()
+    (tmp_path / "hidden/train.CSV").write_text("text_a,label,,,note,note\na,x,,,1,2\nb,y,,,3,4\n")
+    assert get_task("hidden", tmp_path).labels == ["x", "y"]
 
 
-AB, CHOICE = {"text_a": "a", "text_b": "b"}, {"choices": ["x", "y"]}
-OWN = [  # rows of the training file, labels, columns, classes
-    ([{"text_a": "a", "text_b": None}, {"text_a": "b"}, {}], [10, 9, 2], "text_a", "2 9 10"),
-    ([{"text_a": "a"}, AB], ["b", "a"], "text_a text_b", "a b"),
-    ([{"text_a": "a"}, {"text_a": "b"}], [True, False], "text_a", "False True"),
-    ([CHOICE, {**CHOICE, "text_a": "a"}], [0, 1], "text_a choices", "0 1"),
-]
-
-
-@pytest.mark.parametrize("rows, labels, columns, classes", OWN)
-def test_columns_and_classes_of_your_own_task(rows, labels, columns, classes, tmp_path):
+def test_columns_and_classes_of_your_own_task(tmp_path):
     """Columns are those that any row has, classes are sorted."""
-    rows = [{**row, "label": label} for row, label in zip(rows, labels, strict=True)]
-    write_rows(tmp_path / "own/train.jsonl", rows)
-    task = get_task("own", tmp_path)
-    assert ([*task.columns], [*task.labels]) == (columns.split(), classes.split())
-    assert [task.labels[task.label_index(x)] for x in labels] == [str(x) for x in labels]
+    a, choice = {"text_a": "a"}, {"choices": ["x", "y"]}
+    for rows, labels, columns, classes in (
+        ([{**a, "text_b": None}, a, {}], [10, 9, 2], "text_a", "2 9 10"),
+        ([a, {**a, "text_b": "b"}], ["b", "a"], "text_a text_b", "a b"),
+        ([choice, {**choice, **a}], [0, 1], "text_a choices", "0 1"),
+    ):
+        rows = [{**row, "label": label} for row, label in zip(rows, labels, strict=True)]
+        write_rows(tmp_path / "own/train.jsonl", rows)
+        task = get_task("own", tmp_path)
+        assert ([*task.columns], [*task.labels]) == (columns.split(), classes.split())
+        assert [task.labels[task.label_index(x)] for x in labels] == [str(x) for x in labels]
 
 
 LABELS = [  # in a training file, and the classes, or what is wrong
@@ -193,14 +176,12 @@ LABELS = [  # in a training file, and the classes, or what is wrong
     (["None", "for", "against"], ["None", "against", "for"]),
     ([True, 0, False], ["0", "False", "True"]),
     (["0", "1", "00"], "make them one: '0', '00'"),
-    (["1", "-1", "+1"], "make them one: '1', '[+]1'"),
     (["0", "1", "\uff11"], "make them one: '1', '.uff11'"),
     (["neg", "pos", "NEG"], "labels differ in case, .* make them one: 'neg', 'NEG'"),
     (["true", "false", True], "make them one: 'true', 'True'"),
     (["x", "y", "x "], "make them one: 'x', 'x '"),
     (["\u00e9", "e\u0301"], "make them one"),
     (["0", "1", "nan"], "'nan': a value is missing"),
-    ([0, 1, "None"], "'none': a value is missing"),
     ([0, 1, float("nan")], "a label is nan"),
     (["neg", "pos", "-1"], "-1, which is a hidden label"),
     (["0", "1", -1], "-1, which is a hidden label"),  # a ClassLabel has texts, and -1
@@ -231,20 +212,22 @@ def test_labels_by_name_and_by_place(capsys):
     for value in (1, 3, None, 0.0, "maybe"):
         with pytest.raises(ValueError, match=f"label {value!r} is not one of Yes, no, other"):
             own.label_index(value)
+    with pytest.raises(ValueError, match="label '0' is not one of 1, 2"):
+        get_task("winogrande").label_index("0")  # its labels are no indices
 
 
-@pytest.mark.parametrize("task, fraction, dev", [("imdb", None, 2000), ("own", 0.25, 1500)])
-def test_development_examples_are_held_out_of_the_training_file(
-    task, fraction, dev, tokenizer, tmp_path
-):
+HELD_OUT = [("imdb", "text", None, 2000), ("own", "text_a", 0.25, 1500)]
+
+
+@pytest.mark.parametrize("task, column, share, dev", HELD_OUT)
+def test_development_examples_of_the_training_file(task, column, share, dev, tokenizer, tmp_path):
     """Every row is in one of the two, and the draw is the same for every seed; a validation file
     goes first."""
-    column = {"imdb": "text", "own": "text_a"}[task]
     rows = [{column: f"x{i}", "label": i % 2} for i in range(6000)]
     write_rows(tmp_path / task / "train.jsonl", rows)
 
-    def hashes(split, seed=0, limit=None, dev_fraction=fraction):
-        found = get_task(task, tmp_path, dev_fraction=dev_fraction)
+    def hashes(split, seed=0, limit=None, share=share):
+        found = get_task(task, tmp_path, dev_fraction=share)
         return {example.hash for example in load_split(found, split, tokenizer, limit, seed)}
 
     train_set, dev_set = hashes("train"), hashes("validation")
@@ -252,18 +235,12 @@ def test_development_examples_are_held_out_of_the_training_file(
     assert hashes("validation", seed=5) == dev_set
     drawn = [hashes("train", seed, limit=100) for seed in (0, 1)]
     assert all(len(part) == 100 and part < train_set for part in drawn) and drawn[0] != drawn[1]
-    write_rows(tmp_path / task / "train.jsonl", rows[:4])
     write_rows(tmp_path / task / "validation.jsonl", rows[:3])
-    sizes = [len(hashes(split, dev_fraction=None)) for split in ("train", "validation")]
-    assert sizes == [4, 3]
-
-
-# --------------------------------------------------------------------------------------------------
-# Batches
+    assert [len(hashes(split, share=None)) for split in ("train", "validation")] == [6000, 3]
 
 
 def of_length(*lengths):
-    """An Example whose candidates have these lengths; the batches are made of nothing else."""
+    """An Example whose candidates have these lengths."""
     return Example([np.empty(n) for n in lengths], [], 0, 0, False)
 
 
@@ -282,8 +259,31 @@ def test_examples_of_a_small_task_meet_others_in_the_next_epoch():
     assert sorted(np.concatenate(first)) == [*range(20_000)]
     padded = sum(len(batch) * lengths[batch].max() for batch in first)
     assert 1 - lengths.sum() / padded < 0.05
+    in_evaluation = batches([of_length(2, n) for n in (3, 9, 5, 9, 4)], 2)
+    assert [*np.concatenate(in_evaluation)] == [1, 3, 2, 4, 0]  # the longest first
 
 
-def test_in_evaluation_the_longest_come_first():
-    order = np.concatenate(batches([of_length(2, n) for n in (3, 9, 5, 9, 4)], 2))
-    assert [*order] == [1, 3, 2, 4, 0]
+# what texts go wrong with: control characters, marks that combine or change direction, joiners,
+# line ends of Unicode, noncharacters, special tokens, very long words
+HARD = ["\0", "\x1b", "\r\n", "\t", " ", "", "\u0301" * 20, "x" * 300, "\u65e5" * 100, "\u0085"]
+HARD += "\u202e \u200d \ufeff \ufffd \uffff \u0130 \u1e9e \ufdfa \U0010ffff \u2028".split(" ")
+HARD += ["\u00a0", "\u3000", "\U0001f468\u200d\U0001f469", "[SEP]", "</s>", "##ing", "the cat, a"]
+
+
+@pytest.mark.parametrize("kind", ["uncased", "roberta"])
+def test_no_example_is_lost(kind, tmp_path):
+    """From JSON lines to a batch: every row, with its label, and the tokens of both choices."""
+    tokenizer = load_tokenizer(GOLDEN / "tokenizers" / kind, 40)
+    rows = [{"text_a": a, "choices": [a + b, b]} for a, b in zip(HARD, HARD[::-1], strict=True)]
+    rows = [{**row, "label": i % 2} for i, row in enumerate(rows)]
+    lines = [json.dumps(row, ensure_ascii=row["label"] == 0) for row in rows]
+    (tmp_path / "pick").mkdir()
+    (tmp_path / "pick/train.jsonl").write_text("\n".join(lines), encoding="utf-8", newline="")
+    batch = collate(load_split(get_task("pick", tmp_path), "train", tokenizer), pad_token_id=7)
+    tokenizer.enable_padding(pad_id=7)
+    pairs = [(row["text_a"], choice) for row in rows for choice in row["choices"]]
+    expected = tokenizer.encode_batch(pairs)
+    assert batch["input_ids"].tolist() == [encoding.ids for encoding in expected]
+    assert batch["token_type_ids"].tolist() == [encoding.type_ids for encoding in expected]
+    assert batch["attention_mask"].tolist() == [encoding.attention_mask for encoding in expected]
+    assert batch["labels"].tolist() == [row["label"] for row in rows]

@@ -1,5 +1,5 @@
-"""Every kind of checkpoint of the hub loads, bit for bit the same, and what does not fit is named.
-Google's are in test_tensorflow.py."""
+"""Every kind of checkpoint of the hub loads, bit for bit the same; what does not fit is named; and
+an encoder's inputs. Google's checkpoints are in test_tensorflow.py."""
 
 import os
 import shutil
@@ -13,61 +13,50 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
-from bert import Bert
+from bert import ENCODERS, Bert, BertConfig
 from child import ROOT
-from conftest import fill_hub_cache
 from formats.encoder import by_hub_name, sha256_of
 from formats.files import read_json, read_tensors, write_json
 from formats.tokenizer import TOKENIZER_FILES
-from reference import SAFETENSORS, fails, golden_tensors, same
+from reference import SAFETENSORS, encoder, fails, golden_tensors, same
 
 # heads, pooler, and a buffer of older versions, outside the encoder and inside
 OUTSIDE = "cls.predictions.bias classifier.weight lm_head.bias bert.norm.gamma".split()
 INSIDE = "pooler.dense.weight norm.weight embeddings.position_ids".split()
-KINDS = ["model.safetensors", "pytorch_model.bin", "pytorch_model.bin of before 2020"]
 
 
-def write_hub(directory, named, kind="model.safetensors"):
+def write_hub(directory, named, file="model.safetensors", is_zip=True):
     directory.mkdir(parents=True, exist_ok=True)
     shutil.copy(SAFETENSORS / "config.json", directory)
     named = {name: tensor.clone() for name, tensor in named.items()}
-    if kind.endswith("safetensors"):
-        save_file(named, directory / kind)
+    if file == "model.safetensors":
+        save_file(named, directory / file)
     else:
-        path = directory / "pytorch_model.bin"
-        torch.save(named, path, _use_new_zipfile_serialization=kind.endswith(".bin"))
+        torch.save(named, directory / file, _use_new_zipfile_serialization=is_zip)
     return directory
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("prefix", ["", "roberta.", "0.auto_model."])
-def test_prefixes_and_old_names(prefix, kind, tmp_path):
-    named = golden_tensors() | dict.fromkeys(INSIDE, torch.arange(24)[None])
+KINDS = [  # a prefix, a file, whether it is a zip archive, which a .bin of before 2020 is not
+    ("", "model.safetensors", None, torch.bfloat16),
+    ("roberta.", "model.safetensors", None, torch.float64),
+    ("roberta.", "pytorch_model.bin", True, torch.float16),
+    ("0.auto_model.", "pytorch_model.bin", False, torch.float32),
+]
+
+
+@pytest.mark.parametrize("prefix, file, is_zip, dtype", KINDS)
+def test_prefixes_old_names_and_other_precisions(prefix, file, is_zip, dtype, tmp_path):
+    if file == "model.safetensors":
+        (tmp_path / "pytorch_model.bin").write_bytes(b"not read where there is the other")
+    named = {name: tensor.to(dtype) for name, tensor in golden_tensors().items()}
     more = dict.fromkeys(OUTSIDE, torch.zeros(3))
-    for name, tensor in named.items():
+    for name, tensor in (named | dict.fromkeys(INSIDE, torch.arange(24)[None])).items():
         name = name.replace("LayerNorm.weight", "LayerNorm.gamma")
         more[prefix + name.replace("LayerNorm.bias", "LayerNorm.beta")] = tensor
-    assert same(Bert.from_pretrained(write_hub(tmp_path, more, kind)))
-
-
-def test_any_alignment(copy):
-    """Files of before 2023 have a header of any length, and so tensors at odd addresses."""
-    path = copy(SAFETENSORS) / "model.safetensors"
-    content = path.read_bytes()
-    end = 8 + int.from_bytes(content[:8], "little")
-    header = content[8:end] + b" "
-    path.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
-    (path.parent / "pytorch_model.bin").write_bytes(b"not read where there is the other")
-    bert = Bert.from_pretrained(path.parent)
-    assert same(bert) and bert(torch.tensor([[2, 7, 3]])).isfinite().all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_precisions_become_float32(dtype, tmp_path):
-    written = {name: tensor.to(dtype) for name, tensor in golden_tensors().items()}
-    bert = Bert.from_pretrained(write_hub(tmp_path, written))
-    assert bert.sha256 == sha256_of({name: tensor.float() for name, tensor in written.items()})
-    assert all(parameter.dtype == torch.float32 for parameter in bert.parameters())
+    bert = Bert.from_pretrained(write_hub(tmp_path, more, file, is_zip))
+    named = {name: tensor.float() for name, tensor in named.items()}
+    assert bert.sha256 == sha256_of(named) and bert.dtype == torch.float32
+    assert all(torch.equal(p, named[bert.hub_name(n)]) for n, p in bert.named_parameters())
 
 
 WORDS = "embeddings.word_embeddings.weight"
@@ -83,39 +72,30 @@ MISFITS = [  # tensors that are added, a part of the names that are left out, wo
 def test_what_does_not_fit_is_named(tmp_path):
     for added, left_out, message in MISFITS:
         kept = {n: t for n, t in golden_tensors().items() if left_out is None or left_out not in n}
-        fails(write_hub(tmp_path / "x", {**kept, **added}), "model.safetensors", message)
-
-
-def test_a_size_that_no_file_says(tmp_path):
+        fails(write_hub(tmp_path, {**kept, **added}), "model.safetensors", message)
     types = {"embeddings.token_type_embeddings.weight": torch.zeros(16, 32)}
     path = write_hub(tmp_path, {**golden_tensors(), **types}) / "config.json"
-    config = read_json(path)
-    write_json(path, {name: config[name] for name in config if name != "type_vocab_size"})
+    write_json(path, {n: v for n, v in read_json(path).items() if n != "type_vocab_size"})
     fails(tmp_path, "is [16, 32]", "config.json, which has no type_vocab_size, makes it [2, 32]")
 
 
 EMBEDDING = "bert/embeddings/word_embeddings"
-NAMES = [  # names in a file, those that are the encoder's
-    (f"{EMBEDDING} {EMBEDDING}/BERTAdam {EMBEDDING}/lamb/m_1 bert/embeddings/x", [0, 3]),
-    (f"a/{EMBEDDING} {EMBEDDING} bert.encoder.layer.0.x encoder.layer.0.y", [1, 2]),
-    (f"old.{WORDS} bert.{WORDS} a.bert.{WORDS}", [1]),
-    (f"old.{WORDS} old.encoder.x", [0, 1]),
-    (
-        f"context.{WORDS} question.{WORDS}",
-        "several encoders, prefixes context., question., and none",
-    ),
-]
 
 
-@pytest.mark.parametrize("names, expected", NAMES)
-def test_which_tensors_are_the_encoder_s(names, expected):
+def test_which_tensors_are_the_encoder_s():
     """An optimizer has its own beside each variable, and a file can hold several encoders."""
-    tensors = {name: i for i, name in enumerate(names.split())}
-    if isinstance(expected, list):
-        assert [*by_hub_name(tensors, "bert").values()] == expected
-    else:
-        with pytest.raises(ValueError, match=expected):
-            by_hub_name(tensors, "bert")
+    for names, own in (
+        (f"{EMBEDDING} {EMBEDDING}/BERTAdam {EMBEDDING}/lamb/m_1 bert/embeddings/x", [0, 3]),
+        (f"a/{EMBEDDING} {EMBEDDING} bert.encoder.layer.0.x encoder.layer.0.y", [1, 2]),
+        (f"old.{WORDS} bert.{WORDS} a.bert.{WORDS}", [1]),
+        (f"old.{WORDS} old.encoder.x", [0, 1]),
+    ):
+        tensors = {name: i for i, name in enumerate(names.split())}
+        assert [*by_hub_name(tensors, "bert").values()] == own
+    with pytest.raises(
+        ValueError, match="several encoders, prefixes context., question., and none"
+    ):
+        by_hub_name({f"context.{WORDS}": 0, f"question.{WORDS}": 1}, "bert")
 
 
 class Writes:
@@ -148,7 +128,10 @@ def test_only_needed_files_are_downloaded(hub):
 
 
 def test_cache_without_network():  # offline, see conftest.py
-    fill_hub_cache(Path(constants.HF_HUB_CACHE) / "models--some--cached", SAFETENSORS)
+    repository, commit = Path(constants.HF_HUB_CACHE) / "models--some--cached", "0123456789" * 4
+    shutil.copytree(SAFETENSORS, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
     assert same(Bert.from_pretrained("some/cached"))
 
 
@@ -166,10 +149,22 @@ except FileNotFoundError as e:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         variables = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-        command, options = [sys.executable, "-c", code], {"cwd": ROOT, "timeout": 60}
-        options |= {"env": os.environ | variables, "capture_output": True, "text": True}
-        process = subprocess.run(command, **options)
+        options = {"env": os.environ | variables, "capture_output": True, "text": True}
+        process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, **options)
     message = process.stdout.splitlines()[-1]
     assert process.stderr == ""
     assert all(text in message for text in ("bert-base-uncasde", address, str(tmp_path)))
     assert float(message.split()[-1]) < 5
+
+
+def test_inputs():
+    """Without token types all are 0, without a mask all tokens are real; as many as fit."""
+    bert, ids = encoder("bert"), torch.tensor([[2, 7, 8, 3]])
+    assert torch.equal(bert(ids), bert(ids, torch.zeros_like(ids), torch.ones_like(ids)))
+    for name, longest in (("bert", 24), ("roberta", 22)):  # of 24, RoBERTa's first position is 2
+        assert encoder(name).max_length == longest
+        encoder(name)(torch.full((1, longest), 5))
+        with pytest.raises(IndexError):
+            encoder(name)(torch.full((1, longest + 1), 5))
+    with torch.device("meta"):  # where config.json does not name the padding
+        assert ENCODERS["roberta"](BertConfig(model_type="roberta")).max_length == 510

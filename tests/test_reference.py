@@ -1,11 +1,17 @@
-"""Θ, Φ and Ψ compute in float64 what the reference library has computed in fp32, and read and write
-its files (tests/golden/README.md)."""
+"""Θ, Φ and Ψ compute in float64 what the reference library has computed in fp32, read and write its
+files, and have the losses of its trainer (tests/golden/README.md)."""
+
+import json
+import shutil
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import reference
+import train
 from adapter import (
     AdapterConfig,
     activate,
@@ -18,7 +24,7 @@ from adapter import (
 from bert import Bert
 from formats.files import read_json, read_tensors
 from fusion import fusion_regularization, fusion_weights, save_fusion
-from reference import GOLDEN, TOLERANCE, difference, encoder, run, with_fusion
+from reference import FIELDS, GOLDEN, TOLERANCE, difference, encoder, run, with_fusion
 
 
 @pytest.mark.parametrize("name", reference.ENCODERS)
@@ -90,3 +96,59 @@ def test_saved_encoder_reads_back_bit_identical(tmp_path):
         golden = {key: tensor for key, tensor in golden.items() if ".pooler." not in key}
         assert same_tensors(load_file(tmp_path / name / "model.safetensors"), golden)
         assert Bert.from_pretrained(tmp_path / name).config == bert.config
+
+
+# Training: the same weights and batches, without dropout, in float64
+
+RUNS = {
+    "pfeiffer": "--stage adapter --task rte --adapter pfeiffer",
+    "choices": "--stage adapter --task pick",
+    "fusion": "--stage fusion --task rte --adapters",
+}
+WORDS = "--epochs 10 --patience 10 --batch-size 24 --lr 1e-3"
+LOSSES = json.loads((GOLDEN / "trajectory.json").read_text())  # {name: the reference's 40}
+
+
+@pytest.fixture
+def in_float64(monkeypatch):
+    """Of 40 steps only the losses count."""
+    monkeypatch.setattr(train, "choose_device", lambda *_: (torch.device("cpu"), torch.float64))
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(train, "evaluate", lambda *_: {"accuracy": 0.5, "loss": 0.5})
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("in_float64")
+@pytest.mark.parametrize("name", RUNS)
+def test_the_reference_s_losses(name, launch, runs, quiet_encoder, tmp_path, monkeypatch):
+    tensors = load_file(GOLDEN / "trajectory.safetensors")
+    tensors = {n.removeprefix(f"{name}/"): t for n, t in tensors.items() if n.startswith(name)}
+    losses, steps, find_task = [], iter(range(40)), train.find_task
+
+    def start(model, _):
+        with torch.no_grad():
+            for parameter, p in model.named_parameters():
+                p.data = tensors[parameter].double()
+
+    def next_batch(*_):
+        step = next(steps)
+        T = tensors["attention_mask"][step].sum(1).max()
+        batch = {field: tensors[field][step, :, :T].long() for field in FIELDS}
+        return batch | {"labels": tensors["labels"][step].long()}
+
+    def keep_loss(logits, labels):
+        losses.append(F.cross_entropy(logits, labels))
+        return losses[-1]
+
+    monkeypatch.setattr(train, "hold_frozen_in", start)
+    monkeypatch.setattr(train, "collate", next_batch)
+    monkeypatch.setattr(train, "find_task", lambda *x: replace(find_task(*x), loss=keep_loss))
+    words = f"{WORDS} {RUNS[name]}".split()
+    for task in ("rte", "sst2", "pick") if name == "fusion" else ():
+        # without run.json, since the digest of the encoder's weights is another one in float64
+        words.append(shutil.copytree(runs / task, tmp_path / task))
+        (tmp_path / task / "run.json").unlink()
+    launch("", *words, model=quiet_encoder, out=tmp_path / "run")
+    assert torch.stack(losses).tolist() == pytest.approx(LOSSES[name], rel=0, abs=1e-12)

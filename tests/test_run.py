@@ -1,33 +1,17 @@
-"""A run is never lost: killed at any moment, on a full disk, out of memory, twice at once."""
+"""A run is never lost: killed at any moment, on a full disk, out of memory, twice at once; and what
+a user sees of it."""
 
-import contextlib
+import math
 import resource
 import shutil
 import signal
-from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 import child
 import train
-from conftest import assert_equal, content, main, thorough_after_first
-
-every_stage = pytest.mark.parametrize("stage", train.STAGES)
-
-
-@pytest.fixture(scope="module")
-def command(commands, encoder):
-    """Two epochs of twelve steps, with several tasks of eight, saved after every one of them."""
-    words = "--device cpu --epochs 2 --batch-size 8 --lr 5e-3"
-    return commands(words, 8, model=encoder)
-
-
-def ends(words, *before):
-    """(exit status, stdout, stderr) of a run in another process. before: calls ahead of it"""
-    return child.Program(child.training(words), before).finish()
+from conftest import assert_equal, main, read_lines, thorough_after_first
 
 
 @pytest.fixture(scope="module")
@@ -43,29 +27,12 @@ def whole(command, tmp_path_factory):
     return whole
 
 
-@pytest.fixture
-def interrupted(command, at_step):
-    """interrupted(stage, out): a run that was stopped in its second epoch"""
-
-    def interrupted(stage, out, **options):
-        at_step(15, child.stop)
-        with pytest.raises(KeyboardInterrupt):
-            main(command(stage, out, **options))
-
-    return interrupted
+def ends(words, *before):
+    """(exit status, stdout, stderr) of a run in another process. before: calls ahead of it"""
+    return child.Program(child.training(words), before).finish()
 
 
-@every_stage
-def test_interrupted_and_resumed_is_the_same(stage, command, interrupted, whole, tmp_path):
-    interrupted(stage, tmp_path / "run")
-    main(command(stage, tmp_path / "run", "--resume"))
-    assert_equal(tmp_path / "run", whole(stage))
-
-
-STAGES = thorough_after_first("fusion", *(stage for stage in train.STAGES if stage != "fusion"))
-
-
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", thorough_after_first("fusion", "full", "multitask"))
 def test_killed_before_any_file_operation(stage, command, whole, tmp_path):
     """The process dies ahead of an opening, renaming or removing of a file in --out: the first one,
     some between, and the last ones."""
@@ -82,19 +49,37 @@ def test_killed_before_any_file_operation(stage, command, whole, tmp_path):
         assert_equal(out, whole(stage))
 
 
-def test_the_second_process_in_a_directory_refuses(command, refused, whole, tmp_path):
+@pytest.mark.parametrize("name", thorough_after_first("SIGINT", "SIGTERM", "SIGHUP"))
+def test_a_signal_and_a_second_process(name, command, refused, tmp_path):
+    """The one stops a run, which can be continued; the other refuses as long as it is at work."""
     out = tmp_path / "run"
-    long = command("adapter", out, "--epochs 10000 --patience 10000")
-    process = child.Program(["train.py", *long])
-    while not (out / "resume.pt").exists():
-        assert process.poll(0.01) is None
+    words = command("adapter", out, "--epochs 10000 --patience 10000")
+    process = child.Program(["train.py", *words])
+    while not process.stdout.readline().startswith("epoch  1:"):
+        assert process.poll() is None
     for option in ("--resume", "--overwrite"):
-        refused([*long, option], "another process is at work", str(out))
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+        refused([*words, option], "another process is at work", str(out))
+    process.send_signal(signal.Signals[name])
+    status, said, error = process.finish()
+    resume = f"--resume --out {out} in the same command"
+    assert (status, error) == (130, f"train.py: interrupted, continue with {resume}\n")
+    assert "a second signal stops without saving" in said
     refused(command("adapter", out), "holds a run", "--resume")
-    main(command("adapter", out, "--overwrite"))
-    assert_equal(out, whole("adapter"))
+
+
+def test_the_second_signal_ends_at_once(command, tmp_path):
+    """In the middle of a step. What nohup ignores is no signal."""
+    before = [(signal.signal, signal.SIGHUP, signal.SIG_IGN)]
+    before += [(child.at_step, 3, child.stop, signal.SIGHUP), *[(child.at_step, 5, child.stop)] * 2]
+    status, said, error = ends(command("adapter", tmp_path / "run"), *before)
+    assert status == -signal.SIGTERM and "stopping after this step" in said and not error
+
+
+def test_a_signal_in_the_last_evaluation(command, at_step, tmp_path):
+    """The run is finished."""
+    at_step(34, child.stop)
+    with pytest.raises(KeyboardInterrupt, match="run is finished"):
+        main(command("adapter", tmp_path / "run"))
 
 
 def test_overwrite(command, whole, tmp_path):
@@ -113,19 +98,18 @@ def test_overwrite(command, whole, tmp_path):
     assert len(list(neighbour.rglob("*.safetensors"))) == 2
 
 
-@every_stage
+@pytest.mark.parametrize("stage", ["head", "multitask"])
 def test_weights_are_never_cleared_unasked(stage, command, refused, whole, tmp_path):
     """A copy of a run without metrics.json is no run that is finished, but it holds weights."""
     out = shutil.copytree(whole(stage), tmp_path / "run")
     (out / "metrics.json").unlink()
     before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     for option in ("", "--resume"):
-        refused(command("head", out, option), "--o")
-        refused(command(stage, out, option), "--o")
+        refused(command("adapter", out, option), "holds a run, or its weights")
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("step", [7, 28])
+@pytest.mark.parametrize("step", [7, 34])
 def test_a_full_disk(step, command, refused, at_step, whole, tmp_path):
     """In training, and in the last batch of the last evaluation: from there on a file takes no more
     bytes. --resume of the run that was continued has nothing to do."""
@@ -140,68 +124,18 @@ def test_a_full_disk(step, command, refused, at_step, whole, tmp_path):
         assert_equal(out, whole("fusion"))
 
 
-GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+def test_a_loss_that_is_not_finite(command, refused, monkeypatch, tmp_path):
+    """Here of the development examples alone: the best epoch so far is kept, and marked."""
+    evaluate, calls = train.evaluate, []
 
+    def instead(*given):
+        calls.append(1)
+        return evaluate(*given) | ({"loss": math.nan} if len(calls) > 1 else {})
 
-def test_out_of_memory(command, refused, at_step, whole, tmp_path):
-    out = tmp_path / "run"
-    cure = "continue with --grad-accumulation 2"
-    for error in (GPU, CPU):
-        at_step(1, Mock(side_effect=error))
-        refused(command("adapter", out), "ran out of memory", cure, "smaller --batch-size")
-    at_step(14, Mock(side_effect=GPU))  # after 12 steps, in the second batch of evaluation
-    refused(command("adapter", out), "continue with --resume and --grad-accumulation 2")
-    main(command("adapter", out, "--resume"))
-    assert_equal(out, whole("adapter"))
-
-
-GRADIENTS = [(stage, "sst2") for stage in train.STAGES if stage != "multitask"]
-
-
-@pytest.mark.parametrize("stage, task", [*GRADIENTS, ("adapter", "pick")])
-def test_grad_accumulation(stage, task, command, quiet_encoder, tmp_path, monkeypatch):
-    """However many parts a batch has, the gradients are the same."""
-    clip, found = torch.nn.utils.clip_grad_norm_, {}
-
-    def keep(parameters, norm):
-        parameters = list(parameters)
-        found.setdefault(k, [p.grad.clone() for p in parameters])  # of the first step
-        return clip(parameters, norm)
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", keep)
-    options = {"model": quiet_encoder, "task": task, "batch_size": 11, "epochs": 1}
-    for k in (1, 3):  # 96 examples: batches of 11, the last of 8
-        main(command(stage, tmp_path / str(k), grad_accumulation=k, **options))
-    (line,), (first,) = (content(tmp_path / str(k))[0] for k in (3, 1))
-    assert line["loss"] == pytest.approx(first["loss"], abs=1e-5)
-    for ours, theirs in zip(found[3], found[1], strict=True):
-        assert torch.allclose(ours, theirs, rtol=1e-6, atol=1e-6)
-    assert max(gradient.abs().max() for gradient in found[1]) > 0.001
-
-
-# Which run is this? A finished run and one that was stopped give the same answer
-
-
-@pytest.fixture(scope="module")
-def both(command, encoder, data_dir, runs, tmp_path_factory):
-    """(a directory with a run that is `finished` and one that was `cut` in its second epoch, beside
-    the `model`, `data` and `runs` that they need; a copy of it; the words of either run)"""
-    place, backup = (tmp_path_factory.mktemp("both") / name for name in ("place", "backup"))
-    for name, source in (("model", encoder), ("data", data_dir), ("runs", runs)):
-        shutil.copytree(source, place / name)
-
-    def words(out, text=""):
-        given = {"model": "model", "data_dir": "data", "adapters": ["runs/rte", "runs/pick"]}
-        return [*command("fusion", out, **given), *text.split()]
-
-    with contextlib.chdir(place), pytest.MonkeyPatch.context() as patch:
-        main(words("finished"))
-        child.at_step(15, child.stop, put=patch.setattr)
-        with pytest.raises(KeyboardInterrupt):
-            main(words("cut"))
-    shutil.copytree(place, backup)
-    return place, backup, words
+    monkeypatch.setattr(train, "evaluate", instead)
+    refused(command("adapter", tmp_path), "not finite in epoch 2: epoch 1 is kept")
+    result = main(command("adapter", tmp_path, "--resume"))
+    assert result["diverged"] and result["best_epoch"] == 1 and len(calls) == 2
 
 
 def replaced(old, new):
@@ -212,45 +146,63 @@ def double(path):
     save_file({name: 2 * tensor for name, tensor in load_file(path).items()}, path)
 
 
-def move(path):
-    path.rename(path.with_name("elsewhere"))
-
-
-DATA, ENCODER, ADAPTER = "data/sst2/train.jsonl", "model/model.safetensors", "adapter.safetensors"
-other_label = replaced('"label": 1', '"label": 0')
-OTHER_ENCODER = "was trained on an encoder with other weights"
-# (options, what changes, how, a word of what the finished run says and the other one; "": nothing)
-COMMANDS = [
-    ("--grad-accumulation 2", "", None, ""),
-    ("--data-dir data --model ./model", "", None, ""),  # spelt otherwise
-    ("--max-length 9", "", None, "max_length = 48, not 9"),
-    ("--score f1", "", None, "score = accuracy, not f1"),
-    ("--seed 9", "", None, "seed = 0, not 9"),
-    ("", DATA, other_label, "training examples of sst2"),
-    ("", DATA.replace("train", "validation"), other_label, "development examples of sst2"),
-    ("", ENCODER, double, OTHER_ENCODER),
-    ("", "model/vocab.txt", replaced("red\ngreen", "green\nred"), "tokenizer"),
-    # a run goes on with its own copies of the adapters
-    ("", f"runs/rte/{ADAPTER}", double, ""),
-    ("", "runs/rte", move, ""),
-    ("--adapters runs/rte", "", None, "was begun with --adapters rte, pick"),
-    ("--adapters runs/rte runs/pick runs/sst2", "", None, "was begun with --adapters rte, pick"),
-    ("", f"RUN/adapters/rte/{ADAPTER}", double, "adapter rte"),
+OTHER = [  # options; an input, which is a copy, a file in it and its change; what the run says
+    ("--grad-accumulation 2", None, ""),
+    ("", ("model", "vocab.txt", lambda _: None), ""),  # the same files elsewhere
+    ("--max-length 9", None, "max_length = 48, not 9"),
+    ("", ("data_dir", "sst2/train.jsonl", replaced(": 1", ": 0")), "training examples of sst2"),
+    ("", ("data_dir", "sst2/validation.jsonl", replaced(": 1", ": 0")), "development examples of"),
+    ("", ("model", "model.safetensors", double), "was trained on an encoder with other weights"),
+    ("", ("model", "vocab.txt", replaced("red\ngreen", "green\nred")), "tokenizer"),
 ]
 
 
-@pytest.mark.parametrize("text, place, change, wanted", COMMANDS)
-def test_resume_knows_another_command(text, place, change, wanted, both, monkeypatch):
-    """With another option, or with other files at the same path."""
-    here, backup, words = both
-    for name in ("finished", "cut"):
-        shutil.rmtree(here)
-        monkeypatch.chdir(shutil.copytree(backup, here))
-        if change:
-            change(Path(place.replace("RUN", name)))
-        said = ""
+@pytest.fixture(scope="module")
+def cut(command, tmp_path_factory):
+    """A run that was stopped in its second epoch."""
+    out = tmp_path_factory.mktemp("cut") / "run"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        child.at_step(15, child.stop, put=patch.setattr)
+        main(command("fusion", out))
+    return out
+
+
+@pytest.mark.parametrize("text, changed, wanted", OTHER)
+def test_resume_knows_another_command(
+    text, changed, wanted, command, whole, cut, encoder, data_dir, tmp_path
+):
+    """With another option, or with other files: a finished run, and one that was stopped."""
+    given = {"model": encoder, "data_dir": data_dir}
+    if changed:
+        name, file, change = changed
+        given[name] = shutil.copytree(given[name], tmp_path / name)
+        change(given[name] / file)
+    for source in (whole("fusion"), cut):
+        out, said = shutil.copytree(source, tmp_path / source.name), ""
         try:
-            main(words(name, f"--resume {text}"))
+            main(command("fusion", out, f"--resume {text}", **given))
         except ValueError as e:
             said = str(e)
         assert wanted in said and (said == "") == (wanted == "")
+
+
+def test_resume_knows_other_adapters(command, cut, runs):
+    for names in (["rte"], ["pick", "rte"], ["rte", "pick", "sst2"]):
+        with pytest.raises(ValueError, match="adapter"):
+            main(command("fusion", cut, "--resume", adapters=[runs / name for name in names]))
+
+
+def test_the_score_chooses_the_epoch(command, tmp_path):
+    """Here another one than accuracy would."""
+    result = main(command("head", tmp_path, "--epochs 4 --lr 3e-2 --batch-size 32 --score f1"))
+    log = read_lines(tmp_path / "log.jsonl")
+    chosen = max(log, key=lambda line: line["dev_f1"])
+    assert chosen["dev_accuracy"] < max(line["dev_accuracy"] for line in log)
+    assert result["best_epoch"] == chosen["epoch"] and len(log) == 4
+    assert (chosen["dev_f1"], chosen["dev_loss"]) == (result["f1"], result["dev_loss"])
+
+
+def test_early_stopping(command, tmp_path):
+    """A learning rate that changes nothing: no epoch is better than the first."""
+    main(command("head", tmp_path, "--lr 1e-12 --patience 2 --epochs 30"))
+    assert len(read_lines(tmp_path / "log.jsonl")) == 3

@@ -1,0 +1,370 @@
+"""experiments.grid, and the grids on it: tables, architecture_search and composition."""
+
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from types import SimpleNamespace
+from unittest.mock import Mock, patch
+
+import pandas as pd
+import pytest
+import torch
+
+import child
+import data
+import train
+from conftest import cli, thorough_after_first
+from experiments import architecture_search as search
+from experiments import composition, grid, tables
+from experiments.load_run import load_run
+from formats.files import read_json, write_json
+from fusion import FUSIONS
+from reference import GOLDEN
+
+# options of tables: what some of its runs are told; those on several tasks are of multitask
+GRIDS = {
+    "--seeds 1 -- --epochs 3": """
+st_a_64-small-1: adapter --model M --epochs 3 --reduction-factor 64 --task small --seed 1
+st_a_houlsby-small-1: adapter --model M --epochs 3 --adapter houlsby --reduction-factor 16
+    --task small --seed 1
+mt_a-1: --model M --epochs 3 --adapter pal --tasks big middle small --seed 1
+fusion_mt_a-small-1: fusion --model M --epochs 3 --task small --model runs/mt_a-1 --adapters
+    runs/mt_a-1/adapters/big runs/mt_a-1/adapters/middle runs/mt_a-1/adapters/small --seed 1
+multitask-1: --model M --epochs 3 --without-adapters --tasks big middle small --seed 1
+sequential-middle-big-1: full --model M --epochs 3 --task big --model runs/full-middle-1 --seed 1
+""",
+    "--systems fusion_st_a multitask --seeds 0 -- --limit-train 200": """
+st_a_16-big-0: adapter --model M --reduction-factor 16 --task big --seed 0
+st_a_16-small-200-0: adapter --model M --reduction-factor 16 --task small --limit-train 200 --seed 0
+fusion_st_a-small-200-0: fusion --model M --task small --adapters runs/st_a_16-big-0
+    runs/st_a_16-middle-0 runs/st_a_16-small-200-0 --limit-train 200 --seed 0
+multitask-200-0: --model M --without-adapters --tasks big middle small --limit-train 200 --seed 0
+""",
+    "--systems fusion_st_a sequential --one-seed big -- --lr=1": """
+fusion_st_a-small-2: fusion --model M --lr=1 --task small --adapters runs/st_a_16-big-0
+    runs/st_a_16-middle-2 runs/st_a_16-small-2 --seed 2
+sequential-big-small-2: full --model M --lr=1 --task small --model runs/full-big-0 --seed 2
+""",
+}
+
+
+@pytest.mark.parametrize("options", GRIDS)
+def test_every_system_is_the_run_it_is_meant_to_be(options):
+    sizes = {"big": 40000, "middle": 3000, "small": 250}
+    args = tables.parse([*cli(tasks=[*sizes], model="M", out="."), *options.split()])
+    args.sizes = sizes
+    found = {cell.name: cell for cell in grid.with_needs(tables.cells_of(args).values())}
+    for line in GRIDS[options].replace("\n    ", " ").strip().splitlines():
+        name, expected = line.split(": ")
+        stage, cell = re.match(r"\w+ |", expected)[0], found[name]
+        several = ["-m", "experiments.multitask"]
+        assert cell.program == ([str(grid.ROOT / "train.py")] if stage else several)
+        words = " ".join(cell.words).replace(f"--stage {stage}", "")
+        assert f"{stage}{words}" == f"{expected} --out runs/{name} --resume"
+
+
+def test_table_2_of_the_papers_accuracies():
+    """Finding 4 of section 5.2, and two counts of Table 2, 7 and 14; of the others, which are 10
+    and 11 there, 9 and 10."""
+    args = SimpleNamespace(tasks=list(data.TASKS), systems=tables.SYSTEMS)
+    papers = pd.read_csv(tables.PAPER, index_col="task")
+    theirs = tables.with_mean(papers[papers["encoder"] == "bert-base-uncased"], args)
+    found = tables.differences(theirs, tables.COMPARISONS).values()
+    arrows = ["".join(map(tables.arrow, values)) for values in found]
+    assert [text.count("↗") for text in arrows] == [9, 10, 7, 14]
+    assert arrows[0].count("↘") == 1 and "↘" not in arrows[3]
+
+
+TASKS = ["rte", "sst2", "pick"]
+
+
+@pytest.fixture
+def table(encoder, data_dir, tmp_path, monkeypatch):
+    """table("--seeds 0 1"): tables, whose runs take no time; their accuracies are made up from
+    their names. table.started: those names, table.failing: the names of runs that fail"""
+    given = {"tasks": TASKS, "model": encoder, "data_dir": data_dir, "out": tmp_path / "out"}
+
+    def table(text, **options):
+        tables.main(cli(text, **{**given, **options}))
+
+    def start(cell, *_):
+        table.started.append(cell.name)
+        cell.log.parent.mkdir(parents=True, exist_ok=True)
+        cell.log.write_text("what came before\ntrain.py: this one fails\n")
+        if cell.name in table.failing:
+            return Mock(poll=lambda: 2, wait=lambda: 2)
+        assert all(need.metrics.is_file() for need in cell.needs)
+        cell.out.mkdir(parents=True, exist_ok=True)
+        command = shlex.join(["train.py", *cell.words])
+        write_json(cell.out / "run.json", {"options": {}, "machine": {"command": command}})
+        each = {task: zlib.crc32(f"{cell.name} {task}".encode()) % 1000 / 1000 for task in TASKS}
+        write_json(cell.metrics, {"accuracies": each})
+        return Mock(poll=lambda: 0, wait=lambda: 0)
+
+    table.started, table.failing = [], []
+    monkeypatch.setattr(grid, "start", start)
+    return table
+
+
+def test_tables_of_a_whole_grid(table, tmp_path, capsys):
+    """Planned, run, and written, beside the paper's values."""
+    options, out = "--seeds 0 1 --jobs 8", tmp_path / "out"
+    with pytest.raises(SystemExit, match="0"):
+        table(f"{options} --plan")
+    lines = capsys.readouterr().out.splitlines()
+    names = [line for line in lines if not line.startswith("note: ")]
+    assert not out.exists()
+    for _ in range(2):  # the second time nothing is run
+        table(options)
+        assert sorted(table.started) == sorted(names)
+
+    args = tables.parse(cli(options, tasks=TASKS, out=out))
+    args.sizes = dict.fromkeys(TASKS, 96)
+    rows = pd.read_csv(out / "results.csv", index_col=["task", "system", "seed"])
+    for place, cell in tables.cells_of(args).items():
+        accuracy = read_json(cell.metrics)["accuracies"][place[0]]
+        assert rows["accuracy"][place] == pytest.approx(accuracy)
+    page, points = (out / "results.md").read_text(), 100 * rows["accuracy"]
+    for (task, _), of in points.groupby(["task", "system"]):
+        assert re.search(rf"\| {task} .* {of.mean():.2f} ± {of.std():.2f} ", page)
+    assert re.search(r"\| rte .*\(65.41\).*\(71.04\)", page)
+    assert (out / "figure3.png").stat().st_size > 5000
+
+
+def test_a_failure_stops_only_what_needs_it(table, tmp_path, capsys):
+    """The encoder is a RoBERTa, so the paper's values are those of Table 4."""
+    options = "--systems st_a_16 fusion_st_a --seeds 0 1 --jobs 2"
+    places = {"model": GOLDEN / "roberta" / "encoder", "tasks": ["rte", "pick"]}
+    table.failing.append("st_a_16-rte-1")
+    with pytest.raises(SystemExit, match="1"):
+        table(options, **places)
+    output = capsys.readouterr().out
+    assert "failed: st_a_16-rte-1: train.py: this one fails (status 2, " in output
+    assert "fusion_st_a-pick-1: not run: it needs st_a_16-rte-1, which failed" in output
+    rows = pd.read_csv(tmp_path / "out" / "results.csv")
+    runs = ["-".join(map(str, run)) for run in rows[["system", "task", "seed"]].to_numpy()]
+    fused = {"fusion_st_a-rte-0", "fusion_st_a-pick-0"}
+    assert {*runs} == {"st_a_16-rte-0", "st_a_16-pick-0", "st_a_16-pick-1", *fused}
+    assert "(75.30)" in (tmp_path / "out" / "results.md").read_text()
+    table.failing.clear()
+    table(options, **places)
+    assert {*table.started[-3:]} == {"fusion_st_a-rte-1", "fusion_st_a-pick-1", "st_a_16-rte-1"}
+
+
+def test_what_counts_as_finished(table, tmp_path):
+    """A run of another command is refused, or replaced with --overwrite; what was made from it goes
+    with it, also after an interruption."""
+    options, other = "--systems st_a_16 fusion_st_a --seeds 0", {"adapter_options": "--lr 1e-3"}
+    table(options)
+    first = [*table.started]
+    with pytest.raises(ValueError, match="--overwrite trains it again"):
+        table(options, **other)
+    table(f"{options} --overwrite", **other)
+    assert table.started == 2 * first
+    os.utime(tmp_path / "out" / "runs" / "st_a_16-rte-0" / "metrics.json")  # and no further
+    table(f"{options} --overwrite", **other)
+    assert table.started == [*2 * first, *first[3:]]
+
+
+def test_gpus_and_cores_are_shared_out(monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr(grid.subprocess, "Popen", lambda *_, env, **__: started.append(env))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")  # the user's
+    for number in range(3):
+        grid.start(grid.Cell("name", tmp_path / "runs" / "name", [], [], []), number, 2)
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["5", "7", "5"]
+    assert {env["OMP_NUM_THREADS"] for env in started} == {"3"}
+
+
+POINTS = {  # what words of a command add to the accuracy
+    "mh_adapter=true": 0.1,
+    "output_adapter=false": 0.2,
+    "original_ln_before=false": 0.02,
+    "ln_after=true": 0.05,
+    "adapter_residual_before_ln=true": 0.01,
+    "8": 0.03,
+    "full": 0.15,
+}
+
+
+def test_a_search_goes_on_from_the_best(encoder, data_dir, tmp_path, capsys, monkeypatch):
+    """Nothing is built on a step that lacks a run; but what diverges has lost, though it was ahead
+    here."""
+    failing, commands = "sst2-mh_adapter=true-output_adapter=false-2", {}
+
+    def run(args, columns, cells):
+        rows, failed = [], {}
+        assert len({cell.name for cell in cells.values()}) == len(cells)
+        for place, cell in cells.items():
+            assert commands.setdefault(cell.name, cell.words) == cell.words
+            cell.options()  # which train.py understands
+            if cell.name.startswith(failing):
+                failed[cell.name] = reason
+            else:
+                rows.append([*place, 0.5 + sum(POINTS.get(word, 0) for word in cell.words)])
+        return pd.DataFrame(rows, columns=[*columns, "accuracy"]), failed
+
+    monkeypatch.setattr(grid, "run", run)
+    monkeypatch.setattr(search, "REDUCTION_FACTORS", (2.0, 8.0))
+    words = cli("--tasks sst2 --seeds 0 1", model=encoder, data_dir=data_dir, out=tmp_path)
+    for reason in ("the disk is full", "the loss is nan, nothing is kept"):
+        assert not (tmp_path / "search.csv").exists()
+        with pytest.raises(SystemExit):
+            search.main(words)
+        assert f"failed: {failing}-0: {reason}" in capsys.readouterr().out
+    text, rows = (tmp_path / "search.md").read_text(), pd.read_csv(tmp_path / "search.csv")
+    best = ["both", "after", "after", "before the new LayerNorm", "relu (the paper's)"]
+    assert re.findall(r"^\| \*\*(.*?)\*\*", text, re.MULTILINE) == best
+    assert "Full fine-tuning: 65.00 ± 0.00." in text
+    assert re.search(r"\*\*both\*\* +\| 60.00 ± 0.00 +\| 63.00 ± 0.00 +\| 61.50 ", text)
+    found = rows[(rows["option"] == "swish") & (rows["reduction_factor"] == 8)]
+    upon = 0.5 + 0.1 + 0.02 + 0.05 + 0.01 + 0.03  # what was best before
+    assert found["accuracy"].tolist() == 2 * [pytest.approx(upon)]
+    assert (tmp_path / "sst2.png").stat().st_size > 5000
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """The runs of a grid, one after another."""
+
+    def run(args, columns, cells):
+        for cell in grid.with_needs(cells.values()):
+            if not cell.metrics.is_file():
+                train.main(cell.words)
+        places = (dict(zip(columns, place, strict=True)) for place in cells)
+        return pd.DataFrame(map(grid.row_of, places, cells.values())), {}
+
+    monkeypatch.setattr(grid, "run", run)
+    monkeypatch.delitem(sys.modules, "examples.mean_fusion", raising=False)  # --import runs it
+    with patch.dict(FUSIONS):
+        yield
+
+
+def test_a_small_grid_for_real(encoder, data_dir, tmp_path):
+    words = "--tasks rte --systems fusion_st_a --seeds 0"
+    words = cli(words, model=encoder, data_dir=data_dir, out=tmp_path)
+    words += cli("-- --device cpu --limit-train 90 --epochs 2")
+    for _ in range(2):
+        tables.main(words)
+    metrics = read_json(tmp_path / "runs/fusion_st_a-rte-90-0/metrics.json")
+    row = pd.read_csv(tmp_path / "results-90.csv").iloc[0]
+    assert (row["accuracy"], row["train_examples"]) == (metrics["accuracy"], 90)
+    with pytest.raises(ValueError, match="is a finished run with --epochs 2, not --epochs 3: "):
+        tables.main([*words[:-1], "3"])
+
+
+@pytest.mark.skipif(not shutil.which("pgrep"), reason="counts processes")
+@pytest.mark.parametrize("end", thorough_after_first(*"SIGTERM SIGINT SIGHUP SIGKILL".split()))
+def test_no_child_is_left_behind(end, encoder, data_dir, tmp_path):
+    """However tables ends. They have saved what they had."""
+
+    def children():
+        done = subprocess.run(["pgrep", "-c", "-f", f"{tmp_path}/runs"], capture_output=True)
+        return int(done.stdout)
+
+    words = cli("--tasks rte --systems full --seeds 0 1 --jobs 2", model=encoder, out=tmp_path)
+    words += [*cli(data_dir=data_dir), *cli("-- --epochs 9999 --patience 9999 --device cpu")]
+    process = child.Program(["-m", "experiments.tables", *words])
+    while sum("epoch  2:" in path.read_text() for path in tmp_path.glob("logs/*")) < 2:
+        assert process.poll(0.1) is None
+    assert children() == 2
+    process.send_signal(getattr(signal, end))
+    status, said = process.wait(60), process.stderr.read()
+    if end == "SIGKILL":
+        assert (status, said) == (-9, "")
+        for _ in range(200):  # they hear of it
+            time.sleep(0.1 * bool(children()))
+    else:
+        assert status == 130 and said.count("\n") == 1 and "the same command goes on" in said
+    assert not children() and len([*tmp_path.glob("runs/*/resume.pt")]) == 2
+
+
+SYSTEMS = """head= head_on_sst2=sst2 head_on_pick=pick own= full= mean=sst2,pick
+    mean_with_own=sst2,pick,rte fusion=sst2,pick fusion_with_own=sst2,pick,rte fusion_of_own=rte
+    fusion_without_sst2=pick fusion_without_pick=sst2"""
+ADAPTERS = dict(word.split("=") for word in SYSTEMS.split())  # of composition's systems
+
+
+def test_every_control(runs, encoder, data_dir, tmp_path, capsys, in_this_process):
+    words = cli("--target rte --seeds 0 1", model=encoder, data_dir=data_dir, out=tmp_path)
+    words += cli("--train-examples 48", sources=["sst2", runs / "pick"])
+    words += ["--fusion-options", "--fusion attention"]  # the control's is still mean
+    composition.main([*words, "--", *cli("--device cpu --epochs 1 --lr 5e-3")])
+    printed = capsys.readouterr().out
+    lines = [" ".join(line.replace("|", " ").split()) for line in printed.splitlines()]
+
+    rows = pd.read_csv(tmp_path / "composition.csv")
+    assert [*dict.fromkeys(rows["system"])] == [*ADAPTERS] and len(rows) == 2 * len(ADAPTERS)
+    for row in rows.itertuples():
+        run = tmp_path / "runs" / f"{row.system}-48-{row.seed}"
+        options = read_json(run / "run.json")["options"]
+        assert row.accuracy == read_json(run / "metrics.json")["accuracy"]
+        assert options["limit_train"] == row.train_examples == 48 and options["seed"] == row.seed
+        assert ",".join(options["adapters"]) == ADAPTERS[row.system]
+        sources = [str(run.with_name(name)) for name in (f"own-48-{row.seed}", "source-sst2")]
+        for path in run.glob("adapters/*/run.json"):
+            assert read_json(path)["options"]["out"] in (*sources, str(runs / "pick"))
+        if row.system.startswith(("fusion", "mean")):
+            assert options["fusion"] == ("mean" if "mean" in row.system else "attention")
+    points = rows.pivot(index="seed", columns="system", values="accuracy") * 100
+    for system in ADAPTERS.keys() - {"fusion"}:
+        gain = points["fusion"] - points[system]
+        values = ", ".join(f"{value:.1f}" for value in points[system])
+        mean = f"{points[system].mean():.2f} ± {points[system].std():.2f}"
+        numbers = f"{values} {mean} {gain.mean():.2f} {gain.min():.2f}"
+        assert any(line.endswith(numbers) for line in lines)
+
+
+def test_what_is_left_over(runs, encoder, data_dir, tmp_path, capsys, in_this_process):
+    """--test asks every run for what it was not trained on. All options of train.py reach the
+    target, and what is held out of its file is not counted."""
+    rows, file = (data_dir / "rte" / "train.jsonl").read_text(), tmp_path / "mine.jsonl"
+    file.write_text(rows.replace("sentence1", "question").replace("sentence2", "answer"))
+    words = cli("--target mine --systems fusion --test --seeds 1", model=encoder, out=tmp_path)
+    words += cli("--train-examples 24 48", sources=[f"other={runs / 'rte'}", runs / "pick"])
+    behind = cli("-- --device cpu --epochs 1 --dev-fraction 0.25", train_file=file)
+    behind += cli("--columns text_a=question text_b=answer")
+    for more, message in (
+        ("--sources a/rte b/rte", "two adapters would be called 'rte'"),
+        ("--sources a/rte sst2", "--train-file is of mine, sst2 would be trained on it"),
+        ("--train-examples 72", "--test needs --train-examples below 72"),
+        ("--train-examples 73", "mine has only 72"),
+        ("-- --limit-train 7", "--limit-train does not belong behind --"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            composition.main([*words, *more.split(), *behind])
+    composition.main([*words, *behind])
+    assert "WARNING: fusion-24-1: other was TRAINED on 100% of them" in capsys.readouterr().out
+    rows = pd.read_csv(tmp_path / "composition.csv")
+    assert [*rows["train_examples"]] == [24, 48]
+    for row in rows.itertuples():
+        run = load_run(tmp_path / "runs" / f"fusion-{row.train_examples}-1")
+        assert run.adapters == ["other", "pick"] and run.task.columns == ["text_a", "text_b"]
+        drawn = data.load_split(run.task_in(), "train", run.tokenizer, row.train_examples, 1)
+        left = run.left_over()
+        assert run.is_own("train", drawn) and len(left) == 72 - row.train_examples
+        assert {example.hash for example in left}.isdisjoint(example.hash for example in drawn)
+        found = train.evaluate(run.model, run.task, left, run.args)
+        assert row.test_accuracy == found["accuracy"]
+
+
+def test_what_the_development_set_chooses():
+    """Among heads, own, the fusion, and the fusion with own; other systems are no choice."""
+    accuracies = {"own": (0.5, 0.8), "head_on_a": (0.6, 0.6), "fusion": (0.6, 0.7), "full": (1, 1)}
+    rows = pd.DataFrame(accuracies).rename_axis("seed").melt(var_name="system", ignore_index=False)
+    rows = rows.rename(columns={"value": "accuracy"}).reset_index()
+    rows = rows.assign(test_accuracy=1 - rows["accuracy"], dev_examples=100)
+    (first, second), header = composition.choices(rows)
+    assert first[:3] == ["0", "new head on a", "fusion of the sources"]  # ties keep the order
+    assert first[3:] == pytest.approx([0, math.sqrt(48), 40, 0])
+    assert second[:3] == ["1", "the target's own adapter", "fusion of the sources"]
+    assert second[3:] == pytest.approx([10, math.sqrt(16 + 21), 20, -10])
+    assert len(header) == len(first)

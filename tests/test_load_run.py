@@ -1,0 +1,323 @@
+"""Finished runs: load_run, and what reads them, evaluate, predict and fusion_weights."""
+
+import itertools
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from io import BytesIO, TextIOWrapper
+from statistics import mean
+
+import pandas as pd
+import pytest
+import torch
+
+from bert import Bert
+from conftest import cli, read_lines, write_rows
+from data import get_task
+from experiments import evaluate as evaluation
+from experiments import fusion_weights, predict
+from experiments.load_run import load_run
+from formats.files import read_json, write_json
+
+
+def evaluate(run, *options):
+    return evaluation.main([str(run), "--device", "cpu", *map(str, options)])
+
+
+def note(capsys, *words):
+    """What evaluate says about the difference from training"""
+    capsys.readouterr()
+    evaluate(*words)
+    return "".join(re.findall("^note: .*", capsys.readouterr().out, re.MULTILINE))
+
+
+STAGES = """
+--stage adapter --task pick
+--stage fusion --task rte
+--stage full --task rte --lr 5e-3
+--tasks rte sst2 --steps-per-epoch 3 --score macro_f1
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("options", STAGES)
+def test_everything_is_as_in_training(options, launch, runs, tmp_path, capsys):
+    """To the bit, and nothing is written; else the difference is named."""
+    adapters = ["--adapters", runs / "rte", runs / "sst2"] if "fusion" in options else []
+    common = "--epochs 1 --lr 5e-2 --batch-size 8 --limit-dev 39 --dtype bfloat16"
+    metrics = launch(f"{common} {options}", *adapters, out=tmp_path)
+    before, losses = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}, []
+    accuracies = metrics.get("accuracies", {metrics["task"]: metrics["accuracy"]})
+    for task, accuracy in accuracies.items():
+        result = evaluate(tmp_path, "--task", task)
+        losses.append(result["loss"])
+        assert result["accuracy"] == accuracy
+        assert (result["task"], result["examples"], result["split"]) == (task, 39, "validation")
+        assert ("classes" in result) == (task != "pick")
+        assert "metrics.json" not in note(capsys, tmp_path, "--task", task)
+    assert mean(losses) == metrics["dev_loss"]
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+    key, value = ("accuracies", {task: 2}) if "accuracies" in metrics else ("accuracy", 2)
+    write_json(tmp_path / "metrics.json", {**metrics, key: value})
+    said = note(capsys, tmp_path, "--task", task)
+    assert f"metrics.json has accuracy 2.0000, now {accuracy:.4f}: " in said
+
+
+def test_what_has_changed_since_is_named(copy, runs, capsys):
+    """Rounding is no change; it is larger in bf16, on another machine."""
+    run = copy(runs / "rte")
+    metrics, record = (read_json(run / name) for name in ("metrics.json", "run.json"))
+    loss, commit = metrics["dev_loss"], record["machine"]["commit"]
+    write_json(run / "metrics.json", metrics | {"dev_loss": loss + 2e-5})
+    assert note(capsys, run) == ""
+    write_json(run / "metrics.json", metrics | {"dev_loss": loss + 2e-3})
+    text = f"note: metrics.json has loss {loss + 2e-3:.4f}, now {loss:.4f}: the code or a library"
+    assert note(capsys, run) == f"{text} has changed since (commit {commit})"
+    assert note(capsys, run, "--split", "train") == ""  # of which nothing is known
+    record["options"]["dtype"] = "bfloat16"
+    write_json(run / "run.json", record)
+    assert "loss" in note(capsys, run)
+    write_json(run / "run.json", record | {"machine": record["machine"] | {"processor": "other"}})
+    assert note(capsys, run) == ""
+
+
+def test_classes_are_counted():
+    labels, predictions = torch.tensor([0, 0, 0, 1, 2, 2]), torch.tensor([0, 0, 1, 0, 1, 1])
+    assert evaluation.by_class("xyz", labels, predictions) == {
+        "x": {"precision": 2 / 3, "recall": 2 / 3, "count": 3, "confusion": [2, 1, 0]},
+        "y": {"precision": 0, "recall": 0, "count": 1, "confusion": [1, 0, 0]},
+        "z": {"precision": None, "recall": 0, "count": 2, "confusion": [0, 2, 0]},
+    }
+
+
+def test_which_rows_are_evaluated(launch, refused, data_dir, tmp_path, capsys):
+    """A split of any name. What --dev-fraction held out is never scored as training examples; of
+    other rows it is not known which they are, and that they are others is said."""
+    run, file, there = tmp_path / "run", tmp_path / "rte" / "train.jsonl", tmp_path / "there"
+    rows, words = read_lines(data_dir / "rte" / "train.jsonl"), "--stage head --task rte --epochs 1"
+    write_rows(file, rows)
+    accuracy = launch(f"{words} --dev-fraction 0.25", data_dir=tmp_path, out=run)["accuracy"]
+    assert evaluate(run, "--split", "train")["examples"] == 72
+    assert evaluate(run)["examples"] == 24 and evaluate(run)["accuracy"] == accuracy
+    write_rows(there / "rte" / "test.jsonl", rows[:50])
+    assert evaluate(run, "--split", "test", "--data-dir", there)["examples"] == 50
+    write_rows(file, rows[1:])
+    refused([run, "--split", "train"], "held out cannot be told", main=evaluation.main)
+    assert note(capsys, run) == "note: these are not the development examples of the training"
+    file.unlink()
+    with pytest.raises(FileNotFoundError, match="no train split .* --data-dir takes DIR/rte/train"):
+        load_run(run).split("train")
+
+
+@pytest.fixture
+def say(capsys, monkeypatch):
+    """say(run, ..., stdin="...") -> the lines that predict prints."""
+
+    def say(*arguments, stdin=""):
+        capsys.readouterr()  # of training, for instance
+        monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(stdin.encode())))
+        predict.main([*map(str, arguments), "--device", "cpu"])
+        return capsys.readouterr().out.splitlines()
+
+    return say
+
+
+@pytest.mark.parametrize("name, task", [("pick", "pick"), ("fusion-rte", "rte"), ("sst2", "sst2")])
+def test_every_kind_of_input_says_the_same(name, task, say, runs, data_dir, tmp_path):
+    """A file, with empty lines, which are passed over; JSON on stdin; and Python: the answers are
+    those that were counted in training. What is too long is cut, and it says so."""
+    run, task = load_run(runs / name), get_task(task, data_dir)
+    rows = read_lines(data_dir / task.name / "validation.jsonl")
+    answers, right = run.predict(rows), 0
+    for row, answer in zip(rows, answers, strict=True):
+        found = answer["probabilities"]
+        assert list(found) == list(task.labels) and sum(found.values()) == pytest.approx(1)
+        assert answer["probability"] == max(found.values()) == found[answer["label"]]
+        right += answer["label"] == task.labels[task.example(row)[1]]
+    assert right / len(rows) == read_json(runs / name / "metrics.json")["accuracy"]
+
+    rows[3][task.columns[0]] = " ".join(["red"] * 100)
+    lists, file = [[row[column] for column in task.columns] for row in rows], tmp_path / "a.jsonl"
+    of_rows, of_lists = ("\ufeff" + "\r\n\r\n".join(map(json.dumps, x)) for x in (rows, lists))
+    file.write_text(of_rows, encoding="utf-8", newline="")
+    answers = run.predict(lists)
+    assert [i for i, answer in enumerate(answers) if answer["truncated"]] == [3]
+    for more, stdin in ((file, ""), ("-", of_rows), ("-", of_lists)):
+        results = map(json.loads, say(runs / name, "--json", "--file", more, stdin=stdin))
+        assert [*results] == [{"row": i, **answer} for i, answer in enumerate(answers, 1)]
+    for line, answer in zip(say(runs / name, "--file", file), answers, strict=True):
+        assert line.startswith(f"{answer['label']}\t{answer['probability']:.3f}\t")
+    *texts, last = lists[0]
+    words = [*texts, "--choices", *last] if name == "pick" else lists[0]
+    (line,) = say(runs / name, "--json", *words)
+    one = lists[0][0] if name == "sst2" else tuple(lists[0])
+    for answer in (json.loads(line), *run.predict(one), *run.predict(rows[0])):
+        assert answer["probability"] == pytest.approx(answers[0]["probability"], abs=1e-5)
+
+    run.task.predict = lambda logits: logits.argmin(-1)  # a task's own, not the most probable
+    (found,) = run.predict(rows[:1])
+    least = min(found["probabilities"].values())
+    assert found["probability"] == found["probabilities"][found["label"]] == least
+
+
+def test_the_precision_is_that_of_the_training(copy, runs, monkeypatch):
+    path, forward, seen = copy(runs / "fusion-rte"), Bert.forward, []
+    record = read_json(path / "run.json")
+    write_json(path / "run.json", record | {"options": record["options"] | {"dtype": "bfloat16"}})
+
+    def recorded(bert, *values, **named):
+        seen.append((torch.is_autocast_enabled("cpu"), bert.dtype))
+        return forward(bert, *values, **named)
+
+    monkeypatch.setattr(Bert, "forward", recorded)
+    run = load_run(path)
+    run.predict(("red", "cat"))
+    (weights,) = run.fusion_weights(("red cat", "cat"))
+    fusion_weights.mean_weights(run, run.split()[:2])
+    assert seen == 3 * [(True, torch.bfloat16)]
+    assert weights["tokens"] == "[CLS] red cat [SEP] cat [SEP]".split()
+
+
+NO_INPUTS = {  # one text of two, two inputs of one text each, and the like
+    "rte": ["red", ["red", "cat"], ("red", "cat", "cat"), ("red", ["cat"]), ("red", None), None],
+    "pick": ["red", ("red", "a", "b", "c"), ("red", ["a", "b"]), ("red", ["a", "b", 3])],
+    "sst2": [("red", "cat"), [("red", "cat")], [["red"], []], {"sentence": ["red"]}, {"red"}, 5],
+}
+
+
+@pytest.mark.parametrize("name", NO_INPUTS)
+def test_anything_else_is_refused(name, runs):
+    """By the names of the task's columns, or of the one that is wrong."""
+    run = load_run(runs / name)
+    for given in NO_INPUTS[name]:
+        columns = " and ".join(run.task.columns)
+        with pytest.raises(ValueError, match=f"{name} takes {columns}, not|column '|, expected 3"):
+            run.predict(given)
+    with pytest.raises(ValueError, match="no fusion"):
+        run.fusion_weights(run.split()[:1])
+
+
+def test_rows_have_the_files_names_or_ours(launch, data_dir, tmp_path, capsys):
+    rows = [[*row.values()][:3] for row in read_lines(data_dir / "rte" / "train.jsonl")]
+    names, pair = ("text_b", "hypothesis", "gold"), ("red cat sleeps", "the dog")
+    write_rows(tmp_path / "a.jsonl", [dict(zip(names, row, strict=True)) for row in rows])
+    words = "--columns text_a=text_b text_b=hypothesis label=gold --dev-fraction 0.5 --max-length 8"
+    words = f"--stage head --task nli --epochs 1 {words}"
+    launch(words, train_file=tmp_path / "a.jsonl", out=tmp_path / "run")
+    assert "% of nli's training examples are cut to --max-length" in capsys.readouterr().out
+    for columns in (names[:2], ("text_a", "text_b")):
+        row = dict(zip(columns, pair, strict=True))
+        assert load_run(tmp_path / "run").candidates(row) == [pair]
+
+
+def test_pictures(say, runs, tmp_path, refused):
+    path, words = tmp_path / "weights.png", ("red cat", "cat")
+    say(runs / "fusion-rte", *words, "--picture", path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    for more, text in ((words, "has no fusion"), (("--file", "-"), "a single input")):
+        given = [runs / "rte", *more, "--picture", path, "--device", "cpu"]
+        refused(given, text, main=predict.main)
+
+
+def test_head_ends_it_quietly(runs, tmp_path):
+    """`| head` closes the pipe before all is written, and `| true` before the first line."""
+    write_rows(tmp_path / "rows.jsonl", [{"sentence": "red cat"}] * 600)
+    program = f"{sys.executable} -m experiments.predict {runs / 'sst2'} --device cpu"
+    buffered = os.environ | {"PYTHONUNBUFFERED": ""}  # so that little is written at the very end
+    for words in (f"--json --file {tmp_path}/rows.jsonl | head -n 1", "cat | true"):
+        command = ["bash", "-c", f"set -o pipefail; {program} {words}"]
+        done = subprocess.run(command, capture_output=True, text=True, env=buffered)
+        said = [text for text in done.stderr.splitlines() if not text.startswith("note: ")]
+        assert (done.returncode, said) == (141, [])  # as SIGPIPE would end it
+
+
+def test_the_weights_are_means_over_real_tokens(runs, loud_fusion, launch, tmp_path):
+    """The means of what load_run shows of each token, padding not included, and of each [CLS]. The
+    second run has two fusions a layer, and one of its adapters is not in layer 2."""
+    out, single, second = tmp_path / "out", runs / "rte", tmp_path / "second"
+    words, adapters = "--stage adapter --epochs 1 --adapter houlsby", ["rte", "sst2"]
+    adapters = [tmp_path / name for name in adapters]
+    launch(f"{words} --task rte --adapter-config leave_out=[1]", out=adapters[0])
+    launch(f"{words} --task sst2", out=adapters[1])
+    launch("--stage fusion --task sst2 --epochs 1", adapters=adapters, out=second)
+    words = cli("--device cpu", out=out, baseline=[single, loud_fusion])
+    fusion_weights.main([str(loud_fusion), str(second), *words])
+    figures = {f"figure{n}{tokens}.png" for n in (4, 6) for tokens in ("", "_cls")}
+    assert {path.name for path in out.iterdir()} == {*figures, "weights.csv", "summary.txt"}
+    rows, count = pd.read_csv(out / "weights.csv"), 0
+    names = [*rows.columns.drop(fusion_weights.KEYS)]
+    assert names == ["rte", "sst2", "pick"]  # the targets' own, in their order
+    found = rows.set_index(["run", "layer", "location", "tokens"])
+    assert math.isnan(found.at[(str(second), 2, "output", "cls"), "rte"])  # not in this layer
+    for directory in (loud_fusion, second):
+        run = load_run(directory)
+        seen = [example["weights"] for example in run.fusion_weights(run.split())]
+        for location, layer in itertools.product(seen[0], (0, 1)):
+            every = [weights[location][layer] for weights in seen]  # [T, N] each
+            first = torch.stack([weights[0] for weights in every])
+            for tokens, s in (("all", torch.cat(every)), ("cls", first)):
+                row = found.loc[str(directory), layer + 1, location, tokens]
+                weights = row[run.adapters].fillna(0).tolist()
+                assert weights == pytest.approx(s.mean(0).tolist(), abs=1e-5)
+                assert row["is_read"] == (tokens == ("cls" if layer else "all"))
+                count += 1
+    assert count == len(found)
+    ours, theirs = (read_json(run / "metrics.json")["accuracy"] for run in (loud_fusion, single))
+    numbers = f"{100 * ours:.2f} | {100 * theirs:.2f} | {100 * (ours - theirs):.2f} |"
+    assert numbers in " ".join((out / "summary.txt").read_text().split())
+
+
+def row(target, layer, tokens, weights, is_read=True, accuracies=(math.nan, math.nan)):
+    task = target.split()[0]
+    key = ["run", target, task, *accuracies, layer, "output", tokens, is_read, 0.0]
+    return {**dict(zip(fusion_weights.KEYS, key, strict=True)), **weights}
+
+
+def test_what_section_6_reads():
+    """Three targets, two of them without a layer or their own adapter; of the last layer of the
+    first one [CLS] is read."""
+    rows = [row("cb", 1, "all", {"cb": 0.1, "mnli": 0.9}, True, (0.8, 0.7))]
+    rows += [row("cb", 2, "all", {"cb": 0.9, "mnli": 0.1}, False)]
+    rows += [row("cb", 2, "cls", {"cb": 0.5, "mnli": 0.5})]
+    rows += [row("mnli", 1, "all", {"cb": 0.1, "mnli": 0.9})]
+    rows += [row("mnli", 2, "all", {"cb": 0.2, "mnli": 0.8})]
+    rows += [row("cb (2)", 2, "all", {"mnli": 1.0})]
+    found, header = fusion_weights.strengths_table(pd.DataFrame(rows))
+    assert [line[:6] for line in found] == [
+        ["cb", "mnli", *map(pytest.approx, (0.7, 0.3, 0.5)), "1 of 2"],
+        ["mnli", "mnli", *map(pytest.approx, (0.85, 0.85, 0.5)), "2 of 2"],
+        ["cb (2)", "mnli", 1, None, 1, None],
+    ]
+    assert found[0][6:] == pytest.approx([80, 70, 10]) and len(header) == 9
+    assert fusion_weights.normalized_entropy([0.1, 0.9]) == pytest.approx(0.469, abs=1e-3)
+    assert fusion_weights.normalized_entropy([0.2] * 5) == pytest.approx(1)
+    assert fusion_weights.normalized_entropy([1.0]) == 0
+    assert fusion_weights.figure_4_layers(12) == {1, 7, 9, 12}
+
+
+def test_all_figures_have_one_scale(tmp_path, monkeypatch):
+    """Also where the largest weight is at [CLS]."""
+    drawn = []
+    monkeypatch.setattr(fusion_weights, "save_figure", lambda figure, path: drawn.append(figure))
+    rows = [row("cb", 1, "all", {"cb": 0.5}), row("cb", 1, "cls", {"cb": 0.85})]
+    fusion_weights.draw(pd.DataFrame(rows), tmp_path)
+    scales = [{of.images[0].get_clim() for of in figure.axes if of.images} for figure in drawn]
+    assert scales == [{(0, 0.9)}] * 4
+
+
+def test_single_adapters_are_averaged_if_they_compare(runs, tmp_path):
+    """Those of the same task, encoder and data."""
+    fusion, rte = runs / "fusion-rte", runs / "rte"
+    accuracy, record = read_json(rte / "metrics.json")["accuracy"], read_json(rte / "run.json")
+    seed, others = shutil.copytree(rte, tmp_path / "seed"), [runs / "sst2", fusion]
+    write_json(seed / "metrics.json", {"accuracy": 0.1})
+    for name in record["inputs"].keys() - {"tokenizer"}:
+        others.append(shutil.copytree(seed, tmp_path / name))
+        inputs = record["inputs"] | {name: "another"}
+        write_json(others[-1] / "run.json", {**record, "inputs": inputs})
+    found = fusion_weights.single_accuracy(fusion, [rte, seed, *others])
+    assert found == pytest.approx((accuracy + 0.1) / 2)
+    assert math.isnan(fusion_weights.single_accuracy(fusion, others))
