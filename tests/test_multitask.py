@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+import train
 from bert import Bert
+from conftest import cli
 from data import Example
 from experiments import multitask
 from experiments.load_run import load_run
@@ -59,6 +61,7 @@ def test_a_run_and_fusion_over_it(adapter, launch, tmp_path):
     fuse = "--stage fusion --task rte --epochs 1 --lr 1e-3"
     with pytest.raises(ValueError, match="was trained on an encoder with other weights than"):
         launch(fuse, adapters=adapters, out=tmp_path / "fusion")
+    assert train.parse(cli(fuse, adapters=adapters)).model == str(out)  # which their runs recorded
     launch(fuse, adapters=adapters, out=tmp_path / "fusion", model=out)
     run, theta = load_run(tmp_path / "fusion"), Bert.from_pretrained(out)
     assert run.adapters == TASKS

@@ -49,10 +49,11 @@ def assert_same_files(ours, theirs, stem, config):
 
 @pytest.mark.parametrize("directory", reference.ADAPTERS)
 def test_adapter_and_head(directory, expected, tmp_path):
-    """Loaded is not yet active; the head of by_layer reads the encoder's pretrained pooler."""
+    """Loaded is frozen, and not yet active; by_layer's head reads the encoder's own pooler."""
     model, name = directory.split("/")
     bert, expected = encoder(model).double(), expected[model]
     assert load_adapter(bert, GOLDEN / directory) == name
+    assert not any(p.requires_grad for p in bert.parameters())
     plain = run(bert, expected)
     assert difference(plain, expected["encoder.last_hidden_state"]) <= TOLERANCE
     activate(bert, name)
@@ -75,6 +76,7 @@ def test_adapter_and_head(directory, expected, tmp_path):
 def test_fusion(directory, expected, tmp_path):
     model, name = directory.split("/")
     bert, expected = with_fusion(directory).double(), expected[model]
+    assert not any(p.requires_grad for p in bert.parameters())
     assert difference(run(bert, expected), expected[f"{name}.last_hidden_state"]) <= TOLERANCE
     weights = fusion_weights(bert)
     assert len(weights) == sum(key.startswith(f"{name}.attention.") for key in expected)
