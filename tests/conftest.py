@@ -47,17 +47,14 @@ def thorough_after_first(first, *others):
     return [first, *(pytest.param(other, marks=thorough) for other in others)]
 
 
-WORDS = (
-    "red green blue cat dog bird runs sleeps sings the a one two not and . ? yes no question "
-    "answer topic because or"
-).split()
+WORDS = "red green blue cat dog bird runs sleeps sings the a one two not and . ? yes no".split()
+WORDS += "question answer topic because or".split()
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
 
 
 @pytest.fixture(scope="session")
 def encoder(tmp_path_factory):
-    """Directory of a BERT with 2 layers and hidden size 32, random weights large enough to tell
-    inputs apart."""
+    """Directory of a BERT with random weights large enough to tell inputs apart."""
     return tiny_encoder("bert", tmp_path_factory.mktemp("encoder"))
 
 
@@ -122,8 +119,8 @@ def data_dir(tmp_path_factory):
 
 
 def cli(text="", **options):
-    """cli("--stage fusion --epochs 2", out=path, adapters=[a, b]) -> the words of a command line:
-    those of `text`, then the options, whose values may hold blanks."""
+    """cli("--epochs 2", out=path, adapters=[a, b]) -> the words of a command line; only values of
+    the options may hold blanks."""
     words = text.split()
     for name, value in options.items():
         values = value if isinstance(value, (list, tuple)) else [value]
@@ -138,8 +135,8 @@ def main(words):
 
 @pytest.fixture(scope="session")
 def launch(encoder, data_dir):
-    """launch("--stage adapter --task rte", epochs=1, out=path): train.py, or the command multitask,
-    in this process, on the tiny encoder and data -> the closing line's dictionary."""
+    """launch("--stage adapter --task rte", epochs=1, out=path): what `main` returns of these words,
+    on the tiny encoder and data."""
 
     def launch(text, *words, **options):
         given = [*cli(text), *map(str, words), *cli(**options)]

@@ -46,6 +46,7 @@ def words(paths):
             lines(TESTS),
             4000,
         ),  # 3,900, and what compares with the stored grid and fusions
+        ("lines of README.md", lines(["README.md"]), 110),
         ("words of README and docs", words(PAGES), 10_000),
         ("words of the walkthrough", words(["docs/walkthrough.py"]), 2500),
         ("pages in docs", len(PAGES) - 1, 8),

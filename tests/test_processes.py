@@ -109,14 +109,14 @@ def explode():
     train.fusion_regularization = lambda _: torch.tensor(float("inf"))
 
 
-@pytest.mark.parametrize(
-    "text, before, voice, message",
-    [
-        ("--lr -1", (), 0, "--lr: must be"),
-        ("", (1, (child.at_step, 1, run_out)), 1, "OutOfMemoryError"),
-        ("", (1, (child.at_step, 5, explode)), 0, "epoch 1 is kept"),
-    ],
-)
+ERRORS = [  # options, what is called in a process, which process says what
+    ("--lr -1", (), 0, "--lr: must be"),
+    ("", (1, (child.at_step, 1, run_out)), 1, "OutOfMemoryError"),
+    ("", (1, (child.at_step, 5, explode)), 0, "epoch 1 is kept"),
+]
+
+
+@pytest.mark.parametrize("text, before, voice, message", ERRORS)
 def test_errors_end_all_processes(text, before, voice, message, quietly, tmp_path):
     """With one line, and never a traceback."""
     statuses, _, errors = together([quietly("adapter", tmp_path, text)] * 2, before)
