@@ -187,10 +187,13 @@ def test_resume_knows_another_command(
         assert wanted in said and (said == "") == (wanted == "")
 
 
-def test_resume_knows_other_adapters(command, cut, runs):
-    for names in (["rte"], ["pick", "rte"], ["rte", "pick", "sst2"]):
-        with pytest.raises(ValueError, match="adapter"):
-            main(command("fusion", cut, "--resume", adapters=[runs / name for name in names]))
+def test_resume_knows_other_adapters(command, cut, runs, tmp_path):
+    """Fewer, in another order, more, and with other weights."""
+    rte, pick, other = runs / "rte", runs / "pick", shutil.copytree(runs / "rte", tmp_path / "rte")
+    double(other / "adapter.safetensors")
+    for adapters in ([rte], [pick, rte], [rte, pick, runs / "sst2"], [other, pick]):
+        with pytest.raises(ValueError, match="holds a run with adapter"):
+            main(command("fusion", cut, "--resume", adapters=adapters))
 
 
 def test_the_best_epoch(command, tmp_path, monkeypatch):
