@@ -93,7 +93,8 @@ def open_run(args, record, state, trainable, optimizer):
     except Timeout as e:
         raise ValueError(f"another process is at work in {out}: choose another --out") from e
     except KeyboardInterrupt as e:
-        advice = f", continue with --resume --out {out} in the same command"
+        how = "in place of --overwrite" if args.overwrite else "in the same command"
+        advice = f", continue with --resume --out {out} {how}"
         advice = f"; {out} is finished" if (out / "metrics.json").exists() else advice
         raise KeyboardInterrupt(f"interrupted{advice}") from e
 
