@@ -293,7 +293,7 @@ def train(args):
                 optimizer.zero_grad()
                 state.step += 1
                 run.after_step(step_loss)  # saves when due; on Ctrl-C it saves, and raises
-                if run.diverged:  # the loss is not finite
+                if run.diverged:  # the loss is not finite; it is looked at every tenth step
                     break
 
             if not run.diverged:
