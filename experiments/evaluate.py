@@ -35,12 +35,12 @@ def by_class(names, labels, predictions):
 
 
 def class_table(classes):
-    """The last columns have the number of the label that was predicted."""
+    """The last columns have the index of the label that was predicted."""
     rows = [
         [f"{i} {name}", of["precision"], of["recall"], of["count"], *of["confusion"]]
-        for i, (name, of) in enumerate(classes.items(), 1)
+        for i, (name, of) in enumerate(classes.items())
     ]
-    predicted = [f"as {i}" for i in range(1, len(rows) + 1)]
+    predicted = [f"as {i}" for i in range(len(rows))]
     return markdown(rows, ["label", "precision", "recall", "count", *predicted])
 
 

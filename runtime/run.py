@@ -131,6 +131,7 @@ class Run:
                 raise ValueError(f"{self.out} holds a run with {difference}: {advice}")
             if (self.out / "metrics.json").exists():
                 self.result = read_json(self.out / "metrics.json")
+                print(f"{self.out} is finished already; its result:", flush=True)
                 clear(self.out, ["resume.pt"])  # a kill may have come before it was removed
                 return
             self.restore()
