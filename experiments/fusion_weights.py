@@ -223,7 +223,6 @@ def main(argv=None):
     rows = rows[[*KEYS, *dict.fromkeys([*own, *adapters])]]
 
     out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
     draw(rows, out)
     write_text(out / "weights.csv", rows.to_csv(index=False))
     text = f"{markdown(*strengths_table(rows))}\n{LEGEND}\n"

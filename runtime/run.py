@@ -88,7 +88,10 @@ def open_run(args, record, state, trainable, optimizer):
             if signals:  # in the last evaluation, or while the result was written
                 raise KeyboardInterrupt
     except FloatingPointError:
-        clear(out, [*RUN_FILES, "run.json", ".lock"] if first and not state.best else [])
+        if first and not state.best:  # not one epoch is there to be kept
+            clear(out, [*RUN_FILES, "run.json", ".lock"])
+            with contextlib.suppress(OSError):  # it may hold other files, too
+                out.rmdir()
         raise
     except Timeout as e:
         raise ValueError(f"another process is at work in {out}: choose another --out") from e
@@ -106,8 +109,6 @@ def clear(out, names):
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    if not any(out.iterdir()):
-        out.rmdir()
 
 
 class Run:
@@ -193,11 +194,10 @@ class Run:
         """Makes the run a finished one, once the files of the best epoch are there, and returns the
         closing line. Raises FloatingPointError after a loss that was not finite."""
         state, record, args = self.state, self.record, self.args
-        scores = state.best_scores
         result = {name: record["options"][name] for name in ("stage", "task", "seed", "model")}
         sizes = ("train_examples", "dev_examples", "trained_parameters")
         result |= {name: record[name] for name in sizes} | {"best_epoch": state.best_epoch}
-        result |= {"dev_loss" if name == "loss" else name: scores[name] for name in scores}
+        result |= {"dev_loss" if n == "loss" else n: v for n, v in state.best_scores.items()}
         result |= {"diverged": True} if self.diverged else {}
         result |= {"seconds": round(time.monotonic() - self.started, 2), "out": str(self.out)}
         if self.rank == 0:
@@ -207,7 +207,7 @@ class Run:
         if self.diverged:
             kept = f"epoch {state.best_epoch} is kept in {self.out}; a lower --lr may help"
             raise FloatingPointError(f"the loss is not finite in epoch {state.epoch}: {kept}")
-        best = f"best epoch: {state.best_epoch}, dev {args.score} {scores[args.score]:.4f}"
+        best = f"best epoch: {state.best_epoch}, dev {args.score} {result[args.score]:.4f}"
         print(f"{best}; stopped after epoch {state.epoch - 1} of at most {args.epochs}", flush=True)
         return result
 
