@@ -146,8 +146,8 @@ def parse(argv=None, parser=None):
 
 def check_known(args):
     """Raises ValueError for a stage, an adapter, a fusion or a head that is in no dictionary."""
-    tables = {"stage": STAGES, "adapter": ADAPTERS, "fusion": FUSIONS, "head": HEADS}
-    for option, table in tables.items():
+    known = {"stage": STAGES, "adapter": ADAPTERS, "fusion": FUSIONS, "head": HEADS}
+    for option, table in known.items():
         command.look_up(table, getattr(args, option), f"--{option}")
 
 
@@ -187,8 +187,7 @@ def build(args, task, device):
     elif args.stage == "full":
         bert.requires_grad_(True)  # Θ, trained
     elif args.stage == "head":
-        name = [*args.adapters][0] if args.adapters else None
-        activate(bert, name)  # Θ alone, or one task's Φ for another task
+        activate(bert, next(iter(args.adapters), None))  # Θ alone, or one task's Φ for another task
     else:
         STAGES[args.stage]["build"](args, bert, task)  # of your own
     return Model(bert, new_head(args, task, bert))  # the head is trained in every stage
@@ -245,12 +244,10 @@ def train(args):
     bert = model.bert
     tokenizer, train_set, dev_set = load_data(args, task, bert)
 
-    # What requires a gradient is trained; all else is frozen.
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     check_saved(model)
     hold_frozen_in(model, dtype)  # what is trained stays in fp32
-    # AdamW (section 4.1), without weight decay as in adapters 1.3. Groups of parameters may learn
-    # at different rates, lr_factor · --lr.
+    # AdamW (section 4.1), without weight decay as in adapters 1.3; groups learn at lr_factor · lr.
     groups = [{"params": [*trainable.values()], "lr_factor": 1.0}]
     optimizer = AdamW(groups, weight_decay=0.0, fused=device.type != "mps")
 
@@ -275,24 +272,12 @@ def train(args):
                 progress = ((state.epoch - 1) * steps + state.step) / (steps * args.epochs)
                 for group in optimizer.param_groups:  # linearly down to 0 (section 4.1)
                     group["lr"] = args.lr * group["lr_factor"] * (1 - progress)
-                step_loss = torch.zeros((), device=device)
-                # Σ share · loss, averaged over the processes, is the mean loss of the batch.
-                micro_batches = run.micro_batches(indices)  # of this process
-                for i, (share, rows) in enumerate(micro_batches):
-                    if run.world_size > 1:  # gradients are averaged once a step
-                        ddp_model.require_backward_grad_sync = i == len(micro_batches) - 1
-                    batch = collate([train_set[row] for row in rows], bert.config.pad_token_id)
-                    with autocast(args, device):
-                        logits = ddp_model(batch)  # [B, K]
-                    loss = task.loss(logits, batch["labels"].to(device))
-                    loss = share * (loss + fusion_regularization(bert))  # on V (section 4.1), or 0
-                    loss.backward()
-                    step_loss += loss.detach()
+                loss = backward(ddp_model, bert, task, train_set, indices, run)
                 nn.utils.clip_grad_norm_(trainable.values(), 1.0)  # as Google's BERT, adapters 1.3
                 optimizer.step()
                 optimizer.zero_grad()
                 state.step += 1
-                run.after_step(step_loss)  # saves when due; on Ctrl-C it saves, and raises
+                run.after_step(loss)  # saves when due; on Ctrl-C it saves, and raises
                 if run.diverged:  # the loss is not finite; it is looked at every tenth step
                     break
 
@@ -314,6 +299,22 @@ def train(args):
         if run.rank == 0:
             save(model, task, args.out, record)
         return run.finish()  # with metrics.json the run is a finished one
+
+
+def backward(ddp_model, bert, task, examples, indices, run):
+    """Computes the gradients of one batch. Returns Σ share · loss of this process's part of it."""
+    total, micro_batches = torch.zeros((), device=bert.device), run.micro_batches(indices)
+    for i, (share, rows) in enumerate(micro_batches):
+        if run.world_size > 1:  # gradients are averaged once a step
+            ddp_model.require_backward_grad_sync = i == len(micro_batches) - 1
+        batch = collate([examples[row] for row in rows], bert.config.pad_token_id)
+        with autocast(run.args, bert.device):
+            logits = ddp_model(batch)  # [B, K]
+        loss = task.loss(logits, batch["labels"].to(bert.device))
+        loss = share * (loss + fusion_regularization(bert))  # on V (section 4.1), or 0
+        loss.backward()
+        total += loss.detach()
+    return total
 
 
 def predict(model, task, examples, args):
@@ -388,8 +389,7 @@ def save(model, task, out, record):
 
 
 def main(argv=None):
-    """Runs a command line; in Python: main(["--stage", "adapter", "--task", "rte"]). Returns the
-    closing line's dictionary."""
+    """Runs a command line, in Python a list of words, and returns what the last line prints."""
     return train(parse(argv))
 
 

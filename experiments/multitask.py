@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 import train
 from adapter import ADAPTERS, add_adapter, save_adapter, save_head
 from bert import set_active
-from data import batches, collate
+from data import batches
 from formats.files import write_json
 from formats.tokenizer import copy_tokenizer
 from runtime import command
@@ -65,20 +65,20 @@ def parse(argv=None):
 
 
 class MultitaskModel(nn.Module):
-    """A model of each task, {task: train.Model}; all share the encoder."""
+    """A model of each task, {task: train.Model}; all share the encoder. It computes the
+    task that was set last, with the adapter of that task."""
 
     def __init__(self, models):
         super().__init__()
         self.models = nn.ModuleDict(models)
         self.bert = next(iter(models.values())).bert
 
-    def of_task(self, name):
-        """The model of a task; its adapter is the active one."""
+    def set_task(self, name):
         set_active(self.bert, name)
-        return self.models[name]
+        self.task = name
 
-    def forward(self, name, batch):
-        return self.of_task(name)(batch)
+    def forward(self, batch):
+        return self.models[self.task](batch)
 
 
 def build(args, tasks, device):
@@ -131,7 +131,8 @@ def evaluate(model, tasks, dev_sets, args):
     accuracy}"""
     found = {}
     for name, task in tasks.items():
-        found[name] = train.evaluate(model.of_task(name), task, dev_sets[name], args)
+        model.set_task(name)
+        found[name] = train.evaluate(model.models[name], task, dev_sets[name], args)
     shared = set.intersection(*map(set, found.values()))
     means = {name: sum(of[name] for of in found.values()) / len(found) for name in sorted(shared)}
     accuracies = {name: of["accuracy"] for name, of in found.items() if "accuracy" in of}
@@ -177,17 +178,10 @@ def train_jointly(args):
                 done = ((state.epoch - 1) * steps + state.step) / (steps * args.epochs)
                 for group in optimizer.param_groups:
                     group["lr"] = args.lr * lr_factor(done)
-                step_loss = torch.zeros((), device=device)
-                micro_batches = run.micro_batches(indices)
-                for i, (share, rows) in enumerate(micro_batches):
-                    ddp_model.require_backward_grad_sync = i == len(micro_batches) - 1
-                    examples = [train_sets[name][row] for row in rows]
-                    batch = collate(examples, bert.config.pad_token_id)
-                    with train.autocast(args, device):
-                        logits = ddp_model(name, batch)  # [B, K]
-                    loss = share * tasks[name].loss(logits, batch["labels"].to(device))
-                    loss.backward()
-                    step_loss += loss.detach()
+                model.set_task(name)
+                step_loss = train.backward(
+                    ddp_model, bert, tasks[name], train_sets[name], indices, run
+                )
                 nn.utils.clip_grad_norm_(trainable.values(), 1.0)
                 optimizer.step()
                 # Zeros instead of None: Adam's momentum goes on moving the idle tasks' adapters, as
