@@ -176,7 +176,7 @@ def choices(rows):
             if "test_accuracy" in rows:
                 accuracy = first["test_accuracy"]
                 lines[-1] += [100 * accuracy, 100 * (accuracy - second["test_accuracy"])]
-    header = "seed,the development set chooses,before,margin,standard error"
+    header = "seed,the development set chooses,ahead of,margin,standard error"
     left_over = ["left over", "minus the second"] * ("test_accuracy" in rows)
     return lines, [*header.split(","), *left_over]
 

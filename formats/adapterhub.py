@@ -49,8 +49,8 @@ def check_name(name):
     name, or of a fusion's."""
     right = isinstance(name, str) and re.fullmatch(r"[\w@+=-][\w@+= -]{0,99}", name)
     if not right or hasattr(torch.nn.ModuleDict(), name):
-        rule = "letters, digits, blanks, _-@+=, at most 100; NAME=DIR gives a saved one another"
-        raise ValueError(f"{name!r:.120} cannot be an adapter's name: {rule}")
+        rule = "up to 100 letters, digits, blanks, _-@+=, and no method of PyTorch's, like 'half'"
+        raise ValueError(f"{name!r:.120} cannot be an adapter's name: {rule}; NAME=DIR renames it")
 
 
 def slot_path(key):

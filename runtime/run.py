@@ -17,7 +17,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from formats.adapterhub import ADAPTER, FUSION, HEAD
-from formats.files import atomic_write, read_json, write_json
+from formats.files import atomic_write, read_json, read_tensors, write_json
 from formats.tokenizer import TOKENIZER_FILES
 from runtime.adapters import named
 from runtime.processes import all_reduce, deferred_signals, rank_and_world_size
@@ -240,7 +240,7 @@ class Run:
     def restore(self):
         """Puts everything back to where the last checkpoint was."""
         path = self.out / "resume.pt"
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        saved = read_tensors(path)
         if [*saved["trained"]] != [*self.trainable]:
             raise ValueError(f"{path}: other parameters were trained: cannot --resume it")
         vars(self.state).update(saved["state"])

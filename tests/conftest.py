@@ -38,7 +38,6 @@ from runtime.record import MAY_DIFFER  # noqa: E402
 
 runtime.run.SAVE_MINUTES = 0  # after every step
 
-# the same property once more, slowly
 thorough = pytest.mark.skipif("THOROUGH" not in os.environ, reason="in `make test-all`: THOROUGH=1")
 
 

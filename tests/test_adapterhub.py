@@ -31,7 +31,16 @@ from experiments.load_run import load_run
 from formats.adapterhub import paper_adapters
 from formats.files import read_json
 from fusion import add_fusion, load_fusion
-from reference import FIELDS, FP32_TOLERANCE, GOLDEN, difference, needs_peer, run, with_fusion
+from reference import (
+    FIELDS,
+    FP32_TOLERANCE,
+    GOLDEN,
+    difference,
+    needs_peer,
+    run,
+    same_tensors,
+    with_fusion,
+)
 
 BERT = GOLDEN / "bert"
 
@@ -101,10 +110,6 @@ def test_old_fusion_has_only_a_name(copy, expected):
     add_fusion(bert, ["p4"])
     load_fusion(bert, source)
     assert torch.equal(run(bert, expected["bert"]), h)
-
-
-def same_tensors(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_a_run_s_copies_of_adapters_are_runs(runs):
@@ -262,8 +267,8 @@ def test_the_reference_reads_our_runs(runs, loud_fusion, encoder, tmp_path):
     activate(bert, load_adapter(bert, old))
     ours["old"] = run(bert, inputs)
     plan["old"] = {**common, "adapters": [old], "safe": False}
-    (tmp_path / "plan.json").write_text(json.dumps({"read": plan}, default=str))
-    reference.ask_peer("peer.py", "read", tmp_path)
+    (tmp_path / "plan.json").write_text(json.dumps(plan, default=str))
+    reference.ask_peer("peer.py", tmp_path)
     theirs = load_file(tmp_path / "read.safetensors")
     for key in ours:
         tolerance = FP32_TOLERANCE if key == "old" else 1e-6  # logits are small

@@ -1,5 +1,4 @@
-"""The Hugging Face hub itself: what this project names is there, and loads. Runs where there is a
-network, and only what HUB_TESTS names (make test-hub): data, encoders, or a task or encoder."""
+"""The Hugging Face hub itself: what this project names is there, and loads (make test-hub)."""
 
 import os
 
@@ -14,17 +13,10 @@ from formats.tokenizer import load_tokenizer
 from fusion import add_fusion, fusion_weights
 from runtime.adapters import find_adapters
 
-WANTED = {*os.environ.get("HUB_TESTS", "").split(",")}
-ON_HUB = [name for name, task in TASKS.items() if task.hub is not None]
-ENCODERS = ["google-bert/bert-base-uncased", "FacebookAI/roberta-base"]
+pytestmark = pytest.mark.skipif("HUB_TESTS" not in os.environ, reason="needs a network")
 
 
-def of(part, names=ENCODERS):
-    """The names for which a part of these tests is wanted."""
-    return pytest.mark.parametrize("name", [name for name in names if {part, name} & WANTED])
-
-
-@of("data", ON_HUB)
+@pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.hub is not None])
 def test_a_data_set(name, tokenizer):
     """Its rows have the columns of the task, and its labels are in the task's order."""
     task = get_task(name)
@@ -38,7 +30,7 @@ def test_a_data_set(name, tokenizer):
     assert names in ([], [task.labels])
 
 
-@of("encoders")
+@pytest.mark.parametrize("name", ["google-bert/bert-base-uncased", "FacebookAI/roberta-base"])
 @torch.inference_mode()
 def test_an_encoder(name):
     """With all of the paper's adapters, under a fusion."""

@@ -298,16 +298,6 @@ def test_what_section_6_reads():
     assert fusion_weights.figure_4_layers(12) == {1, 7, 9, 12}
 
 
-def test_all_figures_have_one_scale(tmp_path, monkeypatch):
-    """Also where the largest weight is at [CLS]."""
-    drawn = []
-    monkeypatch.setattr(fusion_weights, "save_figure", lambda figure, path: drawn.append(figure))
-    rows = [row("cb", 1, "all", {"cb": 0.5}), row("cb", 1, "cls", {"cb": 0.85})]
-    fusion_weights.draw(pd.DataFrame(rows), tmp_path)
-    scales = [{of.images[0].get_clim() for of in figure.axes if of.images} for figure in drawn]
-    assert scales == [{(0, 0.9)}] * 4
-
-
 def test_single_adapters_are_averaged_if_they_compare(runs, tmp_path):
     """Those of the same task, encoder and data."""
     fusion, rte = runs / "fusion-rte", runs / "rte"

@@ -24,17 +24,13 @@ from adapter import (
 from bert import Bert
 from formats.files import read_json, read_tensors
 from fusion import fusion_regularization, fusion_weights, save_fusion
-from reference import FIELDS, GOLDEN, TOLERANCE, difference, encoder, run, with_fusion
+from reference import FIELDS, GOLDEN, TOLERANCE, difference, encoder, run, same_tensors, with_fusion
 
 
 @pytest.mark.parametrize("name", reference.ENCODERS)
 def test_encoder(name, expected):
     h = run(encoder(name).double(), expected[name])
     assert difference(h, expected[name]["encoder.last_hidden_state"]) <= reference.ENCODERS[name]
-
-
-def same_tensors(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def assert_same_files(ours, theirs, stem, config):
