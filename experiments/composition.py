@@ -176,8 +176,8 @@ def choices(rows):
             if "test_accuracy" in rows:
                 accuracy = first["test_accuracy"]
                 lines[-1] += [100 * accuracy, 100 * (accuracy - second["test_accuracy"])]
-    header = "seed,the development set chooses,ahead of,margin,standard error"
-    left_over = ["left over", "minus the second"] * ("test_accuracy" in rows)
+    header = "seed,the development set chooses,ahead of,by,standard error"
+    left_over = ["left-over accuracy", "minus the second's"] * ("test_accuracy" in rows)
     return lines, [*header.split(","), *left_over]
 
 
@@ -188,14 +188,14 @@ def main(argv=None):
     rows, failed = grid.run(args, COLUMNS, cells)
     parts = [
         "The two columns after the mean: the fusion of the sources minus the system, over the "
-        "seeds that both have, in the mean and at the least. The margin's standard error is that "
-        "of two independent accuracies; on the same examples it is smaller."
+        "seeds that both have, in the mean and at the least. In the last table, the standard error "
+        "is that of two independent accuracies; on the same examples it is smaller."
     ]
     if args.test:
         finished = [cells[place] for place in rows[COLUMNS].itertuples(index=False, name=None)]
         rows["test_accuracy"] = [left_over_accuracy(args, cell) for cell in finished]
-        parts += ["Measured on the training examples that the run was not given, but for what the "]
-        parts[-1] += "columns call the development set's."
+        parts += ["Measured on the training examples that the run was not given, except for what "]
+        parts[-1] += "is called the development set's."
     for size, of_size in rows.groupby("train_examples"):
         tables = report.markdown(*table(of_size)), report.markdown(*choices(of_size))
         parts += [f"## {size} training examples", *tables]

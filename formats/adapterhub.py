@@ -50,7 +50,7 @@ def check_name(name):
     right = isinstance(name, str) and re.fullmatch(r"[\w@+=-][\w@+= -]{0,99}", name)
     if not right or hasattr(torch.nn.ModuleDict(), name):
         rule = "up to 100 letters, digits, blanks, _-@+=, and no method of PyTorch's, like 'half'"
-        raise ValueError(f"{name!r:.120} cannot be an adapter's name: {rule}; NAME=DIR renames it")
+        raise ValueError(f"{name!r:.120} cannot be an adapter's name, nor its task's: {rule}")
 
 
 def slot_path(key):

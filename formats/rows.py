@@ -127,7 +127,7 @@ def read_split(task, split):
     paths, directory = split_files(task, split), Path(task.data_dir or "", task.name)
     if not paths:
         found = ", ".join(sorted(path.name for path in directory.glob("*"))) or "nothing"
-        needed = "--dev-file or --dev-fraction gives one" if split == "validation" else "no file's"
+        needed = "--dev-file or --dev-fraction gives one" if split == "validation" else "none given"
         advice = needed if task.files else f"{directory} has {found:.200}"
         raise FileNotFoundError(f"no {split} split for task {task.name!r}: {advice}")
     rows = [row for path in paths for row in read_rows(path, task)]

@@ -36,7 +36,7 @@ def check_there(place):
     """Raises FileNotFoundError for a directory without an adapter."""
     directory = Path(place)
     if (directory.is_dir() or is_local(place)) and not (directory / ADAPTER.config).is_file():
-        raise FileNotFoundError(f"there is no adapter in {place}: --stage adapter trains one")
+        raise FileNotFoundError(f"no adapter in {place}: --stage adapter, or --resume, makes one")
 
 
 def encoder_of(sources):

@@ -45,7 +45,7 @@ NOTHING_CHANGED = f"""
 --out model/config.json | is a file
 --out model --overwrite | holds other files
 {FUSE} x=runs/sst2 y=runs/sst2 X=runs/sst2 | two adapters are called 'X'
-{FUSE} runs/fusion-rte | no adapter in runs/fusion-rte: --stage adapter trains one
+{FUSE} runs/fusion-rte | no adapter in runs/fusion-rte: --stage adapter, or --resume
 {FUSE} --out runs/rte --overwrite | would replace
 multitask: {BOX} --tasks rte rte | one task twice
 tables: {BOX} --tasks rte -- --seed 3 | --seed
