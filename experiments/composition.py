@@ -22,6 +22,7 @@ import math
 from pathlib import Path
 
 import train
+from data import get_task
 from experiments import grid, report
 from experiments.load_run import load_run
 from formats.files import read_json, write_json
@@ -83,9 +84,12 @@ def check(args):
     if twice := [label for label in labels if labels.count(label) > 1]:
         advice = "NAME=DIR gives a source another name"
         raise ValueError(f"two adapters would be called {twice[0]!r}: {advice}")
-    if tasks := options.train_file and [one for one in args.sources if not is_adapter(one)]:
+    tasks = [source for source in args.sources if not is_adapter(source)]
+    if tasks and options.train_file:
         problem = f"--train-file is of {args.target}, {tasks[0]} would be trained on it, too"
         raise ValueError(f"{problem}: take a finished run as the source, runs/{tasks[0]}")
+    for name in tasks:
+        get_task(name, options.data_dir)  # raises ValueError if there is none of that name
     size = grid.train_examples(args, [args.target])[args.target]
     if (asked := max(args.train_examples, default=size)) > size:
         raise ValueError(f"--train-examples {asked}: {args.target} has only {size}")

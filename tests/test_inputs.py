@@ -49,6 +49,7 @@ NOTHING_CHANGED = f"""
 {FUSE} --out runs/rte --overwrite | would replace
 multitask: {BOX} --tasks rte rte | one task twice
 tables: {BOX} --tasks rte -- --seed 3 | --seed
+composition: {BOX} --target rte --sources rtee | unknown task 'rtee'
 evaluate: runs/fusion-rte --task sst2 | a run on rte, not on 'sst2'
 evaluate: runs/rte --model data | no encoder in data
 evaluate: runs | no finished run in runs
