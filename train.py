@@ -146,8 +146,8 @@ def parse(argv=None, parser=None):
 
 def check_known(args):
     """Raises ValueError for a stage, an adapter, a fusion or a head that is in no dictionary."""
-    known = {"stage": STAGES, "adapter": ADAPTERS, "fusion": FUSIONS, "head": HEADS}
-    for option, table in known.items():
+    tables = {"stage": STAGES, "adapter": ADAPTERS, "fusion": FUSIONS, "head": HEADS}
+    for option, table in tables.items():
         command.look_up(table, getattr(args, option), f"--{option}")
 
 
@@ -302,7 +302,7 @@ def train(args):
 
 
 def backward(ddp_model, bert, task, examples, indices, run):
-    """Computes the gradients of one batch. Returns Σ share · loss of this process's part of it."""
+    """The gradients of one batch. Returns Σ share · loss, whose mean over processes is its loss."""
     total, micro_batches = torch.zeros((), device=bert.device), run.micro_batches(indices)
     for i, (share, rows) in enumerate(micro_batches):
         if run.world_size > 1:  # gradients are averaged once a step

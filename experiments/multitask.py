@@ -65,8 +65,8 @@ def parse(argv=None):
 
 
 class MultitaskModel(nn.Module):
-    """A model of each task, {task: train.Model}; all share the encoder. It computes the
-    task that was set last, with the adapter of that task."""
+    """A model of each task, {task: train.Model}; all share the encoder. A forward pass is that of
+    the task that was set last, whose adapter is the active one."""
 
     def __init__(self, models):
         super().__init__()
@@ -179,16 +179,14 @@ def train_jointly(args):
                 for group in optimizer.param_groups:
                     group["lr"] = args.lr * lr_factor(done)
                 model.set_task(name)
-                step_loss = train.backward(
-                    ddp_model, bert, tasks[name], train_sets[name], indices, run
-                )
+                loss = train.backward(ddp_model, bert, tasks[name], train_sets[name], indices, run)
                 nn.utils.clip_grad_norm_(trainable.values(), 1.0)
                 optimizer.step()
                 # Zeros instead of None: Adam's momentum goes on moving the idle tasks' adapters, as
                 # in Stickland and Murray's code.
                 optimizer.zero_grad(set_to_none=False)
                 state.step += 1
-                run.after_step(step_loss)
+                run.after_step(loss)
                 if run.diverged:
                     break
 

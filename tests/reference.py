@@ -86,8 +86,8 @@ PEER = os.environ.get("PEER_PYTHON")
 needs_peer = pytest.mark.skipif(not PEER, reason="PEER_PYTHON, with the reference library")
 
 
-def ask_peer(script, *words):
-    """Runs a script of this directory with the reference library's Python."""
-    command = [PEER, Path(__file__).with_name(script), *words]
+def ask_peer(directory):
+    """Runs peer.py on a directory with the reference library's Python."""
+    command = [PEER, Path(__file__).with_name("peer.py"), directory]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert result.returncode == 0, result.stdout[-3000:]

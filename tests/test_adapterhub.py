@@ -268,7 +268,7 @@ def test_the_reference_reads_our_runs(runs, loud_fusion, encoder, tmp_path):
     ours["old"] = run(bert, inputs)
     plan["old"] = {**common, "adapters": [old], "safe": False}
     (tmp_path / "plan.json").write_text(json.dumps(plan, default=str))
-    reference.ask_peer("peer.py", tmp_path)
+    reference.ask_peer(tmp_path)
     theirs = load_file(tmp_path / "read.safetensors")
     for key in ours:
         tolerance = FP32_TOLERANCE if key == "old" else 1e-6  # logits are small
