@@ -1,5 +1,5 @@
 #!/bin/sh
-# The rows fusion_of_mnli, head_on_mnli_again and full_12 of base_size.csv. DATA as in docs/results.md.
+# The rows fusion_of_mnli, head_on_mnli_again and full_12 of base_size.csv. DATA as in results/README.md.
 set -e
 python examples/mpnet.py --download runs/mpnet
 where="--model runs/mpnet --data-dir DATA"
