@@ -3,28 +3,26 @@
 add_adapter(bert, "rte", AdapterConfig.pfeiffer(reduction_factor=16))  # trainable, active
 load_adapter(bert, "runs/rte")                                         # AdapterHub's files
 activate(bert, "rte")                                                  # None: plain BERT
-save_adapter(bert, "rte", "runs/rte")
-"""
+save_adapter(bert, "rte", "runs/rte")"""
 
 import math
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, fields
 
 import torch
 from torch import nn
 
-from bert import ACTIVATIONS, activate, set_active  # noqa: F401  (`activate` for importers)
+from bert import ACTIVATIONS
 from formats import adapterhub
 from formats.encoder import read_pooler
 from formats.files import error_prefix
 from runtime.command import look_up
-from runtime.record import read_run
 
 
 @dataclass
 class AdapterConfig:
-    """
-    Any point of the paper's grid (appendix A.2, Figure 5), under AdapterHub's field names.
+    """Any point of the paper's grid (appendix A.2, Figure 5), under AdapterHub's field names.
 
     mh_adapter, output_adapter   where: after the attention ("bottom"), the feed-forward ("top")
     reduction_factor             bottleneck r = hidden_size // reduction_factor, at least 1; a
@@ -36,11 +34,8 @@ class AdapterConfig:
                                  ln_after out, as in adapters 1.3
     residual_before_ln           which residual is added to its output:
                                      True: f     False: h, before ln_before     "post_add": f + x
-                                 (with original_ln_after x is then added twice, as in adapters 1.3)
-    adapter_residual_before_ln   with ln_after: the residual is added before that LayerNorm, and not
-                                 after it
-    leave_out                    layers (from 0) without an adapter
-    """
+    adapter_residual_before_ln   with ln_after: the residual comes before that LayerNorm, not after
+    leave_out                    layers (from 0) without an adapter"""
 
     mh_adapter: bool = False
     output_adapter: bool = True
@@ -110,8 +105,9 @@ class AdapterConfig:
         sits_at = {"attention": self.mh_adapter, "output": self.output_adapter}
         return {
             (layer, location): Adapter(self, d, self.bottleneck_size(d, layer))
-            for layer, location in bert.slots
-            if sits_at.get(location) and layer not in self.leave_out  # a fork may add locations
+            for layer in range(layers)
+            for location in sits_at
+            if sits_at[location] and layer not in self.leave_out
         }
 
 
@@ -123,7 +119,7 @@ class Adapter(nn.Module):
         self.config = config
         self.norm_before = nn.LayerNorm(hidden_size) if config.ln_before else nn.Identity()
         self.down = nn.Linear(hidden_size, bottleneck_size)  # D
-        self.act = ACTIVATIONS[config.non_linearity]
+        self.act = deepcopy(ACTIVATIONS[config.non_linearity])  # nn.PReLU(), say: each its own
         self.up = nn.Linear(bottleneck_size, hidden_size)  # U
         self.norm_after = nn.LayerNorm(hidden_size) if config.ln_after else None
         for linear in (self.down, self.up):  # as in adapters 1.3; the paper does not say
@@ -132,28 +128,30 @@ class Adapter(nn.Module):
 
     def h_and_residual(self, f, x, norm):
         """What the adapter reads, and what is added to its output: [B, T, d] each"""
+        # the lower and the upper "Add & Norm" of Figure 5, here and in `close`, are one LayerNorm
         h = norm(f + x) if self.config.original_ln_before else f
-        if self.config.residual_before_ln == "post_add":
-            return h, f + x
-        return h, f if self.config.residual_before_ln else h
+        kind = self.config.residual_before_ln
+        residual = f + x if kind == "post_add" else f if kind else h
+        return h, residual
 
-    def z(self, h, layer_x=None, mask=None):
-        """U·act(D·norm_before(h) + b_D) + b_U: the adapter's output without the residual, which is
-        what a fusion mixes. `Fusion.low_rank` computes the same without calling this method, so
-        whoever changes it changes that, too. [B, T, d] -> [B, T, d]"""
-        a = self.act(self.down(self.norm_before(h)))  # [B, T, d] -> [B, T, r]
-        return self.up(a)  # [B, T, r] -> [B, T, d]
+    def bottleneck(self, h):
+        """a = act(D·norm_before(h) + b_D): [B, T, d] -> [B, T, r]"""
+        return self.act(self.down(self.norm_before(h)))
+
+    def z(self, h):
+        """z = U·a + b_U, [B, T, d] -> [B, T, d]: the output without the residual, which is what a
+        fusion mixes. `Fusion.low_rank` computes it in another way: `add_fusion` compares them."""
+        return self.up(self.bottleneck(h))  # [B, T, r] -> [B, T, d]
 
     def close(self, output, x, norm):
         """Back into the residual stream: LN(output + x). Without original_ln_after it is `output`
         itself, which then holds x only if the residual does."""
         return norm(output + x) if self.config.original_ln_after else output
 
-    def forward(self, f, x, norm, layer_x=None, mask=None):
-        """f: sub-layer output, x: its input, norm: BERT's own LayerNorm; [B, T, d] -> [B, T, d].
-        layer_x, mask: see AddNorm; nothing here needs them."""
+    def forward(self, f, x, norm):
+        """f: sub-layer output, x: its input, norm: BERT's own LayerNorm; [B, T, d] -> [B, T, d]"""
         h, residual = self.h_and_residual(f, x, norm)
-        z = self.z(h, layer_x, mask)
+        z = self.z(h)
         if self.norm_after is None:
             output = z + residual
         elif self.config.adapter_residual_before_ln:
@@ -163,8 +161,8 @@ class Adapter(nn.Module):
         return self.close(output, x, norm)
 
 
-# --adapter NAME: a function of the fields in --adapter-config that returns a configuration, which
-# is an AdapterConfig, or an object of your own class with its fields as attributes and `modules`.
+# --adapter NAME: a function of the fields in --adapter-config that returns an AdapterConfig, or a
+# class of your own, with its fields as attributes, and `modules`
 ADAPTERS = {
     "pfeiffer": AdapterConfig.pfeiffer,
     "houlsby": AdapterConfig.houlsby,
@@ -172,115 +170,130 @@ ADAPTERS = {
 }
 
 
-def add_adapter(bert, name, config):
-    """Adds a new adapter at every place that its configuration names, activates it, and makes it
-    the only trainable part. It is held in fp32 even where the encoder is in bf16."""
-    modules = new_adapter(bert, name, config)
-    bert.requires_grad_(False)  # the new modules are not in it yet
-    insert_adapter(bert, name, config, modules)
-    set_active(bert, name)
-
-
-def new_adapter(bert, name, config):
-    """{(layer, location): module} of a new adapter, not in its slots yet."""
+def add_adapter(bert, name, config, saved=None):
+    """Adds an adapter wherever its configuration says, in fp32 even where the encoder is in bf16. A
+    new one is activated, and is then all that is trained; with the tensors of a `saved` one it is
+    frozen, and not active. Raises ValueError, and nothing has changed."""
     adapterhub.check_name(name)
-    if name in bert.adapters:
+    if name in bert.adapter_configs:
         raise ValueError(f"there is already an adapter called {name!r}")
     if not (modules := config.modules(bert)):
         raise ValueError(f"adapter {name!r} has no place: its configuration leaves all layers out")
-    dtype = torch.promote_types(bert.dtype, torch.float32)  # fp32, or fp64 in tests
-    return {key: module.to(bert.device, dtype) for key, module in modules.items()}
-
-
-def insert_adapter(bert, name, config, modules):
-    bert.adapters[name] = config
+    for module in modules.values():
+        module.to(bert.device, torch.promote_types(bert.dtype, torch.float32))  # fp64 in tests
+        module.train(bert.training)
+    if saved is None:
+        bert.requires_grad_(False)  # all but the new modules, which are not in it yet
+    else:
+        saved.copy_into(file_tensors(modules))
+        for module in modules.values():
+            module.requires_grad_(False)
     for key, module in modules.items():
-        bert.slots[key].adapters[name] = module.train(bert.training)
+        bert.slots[key].adapters[name] = module
+    bert.adapter_configs[name] = config
+    if saved is None:
+        set_active(bert, name)
 
 
 def adapter_modules(bert, name):
     """{(layer, location): module} of an adapter. Raises ValueError if there is none."""
-    if name not in bert.adapters:
-        raise ValueError(f"there is no adapter called {name!r}")
+    if name not in bert.adapter_configs:
+        raise ValueError(f"the encoder has no adapter called {name!r}")
     return {key: slot.adapters[name] for key, slot in bert.slots.items() if name in slot.adapters}
+
+
+def activate(bert, active=None):
+    """Chooses what is computed, as `set_active` does, and freezes all parameters."""
+    set_active(bert, active)
+    bert.requires_grad_(False)
+
+
+def set_active(bert, active):
+    """Chooses what is computed: None, plain BERT; the name of an adapter; or a tuple of names, the
+    fusion of these adapters in its order. A slot where none of them sits computes plain BERT."""
+    is_fusion = isinstance(active, tuple)
+    names = active if is_fusion else [] if active is None else [active]
+    for name in names:
+        adapter_modules(bert, name)  # raises ValueError if it is not there
+    here = {key: [n for n in names if n in slot.adapters] for key, slot in bert.slots.items()}
+    if is_fusion:
+        fused = {key: s.fusion.adapter_names if s.fusion else [] for key, s in bert.slots.items()}
+        if here != fused:
+            raise ValueError(f"the encoder has no fusion of {', '.join(names)}, in this order")
+    for key, slot in bert.slots.items():
+        slot.active = active if here[key] else None
+    bert.active = active
 
 
 # ---- Files ---------------------------------------------------------------------------------------
 
 
-def adapter_tensors(modules):
-    """{(path of the slot, name in the file): parameter} of {(layer, location): module}, under the
-    names that AdapterHub has for them, or else their own. AdapterHub stores `norm_before` twice,
-    and the name that it has for D depends on whether there is one."""
-    tensors, seen = {}, set()
+def file_tensors(modules):
+    """{(path of the slot, name in the file): parameter} of {(layer, location): Adapter or Fusion}.
+    AdapterHub has names of its own for an adapter's parts, two for a LayerNorm before it."""
+    tensors = {}
     for key, module in modules.items():
         parameters = dict(module.named_parameters())
+        has_norm = "norm_before.weight" in parameters
+        table = adapterhub.NAMES_WITH_NORM_BEFORE if has_norm else adapterhub.NAMES
         for name, p in parameters.items():
-            if id(p) not in seen:  # PAL's layers share some, which are stored with the first
-                seen.add(id(p))
-                has_norm_before = "norm_before.weight" in parameters
-                for file_name in adapterhub.parameter_names(name, has_norm_before):
-                    tensors[adapterhub.slot_path(key), file_name] = p
+            module_name, _, part = name.rpartition(".")
+            theirs = [f"{their}.{part}" for their, ours in table if ours == module_name]
+            for file_name in theirs or [name]:
+                tensors[adapterhub.slot_path(key), file_name] = p
     return tensors
 
 
 def save_adapter(bert, name, directory):
     """Writes adapter_config.json and adapter.safetensors, fp32."""
-    tensors, config = adapter_tensors(adapter_modules(bert, name)), bert.adapters[name]
+    tensors, config = file_tensors(adapter_modules(bert, name)), bert.adapter_configs[name]
     options = dict(vars(config))
-    if type(config) is not AdapterConfig:  # so that AdapterHub's library refuses what it lacks
-        options["architecture"] = type(config).__name__
+    if type(config) is not AdapterConfig:
+        options["architecture"] = type(config).__name__  # see class_of
     header = adapterhub.header(name, bert.config, bert.source)
     adapterhub.write_adapter(directory, options, tensors, header)
 
 
-def load_adapter(bert, directory, name=None):
-    """Inserts a saved adapter into the encoder, frozen and not yet active. directory: a run, an
-    AdapterHub directory (modern or legacy tensor names, safetensors or .bin), or a hub id; name:
-    what to call it here, otherwise what its file says. Returns the name. Raises FileNotFoundError
-    without an adapter there, and ValueError if it does not fit, or was trained on an encoder with
-    other weights; the encoder is then unchanged."""
-    saved = adapterhub.read(directory, adapterhub.ADAPTER)
-    name, run, options = name or saved.name, read_run(saved.directory), dict(saved.options)
-    with error_prefix(saved.config_path):
-        saved.check_encoder(bert, run)
-        config_class = AdapterConfig
-        if class_name := options.pop("architecture", None):  # see save_adapter
-            classes = {type(make()).__name__: type(make()) for make in ADAPTERS.values()}
-            config_class = look_up(classes, class_name, "adapter")
-        elif not run:  # a file of AdapterHub's
+def load_adapter(bert, source, name=None):
+    """Inserts a saved adapter into the encoder, frozen and not yet active. source: a run, an
+    AdapterHub directory, a hub id, or the Saved that was read there; name: what to call it here,
+    otherwise what its file says. Returns the name. Raises FileNotFoundError without an adapter
+    there, and ValueError if it does not fit the encoder, which is then unchanged."""
+    is_read = isinstance(source, adapterhub.Saved)
+    saved = source if is_read else adapterhub.read(source, adapterhub.ADAPTER)
+    name, options = name or saved.name, saved.options
+    with error_prefix(saved.directory):
+        saved.check_encoder(bert)
+        config_class = class_of(saved, ADAPTERS, AdapterConfig)
+        if config_class is AdapterConfig:
             options = adapterhub.bottleneck_options(options, saved.metadata)
         known = vars(config_class())
         config = config_class(**{field: v for field, v in options.items() if field in known})
-        modules = new_adapter(bert, name, config)
-    saved.copy_into(adapter_tensors(modules))
-    for module in modules.values():
-        module.requires_grad_(False)
-    insert_adapter(bert, name, config, modules)
+        add_adapter(bert, name, config, saved)
     return name
 
 
-def class_of(directory, option, table):
-    """The class of a saved fusion or head: the entry of FUSIONS or HEADS that its run.json names,
-    or without one the first of them, which is AdapterHub's."""
-    run = read_run(directory)
-    return look_up(table, run["options"][option] if run else next(iter(table)), f"--{option}")
+def class_of(saved, entries, ours):
+    """The class of what is saved: `ours`, or that of a fork, whose name is in the file (which
+    AdapterHub's library therefore refuses). The class itself must be one of the entries."""
+    if "architecture" not in saved.options:
+        return ours
+    classes = {entry.__name__: entry for entry in entries.values() if isinstance(entry, type)}
+    return look_up(classes, saved.options["architecture"], "the class")
 
 
 # ---- Prediction heads ----------------------------------------------------------------------------
 
 
 class Head(nn.Module):
-    """
-    The prediction head on the last layer's [CLS] vector. The paper describes none; this is
+    """The prediction head on the last layer's [CLS] vector. The paper describes none; this is
     AdapterHub's default, with the fields of its head_config.json. Raises ValueError for others.
 
     head_type                 classification | multiple_choice
     num_labels, num_choices   K, the number of classes, or of choices
     layers                    2: dropout, linear d -> d, tanh, dropout, linear; 1: dropout, linear
     use_pooler                [CLS] goes through the encoder's own pretrained pooler first
-    dropout_prob              None: the encoder's
-    """
+    dropout_prob              None: the encoder's"""
 
     def __init__(self, config, bert_config):
         super().__init__()
@@ -311,29 +324,32 @@ class Head(nn.Module):
         return self.layers(x).view(-1, self.num_outputs)  # [B·C, K or 1] -> [B, K]
 
 
-HEADS = {"cls": Head}  # --head NAME: a function of AdapterHub's configuration and the BertConfig
+HEADS = {"cls": Head}  # --head NAME: Head, or a class of your own
 
 
 def head_tensors(head):
-    """{("heads", name in the file): parameter}, without the pooler: that is a part of pretraining,
-    which load_head reads from the encoder's files."""
+    """{("heads", name in the file): parameter}, without the pooler, which is a part of Θ's files"""
     own = {name: p for name, p in head.named_parameters() if not name.startswith("pooler.")}
     return {("heads", name.removeprefix("layers.")): p for name, p in own.items()}
 
 
 def save_head(head, bert, name, directory):
     """Writes head_config.json and model_head.safetensors into `directory`."""
-    header = adapterhub.header(name, bert.config, bert.source)
-    adapterhub.write(directory, adapterhub.HEAD, head.config, head_tensors(head), header)
+    header, options = adapterhub.header(name, bert.config, bert.source), head.config
+    if type(head) is not Head:  # see class_of; what AdapterHub's library looks at is the head_type
+        mark = type(head).__name__
+        options = {"head_type": mark, "architecture": mark, "config": options}
+    adapterhub.write(directory, adapterhub.HEAD, options, head_tensors(head), header)
 
 
 def load_head(bert, directory):
     """The head saved in `directory` (or a hub id), frozen, in eval mode. Raises as load_adapter."""
     saved = adapterhub.read(directory, adapterhub.HEAD)
-    with error_prefix(saved.config_path):
-        saved.check_encoder(bert, read_run(saved.directory))
-        head = class_of(saved.directory, "head", HEADS)(saved.options, bert.config)
-    saved.copy_into(head_tensors(head))
-    if saved.options.get("use_pooler"):
+    with error_prefix(saved.directory):
+        saved.check_encoder(bert)
+        options = saved.options.get("config", saved.options)
+        head = class_of(saved, HEADS, Head)(options, bert.config)
+        saved.copy_into(head_tensors(head))
+    if head.pooler is not None:
         head.pooler.load_state_dict(read_pooler(bert.directory))
     return head.to(bert.device).requires_grad_(False).eval()

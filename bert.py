@@ -4,8 +4,7 @@
     h = bert(input_ids, token_type_ids, attention_mask)           # [B, T] -> [B, T, d]
 
 Shapes: B batch, T tokens, d hidden_size, H attention heads. Figures, sections and equations are the
-paper's. "adapters 1.3" is AdapterHub's library, the reference implementation of AdapterFusion.
-"""
+paper's. "adapters 1.3" is AdapterHub's library, the reference implementation of AdapterFusion."""
 
 import re
 from dataclasses import asdict, dataclass, fields
@@ -59,35 +58,27 @@ class BertConfig:
 
 
 class AddNorm(nn.Module):
-    """
-    The "Add & Norm" that closes a sub-layer, LN(f + x), and the one place where the paper inserts
-    anything (Figures 1, 2 and 5). The figures draw two Add & Norm boxes, one below the adapter and
-    one above it. Both are this LayerNorm: the paper's adapter reads LN(f + x), and LN(f + z + x)
-    comes out.
+    """The "Add & Norm" that closes a sub-layer, LN(f + x), and the one place where the paper
+    inserts anything (Figures 1, 2 and 5).
 
     adapters   every Φ_n that sits here, by name (adapter.py)
-    active     the name of the adapter that is computed, or None
-    fusion     Ψ (fusion.py), or None
-    fused      whether Ψ is computed, not a single adapter; a layer without adapters has no Ψ
-    """
+    fusion     Ψ over some of them (fusion.py), or None
+    active     what is computed here: None, plain BERT; a name, that Φ; or a tuple of names, Ψ"""
 
     def __init__(self, config):
         super().__init__()
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.adapters = nn.ModuleDict()
-        self.active = None
         self.fusion = None
-        self.fused = False
+        self.active = None
 
-    def forward(self, f, x, layer_x=None, mask=None):
-        """f: the sub-layer's output, x: its input, the residual stream; [B, T, d] -> [B, T, d].
-        layer_x and mask: the input of the whole layer and its attention mask, for adapters that are
-        parallel to the layer (Projected Attention Layers, variants/pal.py)."""
-        if self.fused and self.fusion is not None:
-            return self.fusion(f, x, self, layer_x, mask)
-        if self.active in self.adapters:
-            return self.adapters[self.active](f, x, self.norm, layer_x, mask)
-        return self.norm(f + x)
+    def forward(self, f, x):
+        """f: the sub-layer's output, x: its input, the residual stream; [B, T, d] -> [B, T, d]"""
+        if self.active is None:
+            return self.norm(f + x)
+        if isinstance(self.active, tuple):
+            return self.fusion(f, x, self)
+        return self.adapters[self.active](f, x, self.norm)
 
 
 class Layer(nn.Module):
@@ -109,20 +100,16 @@ class Layer(nn.Module):
         self.attention_dropout = config.attention_probs_dropout_prob
         self.hidden_dropout = config.hidden_dropout_prob
 
-    def forward(self, x, mask, cls_only=False):
-        """x: [B, T, d]; mask: [B, 1, 1, T], True on real tokens -> [B, T, d]. With cls_only it is
-        the first token's [B, 1, d], and T below is 1 but for keys and values."""
-        layer_x = x
-        k, v = self.split_heads(self.key(x)), self.split_heads(self.value(x))  # [B, H, T, d/H]
-        if cls_only:  # the other tokens of the last layer need keys and values alone
-            x = x[:, :1]  # [B, 1, d]
-        q = self.split_heads(self.query(x))  # [B, H, T, d/H]
+    def forward(self, x, mask):
+        """x: [B, T, d]; mask: [B, 1, 1, T], True on real tokens -> [B, T, d]"""
+        parts = (self.query, self.key, self.value)
+        q, k, v = (self.split_heads(linear(x)) for linear in parts)  # [B, H, T, d/H] each
         context = self.attention(q, k, v, mask).transpose(1, 2).reshape(x.shape)  # [B, T, d]
         f = kernels.dropout(self.attention_dense(context), self.hidden_dropout, self.training)
-        x = self.attention_add_norm(f, x, layer_x, mask)
+        x = self.attention_add_norm(f, x)
         f = self.output_dense(self.activation(self.intermediate(x)))  # d -> intermediate_size -> d
         f = kernels.dropout(f, self.hidden_dropout, self.training)
-        return self.output_add_norm(f, x, layer_x, mask)
+        return self.output_add_norm(f, x)
 
     def split_heads(self, x):
         """[B, T, d] -> [B, H, T, d/H]"""
@@ -130,7 +117,7 @@ class Layer(nn.Module):
 
     def attention(self, q, k, v, mask):
         """softmax(q kᵀ / √(d/H)) v over the real tokens, with dropout on the softmax in training:
-        [B, H, T, d/H] each -> the shape of q"""
+        [B, H, T, d/H] each -> [B, H, T, d/H]"""
         return kernels.attention(q, k, v, mask, self.attention_dropout if self.training else 0.0)
 
 
@@ -167,19 +154,15 @@ class Bert(nn.Module):
         for i, layer in enumerate(self.layers):
             self.slots[i, "attention"] = layer.attention_add_norm
             self.slots[i, "output"] = layer.output_add_norm
-        # {name: configuration} of the adapters whose modules are in the slots (adapter.py)
-        self.adapters = {}
-        self.fused_names = []  # of the adapters in the fusion, in their order (fusion.py)
-        # `from_pretrained` fills these in: its argument, the directory of the files, the values of
-        # config.json, and a SHA-256 of all weights.
-        self.source, self.directory, self.hub_config, self.sha256 = None, None, {}, None
+        self.adapter_configs = {}  # {name: configuration} of the adapters in the slots (adapter.py)
+        self.active = None  # as in AddNorm, of all layers: what `activate` of adapter.py was given
+        self.source = self.directory = None  # from_pretrained's argument, and where its files are
+        self.hub_config, self.sha256 = {}, None  # all of config.json, and a digest of all weights
 
-    def forward(self, input_ids, token_type_ids=None, attention_mask=None, cls_only=False):
-        """
-        LongTensors [B, T], in this order (in `transformers` the mask is second); attention_mask is
-        1 on real tokens. Without token types all are 0, without a mask all tokens are real. Returns
-        the last layer's hidden states [B, T, d], or with cls_only the first token's alone.
-        """
+    def forward(self, input_ids, token_type_ids=None, attention_mask=None):
+        """LongTensors [B, T], in this order (in `transformers` the mask is second); attention_mask
+        is 1 on real tokens. Without token types all are 0, without a mask all tokens are real.
+        Returns the last layer's hidden states [B, T, d]."""
         mask = None if attention_mask is None else attention_mask.bool()[:, None, None]
         x = self.word_embeddings(input_ids) + self.position_embeddings(self.positions(input_ids))
         if self.config.type_vocab_size:
@@ -187,9 +170,9 @@ class Bert(nn.Module):
             x = x + self.token_type_embeddings(types)
         x = self.embeddings_norm(x)
         x = kernels.dropout(x, self.config.hidden_dropout_prob, self.training)  # [B, T, d]
-        for layer in self.layers[:-1]:
+        for layer in self.layers:
             x = layer(x, mask)
-        return self.layers[-1](x, mask, cls_only)
+        return x
 
     def positions(self, input_ids):
         """The rows of the position embeddings: [B, T] -> [T], or [B, T] (RoBERTa)"""
@@ -210,12 +193,10 @@ class Bert(nn.Module):
 
     @staticmethod
     def from_pretrained(source):
-        """
-        Loads an encoder, frozen (no parameter requires a gradient) and in eval mode. source: a
+        """Loads an encoder, frozen (no parameter requires a gradient) and in eval mode. source: a
         directory as Google published it (bert_config.json, bert_model.ckpt.*), a directory with
         config.json and model.safetensors or pytorch_model.bin, or else a Hugging Face hub id.
-        Raises FileNotFoundError without a checkpoint there, and ValueError if it does not fit.
-        """
+        Raises FileNotFoundError without a checkpoint there, and ValueError if it does not fit."""
         checkpoint = encoder.open_encoder(source)
         known = [field.name for field in fields(BertConfig)]
         with error_prefix(checkpoint.config_path):
@@ -249,8 +230,7 @@ class Bert(nn.Module):
         if path[:1] == ["layers"]:
             layer, path = f"encoder.layer.{path[1]}.", path[2:]
         if (module := ".".join(path)) not in self.HUB_NAMES:
-            where = f"{type(self).__name__}.HUB_NAMES"
-            raise ValueError(f"{where} does not say what {name} is called in a checkpoint")
+            raise ValueError(f"HUB_NAMES does not say what {name} is called in a checkpoint")
         return f"{layer}{self.HUB_NAMES[module]}.{part}"
 
 
@@ -267,16 +247,3 @@ class Roberta(Bert):
 
 
 ENCODERS = {"bert": Bert, "roberta": Roberta}  # by the model_type in config.json
-
-
-def activate(bert, name=None):
-    """Makes one adapter active, or with None plain BERT, and freezes all parameters."""
-    if name is not None and name not in bert.adapters:
-        raise ValueError(f"there is no adapter called {name!r}, only {', '.join(bert.adapters)}")
-    bert.requires_grad_(False)
-    set_active(bert, name)
-
-
-def set_active(bert, name):
-    for slot in bert.slots.values():
-        slot.active, slot.fused = name, False

@@ -4,14 +4,16 @@ Every example becomes C candidates, pairs (text_a, text_b or None), and a label.
 one candidate per example and a K-way head; multiple choice has one candidate per choice, and a
 softmax over their scores.
 
-    task = get_task("rte", data_dir)                        # or your own, see `own_task`
+    source = Source(data_dir)                               # of formats.rows
+    task = get_task("rte", source)                          # or your own, see `own_task`
     tokenizer = load_tokenizer(directory, max_length=128)   # of formats.tokenizer
-    train_set = load_split(task, "train", tokenizer)
+    train_set = load_split(task, source, "train", tokenizer)
     for indices in batches(train_set, batch_size=32, seed=0):
         batch = collate([train_set[i] for i in indices], pad_token_id=0)
 """
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,8 +24,9 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from formats.adapterhub import check_name
 from formats.files import error_prefix, note
-from formats.rows import check_column_names, dev_size, hold_out, own_labels, read_split
+from formats.rows import OWN_COLUMNS, is_empty, no_surrogates, own_labels
 from runtime.scores import CLASS_SCORES, accuracy
 
 
@@ -45,88 +48,73 @@ class Task:
     all_scores: dict = field(default_factory=lambda: CLASS_SCORES)
     hub_dev: str = "validation"  # the hub's name of the development set
     dev_from_train: int = 0  # the development set is this many training examples
-    column_aliases: dict = field(default_factory=dict)  # {name in other copies: ours}
+    column_aliases: dict = field(default_factory=dict)  # {our name: that in other copies}
     label_aliases: dict = field(default_factory=dict)
-    # What the command says; `get_task` fills these in.
-    name: str = ""
-    data_dir: str | None = None
-    files: dict = field(default_factory=dict)  # {split: path}: --train-file, --dev-file
-    column_names: dict = field(default_factory=dict)  # --columns: {our name: the files'}
-    dev_fraction: float | None = None
+    name: str = ""  # `get_task` fills it in
+
+    def __post_init__(self):
+        self.indices = {label.strip().lower(): i for i, label in enumerate(self.labels)}
 
     @property
     def scores(self):
         """{name: function of labels and predictions}; larger is better, and the first one chooses
         the best epoch. "f1" is that of the positive class, the second of two."""
-        has_positive = len(self.labels) == 2
-        return {n: score for n, score in self.all_scores.items() if n != "f1" or has_positive}
+        return {n: s for n, s in self.all_scores.items() if n != "f1" or len(self.labels) == 2}
 
     def example(self, row):
         """A row -> (candidates, index of its label). Raises ValueError, naming the column."""
-        row = self.with_our_names(row)
-        if row.get(self.label) is None:
-            raise ValueError(self.missing(self.label, row))
+        if is_empty(row[self.label]):
+            raise ValueError("the label is empty")
         return self.candidates_of(row), self.label_index(row[self.label])
 
-    def with_our_names(self, row):
-        """A row under our names of its columns. All names are replaced at the same time, so that
-        two columns can change places."""
-        ours = {our: row[their] for our, their in self.column_names.items() if their in row}
-        renamed = {*self.column_names, *self.column_names.values()}
-        row = {name: value for name, value in row.items() if name not in renamed} | ours
-        for other, column in self.column_aliases.items():
-            if row.get(column) is None and other in row:
-                row[column] = row[other]
-        return row
+    def with_our_names(self, row, column_names, needed=()):
+        """A row under our names of its columns, {our name: that in the row}, all replaced at the
+        same time: two can change places. Raises ValueError for a row without one of `needed`."""
+        ours = {our: row[their] for our, their in column_names.items() if their in row}
+        renamed = {*column_names, *column_names.values()}
+        found = {name: value for name, value in row.items() if name not in renamed} | ours
+        for column, other in self.column_aliases.items():
+            if found.get(column) is None and other in found:
+                found[column] = found[other]
+        if absent := [column_names.get(name, name) for name in needed if name not in found]:
+            raise ValueError(f"no column {absent[0]!r}; it has {', '.join(row) or 'none':.200}")
+        return found
 
     def candidates_of(self, row):
         """[(text_a, text_b or None)] of a row with our names."""
-        # text_b in the development file of a task whose training file has none would go unread.
         is_own = {*self.columns} <= {*OWN_COLUMNS}
-        for column in OWN_COLUMNS:
-            if is_own and row.get(column) is not None and column not in self.columns:
-                known = ", ".join(self.columns)
-                raise ValueError(f"column {column!r} is none of the task's, which are {known}")
-        candidates = self.candidates(*(self.text(row, column) for column in self.columns))
+        for column in OWN_COLUMNS if is_own else ():  # one that training lacks would go unread
+            if column not in self.columns and not is_empty(row.get(column)):
+                raise ValueError(f"column {column!r} is none of {', '.join(self.columns)}")
+        candidates = self.candidates(*(self.text(row[column], column) for column in self.columns))
         if self.is_multiple_choice and len(candidates) != len(self.labels):
             raise ValueError(f"{len(candidates)} choices, expected {len(self.labels)}")
-        return candidates
+        return [(no_surrogates(a), b if b is None else no_surrogates(b)) for a, b in candidates]
 
-    def text(self, row, column):
+    def text(self, value, column):
         """The text in a column; `endings` and `choices` hold a list of texts, or on the hub a
-        dictionary with one. A number is a text."""
-        value = row.get(column)
-        if value is None or value != value:  # NaN
-            raise ValueError(self.missing(column, row))
+        dictionary with one. A number is a text, and an empty cell an empty one."""
         if column in ("endings", "choices"):
             texts = value["text"] if self.hub and isinstance(value, dict) else value
             if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
                 raise ValueError(f"column {column!r} does not hold a list of texts")
             return value  # for `question_choices` the whole dictionary
-        if type(value) not in (str, int, float):
+        if type(value) not in (str, int, float) and not is_empty(value):
             raise ValueError(f"column {column!r} holds {type(value).__name__}, expected a text")
-        return str(value)
-
-    def missing(self, column, row):
-        """Why a column cannot be read, with the columns as the file calls them."""
-        if column in row:
-            return f"column {column!r} is empty"
-        theirs = ", ".join(self.column_names.get(name, name) for name in row) or "none"
-        return f"no column {self.column_names.get(column, column)!r}; it has {theirs:.200}"
+        return "" if is_empty(value) else str(value)
 
     def label_index(self, value):
         """The index of a label as the data write it; for a regression, the number."""
-        text = self.label_aliases.get(str(value).strip(), str(value).strip())
-        lower = [label.strip().lower() for label in self.labels]
+        text = no_surrogates(str(value)).strip()
+        text = self.label_aliases.get(text, text)
         if len(self.labels) == 1:
             return float(text)
-        if text.lower() in lower:
-            return lower.index(text.lower())
+        if text.lower() in self.indices:
+            return self.indices[text.lower()]
         # the hub's integers; labels made of digits are names, not indices
-        if self.hub and not self.labels[0].isdigit() and text in map(str, range(len(lower))):
-            if self.files or self.data_dir:
-                names = ", ".join(f"{i} = {label}" for i, label in enumerate(self.labels))
-                note(f"{self.name}: integers are read as {names}")
+        if self.hub and not self.labels[0].isdigit() and text in map(str, range(len(self.labels))):
+            names = ", ".join(f"{i} = {label}" for i, label in enumerate(self.labels))
+            note(f"{self.name}: integers are read as {names}")
             return int(text)
         if text == "-1":
             raise ValueError("the label is hidden (-1): experiments.predict takes such rows")
@@ -164,7 +152,7 @@ def own_choices(*texts):
 
 NLI = "entailment neutral contradiction".split()
 UKP = "NoArgument Argument_against Argument_for".split()
-SCITAIL = {"sentence1": "premise", "sentence2": "hypothesis", "gold_label": "label"}
+SCITAIL = {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}
 # The number of a choice is no class, so F1 would mean nothing.
 CHOICE = {"is_multiple_choice": True, "all_scores": {"accuracy": accuracy}}
 
@@ -198,7 +186,7 @@ TASKS = {
     "commonsense_qa": Task(("tau/commonsense_qa", None, None), "question choices".split(),
                            "A B C D E".split(), question_choices, "answerKey", **CHOICE),
     "boolq": Task(("aps/super_glue", "boolq", None), "passage question".split(),
-                  "False True".split(), max_length=384, column_aliases={"answer": "label"}),
+                  "False True".split(), max_length=384, column_aliases={"label": "answer"}),
     "mrpc": Task(("nyu-mll/glue", "mrpc", None), "sentence1 sentence2".split(),
                  "not_equivalent equivalent".split()),
     "sick": Task(("RobZamp/sick", None, "refs/convert/parquet"),
@@ -209,56 +197,57 @@ TASKS = {
                "entailment contradiction neutral".split(), max_length=256),
 }
 # fmt: on
-OWN_COLUMNS = ("text_a", "text_b", "choices")
 
 
-def get_task(name, data_dir=None, column_names=None, files=None, dev_fraction=None):
-    """The paper's task of that name, or your own: any other name, with data in `data_dir`/NAME, or
-    in `files`, {"train": path, "validation": path}. column_names: {our name of a column: the
-    files'}; dev_fraction: share of the training examples that is held out for development. Raises
+def get_task(name, source):
+    """The paper's task of that name, or your own: any other name, with data in the `source`. Raises
     ValueError for an unknown task, FileNotFoundError for a missing directory or file."""
-    if data_dir is not None and not Path(data_dir).is_dir():
-        raise FileNotFoundError(f"--data-dir {data_dir} is not a directory")
-    command = {"name": name, "data_dir": data_dir, "files": files or {}}
-    command |= {"column_names": column_names or {}, "dev_fraction": dev_fraction}
+    check_name(name)  # its adapter has the same
+    directory = source.data_dir
+    if directory is not None and not Path(directory).is_dir():
+        raise FileNotFoundError(f"--data-dir {directory} is not a directory")
+    is_there = directory and Path(directory, name).is_dir()
     if name in TASKS:
-        return replace(TASKS[name], **command)
-    is_there = data_dir and Path(name).name == name and Path(data_dir, name).is_dir()
-    if not files and not is_there:
-        place = f"{data_dir or 'DIR'}/{name}/train.jsonl"
+        task = replace(TASKS[name], name=name)
+    elif source.files or is_there:
+        task = own_task(name, source)
+    else:
+        place = f"{directory or 'DIR'}/{name}/train.jsonl"
         needed = f"your own needs --train-file FILE, or --data-dir DIR with {place}"
         raise ValueError(f"unknown task {name!r}: there are {', '.join(TASKS)}; {needed}")
-    return own_task(replace(Task(None, [], []), **command))
+    if unknown := source.column_names.keys() - {*task.columns, task.label}:
+        known = ", ".join([*task.columns, task.label])
+        raise ValueError(f"--columns {min(unknown)}=...: the task, or its files, have only {known}")
+    return task
 
 
-def own_task(task):
+def own_task(name, source):
     """Your own task is what its training file has: `text_a`, `text_b` (optional) and `label`
     (strings or integers, whose sorted values are the classes); or `choices` (a list of texts, as
     many in every row), `label` (the index of the right one, from 0) and optionally `text_a`."""
-    where, rows = read_split(task, "train")
-    check_column_names(task, (*OWN_COLUMNS, "label"), where, rows[0])
-    rows = [task.with_our_names(row) for row in rows]
-    columns = [name for name in OWN_COLUMNS if any(row.get(name) is not None for row in rows)]
+    task = Task(None, [], [], name=name)
+    where, theirs = source.read_all(task, "train")
+    rows = [task.with_our_names(row, source.column_names) for row in theirs]
+    columns = [n for n in OWN_COLUMNS if any(not is_empty(row.get(n)) for row in rows)]
     with error_prefix(where):
-        if "label" not in rows[0]:
-            advice = "--columns label=NAME says which one it is"
-            raise ValueError(f"{task.missing('label', rows[0])}: {advice}")
-        if "choices" in columns:
-            if "text_b" in columns:
-                raise ValueError("column 'text_b' has no place beside 'choices'")
-            choices = rows[0].get("choices")
-            if not isinstance(choices, list) or len(choices) < 2:
-                raise ValueError("'choices' must be a list of at least two texts")
-            labels = map(str, range(len(choices)))
-        else:
-            labels = own_labels(rows)
-    return with_columns(task, columns or ["text_a"], labels)  # a row will be said to lack text_a
+        if "label" not in rows[0] or not columns:
+            missing = "text_a" if "label" in rows[0] else "label"
+            problem = f"column {missing!r} is missing, or empty; it has {', '.join(theirs[0]):.200}"
+            raise ValueError(f"{problem}: --columns {missing}=NAME says which one it is")
+        if "choices" not in columns:
+            return with_columns(name, columns, own_labels(rows))
+        if "text_b" in columns:
+            raise ValueError("column 'text_b' has no place beside 'choices'")
+        choices = rows[0].get("choices")
+        if not isinstance(choices, list) or len(choices) < 2:
+            raise ValueError("'choices' must be a list of at least two texts")
+        return with_columns(name, columns, [str(i) for i in range(len(choices))])
 
 
-def with_columns(task, columns, labels):
-    """The task with these columns and labels."""
+def with_columns(name, columns, labels):
+    """Your own task with these columns and labels."""
     more = {"candidates": own_choices, **CHOICE} if "choices" in columns else {}
-    return replace(task, columns=list(columns), labels=list(labels), **more)
+    return Task(None, columns, labels, name=name, **more)
 
 
 class Example(NamedTuple):
@@ -269,22 +258,26 @@ class Example(NamedTuple):
     is_cut: bool  # whether a text was longer than --max-length
 
 
-def load_split(task, split, tokenizer, limit=None, seed=0):
+def load_split(task, source, split, tokenizer, limit=None, seed=0):
     """[Example] of a split, tokenised. "train" and "validation" are parts of the training file with
     --dev-fraction. limit: keep so many examples, drawn with `seed`. Raises FileNotFoundError if the
     data are not there, ValueError naming the file and the row for one that does not fit."""
-    where, rows = read_split(task, split)
-    check_column_names(task, (*task.columns, task.label), where, rows[0])
-    chosen = range(len(rows))
-    if (size := dev_size(task)) and split in ("train", "validation"):
-        train_indices, dev_indices = hold_out(len(rows), size)
-        chosen = dev_indices if split == "validation" else train_indices
-    if limit is not None and limit < len(chosen):
-        chosen = np.asarray(chosen)[np.random.default_rng(seed).permutation(len(chosen))[:limit]]
-    examples = []
-    for i in chosen:
-        with error_prefix(f"{where}, row {i + 1}"):
-            examples.append(task.example(rows[i]))
+    where, rows = source.read_split(task, split)  # {number of a row: row}
+    numbers, examples, empty = [*rows], [], 0
+    if limit is not None and limit < len(rows):
+        numbers = np.array(numbers)[np.random.default_rng(seed).permutation(len(rows))[:limit]]
+    needed = [*task.columns, task.label]
+    for number in numbers:
+        with error_prefix(f"{where}, row {number}"):
+            row = task.with_our_names(rows[number], source.column_names, needed)
+            examples.append(task.example(row))
+            empty += sum(is_empty(row[column]) for column in task.columns)
+    if empty:
+        note(f"{where}, {split}: empty cells are read as empty texts, {empty} of them")
+    unseen = {*range(len(task.labels))} - {label for _, label in examples}
+    if unseen and len(task.labels) > 1 and not task.is_multiple_choice:
+        unseen = [repr(task.labels[i]) for i in sorted(unseen)]
+        note(f"{task.name}: no example of its {split} split is {' or '.join(unseen):.300}")
     return encode(tokenizer, examples, f"tokenizing {task.name} {split}")
 
 
@@ -301,8 +294,7 @@ def encode(tokenizer, examples, title):
             ids = [np.array(encoding.ids, np.int32) for encoding in found]
             types = [np.array(encoding.type_ids, np.int32) for encoding in found]
             is_cut = any(encoding.overflowing for encoding in found)
-            number = int.from_bytes(digest[:8], "little")
-            result.append(Example(ids, types, label, number, is_cut))
+            result.append(Example(ids, types, label, int.from_bytes(digest[:8], "little"), is_cut))
     return result
 
 
@@ -327,12 +319,14 @@ def batches(examples, batch_size, seed=None):
     return [result[i] for i in rng.permutation(len(result))]
 
 
-def collate(examples, pad_token_id):
+def collate(examples, pad_token_id, multiple=1, max_length=math.inf):
     """B examples -> LongTensors input_ids, token_type_ids, attention_mask [B·C, T], an example's
-    candidates one after another; and labels [B], class indices, or the floats of a regression"""
+    candidates one after another; and labels [B], class indices, or the floats of a regression. T is
+    that of the longest, rounded up to a multiple, but to max_length at most."""
     ids = [ids for example in examples for ids in example.input_ids]
     types = [types for example in examples for types in example.token_type_ids]
     T = max(map(len, ids))
+    T = max(T, min(math.ceil(T / multiple) * multiple, max_length))
     input_ids = torch.full((len(ids), T), pad_token_id)
     token_type_ids, attention_mask = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
     for i, length in enumerate(map(len, ids)):

@@ -28,6 +28,7 @@ from experiments.fusion_weights import heat_map
 from experiments.load_run import load_run
 from experiments.report import markdown
 from experiments.skills import build_tasks
+from formats.rows import Source
 from formats.tokenizer import load_tokenizer
 from fusion import Fusion, add_fusion, fusion_regularization
 
@@ -36,10 +37,14 @@ torch.set_printoptions(precision=3, sci_mode=False, linewidth=110)
 torch.manual_seed(0)
 
 
-def show(*things):
-    """The source of functions, methods and classes, as it stands in the repository today."""
+def show(*things, first="", last=None):
+    """The source of functions, methods and classes, as it stands in the repository today; or of it
+    only the lines from the one with the text `first` to the one with the text `last`."""
     for thing in things:
         lines, number = inspect.getsourcelines(thing)
+        if last:
+            start, end = (next(i for i, s in enumerate(lines) if t in s) for t in (first, last))
+            lines, number = lines[start : end + 1], number + start
         file = Path(inspect.getsourcefile(thing)).resolve().relative_to(root)
         code = textwrap.dedent("".join(lines))
         display(Markdown(f"`{file}`, line {number}:\n\n```python\n{code}```"))

@@ -3,8 +3,7 @@
     python examples/lora.py --stage adapter --task rte --adapter lora --adapter-config r=4
     python -m experiments.evaluate runs/rte --import examples.lora
 
-This is what the `adapters` library computes for LoRAConfig(r=8, alpha=8), in files of our own.
-"""
+This is what the `adapters` library computes for LoRAConfig(r=8, alpha=8), in files of our own."""
 
 import sys
 from dataclasses import dataclass
@@ -54,11 +53,11 @@ class LinearSlot(nn.Linear):
     def __init__(self, linear):
         super().__init__(linear.in_features, linear.out_features, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
-        self.adapters, self.active, self.fusion, self.fused = nn.ModuleDict(), None, None, False
+        self.adapters, self.fusion, self.active = nn.ModuleDict(), None, None
 
     def forward(self, x):
         y = super().forward(x)
-        return y + self.adapters[self.active](x) if self.active in self.adapters else y
+        return y if self.active is None else y + self.adapters[self.active](x)
 
 
 ADAPTERS["lora"] = LoRAConfig

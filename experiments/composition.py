@@ -14,22 +14,26 @@ among the new heads, the target's own adapter, the fusion of the sources, and th
 
 The development set chooses the best epoch, so its accuracies are too high by a little. With --test
 every run is also evaluated on the training examples that --train-examples leaves out, on which
-nothing was chosen; the tables then show these accuracies.
-"""
+nothing was chosen; the tables then show these accuracies."""
 
 import itertools
 import math
 from pathlib import Path
 
 import train
+from adapter import load_adapter
+from bert import Bert
 from data import get_task
 from experiments import grid, report
 from experiments.load_run import load_run
-from formats.files import read_json, write_json
+from formats.adapterhub import read_run
+from formats.files import note, read_json, write_json
+from formats.rows import source_of
+from runtime.adapters import find_adapters, named
 from runtime.command import count, run_command
 from runtime.record import share_trained_on
 
-OWN = "own"  # the system whose adapter others fuse
+OWN = None  # in lists of adapters the target's own, which is no source of any name
 COLUMNS = "task system limit_train seed".split()
 
 
@@ -43,7 +47,14 @@ def parse(argv=None):
     add("--systems", **several, metavar="SYSTEM", help="default all; a wrong one lists them")
     add("--train-examples", **several, type=count, metavar="N", help=f"sizes {sizes}")
     add("--test", action="store_true", help="also on the training examples that are left out")
-    args = grid.parse(parser, argv, [*grid.OWNED, "--limit-train"])
+    advice = "--train-examples N, before --, is for the target"
+    args = grid.parse(parser, argv, {"--limit-train": advice})
+    sources = [named_source(source) for source in args.sources]
+    names = [name.lower() for name in (args.target, *(name for name, _ in sources))]
+    if twice := [name for name in names if names.count(name) > 1]:
+        advice = "NAME=DIR gives a source another name"
+        raise ValueError(f"two adapters would be called {twice[0]!r}: {advice}")
+    args.sources = dict(sources)
     known = systems(args)
     if unknown := [name for name in args.systems if name not in known]:
         raise ValueError(f"--systems {unknown[0]!r:.50}: there are {', '.join(known)}")
@@ -51,20 +62,16 @@ def parse(argv=None):
     return args
 
 
-def label_of(source):
-    """What a source is called: its task, NAME of NAME=DIR, or the last part of its path or id."""
-    name, is_named, _ = source.partition("=")
-    return name if is_named and not Path(source).is_dir() else Path(source).name
-
-
-def is_adapter(source):
-    """Whether a source is an adapter, not a task."""
-    return "/" in source
+def named_source(source):
+    """(its name here, the place of an adapter or None for a task). An adapter has a slash; its name
+    is the NAME of NAME=DIR, or the last part of its path or id."""
+    name, place = named(source) if "/" in source else (source, None)
+    return name or Path(place).name, place
 
 
 def systems(args):
-    """{system: the adapters that it takes, labels of sources or OWN}"""
-    names = [label_of(source) for source in args.sources]
+    """{system: the adapters that it takes, names of sources or OWN}"""
+    names = [*args.sources]
     found = {"head": [], **{f"head_on_{name}": [name] for name in names}, "own": [], "full": []}
     found |= {"mean": names, "mean_with_own": [*names, OWN]}
     found |= {"fusion": names, "fusion_with_own": [*names, OWN], "fusion_of_own": [OWN]}
@@ -80,21 +87,36 @@ def systems(args):
 def check(args):
     """Raises ValueError for what would give a wrong result."""
     options = grid.cell(args, "full", "full", ["--task", args.target]).options()
-    labels = [OWN, args.target, *map(label_of, args.sources)]
-    if twice := [label for label in labels if labels.count(label) > 1]:
-        advice = "NAME=DIR gives a source another name"
-        raise ValueError(f"two adapters would be called {twice[0]!r}: {advice}")
-    tasks = [source for source in args.sources if not is_adapter(source)]
+    adapters = [f"{name}={place}" for name, place in args.sources.items() if place]
+    tasks = [name for name, place in args.sources.items() if place is None]
     if tasks and options.train_file:
         problem = f"--train-file is of {args.target}, {tasks[0]} would be trained on it, too"
         raise ValueError(f"{problem}: take a finished run as the source, runs/{tasks[0]}")
     for name in tasks:
-        get_task(name, options.data_dir)  # raises ValueError if there is none of that name
+        get_task(name, source_of(options))  # raises ValueError if there is none of that name
     size = grid.train_examples(args, [args.target])[args.target]
     if (asked := max(args.train_examples, default=size)) > size:
         raise ValueError(f"--train-examples {asked}: {args.target} has only {size}")
     if args.test and asked == size:
         raise ValueError(f"--test needs --train-examples below {size}: nothing is left over")
+    if adapters:  # must all be there, and for the encoder
+        bert = Bert.from_pretrained(args.model)
+        for name, found in find_adapters(adapters, bert.config.model_type).items():
+            load_adapter(bert, found, name)
+    note_what_was_not_learned(args)
+
+
+def note_what_was_not_learned(args):
+    """By the sources that are finished runs, whose accuracy and majority class are known."""
+    for name, place in args.sources.items():
+        directory = Path(place or args.out / "runs" / f"source-{name}")
+        metrics = directory / "metrics.json"
+        accuracy = read_json(metrics).get("accuracy", 2) if metrics.is_file() else 2
+        for task in read_run(directory).get("tasks", {}).values():
+            if accuracy <= (majority := task.get("majority", -1)):
+                share = f"{accuracy:.1%} of its own development examples, {majority:.1%} of which"
+                problem = "are of one class: it has learned nothing that a fusion could use"
+                note(f"{name} is right about {share} {problem}")
 
 
 def cells_of(args):
@@ -106,17 +128,16 @@ def cells_of(args):
 def cell_of(args, system, size, seed):
     """The run of a system on so many training examples, with the runs that it needs."""
     _, stage, words = grid.system(system)
-    sources = {label_of(source): source for source in args.sources}
-    labels, needs = systems(args)[system], {}
-    for label in labels:
-        if label == OWN:
-            needs[label] = cell_of(args, OWN, size, seed)
-        elif not is_adapter(sources[label]):  # all seeds share it
-            given = ["--task", sources[label], "--seed", str(args.seeds[0])]
-            needs[label] = grid.cell(args, f"source-{label}", "adapter", given)
-    places = {**sources, **{label: str(need.out) for label, need in needs.items()}}
+    names, needs, places = systems(args)[system], {}, {}
+    for name in names:
+        if name is OWN:
+            needs[name] = cell_of(args, "own", size, seed)
+        elif args.sources[name] is None:  # a task, whose adapter all seeds share
+            given = ["--task", name, "--seed", str(args.seeds[0])]
+            needs[name] = grid.cell(args, f"source-{name}", "adapter", given)
+        places[name] = needs[name].out if name in needs else f"{name}={args.sources[name]}"
     words += ["--task", args.target, "--seed", str(seed)]
-    words += ["--adapters", *(places[label] for label in labels)] if labels else []
+    words += ["--adapters", *map(str, places.values())] if names else []
     words += ["--limit-train", str(size)] if size else []
     name = "-".join(str(part) for part in (system, size, seed) if part is not None)
     return grid.cell(args, name, stage, words, needs.values())
@@ -135,9 +156,9 @@ def left_over_accuracy(args, cell):
     examples = run.left_over()
     accuracy = train.evaluate(run.model, run.task, examples, run.args)["accuracy"]
     print(f"{cell.name}: {100 * accuracy:.2f} % of {len(examples)} left-over examples", flush=True)
-    for adapter, directory in run.args.adapters.items():
-        if share := share_trained_on(directory, examples):
-            print(f"WARNING: {cell.name}: {adapter} was TRAINED on {share:.0%} of them")
+    for name in run.record["adapters"]:
+        if share := share_trained_on(read_run(cell.out / "adapters" / name), examples):
+            print(f"WARNING: {cell.name}: {name} was TRAINED on {share:.0%} of them")
     write_json(path, {"accuracy": accuracy})
     return accuracy
 
@@ -190,6 +211,7 @@ def main(argv=None):
     check(args)
     cells = cells_of(args)
     rows, failed = grid.run(args, COLUMNS, cells)
+    note_what_was_not_learned(args)
     parts = [
         "The two columns after the mean: the fusion of the sources minus the system, over the "
         "seeds that both have, in the mean and at the least. In the last table, the standard error "

@@ -12,21 +12,23 @@ that of another docstring, and the sentence's words are shuffled.
     order   are the words in their order?            (Python's library and PyTorch)
     both    which of the four?                       (NumPy, 240 of its 960 training examples)
 
-In either source the other fault is there in half of the examples, and says nothing of the label.
-Whoever has one skill alone is right about one of two questions, and has to guess the other.
-"""
+In either source the other fault is there in half of the examples, and says nothing of the label."""
 
-import json
+import math
 import os
 import random
+import shlex
+import sys
 from pathlib import Path
 
 import torch
 
 from experiments import composition, grid, report
+from experiments.fusion_weights import heat_maps
 from experiments.load_run import load_run
 from experiments.skills import build_tasks
 from formats.encoder import find_minilm
+from formats.rows import read_rows
 from runtime.command import Parser, run_command
 
 OPTIONS = {  # by stage
@@ -35,24 +37,28 @@ OPTIONS = {  # by stage
     "fusion": "--lr 5e-4 --epochs 6 --patience 6",
 }
 SKILLS = ["match", "order"]
-SOURCE_EPOCHS = "2"
+PLACES = "[CLS] sentence name".split()
 SYSTEMS = "own head_on_match head_on_order fusion".split()
+EXAMPLE = "Return the sum of the array elements", "sum"
+HOW_TO_READ = """What the fusion of seed 0 has learned: the mean weight of `match` at three places.
+That of `order` is the rest to 1: above 0.5 a layer takes more from `match`, below it more from
+`order`. Of the last layer only [CLS] is read."""
 COMMON = "--max-length 40 --batch-size 16 --limit-dev 160 --device cpu --dtype float32".split()
 
 
 def parse(out):
     """The options of experiments.composition: the runs of the demo are a part of its."""
-    words = ["--model", "minilm", "--data-dir", str(out / "data"), "--out", str(out)]
-    words += ["--target", "both", "--sources", *(str(out / "runs" / skill) for skill in SKILLS)]
-    words += ["--systems", *SYSTEMS, "--seeds", "0", "1", "2", "--train-examples", "240"]
+    words = "--model minilm --target both --seeds 0 1 2 --train-examples 240 --overwrite".split()
+    words += ["--data-dir", str(out / "data"), "--out", str(out), "--systems", *SYSTEMS]
+    words += ["--sources", *(str(out / "runs" / skill) for skill in SKILLS)]
     words += [f"--{stage}-options={options}" for stage, options in OPTIONS.items()]
-    words += ["--jobs", str(min(os.cpu_count(), 8)), "--overwrite", "--", *COMMON]
+    words += ["--jobs", str(min(os.cpu_count(), 8)), "--", *COMMON]
     return composition.parse(words)
 
 
 def train_all(args):
     """The skills' adapters, and then the study. Returns {skill: accuracy}, and the study's rows."""
-    last = ["--seed", "0", "--epochs", SOURCE_EPOCHS]
+    last = "--seed 0 --epochs 2".split()
     cells = {(s,): grid.cell(args, s, "adapter", ["--task", s, *last]) for s in SKILLS}
     study = composition.cells_of(args)
     print(f"\ntraining {len(cells) + len(study)} runs, {args.jobs} at a time", flush=True)
@@ -63,15 +69,28 @@ def train_all(args):
     return dict(zip(skills["task"], skills["accuracy"], strict=True)), rows
 
 
-def weights_of_match(run):
-    """[layers, 2]: its mean weight on the tokens of the sentences, and on those of the names."""
-    sentences, names, n = [], [], run.adapters.index("match")
-    for found in run.fusion_weights(run.split()):
-        s = torch.stack(found["weights"]["output"])[:, :, n]  # [layers, T]
-        end = found["tokens"].index("[SEP]")
-        sentences.append(s[:, 1:end])
-        names.append(s[:, end + 1 : -1])
-    return torch.stack([torch.cat(part, 1).double().mean(1) for part in (sentences, names)], 1)
+def weights_by_place(run):
+    """[layers, 3, N]: the mean weights at each of PLACES. In the last layer the head reads [CLS]
+    alone, and the others are NaN."""
+    found = []
+    for example in run.fusion_weights(run.split()):
+        s, end = torch.stack(example["weights"]["output"]), example["tokens"].index("[SEP]")
+        found.append((s[:, :1], s[:, 1:end], s[:, end + 1 : -1]))  # [layers, T, N] each
+    s = torch.stack([torch.cat(parts, 1).double().mean(1) for parts in zip(*found, strict=True)], 1)
+    s[-1, 1:] = math.nan
+    return s
+
+
+def next_commands(out):
+    """{why: the words behind `python`} of what fits that which the demo has left in `out`"""
+    runs = out / "runs"
+    ask = ["-m", "experiments.predict", runs / "fusion-240-0", *EXAMPLE, "--picture"]
+    fuse = ["train.py", *"--stage fusion --task both --data-dir".split(), out / "data", "--out"]
+    fuse += [out / "fusion-960", *OPTIONS["fusion"].split(), *COMMON, "--adapters"]
+    return {
+        "Ask the fusion, and see its weights at every token:": [*ask, out / "example.png"],
+        "Fuse both with all 960 training examples (minutes):": [*fuse, *(runs / s for s in SKILLS)],
+    }
 
 
 def verdict(rows):
@@ -79,7 +98,7 @@ def verdict(rows):
     points = composition.points_of(rows)
     least = {n: (points["fusion"] - points[n]).min() for n in points if n != "fusion"}
     nearest = min(least, key=least.get)
-    title, _, _ = grid.system(nearest)
+    title = grid.system(nearest)[0]
     if least[nearest] <= 0:
         return f"The fusion is not ahead with every seed: {title} equals or beats it."
     lead = f"by {least[nearest]:.1f} points at the least ({title})"
@@ -94,25 +113,29 @@ def main(argv=None):
     print("reading the docstrings of Python, PyTorch and NumPy", flush=True)
     build_tasks(out / "data", random.Random(0), SKILLS)
     for task in (*SKILLS, "both"):
-        path = out / "data" / task / "train.jsonl"
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = read_rows(out / "data" / task / "train.jsonl")
         print(f"\n{task}: {len(rows)} examples to train on, for instance")
         lines = [[row["text_a"], row["text_b"], row["label"]] for row in rows[:4]]
         print(report.markdown(lines, ["sentence", "name", "label"]), flush=True)
 
     skills, rows = train_all(parse(out))
     match, order = (skills[skill] for skill in SKILLS)
-    print(
-        f"\nThe skills, on their own tasks: match {100 * match:.1f} %, order {100 * order:.1f} %."
-    )
+    print("\nThe skills, each on its own task: ", end="")
+    print(f"match {100 * match:.1f} %, order {100 * order:.1f} %.")
     print(f"With one of them the target's ceiling is about {50 * max(match, order):.0f} %: half of")
     print("that skill's accuracy, because the other question is guessed. With both it is ", end="")
     print(f"{100 * match * order:.0f} %.\n\n{report.markdown(*composition.table(rows))}")
     print(verdict(rows), "\n")
     run = load_run(out / "runs" / "fusion-240-0")
-    lines = [[str(i), *pair] for i, pair in enumerate(weights_of_match(run).tolist(), 1)]
-    print("The weight of `match` in fusion-240-0, on tokens of the sentence and of the name:")
-    print(report.markdown(lines, ["layer", "sentence", "name"]))
+    weights, n = weights_by_place(run), run.adapters.index("match")
+    lines = [[str(i), *s] for i, s in enumerate(weights[:, :, n].tolist(), 1)]
+    print(f"{HOW_TO_READ}\n{report.markdown(lines, ['layer', *PLACES])}")
+    figure = heat_maps({f"layer {i}": s for i, s in enumerate(weights, 1)}, PLACES, run.adapters)
+    figure.suptitle("What the fusion takes from each adapter (blank: not read)", fontsize=10)
+    report.save_figure(figure, out / "weights.png")
+    print(f"The same of both, as a picture: {out / 'weights.png'}")
+    for why, words in next_commands(out).items():
+        print(f"\n{why}\n{shlex.join(map(str, [os.path.relpath(sys.executable), *words]))}")
 
 
 if __name__ == "__main__":

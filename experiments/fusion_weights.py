@@ -6,10 +6,11 @@ section 6 reads from them, as tables.
 
 Every RUN is a finished fusion run and becomes a row of each panel: the weights that it gives to its
 adapters, averaged over its task's development set, once over all tokens ([CLS] and [SEP] included,
-padding not), as in the paper, and once at [CLS] alone, the only token of the last layer that the
-head reads. DIR gets figure4.png and figure6.png (all tokens), figure4_cls.png and figure6_cls.png,
-weights.csv and summary.txt, which is also printed. Layers are counted from 1. Runs of single
-adapters after --baseline show what a fusion has gained.
+padding not), as in the paper, and once at [CLS] alone. The project's own head reads no other token
+of the last layer; whether a head is that one is told by its class, adapter.Head, and of any other
+all tokens count. DIR gets figure4.png and figure6.png (all tokens), figure4_cls.png and
+figure6_cls.png, weights.csv with a row for each adapter, and summary.txt, which is also printed.
+Layers are counted from 1. Runs of single adapters after --baseline show what a fusion has gained.
 """
 
 import math
@@ -19,6 +20,7 @@ from pathlib import Path
 import pandas as pd
 import torch
 
+from adapter import Head
 from data import batches, collate
 from experiments.load_run import load_run, make_parser, read_finished
 from experiments.report import markdown, save_figure, subplots, write_text
@@ -31,10 +33,11 @@ from runtime.command import import_modules, run_command
 # middle black and white text have the same contrast.
 COLOURS, MIDDLE = "cividis", 0.465
 SHOWN = {"all": "all tokens", "cls": "[CLS] alone"}
-# Columns of weights.csv; the others are the adapters'.
-KEYS = "run target task fusion single layer location tokens is_read entropy".split()
+# Columns of weights.csv, whose rows are those of a layer's adapters
+COLUMNS = """run target task fusion single layer location tokens is_read entropy adapter
+    weight""".split()
 LEGEND = """weight: mean over the layers and the tokens that are read: all of them, but in the last
-layer [CLS] alone, because AdapterHub's head reads no other token.
+layer [CLS] alone where the head is AdapterHub's, which reads no other token.
 even: what each adapter has if none is preferred.
 own: the adapter of the target's task; own first: in how many layers it has the largest weight.
 fusion, single, gain: accuracy on the development set, in %; single is the mean of the adapters in
@@ -76,28 +79,27 @@ def mean_weights(run, examples):
 
 
 def normalized_entropy(weights):
-    """Entropy of a layer's weights over its largest possible value: 0 if one adapter has all the
-    weight, 1 if all have the same."""
+    """Entropy over its largest value: 0 if one adapter has all weight, 1 if all have the same."""
     entropy = torch.special.entr(torch.tensor([*weights], dtype=torch.float64)).sum().item()
     return entropy / math.log(max(2, len(weights)))
 
 
 def rows_of(run, target, single, examples):
-    """A row for each layer, location and kind of tokens, as a DataFrame: KEYS, and then the mean
-    weight of each adapter that sits there. is_read: whether what follows reads these tokens, which
-    in the last layer is [CLS] alone if the head reads no other. single: an accuracy to compare"""
+    """A row for each layer, location, kind of tokens, and adapter there, as a DataFrame of COLUMNS.
+    weight: the mean; is_read: whether what follows reads these tokens, which in the last layer is
+    [CLS] alone with the project's own head; single: an accuracy to compare"""
     means, rows = mean_weights(run, examples), []
     accuracy = read_json(run.directory / "metrics.json").get("accuracy", math.nan)
     place = [str(run.directory), target, run.task.name, accuracy, single]
     for (layer, location), fusion in fusions(run.bert).items():
-        is_last = layer == len(run.bert.layers) - 1 and run.model.reads_cls_only()
+        is_last = layer == len(run.bert.layers) - 1 and type(run.model.head) is Head
         for tokens in SHOWN:
             s = dict(zip(run.adapters, means[tokens][layer, location].tolist(), strict=True))
             s = {name: s[name] for name in fusion.adapter_names}
             is_read = tokens == ("cls" if is_last else "all")
             key = [*place, layer + 1, location, tokens, is_read, normalized_entropy(s.values())]
-            rows.append({**dict(zip(KEYS, key, strict=True)), **s})
-    return pd.DataFrame(rows)
+            rows += [[*key, *pair] for pair in s.items()]
+    return pd.DataFrame(rows, columns=COLUMNS)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -148,25 +150,25 @@ def figure_4_layers(count):
 
 
 def draw(rows, out):
-    """Figures 4 and 6 of all tokens and of [CLS], on one scale."""
-    names = rows.columns.drop(KEYS)
-    top = math.ceil(10 * rows[names].max(axis=None)) / 10
-    labels, some = [*rows["target"].unique()], figure_4_layers(rows["layer"].max())
-    for tokens, suffix in (("all", ""), ("cls", "_cls")):
-        figure_4, figure_6 = {}, {}
-        of_tokens = rows[rows["tokens"] == tokens]
-        for (layer, location), of in of_tokens.groupby(["layer", "location"]):
-            values = torch.tensor(of.set_index("target")[names].reindex(labels).to_numpy())
-            figure_6[title_of(layer, location)] = values
-            if layer in some:
-                figure_4[title_of(layer, location)] = values
-        for name, panels in (("figure4", figure_4), ("figure6", figure_6)):
+    """Figures 4 and 6 of all tokens and of [CLS], on one scale. The targets' own adapters come
+    first, in the order of the targets: they lie on the diagonal."""
+    adapters, top = rows["adapter"].unique(), math.ceil(10 * rows["weight"].max()) / 10
+    own = [task for task in rows["task"].unique() if task in adapters]
+    names = [*dict.fromkeys([*own, *adapters])]
+    labels = rows["target"].unique()
+    some = rows[rows["layer"].isin(figure_4_layers(rows["layer"].max()))]
+    for name, shown in (("figure4", some), ("figure6", rows)):
+        for tokens, of_tokens in shown.groupby("tokens"):
+            panels = {}
+            for slot, of in of_tokens.groupby(["layer", "location"]):
+                values = of.pivot(index="target", columns="adapter", values="weight")
+                values = values.reindex(index=labels, columns=names)
+                panels[title_of(*slot)] = torch.tensor(values.to_numpy().copy())
             figure = heat_maps(panels, labels, names, top)
-            title = f"What each target task takes from each adapter: mean, {SHOWN[tokens]}"
-            figure.suptitle(title, fontsize=10)
+            figure.suptitle(f"Mean weight of each adapter, {SHOWN[tokens]}", fontsize=10)
             figure.supylabel("target task", fontsize=9)
             figure.supxlabel("adapter (blank: not in this layer of this target)", fontsize=9)
-            save_figure(figure, out / f"{name}{suffix}.png")
+            save_figure(figure, out / f"{name}{'_cls' * (tokens == 'cls')}.png")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -195,12 +197,12 @@ def strengths_table(rows):
     layers the own one is the strongest; accuracies in %"""
     lines = []
     for target, of in rows[rows["is_read"]].groupby("target", sort=False):
-        s = of[of.columns.drop(KEYS)]
+        s = of.pivot(index=["layer", "location"], columns="adapter", values="weight")
         task, fusion, single = of[["task", "fusion", "single"]].iloc[0]
         means, even = s.fillna(0).mean(), (1 / s.notna().sum(axis=1)).mean()
         own, own_first = None, None
-        if task in s and s[task].notna().any():
-            own, own_first = means[task], f"{(s.idxmax(axis=1) == task).sum()} of {len(s)}"
+        if task in s:
+            own, own_first = means[task], f"{(s[task] == s.max(axis=1)).sum()} of {len(s)}"
         line = [target, means.idxmax(), means.max(), own, even, own_first]
         lines.append([*line, 100 * fusion, 100 * single, 100 * (fusion - single)])
     header = "target,strongest,its weight,own weight,even,own first,fusion,single,gain"
@@ -209,20 +211,15 @@ def strengths_table(rows):
 
 def main(argv=None):
     args = parse(argv)
-    tasks, frames = [read_finished(run)["options"]["task"] for run in args.runs], []
-    for directory, task in zip(args.runs, tasks, strict=True):
+    runs, frames = [*dict.fromkeys(args.runs)], []
+    tasks = [read_finished(run)["options"]["task"] for run in runs]
+    for directory, task in zip(runs, tasks, strict=True):
         print(f"{directory}: fusion weights on its development set", flush=True)
         run = load_run(directory, args.device, args.model, args.task)
-        target = task if tasks.count(task) == 1 else f"{task} ({Path(directory).resolve().name})"
+        target = task if tasks.count(task) == 1 else f"{task} ({directory})"
         single = single_accuracy(directory, args.baseline)
         frames.append(rows_of(run, target, single, run.split(data_dir=args.data_dir)))
-    rows = pd.concat(frames)
-    # The targets' own adapters come first and in the order of the rows: they lie on the diagonal.
-    adapters = rows.columns.drop(KEYS)
-    own = [task for task in tasks if task in adapters]
-    rows = rows[[*KEYS, *dict.fromkeys([*own, *adapters])]]
-
-    out = Path(args.out)
+    rows, out = pd.concat(frames), Path(args.out)
     draw(rows, out)
     write_text(out / "weights.csv", rows.to_csv(index=False))
     text = f"{markdown(*strengths_table(rows))}\n{LEGEND}\n"

@@ -5,8 +5,7 @@ OUT/logs/NAME.txt   what the run has printed
 
 A cell is a command, `python train.py ...` or `python -m experiments.multitask ...`. It is finished
 when its metrics.json is there, its run.json is this command's, and the runs that it needs are no
-newer. The same command again runs what is not finished, and continues what was interrupted.
-"""
+newer. The same command again runs what is not finished, and continues what was interrupted."""
 
 import ctypes
 import math
@@ -24,12 +23,14 @@ import pandas as pd
 import torch
 
 import train
+from data import get_task
 from experiments import multitask, report
+from formats.adapterhub import read_run
 from formats.files import read_json
-from formats.rows import dev_size, hold_out, read_split
+from formats.rows import source_of
 from runtime import command
+from runtime.adapters import encoder_of
 from runtime.processes import deferred_signals
-from runtime.record import read_run
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = [sys.executable]  # what starts the runs
@@ -81,8 +82,7 @@ def make_parser(name, description, stages):
     """The options that all grids have. stages: those that may have options of their own."""
     parser = command.Parser(f"python -m experiments.{name}", description=description)
     add, environment = parser.add_argument, os.environ.get
-    model = environment("ADAPTERFUSION_MODEL", "google-bert/bert-base-uncased")
-    add("--model", default=model, help="encoder, as for train.py")
+    add("--model", default=environment("ADAPTERFUSION_MODEL"), help="encoder, as for train.py")
     add("--data-dir", default=environment("ADAPTERFUSION_DATA_DIR"), help="as for train.py")
     add("--seeds", type=command.seed, nargs="+", default=[0])
     add("--out", type=Path, default=Path("runs", name), help=f"default runs/{name}")
@@ -95,17 +95,21 @@ def make_parser(name, description, stages):
     return parser
 
 
-def parse(parser, argv, owned=OWNED):
+def parse(parser, argv, more_owned=None):
     """The options of a grid; `train_options` are the words behind --. Raises ValueError for one of
-    `owned` among them."""
+    OWNED among them, or of more_owned, {option: what to do instead}. Without --model the encoder is
+    that of the adapters among --sources, which have a slash."""
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
     args = parser.parse_args(given[:end])
     args.train_options, args.command = given[end + 1 :], f"{parser.prog} {shlex.join(given)}"
     words = [word for name in vars(args) if name.endswith("_options") for word in vars(args)[name]]
+    owned = {**dict.fromkeys(OWNED, "the grid sets it for each run"), **(more_owned or {})}
     if found := {word.split("=")[0] for word in words} & {*owned}:
         where = "does not belong behind --, nor into the options of a stage"
-        raise ValueError(f"{min(found)} {where}: the grid sets it for each run")
+        raise ValueError(f"{min(found)} {where}: {owned[min(found)]}")
+    adapters = [source for source in getattr(args, "sources", []) if "/" in source]
+    args.model = args.model or encoder_of(adapters) or "google-bert/bert-base-uncased"
     return args
 
 
@@ -118,8 +122,8 @@ class Cell(NamedTuple):
 
     name: str
     out: Path
-    program: list
-    words: list  # its arguments
+    stage: str  # of train.py, or "multitask"
+    words: list  # the arguments of its program
     needs: list  # the cells that must be finished before it
 
     @property
@@ -132,30 +136,31 @@ class Cell(NamedTuple):
 
     def options(self):
         """What its program reads in its arguments. Raises ValueError for what it would refuse."""
-        return (multitask if self.program[0] == "-m" else train).parse(self.words)
+        return (multitask if self.stage == "multitask" else train).parse(self.words)
 
 
 def cell(args, name, stage, words, needs=()):
-    """words: the options that make this run what it is. They come after the user's, so that none of
-    those replaces them."""
-    program, out = [str(ROOT / "train.py")], args.out / "runs" / name
-    if stage == "multitask":
-        program = ["-m", "experiments.multitask"]
-    else:
+    """words: the options that make this run what it is, after the user's, which replace none."""
+    out = args.out / "runs" / name
+    if stage != "multitask":
         words = ["--stage", stage, *words]
     data_dir = ["--data-dir", args.data_dir] if args.data_dir else []
     users = [*args.train_options, *getattr(args, f"{stage}_options")]
     mode = "--overwrite" if args.overwrite else "--resume"
     words = ["--model", args.model, *data_dir, *users, *words, "--out", str(out), mode]
-    return Cell(name, out, program, words, [*needs])
+    return Cell(name, out, stage, words, [*needs])
 
 
 def with_needs(cells):
-    """The cells and all that they need, each once; first those that need nothing."""
-    levels = [[*cells]]
+    """The cells and all that they need, each once; first those that need nothing. Raises ValueError
+    if names of tasks, joined by hyphens, give two runs one name."""
+    levels, found = [[*cells]], {}
     while levels[-1]:
         levels.append([need for cell in levels[-1] for need in cell.needs])
-    return [*{cell.name: cell for level in reversed(levels) for cell in level}.values()]
+    for cell in (cell for level in reversed(levels) for cell in level):
+        if found.setdefault(cell.name, cell).words != cell.words:
+            raise ValueError(f"two runs would be called {cell.name}: rename one of the tasks")
+    return [*found.values()]
 
 
 def is_finished(cell):
@@ -182,9 +187,9 @@ def train_examples(args, tasks):
         options = cell(args, name, "full", ["--task", name]).options()
         if options.train_file and len(tasks) > 1:
             raise ValueError(f"--train-file is of one task, not of {', '.join(tasks)}")
-        task = train.find_task(options, name)
-        count, size = len(read_split(task, "train")[1]), dev_size(task)
-        sizes[name] = len(hold_out(count, size)[0]) if size else count
+        source = source_of(options)
+        task = get_task(name, source)
+        sizes[name] = len(source.read_split(task, "train")[1])
     return sizes
 
 
@@ -193,18 +198,18 @@ def train_examples(args, tasks):
 
 
 def run(args, columns, cells):
-    """
-    Runs the cells that are not finished, and those that they need, --jobs at a time. cells: {place:
-    its cell}, where a place has a value for each of `columns`, one of which is "task".
-
+    """Runs the cells that are not finished, and those that they need, --jobs at a time. cells:
+    {place: its cell}, where a place has a value for each of `columns`, one of which is "task".
     Returns (a DataFrame with a row for each finished place, {name: reason} of failed cells); a
     failure stops only what needs it. After a signal, raises KeyboardInterrupt once the runs have
-    saved their state.
-    """
+    saved their state."""
     every = with_needs(cells.values())
     todo = [cell for cell in every if not is_finished(cell)]
     if args.plan:
-        print(*(cell.name for cell in todo), sep="\n")
+        states = ["to do" if cell in todo else "finished" for cell in every]
+        needs = [", ".join(need.name for need in cell.needs) for cell in every]
+        rows = [[c.name, c.stage, s, n] for c, s, n in zip(every, states, needs, strict=True)]
+        print(report.markdown(rows, ["run", "stage", "state", "needs"]), end="")
         sys.exit(0)
     for cell in todo:
         cell.options()  # what a run would refuse is refused before any begins
@@ -233,7 +238,8 @@ def run(args, columns, cells):
             accuracy, note = row_of({}, cell)["accuracy"], f", {last}" * (status != 0)
             print(f"{cell.name}: {100 * accuracy:.2f} %{note}", flush=True)
             return None
-        print(f"{cell.name}: FAILED, {last}", flush=True)
+        if not signals:
+            print(f"{cell.name}: FAILED, {last}", flush=True)
         return f"{last} (status {status}, {cell.log})"
 
     with deferred_signals("stopping; the runs save their state") as signals:
@@ -241,7 +247,8 @@ def run(args, columns, cells):
             for cell in todo:  # each after those that it needs, which no thread then waits to begin
                 futures[cell.name] = pool.submit(work, cell)
     if signals:
-        raise KeyboardInterrupt("interrupted; the same command goes on from here")
+        then = "begins the interrupted runs again" if args.overwrite else "goes on from here"
+        raise KeyboardInterrupt(f"interrupted; the same command {then}")
     finished = {place: cell for place, cell in cells.items() if is_finished(cell)}
     rows = [row_of(dict(zip(columns, p, strict=True)), cell) for p, cell in finished.items()]
     failed = {name: future.result() for name, future in futures.items() if future.result()}
@@ -269,7 +276,9 @@ def end_with_parent():
 
 def start(cell, number, jobs):
     """The process of a run, with its share of the cores and one of the GPUs."""
-    words = [*PYTHON, *cell.program, *cell.words]
+    several = ["-m", "experiments.multitask"]
+    program = several if cell.stage == "multitask" else [str(ROOT / "train.py")]
+    words = [*PYTHON, *program, *cell.words]
     gpus = ",".join(map(str, range(torch.cuda.device_count())))
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", gpus).split(",")
     own = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]}

@@ -4,8 +4,7 @@
     run.predict([("It rains.", "It is wet.")])         # labels and probabilities
     run.fusion_weights([("It rains.", "It is wet.")])  # of every token, at every layer
 
-A run with something of your own needs the module that has it, in a command by --import.
-"""
+A run with something of your own needs the module that has it, in a command by --import."""
 
 import argparse
 from dataclasses import dataclass, replace
@@ -15,15 +14,20 @@ import torch
 
 import experiments.multitask  # noqa: F401  (adds its stage)
 import train
+from bert import Bert
 from data import OWN_COLUMNS, TASKS, Task, batches, collate, encode, load_split, with_columns
 from formats import adapterhub
+from formats.adapterhub import read_run
 from formats.files import error_prefix
-from formats.rows import split_files
+from formats.rows import Source, source_of
 from formats.tokenizer import load_tokenizer, tokenizer_sha256
-from fusion import fusion_weights, parameters_by_file
+from fusion import fusion_weights
 from runtime import command
 from runtime.processes import choose_device
-from runtime.record import examples_sha256, read_run
+from runtime.record import examples_sha256
+
+COLUMNS = {"type": command.name_and_text, "action": command.Pairs, "metavar": "OURS=THEIRS"}
+COLUMNS["help"] = "as for train.py; default those of the run"
 
 
 def make_parser(name, description):
@@ -38,11 +42,11 @@ def make_parser(name, description):
 
 @dataclass
 class LoadedRun:
-    """A finished run, frozen, in eval mode, in the precision of its training, with everything
-    active that was active there."""
+    """A finished run, frozen, in eval mode; precision and active parts are as in its training."""
 
     model: train.Model
     task: Task  # of a multi-task run the one that was asked for
+    source: Source  # of its data
     tokenizer: object
     args: argparse.Namespace  # its options
     record: dict  # its run.json
@@ -55,20 +59,19 @@ class LoadedRun:
     @property
     def adapters(self):
         """The names of the fused adapters, in the fusion's order."""
-        return self.bert.fused_names
+        return [*self.bert.active] if isinstance(self.bert.active, tuple) else []
 
     def candidates(self, given):
-        """
-        An input -> [(text_a, text_b or None)], as in training. given: a text; a tuple or list of
+        """An input -> [(text_a, text_b or None)], as in training. given: a text; a tuple or list of
         the texts in the order of the task's columns, with multiple choice the choices behind them
         as one list; or a row {column: text}, under the task's names or those of the run's files.
-        Raises ValueError for anything else.
-        """
-        task = self.task
+        Raises ValueError for anything else."""
+        task, names = self.task, self.source.column_names
         if isinstance(given, dict):
-            theirs = {task.column_names.get(column, column) for column in task.columns}
+            theirs = {names.get(column, column) for column in task.columns}
             is_ours = given.keys() >= {*task.columns} and not given.keys() >= theirs
-            return task.candidates_of(given if is_ours else task.with_our_names(given))
+            names = {} if is_ours else names
+            return task.candidates_of(task.with_our_names(given, names, task.columns))
         texts = [given] if isinstance(given, str) else given
         if isinstance(texts, (tuple, list)) and texts:
             texts = list(texts)
@@ -90,30 +93,33 @@ class LoadedRun:
             return inputs
         return encode(self.tokenizer, [(self.candidates(one), 0) for one in inputs], "tokenizing")
 
-    def task_in(self, data_dir=None):
-        """The task with the columns and labels of the training, whose data are in `data_dir`, or
-        else where they were. The examples that --dev-fraction held out are the same in a copy,
-        unless it has a file for development."""
-        args, files = self.args, {}
+    def source_in(self, data_dir=None):
+        """The Source of the task's data in `data_dir`, or else where they were. The examples that
+        --dev-fraction held out are the same in a copy, unless it has a file for development."""
         if not data_dir:
-            files = {"train": args.train_file, "validation": args.dev_file}
-        files = {split: path for split, path in files.items() if path}
-        task = replace(self.task, data_dir=data_dir or args.data_dir, files=files)
-        if not data_dir or not split_files(task, "validation"):
-            task.dev_fraction = args.dev_fraction
-        return task
+            return replace(self.source)  # without any rows
+        source = replace(self.source, data_dir=data_dir, files={})
+        if source.paths(self.task, "validation"):
+            source.dev_fraction = None
+        return source
+
+    def use_columns(self, names):
+        """What a command's --columns says, in place of what it said in training."""
+        if unknown := names.keys() - {*self.task.columns, self.task.label}:
+            raise ValueError(f"--columns {min(unknown)}=...: the task has no such column")
+        self.source.column_names = names or self.source.column_names
 
     def split(self, name="validation", data_dir=None):
         """[Example] of a split as in training, from its data unless there is a `data_dir`. Raises
         ValueError for training examples that cannot be told from those that were held out."""
-        task = self.task_in(data_dir)
+        task, source = self.task, self.source_in(data_dir)
         limit = self.args.limit_dev if name == "validation" else None
         try:
-            examples = load_split(task, name, self.tokenizer, limit)
+            examples = load_split(task, source, name, self.tokenizer, limit)
         except FileNotFoundError as e:  # the file was moved, for instance
             raise FileNotFoundError(f"{e}; --data-dir takes DIR/{task.name}/{name}.jsonl") from e
-        held_out = self.split(data_dir=data_dir) if name == "train" and task.dev_fraction else None
-        if held_out and not self.is_own("validation", held_out):
+        has_held_out = name == "train" and source.dev_fraction
+        if has_held_out and not self.is_own("validation", self.split(data_dir=data_dir)):
             problem = "the examples that training held out cannot be told from the others"
             raise ValueError(f"{problem}: rows were added, removed or changed since")
         return examples
@@ -127,18 +133,16 @@ class LoadedRun:
     def left_over(self, data_dir=None):
         """The training examples that --limit-train has not drawn: nothing was chosen on them."""
         every, args = self.split("train", data_dir), self.args
-        task = self.task_in(data_dir)
-        drawn = load_split(task, "train", self.tokenizer, args.limit_train, args.seed)
+        task, source = self.task, self.source_in(data_dir)
+        drawn = load_split(task, source, "train", self.tokenizer, args.limit_train, args.seed)
         known = {example.hash for example in drawn}
         return [example for example in every if example.hash not in known]
 
     @torch.inference_mode()
     def predict(self, inputs):
-        """
-        [{"label", "probability", "probabilities": {label: probability}, "truncated"}] of inputs as
-        `encode` takes them. truncated: whether a text was longer than in training, and cut. A
-        task that predicts a number has {its one label: the number, "truncated"}.
-        """
+        """[{"label", "probability", "probabilities": {label: probability}, "truncated"}] of inputs
+        as `encode` takes them. truncated: whether a text was longer than in training, and cut. A
+        task that predicts a number has {its one label: the number, "truncated"}."""
         examples = self.encode(inputs)
         result, labels = [None] * len(examples), self.task.labels
         pad = self.bert.config.pad_token_id
@@ -158,7 +162,7 @@ class LoadedRun:
         return result
 
     def weights_of(self, batch):
-        """fusion.py's fusion_weights of a batch, of all tokens in the last layer, too."""
+        """fusion.py's fusion_weights of a batch."""
         names = "input_ids", "token_type_ids", "attention_mask"
         with train.autocast(self.args, self.bert.device):
             self.bert(*(batch[name].to(self.bert.device) for name in names))
@@ -166,12 +170,10 @@ class LoadedRun:
 
     @torch.inference_mode()
     def fusion_weights(self, inputs):
-        """
-        [{"tokens": T texts, "weights": {location: for every layer a tensor [T, N], or None where
+        """[{"tokens": T texts, "weights": {location: for every layer a tensor [T, N], or None where
         there is no fusion}}] of inputs as `encode` takes them; with multiple choice one for each of
         their choices. The N adapters are in the order of `adapters`. Raises ValueError for a run
-        without a fusion.
-        """
+        without a fusion."""
         result = []
         for example in self.encode(inputs):
             s = self.weights_of(collate([example], self.bert.config.pad_token_id))
@@ -185,14 +187,12 @@ class LoadedRun:
 
 
 def load_run(directory, device="cpu", model=None, task=None):
-    """
-    The LoadedRun of a finished run: train.py's `build` with the recorded options, and then the
+    """The LoadedRun of a finished run: train.py's `build` with the recorded options, and then the
     saved tensors.
 
     model: where the encoder is now, if not where run.json says; task: which of a multi-task run's
     is meant. Raises FileNotFoundError or ValueError for a directory that is not a finished run, and
-    for an encoder or a tokenizer that is not the one of its training.
-    """
+    for an encoder or a tokenizer that is not the one of its training."""
     directory = Path(directory)
     record = read_finished(directory)
     args = argparse.Namespace(**record["options"])
@@ -205,8 +205,10 @@ def load_run(directory, device="cpu", model=None, task=None):
             raise ValueError(f"{directory} has an encoder of its own: --model cannot replace it")
         model = directory
     args.model = str(model or record["trained_on"])
-    args.adapters = [f"{name}={directory}/adapters/{name}" for name in args.adapters]
-    built = train.build(args, task, device)
+    bert = Bert.from_pretrained(args.model).to(device)
+    copies = {name: directory / "adapters" / name for name in record["adapters"]}
+    adapters = {n: adapterhub.read(copy, adapterhub.ADAPTER) for n, copy in copies.items()}
+    built = train.build(args, bert, task, adapters)
     if built.bert.sha256 != record["encoder"]:
         raise ValueError(f"{directory} was trained with another encoder than {args.model}")
     restore(built, task, directory)
@@ -216,7 +218,7 @@ def load_run(directory, device="cpu", model=None, task=None):
     if tokenizer_sha256(tokenizer) != record["inputs"]["tokenizer"]:
         raise ValueError(f"{directory} was trained with another tokenizer than {args.model}")
     built.requires_grad_(False).eval()
-    return LoadedRun(built, task, tokenizer, args, record, directory)
+    return LoadedRun(built, task, source_of(args), tokenizer, args, record, directory)
 
 
 def read_finished(directory):
@@ -235,29 +237,28 @@ def recorded_task(record, directory, name=None):
     name = name or names[0]
     if name not in names:
         raise ValueError(f"{directory} is a run on {', '.join(names)}, not on {name!r:.50}")
-    found, names = record["tasks"][name], record["options"]["columns"]
+    found = record["tasks"][name]
     if name in TASKS:
-        return replace(TASKS[name], name=name, labels=found["labels"], column_names=names)
+        return replace(TASKS[name], name=name, labels=found["labels"])
     if {*found["columns"]} - {*OWN_COLUMNS} or len(found["labels"]) == 1:
         advice = "--import MODULE names the file that adds it"
         raise ValueError(f"{directory} is a run on {name!r:.50}, which is not known: {advice}")
-    task = Task(None, [], [], name=name, column_names=names)
-    return with_columns(task, found["columns"], found["labels"])
+    return with_columns(name, found["columns"], found["labels"])
 
 
 def restore(model, task, directory):
     """Puts the saved tensors of what the run has trained in place, by name."""
-    bert = model.bert
-    place = directory
+    bert, place = model.bert, directory
     for several in ("adapters", "heads"):  # of a multi-task run
         if (directory / several / task.name / adapterhub.HEAD.config).is_file():
             place = directory / several / task.name
-    files = parameters_by_file(bert, model.head)
-    for name in bert.adapters:
-        if train.trained(files[f"adapter {name}"]):
-            beside = directory / "adapters" / name
-            saved = adapterhub.read(beside if beside.is_dir() else directory, adapterhub.ADAPTER)
-            saved.copy_into(files[f"adapter {name}"])
-    if files["fusion"]:
-        adapterhub.read(directory, adapterhub.FUSION).copy_into(files["fusion"])
-    adapterhub.read(place, adapterhub.HEAD).copy_into(files["head"])
+    files = train.parameters_by_file(model)
+    with error_prefix(directory):
+        for name in bert.adapter_configs:
+            if train.trained(files[f"adapter {name}"]):
+                beside = directory / "adapters" / name
+                source = beside if beside.is_dir() else directory
+                adapterhub.read(source, adapterhub.ADAPTER).copy_into(files[f"adapter {name}"])
+        if files["fusion"]:
+            adapterhub.read(directory, adapterhub.FUSION).copy_into(files["fusion"])
+        adapterhub.read(place, adapterhub.HEAD).copy_into(files["head"])

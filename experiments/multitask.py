@@ -10,8 +10,7 @@ learning (section 2.1.2): Θ, and an adapter and a head for each task, are train
 Θ, Φ_1..N <- argmin Σ_n L(D_n; Θ, Φ_n). The run directory is a checkpoint of the new Θ′, with
 adapters/TASK in AdapterHub's files (heads/TASK without adapters). This is train.py's loop, except
 that each step draws its task. Its defaults are Stickland and Murray's: PALs, 25 epochs of 300 steps
-for each task, lr 2e-5 with a warm-up, weight decay 0.01. Other options are those of train.py.
-"""
+for each task, lr 2e-5 with a warm-up, weight decay 0.01. Other options are those of train.py."""
 
 import argparse
 import math
@@ -24,14 +23,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import train
-from adapter import ADAPTERS, add_adapter, save_adapter, save_head
-from bert import set_active
-from data import batches
+from adapter import ADAPTERS, add_adapter, save_adapter, save_head, set_active
+from bert import Bert
+from data import batches, get_task
 from formats.files import write_json
+from formats.rows import source_of
 from formats.tokenizer import copy_tokenizer
 from runtime import command
-from runtime.kernels import AdamW
-from runtime.processes import choose_device
+from runtime.processes import choose_device, make_deterministic
 from runtime.record import describe
 from runtime.run import State, open_run
 
@@ -58,6 +57,8 @@ def parse(argv=None):
     args = train.parse([*words, *(sys.argv[1:] if argv is None else argv)], parser)
     if len({*args.tasks}) < len(args.tasks):
         raise ValueError(f"--tasks names one task twice: {' '.join(args.tasks)}")
+    if args.cuda_graphs:  # a replay gives a gradient to every parameter, also of the other tasks
+        raise ValueError("--cuda-graphs is for a run on one task")
     args.task = ",".join(args.tasks)
     args.patience = args.patience or args.epochs
     args.steps_per_epoch = args.steps_per_epoch or 300 * len(args.tasks)
@@ -74,18 +75,17 @@ class MultitaskModel(nn.Module):
         self.bert = next(iter(models.values())).bert
 
     def set_task(self, name):
-        set_active(self.bert, name)
+        set_active(self.bert, name if name in self.bert.adapter_configs else None)
         self.task = name
 
     def forward(self, batch):
         return self.models[self.task](batch)
 
 
-def build(args, tasks, device):
+def build(args, tasks, bert):
     """All of it is trained."""
     first, *others = tasks.values()
-    models = {first.name: train.build(args, first, device)}
-    bert = models[first.name].bert
+    models = {first.name: train.build(args, bert, first, {})}
     for task in others:
         add_parts(args, bert, task)
         models[task.name] = train.Model(bert, train.new_head(args, task, bert))
@@ -127,8 +127,7 @@ def lr_factor(done):
 
 
 def evaluate(model, tasks, dev_sets, args):
-    """{score: mean over the tasks}, of the scores that all tasks have, and "accuracies" {task: its
-    accuracy}"""
+    """{score: its mean over the tasks} where all have it, and "accuracies" {task: its accuracy}"""
     found = {}
     for name, task in tasks.items():
         model.set_task(name)
@@ -142,14 +141,16 @@ def evaluate(model, tasks, dev_sets, args):
 def train_jointly(args):
     """As train.train, on all tasks."""
     device, dtype = choose_device(args.device, args.dtype)
+    make_deterministic(device)
     args.dtype = str(dtype).removeprefix("torch.")
-    tasks = {name: train.find_task(args, name) for name in args.tasks}
+    sources = {name: source_of(args) for name in args.tasks}
+    tasks = {name: get_task(name, source) for name, source in sources.items()}
     args.score = args.score or "accuracy"  # which all must have
-    model = build(args, tasks, device)
-    bert, data = model.bert, []
+    bert, data = Bert.from_pretrained(args.model).to(device), []
+    model = build(args, tasks, bert)
     for task in tasks.values():
         own = argparse.Namespace(**vars(args))  # with a length of its own
-        tokenizer, train_set, dev_set = train.load_data(own, task, bert)
+        tokenizer, train_set, dev_set = train.load_data(own, task, sources[task.name], bert)
         data.append((task, train_set, dev_set))
     train_sets = {task.name: train_set for task, train_set, _ in data}
     dev_sets = {task.name: dev_set for task, _, dev_set in data}
@@ -159,10 +160,10 @@ def train_jointly(args):
     decayed = [p for p in trainable.values() if p.ndim > 1]  # no biases, no LayerNorms
     spared = [p for p in trainable.values() if p.ndim <= 1]
     groups = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
-    optimizer = AdamW(groups, weight_decay=WEIGHT_DECAY, fused=device.type != "mps")
+    optimizer = torch.optim.AdamW(groups, weight_decay=WEIGHT_DECAY, fused=device.type != "mps")
 
     state = State()
-    record = describe(args, bert, tokenizer, data, trainable)
+    record = describe(args, bert, tokenizer, {}, data, trainable)
     record["steps_per_epoch"] = steps = args.steps_per_epoch
     with open_run(args, record, state, trainable, optimizer) as run:
         if run.result:
@@ -172,57 +173,60 @@ def train_jointly(args):
         ddp_model = model
         if run.world_size > 1:  # a step leaves out the other tasks' parts
             ddp_model = DistributedDataParallel(model, find_unused_parameters=True)
-        while state.epoch <= args.epochs and state.epoch - state.best_epoch <= args.patience:
-            model.train()
-            for name, indices in multitask_batches(args, train_sets, state.epoch)[state.step :]:
-                done = ((state.epoch - 1) * steps + state.step) / (steps * args.epochs)
-                for group in optimizer.param_groups:
-                    group["lr"] = args.lr * lr_factor(done)
-                model.set_task(name)
-                loss = train.backward(ddp_model, bert, tasks[name], train_sets[name], indices, run)
-                nn.utils.clip_grad_norm_(trainable.values(), 1.0)
-                optimizer.step()
-                # Zeros instead of None: Adam's momentum goes on moving the idle tasks' adapters, as
-                # in Stickland and Murray's code.
-                optimizer.zero_grad(set_to_none=False)
-                state.step += 1
-                run.after_step(loss)
-                if run.diverged:
-                    break
+        diverged = None
+        try:
+            while state.epoch <= args.epochs and state.epoch - state.best_epoch <= args.patience:
+                model.train()
+                for name, indices in multitask_batches(args, train_sets, state.epoch)[state.step :]:
+                    done = ((state.epoch - 1) * steps + state.step) / (steps * args.epochs)
+                    for group in optimizer.param_groups:
+                        group["lr"] = args.lr * lr_factor(done)
+                    model.set_task(name)
+                    examples = [train_sets[name][i] for i in indices]
+                    given = ddp_model, bert, tasks[name], examples, run
+                    loss = train.backward(train.gradients, *given)
+                    nn.utils.clip_grad_norm_(trainable.values(), 1.0)
+                    optimizer.step()
+                    # Zeros instead of None: Adam's momentum goes on moving the idle tasks'
+                    # adapters, as in Stickland and Murray's code.
+                    optimizer.zero_grad(set_to_none=False)
+                    state.step += 1
+                    run.after_step(loss)
 
-            if not run.diverged:
                 scores = evaluate(model, tasks, dev_sets, args)
-                run.diverged = not math.isfinite(scores["loss"])
-            if run.diverged:
-                break
-            if scores[args.score] > state.best_scores.get(args.score, -math.inf):
-                state.best_epoch, state.best_scores = state.epoch, scores
-                state.best = {name: p.detach().cpu().clone() for name, p in trainable.items()}
-            state.epoch, state.step = state.epoch + 1, 0
-            run.after_epoch(scores)
+                for name in ("loss", args.score):
+                    run.check_finite(f"development {name}", scores[name])
+                if scores[args.score] > state.best_scores.get(args.score, -math.inf):
+                    state.best_epoch, state.best_scores = state.epoch, scores
+                    state.best = {name: p.detach().cpu().clone() for name, p in trainable.items()}
+                state.epoch, state.step = state.epoch + 1, 0
+                run.after_epoch(scores)
+        except FloatingPointError as e:
+            if not state.best:
+                raise
+            diverged = e
 
-        if not state.best:
-            raise FloatingPointError("the loss is not finite in epoch 1: a lower --lr may help")
         for name, p in trainable.items():
             p.data.copy_(state.best[name])
         if run.rank == 0:
-            save(model, args.out, record)
-        return run.finish()
+            record = save(model, args.out, record)
+        return run.finish(record, diverged)
 
 
 def save(model, out, record):
     """A checkpoint of Θ′, and of each task the adapter and the head."""
     bert, out = model.bert, Path(out)
-    record["encoder"] = bert.save_pretrained(out)
+    bert.source = str(out.resolve())  # what the adapters belong to
+    record = {**record, "encoder": bert.save_pretrained(out), "trained_on": bert.source}
     copy_tokenizer(bert.directory, out)
-    record["trained_on"] = bert.source = str(out.resolve())  # what the adapters belong to
     for name, model_of_task in model.models.items():
-        has_adapter = name in bert.adapters
+        has_adapter = name in bert.adapter_configs
         directory = out / ("adapters" if has_adapter else "heads") / name
         if has_adapter:
             save_adapter(bert, name, directory)
         save_head(model_of_task.head, bert, name, directory)
         write_json(directory / "run.json", record)
+    return record
 
 
 def main(argv=None):

@@ -1,23 +1,14 @@
-"""Tasks that need one skill each, and a target that needs all of them, from the docstrings of
-Python's library, PyTorch and NumPy.
-
-An example is a sentence and a name. Each skill sees one fault:
-
-    match   is the name that of the sentence, or of another docstring?
-    order   are the sentence's words in their order, or shuffled?
-
-Each fault is there in half of the examples, independently of the other. A skill's own task (of
-Python's library and PyTorch) asks for one of them, and the other says nothing of its label. The
-target (of NumPy), which is called `both`, has four classes.
-"""
+"""The demo's tasks (experiments/demo.py): single skills, each of which sees one fault of an
+example, and a target, `both`, which needs all. Half of the examples have a fault, independently."""
 
 import ast
 import contextlib
 import importlib.util
 import json
 import re
-import sysconfig
 from pathlib import Path
+
+from experiments.report import write_text
 
 SKILLS = {  # {skill: (label without its fault, with it)}
     "match": ("right", "wrong"),
@@ -34,28 +25,22 @@ FILES = {  # enough of each library, so that reading takes seconds
 
 
 def docstrings(library):
-    """(name, [sentences]) of the docstrings in a library's source files; nothing is imported
-    or run."""
-    if library == "std":
-        root = Path(sysconfig.get_path("stdlib"))
-    else:
-        root = Path(importlib.util.find_spec(library).submodule_search_locations[0])
+    """(name, [sentences]) of the docstrings in a library's files; nothing is imported or run."""
+    module = "ast" if library == "std" else library  # any file of Python's library
+    root = Path(importlib.util.find_spec(module).origin).parent
     files = {path for pattern in FILES[library].split() for path in root.glob(pattern)}
     for path in sorted(path for path in files if "tests" not in path.parts):
         with contextlib.suppress(SyntaxError, ValueError):  # what is no Python, or not UTF-8
-            for node in definitions(ast.parse(path.read_text(encoding="utf-8"))):
-                if text := ast.get_docstring(node):
+            # every class and function, level by level
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                is_definition = isinstance(node, (ast.ClassDef, ast.FunctionDef))
+                if is_definition and (text := ast.get_docstring(node)):
                     yield node.name, sentences(text)
 
 
 def words_of(name):
     """zseries_to_cseries -> zseries to cseries, BatchNorm -> batch norm"""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|_+", " ", name).strip().lower()
-
-
-def definitions(tree):
-    """Every class and function, level by level."""
-    return (node for node in ast.walk(tree) if isinstance(node, (ast.ClassDef, ast.FunctionDef)))
 
 
 def sentences(text):
@@ -73,8 +58,7 @@ def sentences(text):
 
 
 def build_tasks(out, rng, skills):
-    """Writes the task of each skill, and the target, as jsonl files: OUT/TASK/train.jsonl and
-    validation.jsonl."""
+    """Writes the task of each skill, and the target: OUT/TASK/train.jsonl and validation.jsonl."""
     named = {"source": {}, "target": {}}
     for origin in FILES:
         for name, texts in docstrings(origin):
@@ -87,22 +71,15 @@ def build_tasks(out, rng, skills):
         texts, sizes = list(named[role].items()), SIZES[role]
         rng.shuffle(texts)
         held_out = len(texts) // 4  # the development set is of other docstrings
-        for split, pool, n in (
-            ("train", texts[held_out:], sizes[0]),
-            ("validation", texts[:held_out], sizes[1]),
-        ):
+        pools = texts[held_out:], texts[:held_out]
+        for split, pool, n in zip(("train", "validation"), pools, sizes, strict=True):
             lines = [json.dumps(row) for row in rows_of(asked, skills, pool, n, rng)]
-            path = out / task / f"{split}.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            write_text(out / task / f"{split}.jsonl", "\n".join(lines) + "\n")
 
 
 def rows_of(asked, skills, pool, n, rng):
-    """n rows, with every combination of faults equally often.
-
-    asked: the skills that the label asks for; skills: those whose faults occur; pool: [(sentence,
-    its name)]
-    """
+    """n rows, with every combination of faults equally often. asked: the skills that the label asks
+    for; skills: those whose faults occur; pool: [(sentence, its name)]"""
     rows = []
     for i in range(n):
         faults = {skill for k, skill in enumerate(skills) if i // 2**k % 2}
@@ -110,20 +87,12 @@ def rows_of(asked, skills, pool, n, rng):
         while other == name:
             _, other = rng.choice(pool)
         if "order" in faults:
-            text = shuffled(text, rng)
-        rows.append(
-            {
-                "text_a": text,
-                "text_b": other if "match" in faults else name,
-                "label": ", ".join(SKILLS[skill][skill in faults] for skill in asked),
-            }
-        )
+            words = text.split()
+            while " ".join(words) == text:
+                rng.shuffle(words)
+            text = " ".join(words)
+        label = ", ".join(SKILLS[skill][skill in faults] for skill in asked)
+        name = other if "match" in faults else name
+        rows.append({"text_a": text, "text_b": name, "label": label})
     rng.shuffle(rows)
     return rows
-
-
-def shuffled(text, rng):
-    words = text.split()
-    while " ".join(words) == text:
-        rng.shuffle(words)
-    return " ".join(words)

@@ -10,8 +10,7 @@ What follows "--" goes to each run; with --limit-train N, targets have few examp
 all of theirs. Each number is a run in OUT/runs (experiments/grid.py). OUT gets results.csv with a
 row for each of them, results.md and figure3.png; with --limit-train N they are results-N.csv and so
 on, so that both kinds can share a directory and their source adapters. The paper's values are in
-paper_results.csv.
-"""
+paper_results.csv."""
 
 from pathlib import Path
 
@@ -28,6 +27,7 @@ SYSTEMS = """head full st_a_2 st_a_16 st_a_64 st_a_houlsby mt_a fusion_st_a fusi
 STAGES = "head full adapter fusion multitask".split()
 PAPER = Path(__file__).parent / "paper_results.csv"  # as arXiv 2005.00247v3 prints them
 COMPARISONS = [(f, a) for f in ("fusion_st_a", "fusion_mt_a") for a in ("st_a_16", "mt_a")]
+MEAN = "*mean*"  # in italics; no task can be called so
 BARS = ["st_a_16", "fusion_st_a", "mt_a", "fusion_mt_a"]  # of Figure 3
 
 
@@ -42,11 +42,10 @@ def parse(argv=None):
     behind = command.Parser(add_help=False)
     behind.add_argument("--limit-train", type=command.count)  # for targets alone
     args, args.train_options = behind.parse_known_args(args.train_options, args)
-    place = args.data_dir
-    there = [task for task in data.TASKS if place is None or Path(place, task).is_dir()]
+    there = [t for t in data.TASKS if args.data_dir is None or Path(args.data_dir, t).is_dir()]
     args.tasks = args.tasks or there
     if not args.tasks:
-        raise ValueError(f"{place} has none of the paper's tasks: name yours with --tasks")
+        raise ValueError(f"{args.data_dir} has none of the paper's tasks: name yours with --tasks")
     if unknown := {*args.one_seed} - {*args.tasks}:
         raise ValueError(f"--one-seed {min(unknown)} is none of --tasks: {', '.join(args.tasks)}")
     return args
@@ -98,7 +97,7 @@ def with_mean(values, args):
     """The tasks and systems of the options, and the mean of each system that has a value for each
     task: means over different tasks cannot be compared."""
     values = values.reindex(index=args.tasks, columns=args.systems).astype(float)
-    values.loc["mean"] = values.mean(skipna=False)
+    values.loc[MEAN] = values.mean(skipna=False)
     return values
 
 
@@ -120,7 +119,7 @@ def accuracy_table(args, rows, ours, theirs):
 def differences(values, pairs):
     """{(one, other): one - other for each task} of the pairs of systems that are there; rounded as
     printed, so that a table's arrows agree with its numbers"""
-    values = values.drop("mean").round(2)
+    values = values.drop(MEAN).round(2)
     pairs = [pair for pair in pairs if {*pair} <= {*values}]
     return {(one, other): (values[one] - values[other]).round(2) for one, other in pairs}
 
@@ -133,13 +132,12 @@ def arrow(difference):
 
 
 def table2(ours, theirs):
-    """(rows, header): arrows of fusion against the adapters alone, in brackets those that follow
-    from the accuracies the paper prints"""
+    """(rows, header): arrows of fusion against adapters alone, in brackets of the paper's values"""
     mine, printed = differences(ours, COMPARISONS), differences(theirs, COMPARISONS)
     titles = [" : ".join(grid.system(system)[0] for system in pair) for pair in mine]
     lines = [
         [task, *(f"{arrow(mine[pair][task])} ({arrow(printed[pair][task])})" for pair in mine)]
-        for task in ours.index.drop("mean")
+        for task in ours.index.drop(MEAN)
     ]
     return lines, ["compared to", *titles]
 

@@ -31,22 +31,24 @@ DEFAULTS = files.read_json(Path(__file__).with_name("adapterhub.json"))
 NOT_IN_THE_PAPER, FUSION_CONFIG = DEFAULTS["adapter"], DEFAULTS["fusion"]
 # Fields of a fusion that may differ and change nothing (value_before_softmax: V z_n or V Σ s_n z_n)
 SAME_FUNCTION = ("dropout_prob", "regularization", "value_before_softmax", "value_initialized")
-# of the reference library, which has none for other encoders
-MODEL_CLASSES = {"bert": "BertAdapterModel", "roberta": "RobertaAdapterModel"}
+# What a bottleneck adapter's parts are called there, and in adapter.py. With a LayerNorm before it,
+# adapter_down is (norm, linear, activation), not (linear, activation), and the norm is there twice.
+NAMES = [("adapter_down.0", "down"), ("adapter_up", "up"), ("adapter_norm_after", "norm_after")]
+NAMES_WITH_NORM_BEFORE = [("adapter_down.0", "norm_before"), ("adapter_norm_before", "norm_before")]
+NAMES_WITH_NORM_BEFORE += [("adapter_down.1", "down"), *NAMES[1:]]
+MODEL_CLASSES = {"bert": "BertAdapterModel", "roberta": "RobertaAdapterModel"}  # of the library
 
 
 def paper_adapters(model_type):
-    """{task: hub id} of the 16 adapters that the paper's authors published, for BERT-base-uncased
-    and RoBERTa-base. For BERT, those of mnli, qqp, sst2, mrpc and rte were replaced in August 2020
-    by those of the AdapterHub paper, whose heads are the pretrained pooler and one linear layer."""
+    """{task: hub id} of the authors' 16 adapters, for BERT-base-uncased and RoBERTa-base. Five of
+    BERT's have been those of the AdapterHub paper since August 2020, with other heads."""
     if model_type not in DEFAULTS["paper"]:
         raise ValueError(f"the paper's adapters are for bert and roberta, not for {model_type}")
     return DEFAULTS["paper"][model_type]
 
 
 def check_name(name):
-    """Raises ValueError for an adapter's name that cannot be a directory's, a part of a tensor's
-    name, or of a fusion's."""
+    """Raises ValueError for what no directory, part of a tensor's name or fusion can be called."""
     right = isinstance(name, str) and re.fullmatch(r"[\w@+=-][\w@+= -]{0,99}", name)
     if not right or hasattr(torch.nn.ModuleDict(), name):
         rule = "up to 100 letters, digits, blanks, _-@+=, and no method of PyTorch's, like 'half'"
@@ -60,20 +62,8 @@ def slot_path(key):
     return location if layer is None else f"encoder.layer.{layer}.{location}"
 
 
-def parameter_names(name, has_norm_before):
-    """What a file calls a parameter of a bottleneck adapter; any other keeps its name. With a
-    LayerNorm before it, its adapter_down is (norm, linear, activation), otherwise (linear,
-    activation), and that LayerNorm is stored twice."""
-    module, _, part = name.rpartition(".")
-    theirs = {"up": ["adapter_up"], "down": [f"adapter_down.{int(has_norm_before)}"]}
-    theirs |= {"norm_before": ["adapter_down.0", "adapter_norm_before"]}
-    theirs |= {"norm_after": ["adapter_norm_after"]}
-    return [f"{other}.{part}" for other in theirs.get(module, [])] or [name]
-
-
 def bottleneck_options(options, metadata):
-    """The paper's fields of a saved bottleneck adapter. Raises ValueError, naming the field, for
-    what is not implemented here."""
+    """The paper's fields of a saved adapter. Raises ValueError naming one that is not supported."""
     for field in ("mh_adapter", "output_adapter", "reduction_factor", "non_linearity"):
         if field not in options:
             raise ValueError(f"only bottleneck adapters are supported: this one has no {field}")
@@ -82,9 +72,8 @@ def bottleneck_options(options, metadata):
         if options.get(field, NOT_IN_THE_PAPER[field]) != NOT_IN_THE_PAPER[field]:
             raise ValueError(f"{field} = {options[field]!r:.50} is not supported")
     name = str(options["non_linearity"]).lower()
-    if "version" not in metadata:
-        name = {"gelu": "gelu_new", "gelu_orig": "gelu"}.get(name, name)
-    options = {"original_ln_before": False, **options, "non_linearity": name}
+    old = {} if "version" in metadata else {"gelu": "gelu_new", "gelu_orig": "gelu"}
+    options = {"original_ln_before": False, **options, "non_linearity": old.get(name, name)}
     options["leave_out"] = list(options.get("leave_out") or ())
     return {field: v for field, v in options.items() if field not in NOT_IN_THE_PAPER}
 
@@ -115,39 +104,39 @@ class Saved:
     """A saved adapter, head or fusion."""
 
     directory: Path
-    config_path: Path
     weights_path: Path
     metadata: dict  # the whole JSON object
     options: dict  # its "config"
     name: str
     adapter_names: list  # of a fusion
     tensors: dict  # {(slot, part): tensor}
+    run: dict  # the run.json beside it; empty without one
 
-    def check_encoder(self, bert, run):
-        """Raises ValueError if the file is for another encoder than `bert`; `run` is its run.json.
-        The name of an encoder's local directory says little: another one is only noted."""
-        if bert.sha256 and run.get("encoder", bert.sha256) != bert.sha256:
-            problem = f"with other weights than {bert.source}: {run['trained_on']}"
+    def check_encoder(self, bert):
+        """Raises ValueError if the file is for another encoder than `bert`. The name of an
+        encoder's local directory says little: another one is only noted."""
+        if bert.sha256 and self.run.get("encoder", bert.sha256) != bert.sha256:
+            problem = f"with other weights than {bert.source}: {self.run['trained_on']}"
             raise ValueError(f"it was trained on an encoder {problem}")
         trained_on = Path(str(self.metadata.get("model_name") or bert.source)).name
-        if not run and bert.source and trained_on != Path(bert.source).name:
+        if not self.run and bert.source and trained_on != Path(bert.source).name:
             problem = f"made for {trained_on!r:.100}, the encoder is {bert.source}"
             if not Path(bert.source).is_dir():
                 raise ValueError(problem)
-            files.note(f"{self.config_path} was {problem}")
+            files.note(f"{self.directory} was {problem}")
         for field in ("hidden_size", "model_type"):
             ours = getattr(bert.config, field)
             if (theirs := self.metadata.get(field, ours)) != ours:
                 raise ValueError(f"made for {field} {theirs!r:.50}, the encoder has {ours!r}")
 
-    def copy_into(self, parameters, without=()):
+    def copy_into(self, parameters, unused=()):
         """Copies the tensors into {(slot, part): parameter}. A parameter that has two names may be
-        stored under one of them; without: slots whose tensors need no parameter."""
+        stored under one of them; unused: slots whose tensors need no parameter."""
         stored = {key: p for key, p in parameters.items() if key in self.tensors}
         there = {id(p) for p in stored.values()}
         needed = {key for key, p in parameters.items() if key in stored or id(p) not in there}
-        found = {".".join(key) for key in self.tensors if key[0] not in without or key in stored}
-        with files.error_prefix(self.weights_path), torch.no_grad():
+        found = {".".join(key) for key in self.tensors if key[0] not in unused or key in stored}
+        with files.error_prefix(self.weights_path.name), torch.no_grad():
             files.check_names({*map(".".join, needed)}, found)
             for key, p in stored.items():
                 files.check_tensor(".".join(key), self.tensors[key], p.shape, "here it must be")
@@ -165,8 +154,8 @@ def read(source, kind):
     if not directory.is_dir():
         directory = download(source, "run.json", kind.config, *kind.weights)
     config_path = directory / kind.config
-    paths = [directory / name for name in kind.weights if (directory / name).is_file()]
-    if not config_path.is_file() or not paths:
+    paths = [directory / name for name in kind.weights if files.is_file(directory / name)]
+    if not files.is_file(config_path) or not paths:
         raise FileNotFoundError(f"{source} has no {kind.config} with {' or '.join(kind.weights)}")
     metadata = files.read_json(config_path)
     options, name = metadata.get("config", {}), metadata.get("name")
@@ -182,7 +171,14 @@ def read(source, kind):
             raise ValueError(f"it holds {', '.join(by_name):.200}, not {name!r:.50}")
     # without any: a kind of fusion may have no parameters; if it has, `copy_into` misses them
     tensors = by_name.get(name) or next(iter(by_name.values()), {})
-    return Saved(directory, config_path, paths[0], metadata, options, name, names, tensors)
+    run = read_run(directory)
+    return Saved(directory, paths[0], metadata, options, name, names, tensors, run)
+
+
+def read_run(directory):
+    """What run.json says in a run's directory, or in that of an adapter's copy; {} without one."""
+    there = files.is_file(path := Path(directory) / "run.json")
+    return files.read_json(path) if there else {}
 
 
 def header(name, config, source):
@@ -203,15 +199,12 @@ def write(directory, kind, options, tensors, metadata):
 
 def write_adapter(directory, options, tensors, metadata):
     """`write` of an adapter, with the fields that the library expects of a bottleneck adapter."""
-    if "architecture" not in options:
-        options = {**NOT_IN_THE_PAPER, **options}
-    write(directory, ADAPTER, dict(sorted(options.items())), tensors, metadata)
+    others = {} if "architecture" in options else NOT_IN_THE_PAPER
+    write(directory, ADAPTER, dict(sorted({**others, **options}.items())), tensors, metadata)
 
 
-def copy(source, name, directory):
-    """Writes a saved adapter under another name, fp32, with the run.json that is beside it."""
-    saved = read(source, ADAPTER)
+def copy(saved, name, directory):
+    """Writes a Saved adapter under another name, fp32, with the run.json that was beside it."""
     write(directory, ADAPTER, saved.options, saved.tensors, {**saved.metadata, "name": name})
-    if (saved.directory / "run.json").is_file():
-        run = files.read_json(saved.directory / "run.json")
-        files.write_json(Path(directory) / "run.json", run)
+    if saved.run:
+        files.write_json(Path(directory) / "run.json", saved.run)

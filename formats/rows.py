@@ -1,35 +1,118 @@
 """Rows as others wrote them, dictionaries of columns, from files or from the hub."""
 
 import csv
+import io
 import json
 import re
 import unicodedata
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from formats.files import error_prefix, note
+from formats.files import error_prefix, is_file, note
 from formats.hub import hub_library
 
 csv.field_size_limit(10**9)  # texts may be longer than its 131,072 characters
+OWN_COLUMNS = ("text_a", "text_b", "choices")  # of your own task
 
 
-def read_rows(path, task=None):
-    """[row] of a file; values as they are written, of CSV and TSV all texts. Columns that `task`
-    does not use may hold anything. Raises ValueError, or FileNotFoundError, that names the file."""
+@dataclass
+class Source:
+    """Where a task's data are, as a command says it, and the rows that were read there."""
+
+    data_dir: str | None = None  # has TASK/train.jsonl; without it and without files, the hub
+    files: dict = field(default_factory=dict)  # {split: path}: --train-file, --dev-file
+    column_names: dict = field(default_factory=dict)  # --columns: {our name: the files'}
+    dev_fraction: float | None = None  # the share of the training examples that is held out
+    rows: dict = field(default_factory=dict, init=False)  # {path, or a split of the hub: its rows}
+
+    def paths(self, task, split):
+        """[path] of the files with a split's rows, of UKP's several; None: it is on the hub."""
+        if self.files:
+            return [Path(self.files[split])] if self.files.get(split) else []
+        if not self.data_dir:
+            return None
+        paths = sorted(Path(self.data_dir, task.name).glob("*"))
+        if task.name == "argument" and "train" not in [path.stem for path in paths]:
+            return [path for path in paths if path.suffix == ".tsv"]
+        names = {split, task.hub_dev, "dev", "val"} if split == "validation" else {split}
+        found = [path for path in paths if path.stem in names and path.suffix.lower() in READERS]
+        if len(found) > 1:
+            raise ValueError(f"two files for one split, {split}: {found[0]} and {found[1]}")
+        return [path for path in found if is_file(path)]
+
+    def read_all(self, task, split):
+        """(its place, for messages; [row]) of a whole split; a file is parsed once."""
+        paths, where = self.paths(task, split), f"{task.name} on the hub, {split}"
+        if paths is None:
+            self.rows[where] = self.rows.get(where) or hub_rows(task, split)
+            return where, self.rows[where]
+        where = str(paths[0] if len(paths) == 1 else Path(self.data_dir or "", task.name))
+        aliases = (*task.column_aliases.values(), *self.column_names.values())
+        used = {*OWN_COLUMNS, "set", *task.columns, task.label, *aliases}
+        for path in paths:
+            self.rows[path] = self.rows.get(path) or read_rows(path, used)
+        rows = [row for path in paths for row in self.rows[path]]
+        if len(paths) > 1:  # UKP's corpus has all splits in a file
+            wanted = "val" if split == "validation" else split
+            rows = [row for row in rows if row.get("set") == wanted]
+        if not rows:
+            found = ", ".join(sorted(path.name for path in Path(where).glob("*"))) or "nothing"
+            advice = "--dev-file or --dev-fraction gives one" if self.files else f"found {found}"
+            raise FileNotFoundError(f"no {split} split for task {task.name!r}: {advice:.300}")
+        return where, rows
+
+    def read_split(self, task, split):
+        """(its place, for messages; {number of a row: row}) of a split. What the training file
+        holds for development, a share or a number of its rows, is the same for every seed."""
+        paths = self.paths(task, "validation")
+        has_dev = task.dev_from_train == 0 if paths is None else paths
+        if has_dev and self.dev_fraction:
+            raise ValueError(f"--dev-fraction: {task.name} has a development set already")
+        size = None if has_dev else self.dev_fraction or task.dev_from_train
+        if not size or split not in ("train", "validation"):
+            where, rows = self.read_all(task, split)
+            return where, dict(enumerate(rows, 1))
+        where, rows = self.read_all(task, "train")
+        n = min(size, len(rows) // 2) if isinstance(size, int) else round(size * len(rows))
+        if not 0 < n < len(rows):
+            raise ValueError(f"the development set would be {n} of {len(rows)} training examples")
+        drawn = np.random.default_rng(0).permutation(len(rows)).tolist()
+        drawn = drawn[:n] if split == "validation" else drawn[n:]
+        return where, {i + 1: rows[i] for i in sorted(drawn)}
+
+
+def source_of(args):
+    """The Source that a command names, by the options of train.py."""
+    files = {"train": args.train_file, "validation": args.dev_file} if args.train_file else {}
+    return Source(None if files else args.data_dir, files, args.columns, args.dev_fraction)
+
+
+def is_empty(cell):
+    """Whether it is "", None or NaN: as files have it, and pandas."""
+    return cell is None or (isinstance(cell, (str, float)) and (cell == "" or cell != cell))
+
+
+def no_surrogates(text):
+    """The text with U+FFFD for half a surrogate pair, as of an emoji that was cut in two."""
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)
+
+
+def read_rows(path, used=None):
+    """[row] of a file; values as they are written, of CSV and TSV all texts. used: the columns that
+    matter, if not all. Raises ValueError, or FileNotFoundError, that names the file."""
     path, ending = Path(path), Path(path).suffix.lower()
     if ending not in READERS:
         raise ValueError(f"{path}: only {', '.join(READERS)} can be read")
-    if not path.is_file():  # a pipe would never end
+    if not is_file(path):  # a pipe would never end
         raise FileNotFoundError(f"{path} is not a file")
-    is_used = bool  # any column that has a name
-    if task:
-        own = ("text_a", "text_b", "choices", "label", "set")
-        names = (*task.columns, task.label, *task.column_names.values(), *task.column_aliases)
-        is_used = {*own, *names}.__contains__
     try:
-        rows = READERS[ending](path, is_used)
+        rows = READERS[ending](path, used)
+    except UnicodeDecodeError as e:
+        line = 1 + e.object.count(b"\n", 0, e.start)
+        raise ValueError(f"{path}, line {line}, is not UTF-8: save it as UTF-8") from e
     except Exception as e:
         raise ValueError(f"{path}: {e}") from e
     if not rows or not all(isinstance(row, dict) for row in rows):
@@ -37,39 +120,46 @@ def read_rows(path, task=None):
     return rows
 
 
-def json_rows(path, is_used):
+def json_rows(path, used):
     """A list of objects, or an object in each line; empty lines do not count."""
-    text = path.read_text(encoding="utf-8-sig")
+    text = path.read_bytes().decode("utf-8-sig")
     if text.lstrip().startswith("["):
         return json.loads(text)
     rows = []
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(re.split("\r\n?|\n", text), 1):
         if line.strip():
             with error_prefix(f"line {number}"):
                 rows.append(json.loads(line))
     return rows
 
 
-def csv_rows(path, is_used):
+def csv_rows(path, used):
     tabs = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix.lower() == ".tsv" else {}
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        header, *rows = [cells for cells in csv.reader(file, strict=True, **tabs) if cells] or [[]]
-    if twice := [name for name in header if header.count(name) > 1 and is_used(name)]:
-        raise ValueError(f"two columns are called {twice[0]!r:.100}")
+    file = io.StringIO(path.read_bytes().decode("utf-8-sig"), newline="")
+    reader, lines, first = csv.reader(file, strict=True, **tabs), [], 1  # line of the next row
+    try:
+        for cells in reader:
+            lines += [cells] if cells else []
+            first = reader.line_num + 1
+    except csv.Error as e:
+        problem = f"a quotation mark is not closed, or not doubled ({e})"
+        raise ValueError(f"in the row that begins in line {first}, {problem}") from e
+    header, *rows = lines or [[]]
+    header = [name if header.count(name) == 1 else f"{name} (twice)" for name in header]
     for number, row in enumerate(rows, 1):
         if len(row) != len(header):
             raise ValueError(f"row {number} has {len(row)} fields, the first line {len(header)}")
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 
-def parquet_rows(path, is_used):
+def parquet_rows(path, used):
     """Columns that are not used are None. Labels that the file has as numbers beside their names,
     a ClassLabel of `datasets`, are read by name: the file's order is its own."""
     import pyarrow.parquet
 
     file = pyarrow.parquet.ParquetFile(path)
     names = file.schema_arrow.names
-    table = file.read([name for name in names if is_used(name)])
+    table = file.read([name for name in names if used is None or name in used])
     rows = [{**dict.fromkeys(names), **row} for row in table.to_pylist()]
     described = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", "{}"))
     for column, feature in described.get("info", {}).get("features", {}).items():
@@ -83,58 +173,6 @@ def parquet_rows(path, is_used):
 
 READERS = {".jsonl": json_rows, ".json": json_rows, ".csv": csv_rows, ".tsv": csv_rows}
 READERS[".parquet"] = parquet_rows
-
-
-def hold_out(count, size):
-    """(indices of the training set, of the development set) among the examples of one file. size: a
-    share of them, or a number, at most half of them. The draw is the same for every seed."""
-    n = min(size, count // 2) if isinstance(size, int) else round(size * count)
-    if not 0 < n < count:
-        raise ValueError(f"the development set would be {n} of {count} training examples")
-    drawn = np.random.default_rng(0).permutation(count)
-    return np.sort(drawn[n:]), np.sort(drawn[:n])
-
-
-def dev_size(task):
-    """What is held out of the training file: a share of its examples, or their number; None where
-    the development set is a file, or a split of the hub, of its own."""
-    is_local = task.files or task.data_dir
-    has_dev = split_files(task, "validation") if is_local else task.dev_from_train == 0
-    if has_dev and task.dev_fraction:
-        raise ValueError(f"--dev-fraction: {task.name} has a development set already")
-    return None if has_dev else task.dev_fraction or task.dev_from_train or None
-
-
-def split_files(task, split):
-    """[path] of the local files with a split's rows: one, none, or UKP's, one for each topic."""
-    if task.files:
-        return [Path(task.files[split])] if task.files.get(split) else []
-    paths = [path for path in sorted(Path(task.data_dir, task.name).glob("*")) if path.is_file()]
-    if task.name == "argument" and "train" not in [path.stem for path in paths]:
-        return [path for path in paths if path.suffix == ".tsv"]
-    names = [split, task.hub_dev, "dev", "val"] if split == "validation" else [split]
-    there = {path.stem + path.suffix.lower(): path for path in paths}
-    return [there[n + ending] for n in names for ending in READERS if n + ending in there][:1]
-
-
-def read_split(task, split):
-    """(its place, for messages; all of its rows), where "validation" is the training file if the
-    development set is a part of it."""
-    if split == "validation" and dev_size(task):
-        split = "train"
-    if not task.files and not task.data_dir:
-        return f"{task.hub and task.hub[0]}, {split}", hub_rows(task, split)
-    paths, directory = split_files(task, split), Path(task.data_dir or "", task.name)
-    if not paths:
-        found = ", ".join(sorted(path.name for path in directory.glob("*"))) or "nothing"
-        needed = "--dev-file or --dev-fraction gives one" if split == "validation" else "none given"
-        advice = needed if task.files else f"{directory} has {found:.200}"
-        raise FileNotFoundError(f"no {split} split for task {task.name!r}: {advice}")
-    rows = [row for path in paths for row in read_rows(path, task)]
-    if len(paths) == 1:
-        return str(paths[0]), rows
-    wanted = "val" if split == "validation" else split  # UKP's corpus has all splits in a file
-    return str(directory), [row for row in rows if row.get("set") == wanted]
 
 
 def hub_rows(task, split):
@@ -151,26 +189,19 @@ def hub_rows(task, split):
         found = datasets.load_dataset(repository, name, revision=revision)
         return found[task.hub_dev if split == "validation" else split].to_list()
     except Exception as e:  # network, hub and format each raise their own kinds
-        problem = f"{repository}, {split}, cannot be loaded from the hub"
-        reason = " ".join(str(e).split())[:300]
-        raise FileNotFoundError(f"{problem} ({reason}); --data-dir takes local files") from e
-
-
-def check_column_names(task, known, where, row):
-    """Raises ValueError for one of --columns that renames nothing. row: the first of `where`"""
-    for ours, theirs in task.column_names.items():
-        if ours not in known or theirs not in row:
-            names = f"the task takes {', '.join(known)}, and {where} has {', '.join(row):.200}"
-            raise ValueError(f"--columns {ours}={theirs}: {names}")
+        problem = f"{split}, cannot be loaded from the hub ({' '.join(str(e).split()):.300})"
+        raise FileNotFoundError(f"{repository}, {problem}; --data-dir takes local files") from e
 
 
 def own_labels(rows):
     """The classes of your own task: numbers by value, texts by their letters. Raises ValueError for
     what is no class, and for labels that only look different; says what the classes are."""
-    values = [row.get("label") for row in rows]
-    for value in values:
+    values = [no_surrogates(x) if isinstance(x := row.get("label"), str) else x for row in rows]
+    for number, value in enumerate(values, 1):
+        if is_empty(value):
+            raise ValueError(f"row {number}: the label is empty")
         decimal = re.fullmatch(r"[-+]?\d*\.\d+(e[-+]?\d+)?", str(value))
-        if value == "" or decimal or type(value) not in (str, int, bool):
+        if decimal or type(value) not in (str, int, bool):
             advice = "classes are texts or integers; for a regression see examples/sts_b.py"
             raise ValueError(f"a label is {value!r:.100}: {advice}")
     counts, alike = Counter(map(str, values)), {}
@@ -191,5 +222,6 @@ def own_labels(rows):
         raise ValueError("labels are names, and -1, which is a hidden label")
     names = sorted(counts, key=None if texts else int)
     found = ", ".join(f"{name} ({counts[name]} examples)" for name in names)
-    note(f"the labels are {len(names)} classes: {found:.300}")
+    of_two = f"; f1 is that of {names[1]!r}" * (len(names) == 2)
+    note(f"the labels are {len(names)} classes: {found:.300}{of_two}")
     return names

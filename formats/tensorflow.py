@@ -8,10 +8,10 @@ import google_crc32c
 import numpy as np
 import torch
 
-from formats.files import error_prefix
+from formats.files import error_prefix, is_file
 
 TABLE_MAGIC = 0xDB4775248B80FB57
-FLOAT_TYPES = {1: "<f4", 2: "<f8", 19: "<f2"}  # DT_FLOAT, DT_DOUBLE, DT_HALF -> numpy's
+FLOAT_TYPES = {1: "<f4", 2: "<f8", 19: "<f2", 14: "<i2"}  # numpy has none for 14, DT_BFLOAT16
 
 
 def read_tensorflow(path):
@@ -29,8 +29,12 @@ def bundle_tensor(name, entry, index, shards):
     kind, shard, offset, size = (entry.get(field, 0) for field in (1, 3, 4, 5))
     (shape,), (crc,) = entry.get(2, [b""]), entry.get(6, [b""])
     shape = tuple(protobuf(dimension).get(1, 0) for dimension in protobuf(shape).get(2, []))
-    dtype = np.dtype(FLOAT_TYPES[kind])
     data = index.with_name(f"{index.stem}.data-{shard:05d}-of-{shards:05d}")
+    if 7 in entry or kind not in FLOAT_TYPES:
+        how = f"in {len(entry[7])} slices" if 7 in entry else f"as TensorFlow's data type {kind}"
+        raise ValueError(f"{name} is stored {how}, which is not supported")
+    is_file(data)  # or says why not
+    dtype = np.dtype(FLOAT_TYPES[kind])
     if not 0 < math.prod(shape) * dtype.itemsize == size <= data.stat().st_size - offset:
         raise ValueError(f"{name} in {data.name}, {list(shape)}, is cut off, or damaged")
     array = np.memmap(data, dtype=dtype, mode="c", offset=offset, shape=shape)  # copied on write
@@ -39,6 +43,7 @@ def bundle_tensor(name, entry, index, shards):
     if not intact(view, crc):
         raise ValueError(f"{name} in {data.name} does not match its checksum: the file is damaged")
     tensor = torch.from_numpy(np.require(array, requirements="A"))
+    tensor = tensor.view(torch.bfloat16) if kind == 14 else tensor
     return tensor.T.contiguous() if name.endswith("/kernel") else tensor
 
 

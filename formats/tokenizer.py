@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from tokenizers.normalizers import BertNormalizer
 
-from formats.files import note, read_json
+from formats.files import is_file, note, read_json
 
 CONFIG, ADDED, SPECIAL = "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"
 TOKENIZER_FILES = ("tokenizer.json", CONFIG, "vocab.txt", ADDED, SPECIAL)
@@ -24,14 +24,13 @@ def load_tokenizer(directory, max_length, config=None):
     a </s></s> b </s>, cut to `max_length` tokens, the longer text first. config: the encoder's,
     which must have an embedding for each token and each type of segments."""
     directory = Path(directory)
-    path, vocab_path = directory / "tokenizer.json", directory / "vocab.txt"
-    if not path.is_file() and not vocab_path.is_file():
+    path, vocab = directory / "tokenizer.json", directory / "vocab.txt"
+    there = [directory / name for name in TOKENIZER_FILES if is_file(directory / name)]
+    if path not in there and vocab not in there:
         raise FileNotFoundError(f"no tokenizer in {directory}: no tokenizer.json or vocab.txt")
     try:
         options = read_options(directory)
-        tokenizer = (
-            Tokenizer.from_file(str(path)) if path.is_file() else wordpiece(vocab_path, options)
-        )
+        tokenizer = Tokenizer.from_file(str(path)) if path in there else wordpiece(vocab, options)
         for field, (part, name) in KNOWN["parts"].items():
             if field in options and hasattr(getattr(tokenizer, part), name):
                 setattr(getattr(tokenizer, part), name, options[field])
@@ -105,8 +104,7 @@ def add_tokens(tokenizer, directory, options):
 
 
 def wordpiece(path, options):
-    """BERT's tokenizer from vocab.txt, which has an entry a line. Completes its options, which
-    `load_tokenizer` then puts into it."""
+    """BERT's tokenizer from vocab.txt, with an entry a line. Completes its options."""
     lines = path.read_text(encoding="utf-8-sig").rstrip("\r\n").split("\n")
     vocab = {line.rstrip("\r"): i for i, line in enumerate(lines)}
     for name in ("unk", "cls", "sep", "pad", "mask"):
@@ -129,8 +127,7 @@ def judge_casing(path, vocab):
     strip = BertNormalizer(False, False, strip_accents=True, lowercase=False).normalize_str
     words = [word for word in vocab if not re.fullmatch(r"\[.*\]|<.*>", word)]
     few = max(1, len(words) // 100)
-    lower = sum(word != word.lower() for word in words) <= few
-    plain = sum(word != strip(word) for word in words) <= few
+    lower, plain = (sum(word != f(word) for word in words) <= few for f in (str.lower, strip))
     found = {"do_lower_case": lower, "strip_accents": lower and plain}
     note(f"no file says how {path} is cased; by its entries: {json.dumps(found)}")
     return found

@@ -1,7 +1,6 @@
-"""Makes the data of minilm_table1.csv: of each task of DATA, at most 10,000 training and 2,000
-development examples.
+"""The data of minilm_table1.csv: at most 10,000 training and 2,000 development examples of a task.
 
-    python results/cut.py DATA OUT
+python results/cut.py DATA OUT
 """
 
 import random
@@ -9,13 +8,10 @@ import sys
 from pathlib import Path
 
 source, out = map(Path, sys.argv[1:])
-for task in sorted(path for path in source.iterdir() if path.is_dir()):
-    (out / task.name).mkdir(parents=True, exist_ok=True)
-    for split, most in (("train", 10_000), ("validation", 2_000)):
-        with open(task / f"{split}.jsonl", encoding="utf-8", newline="\n") as file:
-            rows = [row for row in file.read().split("\n") if row]
-        if len(rows) > most:
-            rows = [rows[i] for i in sorted(random.Random(0).sample(range(len(rows)), most))]
-        (out / task.name / f"{split}.jsonl").write_text(
-            "\n".join(rows) + "\n", encoding="utf-8", newline="\n"
-        )
+for path in sorted(source.glob("*/*.jsonl")):
+    most = {"train": 10_000, "validation": 2_000}[path.stem]
+    rows = [row for row in path.read_bytes().split(b"\n") if row]
+    if len(rows) > most:
+        rows = [rows[i] for i in sorted(random.Random(0).sample(range(len(rows)), most))]
+    (out / path.parent.name).mkdir(parents=True, exist_ok=True)
+    (out / path.parent.name / path.name).write_bytes(b"\n".join(rows) + b"\n")

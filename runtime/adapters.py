@@ -2,15 +2,14 @@
 
 from pathlib import Path
 
-from formats.adapterhub import ADAPTER, paper_adapters, read
+from formats.adapterhub import ADAPTER, paper_adapters, read, read_run
 from formats.hub import is_local
-from runtime.record import read_run
 
 
 def find_adapters(sources, model_type):
-    """{name: directory} of the adapters that --adapters names: runs, AdapterHub directories or hub
-    ids, each as DIR or as NAME=DIR, or "paper" for its authors' 16. Raises ValueError if two have
-    the same name, FileNotFoundError for one that is not there."""
+    """{name: Saved} of the adapters that --adapters names, read from their files once: runs,
+    AdapterHub directories or hub ids, each as DIR or as NAME=DIR, or "paper" for its authors' 16.
+    Raises ValueError if two have the same name, FileNotFoundError for one that is not there."""
     if sources == ["paper"]:
         sources = [f"{name}={hub}" for name, hub in paper_adapters(model_type).items()]
     found = {}
@@ -22,7 +21,7 @@ def find_adapters(sources, model_type):
         if str(name).lower() in map(str.lower, found):  # on some file systems rte is RTE
             advice = f"NAME={place} gives one of them another name"
             raise ValueError(f"two adapters are called {name!r}, {place} is the second: {advice}")
-        found[name] = str(saved.directory)
+        found[name] = saved
     return found
 
 

@@ -64,6 +64,18 @@ def name_and_value(word):
         return name, text
 
 
+class Pairs(argparse.Action):
+    """An option of several NAME=VALUE, as a dictionary."""
+
+    def __init__(self, **options):
+        super().__init__(nargs="+", default={}, **options)
+
+    def __call__(self, parser, args, pairs, option):
+        if len(dict(pairs)) < len(pairs):
+            parser.error(f"{option} has one name twice")
+        setattr(args, self.dest, dict(pairs))
+
+
 def look_up(table, name, what):
     """table[name], of a dictionary to which --import may add. Raises ValueError."""
     if name not in table:
@@ -86,6 +98,8 @@ def run_command(name, main, argv=None):
     rank = int(os.environ.get("RANK", 0)) if dist and dist.is_torchelastic_launched() else 0
     if rank > 0:
         sys.stdout = open(os.devnull, "w")  # the first process prints for all
+    for stream in (sys.stdout, sys.stderr):  # an output that cannot show a label escapes it
+        stream.reconfigure(errors="backslashreplace")
     status, message = 0, ""
     try:
         if (result := main(argv)) is not None:

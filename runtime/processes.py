@@ -8,15 +8,17 @@ import torch
 import torch.distributed as dist
 
 
-def choose_device(device, dtype):
+def choose_device(device, dtype, cuda_graphs=False):
     """("auto", "auto") -> (torch.device, torch.dtype), and PyTorch set up for it. Raises ValueError
-    for a device that is not there."""
+    for a device that is not there, or that cannot record."""
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     available |= {"cpu": True}
     if device == "auto":
         device = next(name for name in available if available[name])
     if not available[device]:
         raise ValueError(f"--device {device}: there is no such device on this machine")
+    if cuda_graphs and (device != "cuda" or dist.is_torchelastic_launched()):
+        raise ValueError("--cuda-graphs is for one GPU, and one process")
     if device == "cuda" and dist.is_torchelastic_launched():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if device == "cuda":  # cuDNN's attention, the default on an H100, plans anew for every length
@@ -24,6 +26,16 @@ def choose_device(device, dtype):
     if dtype == "auto":
         dtype = "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported() else "float32"
     return torch.device(device), getattr(torch, dtype)
+
+
+def make_deterministic(device):
+    """The same bits twice on a GPU, too; for training, before its first product. An operation that
+    has no such form raises RuntimeError, which names it."""
+    if device.type != "cuda":
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it is only slower
 
 
 def rank_and_world_size():

@@ -1,9 +1,9 @@
 """run.json, what a run is: its options, the SHA-256 of each of its inputs, and the machine.
 
-{"options": {...}, "inputs": {"encoder": SHA-256, "adapter rte": ..., "training examples": ...},
- "encoder": SHA-256 of the encoder to which what the run has trained belongs, "trained_on": where
- that is, "tasks": {"rte": {..., "sketch": of its training examples}}, "machine": {...}}
-"""
+{"options": {...}, "adapters": names of --adapters, in their order, "inputs": {"encoder": SHA-256,
+ "adapter rte": ..., "training examples": ...}, "encoder": SHA-256 of the encoder to which what the
+ run has trained belongs, "trained_on": where that is, "tasks": {"rte": {..., "sketch": of its
+ training examples}}, "machine": {...}}"""
 
 import contextlib
 import hashlib
@@ -13,40 +13,32 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from formats.adapterhub import ADAPTER, read
-from formats.files import read_json
 from formats.tokenizer import tokenizer_sha256
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = "torch numpy tokenizers safetensors".split()
 # Options that say where things are and how to compute: a run that is resumed may have others. What
 # decides about the result is compared by its digest.
-MAY_DIFFER = """out resume overwrite device grad_accumulation model data_dir train_file dev_file
-    imports""".split()
+MAY_DIFFER = """out resume overwrite device cuda_graphs grad_accumulation model data_dir
+    train_file dev_file""".split()
 SKETCH = 1000
-
-
-def read_run(directory):
-    """What run.json says in a run's directory, or in that of an adapter's copy; {} without one."""
-    path = Path(directory) / "run.json"
-    return read_json(path) if path.is_file() else {}
 
 
 def first_difference(before, now):
     """ "NAME = VALUE, not VALUE" of the first option or input in which two runs differ, or None."""
-    for part in ("options", "inputs"):
-        old, new = dict(before[part]), dict(now[part])
-        if part == "options":  # the adapters' order decides, where they are does not
-            old["adapters"], new["adapters"] = [*old["adapters"]], [*new["adapters"]]
-        for name in {**old, **new}:
-            if name not in MAY_DIFFER and old.get(name) != new.get(name):
-                return f"{name} = {old.get(name)}, not {new.get(name)}"
+    old, new = (
+        {**run["options"], "adapters": run["adapters"], **run["inputs"]} for run in (before, now)
+    )
+    for name in {**old, **new}:
+        if name not in MAY_DIFFER and old.get(name) != new.get(name):
+            return f"{name} = {old.get(name)}, not {new.get(name)}"
     return None
 
 
@@ -64,12 +56,12 @@ def sketch(examples):
     return np.unique(hashes_of(examples))[:SKETCH].tobytes().hex()
 
 
-def share_trained_on(directory, examples):
-    """The share of [Example] on which the adapter in a directory was trained, an estimate; 0 where
-    its run.json is not there, and below 5 %. Of each training set, run.json has the 1,000 smallest
-    hashes: those of the examples that are no larger are looked up among them, if they are 20."""
+def share_trained_on(run, examples):
+    """The share of [Example] on which an adapter was trained, an estimate, by its run.json; 0 where
+    that is {}, and below 5 %. Of each training set, run.json has the 1,000 smallest hashes: those
+    of the examples that are no larger are looked up among them, if they are 20."""
     share, hashes = 0.0, hashes_of(examples)
-    for task in read_run(directory).get("tasks", {}).values():
+    for task in run.get("tasks", {}).values():
         seen = np.frombuffer(bytes.fromhex(task["sketch"]), np.uint64)
         near = hashes[hashes <= seen[-1]] if len(seen) == SKETCH else hashes
         if len(near) >= 20 or len(seen) < SKETCH:
@@ -77,20 +69,24 @@ def share_trained_on(directory, examples):
     return share if share >= 0.05 else 0
 
 
-def describe(args, bert, tokenizer, data, trainable):
-    """What run.json is to say. data: [(task, training set, development set)]; trainable: {name:
-    trained parameter}. Prints a warning if an adapter has seen development examples."""
+def describe(args, bert, tokenizer, adapters, data, trainable):
+    """What run.json is to say. adapters: {name: Saved} of --adapters; data: [(task, training set,
+    development set)]; trainable: {name: trained parameter}. Prints a warning if an adapter has seen
+    development examples."""
     inputs = {"encoder": bert.sha256, "tokenizer": tokenizer_sha256(tokenizer)}
-    for name, directory in args.adapters.items():
-        inputs[f"adapter {name}"] = read(directory, ADAPTER).sha256()
+    for name, saved in adapters.items():
+        inputs[f"adapter {name}"] = saved.sha256()
     tasks = {}
     for task, train_set, dev_set in data:
         inputs[f"training examples of {task.name}"] = examples_sha256(train_set)
         inputs[f"development examples of {task.name}"] = examples_sha256(dev_set)
         own = {"columns": task.columns, "labels": task.labels, "max_length": task.max_length}
+        if len(task.labels) > 1:  # what a constant answer would have
+            counts = Counter(example.label for example in dev_set)
+            own["majority"] = max(counts.values()) / len(dev_set)
         tasks[task.name] = {**own, "sketch": sketch(train_set)}
-        for name, directory in args.adapters.items():
-            if share := share_trained_on(directory, dev_set):
+        for name, saved in adapters.items():
+            if share := share_trained_on(saved.run, dev_set):
                 problem = f"{name} was TRAINED on {share:.0%} of this run's development examples"
                 print(f"WARNING: adapter {problem}: its scores say little about new ones")
     train, dev = (sum(map(len, sets)) for sets in list(zip(*data, strict=True))[1:])
@@ -102,6 +98,7 @@ def describe(args, bert, tokenizer, data, trainable):
     return {
         "summary": summary,
         "options": json.loads(json.dumps(vars(args))),
+        "adapters": [*adapters],
         "inputs": inputs,
         "encoder": bert.sha256,
         "trained_on": str(Path(args.model).resolve()) if Path(args.model).is_dir() else args.model,

@@ -10,18 +10,17 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from formats.adapterhub import ADAPTER, FUSION, HEAD
+from formats.adapterhub import ADAPTER, FUSION, HEAD, read_run
 from formats.files import atomic_write, read_json, read_tensors, write_json
 from formats.tokenizer import TOKENIZER_FILES
 from runtime.adapters import named
 from runtime.processes import all_reduce, deferred_signals, rank_and_world_size
-from runtime.record import first_difference, read_run
+from runtime.record import first_difference
 
 SAVE_MINUTES = 5  # between two checkpoints within an epoch
 # What a run clears, in this order. Its run.json stays until it is replaced: without one, a
@@ -112,15 +111,14 @@ def clear(out, names):
 
 
 class Run:
-    """result: under --resume, the metrics of a run that is finished already; diverged: whether the
-    loss is no longer finite."""
+    """result: under --resume, the metrics of a run that is finished already."""
 
     def __init__(self, args, record, state, trainable, optimizer, signals):
         self.args, self.record, self.state, self.signals = args, record, state, signals
         self.trainable, self.optimizer, self.out = trainable, optimizer, Path(args.out)
         self.device = next(iter(trainable.values())).device
         self.rank, self.world_size = rank_and_world_size()
-        self.history, self.result, self.diverged, self.bar = [], None, False, None
+        self.history, self.result, self.bar = [], None, None
         self.loss = torch.zeros((), device=self.device)  # the sum over the steps of this epoch
         self.started = self.saved = time.monotonic()
         if self.rank > 0:
@@ -145,38 +143,32 @@ class Run:
             self.write_log()
         print(f"{record['summary']}; run directory {self.out}", flush=True)
 
-    def micro_batches(self, indices):
-        """[(share, indices)] of the parts of a batch that this process computes, at most
-        --grad-accumulation. The shares make Σ share · (mean loss of the part) the mean loss of the
-        batch, where DistributedDataParallel takes the mean over the processes."""
-        mine = indices[self.rank :: self.world_size]
-        if len(mine) == 0:  # the others wait for its gradients: an example that does not count
-            return [(0.0, indices[:1])]
-        parts = np.array_split(mine, min(self.args.grad_accumulation, len(mine)))
-        return [(self.world_size * len(part) / len(indices), part) for part in parts]
-
     def after_step(self, loss):
         """Saves the state when it is due; after a signal to any of the processes it saves, and
-        raises KeyboardInterrupt. loss: Σ share · loss of this process's micro-batches, a scalar."""
+        raises KeyboardInterrupt. Raises FloatingPointError if the loss is not finite, which is
+        looked at in every tenth step. loss: Σ share · loss of this process's parts of the batch"""
         state, steps = self.state, self.record["steps_per_epoch"]
         self.loss += all_reduce(loss) / self.world_size
         if self.bar is None:
             self.bar = tqdm(None, "training", steps, leave=False, disable=self.rank > 0 or None)
         self.bar.update(state.step - self.bar.n)
         if state.step % 10 == 0 or state.step == steps:
-            self.diverged = not math.isfinite(self.loss.item())  # this waits for a GPU
+            self.check_finite("loss", self.loss.item())  # this waits for a GPU
         due = time.monotonic() - self.saved >= 60 * SAVE_MINUTES
         stop, due = all_reduce(torch.tensor([len(self.signals), due])).tolist()
-        if (stop or due) and not self.diverged:
+        if stop or due:
             self.checkpoint()
         if stop:
             raise KeyboardInterrupt
 
+    def check_finite(self, what, value):
+        if not math.isfinite(value):
+            problem = f"the {what} is not finite in epoch {self.state.epoch}"
+            raise FloatingPointError(f"{problem}: a lower --lr may help")
+
     def after_epoch(self, scores):
         """A line in log.jsonl and on the screen, and a checkpoint. The state is that of the next
         epoch. scores: what evaluation returned, {name: number, or anything to be logged}"""
-        if math.isnan(scores[self.args.score]):
-            raise ValueError(f"--score {self.args.score} is not a number")
         self.bar = self.bar and self.bar.close()
         epoch, loss = self.state.epoch - 1, self.loss.item() / self.record["steps_per_epoch"]
         seconds = round(time.monotonic() - self.started, 2)
@@ -190,23 +182,22 @@ class Run:
         best = "; best so far" * (self.state.best_epoch == epoch)
         print(f"epoch {epoch:2}: loss {loss:.4f}; dev {dev}; {seconds:.0f} s{best}", flush=True)
 
-    def finish(self):
-        """Makes the run a finished one, once the files of the best epoch are there, and returns the
-        closing line. Raises FloatingPointError after a loss that was not finite."""
-        state, record, args = self.state, self.record, self.args
+    def finish(self, record, diverged):
+        """Makes the run a finished one, once the files of the best epoch are there. Returns the
+        closing line, or raises `diverged`, the error that ended it. record: run.json's content"""
+        state, args = self.state, self.args
         result = {name: record["options"][name] for name in ("stage", "task", "seed", "model")}
         sizes = ("train_examples", "dev_examples", "trained_parameters")
         result |= {name: record[name] for name in sizes} | {"best_epoch": state.best_epoch}
         result |= {"dev_loss" if n == "loss" else n: v for n, v in state.best_scores.items()}
-        result |= {"diverged": True} if self.diverged else {}
+        result |= {"diverged": True} if diverged else {}
         result |= {"seconds": round(time.monotonic() - self.started, 2), "out": str(self.out)}
         if self.rank == 0:
             write_json(self.out / "run.json", record)
             write_json(self.out / "metrics.json", result)  # last: with it the run is a finished one
             clear(self.out, ["resume.pt", ".lock"])
-        if self.diverged:
-            kept = f"epoch {state.best_epoch} is kept in {self.out}; a lower --lr may help"
-            raise FloatingPointError(f"the loss is not finite in epoch {state.epoch}: {kept}")
+        if diverged:
+            raise FloatingPointError(f"{diverged}; epoch {state.best_epoch} is kept in {self.out}")
         best = f"best epoch: {state.best_epoch}, dev {args.score} {result[args.score]:.4f}"
         print(f"{best}; stopped after epoch {state.epoch - 1} of at most {args.epochs}", flush=True)
         return result

@@ -53,6 +53,11 @@ def training(words):
     return ["-m", "experiments.multitask", *words] if "--tasks" in words else ["train.py", *words]
 
 
+def ends(words, *before):
+    """(exit status, stdout, stderr) of a run in another process. before: calls ahead of it"""
+    return Program(training(words), before).finish()
+
+
 def run_program(words, ends, before, environment):
     for number, end in enumerate(ends, 1):
         os.dup2(end.fileno(), number)
@@ -85,8 +90,7 @@ operations = 0
 
 
 def die_at(count, directory):
-    """Ends this process as a power cut would, just before its count-th file operation in
-    `directory`; 0: only counts."""
+    """Kills this process just before its count-th file operation in `directory`; 0: only counts."""
 
     def hook(event, values):
         global operations
@@ -100,8 +104,7 @@ def die_at(count, directory):
 
 
 def at_step(n, function, *values, put=setattr):
-    """The run calls the function in its n-th step from now on; the batches of evaluation count,
-    too."""
+    """The run calls the function in its n-th step from now on, batches of evaluation included."""
     import train
 
     steps, forward = [], train.Model.forward

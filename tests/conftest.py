@@ -83,6 +83,29 @@ def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def change(path, how):
+    """how: rows or a text for all of the file, (old text, new text), or a function of the path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(how, list):
+        write_rows(path, how)
+    elif isinstance(how, tuple):
+        path.write_text(path.read_text().replace(*how, 1))
+    elif isinstance(how, str):
+        path.write_text(how)
+    else:
+        how(path)
+
+
+def times(factor, part=""):
+    """Multiplies those tensors of a file whose name has this part."""
+
+    def change(path):
+        found = {n: t * factor if part in n else t.clone() for n, t in load_file(path).items()}
+        save_file(found, path)
+
+    return change
+
+
 def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -93,10 +116,14 @@ def sentence(rng, length=None):
 
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
+    return write_tasks(tmp_path_factory.mktemp("data"), 96)
+
+
+def write_tasks(directory, train_examples):
     """rte (does the second text repeat the first?), its pairs with numbers as sts_b and own, sst2
     (is a colour in it?), and an own multiple-choice task `pick`."""
-    directory, rng = tmp_path_factory.mktemp("data"), random.Random(0)
-    for split, n in (("train", 96), ("validation", 40)):
+    rng = random.Random(0)
+    for split, n in (("train", train_examples), ("validation", 40)):
         tasks = {"rte": [], "sts_b": [], "sst2": [], "pick": []}
         for i in range(n):
             a = sentence(rng)
@@ -118,8 +145,7 @@ def data_dir(tmp_path_factory):
 
 
 def cli(text="", **options):
-    """cli("--epochs 2", out=path, adapters=[a, b]) -> the words of a command line; only values of
-    the options may hold blanks."""
+    """cli("--epochs 2", out=path) -> the words of a command line; the text is split at blanks."""
     words = text.split()
     for name, value in options.items():
         values = value if isinstance(value, (list, tuple)) else [value]
@@ -134,8 +160,7 @@ def main(words):
 
 @pytest.fixture(scope="session")
 def launch(encoder, data_dir):
-    """launch("--stage adapter --task rte", epochs=1, out=path): what `main` returns of these words,
-    on the tiny encoder and data."""
+    """launch("--stage head --task rte", out=path): what `main` returns, on the tiny data."""
 
     def launch(text, *words, **options):
         given = [*cli(text), *map(str, words), *cli(**options)]
@@ -197,8 +222,7 @@ def copy(tmp_path):
 
 @pytest.fixture
 def refused(capsys):
-    """refused(words, "text", ...): train.py, or another command's main, ends with exit status 2 and
-    one line on stderr, which holds the texts."""
+    """refused(words, "text", ...): a command ends with status 2 and one line, with the texts."""
 
     def refused(words, *texts, name="train.py", main=main):
         capsys.readouterr()
@@ -215,8 +239,7 @@ def refused(capsys):
 
 
 def content(run):
-    """What a run has produced, without times and places: its log, run.json, metrics.json, and the
-    bytes of all other files."""
+    """Log, run.json and metrics.json, without times and places; the bytes of all other files."""
     log, kept = read_lines(run / "log.jsonl"), ("epoch", "loss", "dev_accuracy")
     log = [{name: line[name] for name in kept if name in line} for line in log]
     record, metrics = (json.loads((run / f"{n}.json").read_text()) for n in ("run", "metrics"))
@@ -248,8 +271,7 @@ MASK = (IDS != 0).long()
 
 @pytest.fixture(scope="session")
 def expected():
-    paths = GOLDEN.glob("*/expected.safetensors")
-    return {path.parent.name: load_file(path) for path in paths}
+    return {path.parent.name: load_file(path) for path in GOLDEN.glob("*/expected.safetensors")}
 
 
 @pytest.fixture
@@ -259,8 +281,7 @@ def tokenizer(encoder):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """(a directory that stands in for the hub, hub/OWNER/NAME/FILE; the files that were asked for,
-    one after another)"""
+    """(a directory in place of the hub, hub/OWNER/NAME/FILE; the files that were asked for)"""
     root, asked = tmp_path / "hub", []
 
     def snapshot_download(repo_id, allow_patterns):

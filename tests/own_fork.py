@@ -28,7 +28,7 @@ class Own(adapter.Adapter):
         self.down.requires_grad_(False)
         self.register_buffer("factor", torch.tensor([4.0]), persistent=False)
 
-    def z(self, h, layer_x=None, mask=None):
+    def z(self, h):
         return (self.factor * super().z(h)).to(h.dtype)
 
 

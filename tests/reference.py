@@ -1,9 +1,6 @@
-"""What the reference library has written (tests/golden/README.md), and that library itself, where
-it is there."""
+"""What the reference library has written (tests/golden/README.md), and that library itself."""
 
-import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from safetensors.torch import load_file
 import examples.mpnet  # noqa: F401  (one of the encoders)
 from adapter import load_adapter
 from bert import Bert
+from formats.files import read_json
 from fusion import load_fusion
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -70,8 +68,7 @@ def with_fusion(directory):
     """An encoder with a golden fusion and the adapters that it names."""
     model, _ = directory.split("/")
     bert = encoder(model)
-    config = json.loads((GOLDEN / directory / "adapter_fusion_config.json").read_text())
-    for name in config["adapter_names"]:
+    for name in read_json(GOLDEN / directory / "adapter_fusion_config.json")["adapter_names"]:
         load_adapter(bert, GOLDEN / model / name)
     load_fusion(bert, GOLDEN / directory)
     return bert
@@ -84,10 +81,3 @@ def difference(a, b):
 
 PEER = os.environ.get("PEER_PYTHON")
 needs_peer = pytest.mark.skipif(not PEER, reason="PEER_PYTHON, with the reference library")
-
-
-def ask_peer(directory):
-    """Runs peer.py on a directory with the reference library's Python."""
-    command = [PEER, Path(__file__).with_name("peer.py"), directory]
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert result.returncode == 0, result.stdout[-3000:]

@@ -6,41 +6,26 @@ import itertools
 import json
 import re
 import shutil
+import subprocess
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import adapter
 import reference
-from adapter import (
-    Adapter,
-    AdapterConfig,
-    activate,
-    adapter_modules,
-    add_adapter,
-    load_adapter,
-    load_head,
-    save_adapter,
-)
+from adapter import AdapterConfig, activate, adapter_modules, add_adapter, load_adapter
 from bert import Bert
 from conftest import IDS, MASK, randomize
 from data import TASKS
 from experiments.load_run import load_run
 from formats.adapterhub import paper_adapters
 from formats.files import read_json
-from fusion import add_fusion, load_fusion
-from reference import (
-    FIELDS,
-    FP32_TOLERANCE,
-    GOLDEN,
-    difference,
-    needs_peer,
-    run,
-    same_tensors,
-    with_fusion,
-)
+from fusion import Fusion, add_fusion, load_fusion, save_fusion
+from reference import GOLDEN, difference, run, same_tensors, with_fusion
 
 BERT = GOLDEN / "bert"
 
@@ -86,7 +71,7 @@ def test_fields_that_old_configs_lack_are_the_reference_s_defaults(copy):
     config = {field: read_json(path)["config"][field] for field in required}
     change(path, {"config": {**config, "leave_out": None, "non_linearity": "GELU"}})
     load_adapter(bert, path.parent)
-    assert bert.adapters["bottom"] == AdapterConfig(**config, original_ln_before=False)
+    assert bert.adapter_configs["bottom"] == AdapterConfig(**config, original_ln_before=False)
 
 
 def test_several_names_in_a_file(copy):
@@ -112,12 +97,6 @@ def test_old_fusion_has_only_a_name(copy, expected):
     assert torch.equal(run(bert, expected["bert"]), h)
 
 
-def test_a_run_s_copies_of_adapters_are_runs(runs):
-    for name in ("rte", "sst2", "pick"):
-        copy = runs / "fusion-rte" / "adapters" / name
-        assert read_json(copy / "run.json") == read_json(runs / name / "run.json")
-
-
 def test_the_paper_s_adapters_are_fused(hub, launch, encoder, tmp_path, capsys):
     """They have old files, and names that are not their tasks': here two for all, one unusable."""
     assert paper_adapters("roberta")["sst2"] == "AdapterHub/roberta-base-sst_pfeiffer"
@@ -125,7 +104,7 @@ def test_the_paper_s_adapters_are_fused(hub, launch, encoder, tmp_path, capsys):
     add_adapter(bert, "x", AdapterConfig(reduction_factor=4, non_linearity="gelu_new"))
     for i, (task, id) in enumerate(paper_adapters("bert").items()):
         randomize(bert, ".adapters.")
-        save_adapter(bert, "x", tmp_path / "new" / task)
+        adapter.save_adapter(bert, "x", tmp_path / "new" / task)
         name = "nli/rte@ukp" if i % 2 else "glue_mnli"
         old_format(tmp_path / "new" / task, root / id, name, "glue_mnli")
         tensors = load_file(tmp_path / "new" / task / "adapter.safetensors")
@@ -140,13 +119,13 @@ def test_the_paper_s_adapters_are_fused(hub, launch, encoder, tmp_path, capsys):
         path = tmp_path / "run" / "adapters" / task
         assert read_json(path / "adapter_config.json")["name"] == task
         assert same_tensors(load_file(path / "adapter.safetensors"), source[task])
-        assert finished.bert.adapters[task].non_linearity == "gelu_new"
+        assert finished.bert.adapter_configs[task].non_linearity == "gelu_new"
 
 
 def test_a_head_on_the_pooler_needs_one(tmp_path):
     reference.encoder("bert").save_pretrained(tmp_path / "encoder")  # which leaves the pooler out
     with pytest.raises(ValueError, match="it has no pooler"):
-        load_head(Bert.from_pretrained(tmp_path / "encoder"), BERT / "by_layer")
+        adapter.load_head(Bert.from_pretrained(tmp_path / "encoder"), BERT / "by_layer")
 
 
 ROBERTA, OTHER_MODEL = {"model_type": "roberta"}, "model_type 'roberta', the encoder has 'bert'"
@@ -164,7 +143,7 @@ REFUSED = [  # one in the golden set; its file, and fields of that, or of its "c
     ("bottom", "adapter tensor", "encoder.layer.0.output.loras.bottom.lora_A", "loras"),
     ("bottom", "adapter tensor", "encoder.layer.7.output.adapters.bottom.x", "layer.7"),
 ]
-LOAD = {"adapter": load_adapter, "head": load_head, "adapter_fusion": load_fusion}
+LOAD = {"adapter": load_adapter, "head": adapter.load_head, "adapter_fusion": load_fusion}
 
 
 @pytest.mark.parametrize("name, what, changes, say", REFUSED)
@@ -196,8 +175,7 @@ GRID = [fields for fields in GRID if fields["mh_adapter"] or fields["output_adap
 
 @torch.no_grad()
 def test_every_architecture_of_the_grid(expected):
-    """Of appendix A.2: [CLS] of one example in float64, with the tensors of both_ln, which has all
-    of them."""
+    """Of appendix A.2: [CLS] of one example in float64, with the tensors of both_ln."""
     bert = reference.encoder("bert").double()
     load_adapter(bert, BERT / "both_ln")
     full = adapter_modules(bert, "both_ln")
@@ -219,17 +197,17 @@ def test_the_presets():
     bert, presets = reference.encoder("bert"), (AdapterConfig.pfeiffer, AdapterConfig.houlsby)
     for name, preset in zip(("pfeiffer", "houlsby"), presets, strict=True):
         load_adapter(bert, BERT / name)
-        assert bert.adapters[name] == preset(reduction_factor=8)
+        assert bert.adapter_configs[name] == preset(reduction_factor=8)
         assert preset(non_linearity="gelu").non_linearity == "gelu"
     assert AdapterConfig.bapna(ln_before=False).ln_before is False
     torch.manual_seed(0)
     norm, (f, x) = nn.LayerNorm(32), torch.randn(2, 2, 5, 32)
-    adapter = Adapter(AdapterConfig.bapna(), 32, 4)
-    for p in adapter.parameters():
+    bapna = adapter.Adapter(AdapterConfig.bapna(), 32, 4)
+    for p in bapna.parameters():
         nn.init.normal_(p)
     h = norm(f + x)
-    z = adapter.up(adapter.down(adapter.norm_before(h)).relu())
-    assert torch.allclose(adapter(f, x, norm), h + z, atol=1e-5)
+    z = bapna.up(bapna.down(bapna.norm_before(h)).relu())
+    assert torch.allclose(bapna(f, x, norm), h + z, atol=1e-5)
 
 
 MIXED = "three some_ln with_ln_after both_places partly upper".split()
@@ -240,18 +218,18 @@ def test_fusions_of_different_adapters(name, expected):
     """Of which the last one's configuration counts; one has a bottleneck of 1, some are left out of
     a layer, for which the file may still hold weights."""
     bert, theirs = reference.encoder("bert").double(), load_file(BERT / "mixed.safetensors")
-    for adapter in read_json(BERT / "mixed" / name / "adapter_fusion_config.json")["adapter_names"]:
-        new = BERT / "mixed" / adapter
-        load_adapter(bert, new if new.is_dir() else BERT / adapter)
+    for member in read_json(BERT / "mixed" / name / "adapter_fusion_config.json")["adapter_names"]:
+        new = BERT / "mixed" / member
+        load_adapter(bert, new if new.is_dir() else BERT / member)
     load_fusion(bert, BERT / "mixed" / name)
     assert difference(run(bert, expected["bert"]), theirs[name]) <= 1e-10
 
 
 @torch.no_grad()
-@needs_peer
+@reference.needs_peer
 def test_the_reference_reads_our_runs(runs, loud_fusion, encoder, tmp_path):
-    """And computes the same logits; what is an old file here, with another GELU, is one there."""
-    inputs = dict(zip(FIELDS, (IDS, (IDS > 10).long(), MASK), strict=True))
+    """And computes the same, also of an old file, with another GELU; own classes are refused."""
+    inputs = dict(zip(reference.FIELDS, (IDS, (IDS > 10).long(), MASK), strict=True))
     save_file(inputs, tmp_path / "inputs.safetensors")
     common, plan, ours = {"model": encoder, "inputs": tmp_path / "inputs.safetensors"}, {}, {}
     for directory in (runs / "rte", runs / "pick", loud_fusion):
@@ -267,9 +245,23 @@ def test_the_reference_reads_our_runs(runs, loud_fusion, encoder, tmp_path):
     activate(bert, load_adapter(bert, old))
     ours["old"] = run(bert, inputs)
     plan["old"] = {**common, "adapters": [old], "safe": False}
+    finished = load_run(runs / "rte")
+    add_adapter(finished.bert, "own", type("OwnConfig", (AdapterConfig,), {})())
+    add_fusion(finished.bert, ["rte"], type("OwnFusion", (Fusion,), {}))
+    head = type("OwnHead", (adapter.Head,), {})(finished.model.head.config, finished.bert.config)
+    for name in ("own adapter", "own fusion", "own head"):
+        shutil.copytree(runs / "rte", tmp_path / name)
+        plan[name] = {**common, "adapters": [tmp_path / name], "shape": [3, 6]}
+    adapter.save_adapter(finished.bert, "own", tmp_path / "own adapter")
+    save_fusion(finished.bert, tmp_path / "own fusion")
+    plan["own fusion"]["fusion"] = tmp_path / "own fusion"
+    adapter.save_head(head, finished.bert, "rte", tmp_path / "own head")
     (tmp_path / "plan.json").write_text(json.dumps(plan, default=str))
-    reference.ask_peer(tmp_path)
+    command = [reference.PEER, Path(__file__).with_name("peer.py"), tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
     theirs = load_file(tmp_path / "read.safetensors")
+    assert theirs.keys() == ours.keys()
     for key in ours:
-        tolerance = FP32_TOLERANCE if key == "old" else 1e-6  # logits are small
+        tolerance = reference.FP32_TOLERANCE if key == "old" else 1e-6  # logits are small
         assert difference(ours[key], theirs[key]) <= tolerance, key

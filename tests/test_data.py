@@ -2,7 +2,9 @@
 
 import csv
 import json
+import re
 from functools import partial
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -10,10 +12,11 @@ import pandas
 import pyarrow.parquet
 import pytest
 
+import train
 from conftest import write_rows
 from data import TASKS, Example, Task, batches, collate, get_task, load_split, question_choices
 from experiments.load_run import LoadedRun
-from formats.rows import own_labels, read_rows, read_split
+from formats.rows import READERS, Source, own_labels, read_rows
 from formats.tokenizer import load_tokenizer
 from reference import GOLDEN
 
@@ -57,7 +60,8 @@ def test_hub_columns(name, tokenizer, tmp_path, monkeypatch):
     assert set(ROWS) == set(TASKS) and len(TASKS) == 16
     row, candidates, label = ROWS[name]
     write_rows(tmp_path / "argument" / "train.jsonl", [row] * 3)
-    task, asked = get_task(name, tmp_path if name == "argument" else None), set()
+    source, asked = Source(tmp_path if name == "argument" else None), set()
+    task = get_task(name, source)
 
     def load_dataset(*address, revision):
         asked.add((*address, revision))
@@ -65,31 +69,32 @@ def test_hub_columns(name, tokenizer, tmp_path, monkeypatch):
         return {split: datasets.Dataset.from_list([row] * n) for split, n in counts.items()}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    train_set = load_split(task, "train", tokenizer)
+    train_set = load_split(task, source, "train", tokenizer)
     assert [example.label for example in train_set] == [label] * (2 if name == "imdb" else 3)
     for ids, (a, b) in zip(train_set[0].input_ids, candidates, strict=True):
         assert [*ids] == tokenizer.encode(*[text for text in (a, b) if text is not None]).ids
-    assert task.example(row) == (candidates, label)
+    assert task.example(task.with_our_names(row, {})) == (candidates, label)
     texts = [{"premise": "p", "hypothesis": "q", **row}[column] for column in task.columns]
     if name == "commonsense_qa":
         texts[1] = texts[1]["text"]
     elif task.is_multiple_choice and name != "hellaswag":  # options in columns of their own
         texts = [*texts[: -len(candidates)], texts[-len(candidates) :]]
-    run = LoadedRun(None, task, *[None] * 4)
+    run = LoadedRun(None, task, source, *[None] * 4)
     assert run.candidates(row) == run.candidates(texts) == candidates
     if name != "argument":
-        assert len(load_split(task, "validation", tokenizer)) == (1 if name == "imdb" else 4)
+        n = 1 if name == "imdb" else 4
+        assert len(load_split(task, source, "validation", tokenizer)) == n
         assert asked == {task.hub}
 
 
 def test_other_copies_of_the_data():
-    """SciTail's tsv_format and Google's own BoolQ have other columns and label values; the choices
-    of commonsense_qa may come in any order."""
+    """SciTail's tsv_format and Google's BoolQ have other columns and labels; the order varies."""
     tsv = words("premise hypothesis label", "p", "q", "neutral")
     boolq = words("question passage answer", "q", "p", True)
     rte = words("sentence1 sentence2 label", "p", "q", "not_entailment")
     for task, row in (("scitail", tsv), ("boolq", boolq), ("rte", rte)):
-        assert get_task(task).example(row) == (PAIR, 1)
+        task = get_task(task, Source())
+        assert task.example(task.with_our_names(row, {})) == (PAIR, 1)
     assert question_choices("q", words("label text", [*"CABED"], [*"xvwzy"])) == QUESTION
 
 
@@ -101,8 +106,9 @@ def test_argument_as_distributed(tokenizer, tmp_path):
         text = "topic\turl\tsentence\tannotation\tset\n"
         text += "".join(f'{topic}\tu\t"{part} is open\t{labels[part]}\t{part}\n' for part in labels)
         (tmp_path / "argument" / f"{topic}.tsv").write_text(text)
+    source = Source(tmp_path)
     for i, split in enumerate(("train", "test", "validation")):
-        found = load_split(get_task("argument", tmp_path), split, tokenizer)
+        found = load_split(get_task("argument", source), source, split, tokenizer)
         assert [example.label for example in found] == [i, i]
     assert [*found[0].input_ids[0]] == tokenizer.encode("abortion", '"val is open').ids
 
@@ -119,16 +125,14 @@ WRITERS = {  # others' code
 @pytest.mark.parametrize("ending", WRITERS)
 def test_file_formats(ending, tmp_path):
     """Values are read as they are written; of CSV and TSV all are texts."""
-    rows = [
-        {"sentence1": 'the "red cat', "sentence2": "NA, or None", "label": 0},
-        {"sentence1": "007", "sentence2": "1.10", "label": 1},
-    ]
+    values = ('the "red cat', "NA, or None", 0), ("007", "1.10", 1)
+    rows = [words("sentence1 sentence2 label", *of_row) for of_row in values]
     (tmp_path / "rte").mkdir()
     WRITERS[ending](pandas.DataFrame(rows), tmp_path / f"rte/train.{ending}")
     kind = str if ending in ("csv", "tsv") else int
     found = read_rows(tmp_path / f"rte/train.{ending}")
     assert found == [{**row, "label": kind(row["label"])} for row in rows]
-    assert [get_task("rte", tmp_path).example(row)[1] for row in found] == [0, 1]
+    assert [get_task("rte", Source(tmp_path)).example(row)[1] for row in found] == [0, 1]
 
 
 def test_columns_that_the_task_does_not_use(tmp_path):
@@ -143,17 +147,43 @@ def test_columns_that_the_task_does_not_use(tmp_path):
         rows.to_parquet(path := tmp_path / name / "train.parquet")
         table = pyarrow.parquet.read_table(path).drop_columns("gone").append_column("when", when)
         pyarrow.parquet.write_table(table, path)
-    task = get_task("own", tmp_path)
-    _, rows = read_split(task, "train")
+    task = get_task("own", source := Source(tmp_path))
+    _, rows = source.read_all(task, "train")
     assert task.labels == ["0", "1"] and [task.example(row)[1] for row in rows] == [1, 0, 1]
     assert {*rows[0]} == {"text_a", "label", "people", "when"}
     with pytest.raises(ValueError, match="hidden/train.parquet: .* a hidden label"):
-        get_task("hidden", tmp_path)
+        get_task("hidden", source)
     with pytest.raises(ValueError, match="own/train.parquet: "):
-        get_task("own", tmp_path, {"text_a": "when"})
+        get_task("own", Source(tmp_path, column_names={"text_a": "when"}))
     (tmp_path / "hidden/train.parquet").unlink()
     (tmp_path / "hidden/train.CSV").write_text("text_a,label,,,note,note\na,x,,,1,2\nb,y,,,3,4\n")
-    assert get_task("hidden", tmp_path).labels == ["x", "y"]
+    assert get_task("hidden", Source(tmp_path)).labels == ["x", "y"]
+
+
+def test_a_file_is_parsed_once(launch, tmp_path, monkeypatch):
+    """For its columns and classes, training and development; and the rows do not stay."""
+    source, read = Source(files={"train": tmp_path / "a.jsonl"}, dev_fraction=0.5), Mock()
+    read.side_effect = READERS[".jsonl"]
+    monkeypatch.setitem(READERS, ".jsonl", read)
+    monkeypatch.setattr(train, "source_of", lambda _: source)
+    write_rows(tmp_path / "a.jsonl", [{"text_a": "red", "label": i % 2} for i in range(8)])
+    launch("--stage head --task own --epochs 1", out=tmp_path / "run")
+    assert read.call_count == 1 and not source.rows
+
+
+def test_empty_cells_and_half_characters(tokenizer, tmp_path, capsys):
+    """One rule for all files: an empty text, which is said; and U+FFFD, in labels, too."""
+    cells = ["", None, float("nan"), "", "red\ud83d", "red \ud83d\ude00"]
+    rows = [{"text_a": "cat", "text_b": cell, "label": "x\ude00"} for cell in cells]
+    write_rows(tmp_path / "own/train.jsonl", [*rows, {**rows[0], "label": "z"}])
+    task = get_task("own", source := Source(tmp_path, dev_fraction=0.5))
+    assert task.labels == ["x\ufffd", "z"] and task.label_index("X\ude01") == 0
+    splits = [load_split(task, source, split, tokenizer) for split in ("train", "validation")]
+    texts, said = [*[""] * 5, "red\ufffd", "red \U0001f600"], capsys.readouterr().out
+    expected = [tokenizer.encode("cat", text).ids for text in texts]
+    assert sorted([*example.input_ids[0]] for example in sum(splits, [])) == sorted(expected)
+    assert sum(map(int, re.findall("empty texts, ([0-9]+) of them", said))) == 5
+    assert re.search("own: no example of its (train|validation) split is 'z'", said)
 
 
 def test_columns_and_classes_of_your_own_task(tmp_path):
@@ -166,7 +196,7 @@ def test_columns_and_classes_of_your_own_task(tmp_path):
     ):
         rows = [{**row, "label": label} for row, label in zip(rows, labels, strict=True)]
         write_rows(tmp_path / "own/train.jsonl", rows)
-        task = get_task("own", tmp_path)
+        task = get_task("own", Source(tmp_path))
         assert ([*task.columns], [*task.labels]) == (columns.split(), classes.split())
         assert [task.labels[task.label_index(x)] for x in labels] == [str(x) for x in labels]
 
@@ -182,7 +212,7 @@ LABELS = [  # in a training file, and the classes, or what is wrong
     (["x", "y", "x "], "make them one: 'x', 'x '"),
     (["\u00e9", "e\u0301"], "make them one"),
     (["0", "1", "nan"], "'nan': a value is missing"),
-    ([0, 1, float("nan")], "a label is nan"),
+    ([0, 1, float("nan")], "row 3: the label is empty"),
     (["neg", "pos", "-1"], "-1, which is a hidden label"),
     (["0", "1", -1], "-1, which is a hidden label"),  # a ClassLabel has texts, and -1
 ]
@@ -205,15 +235,14 @@ def test_labels_by_name_and_by_place(capsys):
     own = Task(None, ("a",), labels, label_aliases=aliases)
     assert [*map(own.label_index, ("yes", " YES\n", "nope", "other", "other "))] == [0, 0, 1, 2, 2]
     on_hub = Task(("somewhere", None, None), ("a",), labels, name="x")
-    assert [*map(on_hub.label_index, (2, "1"))] == [2, 1] and not capsys.readouterr().out
-    on_hub.data_dir = "a copy"
+    assert [*map(on_hub.label_index, (2, "1"))] == [2, 1]
     assert on_hub.label_index(0) == 0
     assert "x: integers are read as 0 = Yes, 1 = no, 2 = other" in capsys.readouterr().out
     for value in (1, 3, None, 0.0, "maybe"):
         with pytest.raises(ValueError, match=f"label {value!r} is not one of Yes, no, other"):
             own.label_index(value)
     with pytest.raises(ValueError, match="label '0' is not one of 1, 2"):
-        get_task("winogrande").label_index("0")  # its labels are no indices
+        get_task("winogrande", Source()).label_index("0")  # its labels are no indices
 
 
 HELD_OUT = [("imdb", "text", None, 2000), ("own", "text_a", 0.25, 1500)]
@@ -221,14 +250,14 @@ HELD_OUT = [("imdb", "text", None, 2000), ("own", "text_a", 0.25, 1500)]
 
 @pytest.mark.parametrize("task, column, share, dev", HELD_OUT)
 def test_development_examples_of_the_training_file(task, column, share, dev, tokenizer, tmp_path):
-    """Every row is in one of the two, and the draw is the same for every seed; a validation file
-    goes first."""
+    """Every row is in one of the two, drawn alike for every seed; a validation file goes first."""
     rows = [{column: f"x{i}", "label": i % 2} for i in range(6000)]
     write_rows(tmp_path / task / "train.jsonl", rows)
 
     def hashes(split, seed=0, limit=None, share=share):
-        found = get_task(task, tmp_path, dev_fraction=share)
-        return {example.hash for example in load_split(found, split, tokenizer, limit, seed)}
+        source = Source(tmp_path, dev_fraction=share)
+        found = load_split(get_task(task, source), source, split, tokenizer, limit, seed)
+        return {example.hash for example in found}
 
     train_set, dev_set = hashes("train"), hashes("validation")
     assert (len(train_set), len(dev_set), len(train_set | dev_set)) == (6000 - dev, dev, 6000)
@@ -239,16 +268,10 @@ def test_development_examples_of_the_training_file(task, column, share, dev, tok
     assert [len(hashes(split, share=None)) for split in ("train", "validation")] == [6000, 3]
 
 
-def of_length(*lengths):
-    """An Example whose candidates have these lengths."""
-    return Example([np.empty(n) for n in lengths], [], 0, 0, False)
-
-
 def test_examples_of_a_small_task_meet_others_in_the_next_epoch():
-    """Of the pairs in one batch, few are in one batch of the next epoch; every example is in one
-    batch, of which little is padding."""
+    """Few pairs of a batch meet again there; every example is in one batch; little is padding."""
     lengths, place = np.random.default_rng(0).integers(5, 128, 20_000), np.empty(20_000)
-    examples = [of_length(n) for n in lengths]
+    examples = [Example([np.empty(n)], [], 0, 0, False) for n in lengths]
     for count, most in ((250, 0.15), (2500, 0.2), (20_000, 0.06)):
         first, second = (batches(examples[:count], 32, (0, epoch)) for epoch in (1, 2))
         for i, batch in enumerate(second):
@@ -259,8 +282,8 @@ def test_examples_of_a_small_task_meet_others_in_the_next_epoch():
     assert sorted(np.concatenate(first)) == [*range(20_000)]
     padded = sum(len(batch) * lengths[batch].max() for batch in first)
     assert 1 - lengths.sum() / padded < 0.05
-    in_evaluation = batches([of_length(2, n) for n in (3, 9, 5, 9, 4)], 2)
-    assert [*np.concatenate(in_evaluation)] == [1, 3, 2, 4, 0]  # the longest first
+    pairs = [Example([np.empty(2), np.empty(n)], [], 0, 0, False) for n in (3, 9, 5, 9, 4)]
+    assert [*np.concatenate(batches(pairs, 2))] == [1, 3, 2, 4, 0]  # evaluation: the longest first
 
 
 # what texts go wrong with: control characters, marks that combine or change direction, joiners,
@@ -279,7 +302,8 @@ def test_no_example_is_lost(kind, tmp_path):
     lines = [json.dumps(row, ensure_ascii=row["label"] == 0) for row in rows]
     (tmp_path / "pick").mkdir()
     (tmp_path / "pick/train.jsonl").write_text("\n".join(lines), encoding="utf-8", newline="")
-    batch = collate(load_split(get_task("pick", tmp_path), "train", tokenizer), pad_token_id=7)
+    source = Source(tmp_path)
+    batch = collate(load_split(get_task("pick", source), source, "train", tokenizer), 7)
     tokenizer.enable_padding(pad_id=7)
     pairs = [(row["text_a"], choice) for row in rows for choice in row["choices"]]
     expected = tokenizer.encode_batch(pairs)

@@ -11,14 +11,13 @@ import torch
 
 import test_kinds  # noqa: F401  (first: it notes what there is without examples)
 import train
-from adapter import adapter_modules
-from bert import Bert, activate
+from adapter import activate, adapter_modules
+from bert import Bert
 from conftest import cli, tiny_encoder
 from data import TASKS
 from examples.sts_b import pearson
 from experiments import evaluate, predict
 from experiments.load_run import load_run
-from runtime.scores import CLASS_SCORES
 from test_kinds import examples, inputs, new_bert  # noqa: F401  (a fixture for all tests here)
 
 
@@ -49,12 +48,6 @@ def test_a_regression(launch, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["score"] == pytest.approx(score["score"])
 
 
-def test_a_score_must_be_a_number(launch, monkeypatch, tmp_path):
-    monkeypatch.setitem(CLASS_SCORES, "none", lambda *_: math.nan)
-    with pytest.raises(ValueError, match="--score none is not a number"):
-        launch("--stage head --task rte --epochs 1 --score none", out=tmp_path / "run")
-
-
 def test_an_example_is_a_program(encoder, data_dir, tmp_path):
     """As a user starts it, from another directory."""
     words = cli("--stage adapter --task rte --adapter lora --adapter-config r=2 --epochs 1")
@@ -70,9 +63,7 @@ def test_an_example_is_a_program(encoder, data_dir, tmp_path):
 
 def test_mpnet(launch, refused, tmp_path):
     """A fusion in bf16; what AdapterHub's library has no encoder for is refused by name."""
-    model, out = tmp_path / "mpnet", tmp_path / "run"
-    model.mkdir()
-    tiny_encoder("mpnet", model)
+    model, out = tiny_encoder("mpnet", tmp_path / "mpnet"), tmp_path / "run"
     launch("--stage adapter --task rte --epochs 1", model=model, out=tmp_path / "rte")
     words = "--stage fusion --task rte --epochs 1 --dtype bfloat16"
     result = launch(words, model=model, adapters=tmp_path / "rte", out=out)

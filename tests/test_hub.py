@@ -9,6 +9,7 @@ import torch
 from adapter import load_adapter
 from bert import Bert
 from data import TASKS, get_task, load_split
+from formats.rows import Source
 from formats.tokenizer import load_tokenizer
 from fusion import add_fusion, fusion_weights
 from runtime.adapters import find_adapters
@@ -19,10 +20,10 @@ pytestmark = pytest.mark.skipif("HUB_TESTS" not in os.environ, reason="needs a n
 @pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.hub is not None])
 def test_a_data_set(name, tokenizer):
     """Its rows have the columns of the task, and its labels are in the task's order."""
-    task = get_task(name)
+    task = get_task(name, source := Source())
     candidates = len(task.labels) if task.is_multiple_choice else 1
     for split in ("train", "validation"):
-        examples = load_split(task, split, tokenizer, limit=20)
+        examples = load_split(task, source, split, tokenizer, limit=20)
         assert [len(example.input_ids) for example in examples] == [candidates] * 20
     repository, configuration, revision = task.hub
     rows = datasets.load_dataset(repository, configuration, revision=revision)["train"]
@@ -37,7 +38,7 @@ def test_an_encoder(name):
     bert = Bert.from_pretrained(name)
     for task, directory in find_adapters(["paper"], bert.config.model_type).items():
         load_adapter(bert, directory, task)
-    add_fusion(bert, [*bert.adapters])
+    add_fusion(bert, bert.adapter_configs)
     tokens = load_tokenizer(bert.directory, 32, bert.config).encode("It rains.", "It is wet.")
     assert bert(torch.tensor([tokens.ids]), torch.tensor([tokens.type_ids])).isfinite().all()
     assert all(s.shape[-1] == 16 for s in fusion_weights(bert).values())

@@ -1,6 +1,7 @@
 """Wrong input: each ends in one line on stderr and exit status 2, with nothing written."""
 
 import importlib
+import os
 import shlex
 import shutil
 import subprocess
@@ -9,18 +10,19 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 import train
 from bert import Bert
 from child import ROOT
-from conftest import cli, write_rows
+from conftest import change, cli, times
 
 # A case is a command, in a directory of its own with model/, data/ and runs/; what the line says;
 # and {file: how it is changed beforehand}. Each is of a check of what would otherwise pass.
-BOX = "--model model --data-dir data --out out"
+BOX, RTE = "--model model --data-dir data --out out", "data/rte/train.jsonl"
 TRAIN = f"--stage head --task rte {BOX} --epochs 1"
 FUSE, SET = "--stage fusion --adapters runs/rte runs/sst2", "--stage adapter --adapter-config"
+MINE = f"{BOX} --target mine --sources"  # of the 96 rows of a file 24 are held out
+FILE = f"-- --train-file {RTE} --columns text_a=sentence1 text_b=sentence2 --dev-fraction 0.25"
 NOTHING_CHANGED = f"""
 --epochs 0 | --epochs: must be
 --lr 1e38 --batch-size 8 | the loss is not finite in epoch 1: a lower --lr may help
@@ -28,14 +30,18 @@ NOTHING_CHANGED = f"""
 --score loss | --score loss: rte has accuracy
 {SET} ln_after=true ln_after=false | one name twice
 {SET} reduction_factor='{{"2":4,"default":2}}' | the encoder has layers 0 to 1, and no 2
-{SET} ln_affter=true | unexpected keyword argument 'ln_affter'
+{SET} ln_affter=true | --adapter-config has no 'ln_affter', only mh_adapter, output_adapter
+{SET} non_linearity=elu | non_linearity must be one of gelu, gelu_new, relu, silu, swish, leakyrelu
+multitask: {BOX} --tasks rte sst2 --reduction-factor 4 | has no 'reduction_factor', only size
 {SET} ln_after=yes | ln_after must be one of True, False, not 'yes'
 --stage adapter --adapters runs/rte | --stage adapter takes no --adapters
 --stage fusion | --stage fusion needs --adapters
 --stage distill | there are adapter, fusion, head, full
+--cuda-graphs --device cpu | --cuda-graphs is for one GPU, and one process
+multitask: {BOX} --tasks rte sst2 --cuda-graphs | --cuda-graphs is for a run on one task
 --dev-file data/rte/validation.jsonl | --dev-file goes with --train-file
 --dev-fraction 0.5 | --dev-fraction: rte has a development set already
---columns sentnce2=b | --columns sentnce2=b: the task takes sentence1, sentence2, label, and
+--columns sentnce2=b | --columns sentnce2=...: the task, or its files, have only sentence1, sent
 --task argument | no train split for task 'argument'
 --task rtee | unknown task 'rtee'
 --task half | 'half' cannot be an adapter's name
@@ -50,6 +56,12 @@ NOTHING_CHANGED = f"""
 multitask: {BOX} --tasks rte rte | one task twice
 tables: {BOX} --tasks rte -- --seed 3 | --seed
 composition: {BOX} --target rte --sources rtee | unknown task 'rtee'
+composition: {MINE} a/rte b/RTE {FILE} | two adapters would be called 'rte'
+composition: {MINE} a/rte sst2 {FILE} | --train-file is of mine, sst2 would be trained on it
+composition: {MINE} runs/rte --test --train-examples 72 {FILE} | --test needs --train-examples below
+composition: {MINE} runs/rte --train-examples 73 {FILE} | mine has only 72
+composition: {MINE} runs/rte {FILE} --limit-train 7 | not belong behind --, nor into the options of
+composition: {MINE} runs/rte is/not/there --plan {FILE} | no adapter in is/not/there
 evaluate: runs/fusion-rte --task sst2 | a run on rte, not on 'sst2'
 evaluate: runs/rte --model data | no encoder in data
 evaluate: runs | no finished run in runs
@@ -57,25 +69,19 @@ evaluate: runs | no finished run in runs
 CASES = [(*line.split(" | "), {}) for line in NOTHING_CHANGED.strip().splitlines()]
 
 
-def times(factor, part=""):
-    """Multiplies those tensors of a file whose name has this part."""
-
-    def change(path):
-        found = {n: t * factor if part in n else t.clone() for n, t in load_file(path).items()}
-        save_file(found, path)
-
-    return change
-
-
-NAN, RTE, TOKENS = float("nan"), "data/rte/train.jsonl", "model/vocab.txt"
+NAN, TOKENS = float("nan"), "model/vocab.txt"
 WEIGHTS, CONFIG = "model/model.safetensors", "model/config.json"
+DEV, NLI = "data/rte/validation.jsonl", {"sentence1": "a", "sentence2": "b", "label": 0}
 A, B = {"text_a": "a", "label": "x"}, {"text_a": "b", "label": "y"}
-CASES += [  # a change is (old text, new text), a function of the path, or all of the file
-    ("", "row 1: label 2 is not one of entail", {RTE: ('"label": 1', '"label": 2')}),
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+CASES += [
     ("", "row 1: the label is hidden (-1)", {RTE: ('"label": 1', '"label": -1')}),
     ("", "row 1: column 'sentence1' holds list", {RTE: ('"sentence1":', '"sentence1": [], "x":')}),
     ("", "row 1: no column 'sentence2'", {RTE: ("sentence2", "x")}),
-    ("", "no validation split", {"data/rte/validation.jsonl": Path.unlink}),
+    ("", "no validation split", {DEV: Path.unlink}),
+    ("", "two files for one split, validation: ", {"data/rte/dev.csv": "sentence1"}),
+    ("--score f1", "no validation example is 'not_entailment'", {DEV: [NLI, NLI]}),
+    ("", "config.json has no num_attention_heads", {CONFIG: ("num_attention_heads", "n_heads")}),
     ("", "layer.1.output.dense.weight", {WEIGHTS: times(NAN, "1.output.dense.w")}),
     ("", "30 tokens and 2 types", {TOKENS: ("red\n", "red\nx\n")}),
     ("", "'distilbert' is not known: there are bert", {CONFIG: ('e": "bert', 'e": "distilbert')}),
@@ -84,32 +90,37 @@ CASES += [  # a change is (old text, new text), a function of the path, or all o
     (FUSE, "trained on an encoder with other weights than model", {WEIGHTS: times(1.5)}),
     ("evaluate: runs/rte --model model", "another encoder", {WEIGHTS: times(1.5)}),
     ("evaluate: runs/rte --model model", "tokenizer", {TOKENS: ("red\ngreen", "green\nred")}),
-    ("predict: runs/rte a b", "'distill' is", {"runs/rte/run.json": ('"adapter"', '"distill"')}),
+    (f"composition: {MINE} runs/rte --plan {FILE}", "encoder with other", {WEIGHTS: times(1.5)}),
 ]
-MINE = "--task mine --train-file mine.csv --dev-fraction 0.5 --columns"
+for path in (RTE, WEIGHTS, TOKENS, "model/tokenizer_config.json", "runs/rte/adapter.safetensors"):
+    CASES.append((FUSE, f"{path} is a pointer of git-lfs, not the file", {path: POINTER}))
+for path in (DEV, WEIGHTS, CONFIG, TOKENS, "model/added_tokens.json"):
+    dangle = lambda path: path.unlink(missing_ok=True) or path.symlink_to("gone")  # noqa: E731
+    CASES.append(("", f"{path} is a link that leads nowhere", {path: dangle}))
 for columns, say in [  # the messages have the file's own names, whatever is renamed
-    ("text_a=Review label=gold", "--columns text_a=Review: the task takes text_a, text_b, choices"),
-    ("labl=gold", "text_b, choices, label, and mine.csv has Review (raw), id, gold"),
-    ("text_a=id text_b=gold", "no column 'label'; it has Review (raw), id, gold"),
+    ("text_a=Review label=gold", "column 'text_a' is missing, or empty; it has Review (raw)"),
+    ("labl=gold text_a=id", "column 'label' is missing, or empty; it has Review (raw), id, gold"),
+    ("text_b=id text_a=Review label=gold", "--columns text_a=...: the task, or its files, have"),
 ]:
-    CASES.append((f"{MINE} {columns}", say, {"mine.csv": "Review (raw),id,gold\na,1,x\nb,2,y\n"}))
+    words = f"--task mine --train-file mine.csv --dev-fraction 0.5 --columns {columns}"
+    CASES.append((words, say, {"mine.csv": "Review (raw),id,gold\na,1,x\nb,2,y\n"}))
 X, Y = {"choices": ["a", "b"], "label": 0}, {"choices": ["a", "b"], "label": 1}
 for file, content, say in [  # the training file of a task of one's own: rows, or all of it
     ("train.jsonl", [A, A], "nothing to learn"),
-    ("train.jsonl", [A, {**A, "label": None}], "a label is None"),
     ("train.jsonl", [{**A, "label": 0.5}, {**B, "label": 1}], "a label is 0.5"),
-    ("train.jsonl", [{**A, "text_b": "b"}, {**B, "text_b": None}], "row 2: column 'text_b' is em"),
     ("train.jsonl", [{"choices": ["a"], "label": 0}], "'choices' must be a list of at least two"),
     ("train.jsonl", [X, {**Y, "choices": ["a"]}], "row 2: 1 choices, expected 2"),
     ("train.jsonl", [X, {**Y, "choices": {"text": ["a", "b"]}}], "not hold a list of texts"),
     ("train.jsonl", '{"text_a": "a", "label": "x"}\n{"text_a"', "line 2: "),
     ("train.jsonl", "null\n", "a row is no JSON object"),
     ("train.csv", "text_a,label\na,x,y\n", "row 1 has 3 fields, the first line 2"),
-    ("train.csv", "label,label\na,x\n", "two columns are called 'label'"),
+    ("train.csv", 'text_a,label\n"a\nb",x\n\n"b,y\n', "that begins in line 5, a quotation mark"),
+    ("train.csv", lambda p: p.write_bytes(b"a\n" * 9999 + b"\x92"), "line 10000, is not UTF-8"),
+    ("train.csv", "label,label\na,x\n", "it has label (twice)"),
 ]:
     CASES.append(("--task mine", say, {f"data/mine/{file}": content}))
 both = {"data/mine/train.jsonl": [A, B], "data/mine/dev.jsonl": [{**A, "text_b": "b"}]}
-CASES.append(("--task mine", "column 'text_b' is none of the task's, which are text_a", both))
+CASES.append(("--task mine", "column 'text_b' is none of text_a", both))
 
 
 @pytest.fixture
@@ -119,18 +130,6 @@ def box(encoder, data_dir, runs, tmp_path, monkeypatch):
         shutil.copytree(source, tmp_path / name)
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def change(path, how):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(how, list):
-        write_rows(path, how)
-    elif isinstance(how, tuple):
-        path.write_text(path.read_text().replace(*how, 1))
-    elif isinstance(how, str):
-        path.write_text(how)
-    else:
-        how(path)
 
 
 @pytest.mark.parametrize("line, say, changes", CASES)
@@ -147,15 +146,18 @@ def test_wrong_input(line, say, changes, box, refused):
 def test_any_exception_is_one_line(box, refused, monkeypatch):
     """What nobody has thought of, too."""
     monkeypatch.setattr(Bert, "from_pretrained", Mock(side_effect=AttributeError("no\nx")))
-    say = "train.py: AttributeError: no x (with ADAPTERFUSION_TRACEBACK=1"
-    refused(cli(TRAIN), say)
+    refused(cli(TRAIN), "train.py: AttributeError: no x (with ADAPTERFUSION_TRACEBACK=1")
     assert not Path("out").exists()
 
 
 def test_a_user_sees_one_line(box):
-    """A process of its own: warnings, crashes and threads of libraries would show here."""
-    change(Path(RTE), ('"label": 1', '"label": 7'))
-    words = [sys.executable, ROOT / "train.py", *cli(TRAIN)]
-    done = subprocess.run(words, capture_output=True, text=True)
-    assert done.returncode == 2 and not Path("out").exists()
-    assert done.stderr.count("\n") == 1 and "row 1: label 7 is not one of entail" in done.stderr
+    """A process of its own: warnings, crashes and threads of libraries would show here. A label
+    that the terminal cannot show is no error."""
+    change(Path("data/mine/train.jsonl"), [A, {**B, "label": "\u6b63"}])
+    change(Path("data/mine/dev.jsonl"), [{**A, "label": 7}])
+    words = [sys.executable, ROOT / "train.py", *cli(f"{TRAIN} --task mine")]
+    ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, capture_output=True, text=True, env=ascii_only)
+    assert done.returncode == 2 and r"f1 is that of '\u6b63'" in done.stdout
+    assert not Path("out").exists()
+    assert done.stderr.count("\n") == 1 and r"label 7 is not one of x, \u6b63" in done.stderr

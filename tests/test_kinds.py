@@ -13,18 +13,20 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import child
 import train
-from adapter import ADAPTERS, HEADS, Adapter, add_adapter
-from bert import ENCODERS, Bert, activate
+from adapter import ADAPTERS, HEADS, Adapter, Head, activate, add_adapter
+from bert import ENCODERS, Bert
 from conftest import WORDS, assert_equal, cli, main, randomize, tiny_encoder
 from data import TASKS
 from experiments import evaluate
 from experiments.load_run import load_run
 from formats.files import read_json
-from fusion import FUSIONS, Fusion, add_fusion, fusion_regularization, fusions
+from fusion import FUSIONS, Fusion, add_fusion, fusion_regularization, fusion_weights, fusions
+from reference import FIELDS
 from runtime.scores import CLASS_SCORES
 
 EXAMPLES = sorted(path.stem for path in Path(train.__file__).parent.glob("examples/[!_]*.py"))
@@ -53,11 +55,8 @@ every_adapter = pytest.mark.parametrize("kind", ADAPTER_KINDS)
 every_fused_adapter = pytest.mark.parametrize("kind", FUSED)
 FUSION_FIELDS = {"own": {"power": 2.0}}
 # where a kind has such fields, the second and the third adapter differ from the first
-VARIED = {
-    "a": {},
-    "b": {"reduction_factor": 4, "size": 12, "num_heads": 3},
-    "c": {"reduction_factor": 8, "non_linearity": "gelu"},
-}
+VARIED = {"a": {}, "b": {"reduction_factor": 4, "size": 12, "num_heads": 3}}
+VARIED["c"] = {"reduction_factor": 8, "non_linearity": "gelu"}
 TASK_KINDS = [EVERY_TASK[name] for name in ("mnli", "social_i_qa", "sts_b")]  # 3, 3 and 1 outputs
 
 
@@ -89,9 +88,6 @@ def encoders(tmp_path_factory):
     return {kind: tiny_encoder(kind, root / kind) for kind in ENCODERS}
 
 
-BATCH = ("input_ids", "token_type_ids", "attention_mask")
-
-
 def inputs(padding=0):
     """input_ids, token_type_ids, attention_mask [3, 7 + padding]; lengths 7, 4 and 2"""
     torch.manual_seed(2)
@@ -102,7 +98,7 @@ def inputs(padding=0):
 
 
 def batch_of(padding=0):
-    return dict(zip(BATCH, inputs(padding), strict=True))
+    return dict(zip(FIELDS, inputs(padding), strict=True))
 
 
 def close(ours, theirs):
@@ -119,8 +115,7 @@ def outputs_and_gradients(bert, given):
 @every_fused_adapter
 @pytest.mark.parametrize("fusion_kind", FUSION_KINDS)
 def test_the_form_that_is_used_is_the_textbooks(encoder, kind, fusion_kind):
-    """With many tokens and few, with dropout, and in any order of the adapters. What was added last
-    is trained alone."""
+    """Many tokens and few, with dropout, in any order. What was added last is trained alone."""
     bert, names = new_bert(encoder, kind, "abc"), "abc"
     assert all(".adapters.c." in n for n, p in bert.named_parameters() if p.requires_grad)
     fuse(bert, names, fusion_kind)
@@ -146,21 +141,21 @@ def test_the_form_that_is_used_is_the_textbooks(encoder, kind, fusion_kind):
     assert not torch.allclose(bert(*many), h, atol=1e-3)
 
 
+BOTTLENECK, Z, SOFTMAX, HEAD = Adapter.bottleneck, Adapter.z, Fusion.softmax, Head.forward
+TEXTBOOK = Fusion.textbook
+
+
 @every_fused_adapter
 def test_leaving_adapters_out(quiet_encoder, kind, monkeypatch):
-    """A fusion over the other names with the same Q, K and V equals one with scores of -∞, of
-    which dropout makes no NaN."""
+    """A fusion over the other names equals one with scores of -∞, of which dropout makes no NaN."""
     bert = new_bert(quiet_encoder, kind, "abc")
     fuse(bert, "abc", "attention")
     fewer, with_all = copy.deepcopy(bert), bert(*inputs())
     add_fusion(fewer, "ac")
     for key, fusion in fusions(fewer).items():
         fusion.load_state_dict(fusions(bert)[key].state_dict())
-    softmax, out = Fusion.softmax, torch.tensor([False, True, False])
-    theirs = outputs_and_gradients(fewer, inputs())
-    monkeypatch.setattr(
-        Fusion, "softmax", lambda self, x: softmax(self, x.masked_fill(out, -torch.inf))
-    )
+    theirs, out = outputs_and_gradients(fewer, inputs()), torch.tensor([0.0, -torch.inf, 0.0])
+    monkeypatch.setattr(Fusion, "softmax", lambda self, x: SOFTMAX(self, x + out))
     assert all(map(close, outputs_and_gradients(bert, inputs()), theirs))
     for fusion in fusions(bert).values():
         assert not fusion.s[..., 1].any()
@@ -169,12 +164,74 @@ def test_leaving_adapters_out(quiet_encoder, kind, monkeypatch):
     assert not torch.allclose(with_all, theirs[0], atol=1e-3)
 
 
-def test_a_fusion_checks_itself(encoder, monkeypatch):
-    """What is edited in an adapter is refused where the fusion's faster form would not see it."""
-    bert, z = new_bert(encoder, "pfeiffer"), Adapter.z
-    monkeypatch.setattr(Adapter, "z", lambda self, h, *rest: 0.5 * z(self, h, *rest))
-    with pytest.raises(ValueError, match="low_rank no longer computes"):
-        add_fusion(bert, "ab")
+EDITS = [
+    (Adapter, "bottleneck", lambda self, h: BOTTLENECK(self, h).square()),
+    (Adapter, "bottleneck", lambda self, h: F.dropout(BOTTLENECK(self, h), 0.5, self.training)),
+    (Fusion, "softmax", lambda self, x: SOFTMAX(self, x + torch.randn_like(x))),
+    (Adapter, "z", lambda self, h: 0.5 * Z(self, h)),
+    (Adapter, "z", lambda self, h: F.dropout(Z(self, h), 0.5, self.training)),
+    (Fusion, "textbook", lambda self, *x: TEXTBOOK(self, *x) + self.query.bias.sum()),  # 0 at first
+    (Fusion, "textbook", lambda self, *x: TEXTBOOK(self, *x) * (1 if self.training else 2)),
+]
+
+
+@pytest.mark.parametrize("owner, name, edit", EDITS)
+def test_an_edit_acts_in_both_stages_or_is_refused(quiet_encoder, owner, name, edit, monkeypatch):
+    """And the comparison draws nothing that training would draw."""
+    bert = new_bert(quiet_encoder, "pfeiffer").train()
+
+    def alone_and_fused():
+        found = []
+        for activate_it in (lambda: activate(bert, "a"), lambda: add_fusion(bert, "ab")):
+            torch.manual_seed(4)
+            activate_it()
+            found.append(bert(*inputs()))
+        return found
+
+    before = alone_and_fused()
+    monkeypatch.setattr(owner, name, edit)
+    if name in ("z", "textbook"):
+        with pytest.raises(ValueError, match="low_rank no longer computes"):
+            alone_and_fused()
+        return
+    after = alone_and_fused()
+    assert [*map(torch.equal, before, after)] == [owner is Fusion, False]
+    monkeypatch.setattr("fusion.check_low_rank", lambda *_: None)
+    assert all(map(torch.equal, after, alone_and_fused()))
+
+
+def test_all_tokens_of_the_last_layer_count(encoder, monkeypatch):
+    """For a head that reads their mean, and for an adapter that looks at others than its own."""
+    bert = new_bert(encoder, "pfeiffer", "a", torch.float32)
+    model = train.Model(bert, new_head("cls", TASK_KINDS[0], bert)).eval()
+    last, found = bert.slots[1, "output"].adapters["a"], [model(batch_of())]
+    last.z = lambda h: Z(last, h.roll(1, 1))
+    found.append(model(batch_of()))
+    monkeypatch.setattr(Head, "forward", lambda self, h, mask: HEAD(self, h.mean(1, keepdim=True)))
+    found.append(model(batch_of()))
+    assert not any(torch.equal(found[i], found[j]) for i, j in ((0, 1), (1, 2)))
+
+
+@pytest.mark.parametrize("kind", ["pfeiffer", "pal"])
+def test_one_state_says_what_is_computed(encoder, kind):
+    """Without an active fusion: no weights, no penalty; in another order it is another fusion."""
+    bert = new_bert(encoder, kind, "abc")
+    fuse(bert, "ab", "attention")
+    h, s = bert(*inputs()), fusion_weights(bert)
+    for active in ("a", None):
+        activate(bert, active)
+        bert(*inputs())
+        assert fusion_regularization(bert) == 0
+        with pytest.raises(ValueError, match="no fusion is active"):
+            fusion_weights(bert)
+    for names in (("b", "a"), ("a",), ("a", "b", "c")):
+        with pytest.raises(ValueError, match="no fusion of"):
+            activate(bert, names)
+    assert bert.active is None
+    activate(bert, ("a", "b"))
+    assert torch.equal(bert(*inputs()), h) and fusion_regularization(bert) > 0
+    assert all(torch.equal(fusion_weights(bert)[key], s[key]) for key in s)
+    assert torch.equal(copy.deepcopy(bert)(*inputs()), h)
 
 
 @every_adapter
@@ -187,6 +244,7 @@ def test_what_cannot_be_fused_is_refused_by_name(encoder, kind):
     if problem:
         with pytest.raises(ValueError, match=f"{kind}.*{problem}|{problem}.*{kind}"):
             add_fusion(bert, ["a", kind])
+        activate(bert, ("a",))
         assert fusions(bert) == before
     else:
         add_fusion(bert, ["a", kind])
@@ -196,10 +254,10 @@ def test_what_cannot_be_fused_is_refused_by_name(encoder, kind):
 @torch.no_grad()
 @every_adapter
 @pytest.mark.parametrize("encoder_kind", ENCODER_KINDS)
-def test_padding_other_examples_and_the_cls_shortcut_change_nothing(encoders, encoder_kind, kind):
+def test_padding_and_other_examples_change_nothing(encoders, encoder_kind, kind):
     """Of an adapter alone and of each kind of fusion, before each kind of head."""
     bert = new_bert(encoders[encoder_kind], kind)
-    heads = [(name, new_head(name, task, bert).double()) for name in HEADS for task in TASK_KINDS]
+    heads = [new_head(name, task, bert).double() for name in HEADS for task in TASK_KINDS]
     for fusion_kind in (None, *(FUSION_KINDS if kind in FUSED else ())):
         if fusion_kind:
             fuse(bert, "ab", fusion_kind)
@@ -207,11 +265,8 @@ def test_padding_other_examples_and_the_cls_shortcut_change_nothing(encoders, en
         h, long = bert(ids, types, mask), bert(*inputs(padding=9))[:, :7]
         assert close(h[mask.bool()], long[mask.bool()])
         assert close(h[1:2, :4], bert(ids[1:2, :4], types[1:2, :4], mask[1:2, :4]))
-        is_ours = kind in ("pfeiffer", "houlsby", "bapna") and fusion_kind in (None, "attention")
-        is_ours = is_ours and encoder_kind != "mpnet"  # which has layers of its own
-        for name, head in heads:
+        for head in heads:
             model = train.Model(bert, head).eval()
-            assert model.reads_cls_only() == (is_ours and name == "cls")
             for padding in (0, 5):
                 ours = model(batch_of(padding))
                 assert torch.allclose(ours, head(h, mask).float(), atol=1e-6)
@@ -312,16 +367,12 @@ def test_a_run(name, trained, at_step, tmp_path, monkeypatch):
     assert_equal(tmp_path / "cut", tmp_path / "whole")
 
 
-def as_program(words):
-    status, _, error = child.Program(["train.py", *words]).finish()
-    assert status == 0, error
-
-
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name.endswith("own")])
 def test_an_entry_of_a_module(name, trained, tmp_path):
     """As a user trains and evaluates with --import; without it the name is refused."""
     out = tmp_path / "run"
-    trained(name, out, "--import", "own_fork", main=as_program)
+    status, _, error = trained(name, out, "--import", "own_fork", main=child.ends)
+    assert status == 0, error
     with contextlib.ExitStack() as stack:
         for table in TABLES:
             stack.enter_context(patch.dict(table)).pop("own", None)

@@ -22,6 +22,7 @@ from experiments import evaluate as evaluation
 from experiments import fusion_weights, predict
 from experiments.load_run import load_run
 from formats.files import read_json, write_json
+from formats.rows import Source
 
 
 def evaluate(run, *options):
@@ -35,23 +36,15 @@ def note(capsys, *words):
     return "".join(re.findall("^note: .*", capsys.readouterr().out, re.MULTILINE))
 
 
-STAGES = """
---stage adapter --task pick
---stage fusion --task rte
---stage full --task rte --lr 5e-3
---tasks rte sst2 --steps-per-epoch 3 --score macro_f1
-""".strip().splitlines()
-
-
-@pytest.mark.parametrize("options", STAGES)
-def test_everything_is_as_in_training(options, launch, runs, tmp_path, capsys):
-    """To the bit, and nothing is written; else the difference is named."""
-    adapters = ["--adapters", runs / "rte", runs / "sst2"] if "fusion" in options else []
-    common = "--epochs 1 --lr 5e-2 --batch-size 8 --limit-dev 39 --dtype bfloat16"
-    metrics = launch(f"{common} {options}", *adapters, out=tmp_path)
+@pytest.mark.parametrize("tasks", ["rte sst2 --score macro_f1", "rte pick --without-adapters"])
+def test_everything_is_as_in_training(tasks, launch, tmp_path, capsys):
+    """On several tasks; a run on one is in test_kinds.py. To the bit, and nothing is written; else
+    the difference is named."""
+    words = "--epochs 1 --steps-per-epoch 3 --lr 5e-2 --batch-size 8 --dtype bfloat16"
+    metrics = launch(f"{words} --limit-dev 39 --tasks {tasks}", out=tmp_path)
+    assert (tmp_path / "heads").is_dir() == ("--without-adapters" in tasks)
     before, losses = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}, []
-    accuracies = metrics.get("accuracies", {metrics["task"]: metrics["accuracy"]})
-    for task, accuracy in accuracies.items():
+    for task, accuracy in metrics["accuracies"].items():
         result = evaluate(tmp_path, "--task", task)
         losses.append(result["loss"])
         assert result["accuracy"] == accuracy
@@ -60,8 +53,7 @@ def test_everything_is_as_in_training(options, launch, runs, tmp_path, capsys):
         assert "metrics.json" not in note(capsys, tmp_path, "--task", task)
     assert mean(losses) == metrics["dev_loss"]
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-    key, value = ("accuracies", {task: 2}) if "accuracies" in metrics else ("accuracy", 2)
-    write_json(tmp_path / "metrics.json", {**metrics, key: value})
+    write_json(tmp_path / "metrics.json", {**metrics, "accuracies": {task: 2}})
     said = note(capsys, tmp_path, "--task", task)
     assert f"metrics.json has accuracy 2.0000, now {accuracy:.4f}: " in said
 
@@ -74,8 +66,9 @@ def test_what_has_changed_since_is_named(copy, runs, capsys):
     write_json(run / "metrics.json", metrics | {"dev_loss": loss + 2e-5})
     assert note(capsys, run) == ""
     write_json(run / "metrics.json", metrics | {"dev_loss": loss + 2e-3})
-    text = f"note: metrics.json has loss {loss + 2e-3:.4f}, now {loss:.4f}: the code or a library"
-    assert note(capsys, run) == f"{text} has changed since (commit {commit})"
+    text = f"note: metrics.json has loss {loss + 2e-3:.4f}, now {loss:.4f}: the code, a library, or"
+    text += f" a value that is not saved has changed since (commit {commit})"
+    assert note(capsys, run) == text
     assert note(capsys, run, "--split", "train") == ""  # of which nothing is known
     record["options"]["dtype"] = "bfloat16"
     write_json(run / "run.json", record)
@@ -87,13 +80,15 @@ def test_what_has_changed_since_is_named(copy, runs, capsys):
 def test_classes_are_counted():
     labels, predictions = torch.tensor([0, 0, 0, 1, 2, 2]), torch.tensor([0, 0, 1, 0, 1, 1])
     assert evaluation.by_class("xyz", labels, predictions) == {
-        "x": {"precision": 2 / 3, "recall": 2 / 3, "count": 3, "confusion": [2, 1, 0]},
-        "y": {"precision": 0, "recall": 0, "count": 1, "confusion": [1, 0, 0]},
-        "z": {"precision": None, "recall": 0, "count": 2, "confusion": [0, 2, 0]},
+        "x": {"precision": 2 / 3, "recall": 2 / 3, "count": 3, "confusion": {"x": 2, "y": 1}},
+        "y": {"precision": 0, "recall": 0, "count": 1, "confusion": {"x": 1}},
+        "z": {"precision": None, "recall": 0, "count": 2, "confusion": {"y": 2}},
     }
+    of_one = evaluation.by_class([*map(str, range(3000))], torch.zeros(3000), torch.arange(3000))
+    assert len(evaluation.class_table(of_one)) < 1e6
 
 
-def test_which_rows_are_evaluated(launch, refused, data_dir, tmp_path, capsys):
+def test_which_rows_are_evaluated(launch, refused, data_dir, tmp_path, capsys, monkeypatch):
     """A split of any name. What --dev-fraction held out is never scored as training examples; of
     other rows it is not known which they are, and that they are others is said."""
     run, file, there = tmp_path / "run", tmp_path / "rte" / "train.jsonl", tmp_path / "there"
@@ -103,7 +98,16 @@ def test_which_rows_are_evaluated(launch, refused, data_dir, tmp_path, capsys):
     assert evaluate(run, "--split", "train")["examples"] == 72
     assert evaluate(run)["examples"] == 24 and evaluate(run)["accuracy"] == accuracy
     write_rows(there / "rte" / "test.jsonl", rows[:50])
-    assert evaluate(run, "--split", "test", "--data-dir", there)["examples"] == 50
+    of_split = evaluate(run, "--split", "test", "--data-dir", there)
+    renamed = [{**row, "sentence1": row["idx"], "claim": row["sentence1"]} for row in rows[:50]]
+    write_rows(tmp_path / "mine.jsonl", renamed)
+    words = ["--file", tmp_path / "mine.jsonl", "--columns", "sentence1=claim"]
+    monkeypatch.setattr(evaluation, "MANY", 1)  # with more classes the last line has none of them
+    of_file = evaluate(run, *words)
+    assert of_split["examples"] == 50 and of_split["loss"] == of_file["loss"]
+    assert of_split.keys() - of_file == {"classes"}
+    assert "f1 of 'not_entailment' 0." in capsys.readouterr().out
+    refused([run, *words, "--split", "test"], "in place of --split", main=evaluation.main)
     write_rows(file, rows[1:])
     refused([run, "--split", "train"], "held out cannot be told", main=evaluation.main)
     assert note(capsys, run) == "note: these are not the development examples of the training"
@@ -129,7 +133,7 @@ def say(capsys, monkeypatch):
 def test_every_kind_of_input_says_the_same(name, task, say, runs, data_dir, tmp_path):
     """A file, with empty lines, which are passed over; JSON on stdin; and Python: the answers are
     those that were counted in training. What is too long is cut, and it says so."""
-    run, task = load_run(runs / name), get_task(task, data_dir)
+    run, task = load_run(runs / name), get_task(task, Source(data_dir))
     rows = read_lines(data_dir / task.name / "validation.jsonl")
     answers, right = run.predict(rows), 0
     for row, answer in zip(rows, answers, strict=True):
@@ -146,9 +150,14 @@ def test_every_kind_of_input_says_the_same(name, task, say, runs, data_dir, tmp_
     answers = run.predict(lists)
     assert [i for i, answer in enumerate(answers) if answer["truncated"]] == [3]
     for more, stdin in ((file, ""), ("-", of_rows), ("-", of_lists)):
-        results = map(json.loads, say(runs / name, "--json", "--file", more, stdin=stdin))
-        assert [*results] == [{"row": i, **answer} for i, answer in enumerate(answers, 1)]
-    for line, answer in zip(say(runs / name, "--file", file), answers, strict=True):
+        results = [*map(json.loads, say(runs / name, "--json", "--file", more, stdin=stdin))]
+        given = lists if stdin == of_lists else rows  # with all of its columns, the label's, too
+        assert [result.pop("input") for result in results] == given
+        assert results == [{"row": i, **answer} for i, answer in enumerate(answers, 1)]
+    write_rows(file, [{f"my {column}": value for column, value in row.items()} for row in rows])
+    names = [f"{column}=my {column}" for column in task.columns]
+    lines = say(runs / name, "--file", file, "--columns", *names)
+    for line, answer in zip(lines, answers, strict=True):
         assert line.startswith(f"{answer['label']}\t{answer['probability']:.3f}\t")
     *texts, last = lists[0]
     words = [*texts, "--choices", *last] if name == "pick" else lists[0]
@@ -182,7 +191,7 @@ def test_the_precision_is_that_of_the_training(copy, runs, monkeypatch):
 
 
 NO_INPUTS = {  # one text of two, two inputs of one text each, and the like
-    "rte": ["red", ["red", "cat"], ("red", "cat", "cat"), ("red", ["cat"]), ("red", None), None],
+    "rte": ["red", ["red", "cat"], ("red", "cat", "cat"), ("red", ["cat"]), None],
     "pick": ["red", ("red", "a", "b", "c"), ("red", ["a", "b"]), ("red", ["a", "b", 3])],
     "sst2": [("red", "cat"), [("red", "cat")], [["red"], []], {"sentence": ["red"]}, {"red"}, 5],
 }
@@ -198,6 +207,12 @@ def test_anything_else_is_refused(name, runs):
             run.predict(given)
     with pytest.raises(ValueError, match="no fusion"):
         run.fusion_weights(run.split()[:1])
+
+
+def test_what_is_empty_or_cut_is_as_in_training(runs):
+    for same in (["", None, math.nan], ["a \ufffd", "a \ud83d"]):
+        found = load_run(runs / "rte").predict([("red", text) for text in same])
+        assert len({answer["probability"] for answer in found}) == 1
 
 
 def test_rows_have_the_files_names_or_ours(launch, data_dir, tmp_path, capsys):
@@ -248,10 +263,8 @@ def test_the_weights_are_means_over_real_tokens(runs, loud_fusion, launch, tmp_p
     figures = {f"figure{n}{tokens}.png" for n in (4, 6) for tokens in ("", "_cls")}
     assert {path.name for path in out.iterdir()} == {*figures, "weights.csv", "summary.txt"}
     rows, count = pd.read_csv(out / "weights.csv"), 0
-    names = [*rows.columns.drop(fusion_weights.KEYS)]
-    assert names == ["rte", "sst2", "pick"]  # the targets' own, in their order
-    found = rows.set_index(["run", "layer", "location", "tokens"])
-    assert math.isnan(found.at[(str(second), 2, "output", "cls"), "rte"])  # not in this layer
+    found = dict([*rows.groupby(["run", "layer", "location", "tokens"])])
+    assert [*found[str(second), 2, "output", "cls"]["adapter"]] == ["sst2"]  # rte is not there
     for directory in (loud_fusion, second):
         run = load_run(directory)
         seen = [example["weights"] for example in run.fusion_weights(run.split())]
@@ -259,37 +272,41 @@ def test_the_weights_are_means_over_real_tokens(runs, loud_fusion, launch, tmp_p
             every = [weights[location][layer] for weights in seen]  # [T, N] each
             first = torch.stack([weights[0] for weights in every])
             for tokens, s in (("all", torch.cat(every)), ("cls", first)):
-                row = found.loc[str(directory), layer + 1, location, tokens]
-                weights = row[run.adapters].fillna(0).tolist()
-                assert weights == pytest.approx(s.mean(0).tolist(), abs=1e-5)
-                assert row["is_read"] == (tokens == ("cls" if layer else "all"))
-                count += 1
-    assert count == len(found)
+                of = found[str(directory), layer + 1, location, tokens]
+                weights = of.set_index("adapter")["weight"].reindex(run.adapters).fillna(0)
+                assert weights.tolist() == pytest.approx(s.mean(0).tolist(), abs=1e-5)
+                assert {*of["is_read"]} == {tokens == ("cls" if layer else "all")}
+                count += len(of)
+    assert count == len(rows)
     ours, theirs = (read_json(run / "metrics.json")["accuracy"] for run in (loud_fusion, single))
     numbers = f"{100 * ours:.2f} | {100 * theirs:.2f} | {100 * (ours - theirs):.2f} |"
     assert numbers in " ".join((out / "summary.txt").read_text().split())
 
 
-def row(target, layer, tokens, weights, is_read=True, accuracies=(math.nan, math.nan)):
+def rows_of(target, layer, tokens, weights, is_read=True, accuracies=(math.nan, math.nan)):
     task = target.split()[0]
     key = ["run", target, task, *accuracies, layer, "output", tokens, is_read, 0.0]
-    return {**dict(zip(fusion_weights.KEYS, key, strict=True)), **weights}
+    return [[*key, *pair] for pair in weights.items()]
 
 
-def test_what_section_6_reads():
+@pytest.mark.parametrize("other", ["mnli", *fusion_weights.COLUMNS])
+def test_what_section_6_reads(other, tmp_path):
     """Three targets, two of them without a layer or their own adapter; of the last layer of the
-    first one [CLS] is read."""
-    rows = [row("cb", 1, "all", {"cb": 0.1, "mnli": 0.9}, True, (0.8, 0.7))]
-    rows += [row("cb", 2, "all", {"cb": 0.9, "mnli": 0.1}, False)]
-    rows += [row("cb", 2, "cls", {"cb": 0.5, "mnli": 0.5})]
-    rows += [row("mnli", 1, "all", {"cb": 0.1, "mnli": 0.9})]
-    rows += [row("mnli", 2, "all", {"cb": 0.2, "mnli": 0.8})]
-    rows += [row("cb (2)", 2, "all", {"mnli": 1.0})]
-    found, header = fusion_weights.strengths_table(pd.DataFrame(rows))
+    first one [CLS] is read. An adapter may have any name."""
+    rows = rows_of("cb", 1, "all", {"cb": 0.1, other: 0.9}, True, (0.8, 0.7))
+    rows += rows_of("cb", 2, "all", {"cb": 0.9, other: 0.1}, False)
+    rows += rows_of("cb", 2, "cls", {"cb": 0.5, other: 0.5})
+    rows += rows_of(other, 1, "all", {"cb": 0.1, other: 0.9})
+    rows += rows_of(other, 2, "all", {"cb": 0.2, other: 0.8})
+    rows += rows_of("cb (2)", 2, "all", {other: 1.0})
+    rows = pd.DataFrame(rows, columns=fusion_weights.COLUMNS)
+    if other == "adapter":  # which comes before cb, but not in the figures
+        fusion_weights.draw(rows[rows["target"] == "cb"], tmp_path)
+    found, header = fusion_weights.strengths_table(rows)
     assert [line[:6] for line in found] == [
-        ["cb", "mnli", *map(pytest.approx, (0.7, 0.3, 0.5)), "1 of 2"],
-        ["mnli", "mnli", *map(pytest.approx, (0.85, 0.85, 0.5)), "2 of 2"],
-        ["cb (2)", "mnli", 1, None, 1, None],
+        ["cb", other, *map(pytest.approx, (0.7, 0.3, 0.5)), "1 of 2"],
+        [other, other, *map(pytest.approx, (0.85, 0.85, 0.5)), "2 of 2"],
+        ["cb (2)", other, 1, None, 1, None],
     ]
     assert found[0][6:] == pytest.approx([80, 70, 10]) and len(header) == 9
     assert fusion_weights.normalized_entropy([0.1, 0.9]) == pytest.approx(0.469, abs=1e-3)

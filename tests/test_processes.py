@@ -84,9 +84,8 @@ def test_resume(command, quietly, tmp_path):
     """One of two processes hears the signal: both stop. Two continue to the same result, bit by
     bit; three to the same to 1e-5, where there is no dropout."""
     before, cut, quiet = (1, (child.at_step, 5, child.stop)), tmp_path / "cut", tmp_path / "quiet"
-    whole, resumed, elsewhere = (
-        command("adapter", tmp_path / name, "--resume") for name in ("whole", "cut", "elsewhere")
-    )
+    outs = tmp_path / "whole", cut, tmp_path / "elsewhere"
+    whole, resumed, elsewhere = (command("adapter", out, "--resume") for out in outs)
     together([whole] * 2)
     statuses, _, errors = together([resumed] * 2, before)
     assert statuses == (130, 130) and not errors[1]

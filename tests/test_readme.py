@@ -6,6 +6,7 @@ import importlib
 import json
 import re
 import shlex
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -15,12 +16,15 @@ import pytest
 import torch
 
 import train
-from experiments import benchmark, fusion_weights, load_run
+from experiments import benchmark, demo, fusion_weights, load_run
 from fusion import fusions
+from test_house import ORDER
 
 ROOT = Path(__file__).parent.parent
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "results" / "README.md"]
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
+LINES = [shlex.join(map(str, words)) for words in demo.next_commands(Path("runs/demo")).values()]
+PAGES["experiments/demo.py"] = "\n".join(["```", *(f"python {line}" for line in LINES), "```"])
 every_page = pytest.mark.parametrize("page", PAGES)
 
 
@@ -58,8 +62,7 @@ assert len(FOUND) > 25
 
 @pytest.fixture
 def own_modules(page, tmp_path, monkeypatch):
-    """The modules on a page, blocks that begin with a name, can be imported as in a new process,
-    like those in examples/."""
+    """The modules on a page, blocks that begin with a name, can be imported as in a new process."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     own = re.findall(r"^```python\n# (\w+)\.py\n(.*?)^```", PAGES[page], re.DOTALL | re.MULTILINE)
@@ -89,9 +92,9 @@ def test_every_command_is_understood(page, words, own_modules, monkeypatch):
 
 @every_page
 def test_names_in_python_exist(page):
-    """What a page imports is there, and so is what it takes from a module, or from a loaded run."""
+    """What a page imports, or takes from a module or a run, is there; not the reference library."""
     code, names = "".join(blocks(page, "python")), {"run": load_run.LoadedRun}
-    exec("\n".join(re.findall(r"^(?:import|from) .*", code, re.MULTILINE)), names)
+    exec("\n".join(re.findall(r"^(?:import|from) (?!adapters\b).*", code, re.MULTILINE)), names)
     for name, attribute in re.findall(r"\b(\w+)\.(\w+)", code):
         assert name not in names or hasattr(names[name], attribute), f"{name}.{attribute}"
 
@@ -110,19 +113,46 @@ def test_the_forks_on_the_page(own_modules, launch, runs, tmp_path):
 
 @every_page
 def test_code_that_a_page_quotes_is_there(page):
-    """Lines in the README's table, and what a diff takes away."""
+    """Lines in the README's table."""
     quoted = re.findall(r"\| `(\w+\.py)`: `(.+)` \|", PAGES[page])
-    for code in blocks(page, "diff"):
-        file, *lines = code.removeprefix("--- ").splitlines()
-        quoted += [(file, line[1:]) for line in lines if line[0] in "- "]
     for file, line in quoted:
         assert line in (ROOT / file).read_text(encoding="utf-8"), line
-    assert bool(quoted) == (page in ("README.md", "docs/forking.md"))
+    assert bool(quoted) == (page == "README.md")
+
+
+EDITED = """
+import json, sys, train
+from experiments import evaluate
+
+for words in json.loads(sys.argv[1]):
+    run = train.main(words)
+    again = evaluate.main([run["out"], "--device", "cpu"])
+    assert (again["loss"], again["accuracy"]) == (run["dev_loss"], run["accuracy"])
+"""
+
+
+def test_the_edits_on_the_page(command, tmp_path):
+    """All together, in copies of the files, in both stages; evaluate finds what training did."""
+    texts = {path.name: path.read_text(encoding="utf-8") for path in ROOT.glob("*.py")}
+    for hunk in re.split("^--- ", "".join(blocks("docs/forking.md", "diff")), flags=re.M)[1:]:
+        file, *lines = hunk.splitlines()
+        old, new = ("\n".join(x[1:] for x in lines if x[0] in marks) for marks in (" -", " +"))
+        assert texts[file].count(old) == 1, old
+        texts[file] = texts[file].replace(old, new)
+    for room in "experiments formats runtime variants".split():
+        (tmp_path / room).symlink_to(ROOT / room)
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    words = [[*map(str, command(s, tmp_path / s))] for s in ("adapter", "fusion")]
+    subprocess.run([sys.executable, "-c", EDITED, json.dumps(words)], cwd=tmp_path, check=True)
 
 
 @pytest.mark.parametrize("page", [*PAGES, "docs/walkthrough.py"])
 def test_every_link_leads_somewhere(page):
-    text = (ROOT / page).read_text(encoding="utf-8")
+    """And files are there whose room is named before them, in backticks."""
+    text, rooms = (ROOT / page).read_text(encoding="utf-8"), "|".join([*ORDER, "tests|docs"])
+    for path in re.findall(rf"`((?:{rooms})/[\w./]*)`", text):
+        assert (ROOT / path).exists(), path
     for link in re.findall(r"(?:\]\(|src=\"|href=\")(?!https?:)([^)\s\"]+)", text):
         file, _, place = link.partition("#")
         path = (ROOT / page).parent / file if file else ROOT / page

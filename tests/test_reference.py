@@ -10,17 +10,10 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+import adapter
 import reference
 import train
-from adapter import (
-    AdapterConfig,
-    activate,
-    add_adapter,
-    load_adapter,
-    load_head,
-    save_adapter,
-    save_head,
-)
+from adapter import activate, load_adapter, load_head, save_adapter, save_head
 from bert import Bert
 from formats.files import read_json, read_tensors
 from fusion import fusion_regularization, fusion_weights, save_fusion
@@ -88,7 +81,7 @@ def test_fusion(directory, expected, tmp_path):
 def test_saved_encoder_reads_back_bit_identical(tmp_path):
     for name in reference.ENCODERS:
         bert = encoder(name)
-        add_adapter(bert, "rte", AdapterConfig.pfeiffer())  # what is plugged in is no part of it
+        adapter.add_adapter(bert, "rte", adapter.AdapterConfig())  # which is no part of it
         bert.save_pretrained(tmp_path / name)
         golden = load_file(GOLDEN / name / "encoder" / "model.safetensors")
         golden = {key: tensor for key, tensor in golden.items() if ".pooler." not in key}
@@ -123,7 +116,7 @@ def in_float64(monkeypatch):
 def test_the_reference_s_losses(name, launch, runs, quiet_encoder, tmp_path, monkeypatch):
     tensors = load_file(GOLDEN / "trajectory.safetensors")
     tensors = {n.removeprefix(f"{name}/"): t for n, t in tensors.items() if n.startswith(name)}
-    losses, steps, find_task = [], iter(range(40)), train.find_task
+    losses, steps, get_task = [], iter(range(40)), train.get_task
 
     def start(model, _):
         with torch.no_grad():
@@ -142,7 +135,7 @@ def test_the_reference_s_losses(name, launch, runs, quiet_encoder, tmp_path, mon
 
     monkeypatch.setattr(train, "hold_frozen_in", start)
     monkeypatch.setattr(train, "collate", next_batch)
-    monkeypatch.setattr(train, "find_task", lambda *x: replace(find_task(*x), loss=keep_loss))
+    monkeypatch.setattr(train, "get_task", lambda *x: replace(get_task(*x), loss=keep_loss))
     words = f"{WORDS} {RUNS[name]}".split()
     for task in ("rte", "sst2", "pick") if name == "fusion" else ():
         # without run.json, since the digest of the encoder's weights is another one in float64

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from formats.files import write_json
+from formats.files import read_json
 from reference import difference
 from runtime.kernels import attention, dropout
 from runtime.record import SKETCH, share_trained_on, sketch
@@ -49,13 +49,11 @@ def test_scores():
     assert macro_f1(labels, predictions) == pytest.approx((1 / 2 + 4 / 5 + 0) / 3)
 
 
-def test_a_share_is_estimated(tmp_path):
+def test_a_share_is_estimated():
     hashes = np.random.default_rng(0).integers(0, 2**64, 30_000, np.uint64).tolist()
     examples = [SimpleNamespace(hash=number) for number in hashes]
-    large, small = tmp_path / "large", tmp_path / "small"
-    for directory, size in ((large, 20_000), (small, SKETCH // 2)):
-        tasks = {"x": {"sketch": sketch(examples[:size])}}
-        write_json(directory / "run.json", {"tasks": tasks})
+    sketches = [sketch(examples[:size]) for size in (20_000, SKETCH // 2)]
+    large, small = ({"tasks": {"x": {"sketch": found}}} for found in sketches)
     assert abs(share_trained_on(large, examples) - 2 / 3) < 0.05
     assert share_trained_on(large, examples[:10_000]) == 1
     assert share_trained_on(small, examples[:SKETCH]) == 0.5
@@ -69,6 +67,7 @@ def test_what_adapters_have_seen(launch, runs, data_dir, tmp_path, capsys):
     launch(words, train_file=dev_file, dev_file=train_file, out=dev)
     words, copy = "--stage fusion --task rte --epochs 1", tmp_path / "fusion" / "adapters" / "rte"
     launch(words, adapters=[dev, runs / "sst2"], out=tmp_path / "fusion")
+    assert read_json(copy / "run.json") == read_json(dev / "run.json")
     for adapter in (dev, copy, runs / "rte"):
         capsys.readouterr()
         words = "--stage head --task rte --epochs 1 --overwrite"

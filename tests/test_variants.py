@@ -1,5 +1,4 @@
-"""variants/: PALs (Stickland and Murray, 2019) and Houlsby et al.'s recipe, what they compute and
-share, and how they begin."""
+"""variants/: what PALs and Houlsby et al.'s recipe compute and share, and how they begin."""
 
 import copy
 import math
@@ -23,13 +22,14 @@ def bert(encoder):
 def transcribed(pal, x, mask):
     """z of one PAL, example by example and head by head, without padding."""
     size, z = pal.config.size // pal.config.num_heads, torch.zeros_like(x)
+    down, up = pal.projections
     for b in range(len(x)):
         real = int(mask[b].sum())
-        y = pal.down(x[b, :real])
+        y = down(x[b, :real])
         q, k, v = (f(y).split(size, 1) for f in (pal.query, pal.key, pal.value))
         scores = [q_i @ k_i.T / math.sqrt(size) for q_i, k_i in zip(q, k, strict=True)]
         heads = [torch.softmax(s, 1) @ v_i for s, v_i in zip(scores, v, strict=True)]
-        y = pal.up(torch.cat(heads, 1))
+        y = up(torch.cat(heads, 1))
         z[b, :real] = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))  # GELU
     return z
 
@@ -43,11 +43,11 @@ def test_a_pal_is_parallel_to_the_whole_layer(bert):
     slot, x = layer.output_add_norm, torch.randn(*IDS.shape, 32, dtype=torch.float64)
     slot.register_forward_pre_hook(lambda _, given: seen.append(given))
     h = layer(x, mask[:, None, None])
-    f, inner, *_ = seen[0]
+    f, inner = seen[0]
     z = transcribed(slot.adapters["a"], x, MASK)
     assert (h - slot.norm(f + inner + z))[mask].abs().max() <= 1e-10
     first, second = (layer.output_add_norm.adapters["a"] for layer in bert.layers)
-    assert first.down is second.down and first.up is second.up and first.key is not second.key
+    assert first.projections == second.projections and first.key is not second.key
 
 
 @pytest.mark.parametrize("name, std", [("bert", 0.02), ("houlsby", 0.01), ("houlsby_code", 0.001)])

@@ -19,15 +19,13 @@ INITIALIZATIONS = {
 
 @dataclass
 class HoulsbyRecipeConfig(AdapterConfig):
-    """
-    Houlsby et al.'s architecture as in their code, with the tanh form of GELU, and copies of all of
-    BERT's LayerNorms, which are trained with the adapter and replace them while it is active. Their
-    training (weight decay 0.01, warm-up over 0.1 of the steps, lr 3e-4) and their head are not part
-    of it. It cannot be fused: z_n has a meaning only in the residual stream that its LayerNorms
-    make, and in a fusion all adapters share one.
+    """Houlsby et al.'s architecture as in their code, with the tanh form of GELU, and copies of all
+    of BERT's LayerNorms, which are trained with the adapter and replace them while it is active.
+    Their training (weight decay 0.01, warm-up over 0.1 of the steps, lr 3e-4) and their head are
+    not part of it. It cannot be fused: z_n has a meaning only in the residual stream that its
+    LayerNorms make, and in a fusion all adapters share one.
 
-    initialization   bert | houlsby | houlsby_code, see INITIALIZATIONS
-    """
+    initialization   bert | houlsby | houlsby_code, see INITIALIZATIONS"""
 
     mh_adapter: bool = True
     non_linearity: str = "gelu_new"
@@ -64,10 +62,10 @@ class LayerNormSlot(nn.LayerNorm):
     def __init__(self, norm):
         super().__init__(norm.normalized_shape, norm.eps)
         self.weight, self.bias = norm.weight, norm.bias
-        self.adapters, self.active, self.fusion, self.fused = nn.ModuleDict(), None, None, False
+        self.adapters, self.fusion, self.active = nn.ModuleDict(), None, None
 
     def forward(self, x):
-        return self.adapters[self.active](x) if self.active in self.adapters else super().forward(x)
+        return super().forward(x) if self.active is None else self.adapters[self.active](x)
 
 
 def layer_norm_slots(bert):

@@ -12,15 +12,13 @@ from runtime import kernels
 
 @dataclass
 class PALConfig:
-    """
-    Projected attention layers, 1.1 times BERT-base's parameters for eight tasks.
+    """Projected attention layers, 1.1 times BERT-base's parameters for eight tasks.
 
     size        the dimension in which it attends
     num_heads   attention heads there
     leave_out   layers (from 0) without one
 
-    All layers share the projections from d to that size, and back.
-    """
+    All layers share the projections from d to that size, and back."""
 
     size: int = 204
     num_heads: int = 6  # as their code has it; 12 in their paper
@@ -31,22 +29,24 @@ class PALConfig:
             raise ValueError(f"num_heads must divide the size {self.size}, not {self.num_heads}")
 
     def modules(self, bert):
-        """{(layer, "output"): PAL}"""
+        """{(layer, "output"): PAL}. Hooks of the layer tell it the layer's input, and let it forget
+        that behind the layer: it would keep the batch's activations alive."""
         modules, shared = {}, None
-        for layer, location in bert.slots:
-            if location == "output" and layer not in self.leave_out:
-                shared = modules[layer, location] = PAL(self, bert.config, shared)
+        for i, layer in enumerate(bert.layers):
+            if i not in self.leave_out:
+                pal = modules[i, "output"] = PAL(self, bert.config, shared)
+                shared = shared or pal
+                layer.register_forward_pre_hook(pal.remember, with_kwargs=True)
+                layer.register_forward_hook(pal.forget)
         return modules
 
 
 class PAL(nn.Module):
-    """
-    x is the input of a whole layer of BERT, at whose end z is added: LN(f + z + x'), where x' is
+    """x is the input of a whole layer of BERT, at whose end z is added: LN(f + z + x'), where x' is
     the input of the feed-forward sub-layer.
 
     z = GELU(U·g(D·x + b_D) + b_U), where g is self-attention without output matrix, as in Stickland
-    and Murray's code (Bert-n-Pals, modeling.py: BERTPals).
-    """
+    and Murray's code (Bert-n-Pals, modeling.py: BERTPals)."""
 
     def __init__(self, config, bert_config, shared=None):
         super().__init__()
@@ -54,33 +54,43 @@ class PAL(nn.Module):
         self.config = config
         self.attention_dropout = bert_config.attention_probs_dropout_prob
         self.query, self.key, self.value = (nn.Linear(size, size) for _ in range(3))
-        new = [self.query, self.key, self.value]
-        self.down = shared.down if shared else nn.Linear(d, size)
-        self.up = shared.up if shared else nn.Linear(size, d)
-        for linear in new if shared else [*new, self.down, self.up]:
+        if shared is None:
+            self.down, self.up = nn.Linear(d, size), nn.Linear(size, d)
+        for linear in self.children():
             nn.init.normal_(linear.weight, std=bert_config.initializer_range)
             nn.init.zeros_(linear.bias)
+        first = shared or self  # which alone has them as parameters: a tuple registers nothing
+        self.projections = first.down, first.up
+
+    def remember(self, layer, args, kwargs):
+        """x: the layer's input [B, T, d], mask: [B, 1, 1, T]"""
+        self.layer_x, self.mask = (*args, *kwargs.values())
+
+    def forget(self, layer, args, output):
+        self.layer_x, self.mask = None, None
 
     def h_and_residual(self, f, x, norm):
         """What fusion's query reads, and the residual, as in the paper's own adapter."""
         return norm(f + x), f
 
-    def z(self, h, layer_x, mask):
-        """layer_x: the layer's input [B, T, d], mask: [B, 1, 1, T] -> [B, T, d]"""
-        y = self.down(layer_x)  # [B, T, d] -> [B, T, size]
+    def z(self, h):
+        """Of the layer's input, whatever h is: [B, T, d]"""
+        down, up = self.projections
+        y = down(self.layer_x)  # [B, T, d] -> [B, T, size]
         q, k, v = (
             part(y).unflatten(2, (self.config.num_heads, -1)).transpose(1, 2)  # [B, H, T, size/H]
             for part in (self.query, self.key, self.value)
         )
-        y = kernels.attention(q, k, v, mask, self.attention_dropout if self.training else 0.0)
-        return F.gelu(self.up(y.transpose(1, 2).flatten(2)))  # [B, T, size] -> [B, T, d]
+        p = self.attention_dropout if self.training else 0.0
+        y = kernels.attention(q, k, v, self.mask, p).transpose(1, 2).flatten(2)  # [B, T, size]
+        return F.gelu(up(y))  # [B, T, size] -> [B, T, d]
 
     def close(self, output, x, norm):
         return norm(output + x)
 
-    def forward(self, f, x, norm, layer_x, mask):
+    def forward(self, f, x, norm):
         """As Adapter.forward."""
-        return norm(f + self.z(f, layer_x, mask) + x)
+        return norm(f + self.z(f) + x)
 
 
 ADAPTERS["pal"] = PALConfig
