@@ -183,7 +183,7 @@ def check_low_rank(fusion, adapters):
                 torch.manual_seed(0)
                 found.append(torch.cat([form(h, adapters), fusion.s], -1))
             if not all((o - found[0]).abs().max() <= 1e-4 * found[0].abs().max() for o in found):
-                raise ValueError("low_rank no longer computes what textbook makes of z: edit both")
+                raise ValueError("low_rank no longer computes textbook: edit both, or `bottleneck`")
 
 
 def fusions(bert):
