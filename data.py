@@ -9,8 +9,7 @@ softmax over their scores.
     tokenizer = load_tokenizer(directory, max_length=128)   # of formats.tokenizer
     train_set = load_split(task, source, "train", tokenizer)
     for indices in batches(train_set, batch_size=32, seed=0):
-        batch = collate([train_set[i] for i in indices], pad_token_id=0)
-"""
+        batch = collate([train_set[i] for i in indices], pad_token_id=0)"""
 
 import hashlib
 import math
@@ -232,7 +231,8 @@ def own_task(name, source):
     with error_prefix(where):
         if "label" not in rows[0] or not columns:
             missing = "text_a" if "label" in rows[0] else "label"
-            problem = f"column {missing!r} is missing, or empty; it has {', '.join(theirs[0]):.200}"
+            wanted = source.column_names.get(missing, missing)
+            problem = f"no column {wanted!r}, or it is empty; it has {', '.join(theirs[0]):.200}"
             raise ValueError(f"{problem}: --columns {missing}=NAME says which one it is")
         if "choices" not in columns:
             return with_columns(name, columns, own_labels(rows))

@@ -223,6 +223,8 @@ def load_run(directory, device="cpu", model=None, task=None):
 
 def read_finished(directory):
     """The run.json of a finished run. Raises FileNotFoundError for a directory that holds none."""
+    if not Path(directory).is_dir():
+        raise FileNotFoundError(f"there is no directory {directory}")
     if not (Path(directory) / "metrics.json").is_file() or not read_run(directory):
         raise FileNotFoundError(f"no finished run in {directory}: it has no metrics.json")
     return read_run(directory)

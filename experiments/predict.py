@@ -102,6 +102,7 @@ def main(argv=None):
                 print(line_of_text(labels, answer, run.candidates(given)[best]))
             if args.picture:
                 draw(run, run.fusion_weights([given])[best], args.picture)
+                print(args.picture, file=sys.stderr)
     if cut and not args.json:
         length = run.record["tasks"][run.task.name]["max_length"]
         print(f"note: {cut} of {len(inputs)} inputs were cut to {length} tokens", file=sys.stderr)

@@ -88,7 +88,7 @@ def describe(args, bert, tokenizer, adapters, data, trainable):
         for name, saved in adapters.items():
             if share := share_trained_on(saved.run, dev_set):
                 problem = f"{name} was TRAINED on {share:.0%} of this run's development examples"
-                print(f"WARNING: adapter {problem}: its scores say little about new ones")
+                print(f"WARNING: adapter {problem}, or on equal ones: scores say little")
     train, dev = (sum(map(len, sets)) for sets in list(zip(*data, strict=True))[1:])
     trained = sum(p.numel() for p in trainable.values())
     millions = sum(p.numel() for p in bert.own_parameters().values()) / 1e6

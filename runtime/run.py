@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from formats.adapterhub import ADAPTER, FUSION, HEAD, read_run
-from formats.files import atomic_write, read_json, read_tensors, write_json
+from formats.files import atomic_write, note, read_json, read_tensors, write_json
 from formats.tokenizer import TOKENIZER_FILES
 from runtime.adapters import named
 from runtime.processes import all_reduce, deferred_signals, rank_and_world_size
@@ -198,6 +198,9 @@ class Run:
             clear(self.out, ["resume.pt", ".lock"])
         if diverged:
             raise FloatingPointError(f"{diverged}; epoch {state.best_epoch} is kept in {self.out}")
+        majority = record["tasks"].get(args.task, {}).get("majority", -1)
+        if result.get("accuracy", 2) <= majority:
+            note("no better than the most frequent label: more --epochs, --patience, may help")
         best = f"best epoch: {state.best_epoch}, dev {args.score} {result[args.score]:.4f}"
         print(f"{best}; stopped after epoch {state.epoch - 1} of at most {args.epochs}", flush=True)
         return result

@@ -98,8 +98,8 @@ for path in (DEV, WEIGHTS, CONFIG, TOKENS, "model/added_tokens.json"):
     dangle = lambda path: path.unlink(missing_ok=True) or path.symlink_to("gone")  # noqa: E731
     CASES.append(("", f"{path} is a link that leads nowhere", {path: dangle}))
 for columns, say in [  # the messages have the file's own names, whatever is renamed
-    ("text_a=Review label=gold", "column 'text_a' is missing, or empty; it has Review (raw)"),
-    ("labl=gold text_a=id", "column 'label' is missing, or empty; it has Review (raw), id, gold"),
+    ("text_a=Review label=gold", "no column 'Review', or it is empty; it has Review (raw)"),
+    ("labl=gold text_a=id", "no column 'label', or it is empty; it has Review (raw), id, gold"),
     ("text_b=id text_a=Review label=gold", "--columns text_a=...: the task, or its files, have"),
 ]:
     words = f"--task mine --train-file mine.csv --dev-fraction 0.5 --columns {columns}"
