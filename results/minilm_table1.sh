@@ -6,7 +6,7 @@ python -m experiments.tables --model minilm --data-dir CUT --out runs/table1 --j
     --systems st_a_16 full fusion_st_a head \
     --adapter-options '--lr 5e-4 --epochs 8 --patience 2' --head-options '--lr 1e-3 --epochs 8 --patience 2' \
     --full-options '--lr 5e-5 --epochs 4' --fusion-options '--lr 5e-4 --epochs 4' -- --dtype bfloat16
-for task in scitail boolq mrpc; do # minilm_control.csv
+for task in scitail boolq mrpc rte cb; do # minilm_control.csv
     python -m experiments.composition --model minilm --data-dir CUT --target $task --sources mnli --systems own fusion_of_own --seeds 0 1 2 \
         --adapter-options '--lr 5e-4 --epochs 8 --patience 2' --fusion-options '--lr 5e-4 --epochs 4' --out runs/control-$task -- --dtype bfloat16
 done
