@@ -1,13 +1,12 @@
 """Φ: task adapters, the small networks trained in stage 1 (section 2.2, Figure 5); and heads.
 
-add_adapter(bert, "rte", AdapterConfig.pfeiffer(reduction_factor=16))  # trainable, active
-load_adapter(bert, "runs/rte")                                         # AdapterHub's files
+add_adapter(bert, "rte", AdapterConfig.pfeiffer(reduction_factor=16))  # new: trained, active
+load_adapter(bert, "runs/rte")                                         # saved: frozen
 activate(bert, "rte")                                                  # None: plain BERT
 save_adapter(bert, "rte", "runs/rte")"""
 
 import math
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -20,9 +19,86 @@ from formats.files import error_prefix
 from runtime.command import look_up
 
 
+class Adapter(nn.Module):
+    """The paper's own adapter (Figure 5, on the right), in the AddNorm that closes the feed-forward
+    sub-layer. Both "Add & Norm" of the figure are BERT's one LayerNorm there."""
+
+    def __init__(self, config, hidden_size, bottleneck_size):
+        super().__init__()
+        self.config = config
+        self.down = nn.Linear(hidden_size, bottleneck_size)  # D
+        activation = ACTIVATIONS[config.non_linearity]
+        self.act = activation() if isinstance(activation, type) else activation
+        self.up = nn.Linear(bottleneck_size, hidden_size)  # U
+        for linear in (self.down, self.up):  # as in adapters 1.3; the paper does not say
+            nn.init.normal_(linear.weight, std=0.02)
+            nn.init.zeros_(linear.bias)
+
+    def forward(self, f, x, norm):
+        """f: the sub-layer's output, x: its input, norm: BERT's LayerNorm; [B, T, d] each -> [B, T,
+        d]"""
+        h = norm(f + x)
+        z = self.z(h)
+        return norm(f + z + x)
+
+    def z(self, h):
+        """z = U·a + b_U: [B, T, d] -> [B, T, d]"""
+        return self.up(self.bottleneck(h))  # [B, T, r] -> [B, T, d]
+
+    def bottleneck(self, h):
+        """a = act(D·h + b_D): [B, T, d] -> [B, T, r]"""
+        return self.act(self.down(h))
+
+    # `forward` in the three pieces between which a fusion mixes the z of several adapters:
+    # close(z(h) + residual, x, norm). `add_fusion` compares the two.
+
+    def h_and_residual(self, f, x, norm):
+        """What the adapter reads, and what is added to its z: [B, T, d] each"""
+        return norm(f + x), f
+
+    def close(self, output, x, norm):
+        """Back into the residual stream: [B, T, d] -> [B, T, d]"""
+        return norm(output + x)
+
+
+class GridAdapter(Adapter):
+    """All other points of the paper's grid (Figure 5), by the fields of AdapterConfig. An edit of
+    `forward`, `h_and_residual` or `close` above does not reach them, one of the others does."""
+
+    def __init__(self, config, hidden_size, bottleneck_size):
+        super().__init__(config, hidden_size, bottleneck_size)
+        self.norm_before = nn.LayerNorm(hidden_size) if config.ln_before else nn.Identity()
+        self.norm_after = nn.LayerNorm(hidden_size) if config.ln_after else None
+
+    def forward(self, f, x, norm):
+        h, residual = self.h_and_residual(f, x, norm)
+        z = self.z(h)
+        if self.norm_after is None:
+            output = z + residual
+        elif self.config.adapter_residual_before_ln:
+            output = self.norm_after(z + residual)
+        else:
+            output = self.norm_after(z) + residual
+        return self.close(output, x, norm)
+
+    def bottleneck(self, h):
+        return super().bottleneck(self.norm_before(h))
+
+    def h_and_residual(self, f, x, norm):
+        h = norm(f + x) if self.config.original_ln_before else f
+        if self.config.residual_before_ln == "post_add":
+            return h, f + x
+        return h, f if self.config.residual_before_ln else h
+
+    def close(self, output, x, norm):
+        """Without original_ln_after nothing adds x: it is there only if the residual holds it."""
+        return norm(output + x) if self.config.original_ln_after else output
+
+
 @dataclass
 class AdapterConfig:
-    """Any point of the paper's grid (appendix A.2, Figure 5), under AdapterHub's field names.
+    """Any point of the paper's grid (appendix A.2, Figure 5), under AdapterHub's field names. The
+    defaults are the paper's own adapter.
 
     mh_adapter, output_adapter   where: after the attention ("bottom"), the feed-forward ("top")
     reduction_factor             bottleneck r = hidden_size // reduction_factor, at least 1; a
@@ -50,8 +126,9 @@ class AdapterConfig:
     leave_out: list = field(default_factory=list)
 
     def __post_init__(self):
-        allowed = {f.name: (True, False) for f in fields(self) if f.type is bool}
-        allowed |= {"residual_before_ln": (True, False, "post_add"), "non_linearity": ACTIVATIONS}
+        allowed = {f.name: [True, False] for f in fields(self) if f.type is bool}
+        allowed["residual_before_ln"] = [True, False, "post_add"]
+        allowed["non_linearity"] = [*ACTIVATIONS]
         for name, values in allowed.items():
             if (value := getattr(self, name)) not in values:
                 known = ", ".join(map(str, values))
@@ -60,7 +137,8 @@ class AdapterConfig:
             is_number = type(factor) in (int, float) and 0 < factor < math.inf
             if not is_number or (layer != "default" and not layer.isdecimal()):
                 raise ValueError(f"reduction_factor cannot be {layer!r:.50}: {factor!r:.50}")
-        if not isinstance(self.leave_out, list) or {*map(type, self.leave_out)} - {int}:
+        is_list = isinstance(self.leave_out, list)
+        if not is_list or not all(type(layer) is int for layer in self.leave_out):
             raise ValueError(f"leave_out must be a list of layers, not {self.leave_out!r:.50}")
         if self.residual_before_ln == "post_add" and not self.original_ln_before:
             raise ValueError("residual_before_ln='post_add' needs original_ln_before")
@@ -96,73 +174,35 @@ class AdapterConfig:
             raise ValueError(f"reduction_factor names neither layer {layer} nor a default")
         return max(int(hidden_size // factors.get(str(layer), factors.get("default"))), 1)
 
+    def module(self, hidden_size, layer):
+        """A new Adapter of this configuration."""
+        is_the_papers = (
+            self.original_ln_before
+            and self.original_ln_after
+            and not self.ln_before
+            and not self.ln_after
+            and self.residual_before_ln is True
+        )
+        adapter_class = Adapter if is_the_papers else GridAdapter
+        return adapter_class(self, hidden_size, self.bottleneck_size(hidden_size, layer))
+
     def modules(self, bert):
         """{(layer, location): a new Adapter} for every place where this adapter sits."""
-        d, layers = bert.config.hidden_size, len(bert.layers)
+        layers = len(bert.layers)
         named = {*self.leave_out, *(int(key) for key in self.factors() if key != "default")}
         if outside := named - {*range(layers)}:
             raise ValueError(f"the encoder has layers 0 to {layers - 1}, and no {min(outside)}")
-        sits_at = {"attention": self.mh_adapter, "output": self.output_adapter}
-        return {
-            (layer, location): Adapter(self, d, self.bottleneck_size(d, layer))
-            for layer in range(layers)
-            for location in sits_at
-            if sits_at[location] and layer not in self.leave_out
-        }
+        modules = {}
+        for layer in range(layers):
+            if self.mh_adapter and layer not in self.leave_out:
+                modules[layer, "attention"] = self.module(bert.config.hidden_size, layer)
+            if self.output_adapter and layer not in self.leave_out:
+                modules[layer, "output"] = self.module(bert.config.hidden_size, layer)
+        return modules
 
 
-class Adapter(nn.Module):
-    """One adapter in one AddNorm, with its LayerNorms and residual (Figure 5)."""
-
-    def __init__(self, config, hidden_size, bottleneck_size):
-        super().__init__()
-        self.config = config
-        self.norm_before = nn.LayerNorm(hidden_size) if config.ln_before else nn.Identity()
-        self.down = nn.Linear(hidden_size, bottleneck_size)  # D
-        self.act = deepcopy(ACTIVATIONS[config.non_linearity])  # nn.PReLU(), say: each its own
-        self.up = nn.Linear(bottleneck_size, hidden_size)  # U
-        self.norm_after = nn.LayerNorm(hidden_size) if config.ln_after else None
-        for linear in (self.down, self.up):  # as in adapters 1.3; the paper does not say
-            nn.init.normal_(linear.weight, std=0.02)
-            nn.init.zeros_(linear.bias)
-
-    def h_and_residual(self, f, x, norm):
-        """What the adapter reads, and what is added to its output: [B, T, d] each"""
-        # the lower and the upper "Add & Norm" of Figure 5, here and in `close`, are one LayerNorm
-        h = norm(f + x) if self.config.original_ln_before else f
-        kind = self.config.residual_before_ln
-        residual = f + x if kind == "post_add" else f if kind else h
-        return h, residual
-
-    def bottleneck(self, h):
-        """a = act(D·norm_before(h) + b_D): [B, T, d] -> [B, T, r]"""
-        return self.act(self.down(self.norm_before(h)))
-
-    def z(self, h):
-        """z = U·a + b_U, [B, T, d] -> [B, T, d]: the output without the residual, which is what a
-        fusion mixes. `Fusion.low_rank` computes it in another way: `add_fusion` compares them."""
-        return self.up(self.bottleneck(h))  # [B, T, r] -> [B, T, d]
-
-    def close(self, output, x, norm):
-        """Back into the residual stream: LN(output + x). Without original_ln_after it is `output`
-        itself, which then holds x only if the residual does."""
-        return norm(output + x) if self.config.original_ln_after else output
-
-    def forward(self, f, x, norm):
-        """f: sub-layer output, x: its input, norm: BERT's own LayerNorm; [B, T, d] -> [B, T, d]"""
-        h, residual = self.h_and_residual(f, x, norm)
-        z = self.z(h)
-        if self.norm_after is None:
-            output = z + residual
-        elif self.config.adapter_residual_before_ln:
-            output = self.norm_after(z + residual)
-        else:
-            output = self.norm_after(z) + residual
-        return self.close(output, x, norm)
-
-
-# --adapter NAME: a function of the fields in --adapter-config that returns an AdapterConfig, or a
-# class of your own, with its fields as attributes, and `modules`
+# --adapter NAME: a function that takes the fields in --adapter-config and returns a configuration.
+# A configuration is an AdapterConfig, or a dataclass of your own with a method `modules`.
 ADAPTERS = {
     "pfeiffer": AdapterConfig.pfeiffer,
     "houlsby": AdapterConfig.houlsby,
@@ -170,10 +210,18 @@ ADAPTERS = {
 }
 
 
-def add_adapter(bert, name, config, saved=None):
-    """Adds an adapter wherever its configuration says, in fp32 even where the encoder is in bf16. A
-    new one is activated, and is then all that is trained; with the tensors of a `saved` one it is
-    frozen, and not active. Raises ValueError, and nothing has changed."""
+def add_adapter(bert, name, config):
+    """Adds a new adapter wherever its configuration says, and activates it. It is then all that is
+    trained. Raises ValueError, and the encoder computes what it did."""
+    modules = new_modules(bert, name, config)
+    bert.requires_grad_(False)  # all but the new modules, which are not in it yet
+    insert(bert, name, config, modules)
+    activate(bert, name)
+
+
+def new_modules(bert, name, config):
+    """{(layer, location): module} of a new adapter, not yet in the encoder; in fp32 even where the
+    encoder is held in bf16."""
     adapterhub.check_name(name)
     if name in bert.adapter_configs:
         raise ValueError(f"there is already an adapter called {name!r}")
@@ -182,17 +230,13 @@ def add_adapter(bert, name, config, saved=None):
     for module in modules.values():
         module.to(bert.device, torch.promote_types(bert.dtype, torch.float32))  # fp64 in tests
         module.train(bert.training)
-    if saved is None:
-        bert.requires_grad_(False)  # all but the new modules, which are not in it yet
-    else:
-        saved.copy_into(file_tensors(modules))
-        for module in modules.values():
-            module.requires_grad_(False)
+    return modules
+
+
+def insert(bert, name, config, modules):
     for key, module in modules.items():
         bert.slots[key].adapters[name] = module
     bert.adapter_configs[name] = config
-    if saved is None:
-        set_active(bert, name)
 
 
 def adapter_modules(bert, name):
@@ -203,23 +247,18 @@ def adapter_modules(bert, name):
 
 
 def activate(bert, active=None):
-    """Chooses what is computed, as `set_active` does, and freezes all parameters."""
-    set_active(bert, active)
-    bert.requires_grad_(False)
-
-
-def set_active(bert, active):
     """Chooses what is computed: None, plain BERT; the name of an adapter; or a tuple of names, the
-    fusion of these adapters in its order. A slot where none of them sits computes plain BERT."""
-    is_fusion = isinstance(active, tuple)
-    names = active if is_fusion else [] if active is None else [active]
+    fusion of these adapters in its order. A slot where none of them sits computes plain BERT. What
+    is trained stays as it is."""
+    names = active if isinstance(active, tuple) else [active] if active is not None else []
+    here = {key: [] for key in bert.slots}  # the names that sit in each slot
     for name in names:
-        adapter_modules(bert, name)  # raises ValueError if it is not there
-    here = {key: [n for n in names if n in slot.adapters] for key, slot in bert.slots.items()}
-    if is_fusion:
-        fused = {key: s.fusion.adapter_names if s.fusion else [] for key, s in bert.slots.items()}
-        if here != fused:
-            raise ValueError(f"the encoder has no fusion of {', '.join(names)}, in this order")
+        for key in adapter_modules(bert, name):  # raises ValueError if it is not there
+            here[key].append(name)
+    if isinstance(active, tuple):
+        for key, slot in bert.slots.items():
+            if here[key] != (slot.fusion.adapter_names if slot.fusion else []):
+                raise ValueError(f"the encoder has no fusion of {', '.join(names)}, in this order")
     for key, slot in bert.slots.items():
         slot.active = active if here[key] else None
     bert.active = active
@@ -229,57 +268,64 @@ def set_active(bert, active):
 
 
 def file_tensors(modules):
-    """{(path of the slot, name in the file): parameter} of {(layer, location): Adapter or Fusion}.
-    AdapterHub has names of its own for an adapter's parts, two for a LayerNorm before it."""
+    """{(path of the slot, name in the file): tensor} of {(layer, location): Adapter or Fusion}: all
+    parameters and buffers. AdapterHub has names of its own for an adapter's parts, and two for a
+    LayerNorm before it."""
     tensors = {}
     for key, module in modules.items():
-        parameters = dict(module.named_parameters())
-        has_norm = "norm_before.weight" in parameters
+        state = module.state_dict(keep_vars=True)
+        has_norm = "norm_before.weight" in state
         table = adapterhub.NAMES_WITH_NORM_BEFORE if has_norm else adapterhub.NAMES
-        for name, p in parameters.items():
+        for name, tensor in state.items():
             module_name, _, part = name.rpartition(".")
             theirs = [f"{their}.{part}" for their, ours in table if ours == module_name]
             for file_name in theirs or [name]:
-                tensors[adapterhub.slot_path(key), file_name] = p
+                tensors[adapterhub.slot_path(key), file_name] = tensor
     return tensors
 
 
 def save_adapter(bert, name, directory):
-    """Writes adapter_config.json and adapter.safetensors, fp32."""
+    """Writes adapter_config.json and adapter.safetensors."""
     tensors, config = file_tensors(adapter_modules(bert, name)), bert.adapter_configs[name]
-    options = dict(vars(config))
-    if type(config) is not AdapterConfig:
-        options["architecture"] = type(config).__name__  # see class_of
+    options = {**adapterhub.NOT_IN_THE_PAPER, **vars(config)}
+    if type(config) is not AdapterConfig or not adapterhub.is_known(vars(config), tensors):
+        options = own_kind(config, vars(config))
     header = adapterhub.header(name, bert.config, bert.source)
-    adapterhub.write_adapter(directory, options, tensors, header)
+    adapterhub.write(directory, adapterhub.ADAPTER, options, tensors, header)
 
 
 def load_adapter(bert, source, name=None):
     """Inserts a saved adapter into the encoder, frozen and not yet active. source: a run, an
     AdapterHub directory, a hub id, or the Saved that was read there; name: what to call it here,
     otherwise what its file says. Returns the name. Raises FileNotFoundError without an adapter
-    there, and ValueError if it does not fit the encoder, which is then unchanged."""
+    there, and ValueError if it does not fit the encoder, which then computes what it did."""
     is_read = isinstance(source, adapterhub.Saved)
     saved = source if is_read else adapterhub.read(source, adapterhub.ADAPTER)
-    name, options = name or saved.name, saved.options
+    name = name or saved.name
     with error_prefix(saved.directory):
         saved.check_encoder(bert)
-        config_class = class_of(saved, ADAPTERS, AdapterConfig)
-        if config_class is AdapterConfig:
-            options = adapterhub.bottleneck_options(options, saved.metadata)
-        known = vars(config_class())
-        config = config_class(**{field: v for field, v in options.items() if field in known})
-        add_adapter(bert, name, config, saved)
+        if "architecture" in saved.options:
+            config = class_of(saved, ADAPTERS, AdapterConfig)(**saved.options["fields"])
+        else:
+            config = AdapterConfig(**adapterhub.bottleneck_options(saved.options, saved.metadata))
+        modules = new_modules(bert, name, config)
+        saved.copy_into(file_tensors(modules))
+    for module in modules.values():
+        module.requires_grad_(False)
+    insert(bert, name, config, modules)
     return name
 
 
+def own_kind(one, fields):
+    """The options in the file of something that AdapterHub's library would compute otherwise: it
+    refuses a file that has an architecture."""
+    return {"architecture": type(one).__name__, "fields": fields}
+
+
 def class_of(saved, entries, ours):
-    """The class of what is saved: `ours`, or that of a fork, whose name is in the file (which
-    AdapterHub's library therefore refuses). The class itself must be one of the entries."""
-    if "architecture" not in saved.options:
-        return ours
+    """The class whose name `own_kind` wrote: `ours`, or one of the entries of a dictionary."""
     classes = {entry.__name__: entry for entry in entries.values() if isinstance(entry, type)}
-    return look_up(classes, saved.options["architecture"], "the class")
+    return look_up({ours.__name__: ours, **classes}, saved.options["architecture"], "the class")
 
 
 # ---- Prediction heads ----------------------------------------------------------------------------
@@ -300,8 +346,9 @@ class Head(nn.Module):
         self.config = config = adapterhub.head_options(config)  # with AdapterHub's defaults
         is_multiple_choice = config["head_type"] == "multiple_choice"
         self.num_outputs = config["num_choices" if is_multiple_choice else "num_labels"]  # K
-        rates = (config["dropout_prob"], bert_config.classifier_dropout)
-        p = next((rate for rate in rates if rate is not None), bert_config.hidden_dropout_prob)
+        p = bert_config.hidden_dropout_prob
+        for more_specific in (bert_config.classifier_dropout, config["dropout_prob"]):
+            p = p if more_specific is None else more_specific
         d = bert_config.hidden_size
         # Classification has one output for each label. Each choice of a multiple-choice example is
         # an input of its own, and the same single output scores all of them.
@@ -328,17 +375,17 @@ HEADS = {"cls": Head}  # --head NAME: Head, or a class of your own
 
 
 def head_tensors(head):
-    """{("heads", name in the file): parameter}, without the pooler, which is a part of Θ's files"""
-    own = {name: p for name, p in head.named_parameters() if not name.startswith("pooler.")}
-    return {("heads", name.removeprefix("layers.")): p for name, p in own.items()}
+    """{("heads", name in the file): tensor}, without the pooler, which is a part of Θ's files"""
+    state = head.state_dict(keep_vars=True)
+    own = {name: tensor for name, tensor in state.items() if not name.startswith("pooler.")}
+    return {("heads", name.removeprefix("layers.")): tensor for name, tensor in own.items()}
 
 
 def save_head(head, bert, name, directory):
     """Writes head_config.json and model_head.safetensors into `directory`."""
     header, options = adapterhub.header(name, bert.config, bert.source), head.config
-    if type(head) is not Head:  # see class_of; what AdapterHub's library looks at is the head_type
-        mark = type(head).__name__
-        options = {"head_type": mark, "architecture": mark, "config": options}
+    if type(head) is not Head:  # of a head, AdapterHub's library looks at the head_type
+        options = {"head_type": type(head).__name__, **own_kind(head, options)}
     adapterhub.write(directory, adapterhub.HEAD, options, head_tensors(head), header)
 
 
@@ -347,8 +394,10 @@ def load_head(bert, directory):
     saved = adapterhub.read(directory, adapterhub.HEAD)
     with error_prefix(saved.directory):
         saved.check_encoder(bert)
-        options = saved.options.get("config", saved.options)
-        head = class_of(saved, HEADS, Head)(options, bert.config)
+        head_class, options = Head, saved.options
+        if "architecture" in options:
+            head_class, options = class_of(saved, HEADS, Head), options["fields"]
+        head = head_class(options, bert.config)
         saved.copy_into(head_tensors(head))
     if head.pooler is not None:
         head.pooler.load_state_dict(read_pooler(bert.directory))

@@ -6,17 +6,13 @@
 Shapes: B batch, T tokens, d hidden_size, H attention heads. Figures, sections and equations are the
 paper's. "adapters 1.3" is AdapterHub's library, the reference implementation of AdapterFusion."""
 
+import math
 import re
 from dataclasses import asdict, dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-from formats import encoder
-from formats.files import error_prefix
-from runtime import kernels  # attention, dropout and embedding, as PyTorch's, but faster
-from runtime.command import look_up
 
 ACTIVATIONS = {
     "gelu": F.gelu,  # the exact one, by erf, as in transformers
@@ -43,7 +39,7 @@ class BertConfig:
     classifier_dropout: float | None = None
     max_position_embeddings: int = 512
     type_vocab_size: int = 2  # 0: the encoder has no token types
-    initializer_range: float = 0.02  # of new weights beside the encoder, in heads
+    initializer_range: float = 0.02  # the standard deviation of a new head's weights
     layer_norm_eps: float = 1e-12
     pad_token_id: int | None = None  # where config.json has none: 0, or 1 for RoBERTa
     position_embedding_type: str = "absolute"
@@ -54,7 +50,28 @@ class BertConfig:
         if self.pad_token_id is None:
             self.pad_token_id = 1 if self.model_type == "roberta" else 0
         if self.position_embedding_type != "absolute" or self.is_decoder:
-            raise ValueError("what can be computed are encoders with absolute position embeddings")
+            raise ValueError("only encoders with absolute position embeddings can be computed")
+
+
+def dropout(x, p, training):
+    """F.dropout, on a CPU in a third of its time: from 16 random bits for each element, so that p
+    is rounded to a multiple of 1/65,536."""
+    if not training or p == 0 or x.device.type != "cpu":
+        return F.dropout(x, p, training)
+    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
+    keep = bits.view(torch.int16)[: x.numel()].view(x.shape) >= round(2**16 * p) - 2**15
+    return (x * keep).mul_(1 / (1 - p))
+
+
+def attention(q, k, v, mask, p):
+    """softmax(q kᵀ / √(d/H) + mask) v, where each weight is dropped with probability p. q, k, v:
+    [B, H, T, d/H]; mask: see `Bert.mask` -> [B, H, T, d/H]"""
+    if p == 0 or q.device.type != "cpu":  # PyTorch's own is the faster one, but for dropout on CPUs
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
+    scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)  # [B, H, T, T]
+    if mask is not None:
+        scores += mask
+    return dropout(scores.softmax(-1), p, training=True) @ v
 
 
 class AddNorm(nn.Module):
@@ -63,7 +80,7 @@ class AddNorm(nn.Module):
 
     adapters   every Φ_n that sits here, by name (adapter.py)
     fusion     Ψ over some of them (fusion.py), or None
-    active     what is computed here: None, plain BERT; a name, that Φ; or a tuple of names, Ψ"""
+    active     what is computed here: None, plain BERT; a name, that Φ; a tuple of names, Ψ"""
 
     def __init__(self, config):
         super().__init__()
@@ -94,31 +111,28 @@ class Layer(nn.Module):
         self.attention_dense = nn.Linear(d, d)
         self.attention_add_norm = AddNorm(config)  # "bottom" in section 2.2.3
         self.intermediate = nn.Linear(d, config.intermediate_size)
-        self.activation = look_up(ACTIVATIONS, config.hidden_act, "hidden_act")
+        self.activation = ACTIVATIONS[config.hidden_act]
         self.output_dense = nn.Linear(config.intermediate_size, d)
         self.output_add_norm = AddNorm(config)  # "top", where the paper's own adapter sits
         self.attention_dropout = config.attention_probs_dropout_prob
         self.hidden_dropout = config.hidden_dropout_prob
 
     def forward(self, x, mask):
-        """x: [B, T, d]; mask: [B, 1, 1, T], True on real tokens -> [B, T, d]"""
-        parts = (self.query, self.key, self.value)
-        q, k, v = (self.split_heads(linear(x)) for linear in parts)  # [B, H, T, d/H] each
-        context = self.attention(q, k, v, mask).transpose(1, 2).reshape(x.shape)  # [B, T, d]
-        f = kernels.dropout(self.attention_dense(context), self.hidden_dropout, self.training)
+        """x: [B, T, d]; mask: see `Bert.mask` -> [B, T, d]"""
+        q = self.split_heads(self.query(x))  # [B, H, T, d/H]
+        k = self.split_heads(self.key(x))
+        v = self.split_heads(self.value(x))
+        p = self.attention_dropout if self.training else 0.0
+        context = attention(q, k, v, mask, p).transpose(1, 2).reshape(x.shape)  # [B, T, d]
+        f = dropout(self.attention_dense(context), self.hidden_dropout, self.training)
         x = self.attention_add_norm(f, x)
         f = self.output_dense(self.activation(self.intermediate(x)))  # d -> intermediate_size -> d
-        f = kernels.dropout(f, self.hidden_dropout, self.training)
+        f = dropout(f, self.hidden_dropout, self.training)
         return self.output_add_norm(f, x)
 
     def split_heads(self, x):
         """[B, T, d] -> [B, H, T, d/H]"""
         return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
-
-    def attention(self, q, k, v, mask):
-        """softmax(q kᵀ / √(d/H)) v over the real tokens, with dropout on the softmax in training:
-        [B, H, T, d/H] each -> [B, H, T, d/H]"""
-        return kernels.attention(q, k, v, mask, self.attention_dropout if self.training else 0.0)
 
 
 class Bert(nn.Module):
@@ -139,16 +153,16 @@ class Bert(nn.Module):
         "output_add_norm.norm": "output.LayerNorm",
     }
 
-    def __init__(self, config, layer_class=Layer):
+    def __init__(self, config):
         super().__init__()
         self.config = config
         d = config.hidden_size
-        self.word_embeddings = kernels.embedding(config.vocab_size, d)
-        self.position_embeddings = kernels.embedding(config.max_position_embeddings, d)
+        self.word_embeddings = nn.Embedding(config.vocab_size, d)
+        self.position_embeddings = nn.Embedding(config.max_position_embeddings, d)
         if config.type_vocab_size:
-            self.token_type_embeddings = kernels.embedding(config.type_vocab_size, d)
+            self.token_type_embeddings = nn.Embedding(config.type_vocab_size, d)
         self.embeddings_norm = nn.LayerNorm(d, eps=config.layer_norm_eps)
-        self.layers = nn.ModuleList(layer_class(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
         # Where something can be plugged in: {(layer, location): AddNorm}, from bottom to top.
         self.slots = {}
         for i, layer in enumerate(self.layers):
@@ -156,23 +170,34 @@ class Bert(nn.Module):
             self.slots[i, "output"] = layer.output_add_norm
         self.adapter_configs = {}  # {name: configuration} of the adapters in the slots (adapter.py)
         self.active = None  # as in AddNorm, of all layers: what `activate` of adapter.py was given
-        self.source = self.directory = None  # from_pretrained's argument, and where its files are
-        self.hub_config, self.sha256 = {}, None  # all of config.json, and a digest of all weights
+        # What from_pretrained was given, where its files are, all of config.json, and the digest
+        self.source = self.directory = None
+        self.hub_config, self.sha256 = {}, None
 
     def forward(self, input_ids, token_type_ids=None, attention_mask=None):
         """LongTensors [B, T], in this order (in `transformers` the mask is second); attention_mask
         is 1 on real tokens. Without token types all are 0, without a mask all tokens are real.
         Returns the last layer's hidden states [B, T, d]."""
-        mask = None if attention_mask is None else attention_mask.bool()[:, None, None]
+        for slot in self.slots.values():
+            if slot.fusion is not None:
+                slot.fusion.s = None  # `fusion_weights` is about this batch alone
         x = self.word_embeddings(input_ids) + self.position_embeddings(self.positions(input_ids))
         if self.config.type_vocab_size:
             types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
             x = x + self.token_type_embeddings(types)
         x = self.embeddings_norm(x)
-        x = kernels.dropout(x, self.config.hidden_dropout_prob, self.training)  # [B, T, d]
+        x = dropout(x, self.config.hidden_dropout_prob, self.training)  # [B, T, d]
+        mask = self.mask(x, attention_mask)
         for layer in self.layers:
             x = layer(x, mask)
         return x
+
+    def mask(self, x, attention_mask):
+        """What is added to the scores of attention: 0 for real tokens, and for padding a number so
+        low that its weight becomes 0. [B, T] -> [B, 1, 1, T], or None where all tokens are real"""
+        if attention_mask is None:
+            return None
+        return -1e30 * (1 - attention_mask.to(x.dtype))[:, None, None]
 
     def positions(self, input_ids):
         """The rows of the position embeddings: [B, T] -> [T], or [B, T] (RoBERTa)"""
@@ -197,41 +222,56 @@ class Bert(nn.Module):
         directory as Google published it (bert_config.json, bert_model.ckpt.*), a directory with
         config.json and model.safetensors or pytorch_model.bin, or else a Hugging Face hub id.
         Raises FileNotFoundError without a checkpoint there, and ValueError if it does not fit."""
+        from formats import encoder
+        from formats.files import error_prefix
+        from runtime.command import look_up
+
         checkpoint = encoder.open_encoder(source)
         known = [field.name for field in fields(BertConfig)]
         with error_prefix(checkpoint.config_path):
             config = BertConfig(**{n: v for n, v in checkpoint.config.items() if n in known})
             encoder_class = look_up(ENCODERS, config.model_type, "model_type")
-        with torch.device("meta"):  # allocates nothing: the loaded tensors become its parameters
-            bert = encoder_class(config)
-        hub_names = {name: bert.hub_name(name) for name, _ in bert.named_parameters()}
-        tensors = checkpoint.read({hub_names[n]: p.shape for n, p in bert.named_parameters()})
-        bert.load_state_dict({n: tensors[hub_names[n]] for n in hub_names}, assign=True)
+            look_up(ACTIVATIONS, config.hidden_act, "hidden_act")
+        bert = encoder_class(config)
+        theta = bert.own_parameters()
+        tensors = checkpoint.read({bert.hub_name(name): p.shape for name, p in theta.items()})
+        loaded = {name: tensors[bert.hub_name(name)] for name in theta}
+        bert.load_state_dict(loaded, strict=False, assign=True)
         bert.source, bert.directory = str(source), checkpoint.directory
-        bert.hub_config, bert.sha256 = checkpoint.config, encoder.sha256_of(tensors)
+        bert.hub_config, bert.sha256 = checkpoint.config, bert.digest(tensors)
         return bert.requires_grad_(False).eval()
-
-    def own_parameters(self):
-        """{name: parameter} of Θ alone, without what is plugged in."""
-        inserted = re.compile(r"\.(adapters|fusion)\.")
-        return {n: p for n, p in self.named_parameters() if not inserted.search(n)}
 
     def save_pretrained(self, directory):
         """Writes config.json and model.safetensors (Θ alone) as Hugging Face does, so that
-        `transformers` and `from_pretrained` read them. Returns a SHA-256 of the weights."""
+        `transformers` and `from_pretrained` read them. Returns the digest."""
+        from formats import encoder
+
         tensors = {self.hub_name(name): p for name, p in self.own_parameters().items()}
         values = {**self.hub_config, **asdict(self.config)}
-        return encoder.write_encoder(directory, values, tensors)
+        return self.digest(encoder.write_encoder(directory, values, tensors))
+
+    def digest(self, tensors):
+        """SHA-256 of all weights, {name on the hub: tensor}, and of all fields of the configuration
+        on which an output in evaluation depends: adapters belong to the encoder that has it."""
+        from formats import encoder
+
+        config = asdict(self.config)
+        only_in_training = [name for name in config if "dropout" in name] + ["initializer_range"]
+        fields = {name: config[name] for name in config if name not in only_in_training}
+        return encoder.sha256_of(tensors, fields)
+
+    def own_parameters(self):
+        """{name: parameter} of Θ: those to which HUB_NAMES gives a name, and nothing plugged in."""
+        return {n: p for n, p in self.named_parameters() if self.hub_name(n) is not None}
 
     def hub_name(self, name):
-        """layers.0.query.weight -> encoder.layer.0.attention.self.query.weight"""
-        *path, part = name.split(".")
-        layer = ""
-        if path[:1] == ["layers"]:
-            layer, path = f"encoder.layer.{path[1]}.", path[2:]
-        if (module := ".".join(path)) not in self.HUB_NAMES:
-            raise ValueError(f"HUB_NAMES does not say what {name} is called in a checkpoint")
-        return f"{layer}{self.HUB_NAMES[module]}.{part}"
+        """layers.0.query.weight -> encoder.layer.0.attention.self.query.weight; None for what is no
+        part of Θ"""
+        match = re.fullmatch(r"(layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
+        if match is None or match[3] not in self.HUB_NAMES:
+            return None
+        prefix = f"encoder.layer.{match[2]}." if match[1] else ""
+        return f"{prefix}{self.HUB_NAMES[match[3]]}.{match[4]}"
 
 
 class Roberta(Bert):

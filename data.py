@@ -60,6 +60,10 @@ class Task:
         the best epoch. "f1" is that of the positive class, the second of two."""
         return {n: s for n, s in self.all_scores.items() if n != "f1" or len(self.labels) == 2}
 
+    def collect(self, logits, batch):
+        """What evaluation keeps of a batch: (labels, predictions)."""
+        return batch["labels"], self.predict(logits)
+
     def example(self, row):
         """A row -> (candidates, index of its label). Raises ValueError, naming the column."""
         if is_empty(row[self.label]):

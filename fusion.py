@@ -1,19 +1,26 @@
 """Ψ: AdapterFusion, the attention over N adapters that is trained in stage 2 (section 3).
 
-add_fusion(bert, ["mnli", "qqp", "rte"])      # over adapters already there; trainable, active
+add_fusion(bert, ["mnli", "qqp", "rte"])      # over adapters already there; trained, active
 loss = loss + fusion_regularization(bert)     # keeps V close to the identity
 fusion_weights(bert)                          # s: {(layer, location): [B, T, N]}
-save_fusion(bert, "runs/fusion-rte"); load_fusion(bert, "runs/fusion-rte")
-"""
+save_fusion(bert, "runs/fusion-rte")
+load_fusion(bert, "runs/fusion-rte")"""
 
 from copy import deepcopy
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from adapter import Adapter, adapter_modules, class_of, file_tensors, set_active
+from adapter import (
+    Adapter,
+    GridAdapter,
+    activate,
+    adapter_modules,
+    class_of,
+    file_tensors,
+    own_kind,
+)
 from formats import adapterhub
 from formats.files import error_prefix
 
@@ -26,8 +33,7 @@ class Fusion(nn.Module):
     z_n is the output of adapter n without its residual, which is added once, to o. Vectors are
     columns, so Q, K and V are the transposes of the paper's. The biases are those of adapters 1.3,
     and so is h, which is what the adapters read, where section 3.2 has the feed-forward output f
-    (docs/silent.md). `textbook` computes these two equations term by term;
-    `low_rank` is the same function of bottleneck adapters at a fraction of the cost."""
+    (docs/silent.md)."""
 
     def __init__(self, adapter_names, hidden_size, dropout):
         super().__init__()
@@ -36,7 +42,7 @@ class Fusion(nn.Module):
         self.key = nn.Linear(hidden_size, hidden_size)  # K
         self.value = nn.Linear(hidden_size, hidden_size, bias=False)  # V
         self.dropout = nn.Dropout(dropout)
-        self.s = None  # of the last forward, [B, T, N]
+        self.s = None  # [B, T, N], of the batch for which the encoder was called last
         for linear in (self.query, self.key):
             nn.init.normal_(linear.weight, std=0.02)
             nn.init.zeros_(linear.bias)
@@ -48,63 +54,27 @@ class Fusion(nn.Module):
     def forward(self, f, x, add_norm):
         """f: sub-layer output, x: its input, add_norm: where it sits; [B, T, d] -> [B, T, d]"""
         adapters = [add_norm.adapters[name] for name in self.adapter_names]
-        # As in adapters 1.3, the configuration of the last adapter decides for all of them what
-        # they read, which residual is added to o, and whether BERT's LayerNorm follows. Of an
-        # adapter's own LayerNorms, `norm_before` is a part of its z, and `norm_after` is left out.
+        # As in adapters 1.3, the last adapter decides for all of them what they read, which
+        # residual is added to o, and whether BERT's LayerNorm follows.
         last = adapters[-1]
         h, residual = last.h_and_residual(f, x, add_norm.norm)
-        if all(type(adapter) is Adapter for adapter in adapters):
-            o = self.low_rank(h, adapters)
+        if has_low_rank(self, adapters):
+            o = low_rank(self, h, adapters)  # what `textbook` computes, at a fraction of the cost
         else:
             o = self.textbook(h, adapters)
         return last.close(o + residual, x, add_norm.norm)
 
     def textbook(self, h, adapters):
-        """The two equations above, term by term: h [B, T, d] -> o [B, T, d]. For each token that is
-        (2·N + 1)·d² + 2·N·r·d multiply-adds, in `low_rank` at most 3·d² + 3·N·r·d."""
+        """The two equations above, term by term: h [B, T, d] -> o [B, T, d]"""
         z = torch.stack([adapter.z(h) for adapter in adapters], 2)  # [B, T, N, d]
         scores = torch.einsum("btd,btnd->btn", self.query(h), self.key(z))  # q·(K z_n + b_K)
         s = self.softmax(scores)  # [B, T, N]
         return torch.einsum("btn,btnd->btd", s, self.value(z))  # o = Σ_n s_n V z_n
 
-    def low_rank(self, h, adapters, many_tokens=None):
-        """The same without ever forming the d numbers of a z_n, which is U_n a_n + b_n with an a_n
-        of only r numbers, d/16 by default. Three matrices hold all N adapters side by side. Their
-        common dimension, R = Σ r_n + N, counts the columns of every U_n, and then one for each b_n
-        (docs/figures/low_rank.svg).
-
-            a           [B, T, R]  a_1 … a_N of each token, then a 1 for each b_n
-            U           [d, R]     U_1 … U_N, then b_1 … b_N
-            membership  [R, N]     1 where a column belongs to adapter n
-
-        Two adapters, of r = 2 and r = 1, have R = 5 columns, u_11 u_12 u_21 b_1 b_2. Adapters 1 1 2
-        1 2 own them, so that the rows of membership are 1 0, 1 0, 0 1, 1 0, 0 1.
-
-        So z_n is U (a ⊙ column n of membership), and with q = Q h + b_Q
-
-            q·(K z_n + b_K)  =  ((Uᵀ Kᵀ q) ⊙ a)·(column n of membership) + q·b_K
-            Σ_n s_n V z_n    =  V U (a ⊙ (membership s))
-
-        q·b_K is the same for every n. The softmax ignores that, but the dropout before it does not.
-        With many_tokens K U and V U are formed first. That is cheaper, and the default, where there
-        are more tokens than columns."""
-        a = torch.cat([adapter.bottleneck(h) for adapter in adapters], -1)  # [B, T, R - N]
-        a = F.pad(a, (0, len(adapters)), value=1.0)  # [B, T, R]
-        U, membership = up_projections(adapters, a.dtype)  # [d, R], [R, N]
-        K, V, b_K = self.key.weight, self.value.weight, self.key.bias  # [d, d], [d, d], [d]
-        if many_tokens is None:
-            many_tokens = h.shape[0] * h.shape[1] > U.shape[1]
-        q = self.query(h)  # Q h + b_Q: [B, T, d]
-        q_K_U = q @ (K @ U) if many_tokens else q @ K @ U  # [B, T, R]
-        scores = (q_K_U * a) @ membership + (q @ b_K)[..., None]  # q·(K z_n + b_K): [B, T, N]
-        s = self.softmax(scores)  # [B, T, N]
-        s_a = (s.to(a.dtype) @ membership.T) * a  # every a_n times its s_n: [B, T, R]
-        return s_a @ (V @ U).T if many_tokens else s_a @ U.T @ V.T  # Σ_n s_n V z_n: [B, T, d]
-
     def softmax(self, scores):
         """s of the scores, [B, T, N] -> [B, T, N], which is kept for `fusion_weights`. As in
-        adapters 1.3, dropout is applied to the raw scores. A subclass may make a score -∞, to leave
-        an adapter out: dropout must not make that 0 · -∞."""
+        adapters 1.3, dropout is applied to the raw scores. A score of -∞ leaves an adapter out:
+        dropout must not make that 0 · -∞."""
         left_out = scores == -torch.inf
         s = self.dropout(scores).masked_fill(left_out, -torch.inf).softmax(-1)
         self.s = s.detach()
@@ -112,6 +82,193 @@ class Fusion(nn.Module):
 
 
 FUSIONS = {"attention": Fusion}  # --fusion NAME: Fusion, or a subclass of it
+
+
+def active_fusions(bert):
+    """{(layer, location): Fusion} of the active fusion; {} where none is."""
+    if not isinstance(bert.active, tuple):
+        return {}
+    return {key: slot.fusion for key, slot in bert.slots.items() if slot.fusion is not None}
+
+
+def fusion_regularization(bert):
+    """0.01 · Σ_layers ‖V − I‖²_F, a scalar tensor to add to the loss (section 4.1: "l2-norm" on V;
+    in the form of adapters 1.3). 0 without an active fusion."""
+    penalty = torch.zeros((), device=bert.device)
+    for fusion in active_fusions(bert).values():
+        V = fusion.value.weight
+        identity = torch.eye(len(V), device=V.device, dtype=V.dtype)
+        penalty = penalty + 0.01 * (V - identity).square().sum()
+    return penalty
+
+
+def fusion_weights(bert):
+    """s of the active fusion for the batch that the encoder has computed last: {(layer, "output" |
+    "attention"): [B, T, N]}, padding included. N is in the order of add_fusion, and s is 0 for an
+    adapter that is left out of a layer. Raises ValueError if no fusion is active, or one of its
+    places was not computed for this batch."""
+    if not (fusions := active_fusions(bert)):
+        raise ValueError("no fusion is active in this encoder")
+    result = {}
+    for (layer, location), fusion in fusions.items():
+        if fusion.s is None:
+            problem = f"layer {layer}, {location}, has no fusion weights"
+            raise ValueError(f"{problem}: no batch was computed there since, or it was skipped")
+        s = fusion.s.new_zeros(*fusion.s.shape[:-1], len(bert.active))  # [B, T, N]
+        s[..., [bert.active.index(name) for name in fusion.adapter_names]] = fusion.s
+        result[layer, location] = s
+    return result
+
+
+def add_fusion(bert, names, fusion_class=Fusion, **fields):
+    """Adds a new fusion over adapters of the encoder wherever one of them sits, in place of an
+    existing one, and activates it. It is then all that is trained. fields: of your own class.
+    Raises ValueError, and nothing has changed, for adapters at different locations (as adapters 1.3
+    does), and for one without a z."""
+    p = bert.config.attention_probs_dropout_prob
+    modules = new_modules(bert, names, fusion_class, p, fields)
+    bert.requires_grad_(False)  # all but the new modules, which are not in it yet
+    insert(bert, names, modules)
+
+
+def new_modules(bert, names, fusion_class, dropout, fields):
+    """{(layer, location): module} of a new fusion, not yet in the encoder."""
+    if not names or len({*names}) < len(names):
+        raise ValueError(f"a fusion needs at least one adapter, and each of them once, not {names}")
+    found = {name: adapter_modules(bert, name) for name in names}
+    locations = {name: {location for _, location in found[name]} for name in names}
+    for name in names:
+        for key, module in found[name].items():
+            if not all(hasattr(module, part) for part in ("h_and_residual", "z", "close")):
+                raise ValueError(f"adapter {name!r} has no output z that a fusion could mix")
+            check_forward(name, module, bert.slots[key].norm)
+        if locations[name] != locations[names[0]]:
+            pair = f"{names[0]!r} and {name!r}"
+            raise ValueError(f"adapters at different locations cannot be fused: {pair}")
+    modules = {}
+    for key in bert.slots:
+        if here := [name for name in names if key in found[name]]:
+            module = fusion_class(here, bert.config.hidden_size, dropout, **fields)
+            module.fields = fields
+            module.to(bert.device, torch.promote_types(bert.dtype, torch.float32))
+            modules[key] = module.train(bert.training)
+            check_low_rank(module, [found[name][key] for name in here])
+    return modules
+
+
+def insert(bert, names, modules):
+    for key, slot in bert.slots.items():
+        slot.fusion = modules.get(key)
+    activate(bert, tuple(names))
+
+
+@torch.no_grad()
+def check_forward(name, adapter, norm):
+    """Raises ValueError if an adapter alone, its `forward`, and what a fusion takes of it differ on
+    random vectors: an edit of `forward` would act in stage 1, and without a word not in a fusion.
+    A fusion leaves `norm_after` out, as adapters 1.3 does."""
+    is_ours = isinstance(adapter, Adapter) and getattr(adapter, "norm_after", None) is None
+    if not is_ours or norm.weight.is_meta:
+        return
+    adapter, norm = (deepcopy(module).cpu().float().eval() for module in (adapter, norm))
+    generator = torch.Generator().manual_seed(0)
+    f, x = torch.randn(2, 2, 3, norm.weight.numel(), generator=generator)
+    h, residual = adapter.h_and_residual(f, x, norm)
+    alone, in_a_fusion = adapter(f, x, norm), adapter.close(adapter.z(h) + residual, x, norm)
+    if not (alone - in_a_fusion).abs().max() <= 1e-4 * alone.abs().max():
+        raise ValueError(
+            f"adapter {name!r} computes something else alone than in a fusion: its `forward` must "
+            "be close(z(h) + residual, x, norm), with h and residual of `h_and_residual`"
+        )
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+
+
+def save_fusion(bert, directory):
+    """Writes adapter_fusion_config.json and model_adapter_fusion.safetensors of the active one."""
+    if not (modules := active_fusions(bert)):
+        raise ValueError("no fusion is active in this encoder")
+    header = adapterhub.header(",".join(bert.active), bert.config, bert.source)
+    header["adapter_names"] = [*bert.active]
+    one, tensors, options = (
+        next(iter(modules.values())),
+        file_tensors(modules),
+        adapterhub.FUSION_CONFIG,
+    )
+    parts = {part.rpartition(".")[0] for _, part in tensors}
+    if type(one) is not Fusion or one.fields or parts != {"query", "key", "value"}:
+        options = own_kind(one, one.fields)
+    adapterhub.write(directory, adapterhub.FUSION, options, tensors, header)
+
+
+def load_fusion(bert, directory):
+    """Inserts a saved fusion into the encoder and activates it, frozen. The adapters that it names
+    must have been loaded. Raises FileNotFoundError without a fusion there, and ValueError if it
+    does not fit; the encoder is then unchanged."""
+    saved = adapterhub.read(directory, adapterhub.FUSION)
+    with error_prefix(saved.directory):
+        saved.check_encoder(bert)
+        fusion_class, fields = Fusion, saved.options.get("fields", {})
+        if "architecture" in saved.options:
+            fusion_class = class_of(saved, FUSIONS, Fusion)
+        else:
+            adapterhub.check_fusion(saved.options)
+        # a dropout of 0.0 counts as unset, as in adapters 1.3
+        p = saved.options.get("dropout_prob") or bert.config.attention_probs_dropout_prob
+        modules = new_modules(bert, saved.adapter_names, fusion_class, p, fields)
+        # AdapterHub's files also hold layers in which all adapters are left out
+        unused = [adapterhub.slot_path(key) for key in bert.slots if key not in modules]
+        saved.copy_into(file_tensors(modules), unused)
+    for module in modules.values():
+        module.requires_grad_(False)
+    insert(bert, saved.adapter_names, modules)
+
+
+# ---- The same at a fraction of the cost ----------------------------------------------------------
+# Nothing from here on is in the paper. `textbook` needs (2·N + 1)·d² + 2·N·r·d multiply-adds for
+# each token, `low_rank` at most 3·d² + 3·N·r·d.
+
+
+def has_low_rank(fusion, adapters):
+    """Whether the adapters are bottlenecks, and the equations those of `Fusion.textbook`."""
+    is_textbook = type(fusion).textbook is Fusion.textbook
+    return is_textbook and all(type(adapter) in (Adapter, GridAdapter) for adapter in adapters)
+
+
+def low_rank(fusion, h, adapters, many_tokens=None):
+    """`textbook` without ever forming the d numbers of a z_n, which is U_n a_n + b_n with an a_n of
+    only r numbers, d/16 by default. Three matrices hold all N adapters side by side. Their
+    common dimension, R = Σ r_n + N, counts the columns of every U_n, and then one for each b_n
+    (docs/figures/low_rank.svg).
+
+        a           [B, T, R]  a_1 … a_N of each token, then a 1 for each b_n
+        U           [d, R]     U_1 … U_N, then b_1 … b_N
+        membership  [R, N]     1 where a column belongs to adapter n
+
+    Two adapters, of r = 2 and r = 1, have R = 5 columns, u_11 u_12 u_21 b_1 b_2. Adapters 1 1 2
+    1 2 own them, so that the rows of membership are 1 0, 1 0, 0 1, 1 0, 0 1.
+
+    So z_n is U (a ⊙ column n of membership), and with q = Q h + b_Q
+
+        q·(K z_n + b_K)  =  ((Uᵀ Kᵀ q) ⊙ a)·(column n of membership) + q·b_K
+        Σ_n s_n V z_n    =  V U (a ⊙ (membership s))
+
+    q·b_K is the same for every n. The softmax ignores that, but the dropout before it does not.
+    With many_tokens K U and V U are formed first. That is cheaper, and the default, where there
+    are more tokens than columns."""
+    a = torch.cat([adapter.bottleneck(h) for adapter in adapters], -1)  # [B, T, R - N]
+    a = F.pad(a, (0, len(adapters)), value=1.0)  # [B, T, R]
+    U, membership = up_projections(adapters, a.dtype)  # [d, R], [R, N]
+    K, V, b_K = fusion.key.weight, fusion.value.weight, fusion.key.bias  # [d, d], [d, d], [d]
+    if many_tokens is None:
+        many_tokens = h.shape[0] * h.shape[1] > U.shape[1]
+    q = fusion.query(h)  # Q h + b_Q: [B, T, d]
+    q_K_U = q @ (K @ U) if many_tokens else q @ K @ U  # [B, T, R]
+    scores = (q_K_U * a) @ membership + (q @ b_K)[..., None]  # q·(K z_n + b_K): [B, T, N]
+    s = fusion.softmax(scores)  # [B, T, N]
+    s_a = (s.to(a.dtype) @ membership.T) * a  # every a_n times its s_n: [B, T, R]
+    return s_a @ (V @ U).T if many_tokens else s_a @ U.T @ V.T  # Σ_n s_n V z_n: [B, T, d]
 
 
 def up_projections(adapters, dtype):
@@ -124,124 +281,29 @@ def up_projections(adapters, dtype):
     return U.to(dtype), torch.cat([*rows, identity])
 
 
-def add_fusion(bert, names, fusion_class=Fusion, saved=None, **fields):
-    """Adds a fusion over adapters of the encoder wherever one of them sits, in place of an existing
-    one, and activates it. A new one is then all that is trained; with the tensors of a `saved` one
-    it is frozen. fields: of your own class. Raises ValueError, and nothing has changed, for
-    adapters at different locations (as adapters 1.3 does), and for one without a z."""
-    names, d, modules = tuple(names), bert.config.hidden_size, {}
-    if not names or len({*names}) < len(names):
-        raise ValueError(f"a fusion needs at least one adapter, and each of them once, not {names}")
-    found = {name: adapter_modules(bert, name) for name in names}
-    locations = {name: {location for _, location in found[name]} for name in names}
-    for name in names:
-        parts = ("h_and_residual", "z", "close")
-        if not all(hasattr(module, part) for module in found[name].values() for part in parts):
-            raise ValueError(f"adapter {name!r} has no output z that a fusion could mix")
-        if locations[name] != locations[names[0]]:
-            pair = f"{names[0]!r} and {name!r}"
-            raise ValueError(f"adapters at different locations cannot be fused: {pair}")
-    given = saved.options.get("dropout_prob") if saved else None
-    p = given or bert.config.attention_probs_dropout_prob  # 0.0 counts as unset, as in adapters 1.3
-    for key in bert.slots:
-        if here := [name for name in names if key in found[name]]:
-            modules[key] = fusion_class(here, d, p, **fields).train(bert.training)
-            modules[key].fields = fields
-            modules[key].to(bert.device, torch.promote_types(bert.dtype, torch.float32))
-    if saved is not None:  # AdapterHub's files also hold layers in which all adapters are left out
-        unused = [adapterhub.slot_path(key) for key in bert.slots if key not in modules]
-        saved.copy_into(file_tensors(modules), unused)
-    for key, fusion in modules.items():
-        check_low_rank(fusion, [found[name][key] for name in fusion.adapter_names])
-    bert.requires_grad_(False)  # all but the new modules, which are not in it yet
-    for key, slot in bert.slots.items():
-        slot.fusion = modules.get(key)
-    set_active(bert, names)
-    if saved is not None:
-        bert.requires_grad_(False)
-
-
 @torch.no_grad()
 def check_low_rank(fusion, adapters):
     """Raises ValueError if `low_rank` and `textbook` differ on random vectors, with weights near
     these: an edit of `Adapter.z`, say, would act in stage 1 and not in a fusion. In training, both
     draw the same random numbers in the same order: those of each a_n, and then the scores'."""
-    V = fusion.value.weight
-    if V.is_meta or not all(type(adapter) is Adapter for adapter in adapters):
-        return  # without numbers nothing can be computed; other adapters use `textbook` alone
-    both = nn.ModuleList(deepcopy([fusion, *adapters]))
+    if fusion.value.weight.is_meta or not has_low_rank(fusion, adapters):
+        return
+    both = deepcopy(nn.ModuleList([fusion, *adapters])).cpu().float()
     fusion, *adapters = both
-    forms = [fusion.textbook, *(partial(fusion.low_rank, many_tokens=b) for b in (False, True))]
-    with torch.random.fork_rng([V.device] if V.is_cuda else []):  # training draws what it would
-        h = torch.randn(2, 3, len(V)).to(V)
+    with torch.random.fork_rng(devices=[]):  # training draws what it would without this check
+        torch.default_generator.manual_seed(0)  # the CPU's alone
+        h = torch.randn(2, 3, len(fusion.value.weight))
         for p in both.parameters():  # a new one may start where it has no effect
-            p.add_(0.01 * torch.randn(p.shape).to(p))
+            p.add_(0.01 * torch.randn(p.shape))
         for is_training in (True, False):
             both.train(is_training)
             found = []
-            for form in forms:
-                torch.manual_seed(0)
-                found.append(torch.cat([form(h, adapters), fusion.s], -1))
+            for form in ("textbook", "few tokens", "many tokens"):
+                torch.default_generator.manual_seed(0)
+                if form == "textbook":
+                    o = fusion.textbook(h, adapters)
+                else:
+                    o = low_rank(fusion, h, adapters, form == "many tokens")
+                found.append(torch.cat([o, fusion.s], -1))
             if not all((o - found[0]).abs().max() <= 1e-4 * found[0].abs().max() for o in found):
                 raise ValueError("low_rank no longer computes textbook: edit both, or `bottleneck`")
-
-
-def fusions(bert):
-    """{(layer, location): Fusion} of the active fusion; {} where none is."""
-    slots = bert.slots if isinstance(bert.active, tuple) else {}
-    return {key: slot.fusion for key, slot in slots.items() if slot.fusion is not None}
-
-
-def fusion_regularization(bert):
-    """0.01 · Σ_layers ‖V − I‖²_F, a scalar tensor to add to the loss (section 4.1: "l2-norm" on V;
-    in the form of adapters 1.3). 0 without an active fusion."""
-    penalty = torch.zeros((), device=bert.device)
-    for fusion in fusions(bert).values():
-        V = fusion.value.weight
-        identity = torch.eye(len(V), device=V.device, dtype=V.dtype)
-        penalty = penalty + 0.01 * (V - identity).square().sum()
-    return penalty
-
-
-def fusion_weights(bert):
-    """s of the active fusion's last forward: {(layer, "output" | "attention"): [B, T, N]}, padding
-    included. N is in the order of add_fusion, and s is 0 for an adapter that is left out of a
-    layer. Raises ValueError if no fusion is active, or none has been computed."""
-    result = {}
-    for key, fusion in fusions(bert).items():
-        if fusion.s is None:
-            raise ValueError("no fusion weights yet: run a batch through the encoder first")
-        result[key] = fusion.s.new_zeros(*fusion.s.shape[:-1], len(bert.active))
-        result[key][..., [bert.active.index(name) for name in fusion.adapter_names]] = fusion.s
-    if not result:
-        raise ValueError("no fusion is active in this encoder")
-    return result
-
-
-# ---- Files ---------------------------------------------------------------------------------------
-
-
-def save_fusion(bert, directory):
-    """Writes adapter_fusion_config.json and model_adapter_fusion.safetensors of the active one."""
-    if not (modules := fusions(bert)):
-        raise ValueError("no fusion is active in this encoder")
-    header = adapterhub.header(",".join(bert.active), bert.config, bert.source)
-    one, options = next(iter(modules.values())), adapterhub.FUSION_CONFIG
-    if type(one) is not Fusion:  # see class_of
-        options = {"architecture": type(one).__name__, "fields": one.fields}
-    header |= {"adapter_names": [*bert.active]}
-    adapterhub.write(directory, adapterhub.FUSION, options, file_tensors(modules), header)
-
-
-def load_fusion(bert, directory):
-    """Inserts a saved fusion into the encoder and activates it, frozen. The adapters that it names
-    must have been loaded. Raises FileNotFoundError without a fusion there, and ValueError if it
-    does not fit; the encoder is then unchanged."""
-    saved = adapterhub.read(directory, adapterhub.FUSION)
-    with error_prefix(saved.directory):
-        saved.check_encoder(bert)
-        fusion_class = class_of(saved, FUSIONS, Fusion)
-        if fusion_class is Fusion:
-            adapterhub.check_fusion(saved.options)
-        fields = saved.options.get("fields", {})
-        add_fusion(bert, saved.adapter_names, fusion_class, saved, **fields)

@@ -9,48 +9,69 @@ What requires a gradient is trained, and what is trained is saved: the best epoc
 files (a trained encoder in Hugging Face's). `torchrun --nproc_per_node=G train.py ...` splits every
 batch over G devices. experiments/multitask.py trains multi-task adapters (MT-A)."""
 
+import argparse
 import math
 import os
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
-import adapter
-import variants.houlsby
-import variants.pal  # noqa: F401  (they add "houlsby_recipe" and "pal" to ADAPTERS)
-from adapter import ADAPTERS, HEADS, activate, add_adapter, load_adapter, save_adapter, save_head
+from adapter import (
+    ADAPTERS,
+    HEADS,
+    activate,
+    adapter_modules,
+    add_adapter,
+    file_tensors,
+    head_tensors,
+    load_adapter,
+    save_adapter,
+    save_head,
+)
 from bert import Bert
 from data import batches, collate, get_task, load_split
 from formats import adapterhub
-from formats.files import write_json
+from formats.files import forget_notes, note, write_json, write_tensors
 from formats.rows import source_of
 from formats.tokenizer import copy_tokenizer, load_tokenizer
-from fusion import FUSIONS, add_fusion, fusion_regularization, fusions, save_fusion
+from fusion import FUSIONS, active_fusions, add_fusion, fusion_regularization, save_fusion
 from runtime import command
-from runtime.adapters import encoder_of, find_adapters
 from runtime.kernels import Recorded, on_device
-from runtime.processes import all_reduce, choose_device, make_deterministic, rank_and_world_size
+from runtime.processes import (
+    choose_device,
+    gather,
+    make_deterministic,
+    rank_and_world_size,
+    reseed,
+    sum_gradients,
+)
 from runtime.record import describe
-from runtime.run import State, check_out, is_begun, open_run
+from runtime.run import check_out, is_begun, open_run
+from runtime.sources import encoder_of, find_adapters
+from variants.pal import PALConfig
+
+ADAPTERS["pal"] = PALConfig  # of multi-task training (MT-A)
 
 # Section 4.1 and appendix A.2: single-task adapters are trained with 1e-4 for at most 30 epochs,
 # fusion with 5e-5 for at most 10. The paper gives no values for the two baselines: these are ours.
-# A stage of your own has a third field "build", a function of (args, bert, task), see `build`.
+# options: those that not every stage takes. A stage of your own takes all of them, and has a
+# function "build" of (args, bert, task), see `build`.
+OF_ADAPTER, OF_FUSION = (
+    ["adapter", "reduction_factor", "adapter_config"],
+    ["fusion", "fusion_config"],
+)
 STAGES = {
-    "adapter": {"lr": 1e-4, "epochs": 30},  # stage 1: a new adapter on a frozen encoder
-    "fusion": {"lr": 5e-5, "epochs": 10},  # stage 2: a new fusion over frozen --adapters
-    "head": {"lr": 1e-3, "epochs": 30},  # baseline: the head alone, on Θ or on one of --adapters
-    "full": {"lr": 2e-5, "epochs": 10},  # baseline: all weights of the encoder
-}
-OF_ADAPTER = ["adapter", "reduction_factor", "adapter_config"]
-OF_FUSION = ["fusion", "fusion_config"]
-NOT_FOR = {  # options that some of these stages do not take; a stage of your own takes all
-    "adapter": ["adapters", *OF_FUSION],
-    "fusion": OF_ADAPTER,
-    "head": OF_ADAPTER + OF_FUSION,
-    "full": ["adapters", *OF_ADAPTER, *OF_FUSION],
+    # stage 1: a new adapter on a frozen encoder
+    "adapter": {"lr": 1e-4, "epochs": 30, "options": OF_ADAPTER},
+    # stage 2: a new fusion over frozen --adapters
+    "fusion": {"lr": 5e-5, "epochs": 10, "options": ["adapters", *OF_FUSION]},
+    # baseline: the head alone, on Θ or on one of --adapters
+    "head": {"lr": 1e-3, "epochs": 30, "options": ["adapters"]},
+    # baseline: all weights of the encoder
+    "full": {"lr": 2e-5, "epochs": 10, "options": []},
 }
 
 
@@ -116,8 +137,9 @@ def parse(argv=None, parser=None):
             raise ValueError("--reduction-factor is given, and again in --adapter-config")
         args.adapter_config = {**args.adapter_config, "reduction_factor": args.reduction_factor}
     check_known(args)
-    for option in NOT_FOR.get(args.stage, []):
-        if getattr(args, option) != parser.get_default(option):
+    for option in ["adapters", *OF_ADAPTER, *OF_FUSION]:
+        is_given = getattr(args, option) != parser.get_default(option)
+        if is_given and option not in STAGES[args.stage].get("options", [option]):
             raise ValueError(f"--stage {args.stage} takes no --{option.replace('_', '-')}")
     if args.stage == "fusion" and not args.adapters:
         raise ValueError("--stage fusion needs --adapters")
@@ -137,13 +159,15 @@ def parse(argv=None, parser=None):
 
 
 def check_known(args):
-    """Raises ValueError for what is in no dictionary, and for an unknown field of an adapter."""
+    """Raises ValueError for what is in no dictionary, and for a field that an adapter does not have
+    or that cannot be so."""
     tables = {"stage": STAGES, "adapter": ADAPTERS, "fusion": FUSIONS, "head": HEADS}
     for option, table in tables.items():
         command.look_up(table, getattr(args, option), f"--{option}")
-    fields = vars(ADAPTERS[args.adapter]())
-    if unknown := args.adapter_config.keys() - fields:
-        raise ValueError(f"--adapter-config has no {min(unknown)!r}, only {', '.join(fields)}")
+    try:
+        ADAPTERS[args.adapter](**args.adapter_config)
+    except TypeError as e:  # Python's own line names the field
+        raise ValueError(f"--adapter-config: {e}") from e
 
 
 class Model(nn.Module):
@@ -164,7 +188,6 @@ class Model(nn.Module):
 def build(args, bert, task, adapters):
     """The Model of a run: the frozen encoder with what is plugged into it, and a new head. What the
     stage trains requires a gradient, nothing else does. adapters: {name: Saved} of --adapters"""
-    torch.manual_seed(args.seed)
     for name, saved in adapters.items():
         load_adapter(bert, saved, name)  # Φ_1..N, frozen
     if args.stage == "adapter":
@@ -190,177 +213,147 @@ def new_head(args, task, bert):
     return HEADS[args.head](config, bert.config).to(bert.device)
 
 
-def parameters_by_file(model):
-    """The parameters that a run's files can hold: {"encoder" | "adapter NAME" | "fusion" | "head":
-    {name in the file: parameter}}"""
-    bert, names = model.bert, model.bert.adapter_configs
-    modules = {f"adapter {name}": adapter.adapter_modules(bert, name) for name in names}
-    modules["fusion"] = fusions(bert)
-    found = {file: adapter.file_tensors(of_file) for file, of_file in modules.items()}
-    found["head"] = adapter.head_tensors(model.head)
-    return {"encoder": {bert.hub_name(n): p for n, p in bert.own_parameters().items()}, **found}
-
-
-def trained(tensors):
-    """Whether any of {name: parameter} is trained."""
-    return any(p.requires_grad for p in tensors.values())
-
-
-def hold_frozen_in(model, dtype):
-    """A file of which nothing is trained, as a rule Θ and every Φ, is held in `dtype`, not fp32."""
-    for tensors in parameters_by_file(model).values():
-        if not trained(tensors):
-            for p in tensors.values():
-                p.data = p.data.to(dtype)
-
-
 def autocast(args, device):
     """Products are computed in --dtype. A recorded step must cast a weight each time it is read."""
     enabled, cache_enabled = args.dtype == "bfloat16", not args.cuda_graphs
     return torch.autocast(device.type, torch.bfloat16, enabled, cache_enabled)
 
 
-def check_saved(model):
-    """Raises ValueError, before the first step, if what is trained is not what is saved."""
-    files = parameters_by_file(model).values()
-    saved = {id(p): n for tensors in files for n, p in tensors.items() if p.requires_grad}
-    used = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    for i in used.keys() - saved.keys():
-        raise ValueError(f"{used[i]} would be trained, and no file of the run would hold it")
-    for i in saved.keys() - used.keys():
-        raise ValueError(f"{saved[i]} would be saved, and is no part of the model")
-    for name in model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)):
-        raise ValueError(f"no file holds buffers: {name} needs persistent=False, or a parameter")
-
-
 # ---- Training ------------------------------------------------------------------------------------
 
 
 def train(args):
-    """One stage, from the start or from where it was interrupted. args: as `parse` returns them;
-    dtype, score and max_length are filled in. Returns what the last line prints."""
+    """One stage, from the start or from where it was interrupted. args: as `parse` returns them.
+    Returns what the last line prints."""
     device, dtype = choose_device(args.device, args.dtype, args.cuda_graphs)
     make_deterministic(device)  # a run that is repeated, or resumed, ends in the same bits
-    args.dtype = str(dtype).removeprefix("torch.")
     source = source_of(args)
     task = get_task(args.task, source)
     bert = Bert.from_pretrained(args.model).to(device)  # Θ, frozen
+    args, task = settle(args, task, bert, dtype)  # copies, which do not change any more
     adapters = find_adapters(args.adapters, bert.config.model_type)  # {name: what its files hold}
+    reseed(args.seed)
     model = build(args, bert, task, adapters)
     tokenizer, train_set, dev_set = load_data(args, task, source, bert)
 
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    check_saved(model)
-    hold_frozen_in(model, dtype)  # what is trained stays in fp32
-    # AdamW (section 4.1), without weight decay as in adapters 1.3; a group learns at lr_factor · lr
-    groups = [{"params": [*trainable.values()], "lr_factor": 1.0}]
+    own = own_names(model)
+    hold_frozen_in(model, own, dtype)  # what is trained stays in fp32
+    # AdamW (section 4.1), without weight decay, as in adapters 1.3
+    groups = [{"params": [p for p in model.parameters() if p.requires_grad], "lr": args.lr}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=device.type != "mps")
-    state = State()  # epoch 1, step 0, and no best epoch yet, which is 0
     # What run.json will say, here of one task; `save` puts in where a trained encoder is.
-    record = describe(args, bert, tokenizer, adapters, [(task, train_set, dev_set)], trainable)
-    # With --resume, state, trainable, optimizer and random numbers become the checkpoint's.
-    with open_run(args, record, state, trainable, optimizer) as run:
+    record = describe(args, model, tokenizer, adapters, [(task, train_set, dev_set)])
+
+    def steps(epoch):
+        order = batches(train_set, args.batch_size, (args.seed, epoch))
+        return [(model, task, [train_set[i] for i in indices]) for indices in order]
+
+    def schedule(done):  # linearly down to 0 (section 4.1)
+        return 1 - done
+
+    def scores():
+        return evaluate(model, task, dev_set, args)
+
+    # With --resume, what is the run's own, and where the run is, become the checkpoint's.
+    with open_run(args, record, model, own, optimizer) as run:
         if run.result:
             return run.result  # it is finished already
         if run.rank == 0:  # Θ is not copied: run.json has its name and SHA-256
             for name, saved in adapters.items():
                 adapterhub.copy(saved, name, f"{args.out}/adapters/{name}")
-        ddp_model = DistributedDataParallel(model) if run.world_size > 1 else model  # torchrun
-        compute = Recorded(gradients, trainable.values(), dtype) if args.cuda_graphs else gradients
-        steps, diverged = math.ceil(len(train_set) / args.batch_size), None  # steps of an epoch
-        try:
-            # early stopping (section 4.1): --patience epochs without a better one are the last
-            while state.epoch <= args.epochs and state.epoch - state.best_epoch <= args.patience:
-                model.train()  # dropout in the frozen encoder stays on, as in adapters 1.3
-                order = batches(train_set, args.batch_size, (args.seed, state.epoch))
-                if args.cuda_graphs:
-                    compute.compares_next = True  # a replay with the step itself
-                for indices in order[state.step :]:  # a resumed epoch goes on where it was
-                    progress = ((state.epoch - 1) * steps + state.step) / (steps * args.epochs)
-                    for group in optimizer.param_groups:  # linearly down to 0 (section 4.1)
-                        group["lr"] = args.lr * group["lr_factor"] * (1 - progress)
-                    examples = [train_set[i] for i in indices]
-                    loss = backward(compute, ddp_model, bert, task, examples, run)
-                    nn.utils.clip_grad_norm_(trainable.values(), 1.0)  # as in Google's BERT
-                    optimizer.step()
-                    optimizer.zero_grad(set_to_none=not args.cuda_graphs)
-                    state.step += 1
-                    run.after_step(loss)  # saves when due; on Ctrl-C it saves, and raises
-
-                scores = evaluate(model, task, dev_set, args)
-                for name in ("loss", args.score):
-                    run.check_finite(f"development {name}", scores[name])
-                if scores[args.score] > state.best_scores.get(args.score, -math.inf):
-                    state.best_epoch, state.best_scores = state.epoch, scores  # the first of ties
-                    state.best = {name: p.detach().cpu().clone() for name, p in trainable.items()}
-                state.epoch, state.step = state.epoch + 1, 0
-                run.after_epoch(scores)  # a line of the log, a checkpoint
-        except FloatingPointError as e:  # `run` has seen a loss, or a score, that is not finite
-            if not state.best:
-                raise
-            diverged = e  # raised again once the best epoch is saved
-
-        for name, p in trainable.items():
-            p.data.copy_(state.best[name])
+        minimize(run, model, steps, schedule, scores)
         if run.rank == 0:
-            record = save(model, task, args.out, record)
-        return run.finish(record, diverged)  # with metrics.json the run is a finished one
+            record = save(model, task, args.out, record, own)
+        return run.finish(record)  # with metrics.json the run is a finished one
 
 
-def micro_batches(examples, count, rank, world_size):
-    """[(share, examples)] of the at most `count` parts of a batch that this process computes. The
-    batch's loss is the mean over processes, as DDP takes it, of Σ share · (mean loss of a part)."""
-    mine = examples[rank::world_size]
-    if not mine:  # the others wait for its gradients: an example that does not count
-        return [(0.0, examples[:1])]
-    size = math.ceil(len(mine) / count)
-    parts = [mine[i : i + size] for i in range(0, len(mine), size)]
-    return [(world_size * len(part) / len(examples), part) for part in parts]
+def minimize(run, whole, steps, schedule, scores, idle_gradient=None):
+    """argmin, from where the run is until its best epoch stands in the model.
+
+    whole            the module that holds all that is trained, `whole.bert` in it
+    steps(epoch)     [(Model, task, a batch of examples)] of an epoch
+    schedule(done)   the factor of the learning rate when this share of all steps is done
+    scores()         {score: value} of the development set, and "loss"
+    idle_gradient    of what a step leaves out: None, AdamW skips it; 0, its momentum moves it on"""
+    args, bert, optimizer, trainable = run.args, whole.bert, run.optimizer, run.trainable
+    lrs = [group["lr"] for group in optimizer.param_groups]
+    compute, multiple = gradients, 1
+    if args.cuda_graphs:
+        every = min(run.record["steps_per_epoch"], 500)
+        compute = Recorded(gradients, trainable.values(), args.dtype, every)
+        multiple = 16  # lengths are rounded up to it, so that there are few shapes to record
+        idle_gradient = 0
+    for p in optimizer.state if idle_gradient == 0 else ():  # of a run that is resumed
+        p.grad = torch.zeros_like(p)
+    try:
+        # early stopping (section 4.1): --patience epochs without a better one are the last
+        while run.epoch <= args.epochs and run.epoch - run.best_epoch <= args.patience:
+            whole.train()  # dropout in the frozen encoder stays on, as in adapters 1.3
+            order = steps(run.epoch)
+            for model, task, examples in order[run.step :]:  # a resumed epoch goes on where it was
+                reseed(args.seed, run.epoch, run.step, run.rank)  # dropout is a function of these
+                done = ((run.epoch - 1) * len(order) + run.step) / (len(order) * args.epochs)
+                for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+                    group["lr"] = lr * schedule(done)
+                loss = torch.zeros((), device=bert.device)
+                for part in parts(examples[run.rank :: run.world_size], args.grad_accumulation):
+                    batch = collate(part, bert.config.pad_token_id, multiple, bert.max_length)
+                    batch["share"] = torch.tensor(len(part) / len(examples))
+                    loss += compute(model, task, args, on_device(batch, bert.device))
+                sum_gradients(trainable.values())  # over the processes (torchrun): the batch's
+                nn.utils.clip_grad_norm_(trainable.values(), 1.0)  # as in Google's BERT
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=idle_gradient is None)
+                run.after_step(loss)  # counts; saves when due; on Ctrl-C it saves, and raises
+
+            reseed(args.seed, run.epoch, run.step, run.rank)  # should an evaluation draw, too
+            found = scores()
+            for name in ("loss", args.score):
+                run.check_finite(f"development {name}", found[name])
+            if found[args.score] > run.best_scores.get(args.score, -math.inf):  # the first of ties
+                run.best_epoch, run.best_scores = run.epoch, found
+                run.best = {name: t.cpu().clone() for name, t in run.own_tensors().items()}
+            run.after_epoch(found)  # a line of the log, a checkpoint; the next epoch
+    except FloatingPointError as e:  # a loss, or a score, is not finite: `run` has seen it
+        if not run.best:
+            raise
+        run.diverged = e  # raised again by run.finish, once the best epoch is saved
+    whole.load_state_dict(run.best, strict=False)
 
 
-def backward(compute, ddp_model, bert, task, examples, run):
-    """The gradients of one batch; compute: `gradients`. Returns its loss, or what this process has
-    of it: the mean over the processes is the batch's."""
-    args, total = run.args, torch.zeros((), device=bert.device)
-    parts = micro_batches(examples, args.grad_accumulation, run.rank, run.world_size)
-    for i, (share, part) in enumerate(parts):
-        if run.world_size > 1:  # gradients are averaged once a step
-            ddp_model.require_backward_grad_sync = i == len(parts) - 1
-        multiple = 16 if args.cuda_graphs else 1  # so that there are few shapes
-        batch = collate(part, bert.config.pad_token_id, multiple, bert.max_length)
-        batch["share"] = torch.tensor(share)  # a number would stay what it was when recorded
-        batch = on_device(batch, bert.device)
-        total += compute(ddp_model, bert, task, args, batch)
-    return total
+def parts(examples, count):
+    """At most `count` parts of the examples, none of them empty, for less memory."""
+    size = max(math.ceil(len(examples) / count), 1)
+    return [examples[i : i + size] for i in range(0, len(examples), size)]
 
 
-def gradients(ddp_model, bert, task, args, batch):
-    """Adds the gradients of a part of a batch to those that are there. Returns share · loss."""
-    with autocast(args, bert.device):
-        logits = ddp_model(batch)  # [B, K]
+def gradients(model, task, args, batch):
+    """Adds the gradients of a part of a batch to those that are there. Returns share · loss; share,
+    which part of the batch's examples it holds, is a tensor, which a recorded step reads anew."""
+    with autocast(args, model.bert.device):
+        logits = model(batch)  # [B, K]
     loss = task.loss(logits, batch["labels"])
-    loss = batch["share"] * (loss + fusion_regularization(bert))  # on V (section 4.1), or 0
+    loss = batch["share"] * (loss + fusion_regularization(model.bert))  # on V (section 4.1), or 0
     loss.backward()
     return loss.detach()
 
 
 def predict(model, task, examples, args):
-    """(labels [examples], predictions [examples], mean loss) of a split. Leaves eval mode on."""
+    """(labels, predictions, mean loss) of a split: what task.collect returns, batch after batch.
+    Every process computes some of the batches. Leaves eval mode on."""
     model.eval()
-    device, rank, world_size = model.bert.device, *rank_and_world_size()
-    found = torch.zeros(3, len(examples), dtype=torch.float64)  # labels, predictions, losses
-    with torch.inference_mode(), autocast(args, device):
-        for indices in batches(examples, args.batch_size * world_size):
-            mine = indices[rank::world_size]
-            if len(mine) > 0:
-                batch = collate([examples[i] for i in mine], model.bert.config.pad_token_id)
-                logits = model(batch).cpu()  # [B, K]
-                found[0, mine] = batch["labels"].double()
-                found[1, mine] = task.predict(logits).double()
-                found[2, mine] = task.loss(logits, batch["labels"]).double()  # the batch's mean
-    labels, predictions, losses = all_reduce(found)
-    kind = torch.tensor(examples[0].label).dtype  # of class indices, or the floats of a regression
-    return labels.to(kind), predictions.to(kind), losses.mean().item()
+    rank, world_size = rank_and_world_size()
+    found, order = {}, batches(examples, args.batch_size)
+    with torch.inference_mode(), autocast(args, model.bert.device):
+        for number in range(rank, len(order), world_size):
+            part = [examples[i] for i in order[number]]
+            batch = collate(part, model.bert.config.pad_token_id)
+            logits = model(batch).cpu()  # [B, K]
+            loss = len(part) * task.loss(logits, batch["labels"]).item()
+            found[number] = (*task.collect(logits, batch), loss)
+    found = {number: one for of_process in gather(found) for number, one in of_process.items()}
+    labels, predictions, losses = zip(*(found[n] for n in sorted(found)), strict=True)
+    return torch.cat(labels), torch.cat(predictions), sum(losses) / len(examples)
 
 
 def evaluate(model, task, examples, args):
@@ -373,19 +366,26 @@ def evaluate(model, task, examples, args):
 # ---- The data and the files of a run -------------------------------------------------------------
 
 
-def load_data(args, task, source, bert):
-    """(tokenizer, training set, development set); fills in --score and --max-length."""
+def settle(args, task, bert, dtype):
+    """(args, task), copies in which --dtype, --score and --max-length are decided. Raises
+    ValueError for a score that the task does not have, and for a length beyond the encoder's."""
+    args = argparse.Namespace(**vars(args))
+    args.dtype = str(dtype).removeprefix("torch.")
     args.score = args.score or next(iter(task.scores))
     if args.score not in task.scores:
         raise ValueError(f"--score {args.score}: {task.name} has {', '.join(task.scores)}")
     args.max_length = args.max_length or min(task.max_length, bert.max_length)
-    task.max_length = args.max_length  # run.json has it for each task
     if not 8 <= args.max_length <= bert.max_length:
         raise ValueError(f"--max-length must be in 8 .. {bert.max_length} for this encoder")
-    tokenizer = load_tokenizer(bert.directory, args.max_length, bert.config)
+    return args, replace(task, max_length=args.max_length)
+
+
+def load_data(args, task, source, bert):
+    """(tokenizer, training set, development set)"""
+    tokenizer = load_tokenizer(bert.directory, task.max_length, bert.config)
     train_set = load_split(task, source, "train", tokenizer, args.limit_train, args.seed)
     if (cut := sum(example.is_cut for example in train_set) / len(train_set)) > 0.1:
-        print(f"note: {cut:.0%} of {task.name}'s training examples are cut to --max-length tokens")
+        note(f"{cut:.0%} of {task.name}'s training examples are cut to --max-length tokens")
     dev_set = load_split(task, source, "validation", tokenizer, args.limit_dev)
     if args.score == "f1" and all(example.label != 1 for example in dev_set):
         raise ValueError(f"--score f1: no validation example is {task.labels[1]!r}, so it is 0")
@@ -393,31 +393,82 @@ def load_data(args, task, source, bert):
     return tokenizer, train_set, dev_set
 
 
-def save(model, task, out, record):
-    """Writes all that was trained; the frozen --adapters have been copied already. Returns the
+def trained_parts(model):
+    """What a run writes in files of the ecosystem: {"adapter NAME" | "fusion" | "head" | "encoder":
+    {its name there: tensor}} of each adapter and fusion in which something is trained, of the head,
+    and of Θ where all of it is trained."""
+    bert = model.bert
+    found = {f"adapter {n}": file_tensors(adapter_modules(bert, n)) for n in bert.adapter_configs}
+    found["fusion"] = file_tensors(active_fusions(bert))
+    trained = {part: tensors for part, tensors in found.items() if is_trained(tensors)}
+    theta = bert.own_parameters()
+    if all(p.requires_grad for p in theta.values()):
+        trained["encoder"] = theta
+    return {**trained, "head": head_tensors(model.head)}
+
+
+def is_trained(tensors):
+    """Whether any of {name: tensor} is trained."""
+    return any(tensor.requires_grad for tensor in tensors.values())
+
+
+def own_names(model):
+    """The names of the tensors that are the run's own, and that its files hold: what is trained;
+    all of the new adapter, fusion and head; and, of a module in which something is trained, the
+    buffers and the parameters that are frozen, but for Θ's."""
+    state = model.state_dict(keep_vars=True)
+    theta = {id(p) for p in model.bert.own_parameters().values()}
+    new = {id(t) for tensors in trained_parts(model).values() for t in tensors.values()}
+    paths = [name.split(".") for name, tensor in state.items() if tensor.requires_grad]
+    modules = {".".join(path[:depth]) for path in paths for depth in range(len(path))}
+    beside = {n for n, t in state.items() if n.rpartition(".")[0] in modules and id(t) not in theta}
+    return beside | {n for n, t in state.items() if t.requires_grad or id(t) in new}
+
+
+def without_file(model, own, parts):
+    """{name: tensor} of what is the run's own, and in none of {part: {its name there: tensor}}."""
+    in_files = {id(tensor) for tensors in parts.values() for tensor in tensors.values()}
+    state = model.state_dict(keep_vars=True)
+    return {name: t for name, t in state.items() if name in own and id(t) not in in_files}
+
+
+def hold_frozen_in(model, own, dtype):
+    """Θ, unless some of it is trained, and every Φ that is frozen are held in `dtype`, not fp32."""
+    theta = {f"bert.{name}": p for name, p in model.bert.own_parameters().items()}
+    frozen = {} if is_trained(theta) else theta
+    frozen |= {n: p for n, p in model.named_parameters() if ".adapters." in n and n not in own}
+    for p in frozen.values():
+        p.data = p.data.to(dtype)
+
+
+def save(model, task, out, record, own):
+    """Writes what is the run's own; the frozen --adapters have been copied already. What has no
+    place in files of the ecosystem goes into own.safetensors, under its own names. Returns the
     record for run.json; where Θ was trained, this run's own `out` is its adapters' encoder."""
-    bert, out, files = model.bert, Path(out), parameters_by_file(model)
-    if trained(files["encoder"]):  # also a checkpoint, which --model accepts
-        bert.source = str(out.resolve())
-        record = {**record, "encoder": bert.save_pretrained(out), "trained_on": bert.source}
+    bert, out, parts = model.bert, Path(out), trained_parts(model)
+    if "encoder" in parts:
+        record = {**record, "encoder": bert.save_pretrained(out), "trained_on": str(out.resolve())}
+        bert.source = record["trained_on"]  # it is a checkpoint, which --model accepts
         copy_tokenizer(bert.directory, out)
     for name in bert.adapter_configs:
-        if trained(files[f"adapter {name}"]):  # one that is trained within a fusion lies beside it
+        if f"adapter {name}" in parts:  # one that is trained within a fusion lies beside it
             place = out if name == bert.active else out / "adapters" / name
             save_adapter(bert, name, place)
             write_json(place / "run.json", record)  # with which it can be fused
-    if trained(files["fusion"]):
+    if "fusion" in parts:
         save_fusion(bert, out)
     save_head(model.head, bert, task.name, out)
+    if rest := without_file(model, own, parts):
+        write_tensors(out / "own.safetensors", rest)
     return record
 
 
 def main(argv=None):
     """Runs a command line, in Python a list of words, and returns what the last line prints."""
+    forget_notes()
     return train(parse(argv))
 
 
 if __name__ == "__main__":
-    import train  # forks add to train.STAGES, and this file as a program is the module __main__
-
-    command.run_command("train.py", train.main)
+    sys.modules["train"] = sys.modules["__main__"]  # for forks, which add to train.STAGES
+    command.run_command("train.py", main)

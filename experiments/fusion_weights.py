@@ -26,7 +26,7 @@ from experiments.load_run import load_run, make_parser, read_finished
 from experiments.report import markdown, save_figure, subplots, write_text
 from formats.adapterhub import FUSION
 from formats.files import read_json
-from fusion import fusions
+from fusion import active_fusions
 from runtime.command import import_modules, run_command
 
 # Lightness rises with the weight, so it can be read in grey and with any colour vision. In the
@@ -91,7 +91,7 @@ def rows_of(run, target, single, examples):
     means, rows = mean_weights(run, examples), []
     accuracy = read_json(run.directory / "metrics.json").get("accuracy", math.nan)
     place = [str(run.directory), target, run.task.name, accuracy, single]
-    for (layer, location), fusion in fusions(run.bert).items():
+    for (layer, location), fusion in active_fusions(run.bert).items():
         is_last = layer == len(run.bert.layers) - 1 and type(run.model.head) is Head
         for tokens in SHOWN:
             s = dict(zip(run.adapters, means[tokens][layer, location].tolist(), strict=True))

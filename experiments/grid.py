@@ -29,8 +29,8 @@ from formats.adapterhub import read_run
 from formats.files import read_json
 from formats.rows import source_of
 from runtime import command
-from runtime.adapters import encoder_of
 from runtime.processes import deferred_signals
+from runtime.sources import encoder_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = [sys.executable]  # what starts the runs

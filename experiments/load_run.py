@@ -18,7 +18,7 @@ from bert import Bert
 from data import OWN_COLUMNS, TASKS, Task, batches, collate, encode, load_split, with_columns
 from formats import adapterhub
 from formats.adapterhub import read_run
-from formats.files import error_prefix
+from formats.files import check_names, error_prefix, read_tensors
 from formats.rows import Source, source_of
 from formats.tokenizer import load_tokenizer, tokenizer_sha256
 from fusion import fusion_weights
@@ -205,16 +205,17 @@ def load_run(directory, device="cpu", model=None, task=None):
             raise ValueError(f"{directory} has an encoder of its own: --model cannot replace it")
         model = directory
     args.model = str(model or record["trained_on"])
-    bert = Bert.from_pretrained(args.model).to(device)
     copies = {name: directory / "adapters" / name for name in record["adapters"]}
     adapters = {n: adapterhub.read(copy, adapterhub.ADAPTER) for n, copy in copies.items()}
-    built = train.build(args, bert, task, adapters)
-    if built.bert.sha256 != record["encoder"]:
+    with torch.random.fork_rng(devices=[]):  # new modules are drawn, on the CPU, and overwritten
+        bert = Bert.from_pretrained(args.model).to(device)
+        built = train.build(args, bert, task, adapters)
+    if bert.sha256 != record["encoder"]:
         raise ValueError(f"{directory} was trained with another encoder than {args.model}")
     restore(built, task, directory)
-    train.hold_frozen_in(built, getattr(torch, args.dtype))
+    train.hold_frozen_in(built, train.own_names(built), getattr(torch, args.dtype))
     length = record["tasks"][task.name]["max_length"]
-    tokenizer = load_tokenizer(built.bert.directory, length, built.bert.config)
+    tokenizer = load_tokenizer(bert.directory, length, bert.config)
     if tokenizer_sha256(tokenizer) != record["inputs"]["tokenizer"]:
         raise ValueError(f"{directory} was trained with another tokenizer than {args.model}")
     built.requires_grad_(False).eval()
@@ -249,18 +250,22 @@ def recorded_task(record, directory, name=None):
 
 
 def restore(model, task, directory):
-    """Puts the saved tensors of what the run has trained in place, by name."""
-    bert, place = model.bert, directory
+    """Puts all that is the run's own, and was saved, in place, by name."""
+    parts, place = train.trained_parts(model), directory
     for several in ("adapters", "heads"):  # of a multi-task run
         if (directory / several / task.name / adapterhub.HEAD.config).is_file():
             place = directory / several / task.name
-    files = train.parameters_by_file(model)
+    own = directory / "own.safetensors"
+    rest = read_tensors(own) if own.is_file() else {}
     with error_prefix(directory):
-        for name in bert.adapter_configs:
-            if train.trained(files[f"adapter {name}"]):
+        for name in model.bert.adapter_configs:
+            if f"adapter {name}" in parts:
                 beside = directory / "adapters" / name
                 source = beside if beside.is_dir() else directory
-                adapterhub.read(source, adapterhub.ADAPTER).copy_into(files[f"adapter {name}"])
-        if files["fusion"]:
-            adapterhub.read(directory, adapterhub.FUSION).copy_into(files["fusion"])
-        adapterhub.read(place, adapterhub.HEAD).copy_into(files["head"])
+                adapterhub.read(source, adapterhub.ADAPTER).copy_into(parts[f"adapter {name}"])
+        if "fusion" in parts:
+            adapterhub.read(directory, adapterhub.FUSION).copy_into(parts["fusion"])
+        adapterhub.read(place, adapterhub.HEAD).copy_into(parts["head"])
+        needed = train.without_file(model, train.own_names(model), parts)
+        check_names(needed.keys(), rest.keys())
+        model.load_state_dict(rest, strict=False)

@@ -12,7 +12,6 @@ adapters/TASK in AdapterHub's files (heads/TASK without adapters). This is train
 that each step draws its task. Its defaults are Stickland and Murray's: PALs, 25 epochs of 300 steps
 for each task, lr 2e-5 with a warm-up, weight decay 0.01. Other options are those of train.py."""
 
-import argparse
 import math
 import sys
 from pathlib import Path
@@ -20,19 +19,27 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import train
-from adapter import ADAPTERS, add_adapter, save_adapter, save_head, set_active
+from adapter import (
+    ADAPTERS,
+    activate,
+    adapter_modules,
+    add_adapter,
+    file_tensors,
+    head_tensors,
+    save_adapter,
+    save_head,
+)
 from bert import Bert
 from data import batches, get_task
-from formats.files import write_json
+from formats.files import forget_notes, write_json, write_tensors
 from formats.rows import source_of
 from formats.tokenizer import copy_tokenizer
 from runtime import command
-from runtime.processes import choose_device, make_deterministic
+from runtime.processes import choose_device, make_deterministic, reseed
 from runtime.record import describe
-from runtime.run import State, open_run
+from runtime.run import open_run
 
 WARMUP, WEIGHT_DECAY = 0.1, 0.01
 
@@ -65,31 +72,32 @@ def parse(argv=None):
     return args
 
 
-class MultitaskModel(nn.Module):
-    """A model of each task, {task: train.Model}; all share the encoder. A forward pass is that of
-    the task that was set last, whose adapter is the active one."""
+class OneOfSeveral(train.Model):
+    """The model of one task, whose adapter a forward pass activates; all share the encoder."""
 
-    def __init__(self, models):
-        super().__init__()
-        self.models = nn.ModuleDict(models)
-        self.bert = next(iter(models.values())).bert
-
-    def set_task(self, name):
-        set_active(self.bert, name if name in self.bert.adapter_configs else None)
-        self.task = name
+    def __init__(self, bert, head, name):
+        super().__init__(bert, head)
+        self.name = name
 
     def forward(self, batch):
-        return self.models[self.task](batch)
+        activate(self.bert, self.name if self.name in self.bert.adapter_configs else None)
+        return super().forward(batch)
 
 
-def build(args, tasks, bert):
-    """All of it is trained."""
-    first, *others = tasks.values()
-    models = {first.name: train.build(args, bert, first, {})}
-    for task in others:
+class Several(nn.Module):
+    """All that is trained: the encoder with every adapter, and {task: head}."""
+
+    def __init__(self, bert, heads):
+        super().__init__()
+        self.bert, self.heads = bert, nn.ModuleDict(heads)
+
+
+def build(args, bert, tasks):
+    heads = {}
+    for task in tasks:
         add_parts(args, bert, task)
-        models[task.name] = train.Model(bert, train.new_head(args, task, bert))
-    return MultitaskModel(models)
+        heads[task.name] = train.new_head(args, task, bert)
+    return Several(bert, heads)
 
 
 def task_probabilities(sizes, epoch, epochs):
@@ -120,18 +128,17 @@ def multitask_batches(args, train_sets, epoch):
     return result
 
 
-def lr_factor(done):
+def schedule(done):
     """Linearly down to 0, after a warm-up from 0 to 1, from which it drops to 1 - WARMUP, as in
     Google's BERT. done: the share of all steps that is done."""
     return done / WARMUP if done < WARMUP else 1 - done
 
 
-def evaluate(model, tasks, dev_sets, args):
+def evaluate(models, data, args):
     """{score: its mean over the tasks} where all have it, and "accuracies" {task: its accuracy}"""
     found = {}
-    for name, task in tasks.items():
-        model.set_task(name)
-        found[name] = train.evaluate(model.models[name], task, dev_sets[name], args)
+    for task, _, dev_set in data:
+        found[task.name] = train.evaluate(models[task.name], task, dev_set, args)
     shared = set.intersection(*map(set, found.values()))
     means = {name: sum(of[name] for of in found.values()) / len(found) for name in sorted(shared)}
     accuracies = {name: of["accuracy"] for name, of in found.items() if "accuracy" in of}
@@ -142,94 +149,71 @@ def train_jointly(args):
     """As train.train, on all tasks."""
     device, dtype = choose_device(args.device, args.dtype)
     make_deterministic(device)
-    args.dtype = str(dtype).removeprefix("torch.")
-    sources = {name: source_of(args) for name in args.tasks}
-    tasks = {name: get_task(name, source) for name, source in sources.items()}
-    args.score = args.score or "accuracy"  # which all must have
-    bert, data = Bert.from_pretrained(args.model).to(device), []
-    model = build(args, tasks, bert)
-    for task in tasks.values():
-        own = argparse.Namespace(**vars(args))  # with a length of its own
-        tokenizer, train_set, dev_set = train.load_data(own, task, sources[task.name], bert)
-        data.append((task, train_set, dev_set))
+    bert = Bert.from_pretrained(args.model).to(device)
+    given, tasks, data = args, [], []
+    for name in given.tasks:
+        args, task = train.settle(given, get_task(name, source_of(given)), bert, dtype)
+        tasks.append(task)
+    args.max_length = given.max_length  # without it, each task has a length of its own
+    reseed(args.seed)
+    whole = build(args, bert, tasks)
+    for task in tasks:
+        tokenizer, *sets = train.load_data(args, task, source_of(args), bert)
+        data.append((task, *sets))
+    models = {name: OneOfSeveral(bert, head, name) for name, head in whole.heads.items()}
+    own = {*whole.state_dict()}
+    trainable = [p for p in whole.parameters() if p.requires_grad]
+    decayed = [p for p in trainable if p.ndim > 1]  # no biases, no LayerNorms
+    spared = [p for p in trainable if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": spared}]
+    fused = device.type != "mps"
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, weight_decay=0.0, fused=fused)
+    record = describe(args, whole, tokenizer, {}, data)
+    record["steps_per_epoch"] = args.steps_per_epoch
     train_sets = {task.name: train_set for task, train_set, _ in data}
-    dev_sets = {task.name: dev_set for task, _, dev_set in data}
-    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    for one in model.models.values():
-        train.check_saved(one)
-    decayed = [p for p in trainable.values() if p.ndim > 1]  # no biases, no LayerNorms
-    spared = [p for p in trainable.values() if p.ndim <= 1]
-    groups = [{"params": decayed}, {"params": spared, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, weight_decay=WEIGHT_DECAY, fused=device.type != "mps")
+    by_name = {task.name: task for task in tasks}
 
-    state = State()
-    record = describe(args, bert, tokenizer, {}, data, trainable)
-    record["steps_per_epoch"] = steps = args.steps_per_epoch
-    with open_run(args, record, state, trainable, optimizer) as run:
+    def steps(epoch):
+        drawn = multitask_batches(args, train_sets, epoch)
+        return [(models[n], by_name[n], [train_sets[n][i] for i in found]) for n, found in drawn]
+
+    def scores():
+        return evaluate(models, data, args)
+
+    with open_run(args, record, whole, own, optimizer) as run:
         if run.result:
             return run.result
-        for p in optimizer.state:  # of a task whose batch was seen before the interruption
-            p.grad = torch.zeros_like(p)
-        ddp_model = model
-        if run.world_size > 1:  # a step leaves out the other tasks' parts
-            ddp_model = DistributedDataParallel(model, find_unused_parameters=True)
-        diverged = None
-        try:
-            while state.epoch <= args.epochs and state.epoch - state.best_epoch <= args.patience:
-                model.train()
-                for name, indices in multitask_batches(args, train_sets, state.epoch)[state.step :]:
-                    done = ((state.epoch - 1) * steps + state.step) / (steps * args.epochs)
-                    for group in optimizer.param_groups:
-                        group["lr"] = args.lr * lr_factor(done)
-                    model.set_task(name)
-                    examples = [train_sets[name][i] for i in indices]
-                    given = ddp_model, bert, tasks[name], examples, run
-                    loss = train.backward(train.gradients, *given)
-                    nn.utils.clip_grad_norm_(trainable.values(), 1.0)
-                    optimizer.step()
-                    # Zeros instead of None: Adam's momentum goes on moving the idle tasks'
-                    # adapters, as in Stickland and Murray's code.
-                    optimizer.zero_grad(set_to_none=False)
-                    state.step += 1
-                    run.after_step(loss)
-
-                scores = evaluate(model, tasks, dev_sets, args)
-                for name in ("loss", args.score):
-                    run.check_finite(f"development {name}", scores[name])
-                if scores[args.score] > state.best_scores.get(args.score, -math.inf):
-                    state.best_epoch, state.best_scores = state.epoch, scores
-                    state.best = {name: p.detach().cpu().clone() for name, p in trainable.items()}
-                state.epoch, state.step = state.epoch + 1, 0
-                run.after_epoch(scores)
-        except FloatingPointError as e:
-            if not state.best:
-                raise
-            diverged = e
-
-        for name, p in trainable.items():
-            p.data.copy_(state.best[name])
+        # Once its task was drawn, Adam's momentum goes on moving an idle adapter, as in Stickland
+        # and Murray's code, whose gradients are 0 in between.
+        train.minimize(run, whole, steps, schedule, scores, idle_gradient=0)
         if run.rank == 0:
-            record = save(model, args.out, record)
-        return run.finish(record, diverged)
+            record = save(whole, args.out, record, own)
+        return run.finish(record)
 
 
-def save(model, out, record):
-    """A checkpoint of Θ′, and of each task the adapter and the head."""
-    bert, out = model.bert, Path(out)
-    bert.source = str(out.resolve())  # what the adapters belong to
-    record = {**record, "encoder": bert.save_pretrained(out), "trained_on": bert.source}
+def save(whole, out, record, own):
+    """A checkpoint of Θ′; of each task the adapter and the head; in own.safetensors the rest."""
+    bert, out = whole.bert, Path(out)
+    parts = {"encoder": bert.own_parameters()}
+    record = {**record, "encoder": bert.save_pretrained(out), "trained_on": str(out.resolve())}
+    bert.source = record["trained_on"]  # what the adapters belong to
     copy_tokenizer(bert.directory, out)
-    for name, model_of_task in model.models.items():
+    for name, head in whole.heads.items():
+        parts[f"head {name}"] = head_tensors(head)
         has_adapter = name in bert.adapter_configs
         directory = out / ("adapters" if has_adapter else "heads") / name
         if has_adapter:
             save_adapter(bert, name, directory)
-        save_head(model_of_task.head, bert, name, directory)
+            parts[f"adapter {name}"] = file_tensors(adapter_modules(bert, name))
+        save_head(head, bert, name, directory)
         write_json(directory / "run.json", record)
+    if rest := train.without_file(whole, own, parts):
+        write_tensors(out / "own.safetensors", rest)
     return record
 
 
 def main(argv=None):
+    forget_notes()
     return train_jointly(parse(argv))
 
 

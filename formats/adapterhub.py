@@ -29,6 +29,7 @@ TENSOR = re.compile(rf"(?:{SLOT}\.{WORD}|(heads))\.([^.]+)\.(\w+(?:\.\w+)*)")
 # the paper's fusion in its terms; and where the paper's adapters are
 DEFAULTS = files.read_json(Path(__file__).with_name("adapterhub.json"))
 NOT_IN_THE_PAPER, FUSION_CONFIG = DEFAULTS["adapter"], DEFAULTS["fusion"]
+THE_PAPERS = DEFAULTS["grid"]  # the names of the other fields
 # Fields of a fusion that may differ and change nothing (value_before_softmax: V z_n or V Σ s_n z_n)
 SAME_FUNCTION = ("dropout_prob", "regularization", "value_before_softmax", "value_initialized")
 # What a bottleneck adapter's parts are called there, and in adapter.py. With a LayerNorm before it,
@@ -75,7 +76,15 @@ def bottleneck_options(options, metadata):
     old = {} if "version" in metadata else {"gelu": "gelu_new", "gelu_orig": "gelu"}
     options = {"original_ln_before": False, **options, "non_linearity": old.get(name, name)}
     options["leave_out"] = list(options.get("leave_out") or ())
-    return {field: v for field, v in options.items() if field not in NOT_IN_THE_PAPER}
+    return {field: v for field, v in options.items() if field in THE_PAPERS}
+
+
+def is_known(fields, tensors):
+    """Whether AdapterHub's library has all of these fields of a bottleneck adapter, and its parts:
+    {(slot, part): tensor}"""
+    parts = {theirs for theirs, _ in NAMES_WITH_NORM_BEFORE}
+    has_others = any(part.rpartition(".")[0] not in parts for _, part in tensors)
+    return fields.keys() == {*THE_PAPERS} and not has_others
 
 
 def check_fusion(options):
@@ -129,18 +138,20 @@ class Saved:
             if (theirs := self.metadata.get(field, ours)) != ours:
                 raise ValueError(f"made for {field} {theirs!r:.50}, the encoder has {ours!r}")
 
-    def copy_into(self, parameters, unused=()):
-        """Copies the tensors into {(slot, part): parameter}. A parameter that has two names may be
-        stored under one of them; unused: slots whose tensors need no parameter."""
-        stored = {key: p for key, p in parameters.items() if key in self.tensors}
-        there = {id(p) for p in stored.values()}
-        needed = {key for key, p in parameters.items() if key in stored or id(p) not in there}
+    def copy_into(self, tensors, unused=()):
+        """Copies the saved tensors into those of {(slot, part): tensor}. One that has two names may
+        be stored under one of them; unused: slots whose tensors need no place."""
+        stored = {key: tensor for key, tensor in tensors.items() if key in self.tensors}
+        there = {id(tensor) for tensor in stored.values()}
+        needed = {key for key, t in tensors.items() if key in stored or id(t) not in there}
         found = {".".join(key) for key in self.tensors if key[0] not in unused or key in stored}
         with files.error_prefix(self.weights_path.name), torch.no_grad():
             files.check_names({*map(".".join, needed)}, found)
-            for key, p in stored.items():
-                files.check_tensor(".".join(key), self.tensors[key], p.shape, "here it must be")
-                p.copy_(self.tensors[key])
+            for key, tensor in stored.items():
+                if isinstance(tensor, torch.nn.Parameter):
+                    name, found = ".".join(key), self.tensors[key]
+                    files.check_tensor(name, found, tensor.shape, "here it must be")
+                tensor.copy_(self.tensors[key])
 
     def sha256(self):
         """Of the tensors, whatever the adapter's name and its kind of file."""
@@ -195,12 +206,6 @@ def write(directory, kind, options, tensors, metadata):
     named = {f"{prefix}{slot}{kind.word}.{name}.{part}": t for (slot, part), t in tensors.items()}
     files.write_tensors(Path(directory) / kind.weights[0], named)
     files.write_json(Path(directory) / kind.config, {"config": options, **metadata})
-
-
-def write_adapter(directory, options, tensors, metadata):
-    """`write` of an adapter, with the fields that the library expects of a bottleneck adapter."""
-    others = {} if "architecture" in options else NOT_IN_THE_PAPER
-    write(directory, ADAPTER, dict(sorted({**others, **options}.items())), tensors, metadata)
 
 
 def copy(saved, name, directory):

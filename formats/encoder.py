@@ -49,15 +49,17 @@ class Checkpoint:
         return {name: tensor.float() for name, tensor in tensors.items()}
 
 
-def sha256_of(tensors):
-    """SHA-256 of {name: fp32 tensor}: of names, shapes and every number, in any format."""
+def sha256_of(tensors, fields=None):
+    """SHA-256 of {name: fp32 tensor}: of names, shapes and every number, in any format; and of the
+    fields of a configuration."""
 
     def one(name):
         tensor = tensors[name].contiguous()
         return f"{name} {list(tensor.shape)} {hashlib.sha256(tensor.numpy()).hexdigest()}\n"
 
     with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter's lock
-        return hashlib.sha256("".join(pool.map(one, sorted(tensors))).encode()).hexdigest()
+        lines = [*pool.map(one, sorted(tensors)), repr(sorted((fields or {}).items()))]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def open_encoder(source):
@@ -88,13 +90,13 @@ def read_pooler(directory):
 
 
 def write_encoder(directory, config, tensors):
-    """Writes config.json and model.safetensors, fp32. Returns the `sha256_of` the weights."""
+    """Writes config.json and model.safetensors. Returns what was written, in fp32."""
     tensors = {name: tensor.detach().float().cpu() for name, tensor in tensors.items()}
     config = {n: v for n, v in config.items() if n not in ("dtype", "torch_dtype")}  # now fp32
     files.write_json(Path(directory) / "config.json", config)
     named = {f"{config['model_type']}.{name}": tensor for name, tensor in tensors.items()}
     files.write_tensors(Path(directory) / "model.safetensors", named)
-    return sha256_of(tensors)
+    return tensors
 
 
 def by_hub_name(tensors, model_type):

@@ -1,7 +1,6 @@
 """JSON and tensors in files: errors name the file; writing leaves the old file or the new one."""
 
 import contextlib
-import functools
 import json
 import os
 import warnings
@@ -11,11 +10,19 @@ import safetensors.numpy
 import torch
 from safetensors.torch import load_file
 
+said = set()
 
-@functools.cache
+
 def note(text):
-    """Prints a line that is good to know, once."""
-    print(f"note: {text}", flush=True)
+    """Prints a line that is good to know, once in a run."""
+    if text not in said:
+        print(f"note: {text}", flush=True)
+    said.add(text)
+
+
+def forget_notes():
+    """A new run begins."""
+    said.clear()
 
 
 @contextlib.contextmanager
@@ -66,8 +73,9 @@ def write_json(path, value):
 
 
 def write_tensors(path, tensors):
-    """Writes {name: tensor} as fp32 safetensors; the file is replaced as a whole."""
-    arrays = {n: t.detach().float().cpu().contiguous().numpy() for n, t in tensors.items()}
+    """Writes {name: tensor} as safetensors, floats as fp32; the file is replaced as a whole."""
+    fp32 = {n: t.float() if t.is_floating_point() else t for n, t in tensors.items()}
+    arrays = {n: tensor.detach().cpu().contiguous().numpy() for n, tensor in fp32.items()}
     with atomic_write(path) as temporary:
         temporary.write_bytes(safetensors.numpy.save(arrays, metadata={"format": "pt"}))
 

@@ -1,41 +1,10 @@
-"""What PyTorch does slowly, on a CPU or on a GPU, done faster. The functions are the same, their
-random numbers are not: dropout on a CPU rounds p to 1/65,536 and draws from a stream of its own,
-and new embeddings are uniform."""
+"""What keeps a GPU busy: copies that do not wait, and recorded steps."""
 
 import math
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 AGAIN = "start it again with --overwrite and without --cuda-graphs"
-
-
-def dropout(x, p, training):
-    """F.dropout, on a CPU in a third of its time: from 16 random bits for each element, so that p
-    is rounded to a multiple of 1/65,536."""
-    if not training or p == 0 or x.device.type != "cpu":
-        return F.dropout(x, p, training)
-    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    keep = bits.view(torch.int16)[: x.numel()].view(x.shape) >= round(2**16 * p) - 2**15
-    return (x * keep).mul_(1 / (1 - p))
-
-
-def embedding(rows, d):
-    """nn.Embedding, but uniform: normal numbers on the meta device cost `from_pretrained` a second
-    (torch imports sympy for them)."""
-    return nn.Embedding.from_pretrained(torch.empty(rows, d).uniform_(-0.035, 0.035), freeze=False)
-
-
-def attention(q, k, v, mask, p):
-    """softmax(q kᵀ / √(d/H)) v over the real tokens, each weight dropped with probability p: [B, H,
-    T, d/H] each -> q's shape. F.scaled_dot_product_attention, on a CPU with the dropout above."""
-    if p == 0 or q.device.type != "cpu":
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
-    scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)  # [B, H, T, T]
-    if mask is not None:
-        scores += scores.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return dropout(scores.softmax(-1), p, training=True) @ v
 
 
 def on_device(batch, device):
@@ -50,20 +19,22 @@ class Recorded:
     returns the loss; recorded as a CUDA graph for each shape of the batch and then replayed, so
     that the GPU does not wait for Python (ms before and after: docs/benchmarks.md).
 
-    A replay repeats what Python decided when the step was recorded. So one replay in 500, and one
-    of every epoch, whose start sets `compares_next`, is compared with the function: loss and norm
-    of the gradients must be the same, to a relative 1e-3 where products are in bf16."""
+    A replay repeats what Python decided when the step was recorded. So one call in `every` is
+    compared with the function: loss and norm of the gradients must be the same, to a relative 1e-3
+    where products are in bf16."""
 
-    def __init__(self, function, parameters, dtype):
-        self.function, self.parameters = function, [*parameters]
-        self.rel_tol = 1e-3 if dtype == torch.bfloat16 else 1e-5
+    def __init__(self, function, parameters, dtype, every):
+        self.function, self.parameters, self.every = function, [*parameters], every
+        self.rel_tol = 1e-3 if dtype == "bfloat16" else 1e-5
         self.graphs, self.pool, self.stream = {}, None, torch.cuda.Stream()
-        self.replays, self.compares_next = 0, True
+        self.calls, self.is_due = 0, True
         for p in self.parameters:  # a gradient that is made in a graph would be that graph's own
             p.grad = torch.zeros_like(p)
 
     def __call__(self, *given):
         *others, batch = given
+        self.is_due |= self.calls % self.every == 0
+        self.calls += 1
         shape = tuple(tensor.shape for tensor in batch.values())
         if shape not in self.graphs:  # the first step of a shape is computed as ever: it warms up
             self.graphs[shape] = None
@@ -74,10 +45,8 @@ class Recorded:
         graph, static, loss = self.graphs[shape]
         for name, tensor in batch.items():
             static[name].copy_(tensor)
-        self.replays += 1
-        self.compares_next |= self.replays % 500 == 0
-        if self.compares_next and not is_new:
-            self.compares_next = False
+        if self.is_due and not is_new:  # a new graph would be compared with itself
+            self.is_due = False
             self.compare(graph, loss, given)
         else:
             graph.replay()

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -17,8 +18,8 @@ def choose_device(device, dtype, cuda_graphs=False):
         device = next(name for name in available if available[name])
     if not available[device]:
         raise ValueError(f"--device {device}: there is no such device on this machine")
-    if cuda_graphs and (device != "cuda" or dist.is_torchelastic_launched()):
-        raise ValueError("--cuda-graphs is for one GPU, and one process")
+    if cuda_graphs and device != "cuda":
+        raise ValueError("--cuda-graphs is for a GPU of NVIDIA's")
     if device == "cuda" and dist.is_torchelastic_launched():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if device == "cuda":  # cuDNN's attention, the default on an H100, plans anew for every length
@@ -48,6 +49,37 @@ def all_reduce(tensor):
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
+
+
+def gather(found):
+    """[what each process has found]"""
+    everything = [found] * rank_and_world_size()[1]
+    if dist.is_initialized():
+        dist.all_gather_object(everything, found)
+    return everything
+
+
+def sum_gradients(parameters):
+    """The sum over all processes, in place. One without a gradient in any of them keeps None."""
+    if not dist.is_initialized():
+        return
+    parameters = [*parameters]
+    device = parameters[0].device
+    has = all_reduce(torch.tensor([float(p.grad is not None) for p in parameters], device=device))
+    used = [p for p, count in zip(parameters, has.tolist(), strict=True) if count]
+    for p in used:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    if not used:
+        return
+    sums = all_reduce(torch.cat([p.grad.flatten() for p in used]))
+    for p, part in zip(used, sums.split([p.numel() for p in used]), strict=True):
+        p.grad.copy_(part.view_as(p))
+
+
+def reseed(*numbers):
+    """Torch's random numbers become a function of these integers."""
+    torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
 
 
 STOP = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}

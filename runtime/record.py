@@ -69,13 +69,16 @@ def share_trained_on(run, examples):
     return share if share >= 0.05 else 0
 
 
-def describe(args, bert, tokenizer, adapters, data, trainable):
+def describe(args, model, tokenizer, adapters, data):
     """What run.json is to say. adapters: {name: Saved} of --adapters; data: [(task, training set,
-    development set)]; trainable: {name: trained parameter}. Prints a warning if an adapter has seen
-    development examples."""
+    development set)]. Prints a warning if an adapter has seen development examples, and raises
+    ValueError for one that was trained with another tokenizer."""
+    bert = model.bert
     inputs = {"encoder": bert.sha256, "tokenizer": tokenizer_sha256(tokenizer)}
     for name, saved in adapters.items():
         inputs[f"adapter {name}"] = saved.sha256()
+        if saved.run.get("inputs", inputs)["tokenizer"] != inputs["tokenizer"]:
+            raise ValueError(f"{saved.directory} was trained with another tokenizer")
     tasks = {}
     for task, train_set, dev_set in data:
         inputs[f"training examples of {task.name}"] = examples_sha256(train_set)
@@ -90,7 +93,7 @@ def describe(args, bert, tokenizer, adapters, data, trainable):
                 problem = f"{name} was TRAINED on {share:.0%} of this run's development examples"
                 print(f"WARNING: adapter {problem}, or on equal ones: scores say little")
     train, dev = (sum(map(len, sets)) for sets in list(zip(*data, strict=True))[1:])
-    trained = sum(p.numel() for p in trainable.values())
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     millions = sum(p.numel() for p in bert.own_parameters().values()) / 1e6
     summary = f"{args.stage} on {args.task}: encoder {args.model} ({millions:.1f} M parameters), "
     summary += f"{trained:,} parameters are trained, on {bert.device.type} in {args.dtype}; "

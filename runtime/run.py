@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -18,28 +17,18 @@ from tqdm import tqdm
 from formats.adapterhub import ADAPTER, FUSION, HEAD, read_run
 from formats.files import atomic_write, note, read_json, read_tensors, write_json
 from formats.tokenizer import TOKENIZER_FILES
-from runtime.adapters import named
-from runtime.processes import all_reduce, deferred_signals, rank_and_world_size
+from runtime.processes import all_reduce, deferred_signals, gather, rank_and_world_size
 from runtime.record import first_difference
+from runtime.sources import named
 
 SAVE_MINUTES = 5  # between two checkpoints within an epoch
 # What a run clears, in this order. Its run.json stays until it is replaced: without one, a
 # directory is not taken for a run's.
 RUN_FILES = "resume.pt metrics.json log.jsonl adapters heads model.safetensors config.json".split()
 RUN_FILES += [n for kind in (ADAPTER, HEAD, FUSION) for n in (kind.weights[0], kind.config)]
-RUN_FILES += TOKENIZER_FILES
+RUN_FILES += ["own.safetensors", *TOKENIZER_FILES]
 TEMPORARY = [f"{name}.tmp" for name in [*RUN_FILES, "run.json"]]  # of a write that was killed
-
-
-@dataclass
-class State:
-    """Where the training is, and what was best so far: a checkpoint holds it."""
-
-    epoch: int = 1
-    step: int = 0  # steps of this epoch that are done
-    best_epoch: int = 0
-    best_scores: dict = field(default_factory=dict)  # {score: value}
-    best: dict = field(default_factory=dict)  # {name: trained parameter}
+STATE = "epoch step best_epoch best_scores best history".split()  # fields of Run in a checkpoint
 
 
 def is_begun(out):
@@ -68,26 +57,25 @@ def check_out(args):
 
 
 @contextlib.contextmanager
-def open_run(args, record, state, trainable, optimizer):
-    """The Run in args.out, whose directory is locked, and cleared unless the run is resumed.
-    record: what run.json is to say; trainable: {name: trained parameter}."""
-    out, on_gpu = Path(args.out), next(iter(trainable.values())).is_cuda
-    if dist.is_torchelastic_launched() and not dist.is_initialized():  # before anything is written
-        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-    first = rank_and_world_size()[0] == 0  # the process that writes
+def open_run(args, record, model, own, optimizer):
+    """The Run in args.out, whose directory is locked, and cleared unless the run is resumed. Its
+    arguments are described in Run."""
+    run, out = Run(args, record, model, own, optimizer), Path(args.out)
     notice = "stopping after this step, or this evaluation; a second signal stops without saving"
+    first = run.rank == 0  # the process that writes
     out.mkdir(parents=True, exist_ok=True)
     lock = FileLock(out / ".lock", timeout=0) if first else contextlib.nullcontext()
     try:
-        with lock, deferred_signals(notice * first) as signals:
+        with lock, deferred_signals(notice * first) as run.signals:
             if first:
                 check_out(args)  # again: another run may have ended here meanwhile
                 clear(out, TEMPORARY)
-            yield Run(args, record, state, trainable, optimizer, signals)
-            if signals:  # in the last evaluation, or while the result was written
+            run.begin()
+            yield run
+            if run.signals:  # in the last evaluation, or while the result was written
                 raise KeyboardInterrupt
     except FloatingPointError:
-        if first and not state.best:  # not one epoch is there to be kept
+        if first and not run.best:  # not one epoch is there to be kept
             clear(out, [*RUN_FILES, "run.json", ".lock"])
             with contextlib.suppress(OSError):  # it may hold other files, too
                 out.rmdir()
@@ -111,21 +99,36 @@ def clear(out, names):
 
 
 class Run:
-    """result: under --resume, the metrics of a run that is finished already."""
+    """Where a run is, and what was best so far: all that a checkpoint holds beside the weights and
+    what the optimizer keeps for each of them. Nothing random is in it: the random numbers of a step
+    are a function of its number.
 
-    def __init__(self, args, record, state, trainable, optimizer, signals):
-        self.args, self.record, self.state, self.signals = args, record, state, signals
-        self.trainable, self.optimizer, self.out = trainable, optimizer, Path(args.out)
-        self.device = next(iter(trainable.values())).device
+    record   what run.json is to say
+    own      the names of the tensors in the model's state that are the run's own
+    result   under --resume, the metrics of a run that is finished already"""
+
+    def __init__(self, args, record, model, own, optimizer):
+        self.args, self.record, self.out = args, record, Path(args.out)
+        self.model, self.own, self.optimizer = model, own, optimizer
+        self.trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        device = next(iter(self.trainable.values())).device
+        if dist.is_torchelastic_launched() and not dist.is_initialized():
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
         self.rank, self.world_size = rank_and_world_size()
-        self.history, self.result, self.bar = [], None, None
-        self.loss = torch.zeros((), device=self.device)  # the sum over the steps of this epoch
+        self.epoch, self.step = 1, 0  # step: how many steps of this epoch are done
+        self.best_epoch, self.best_scores = 0, {}  # {score: value}
+        self.best = {}  # {name: tensor} of what is the run's own, in the best epoch
+        self.loss = torch.zeros((), device=device)  # the sum over the steps of this epoch
+        self.history = []  # the lines of log.jsonl
+        self.diverged = None  # the FloatingPointError that ended the run, if one did
+        self.result, self.bar, self.signals = None, None, []
         self.started = self.saved = time.monotonic()
-        if self.rank > 0:
-            torch.manual_seed(args.seed + self.rank)  # dropout of its own
-        is_new = not (args.resume and is_begun(self.out))
+
+    def begin(self):
+        """Starts the log of a new run, or puts everything back to where the checkpoint was."""
+        is_new = not (self.args.resume and is_begun(self.out))
         if not is_new:
-            if difference := first_difference(read_run(self.out), record):
+            if difference := first_difference(read_run(self.out), self.record):
                 advice = "cannot --resume it, --overwrite starts anew"
                 raise ValueError(f"{self.out} holds a run with {difference}: {advice}")
             if (self.out / "metrics.json").exists():
@@ -134,25 +137,28 @@ class Run:
                 clear(self.out, ["resume.pt"])  # a kill may have come before it was removed
                 return
             self.restore()
-        done = torch.tensor([state.epoch, state.step])
-        if not torch.equal(all_reduce(done.clone()), self.world_size * done):
+        if len({*gather((self.epoch, self.step))}) > 1:
             raise ValueError(f"--out {self.out} must be one directory for all processes")
+        if len({*gather(sum(p.double().sum().item() for p in self.trainable.values()))}) > 1:
+            problem = "the processes would train different weights: something was drawn before"
+            raise ValueError(f"{problem} `build`, or from other random numbers than torch's")
         if self.rank == 0:
             clear(self.out, RUN_FILES if is_new else [])
-            write_json(self.out / "run.json", record)
+            write_json(self.out / "run.json", self.record)
             self.write_log()
-        print(f"{record['summary']}; run directory {self.out}", flush=True)
+        print(f"{self.record['summary']}; run directory {self.out}", flush=True)
 
     def after_step(self, loss):
-        """Saves the state when it is due; after a signal to any of the processes it saves, and
-        raises KeyboardInterrupt. Raises FloatingPointError if the loss is not finite, which is
-        looked at in every tenth step. loss: Σ share · loss of this process's parts of the batch"""
-        state, steps = self.state, self.record["steps_per_epoch"]
-        self.loss += all_reduce(loss) / self.world_size
+        """Counts the step. Saves the state when it is due; after a signal to any of the processes
+        it saves, and raises KeyboardInterrupt. Raises FloatingPointError if the loss is not finite,
+        which is looked at in every tenth step. loss: what this process has of the batch's loss."""
+        steps = self.record["steps_per_epoch"]
+        self.step += 1
+        self.loss += all_reduce(loss.clone())
         if self.bar is None:
             self.bar = tqdm(None, "training", steps, leave=False, disable=self.rank > 0 or None)
-        self.bar.update(state.step - self.bar.n)
-        if state.step % 10 == 0 or state.step == steps:
+        self.bar.update(self.step - self.bar.n)
+        if self.step % 10 == 0 or self.step == steps:
             self.check_finite("loss", self.loss.item())  # this waits for a GPU
         due = time.monotonic() - self.saved >= 60 * SAVE_MINUTES
         stop, due = all_reduce(torch.tensor([len(self.signals), due])).tolist()
@@ -163,89 +169,96 @@ class Run:
 
     def check_finite(self, what, value):
         if not math.isfinite(value):
-            problem = f"the {what} is not finite in epoch {self.state.epoch}"
+            problem = f"the {what} is not finite in epoch {self.epoch}"
             raise FloatingPointError(f"{problem}: a lower --lr may help")
 
     def after_epoch(self, scores):
-        """A line in log.jsonl and on the screen, and a checkpoint. The state is that of the next
-        epoch. scores: what evaluation returned, {name: number, or anything to be logged}"""
+        """A line in log.jsonl and on the screen, a checkpoint, and the next epoch. scores: what
+        evaluation returned, {name: number, or anything to be logged}"""
         self.bar = self.bar and self.bar.close()
-        epoch, loss = self.state.epoch - 1, self.loss.item() / self.record["steps_per_epoch"]
+        loss = self.loss.item() / self.record["steps_per_epoch"]
         seconds = round(time.monotonic() - self.started, 2)
         dev = {f"dev_{name}": value for name, value in scores.items()}
-        self.history.append({"epoch": epoch, "loss": loss, **dev, "seconds": seconds})
+        self.history.append({"epoch": self.epoch, "loss": loss, **dev, "seconds": seconds})
+        if self.epoch == 1:
+            self.note_idle()
+        dev = ", ".join(f"{n} {v:.4f}" for n, v in scores.items() if isinstance(v, (int, float)))
+        best = "; best so far" * (self.best_epoch == self.epoch)
+        line = f"epoch {self.epoch:2}: loss {loss:.4f}; dev {dev}; {seconds:.0f} s{best}"
+        self.epoch, self.step = self.epoch + 1, 0
         self.loss.zero_()
         if self.rank == 0:
             self.write_log()
         self.checkpoint()
-        dev = ", ".join(f"{n} {v:.4f}" for n, v in scores.items() if isinstance(v, (int, float)))
-        best = "; best so far" * (self.state.best_epoch == epoch)
-        print(f"epoch {epoch:2}: loss {loss:.4f}; dev {dev}; {seconds:.0f} s{best}", flush=True)
+        print(line, flush=True)
 
-    def finish(self, record, diverged):
+    def note_idle(self):
+        """Names what is to be trained and has had no gradient in a whole epoch: Adam has seen none
+        but zeros. With several choices, the bias of a head's last layer is rightly one."""
+        moments = {n: self.optimizer.state.get(p, {}) for n, p in self.trainable.items()}
+        idle = [n for n, state in moments.items() if not state or not state["exp_avg_sq"].any()]
+        if idle:
+            named = f"{', '.join(idle):.200}{'…' * (len(', '.join(idle)) > 200)}"
+            note(f"no gradient has reached {len(idle)} trained parameters in epoch 1: {named}")
+
+    def finish(self, record):
         """Makes the run a finished one, once the files of the best epoch are there. Returns the
-        closing line, or raises `diverged`, the error that ended it. record: run.json's content"""
-        state, args = self.state, self.args
+        closing line; for a run that has diverged it raises the error. record: run.json's content"""
+        args = self.args
         result = {name: record["options"][name] for name in ("stage", "task", "seed", "model")}
         sizes = ("train_examples", "dev_examples", "trained_parameters")
-        result |= {name: record[name] for name in sizes} | {"best_epoch": state.best_epoch}
-        result |= {"dev_loss" if n == "loss" else n: v for n, v in state.best_scores.items()}
-        result |= {"diverged": True} if diverged else {}
+        result |= {name: record[name] for name in sizes} | {"best_epoch": self.best_epoch}
+        result |= {"dev_loss" if n == "loss" else n: v for n, v in self.best_scores.items()}
+        result |= {"diverged": True} if self.diverged else {}
         result |= {"seconds": round(time.monotonic() - self.started, 2), "out": str(self.out)}
         if self.rank == 0:
             write_json(self.out / "run.json", record)
             write_json(self.out / "metrics.json", result)  # last: with it the run is a finished one
             clear(self.out, ["resume.pt", ".lock"])
-        if diverged:
-            raise FloatingPointError(f"{diverged}; epoch {state.best_epoch} is kept in {self.out}")
+        if self.diverged:
+            kept = f"epoch {self.best_epoch} is kept in {self.out}"
+            raise FloatingPointError(f"{self.diverged}; {kept}")
         majority = record["tasks"].get(args.task, {}).get("majority", -1)
         if result.get("accuracy", 2) <= majority:
             note("no better than the most frequent label: more --epochs, --patience, may help")
-        best = f"best epoch: {state.best_epoch}, dev {args.score} {result[args.score]:.4f}"
-        print(f"{best}; stopped after epoch {state.epoch - 1} of at most {args.epochs}", flush=True)
+        best = f"best epoch: {self.best_epoch}, dev {args.score} {result[args.score]:.4f}"
+        print(f"{best}; stopped after epoch {self.epoch - 1} of at most {args.epochs}", flush=True)
         return result
 
     def write_log(self):
         with atomic_write(self.out / "log.jsonl") as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in self.history))
 
+    def own_tensors(self):
+        """{name: tensor} of what is the run's own, as it is now."""
+        return {n: t.detach() for n, t in self.model.state_dict().items() if n in self.own}
+
     def checkpoint(self):
         """Saves everything on which the rest of the run depends: --resume continues to the bit."""
-        random = torch.get_rng_state()
-        if self.device.type == "cuda":
-            random = torch.cat([random, torch.cuda.get_rng_state(self.device)])
-        randoms = [torch.empty_like(random) for _ in range(self.world_size)]  # of every process
-        dist.all_gather(randoms, random) if self.world_size > 1 else randoms[0].copy_(random)
         self.saved = time.monotonic()
-        saved = {
-            "state": vars(self.state),
-            "loss": self.loss,
-            "trained": {name: p.detach() for name, p in self.trainable.items()},
-            "optimizer": self.optimizer.state_dict(),
-            "random": randoms,
-            "history": self.history,
-            "seconds": time.monotonic() - self.started,
-        }
+        moments = {n: self.optimizer.state.get(p, {}) for n, p in self.trainable.items()}
+        saved = {name: getattr(self, name) for name in STATE}
+        saved |= {"own": self.own_tensors(), "optimizer": moments, "loss": self.loss}
+        saved["seconds"] = self.saved - self.started
         if self.rank == 0:
             with atomic_write(self.out / "resume.pt") as temporary, open(temporary, "wb") as file:
                 torch.save(saved, file)
         all_reduce(torch.zeros(()))  # no process ends before it is written
 
     def restore(self):
-        """Puts everything back to where the last checkpoint was."""
+        """Puts everything back to where the last checkpoint was. How it goes on is the code's: of
+        the optimizer, only what it keeps for each parameter, by name."""
         path = self.out / "resume.pt"
         saved = read_tensors(path)
-        if [*saved["trained"]] != [*self.trainable]:
+        if saved["own"].keys() != self.own_tensors().keys():
             raise ValueError(f"{path}: other parameters were trained: cannot --resume it")
-        vars(self.state).update(saved["state"])
+        self.model.load_state_dict(saved["own"], strict=False)
+        names, now = {p: n for n, p in self.trainable.items()}, self.optimizer.state_dict()
+        order = [names.get(p) for group in self.optimizer.param_groups for p in group["params"]]
+        found = {i: saved["optimizer"].get(name) for i, name in enumerate(order)}
+        now["state"] = {i: state for i, state in found.items() if state}
+        self.optimizer.load_state_dict(now)
         self.loss.copy_(saved["loss"])
-        with torch.no_grad():
-            for name, p in self.trainable.items():
-                p.copy_(saved["trained"][name])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        if len(saved["random"]) == self.world_size:  # otherwise dropout has other numbers
-            random, n = saved["random"][self.rank], len(torch.get_rng_state())
-            torch.set_rng_state(random[:n])
-            if self.device.type == "cuda" and len(random) > n:
-                torch.cuda.set_rng_state(random[n:], self.device)
-        self.history, self.started = saved["history"], time.monotonic() - saved["seconds"]
+        for name in STATE:
+            setattr(self, name, saved[name])
+        self.started = time.monotonic() - saved["seconds"]

@@ -12,7 +12,7 @@ from data import TASKS, get_task, load_split
 from formats.rows import Source
 from formats.tokenizer import load_tokenizer
 from fusion import add_fusion, fusion_weights
-from runtime.adapters import find_adapters
+from runtime.sources import find_adapters
 
 pytestmark = pytest.mark.skipif("HUB_TESTS" not in os.environ, reason="needs a network")
 

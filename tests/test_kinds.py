@@ -8,6 +8,7 @@ import importlib
 import re
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -25,7 +26,14 @@ from data import TASKS
 from experiments import evaluate
 from experiments.load_run import load_run
 from formats.files import read_json
-from fusion import FUSIONS, Fusion, add_fusion, fusion_regularization, fusion_weights, fusions
+from fusion import (
+    FUSIONS,
+    Fusion,
+    active_fusions,
+    add_fusion,
+    fusion_regularization,
+    fusion_weights,
+)
 from reference import FIELDS
 from runtime.scores import CLASS_SCORES
 
@@ -49,7 +57,7 @@ def examples():
         yield
 
 
-PROBLEMS = {"houlsby_recipe": "no output z", "lora": "no output z"}  # of a fusion
+PROBLEMS = {"lora": "no output z"}  # of a fusion
 FUSED = [kind for kind in ADAPTER_KINDS if kind not in PROBLEMS]
 every_adapter = pytest.mark.parametrize("kind", ADAPTER_KINDS)
 every_fused_adapter = pytest.mark.parametrize("kind", FUSED)
@@ -112,30 +120,35 @@ def outputs_and_gradients(bert, given):
     return [h, *torch.autograd.grad(h.pow(3).sum(), trained)]
 
 
+def forward_by_textbook(fusion, *given):
+    with patch("fusion.has_low_rank", lambda *_: False):
+        return Fusion.forward(fusion, *given)
+
+
 @every_fused_adapter
 @pytest.mark.parametrize("fusion_kind", FUSION_KINDS)
-def test_the_form_that_is_used_is_the_textbooks(encoder, kind, fusion_kind):
+def test_the_form_that_is_used_is_the_textbooks(encoder, kind, fusion_kind, monkeypatch):
     """Many tokens and few, with dropout, in any order. What was added last is trained alone."""
     bert, names = new_bert(encoder, kind, "abc"), "abc"
     assert all(".adapters.c." in n for n, p in bert.named_parameters() if p.requires_grad)
     fuse(bert, names, fusion_kind)
     assert all(".fusion." in n for n, p in bert.named_parameters() if p.requires_grad)
     textbook = copy.deepcopy(bert)
-    for fusion in fusions(textbook).values():
-        fusion.low_rank = fusion.textbook
+    for fusion in active_fusions(textbook).values():
+        monkeypatch.setattr(fusion, "forward", partial(forward_by_textbook, fusion))
     many = inputs()
     for training in (False, True):
         for given in (many, [tensor[1:2, :4] for tensor in many]):
             both = [outputs_and_gradients(b.train(training), given) for b in (bert, textbook)]
             assert all(map(close, *both))
-            for key, fusion in fusions(bert).items():
-                assert close(fusion.s, fusions(textbook)[key].s)
+            for key, fusion in active_fusions(bert).items():
+                assert close(fusion.s, active_fusions(textbook)[key].s)
     h = bert.eval()(*many)
-    sums = torch.stack([fusion.s.sum(-1) for fusion in fusions(bert).values()])
+    sums = torch.stack([fusion.s.sum(-1) for fusion in active_fusions(bert).values()])
     assert close(sums, torch.ones_like(sums))
     fuse(bert, names[::-1], fusion_kind)
-    for key, fusion in fusions(bert).items():
-        fusion.load_state_dict(fusions(textbook)[key].state_dict())
+    for key, fusion in active_fusions(bert).items():
+        fusion.load_state_dict(active_fusions(textbook)[key].state_dict())
     assert close(bert(*many), h)
     activate(bert)  # the adapters do speak
     assert not torch.allclose(bert(*many), h, atol=1e-3)
@@ -152,12 +165,12 @@ def test_leaving_adapters_out(quiet_encoder, kind, monkeypatch):
     fuse(bert, "abc", "attention")
     fewer, with_all = copy.deepcopy(bert), bert(*inputs())
     add_fusion(fewer, "ac")
-    for key, fusion in fusions(fewer).items():
-        fusion.load_state_dict(fusions(bert)[key].state_dict())
+    for key, fusion in active_fusions(fewer).items():
+        fusion.load_state_dict(active_fusions(bert)[key].state_dict())
     theirs, out = outputs_and_gradients(fewer, inputs()), torch.tensor([0.0, -torch.inf, 0.0])
     monkeypatch.setattr(Fusion, "softmax", lambda self, x: SOFTMAX(self, x + out))
     assert all(map(close, outputs_and_gradients(bert, inputs()), theirs))
-    for fusion in fusions(bert).values():
+    for fusion in active_fusions(bert).values():
         assert not fusion.s[..., 1].any()
         fusion.dropout = nn.Dropout(0.5)
     assert all(tensor.isfinite().all() for tensor in outputs_and_gradients(bert, inputs()))
@@ -239,13 +252,13 @@ def test_what_cannot_be_fused_is_refused_by_name(encoder, kind):
     """And the fusion that is there stays; adapters of different kinds can be mixed."""
     bert = new_bert(encoder, "pfeiffer", "a")
     add_fusion(bert, "a")
-    before, problem = fusions(bert), {"houlsby": "different locations", **PROBLEMS}.get(kind)
+    before, problem = active_fusions(bert), {"houlsby": "different locations", **PROBLEMS}.get(kind)
     add_adapter(bert, kind, ADAPTERS[kind]())
     if problem:
         with pytest.raises(ValueError, match=f"{kind}.*{problem}|{problem}.*{kind}"):
             add_fusion(bert, ["a", kind])
         activate(bert, ("a",))
-        assert fusions(bert) == before
+        assert active_fusions(bert) == before
     else:
         add_fusion(bert, ["a", kind])
         assert bert(*inputs()).isfinite().all()
@@ -299,6 +312,7 @@ STAGES = {
     "head": r"^head\.",
     "full": r"",
     "multitask": r"",
+    "houlsby": r"\.adapters\.sst2\.|norm\.(weight|bias)$|^head\.",
     "own": r"^bert\.(?!.*\.adapters\.).*bias|\.adapters\.sst2\.|^head\.",
 }
 NOT_TRAINED = {"own": r"\.down\.", "fusion mean": r"\.fusion\.(query|key)\."}
@@ -309,6 +323,7 @@ COMMANDS |= {f"task {t}": ("head", f"--task {t}") for t in ("rte", "pick", "sts_
 COMMANDS |= {f"score {score}": ("head", f"--score {score}") for score in CLASS_SCORES}
 COMMANDS |= {f"head {head}": ("head", f"--task pick --head {head}") for head in HEAD_KINDS}
 COMMANDS |= {f"encoder {kind}": ("full", "") for kind in ENCODER_KINDS}
+COMMANDS |= {"stage houlsby": ("houlsby", "")}
 COMMANDS |= {"stage own": ("own", ""), "stage multitask": ("multitask", "")}
 
 
@@ -325,46 +340,83 @@ def trained(command, encoder, encoders):
     return trained
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_run(name, trained, at_step, tmp_path, monkeypatch):
-    """What is new is trained, and nothing else moves by a single bit. Loaded again it is the same
-    model. Interrupted and resumed it ends in the same files."""
-    begun, check_saved = [], train.check_saved
+@pytest.fixture(scope="module")
+def run_of(trained, tmp_path_factory):
+    """run_of(name): what `main` returned, the model, and {name: tensor} before its first step; each
+    command is run once."""
+    known, hold_frozen_in = {}, train.hold_frozen_in
 
-    def remember(model):
-        check_saved(model)
-        begun.append((model, {n: p.detach().clone() for n, p in model.named_parameters()}))
+    def run_of(name):
+        begun = []
 
-    monkeypatch.setattr(train, "check_saved", remember)
-    whole = trained(name, tmp_path / "whole")
-    (model, before), stage = begun[0], whole["stage"]
-    parameters = {n: model.get_parameter(n) for n in before}
-    new = {n for n in parameters if re.search(STAGES[stage], n)}
+        def remember(model, own, dtype):
+            hold_frozen_in(model, own, dtype)
+            begun.append((model, {n: t.clone() for n, t in model.state_dict().items()}))
+
+        if name not in known:
+            out = tmp_path_factory.mktemp("runs") / "run"
+            with patch.object(train, "hold_frozen_in", remember):
+                known[name] = trained(name, out), *begun[0]
+        return known[name]
+
+    return run_of
+
+
+ONE_TASK = [name for name in COMMANDS if name != "stage multitask"]
+every_command = pytest.mark.parametrize("name", COMMANDS)
+
+
+@pytest.mark.parametrize("name", ONE_TASK)
+def test_what_is_new_is_trained_and_nothing_else_moves(name, run_of):
+    """Not by a single bit."""
+    result, model, before = run_of(name)
+    parameters = {n: model.get_parameter(n) for n in before if n not in dict(model.named_buffers())}
+    new = {n for n in parameters if re.search(STAGES[result["stage"]], n)}
     new = {n for n in new if name not in NOT_TRAINED or not re.search(NOT_TRAINED[name], n)}
     assert {n for n, p in parameters.items() if p.requires_grad} == new
-    moved = {n for n, p in parameters.items() if not torch.equal(p, before[n].to(p.dtype))}
+    assert result["trained_parameters"] == sum(parameters[n].numel() for n in new)
+    moved = {n for n, p in parameters.items() if not torch.equal(p, before[n])}
     # the last bias of a multiple-choice head is the same for all choices
     assert moved - {"head.layers.4.bias"} == new - {"head.layers.4.bias"}
     assert {parameters[n].dtype for n in new} == {torch.float32}
-    if stage in ("adapter", "fusion", "head") and name != "own":  # which freezes a part of its own
-        frozen = {p.dtype for n, p in parameters.items() if not re.search(STAGES[stage], n)}
+    if (
+        result["stage"] in ("adapter", "fusion", "head") and name != "own"
+    ):  # it freezes some of its own
+        frozen = {
+            p.dtype for n, p in parameters.items() if not re.search(STAGES[result["stage"]], n)
+        }
         assert frozen == {torch.bfloat16}
 
-    if stage != "multitask":  # whose tasks are runs of their own
-        assert whole["trained_parameters"] == sum(parameters[n].numel() for n in new)
-        run = load_run(tmp_path / "whole")
-        saved = run.model.state_dict()
-        assert saved.keys() == model.state_dict().keys()
-        assert all(torch.equal(tensor, saved[n]) for n, tensor in model.state_dict().items())
-        result = train.evaluate(run.model, run.task, run.split(), run.args)
-        assert result["loss"] == whole["dev_loss"]
-        assert result[run.args.score] == whole[run.args.score]
 
+@pytest.mark.parametrize("name", ONE_TASK)
+def test_loaded_it_is_the_same_model(name, run_of):
+    """And `load_run` draws nothing."""
+    result, model, _ = run_of(name)
+    torch.manual_seed(5)
+    random = torch.get_rng_state()
+    run = load_run(result["out"])
+    assert torch.equal(torch.get_rng_state(), random)
+    saved = run.model.state_dict()
+    assert saved.keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, saved[n]) for n, tensor in model.state_dict().items())
+    found = train.evaluate(run.model, run.task, run.split(), run.args)
+    assert found["loss"] == result["dev_loss"]
+    assert found[run.args.score] == result[run.args.score]
+
+
+@every_command
+def test_interrupted_and_resumed_it_ends_in_the_same_files(
+    name, run_of, trained, command, at_step, tmp_path
+):
+    if name == "stage multitask":
+        whole = trained(name, tmp_path / "whole")["out"]
+    else:
+        whole = run_of(name)[0]["out"]
     at_step(8, child.stop, signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         trained(name, tmp_path / "cut")
     trained(name, tmp_path / "cut", "--resume")
-    assert_equal(tmp_path / "cut", tmp_path / "whole")
+    assert_equal(tmp_path / "cut", Path(whole))
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name.endswith("own")])

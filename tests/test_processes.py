@@ -47,8 +47,6 @@ def assert_close(run, other):
         assert ours == pytest.approx(theirs, abs=tolerance, rel=0)
 
 
-# nothing reads the own LayerNorms of the layer with the adapter: they get no gradient
-UNREAD = "--adapter houlsby_recipe --adapter-config original_ln_after=false leave_out=[0]"
 CASES = [  # stage, processes, options
     ("fusion", 1, "--grad-accumulation 3"),
     ("multitask", 1, "--grad-accumulation 3"),
@@ -56,7 +54,7 @@ CASES = [  # stage, processes, options
     ("adapter", 2, "--grad-accumulation 2 --limit-train 35"),
 ]
 SLOWLY = [(stage, 2, "") for stage in train.STAGES]
-SLOWLY += [("fusion", 3, "--grad-accumulation 3"), ("adapter", 2, UNREAD)]
+SLOWLY += [("fusion", 3, "--grad-accumulation 3")]
 SLOWLY += [("adapter", 3, "--limit-train 2 --limit-dev 1")]  # fewer examples than processes
 CASES += [pytest.param(*case, marks=thorough) for case in SLOWLY]
 
@@ -105,6 +103,8 @@ def run_out():
 
 
 def explode():
+    import train  # the one that runs, as a program
+
     train.fusion_regularization = lambda _: torch.tensor(float("inf"))
 
 

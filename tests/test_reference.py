@@ -118,7 +118,7 @@ def test_the_reference_s_losses(name, launch, runs, quiet_encoder, tmp_path, mon
     tensors = {n.removeprefix(f"{name}/"): t for n, t in tensors.items() if n.startswith(name)}
     losses, steps, get_task = [], iter(range(40)), train.get_task
 
-    def start(model, _):
+    def start(model, *_):
         with torch.no_grad():
             for parameter, p in model.named_parameters():
                 p.data = tensors[parameter].double()

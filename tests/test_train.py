@@ -1,16 +1,20 @@
-"""Training learns; defaults, learning rates, where the encoder is from, and what would be lost."""
+"""Training learns; defaults, learning rates, where the encoder is from, and what is saved."""
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+import child
 import train
 from adapter import AdapterConfig, add_adapter, save_adapter
-from bert import Bert
-from conftest import cli, randomize, write_tasks
+from bert import AddNorm, Bert
+from conftest import assert_equal, cli, randomize, write_tasks
 from experiments import multitask
 from experiments.fusion_weights import mean_weights
 from experiments.load_run import load_run
+from formats.files import read_json
+from train import evaluate
 
 
 def test_both_stages_learn(launch, encoder, tmp_path):
@@ -63,36 +67,73 @@ def test_the_environment_and_earlier_runs_name_the_encoder(runs, encoder, monkey
 
 
 def test_groups_of_parameters_learn_at_their_rates(launch, tmp_path, monkeypatch):
+    """Each has its own; after an interruption they are those of the code, whatever was saved."""
     params, before, adamw = [], [], torch.optim.AdamW
 
     def two_groups(groups, **options):
         params.extend(groups[0]["params"])
         before.extend(p.detach().clone() for p in params)
-        slow, fast = ({"params": half} for half in (params[:2], params[2:]))
-        return adamw([slow | {"lr_factor": 0.1}, fast | {"lr_factor": 1.0}], **options)
+        slow, fast = {"params": params[:2], "lr": 1e-4}, {"params": params[2:], "lr": 1e-3}
+        return adamw([slow, fast], **options)
 
     monkeypatch.setattr(torch.optim, "AdamW", two_groups)
-    launch("--stage head --task rte --lr 1e-3 --epochs 1 --limit-train 8", out=tmp_path / "run")
+    launch("--stage head --task rte --lr 1 --epochs 1 --limit-train 8", out=tmp_path / "run")
     changes = [(p - q).abs().max().item() for p, q in zip(params, before, strict=True)]
     assert changes == pytest.approx([1e-4, 1e-4, 1e-3, 1e-3], rel=0.05)  # Adam's first step
 
 
-ZEROS = torch.zeros(3)
-LOST = [  # what a stage of one's own adds to the encoder, and the message
-    ("", "prompt", nn.Parameter(ZEROS), "does not say what prompt is called in a checkpoint"),
-    ("layers.0", "adapters", nn.ModuleDict({"x": nn.Linear(2, 2)}), "x.weight would be trained"),
-    ("layers.0.output_add_norm", "mean", nn.Buffer(ZEROS), "holds buffers: bert.layers"),
-]
+class Gated(nn.Module):
+    """A part of the encoder that a fork adds: a parameter, one that stays as it was drawn, and a
+    buffer that changes in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.ones(1))
+        self.drawn = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(1))
+        self.register_buffer("mask", torch.tensor([True, False]))
+
+    def forward(self, f, x, norm):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * f.detach().mean()
+        return norm(f * self.gate + x) + self.mean * self.drawn.mean()
 
 
-@pytest.mark.parametrize("place, name, added, message", LOST)
-def test_what_would_be_lost_is_refused(place, name, added, message, launch, tmp_path, monkeypatch):
-    """Before the first step, with nothing written."""
+def build_own(args, bert, task):
+    """BitFit and a prompt, a module with all kinds of tensors, and a frozen helper."""
+    for name, p in bert.own_parameters().items():
+        p.requires_grad_(name.endswith("bias"))
+    bert.prompt = nn.Parameter(torch.randn(1, 1, bert.config.hidden_size))
+    bert.layers[1].output_add_norm.adapters["gated"] = Gated()
+    bert.layers[1].output_add_norm.active = "gated"
+    bert.teacher = nn.Linear(3, 3).requires_grad_(False)
+    bert.embeddings_norm.register_forward_hook(lambda module, given, x: x + bert.prompt)
 
-    def build(args, bert, task):
-        setattr(bert.get_submodule(place), name, added)
 
-    monkeypatch.setitem(train.STAGES, "lossy", {"build": build, "lr": 1e-3, "epochs": 1})
-    with pytest.raises(ValueError, match=message):
-        launch("--stage lossy --task rte", out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
+def test_what_a_fork_trains_is_saved_by_name(launch, command, at_step, tmp_path, monkeypatch):
+    """Whatever it is and wherever it stands, also by a checkpoint; but not what stays as it was."""
+    own = {"lr": 1e-2, "epochs": 2, "build": build_own}
+    monkeypatch.setitem(train.STAGES, "own", own)
+    launch("--stage own --task rte --seed 3", out=tmp_path / "run")
+    saved = load_file(tmp_path / "run" / "own.safetensors")
+    parts = ("gate", "drawn", "mean", "mask", "prompt", "bias")
+    assert {name.rpartition(".")[2] for name in saved} == {*parts}
+    assert saved["bert.layers.1.output_add_norm.adapters.gated.mean"].any()
+    run, metrics = load_run(tmp_path / "run"), read_json(tmp_path / "run" / "metrics.json")
+    assert evaluate(run.model, run.task, run.split(), run.args)["loss"] == metrics["dev_loss"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    launch("", *command("own", whole))
+    at_step(20, child.stop)
+    with pytest.raises(KeyboardInterrupt):
+        launch("", *command("own", cut))
+    launch("", *command("own", cut, "--resume"))
+    assert_equal(cut, whole)
+
+
+def test_what_no_gradient_reaches_is_named(launch, tmp_path, monkeypatch, capsys):
+    """It would be saved as trained, with its first values."""
+    forward = AddNorm.forward
+    monkeypatch.setattr(AddNorm, "forward", lambda *given: forward(*given).detach())
+    launch("--stage adapter --task rte --epochs 1", out=tmp_path / "run")
+    text = capsys.readouterr().out
+    assert "no gradient has reached 8 trained parameters in epoch 1: bert.layers.0" in text

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 import torch.nn.functional as F
 from torch import nn
 
-from adapter import ADAPTERS
-from runtime import kernels
+from bert import attention
 
 
 @dataclass
@@ -63,8 +62,12 @@ class PAL(nn.Module):
         self.projections = first.down, first.up
 
     def remember(self, layer, args, kwargs):
-        """x: the layer's input [B, T, d], mask: [B, 1, 1, T]"""
-        self.layer_x, self.mask = (*args, *kwargs.values())
+        """x: the layer's input [B, T, d]; mask: see `Bert.mask`, of which only the padding counts
+        here, and no bias that an encoder has for its own heads."""
+        self.layer_x, mask = (*args, *kwargs.values())
+        self.mask = mask
+        if mask is not None:  # [B, 1, 1, T]
+            self.mask = -1e30 * (mask.amax((1, 2), keepdim=True) < -1e29).to(mask.dtype)
 
     def forget(self, layer, args, output):
         self.layer_x, self.mask = None, None
@@ -82,7 +85,7 @@ class PAL(nn.Module):
             for part in (self.query, self.key, self.value)
         )
         p = self.attention_dropout if self.training else 0.0
-        y = kernels.attention(q, k, v, self.mask, p).transpose(1, 2).flatten(2)  # [B, T, size]
+        y = attention(q, k, v, self.mask, p).transpose(1, 2).flatten(2)  # [B, T, size]
         return F.gelu(up(y))  # [B, T, size] -> [B, T, d]
 
     def close(self, output, x, norm):
@@ -91,6 +94,3 @@ class PAL(nn.Module):
     def forward(self, f, x, norm):
         """As Adapter.forward."""
         return norm(f + self.z(f) + x)
-
-
-ADAPTERS["pal"] = PALConfig
