@@ -16,12 +16,11 @@ from bert import ACTIVATIONS
 from formats import adapterhub
 from formats.encoder import read_pooler
 from formats.files import error_prefix
-from runtime.command import look_up
 
 
 class Adapter(nn.Module):
-    """The paper's own adapter (Figure 5, on the right), in the AddNorm that closes the feed-forward
-    sub-layer. Both "Add & Norm" of the figure are BERT's one LayerNorm there."""
+    """The paper's own adapter (Figure 5), in the AddNorm that closes the feed-forward sub-layer.
+    Both "Add & Norm" of the figure are the one LayerNorm that BERT has there."""
 
     def __init__(self, config, hidden_size, bottleneck_size):
         super().__init__()
@@ -35,8 +34,7 @@ class Adapter(nn.Module):
             nn.init.zeros_(linear.bias)
 
     def forward(self, f, x, norm):
-        """f: the sub-layer's output, x: its input, norm: BERT's LayerNorm; [B, T, d] each -> [B, T,
-        d]"""
+        """f: sub-layer output, x: its input, norm: BERT's own LayerNorm; [B, T, d] -> [B, T, d]"""
         h = norm(f + x)
         z = self.z(h)
         return norm(f + z + x)
@@ -49,8 +47,8 @@ class Adapter(nn.Module):
         """a = act(D·h + b_D): [B, T, d] -> [B, T, r]"""
         return self.act(self.down(h))
 
-    # `forward` in the three pieces between which a fusion mixes the z of several adapters:
-    # close(z(h) + residual, x, norm). `add_fusion` compares the two.
+    # For a fusion, which mixes several z, `forward` is close(z(h) + residual, x, norm), too:
+    # `add_fusion` compares the two.
 
     def h_and_residual(self, f, x, norm):
         """What the adapter reads, and what is added to its z: [B, T, d] each"""
@@ -62,8 +60,8 @@ class Adapter(nn.Module):
 
 
 class GridAdapter(Adapter):
-    """All other points of the paper's grid (Figure 5), by the fields of AdapterConfig. An edit of
-    `forward`, `h_and_residual` or `close` above does not reach them, one of the others does."""
+    """All other points of the paper's grid (Figure 5), by the fields of AdapterConfig. What is
+    edited above acts here, too, but for `forward`, `h_and_residual` and `close`."""
 
     def __init__(self, config, hidden_size, bottleneck_size):
         super().__init__(config, hidden_size, bottleneck_size)
@@ -145,8 +143,7 @@ class AdapterConfig:
 
     @classmethod
     def pfeiffer(cls, **changes):
-        """The paper's own: one per layer, after the feed-forward sub-layer; BERT's LayerNorm comes
-        before it, and again after it."""
+        """The paper's own: one per layer, after the feed-forward sub-layer."""
         return cls(**changes)
 
     @classmethod
@@ -175,14 +172,9 @@ class AdapterConfig:
         return max(int(hidden_size // factors.get(str(layer), factors.get("default"))), 1)
 
     def module(self, hidden_size, layer):
-        """A new Adapter of this configuration."""
-        is_the_papers = (
-            self.original_ln_before
-            and self.original_ln_after
-            and not self.ln_before
-            and not self.ln_after
-            and self.residual_before_ln is True
-        )
+        """The new module of one layer."""
+        norms = self.original_ln_before, self.original_ln_after, self.ln_before, self.ln_after
+        is_the_papers = norms == (True, True, False, False) and self.residual_before_ln is True
         adapter_class = Adapter if is_the_papers else GridAdapter
         return adapter_class(self, hidden_size, self.bottleneck_size(hidden_size, layer))
 
@@ -192,13 +184,13 @@ class AdapterConfig:
         named = {*self.leave_out, *(int(key) for key in self.factors() if key != "default")}
         if outside := named - {*range(layers)}:
             raise ValueError(f"the encoder has layers 0 to {layers - 1}, and no {min(outside)}")
-        modules = {}
-        for layer in range(layers):
-            if self.mh_adapter and layer not in self.leave_out:
-                modules[layer, "attention"] = self.module(bert.config.hidden_size, layer)
-            if self.output_adapter and layer not in self.leave_out:
-                modules[layer, "output"] = self.module(bert.config.hidden_size, layer)
-        return modules
+        sits_at = {"attention": self.mh_adapter, "output": self.output_adapter}
+        return {
+            (layer, location): self.module(bert.config.hidden_size, layer)
+            for layer in range(layers)
+            for location in sits_at
+            if sits_at[location] and layer not in self.leave_out
+        }
 
 
 # --adapter NAME: a function that takes the fields in --adapter-config and returns a configuration.
@@ -219,6 +211,12 @@ def add_adapter(bert, name, config):
     activate(bert, name)
 
 
+def insert(bert, name, config, modules):
+    for key, module in modules.items():
+        bert.slots[key].adapters[name] = module
+    bert.adapter_configs[name] = config
+
+
 def new_modules(bert, name, config):
     """{(layer, location): module} of a new adapter, not yet in the encoder; in fp32 even where the
     encoder is held in bf16."""
@@ -233,12 +231,6 @@ def new_modules(bert, name, config):
     return modules
 
 
-def insert(bert, name, config, modules):
-    for key, module in modules.items():
-        bert.slots[key].adapters[name] = module
-    bert.adapter_configs[name] = config
-
-
 def adapter_modules(bert, name):
     """{(layer, location): module} of an adapter. Raises ValueError if there is none."""
     if name not in bert.adapter_configs:
@@ -250,15 +242,13 @@ def activate(bert, active=None):
     """Chooses what is computed: None, plain BERT; the name of an adapter; or a tuple of names, the
     fusion of these adapters in its order. A slot where none of them sits computes plain BERT. What
     is trained stays as it is."""
-    names = active if isinstance(active, tuple) else [active] if active is not None else []
-    here = {key: [] for key in bert.slots}  # the names that sit in each slot
-    for name in names:
-        for key in adapter_modules(bert, name):  # raises ValueError if it is not there
-            here[key].append(name)
+    names = [active] if isinstance(active, str) else active or ()
+    found = {name: adapter_modules(bert, name) for name in names}  # raises ValueError
+    here = {key: [name for name in names if key in found[name]] for key in bert.slots}
     if isinstance(active, tuple):
-        for key, slot in bert.slots.items():
-            if here[key] != (slot.fusion.adapter_names if slot.fusion else []):
-                raise ValueError(f"the encoder has no fusion of {', '.join(names)}, in this order")
+        fused = {key: s.fusion.adapter_names if s.fusion else [] for key, s in bert.slots.items()}
+        if here != fused:
+            raise ValueError(f"the encoder has no fusion of {', '.join(names)}, in this order")
     for key, slot in bert.slots.items():
         slot.active = active if here[key] else None
     bert.active = active
@@ -267,31 +257,14 @@ def activate(bert, active=None):
 # ---- Files ---------------------------------------------------------------------------------------
 
 
-def file_tensors(modules):
-    """{(path of the slot, name in the file): tensor} of {(layer, location): Adapter or Fusion}: all
-    parameters and buffers. AdapterHub has names of its own for an adapter's parts, and two for a
-    LayerNorm before it."""
-    tensors = {}
-    for key, module in modules.items():
-        state = module.state_dict(keep_vars=True)
-        has_norm = "norm_before.weight" in state
-        table = adapterhub.NAMES_WITH_NORM_BEFORE if has_norm else adapterhub.NAMES
-        for name, tensor in state.items():
-            module_name, _, part = name.rpartition(".")
-            theirs = [f"{their}.{part}" for their, ours in table if ours == module_name]
-            for file_name in theirs or [name]:
-                tensors[adapterhub.slot_path(key), file_name] = tensor
-    return tensors
-
-
 def save_adapter(bert, name, directory):
     """Writes adapter_config.json and adapter.safetensors."""
-    tensors, config = file_tensors(adapter_modules(bert, name)), bert.adapter_configs[name]
-    options = {**adapterhub.NOT_IN_THE_PAPER, **vars(config)}
-    if type(config) is not AdapterConfig or not adapterhub.is_known(vars(config), tensors):
-        options = own_kind(config, vars(config))
-    header = adapterhub.header(name, bert.config, bert.source)
-    adapterhub.write(directory, adapterhub.ADAPTER, options, tensors, header)
+    config = bert.adapter_configs[name]
+    tensors, fields = adapterhub.slot_tensors(adapter_modules(bert, name)), vars(config)
+    options = {**adapterhub.NOT_IN_THE_PAPER, **fields}
+    if type(config) is not AdapterConfig or not adapterhub.is_known(fields, tensors):
+        options = adapterhub.own_kind(config, fields)
+    adapterhub.write(directory, adapterhub.ADAPTER, name, options, tensors, bert)
 
 
 def load_adapter(bert, source, name=None):
@@ -304,28 +277,16 @@ def load_adapter(bert, source, name=None):
     name = name or saved.name
     with error_prefix(saved.directory):
         saved.check_encoder(bert)
-        if "architecture" in saved.options:
-            config = class_of(saved, ADAPTERS, AdapterConfig)(**saved.options["fields"])
-        else:
-            config = AdapterConfig(**adapterhub.bottleneck_options(saved.options, saved.metadata))
+        config_class, fields = saved.kind(AdapterConfig, ADAPTERS)
+        if fields is None:
+            fields = adapterhub.bottleneck_options(saved.options, saved.metadata)
+        config = config_class(**fields)
         modules = new_modules(bert, name, config)
-        saved.copy_into(file_tensors(modules))
+        saved.copy_into(adapterhub.slot_tensors(modules))
     for module in modules.values():
         module.requires_grad_(False)
     insert(bert, name, config, modules)
     return name
-
-
-def own_kind(one, fields):
-    """The options in the file of something that AdapterHub's library would compute otherwise: it
-    refuses a file that has an architecture."""
-    return {"architecture": type(one).__name__, "fields": fields}
-
-
-def class_of(saved, entries, ours):
-    """The class whose name `own_kind` wrote: `ours`, or one of the entries of a dictionary."""
-    classes = {entry.__name__: entry for entry in entries.values() if isinstance(entry, type)}
-    return look_up({ours.__name__: ours, **classes}, saved.options["architecture"], "the class")
 
 
 # ---- Prediction heads ----------------------------------------------------------------------------
@@ -374,19 +335,13 @@ class Head(nn.Module):
 HEADS = {"cls": Head}  # --head NAME: Head, or a class of your own
 
 
-def head_tensors(head):
-    """{("heads", name in the file): tensor}, without the pooler, which is a part of Θ's files"""
-    state = head.state_dict(keep_vars=True)
-    own = {name: tensor for name, tensor in state.items() if not name.startswith("pooler.")}
-    return {("heads", name.removeprefix("layers.")): tensor for name, tensor in own.items()}
-
-
 def save_head(head, bert, name, directory):
     """Writes head_config.json and model_head.safetensors into `directory`."""
-    header, options = adapterhub.header(name, bert.config, bert.source), head.config
+    options = head.config
     if type(head) is not Head:  # of a head, AdapterHub's library looks at the head_type
-        options = {"head_type": type(head).__name__, **own_kind(head, options)}
-    adapterhub.write(directory, adapterhub.HEAD, options, head_tensors(head), header)
+        options = {"head_type": type(head).__name__, **adapterhub.own_kind(head, options)}
+    tensors = adapterhub.head_tensors(head)
+    adapterhub.write(directory, adapterhub.HEAD, name, options, tensors, bert)
 
 
 def load_head(bert, directory):
@@ -394,11 +349,9 @@ def load_head(bert, directory):
     saved = adapterhub.read(directory, adapterhub.HEAD)
     with error_prefix(saved.directory):
         saved.check_encoder(bert)
-        head_class, options = Head, saved.options
-        if "architecture" in options:
-            head_class, options = class_of(saved, HEADS, Head), options["fields"]
-        head = head_class(options, bert.config)
-        saved.copy_into(head_tensors(head))
+        head_class, options = saved.kind(Head, HEADS)
+        head = head_class(saved.options if options is None else options, bert.config)
+        saved.copy_into(adapterhub.head_tensors(head))
     if head.pooler is not None:
         head.pooler.load_state_dict(read_pooler(bert.directory))
     return head.to(bert.device).requires_grad_(False).eval()

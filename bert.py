@@ -51,6 +51,8 @@ class BertConfig:
             self.pad_token_id = 1 if self.model_type == "roberta" else 0
         if self.position_embedding_type != "absolute" or self.is_decoder:
             raise ValueError("only encoders with absolute position embeddings can be computed")
+        if self.hidden_act not in ACTIVATIONS:
+            raise ValueError(f"hidden_act {self.hidden_act!r:.50} is none of {[*ACTIVATIONS]}")
 
 
 def dropout(x, p, training):
@@ -170,9 +172,8 @@ class Bert(nn.Module):
             self.slots[i, "output"] = layer.output_add_norm
         self.adapter_configs = {}  # {name: configuration} of the adapters in the slots (adapter.py)
         self.active = None  # as in AddNorm, of all layers: what `activate` of adapter.py was given
-        # What from_pretrained was given, where its files are, all of config.json, and the digest
-        self.source = self.directory = None
-        self.hub_config, self.sha256 = {}, None
+        # what from_pretrained was given, where its files are, all that config.json says, a digest
+        self.source, self.directory, self.hub_config, self.sha256 = None, None, {}, None
 
     def forward(self, input_ids, token_type_ids=None, attention_mask=None):
         """LongTensors [B, T], in this order (in `transformers` the mask is second); attention_mask
@@ -231,42 +232,34 @@ class Bert(nn.Module):
         with error_prefix(checkpoint.config_path):
             config = BertConfig(**{n: v for n, v in checkpoint.config.items() if n in known})
             encoder_class = look_up(ENCODERS, config.model_type, "model_type")
-            look_up(ACTIVATIONS, config.hidden_act, "hidden_act")
         bert = encoder_class(config)
-        theta = bert.own_parameters()
-        tensors = checkpoint.read({bert.hub_name(name): p.shape for name, p in theta.items()})
-        loaded = {name: tensors[bert.hub_name(name)] for name in theta}
+        names = {name: bert.hub_name(name) for name in bert.own_parameters()}
+        tensors = checkpoint.read({names[n]: bert.get_parameter(n).shape for n in names})
+        loaded = {name: tensors[names[name]] for name in names}
         bert.load_state_dict(loaded, strict=False, assign=True)
-        bert.source, bert.directory = str(source), checkpoint.directory
-        bert.hub_config, bert.sha256 = checkpoint.config, bert.digest(tensors)
+        bert.source, bert.directory, bert.hub_config = (
+            str(source),
+            checkpoint.directory,
+            checkpoint.config,
+        )
+        bert.sha256 = encoder.sha256_of(tensors, asdict(config))
         return bert.requires_grad_(False).eval()
 
     def save_pretrained(self, directory):
         """Writes config.json and model.safetensors (Θ alone) as Hugging Face does, so that
-        `transformers` and `from_pretrained` read them. Returns the digest."""
+        `transformers` and `from_pretrained` read them. Returns a SHA-256 of what they say."""
         from formats import encoder
 
         tensors = {self.hub_name(name): p for name, p in self.own_parameters().items()}
-        values = {**self.hub_config, **asdict(self.config)}
-        return self.digest(encoder.write_encoder(directory, values, tensors))
-
-    def digest(self, tensors):
-        """SHA-256 of all weights, {name on the hub: tensor}, and of all fields of the configuration
-        on which an output in evaluation depends: adapters belong to the encoder that has it."""
-        from formats import encoder
-
-        config = asdict(self.config)
-        only_in_training = [name for name in config if "dropout" in name] + ["initializer_range"]
-        fields = {name: config[name] for name in config if name not in only_in_training}
-        return encoder.sha256_of(tensors, fields)
+        encoder.write_encoder(directory, {**self.hub_config, **asdict(self.config)}, tensors)
+        return encoder.sha256_of(tensors, asdict(self.config))
 
     def own_parameters(self):
         """{name: parameter} of Θ: those to which HUB_NAMES gives a name, and nothing plugged in."""
         return {n: p for n, p in self.named_parameters() if self.hub_name(n) is not None}
 
     def hub_name(self, name):
-        """layers.0.query.weight -> encoder.layer.0.attention.self.query.weight; None for what is no
-        part of Θ"""
+        """layers.0.query.weight -> encoder.layer.0.attention.self.query.weight; None if not Θ's"""
         match = re.fullmatch(r"(layers\.(\d+)\.)?(.+)\.(weight|bias)", name)
         if match is None or match[3] not in self.HUB_NAMES:
             return None

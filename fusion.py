@@ -7,20 +7,13 @@ save_fusion(bert, "runs/fusion-rte")
 load_fusion(bert, "runs/fusion-rte")"""
 
 from copy import deepcopy
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from adapter import (
-    Adapter,
-    GridAdapter,
-    activate,
-    adapter_modules,
-    class_of,
-    file_tensors,
-    own_kind,
-)
+from adapter import Adapter, GridAdapter, activate, adapter_modules
 from formats import adapterhub
 from formats.files import error_prefix
 
@@ -31,9 +24,8 @@ class Fusion(nn.Module):
         s = softmax_n( (Q h + b_Q) · (K z_n + b_K) )        o = Σ_n s_n V z_n
 
     z_n is the output of adapter n without its residual, which is added once, to o. Vectors are
-    columns, so Q, K and V are the transposes of the paper's. The biases are those of adapters 1.3,
-    and so is h, which is what the adapters read, where section 3.2 has the feed-forward output f
-    (docs/silent.md)."""
+    columns, so Q, K and V are the transposes of the paper's. As in adapters 1.3 there are biases,
+    and h is what the adapters read, where section 3.2 has f (docs/silent.md)."""
 
     def __init__(self, adapter_names, hidden_size, dropout):
         super().__init__()
@@ -105,18 +97,17 @@ def fusion_regularization(bert):
 def fusion_weights(bert):
     """s of the active fusion for the batch that the encoder has computed last: {(layer, "output" |
     "attention"): [B, T, N]}, padding included. N is in the order of add_fusion, and s is 0 for an
-    adapter that is left out of a layer. Raises ValueError if no fusion is active, or one of its
-    places was not computed for this batch."""
+    adapter that is left out of a layer. A place that was skipped for this batch is not there.
+    Raises ValueError if no fusion is active, or none was computed."""
     if not (fusions := active_fusions(bert)):
         raise ValueError("no fusion is active in this encoder")
     result = {}
-    for (layer, location), fusion in fusions.items():
-        if fusion.s is None:
-            problem = f"layer {layer}, {location}, has no fusion weights"
-            raise ValueError(f"{problem}: no batch was computed there since, or it was skipped")
-        s = fusion.s.new_zeros(*fusion.s.shape[:-1], len(bert.active))  # [B, T, N]
-        s[..., [bert.active.index(name) for name in fusion.adapter_names]] = fusion.s
-        result[layer, location] = s
+    for key, fusion in fusions.items():
+        if fusion.s is not None:
+            result[key] = fusion.s.new_zeros(*fusion.s.shape[:-1], len(bert.active))  # [B, T, N]
+            result[key][..., [bert.active.index(n) for n in fusion.adapter_names]] = fusion.s
+    if not result:
+        raise ValueError("no fusion weights yet: run a batch through the encoder first")
     return result
 
 
@@ -131,55 +122,35 @@ def add_fusion(bert, names, fusion_class=Fusion, **fields):
     insert(bert, names, modules)
 
 
-def new_modules(bert, names, fusion_class, dropout, fields):
-    """{(layer, location): module} of a new fusion, not yet in the encoder."""
-    if not names or len({*names}) < len(names):
-        raise ValueError(f"a fusion needs at least one adapter, and each of them once, not {names}")
-    found = {name: adapter_modules(bert, name) for name in names}
-    locations = {name: {location for _, location in found[name]} for name in names}
-    for name in names:
-        for key, module in found[name].items():
-            if not all(hasattr(module, part) for part in ("h_and_residual", "z", "close")):
-                raise ValueError(f"adapter {name!r} has no output z that a fusion could mix")
-            check_forward(name, module, bert.slots[key].norm)
-        if locations[name] != locations[names[0]]:
-            pair = f"{names[0]!r} and {name!r}"
-            raise ValueError(f"adapters at different locations cannot be fused: {pair}")
-    modules = {}
-    for key in bert.slots:
-        if here := [name for name in names if key in found[name]]:
-            module = fusion_class(here, bert.config.hidden_size, dropout, **fields)
-            module.fields = fields
-            module.to(bert.device, torch.promote_types(bert.dtype, torch.float32))
-            modules[key] = module.train(bert.training)
-            check_low_rank(module, [found[name][key] for name in here])
-    return modules
-
-
 def insert(bert, names, modules):
     for key, slot in bert.slots.items():
         slot.fusion = modules.get(key)
     activate(bert, tuple(names))
 
 
-@torch.no_grad()
-def check_forward(name, adapter, norm):
-    """Raises ValueError if an adapter alone, its `forward`, and what a fusion takes of it differ on
-    random vectors: an edit of `forward` would act in stage 1, and without a word not in a fusion.
-    A fusion leaves `norm_after` out, as adapters 1.3 does."""
-    is_ours = isinstance(adapter, Adapter) and getattr(adapter, "norm_after", None) is None
-    if not is_ours or norm.weight.is_meta:
-        return
-    adapter, norm = (deepcopy(module).cpu().float().eval() for module in (adapter, norm))
-    generator = torch.Generator().manual_seed(0)
-    f, x = torch.randn(2, 2, 3, norm.weight.numel(), generator=generator)
-    h, residual = adapter.h_and_residual(f, x, norm)
-    alone, in_a_fusion = adapter(f, x, norm), adapter.close(adapter.z(h) + residual, x, norm)
-    if not (alone - in_a_fusion).abs().max() <= 1e-4 * alone.abs().max():
-        raise ValueError(
-            f"adapter {name!r} computes something else alone than in a fusion: its `forward` must "
-            "be close(z(h) + residual, x, norm), with h and residual of `h_and_residual`"
-        )
+def new_modules(bert, names, fusion_class, dropout, fields):
+    """{(layer, location): module} of a new fusion, not yet in the encoder."""
+    if not names or len({*names}) < len(names):
+        raise ValueError(f"a fusion needs at least one adapter, and each of them once, not {names}")
+    found = {name: adapter_modules(bert, name) for name in names}
+    for name in names:
+        for key, adapter in found[name].items():
+            if not all(hasattr(adapter, part) for part in ("h_and_residual", "z", "close")):
+                raise ValueError(f"adapter {name!r} has no output z that a fusion could mix")
+            check_forward(name, adapter, bert.slots[key].norm)
+        locations = [{location for _, location in found[n]} for n in (names[0], name)]
+        if locations[0] != locations[1]:
+            pair = f"{names[0]!r} and {name!r}"
+            raise ValueError(f"adapters at different locations cannot be fused: {pair}")
+    modules = {}
+    for key in bert.slots:
+        if here := [name for name in names if key in found[name]]:
+            fusion = fusion_class(here, bert.config.hidden_size, dropout, **fields)
+            fusion.fields = fields
+            fusion.to(bert.device, torch.promote_types(bert.dtype, torch.float32))
+            check_low_rank(fusion, [found[name][key] for name in here])
+            modules[key] = fusion.train(bert.training)
+    return modules
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -189,17 +160,12 @@ def save_fusion(bert, directory):
     """Writes adapter_fusion_config.json and model_adapter_fusion.safetensors of the active one."""
     if not (modules := active_fusions(bert)):
         raise ValueError("no fusion is active in this encoder")
-    header = adapterhub.header(",".join(bert.active), bert.config, bert.source)
-    header["adapter_names"] = [*bert.active]
-    one, tensors, options = (
-        next(iter(modules.values())),
-        file_tensors(modules),
-        adapterhub.FUSION_CONFIG,
-    )
-    parts = {part.rpartition(".")[0] for _, part in tensors}
+    one, tensors = next(iter(modules.values())), adapterhub.slot_tensors(modules)
+    parts, options = {part.split(".")[0] for _, part in tensors}, adapterhub.FUSION_CONFIG
     if type(one) is not Fusion or one.fields or parts != {"query", "key", "value"}:
-        options = own_kind(one, one.fields)
-    adapterhub.write(directory, adapterhub.FUSION, options, tensors, header)
+        options = adapterhub.own_kind(one, one.fields)
+    name = ",".join(bert.active)
+    adapterhub.write(directory, adapterhub.FUSION, name, options, tensors, bert)
 
 
 def load_fusion(bert, directory):
@@ -209,25 +175,22 @@ def load_fusion(bert, directory):
     saved = adapterhub.read(directory, adapterhub.FUSION)
     with error_prefix(saved.directory):
         saved.check_encoder(bert)
-        fusion_class, fields = Fusion, saved.options.get("fields", {})
-        if "architecture" in saved.options:
-            fusion_class = class_of(saved, FUSIONS, Fusion)
-        else:
+        fusion_class, fields = saved.kind(Fusion, FUSIONS)
+        if fields is None:
             adapterhub.check_fusion(saved.options)
         # a dropout of 0.0 counts as unset, as in adapters 1.3
         p = saved.options.get("dropout_prob") or bert.config.attention_probs_dropout_prob
-        modules = new_modules(bert, saved.adapter_names, fusion_class, p, fields)
+        modules = new_modules(bert, saved.adapter_names, fusion_class, p, fields or {})
         # AdapterHub's files also hold layers in which all adapters are left out
         unused = [adapterhub.slot_path(key) for key in bert.slots if key not in modules]
-        saved.copy_into(file_tensors(modules), unused)
+        saved.copy_into(adapterhub.slot_tensors(modules), unused)
     for module in modules.values():
         module.requires_grad_(False)
     insert(bert, saved.adapter_names, modules)
 
 
 # ---- The same at a fraction of the cost ----------------------------------------------------------
-# Nothing from here on is in the paper. `textbook` needs (2·N + 1)·d² + 2·N·r·d multiply-adds for
-# each token, `low_rank` at most 3·d² + 3·N·r·d.
+# Nothing from here on is in the paper.
 
 
 def has_low_rank(fusion, adapters):
@@ -238,16 +201,13 @@ def has_low_rank(fusion, adapters):
 
 def low_rank(fusion, h, adapters, many_tokens=None):
     """`textbook` without ever forming the d numbers of a z_n, which is U_n a_n + b_n with an a_n of
-    only r numbers, d/16 by default. Three matrices hold all N adapters side by side. Their
-    common dimension, R = Σ r_n + N, counts the columns of every U_n, and then one for each b_n
-    (docs/figures/low_rank.svg).
+    only r numbers, d/16 by default: at most 3·d² + 3·N·r·d multiply-adds for each token in place of
+    (2·N + 1)·d² + 2·N·r·d. Three matrices hold all adapters side by side, as docs/figures/
+    low_rank.svg shows; R = Σ r_n + N counts the columns of every U_n, and then one for each b_n.
 
         a           [B, T, R]  a_1 … a_N of each token, then a 1 for each b_n
         U           [d, R]     U_1 … U_N, then b_1 … b_N
         membership  [R, N]     1 where a column belongs to adapter n
-
-    Two adapters, of r = 2 and r = 1, have R = 5 columns, u_11 u_12 u_21 b_1 b_2. Adapters 1 1 2
-    1 2 own them, so that the rows of membership are 1 0, 1 0, 0 1, 1 0, 0 1.
 
     So z_n is U (a ⊙ column n of membership), and with q = Q h + b_Q
 
@@ -255,11 +215,17 @@ def low_rank(fusion, h, adapters, many_tokens=None):
         Σ_n s_n V z_n    =  V U (a ⊙ (membership s))
 
     q·b_K is the same for every n. The softmax ignores that, but the dropout before it does not.
-    With many_tokens K U and V U are formed first. That is cheaper, and the default, where there
-    are more tokens than columns."""
+    With many_tokens, the default where there are more tokens than columns, K U and V U are formed
+    first, which is cheaper there."""
     a = torch.cat([adapter.bottleneck(h) for adapter in adapters], -1)  # [B, T, R - N]
     a = F.pad(a, (0, len(adapters)), value=1.0)  # [B, T, R]
-    U, membership = up_projections(adapters, a.dtype)  # [d, R], [R, N]
+    ups = [adapter.up for adapter in adapters]
+    U = torch.cat([up.weight for up in ups] + [up.bias[:, None] for up in ups], 1).to(a.dtype)
+    # A product with membership sums over each adapter's columns, one with its transpose repeats a
+    # number for each of them.
+    identity = torch.eye(len(ups), dtype=a.dtype, device=a.device)  # [N, N]
+    owners = [identity[n].expand(up.in_features, -1) for n, up in enumerate(ups)]  # [r_n, N] each
+    membership = torch.cat([*owners, identity])  # [R, N]
     K, V, b_K = fusion.key.weight, fusion.value.weight, fusion.key.bias  # [d, d], [d, d], [d]
     if many_tokens is None:
         many_tokens = h.shape[0] * h.shape[1] > U.shape[1]
@@ -271,39 +237,44 @@ def low_rank(fusion, h, adapters, many_tokens=None):
     return s_a @ (V @ U).T if many_tokens else s_a @ U.T @ V.T  # Σ_n s_n V z_n: [B, T, d]
 
 
-def up_projections(adapters, dtype):
-    """U [d, R] and membership [R, N] of `low_rank`. A product with membership sums over each
-    adapter's columns, one with its transpose repeats a number for each of them."""
-    ups = [adapter.up for adapter in adapters]
-    U = torch.cat([up.weight for up in ups] + [up.bias[:, None] for up in ups], 1)
-    identity = torch.eye(len(ups), dtype=dtype, device=U.device)  # [N, N]
-    rows = [identity[n].expand(up.in_features, -1) for n, up in enumerate(ups)]  # [r_n, N] each
-    return U.to(dtype), torch.cat([*rows, identity])
+# What is written twice, above and in adapter.py, is compared on random vectors when a fusion is
+# added: an edit of one of the two would act in stage 1, say, and without a word not in a fusion.
+
+
+@torch.no_grad()
+def check_forward(name, adapter, norm):
+    """Raises ValueError if an adapter's `forward` and what a fusion takes of it differ. Its own
+    `norm_after` a fusion leaves out, as adapters 1.3 does."""
+    is_ours = isinstance(adapter, Adapter) and getattr(adapter, "norm_after", None) is None
+    if not is_ours or norm.weight.is_meta:
+        return
+    adapter, norm = (deepcopy(module).cpu().float().eval() for module in (adapter, norm))
+    f, x = torch.randn(2, 2, 3, len(norm.weight), generator=torch.Generator().manual_seed(0))
+    h, residual = adapter.h_and_residual(f, x, norm)
+    alone, fused = adapter(f, x, norm), adapter.close(adapter.z(h) + residual, x, norm)
+    if not (alone - fused).abs().max() <= 1e-4 * alone.abs().max():
+        parts = "close(z(h) + residual, x, norm), with h and residual from `h_and_residual`"
+        raise ValueError(f"adapter {name!r}: its `forward` must be what a fusion computes, {parts}")
 
 
 @torch.no_grad()
 def check_low_rank(fusion, adapters):
-    """Raises ValueError if `low_rank` and `textbook` differ on random vectors, with weights near
-    these: an edit of `Adapter.z`, say, would act in stage 1 and not in a fusion. In training, both
-    draw the same random numbers in the same order: those of each a_n, and then the scores'."""
+    """Raises ValueError if `low_rank` and `textbook` differ, with weights near these. In training,
+    both draw the same random numbers in the same order: those of each a_n, and then the scores'."""
     if fusion.value.weight.is_meta or not has_low_rank(fusion, adapters):
         return
     both = deepcopy(nn.ModuleList([fusion, *adapters])).cpu().float()
     fusion, *adapters = both
+    forms = [fusion.textbook, *(partial(low_rank, fusion, many_tokens=b) for b in (False, True))]
     with torch.random.fork_rng(devices=[]):  # training draws what it would without this check
-        torch.default_generator.manual_seed(0)  # the CPU's alone
         h = torch.randn(2, 3, len(fusion.value.weight))
         for p in both.parameters():  # a new one may start where it has no effect
             p.add_(0.01 * torch.randn(p.shape))
         for is_training in (True, False):
             both.train(is_training)
             found = []
-            for form in ("textbook", "few tokens", "many tokens"):
-                torch.default_generator.manual_seed(0)
-                if form == "textbook":
-                    o = fusion.textbook(h, adapters)
-                else:
-                    o = low_rank(fusion, h, adapters, form == "many tokens")
-                found.append(torch.cat([o, fusion.s], -1))
+            for form in forms:
+                torch.default_generator.manual_seed(0)  # the CPU's alone
+                found.append(torch.cat([form(h, adapters), fusion.s], -1))
             if not all((o - found[0]).abs().max() <= 1e-4 * found[0].abs().max() for o in found):
                 raise ValueError("low_rank no longer computes textbook: edit both, or `bottleneck`")

@@ -19,18 +19,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from adapter import (
-    ADAPTERS,
-    HEADS,
-    activate,
-    adapter_modules,
-    add_adapter,
-    file_tensors,
-    head_tensors,
-    load_adapter,
-    save_adapter,
-    save_head,
-)
+import adapter
+from adapter import ADAPTERS, HEADS, activate, add_adapter, load_adapter, save_adapter, save_head
 from bert import Bert
 from data import batches, collate, get_task, load_split
 from formats import adapterhub
@@ -44,12 +34,12 @@ from runtime.processes import (
     choose_device,
     gather,
     make_deterministic,
-    rank_and_world_size,
+    ranks,
     reseed,
     sum_gradients,
 )
 from runtime.record import describe
-from runtime.run import check_out, is_begun, open_run
+from runtime.run import check_out, is_begun, is_trained, open_run, own_names, without_file
 from runtime.sources import encoder_of, find_adapters
 from variants.pal import PALConfig
 
@@ -59,19 +49,13 @@ ADAPTERS["pal"] = PALConfig  # of multi-task training (MT-A)
 # fusion with 5e-5 for at most 10. The paper gives no values for the two baselines: these are ours.
 # options: those that not every stage takes. A stage of your own takes all of them, and has a
 # function "build" of (args, bert, task), see `build`.
-OF_ADAPTER, OF_FUSION = (
-    ["adapter", "reduction_factor", "adapter_config"],
-    ["fusion", "fusion_config"],
-)
+OF_ADAPTER = ["adapter", "reduction_factor", "adapter_config"]
+OF_FUSION = ["fusion", "fusion_config"]
 STAGES = {
-    # stage 1: a new adapter on a frozen encoder
-    "adapter": {"lr": 1e-4, "epochs": 30, "options": OF_ADAPTER},
-    # stage 2: a new fusion over frozen --adapters
-    "fusion": {"lr": 5e-5, "epochs": 10, "options": ["adapters", *OF_FUSION]},
-    # baseline: the head alone, on Θ or on one of --adapters
-    "head": {"lr": 1e-3, "epochs": 30, "options": ["adapters"]},
-    # baseline: all weights of the encoder
-    "full": {"lr": 2e-5, "epochs": 10, "options": []},
+    "adapter": {"lr": 1e-4, "epochs": 30, "options": OF_ADAPTER},  # stage 1: a new Φ_n
+    "fusion": {"lr": 5e-5, "epochs": 10, "options": ["adapters", *OF_FUSION]},  # stage 2: a new Ψ
+    "head": {"lr": 1e-3, "epochs": 30, "options": ["adapters"]},  # baseline: on Θ, or one Φ_n
+    "full": {"lr": 2e-5, "epochs": 10, "options": []},  # baseline: all of Θ is trained
 }
 
 
@@ -159,8 +143,7 @@ def parse(argv=None, parser=None):
 
 
 def check_known(args):
-    """Raises ValueError for what is in no dictionary, and for a field that an adapter does not have
-    or that cannot be so."""
+    """Raises ValueError for what is in no dictionary, and for a field that an adapter lacks."""
     tables = {"stage": STAGES, "adapter": ADAPTERS, "fusion": FUSIONS, "head": HEADS}
     for option, table in tables.items():
         command.look_up(table, getattr(args, option), f"--{option}")
@@ -236,7 +219,7 @@ def train(args):
     model = build(args, bert, task, adapters)
     tokenizer, train_set, dev_set = load_data(args, task, source, bert)
 
-    own = own_names(model)
+    own = own_names(model, parts_of(model))
     hold_frozen_in(model, own, dtype)  # what is trained stays in fp32
     # AdamW (section 4.1), without weight decay, as in adapters 1.3
     groups = [{"params": [p for p in model.parameters() if p.requires_grad], "lr": args.lr}]
@@ -342,7 +325,7 @@ def predict(model, task, examples, args):
     """(labels, predictions, mean loss) of a split: what task.collect returns, batch after batch.
     Every process computes some of the batches. Leaves eval mode on."""
     model.eval()
-    rank, world_size = rank_and_world_size()
+    rank, world_size = ranks()
     found, order = {}, batches(examples, args.batch_size)
     with torch.inference_mode(), autocast(args, model.bert.device):
         for number in range(rank, len(order), world_size):
@@ -369,15 +352,14 @@ def evaluate(model, task, examples, args):
 def settle(args, task, bert, dtype):
     """(args, task), copies in which --dtype, --score and --max-length are decided. Raises
     ValueError for a score that the task does not have, and for a length beyond the encoder's."""
-    args = argparse.Namespace(**vars(args))
-    args.dtype = str(dtype).removeprefix("torch.")
-    args.score = args.score or next(iter(task.scores))
-    if args.score not in task.scores:
-        raise ValueError(f"--score {args.score}: {task.name} has {', '.join(task.scores)}")
-    args.max_length = args.max_length or min(task.max_length, bert.max_length)
-    if not 8 <= args.max_length <= bert.max_length:
+    score = args.score or next(iter(task.scores))
+    if score not in task.scores:
+        raise ValueError(f"--score {score}: {task.name} has {', '.join(task.scores)}")
+    length = args.max_length or min(task.max_length, bert.max_length)
+    if not 8 <= length <= bert.max_length:
         raise ValueError(f"--max-length must be in 8 .. {bert.max_length} for this encoder")
-    return args, replace(task, max_length=args.max_length)
+    decided = {"dtype": str(dtype).removeprefix("torch."), "score": score, "max_length": length}
+    return argparse.Namespace(**{**vars(args), **decided}), replace(task, max_length=length)
 
 
 def load_data(args, task, source, bert):
@@ -393,51 +375,25 @@ def load_data(args, task, source, bert):
     return tokenizer, train_set, dev_set
 
 
-def trained_parts(model):
-    """What a run writes in files of the ecosystem: {"adapter NAME" | "fusion" | "head" | "encoder":
-    {its name there: tensor}} of each adapter and fusion in which something is trained, of the head,
-    and of Θ where all of it is trained."""
-    bert = model.bert
-    found = {f"adapter {n}": file_tensors(adapter_modules(bert, n)) for n in bert.adapter_configs}
-    found["fusion"] = file_tensors(active_fusions(bert))
-    trained = {part: tensors for part, tensors in found.items() if is_trained(tensors)}
+def parts_of(model):
+    """{"adapter NAME" | "fusion" | "head" | "encoder": {name in its file: tensor}} of what a run
+    writes in files of the ecosystem: each adapter and fusion in which something is trained, the
+    head, and Θ where all of it is trained."""
+    bert, found = model.bert, {"head": adapterhub.head_tensors(model.head)}
+    for name in bert.adapter_configs:
+        found[f"adapter {name}"] = adapterhub.slot_tensors(adapter.adapter_modules(bert, name))
+    found["fusion"] = adapterhub.slot_tensors(active_fusions(bert))
+    found = {n: tensors for n, tensors in found.items() if n == "head" or is_trained(tensors)}
     theta = bert.own_parameters()
-    if all(p.requires_grad for p in theta.values()):
-        trained["encoder"] = theta
-    return {**trained, "head": head_tensors(model.head)}
-
-
-def is_trained(tensors):
-    """Whether any of {name: tensor} is trained."""
-    return any(tensor.requires_grad for tensor in tensors.values())
-
-
-def own_names(model):
-    """The names of the tensors that are the run's own, and that its files hold: what is trained;
-    all of the new adapter, fusion and head; and, of a module in which something is trained, the
-    buffers and the parameters that are frozen, but for Θ's."""
-    state = model.state_dict(keep_vars=True)
-    theta = {id(p) for p in model.bert.own_parameters().values()}
-    new = {id(t) for tensors in trained_parts(model).values() for t in tensors.values()}
-    paths = [name.split(".") for name, tensor in state.items() if tensor.requires_grad]
-    modules = {".".join(path[:depth]) for path in paths for depth in range(len(path))}
-    beside = {n for n, t in state.items() if n.rpartition(".")[0] in modules and id(t) not in theta}
-    return beside | {n for n, t in state.items() if t.requires_grad or id(t) in new}
-
-
-def without_file(model, own, parts):
-    """{name: tensor} of what is the run's own, and in none of {part: {its name there: tensor}}."""
-    in_files = {id(tensor) for tensors in parts.values() for tensor in tensors.values()}
-    state = model.state_dict(keep_vars=True)
-    return {name: t for name, t in state.items() if name in own and id(t) not in in_files}
+    return {**found, "encoder": theta} if is_trained(theta, all) else found
 
 
 def hold_frozen_in(model, own, dtype):
     """Θ, unless some of it is trained, and every Φ that is frozen are held in `dtype`, not fp32."""
-    theta = {f"bert.{name}": p for name, p in model.bert.own_parameters().items()}
-    frozen = {} if is_trained(theta) else theta
-    frozen |= {n: p for n, p in model.named_parameters() if ".adapters." in n and n not in own}
-    for p in frozen.values():
+    theta = model.bert.own_parameters()
+    frozen = [] if is_trained(theta) else [*theta.values()]
+    frozen += [p for n, p in model.named_parameters() if ".adapters." in n and n not in own]
+    for p in frozen:
         p.data = p.data.to(dtype)
 
 
@@ -445,7 +401,7 @@ def save(model, task, out, record, own):
     """Writes what is the run's own; the frozen --adapters have been copied already. What has no
     place in files of the ecosystem goes into own.safetensors, under its own names. Returns the
     record for run.json; where Θ was trained, this run's own `out` is its adapters' encoder."""
-    bert, out, parts = model.bert, Path(out), trained_parts(model)
+    bert, out, parts = model.bert, Path(out), parts_of(model)
     if "encoder" in parts:
         record = {**record, "encoder": bert.save_pretrained(out), "trained_on": str(out.resolve())}
         bert.source = record["trained_on"]  # it is a checkpoint, which --model accepts

@@ -25,6 +25,7 @@ from fusion import fusion_weights
 from runtime import command
 from runtime.processes import choose_device
 from runtime.record import examples_sha256
+from runtime.run import own_names, without_file
 
 COLUMNS = {"type": command.name_and_text, "action": command.Pairs, "metavar": "OURS=THEIRS"}
 COLUMNS["help"] = "as for train.py; default those of the run"
@@ -213,7 +214,8 @@ def load_run(directory, device="cpu", model=None, task=None):
     if bert.sha256 != record["encoder"]:
         raise ValueError(f"{directory} was trained with another encoder than {args.model}")
     restore(built, task, directory)
-    train.hold_frozen_in(built, train.own_names(built), getattr(torch, args.dtype))
+    own = own_names(built, train.parts_of(built))
+    train.hold_frozen_in(built, own, getattr(torch, args.dtype))
     length = record["tasks"][task.name]["max_length"]
     tokenizer = load_tokenizer(bert.directory, length, bert.config)
     if tokenizer_sha256(tokenizer) != record["inputs"]["tokenizer"]:
@@ -251,7 +253,7 @@ def recorded_task(record, directory, name=None):
 
 def restore(model, task, directory):
     """Puts all that is the run's own, and was saved, in place, by name."""
-    parts, place = train.trained_parts(model), directory
+    parts, place = train.parts_of(model), directory
     for several in ("adapters", "heads"):  # of a multi-task run
         if (directory / several / task.name / adapterhub.HEAD.config).is_file():
             place = directory / several / task.name
@@ -266,6 +268,6 @@ def restore(model, task, directory):
         if "fusion" in parts:
             adapterhub.read(directory, adapterhub.FUSION).copy_into(parts["fusion"])
         adapterhub.read(place, adapterhub.HEAD).copy_into(parts["head"])
-        needed = train.without_file(model, train.own_names(model), parts)
+        needed = without_file(model, own_names(model, parts), parts)
         check_names(needed.keys(), rest.keys())
         model.load_state_dict(rest, strict=False)

@@ -21,25 +21,17 @@ import torch
 from torch import nn
 
 import train
-from adapter import (
-    ADAPTERS,
-    activate,
-    adapter_modules,
-    add_adapter,
-    file_tensors,
-    head_tensors,
-    save_adapter,
-    save_head,
-)
+from adapter import ADAPTERS, activate, adapter_modules, add_adapter, save_adapter, save_head
 from bert import Bert
 from data import batches, get_task
+from formats import adapterhub
 from formats.files import forget_notes, write_json, write_tensors
 from formats.rows import source_of
 from formats.tokenizer import copy_tokenizer
 from runtime import command
 from runtime.processes import choose_device, make_deterministic, reseed
 from runtime.record import describe
-from runtime.run import open_run
+from runtime.run import open_run, without_file
 
 WARMUP, WEIGHT_DECAY = 0.1, 0.01
 
@@ -199,15 +191,15 @@ def save(whole, out, record, own):
     bert.source = record["trained_on"]  # what the adapters belong to
     copy_tokenizer(bert.directory, out)
     for name, head in whole.heads.items():
-        parts[f"head {name}"] = head_tensors(head)
+        parts[f"head {name}"] = adapterhub.head_tensors(head)
         has_adapter = name in bert.adapter_configs
         directory = out / ("adapters" if has_adapter else "heads") / name
         if has_adapter:
             save_adapter(bert, name, directory)
-            parts[f"adapter {name}"] = file_tensors(adapter_modules(bert, name))
+            parts[f"adapter {name}"] = adapterhub.slot_tensors(adapter_modules(bert, name))
         save_head(head, bert, name, directory)
         write_json(directory / "run.json", record)
-    if rest := train.without_file(whole, own, parts):
+    if rest := without_file(whole, own, parts):
         write_tensors(out / "own.safetensors", rest)
     return record
 

@@ -87,6 +87,34 @@ def is_known(fields, tensors):
     return fields.keys() == {*THE_PAPERS} and not has_others
 
 
+def own_kind(one, fields):
+    """The options in the file of something that AdapterHub's library would compute otherwise: it
+    refuses a file with an architecture. fields: the arguments with which its class is called"""
+    return {"architecture": type(one).__name__, "fields": fields}
+
+
+def slot_tensors(modules):
+    """{(path of the slot, name in the file): tensor} of {(layer, location): module}, an adapter's
+    or a fusion's: all parameters and buffers."""
+    tensors = {}
+    for key, module in modules.items():
+        state = module.state_dict(keep_vars=True)
+        table = NAMES_WITH_NORM_BEFORE if "norm_before.weight" in state else NAMES
+        for name, tensor in state.items():
+            module_name, _, part = name.rpartition(".")
+            theirs = [f"{their}.{part}" for their, ours in table if ours == module_name]
+            for file_name in theirs or [name]:
+                tensors[slot_path(key), file_name] = tensor
+    return tensors
+
+
+def head_tensors(head):
+    """{("heads", name in the file): tensor}, without the pooler, which is a part of Θ's files"""
+    state = head.state_dict(keep_vars=True)
+    own = {name: tensor for name, tensor in state.items() if not name.startswith("pooler.")}
+    return {("heads", name.removeprefix("layers.")): tensor for name, tensor in own.items()}
+
+
 def check_fusion(options):
     """Raises ValueError for a saved fusion that is another function than the paper's."""
     for field, value in options.items():
@@ -127,6 +155,11 @@ class Saved:
         if bert.sha256 and self.run.get("encoder", bert.sha256) != bert.sha256:
             problem = f"with other weights than {bert.source}: {self.run['trained_on']}"
             raise ValueError(f"it was trained on an encoder {problem}")
+        ours = bert.config.hidden_dropout_prob
+        if (theirs := self.run.get("dropout", ours)) != ours:
+            files.note(
+                f"{self.directory} was trained with dropout {theirs}, the encoder has {ours}"
+            )
         trained_on = Path(str(self.metadata.get("model_name") or bert.source)).name
         if not self.run and bert.source and trained_on != Path(bert.source).name:
             problem = f"made for {trained_on!r:.100}, the encoder is {bert.source}"
@@ -137,6 +170,16 @@ class Saved:
             ours = getattr(bert.config, field)
             if (theirs := self.metadata.get(field, ours)) != ours:
                 raise ValueError(f"made for {field} {theirs!r:.50}, the encoder has {ours!r}")
+
+    def kind(self, ours, entries):
+        """(the class of what is saved, the fields with which it was made): `ours`, and None; or
+        what `own_kind` wrote, of a class that is ours or one of the entries of a dictionary."""
+        if "architecture" not in self.options:
+            return ours, None
+        classes = {one.__name__: one for one in (ours, *entries.values()) if isinstance(one, type)}
+        if (name := self.options["architecture"]) not in classes:
+            raise ValueError(f"the class {name!r:.50} is not known: --import MODULE adds one")
+        return classes[name], self.options["fields"]
 
     def copy_into(self, tensors, unused=()):
         """Copies the saved tensors into those of {(slot, part): tensor}. One that has two names may
@@ -192,16 +235,23 @@ def read_run(directory):
     return files.read_json(path) if there else {}
 
 
-def header(name, config, source):
-    """The fields beside "config" in all of AdapterHub's JSON files. config: the encoder's; source:
-    its name. Without the version "gelu" is read as its tanh approximation."""
-    fields = {"name": name, "model_type": config.model_type, "hidden_size": config.hidden_size}
-    fields |= {"model_class": MODEL_CLASSES.get(config.model_type), "model_name": source or ""}
-    return {**fields, "version": "adapters.1.3.0"}
+def write(directory, kind, name, options, tensors, bert):
+    """Writes an adapter, a head or a fusion (name: those of its adapters, with commas): options and
+    {(slot, part): tensor}, for the encoder `bert`. Without the version, AdapterHub's library reads
+    "gelu" as its tanh form."""
+    header = {"name": name, "model_type": bert.config.model_type}
+    header |= {"hidden_size": bert.config.hidden_size, "model_name": bert.source or ""}
+    header |= {
+        "model_class": MODEL_CLASSES.get(bert.config.model_type),
+        "version": "adapters.1.3.0",
+    }
+    if kind is FUSION:
+        header["adapter_names"] = name.split(",")
+    write_files(directory, kind, options, tensors, header)
 
 
-def write(directory, kind, options, tensors, metadata):
-    """Writes files: options, {(slot, part): tensor} as fp32, and what `header` gives."""
+def write_files(directory, kind, options, tensors, metadata):
+    """Writes files: options, {(slot, part): tensor} as fp32, and the other fields of the JSON."""
     prefix, name = f"{metadata['model_type']}." if kind.word else "", metadata["name"]
     named = {f"{prefix}{slot}{kind.word}.{name}.{part}": t for (slot, part), t in tensors.items()}
     files.write_tensors(Path(directory) / kind.weights[0], named)
@@ -210,6 +260,7 @@ def write(directory, kind, options, tensors, metadata):
 
 def copy(saved, name, directory):
     """Writes a Saved adapter under another name, fp32, with the run.json that was beside it."""
-    write(directory, ADAPTER, saved.options, saved.tensors, {**saved.metadata, "name": name})
+    metadata = {**saved.metadata, "name": name}
+    write_files(directory, ADAPTER, saved.options, saved.tensors, metadata)
     if saved.run:
         files.write_json(Path(directory) / "run.json", saved.run)

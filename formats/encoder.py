@@ -49,16 +49,18 @@ class Checkpoint:
         return {name: tensor.float() for name, tensor in tensors.items()}
 
 
-def sha256_of(tensors, fields=None):
-    """SHA-256 of {name: fp32 tensor}: of names, shapes and every number, in any format; and of the
-    fields of a configuration."""
+def sha256_of(tensors, config=None):
+    """SHA-256 of {name: tensor}: of names, shapes and every number, as fp32, in any format; and of
+    all in an encoder's configuration on which an output in evaluation depends."""
 
     def one(name):
-        tensor = tensors[name].contiguous()
+        tensor = tensors[name].detach().float().cpu().contiguous()
         return f"{name} {list(tensor.shape)} {hashlib.sha256(tensor.numpy()).hexdigest()}\n"
 
+    fields = {n: v for n, v in (config or {}).items() if "dropout" not in n}
+    fields.pop("initializer_range", None)
     with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter's lock
-        lines = [*pool.map(one, sorted(tensors)), repr(sorted((fields or {}).items()))]
+        lines = [*pool.map(one, sorted(tensors)), repr(sorted(fields.items()))]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
@@ -90,13 +92,11 @@ def read_pooler(directory):
 
 
 def write_encoder(directory, config, tensors):
-    """Writes config.json and model.safetensors. Returns what was written, in fp32."""
-    tensors = {name: tensor.detach().float().cpu() for name, tensor in tensors.items()}
+    """Writes config.json and model.safetensors."""
     config = {n: v for n, v in config.items() if n not in ("dtype", "torch_dtype")}  # now fp32
     files.write_json(Path(directory) / "config.json", config)
     named = {f"{config['model_type']}.{name}": tensor for name, tensor in tensors.items()}
     files.write_tensors(Path(directory) / "model.safetensors", named)
-    return tensors
 
 
 def by_hub_name(tensors, model_type):

@@ -39,7 +39,7 @@ def make_deterministic(device):
     torch.utils.deterministic.fill_uninitialized_memory = False  # it is only slower
 
 
-def rank_and_world_size():
+def ranks():
     """(number of this process, how many there are)"""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
@@ -53,7 +53,7 @@ def all_reduce(tensor):
 
 def gather(found):
     """[what each process has found]"""
-    everything = [found] * rank_and_world_size()[1]
+    everything = [found] * ranks()[1]
     if dist.is_initialized():
         dist.all_gather_object(everything, found)
     return everything

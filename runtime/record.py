@@ -96,7 +96,8 @@ def describe(args, model, tokenizer, adapters, data):
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     millions = sum(p.numel() for p in bert.own_parameters().values()) / 1e6
     summary = f"{args.stage} on {args.task}: encoder {args.model} ({millions:.1f} M parameters), "
-    summary += f"{trained:,} parameters are trained, on {bert.device.type} in {args.dtype}; "
+    summary += f"{trained:,} parameters are trained, on {bert.device.type} in {args.dtype}, "
+    summary += f"with --lr {args.lr:g} for at most {args.epochs} epochs; "
     summary += f"{train:,} training and {dev:,} development examples"
     return {
         "summary": summary,
@@ -104,6 +105,7 @@ def describe(args, model, tokenizer, adapters, data):
         "adapters": [*adapters],
         "inputs": inputs,
         "encoder": bert.sha256,
+        "dropout": bert.config.hidden_dropout_prob,
         "trained_on": str(Path(args.model).resolve()) if Path(args.model).is_dir() else args.model,
         "tasks": tasks,
         "train_examples": train,

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from formats.adapterhub import ADAPTER, FUSION, HEAD, read_run
 from formats.files import atomic_write, note, read_json, read_tensors, write_json
 from formats.tokenizer import TOKENIZER_FILES
-from runtime.processes import all_reduce, deferred_signals, gather, rank_and_world_size
+from runtime.processes import all_reduce, deferred_signals, gather, ranks
 from runtime.record import first_difference
 from runtime.sources import named
 
@@ -89,6 +89,31 @@ def open_run(args, record, model, own, optimizer):
         raise KeyboardInterrupt(f"interrupted{advice}") from e
 
 
+def is_trained(tensors, of=any):
+    """Whether any, or all, of {name: tensor} are trained."""
+    return of(tensor.requires_grad for tensor in tensors.values())
+
+
+def own_names(model, parts):
+    """The names of the tensors that are a run's own: what is trained; all of its parts, {part:
+    {name in its file: tensor}}; and, of a module in which something is trained, the buffers and the
+    parameters that are frozen, but for those of the encoder."""
+    state, theta = model.state_dict(keep_vars=True), model.bert.own_parameters()
+    others = {id(tensor) for tensor in state.values()} - {id(p) for p in theta.values()}
+    new = {id(tensor) for tensors in parts.values() for tensor in tensors.values()}
+    paths = [name.split(".") for name, tensor in state.items() if tensor.requires_grad]
+    modules = {".".join(path[:depth]) for path in paths for depth in range(len(path))}
+    beside = {n for n, t in state.items() if n.rpartition(".")[0] in modules and id(t) in others}
+    return beside | {n for n, t in state.items() if t.requires_grad or id(t) in new}
+
+
+def without_file(model, own, parts):
+    """{name: tensor} of what is a run's own, and in none of its parts."""
+    in_files = {id(tensor) for tensors in parts.values() for tensor in tensors.values()}
+    state = model.state_dict(keep_vars=True)
+    return {name: t for name, t in state.items() if name in own and id(t) not in in_files}
+
+
 def clear(out, names):
     """Removes a run's files, in this order, and nothing else; what a link leads to stays."""
     for path in (out / name for name in names):
@@ -114,7 +139,7 @@ class Run:
         device = next(iter(self.trainable.values())).device
         if dist.is_torchelastic_launched() and not dist.is_initialized():
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-        self.rank, self.world_size = rank_and_world_size()
+        self.rank, self.world_size = ranks()
         self.epoch, self.step = 1, 0  # step: how many steps of this epoch are done
         self.best_epoch, self.best_scores = 0, {}  # {score: value}
         self.best = {}  # {name: tensor} of what is the run's own, in the best epoch

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from formats.adapterhub import ADAPTER, paper_adapters, read, read_run
+from formats.files import note, read_tensors
 from formats.hub import is_local
 
 
@@ -17,12 +18,22 @@ def find_adapters(sources, model_type):
         name, place = named(source)
         check_there(place)
         saved = read(place, ADAPTER)
+        note_what_is_missing(place)
         name = name or saved.name
         if str(name).lower() in map(str.lower, found):  # on some file systems rte is RTE
             advice = f"NAME={place} gives one of them another name"
             raise ValueError(f"two adapters are called {name!r}, {place} is the second: {advice}")
         found[name] = saved
     return found
+
+
+def note_what_is_missing(place):
+    """Names what the run of an adapter has trained beside it, in files that are not read here."""
+    path = Path(place)
+    run = path.parent.parent if path.parent.name == "adapters" else path
+    if (run / "own.safetensors").is_file():
+        names = ", ".join(read_tensors(run / "own.safetensors"))
+        note(f"{run} has more than its adapter, which is used here without {names:.300}")
 
 
 def named(source):

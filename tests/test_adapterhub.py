@@ -202,7 +202,7 @@ def test_the_presets():
     assert AdapterConfig.bapna(ln_before=False).ln_before is False
     torch.manual_seed(0)
     norm, (f, x) = nn.LayerNorm(32), torch.randn(2, 2, 5, 32)
-    bapna = adapter.Adapter(AdapterConfig.bapna(), 32, 4)
+    bapna = AdapterConfig.bapna(reduction_factor=8).module(32, 0)
     for p in bapna.parameters():
         nn.init.normal_(p)
     h = norm(f + x)

@@ -155,7 +155,7 @@ def test_the_form_that_is_used_is_the_textbooks(encoder, kind, fusion_kind, monk
 
 
 BOTTLENECK, Z, SOFTMAX, HEAD = Adapter.bottleneck, Adapter.z, Fusion.softmax, Head.forward
-TEXTBOOK = Fusion.textbook
+TEXTBOOK, ALONE, CLOSE = Fusion.textbook, Adapter.forward, Adapter.close
 
 
 @every_fused_adapter
@@ -183,14 +183,20 @@ EDITS = [
     (Fusion, "softmax", lambda self, x: SOFTMAX(self, x + torch.randn_like(x))),
     (Adapter, "z", lambda self, h: 0.5 * Z(self, h)),
     (Adapter, "z", lambda self, h: F.dropout(Z(self, h), 0.5, self.training)),
+    (Adapter, "forward", lambda self, *x: ALONE(self, *x) + 0.1 * self.up.weight.sum()),
+    (Adapter, "close", lambda self, *x: CLOSE(self, *x).relu()),
     (Fusion, "textbook", lambda self, *x: TEXTBOOK(self, *x) + self.query.bias.sum()),  # 0 at first
     (Fusion, "textbook", lambda self, *x: TEXTBOOK(self, *x) * (1 if self.training else 2)),
 ]
 
 
+REFUSED = dict.fromkeys(("z", "textbook"), "low_rank no longer computes")
+REFUSED |= dict.fromkeys(("forward", "close"), "'a': its `forward` must be")
+
+
 @pytest.mark.parametrize("owner, name, edit", EDITS)
 def test_an_edit_acts_in_both_stages_or_is_refused(quiet_encoder, owner, name, edit, monkeypatch):
-    """And the comparison draws nothing that training would draw."""
+    """And the comparisons draw nothing that training would draw."""
     bert = new_bert(quiet_encoder, "pfeiffer").train()
 
     def alone_and_fused():
@@ -203,8 +209,8 @@ def test_an_edit_acts_in_both_stages_or_is_refused(quiet_encoder, owner, name, e
 
     before = alone_and_fused()
     monkeypatch.setattr(owner, name, edit)
-    if name in ("z", "textbook"):
-        with pytest.raises(ValueError, match="low_rank no longer computes"):
+    if refusal := REFUSED.get(name):
+        with pytest.raises(ValueError, match=refusal):
             alone_and_fused()
         return
     after = alone_and_fused()
