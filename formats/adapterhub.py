@@ -232,7 +232,10 @@ def read(source, kind):
 def read_run(directory):
     """What run.json says in a run's directory, or in that of an adapter's copy; {} without one."""
     there = files.is_file(path := Path(directory) / "run.json")
-    return files.read_json(path) if there else {}
+    try:
+        return files.read_json(path) if there else {}
+    except ValueError as e:
+        raise ValueError(f"{e}; the file is damaged: --overwrite starts a run anew") from e
 
 
 def write(directory, kind, name, options, tensors, bert):

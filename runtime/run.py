@@ -2,6 +2,7 @@
 It saves and reports; it does not change what is computed."""
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -58,15 +59,14 @@ def check_out(args):
 
 @contextlib.contextmanager
 def open_run(args, record, model, own, optimizer):
-    """The Run in args.out, whose directory is locked, and cleared unless the run is resumed. Its
-    arguments are described in Run."""
-    run, out = Run(args, record, model, own, optimizer), Path(args.out)
+    """The Run in args.out, whose directory is locked, and cleared unless the run is resumed."""
+    run, out, lock = Run(args, record, model, own, optimizer), Path(args.out), None
     notice = "stopping after this step, or this evaluation; a second signal stops without saving"
     first = run.rank == 0  # the process that writes
     out.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(out / ".lock", timeout=0) if first else contextlib.nullcontext()
     try:
-        with lock, deferred_signals(notice * first) as run.signals:
+        lock = acquire(out) if first else None
+        with deferred_signals(notice * first) as run.signals:
             if first:
                 check_out(args)  # again: another run may have ended here meanwhile
                 clear(out, TEMPORARY)
@@ -80,13 +80,29 @@ def open_run(args, record, model, own, optimizer):
             with contextlib.suppress(OSError):  # it may hold other files, too
                 out.rmdir()
         raise
-    except Timeout as e:
-        raise ValueError(f"another process is at work in {out}: choose another --out") from e
     except KeyboardInterrupt as e:
         how = "in place of --overwrite" if args.overwrite else "in the same command"
         advice = f", continue with --resume --out {out} {how}"
         advice = f"; {out} is finished" if (out / "metrics.json").exists() else advice
         raise KeyboardInterrupt(f"interrupted{advice}") from e
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def acquire(out):
+    """The lock on a run's directory. Some file systems have none: NFS without lockd, SMB, FUSE."""
+    lock = FileLock(out / ".lock", timeout=0, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout as e:
+        raise ValueError(f"another process is at work in {out}: choose another --out") from e
+    except OSError as e:
+        if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        problem = f"{out / '.lock'} cannot be locked on this file system ({e.strerror})"
+        note(f"{problem}: take care that no other process writes there")
+    return lock
 
 
 def is_trained(tensors, of=any):
@@ -161,7 +177,11 @@ class Run:
                 print(f"{self.out} is finished already; its result:", flush=True)
                 clear(self.out, ["resume.pt"])  # a kill may have come before it was removed
                 return
-            self.restore()
+            try:
+                saved = read_tensors(self.out / "resume.pt")
+            except ValueError as e:
+                raise ValueError(f"{e}; the file is damaged: --overwrite starts anew") from e
+            self.restore(saved)
         if len({*gather((self.epoch, self.step))}) > 1:
             raise ValueError(f"--out {self.out} must be one directory for all processes")
         if len({*gather(sum(p.double().sum().item() for p in self.trainable.values()))}) > 1:
@@ -224,7 +244,7 @@ class Run:
         idle = [n for n, state in moments.items() if not state or not state["exp_avg_sq"].any()]
         if idle:
             named = f"{', '.join(idle):.200}{'…' * (len(', '.join(idle)) > 200)}"
-            note(f"no gradient has reached {len(idle)} trained parameters in epoch 1: {named}")
+            note(f"no gradient has reached {len(idle)} trained parameters in epoch 1: {names:.200}")
 
     def finish(self, record):
         """Makes the run a finished one, once the files of the best epoch are there. Returns the
@@ -244,10 +264,13 @@ class Run:
             kept = f"epoch {self.best_epoch} is kept in {self.out}"
             raise FloatingPointError(f"{self.diverged}; {kept}")
         majority = record["tasks"].get(args.task, {}).get("majority", -1)
+        last, losses = self.epoch - 1, [line["dev_loss"] for line in self.history]
         if result.get("accuracy", 2) <= majority:
             note("no better than the most frequent label: more --epochs, --patience, may help")
+        elif self.best_epoch == last or losses[-1] == min(losses):
+            note("it was still learning at the end: a larger --lr, more --epochs, or --patience")
         best = f"best epoch: {self.best_epoch}, dev {args.score} {result[args.score]:.4f}"
-        print(f"{best}; stopped after epoch {self.epoch - 1} of at most {args.epochs}", flush=True)
+        print(f"{best}; stopped after epoch {last} of at most {args.epochs}", flush=True)
         return result
 
     def write_log(self):
@@ -270,13 +293,11 @@ class Run:
                 torch.save(saved, file)
         all_reduce(torch.zeros(()))  # no process ends before it is written
 
-    def restore(self):
-        """Puts everything back to where the last checkpoint was. How it goes on is the code's: of
-        the optimizer, only what it keeps for each parameter, by name."""
-        path = self.out / "resume.pt"
-        saved = read_tensors(path)
+    def restore(self, saved):
+        """Puts everything back to where a checkpoint was. How it goes on is the code's: of the
+        optimizer, only what it keeps for each parameter is put back, by name."""
         if saved["own"].keys() != self.own_tensors().keys():
-            raise ValueError(f"{path}: other parameters were trained: cannot --resume it")
+            raise ValueError(f"{self.out}: other parameters were trained: cannot --resume it")
         self.model.load_state_dict(saved["own"], strict=False)
         names, now = {p: n for n, p in self.trainable.items()}, self.optimizer.state_dict()
         order = [names.get(p) for group in self.optimizer.param_groups for p in group["params"]]
