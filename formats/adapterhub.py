@@ -153,8 +153,8 @@ class Saved:
         """Raises ValueError if the file is for another encoder than `bert`. The name of an
         encoder's local directory says little: another one is only noted."""
         if bert.sha256 and self.run.get("encoder", bert.sha256) != bert.sha256:
-            problem = f"with other weights than {bert.source}: {self.run['trained_on']}"
-            raise ValueError(f"it was trained on an encoder {problem}")
+            problem = f"with other weights, or another configuration, than {bert.source}"
+            raise ValueError(f"it was trained on an encoder {problem}: {self.run['trained_on']}")
         ours = bert.config.hidden_dropout_prob
         if (theirs := self.run.get("dropout", ours)) != ours:
             files.note(

@@ -243,7 +243,7 @@ class Run:
         moments = {n: self.optimizer.state.get(p, {}) for n, p in self.trainable.items()}
         idle = [n for n, state in moments.items() if not state or not state["exp_avg_sq"].any()]
         if idle:
-            named = f"{', '.join(idle):.200}{'…' * (len(', '.join(idle)) > 200)}"
+            names = ", ".join(idle)
             note(f"no gradient has reached {len(idle)} trained parameters in epoch 1: {names:.200}")
 
     def finish(self, record):

@@ -1,6 +1,8 @@
 """A run is never lost: killed at any moment, on a full disk, twice at once; what a user sees."""
 
 import contextlib
+import errno
+import fcntl
 import math
 import resource
 import shutil
@@ -143,6 +145,8 @@ OTHER = [  # options; an input, which is a copy, a file in it and its change; wh
     ("", ("data_dir", "sst2/train.jsonl", (": 1", ": 0")), "training examples of sst2"),
     ("", ("data_dir", "sst2/validation.jsonl", (": 1", ": 0")), "development examples of sst2"),
     ("", ("model", "model.safetensors", times(2)), "was trained on an encoder with other weights"),
+    ("", ("model", "config.json", ('heads": 2', 'heads": 4')), "or another configuration"),
+    ("", ("model", "config.json", ('dropout_prob": 0.1', 'dropout_prob": 0.2')), ""),
     ("", ("model", "vocab.txt", ("red\ngreen", "green\nred")), "tokenizer"),
 ]
 
@@ -178,6 +182,24 @@ def test_resume_knows_other_adapters(command, cut, runs, tmp_path):
     for adapters in ([rte], [pick, rte], [rte, pick, runs / "sst2"], [other, pick]):
         with pytest.raises(ValueError, match="holds a run with adapter"):
             main(command("fusion", cut, "--resume", adapters=adapters))
+
+
+@pytest.mark.parametrize("share", [0, 0.5])
+@pytest.mark.parametrize("name", ["run.json", "resume.pt"])
+def test_a_damaged_file(name, share, command, cut, refused, tmp_path):
+    """As after a crash of the machine, or on a full quota."""
+    out = shutil.copytree(cut, tmp_path / "cut")
+    content = (out / name).read_bytes()
+    (out / name).write_bytes(content[: int(share * len(content))])
+    refused(command("fusion", out, "--resume"), str(out / name), "damaged: --overwrite")
+    main(command("fusion", out, "--overwrite"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks(number, command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, "none here")))
+    main(command("head", tmp_path / "run"))
+    assert f"note: {tmp_path / 'run' / '.lock'} cannot be locked" in capsys.readouterr().out
 
 
 def test_the_best_epoch(command, tmp_path, monkeypatch):
