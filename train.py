@@ -30,6 +30,7 @@ from formats.tokenizer import copy_tokenizer, load_tokenizer
 from fusion import FUSIONS, active_fusions, add_fusion, fusion_regularization, save_fusion
 from runtime import command
 from runtime.kernels import Recorded, on_device
+from runtime.own import is_trained, own_names, without_file
 from runtime.processes import (
     choose_device,
     gather,
@@ -39,7 +40,7 @@ from runtime.processes import (
     sum_gradients,
 )
 from runtime.record import describe
-from runtime.run import check_out, is_begun, is_trained, open_run, own_names, without_file
+from runtime.run import check_out, is_begun, open_run
 from runtime.sources import encoder_of, find_adapters
 from variants.pal import PALConfig
 

@@ -23,9 +23,9 @@ from formats.rows import Source, source_of
 from formats.tokenizer import load_tokenizer, tokenizer_sha256
 from fusion import fusion_weights
 from runtime import command
+from runtime.own import own_names, without_file
 from runtime.processes import choose_device
 from runtime.record import examples_sha256
-from runtime.run import own_names, without_file
 
 COLUMNS = {"type": command.name_and_text, "action": command.Pairs, "metavar": "OURS=THEIRS"}
 COLUMNS["help"] = "as for train.py; default those of the run"

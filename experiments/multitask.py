@@ -29,9 +29,10 @@ from formats.files import forget_notes, write_json, write_tensors
 from formats.rows import source_of
 from formats.tokenizer import copy_tokenizer
 from runtime import command
+from runtime.own import without_file
 from runtime.processes import choose_device, make_deterministic, reseed
 from runtime.record import describe
-from runtime.run import open_run, without_file
+from runtime.run import open_run
 
 WARMUP, WEIGHT_DECAY = 0.1, 0.01
 

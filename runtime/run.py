@@ -105,31 +105,6 @@ def acquire(out):
     return lock
 
 
-def is_trained(tensors, of=any):
-    """Whether any, or all, of {name: tensor} are trained."""
-    return of(tensor.requires_grad for tensor in tensors.values())
-
-
-def own_names(model, parts):
-    """The names of the tensors that are a run's own: what is trained; all of its parts, {part:
-    {name in its file: tensor}}; and, of a module in which something is trained, the buffers and the
-    parameters that are frozen, but for those of the encoder."""
-    state, theta = model.state_dict(keep_vars=True), model.bert.own_parameters()
-    others = {id(tensor) for tensor in state.values()} - {id(p) for p in theta.values()}
-    new = {id(tensor) for tensors in parts.values() for tensor in tensors.values()}
-    paths = [name.split(".") for name, tensor in state.items() if tensor.requires_grad]
-    modules = {".".join(path[:depth]) for path in paths for depth in range(len(path))}
-    beside = {n for n, t in state.items() if n.rpartition(".")[0] in modules and id(t) in others}
-    return beside | {n for n, t in state.items() if t.requires_grad or id(t) in new}
-
-
-def without_file(model, own, parts):
-    """{name: tensor} of what is a run's own, and in none of its parts."""
-    in_files = {id(tensor) for tensors in parts.values() for tensor in tensors.values()}
-    state = model.state_dict(keep_vars=True)
-    return {name: t for name, t in state.items() if name in own and id(t) not in in_files}
-
-
 def clear(out, names):
     """Removes a run's files, in this order, and nothing else; what a link leads to stays."""
     for path in (out / name for name in names):
@@ -199,7 +174,7 @@ class Run:
         which is looked at in every tenth step. loss: what this process has of the batch's loss."""
         steps = self.record["steps_per_epoch"]
         self.step += 1
-        self.loss += all_reduce(loss.clone())
+        self.loss += all_reduce(loss)
         if self.bar is None:
             self.bar = tqdm(None, "training", steps, leave=False, disable=self.rank > 0 or None)
         self.bar.update(self.step - self.bar.n)
