@@ -1,7 +1,6 @@
 """JSON and tensors in files: errors name the file; writing leaves the old file or the new one."""
 
 import contextlib
-import functools
 import json
 import os
 import warnings
@@ -11,11 +10,19 @@ import safetensors.numpy
 import torch
 from safetensors.torch import load_file
 
+noted = set()  # what this run has said already
 
-@functools.cache
+
 def note(text):
-    """Prints a line that is good to know, once."""
-    print(f"note: {text}", flush=True)
+    """Prints a line that is good to know, once in a run."""
+    if text not in noted:
+        print(f"note: {text}", flush=True)
+    noted.add(text)
+
+
+def forget_notes():
+    """A new run begins, in a process that may have had others."""
+    noted.clear()
 
 
 @contextlib.contextmanager

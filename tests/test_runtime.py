@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from formats.files import note, read_json
+from formats.files import forget_notes, read_json
 from reference import difference
 from runtime.kernels import attention, dropout
 from runtime.record import SKETCH, share_trained_on, sketch
@@ -71,7 +71,7 @@ def test_what_adapters_have_seen(launch, runs, data_dir, tmp_path, capsys):
     for adapter in (dev, copy, runs / "rte"):
         capsys.readouterr()
         words = "--stage head --task rte --epochs 1 --overwrite"
-        note.cache_clear()  # which says everything once
+        forget_notes()
         result = launch(words, adapters=adapter, out=tmp_path / "head")
         text, printed = "WARNING: adapter rte was TRAINED on 100% of this", capsys.readouterr().out
         assert (text in printed) == (adapter != runs / "rte")
