@@ -64,7 +64,11 @@ def test_prefixes_old_names_and_other_precisions(prefix, file, is_zip, dtype, tm
 
 WORDS = "embeddings.word_embeddings.weight"
 MISFITS = [  # tensors that are added, a part of the names that are left out, words of the message
-    ({WORDS: torch.zeros(61, 32)}, None, "[61, 32] in torch.float32, config.json (or BERT's default) says [60, 32]"),
+    (
+        {WORDS: torch.zeros(61, 32)},
+        None,
+        "[61, 32] in torch.float32, config.json (or BERT's default) says [60, 32]",
+    ),
     ({WORDS: torch.zeros(60, 32).long()}, None, f"{WORDS} is [60, 32] in torch.int64"),
     ({}, "1.output.dense", "lacks encoder.layer.1.output.dense.bias, encoder.layer.1.output"),
     ({"encoder.layer.2.x": torch.zeros(1)}, None, "unknown tensors encoder.layer.2.x"),
