@@ -75,8 +75,10 @@ def read_options(directory):
     if source is None or (source != "vocab.txt" and not (directory / "tokenizer.json").is_file()):
         raise ValueError(f"tokenizer_class = {kind!r:.100} is not supported")
     for field, value in options.items():
-        known = any(field in KNOWN[part] for part in ("parts", "special", "harmless"))
-        if value != KNOWN["always"][field] if field in KNOWN["always"] else value and not known:
+        known = not value or any(field in KNOWN[n] for n in ("parts", "special", "harmless"))
+        if field in KNOWN["always"]:
+            known = value == KNOWN["always"][field]
+        if not known:
             raise ValueError(f"{field} = {value!r:.100} is not supported")
         if field in KNOWN["special"]:
             values = value if isinstance(value, list) else [value]

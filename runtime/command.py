@@ -25,15 +25,11 @@ class Parser(argparse.ArgumentParser):
         formatter = argparse.RawDescriptionHelpFormatter
         super().__init__(*names, allow_abbrev=False, formatter_class=formatter, **options)
 
-    def parse_args(self, words=None, namespace=None):
-        args, unknown = self.parse_known_args(words, namespace)
-        if unknown:
-            word = unknown[0].partition("=")[0]
-            near = difflib.get_close_matches(word, self._option_string_actions, 1)
-            self.error(f"there is no option {word}" + "".join(f", but {name}" for name in near))
-        return args
-
     def error(self, message):
+        if unknown := message.partition("unrecognized arguments: ")[2]:
+            option = unknown.split()[0].partition("=")[0]
+            near = difflib.get_close_matches(option, self._option_string_actions, 1)
+            message = "; the nearest is ".join([message, *near])
         raise ValueError(message)
 
 

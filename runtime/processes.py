@@ -64,8 +64,8 @@ def is_one_of_several():
 
 
 def start_processes(device):
-    """Waits for the other processes, where there are several, and connects them. Raises ValueError
-    if the environment does not say where they meet."""
+    """Connects the processes, if there are several, once each of them has come here. Raises
+    ValueError if the environment does not say where they meet."""
     if is_one_of_several() and not dist.is_initialized():
         with error_prefix("WORLD_SIZE is set: start several processes with torchrun"):
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
@@ -88,8 +88,8 @@ def sum_gradients(parameters):
     has no gradient in any process keeps None. parameters: a list, the same in all of them"""
     if not dist.is_initialized():
         return
-    counts = all_reduce(torch.tensor([int(p.grad is not None) for p in parameters]))
-    used = [p for p, count in zip(parameters, counts, strict=True) if count]
+    counts = all_reduce(torch.tensor([int(p.grad is not None) for p in parameters])).tolist()
+    used = [p for p, count in zip(parameters, counts, strict=True) if count > 0]
     for p in used:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
@@ -99,7 +99,7 @@ def sum_gradients(parameters):
 
 
 def gather(found):
-    """What `found` is in every process, as a list; any object that can be pickled."""
+    """[found] of every process, in their order. found: any object that can be pickled"""
     every = [found] * rank_and_world_size()[1]
     if dist.is_initialized():
         dist.all_gather_object(every, found)
@@ -125,9 +125,8 @@ def deferred_signals(notice=""):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    wanted = [number for number in STOP if signal.getsignal(number) is not signal.SIG_IGN]
-    if threading.current_thread() is not threading.main_thread():
-        wanted = []
+    is_main = threading.current_thread() is threading.main_thread()
+    wanted = [n for n in STOP if is_main and signal.getsignal(n) is not signal.SIG_IGN]
     handlers = {number: signal.signal(number, hear) for number in wanted}
     try:
         yield heard
