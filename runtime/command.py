@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         if unknown := message.partition("unrecognized arguments: ")[2]:
-            option = unknown.split()[0].partition("=")[0]
+            option = unknown.split(" ")[0].partition("=")[0]
             near = difflib.get_close_matches(option, self._option_string_actions, 1)
             message = "; the nearest is ".join([message, *near])
         raise ValueError(message)
