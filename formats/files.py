@@ -10,19 +10,19 @@ import safetensors.numpy
 import torch
 from safetensors.torch import load_file
 
-noted = set()  # what this run has said already
+said = set()
 
 
 def note(text):
     """Prints a line that is good to know, once in a run."""
-    if text not in noted:
+    if text not in said:
         print(f"note: {text}", flush=True)
-    noted.add(text)
+    said.add(text)
 
 
 def forget_notes():
-    """A new run begins, in a process that may have had others."""
-    noted.clear()
+    """A new run begins."""
+    said.clear()
 
 
 @contextlib.contextmanager

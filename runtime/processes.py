@@ -22,7 +22,7 @@ def choose_device(device, dtype, cuda_graphs=False):
     if not available[device]:
         raise ValueError(f"--device {device}: there is no such device on this machine")
     if cuda_graphs and device != "cuda":
-        raise ValueError("--cuda-graphs is for a GPU")
+        raise ValueError("--cuda-graphs is for a GPU of NVIDIA's")
     if device == "cuda" and is_one_of_several():
         number = dist.get_node_local_rank(int(os.environ.get("RANK", 0)))
         torch.cuda.set_device(number % torch.cuda.device_count())
