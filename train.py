@@ -102,9 +102,9 @@ def make_parser(prog="train.py", description=__doc__):
     either("--overwrite", action="store_true", help="replace the run in --out")
     add("--grad-accumulation", type=command.count, default=1, help="of a step, for less memory")
     add("--device", default="auto", choices="auto cpu cuda mps".split())
-    add("--cuda-graphs", action="store_true", help="on one GPU: record each step, and replay it")
+    add("--cuda-graphs", action="store_true", help="on a GPU: record each step, and replay it")
     add("--dtype", default="auto", choices="auto float32 bfloat16".split(), help="of matrix "
-        "products and frozen weights; auto: bfloat16 on a GPU that has it")
+        "products and frozen weights; auto: bfloat16 where the hardware has it")
     add("--import", dest="imports", nargs="+", action="extend", default=[], metavar="MODULE",
         help="files of your own, as modules, that add to a dictionary such as ADAPTERS")
     # fmt: on
@@ -137,7 +137,9 @@ def parse(argv=None, parser=None):
     args.lr = args.lr or STAGES[args.stage]["lr"]
     args.epochs = args.epochs or STAGES[args.stage]["epochs"]
     if args.resume and is_begun(args.out):
-        args.model = args.model or adapterhub.read_run(args.out)["options"]["model"]
+        before = adapterhub.read_run(args.out)["options"]
+        args.model = args.model or before["model"]
+        args.dtype = before["dtype"] if args.dtype == "auto" else args.dtype
     args.model = args.model or encoder_of(args.adapters) or "google-bert/bert-base-uncased"
     check_out(args)
     return args

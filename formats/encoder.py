@@ -10,16 +10,16 @@ from pathlib import Path, PurePosixPath
 
 from formats import files
 from formats.hub import download
-from formats.tensorflow import read_tensorflow
 from formats.tokenizer import TOKENIZER_FILES
 
 # (configuration, weights): the first pair that is there is read; Google's names may have a step
 FILES = [("config.json", "model.safetensors"), ("config.json", "pytorch_model.bin")]
 FILES += [("bert_config.json", "*model.ckpt*.index")]
 NEEDED = ", or ".join(" and ".join(pair) for pair in FILES) + ", one alone, with its data files"
-SIZES = "vocab_size hidden_size intermediate_size max_position_embeddings type_vocab_size".split()
 # the hub's names of an encoder's tensors; anything else in a file belongs to some head
 OF_THE_ENCODER = re.compile(r"(embeddings|encoder)\.(?!.*\bposition_ids$)")
+# what says without a model_type that it is BERT: a file of Google's, a class, names of tensors
+PLAINLY_BERT = re.compile(r"bert_config\.json|Bert(For|Model)|bert\.embeddings\.")
 
 
 @dataclass
@@ -35,11 +35,9 @@ class Checkpoint:
     def read(self, shapes):
         """{name: fp32 tensor} of exactly the tensors in `shapes`, {the hub's name: shape}. Raises
         ValueError that names the file and what is missing, unknown or of another shape."""
-        needed = f"{self.config_path.name} says"
+        needed = f"{self.config_path.name} (or BERT's default) says"
         if "num_attention_heads" not in self.config:  # which no shape would tell
             raise ValueError(f"{self.config_path} has no num_attention_heads")
-        if absent := [field for field in SIZES if field not in self.config]:
-            needed = f"{self.config_path.name}, which has no {', '.join(absent)}, makes it"
         own = {name for name in self.tensors if OF_THE_ENCODER.match(name)}
         with files.error_prefix(self.weights_path):
             files.check_names({*shapes}, own)
@@ -75,11 +73,19 @@ def open_encoder(source):
         raise FileNotFoundError(f"no encoder in {directory}: it needs {NEEDED}")
     config, path = files.read_json(config_path), found[0]
     if path.suffix == ".index":
+        from formats.tensorflow import read_tensorflow  # which alone needs google-crc32c
+
         tensors = read_tensorflow(path)
     else:
         tensors = {n: lambda tensor=t: tensor for n, t in files.read_tensors(path).items()}
+    if "model_type" not in config:  # a RoBERTa of 2019 has none, and positions of its own
+        said = [name, *(config.get("architectures") or []), *tensors]
+        if not any(map(PLAINLY_BERT.match, said)):
+            advice = 'add "model_type": "bert", or what it is'
+            raise ValueError(f"{config_path} does not say which kind of encoder it is: {advice}")
+        config["model_type"] = "bert"
     with files.error_prefix(path):
-        tensors = by_hub_name(tensors, config.get("model_type", "bert"))
+        tensors = by_hub_name(tensors, config["model_type"])
     return Checkpoint(directory, config_path, path, config, tensors)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from formats.files import error_prefix, is_file, note
-from formats.hub import hub_library
+from formats.hub import hub_library, one_line
 
 csv.field_size_limit(10**9)  # texts may be longer than its 131,072 characters
 OWN_COLUMNS = ("text_a", "text_b", "choices")  # of your own task
@@ -180,7 +180,7 @@ def hub_rows(task, split):
     if task.hub is None:
         raise FileNotFoundError(f"{task.name} is not on the hub: --data-dir takes local files")
     repository, name, revision = task.hub
-    hub_library()  # asks whether there is a network
+    _, problem = hub_library()  # asks whether there is a network
     import datasets  # takes more than a second: when it is first needed
 
     datasets.disable_progress_bars()
@@ -189,8 +189,8 @@ def hub_rows(task, split):
         found = datasets.load_dataset(repository, name, revision=revision)
         return found[task.hub_dev if split == "validation" else split].to_list()
     except Exception as e:  # network, hub and format each raise their own kinds
-        problem = f"{split}, cannot be loaded from the hub ({' '.join(str(e).split()):.300})"
-        raise FileNotFoundError(f"{repository}, {problem}; --data-dir takes local files") from e
+        reason = f"{split}, cannot be loaded from the hub ({problem or one_line(e)})"
+        raise FileNotFoundError(f"{repository}, {reason}; --data-dir takes local files") from e
 
 
 def own_labels(rows):

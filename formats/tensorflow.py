@@ -5,13 +5,12 @@ import math
 from functools import partial
 
 import google_crc32c
-import numpy as np
 import torch
 
 from formats.files import error_prefix, is_file
 
 TABLE_MAGIC = 0xDB4775248B80FB57
-FLOAT_TYPES = {1: "<f4", 2: "<f8", 19: "<f2", 14: "<i2"}  # numpy has none for 14, DT_BFLOAT16
+FLOAT_TYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.float16}
 
 
 def read_tensorflow(path):
@@ -34,16 +33,14 @@ def bundle_tensor(name, entry, index, shards):
         how = f"in {len(entry[7])} slices" if 7 in entry else f"as TensorFlow's data type {kind}"
         raise ValueError(f"{name} is stored {how}, which is not supported")
     is_file(data)  # or says why not
-    dtype = np.dtype(FLOAT_TYPES[kind])
-    if not 0 < math.prod(shape) * dtype.itemsize == size <= data.stat().st_size - offset:
+    with open(data, "rb") as file:
+        file.seek(offset)
+        content = file.read(size)
+    if not 0 < math.prod(shape) * FLOAT_TYPES[kind].itemsize == size == len(content):
         raise ValueError(f"{name} in {data.name}, {list(shape)}, is cut off, or damaged")
-    array = np.memmap(data, dtype=dtype, mode="c", offset=offset, shape=shape)  # copied on write
-    view = array.view()
-    view.flags.writeable = False  # google_crc32c takes no buffer that could change
-    if not intact(view, crc):
+    if not intact(content, crc):
         raise ValueError(f"{name} in {data.name} does not match its checksum: the file is damaged")
-    tensor = torch.from_numpy(np.require(array, requirements="A"))
-    tensor = tensor.view(torch.bfloat16) if kind == 14 else tensor
+    tensor = torch.frombuffer(bytearray(content), dtype=FLOAT_TYPES[kind]).reshape(shape)
     return tensor.T.contiguous() if name.endswith("/kernel") else tensor
 
 

@@ -7,7 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import AddedToken, BertWordPieceTokenizer, Tokenizer
 from tokenizers.normalizers import BertNormalizer
 
 from formats.files import is_file, note, read_json
@@ -75,8 +75,10 @@ def read_options(directory):
     if source is None or (source != "vocab.txt" and not (directory / "tokenizer.json").is_file()):
         raise ValueError(f"tokenizer_class = {kind!r:.100} is not supported")
     for field, value in options.items():
-        known = any(field in KNOWN[part] for part in ("parts", "special", "harmless"))
-        if value != KNOWN["always"][field] if field in KNOWN["always"] else value and not known:
+        known = not value or any(field in KNOWN[n] for n in ("parts", "special", "harmless"))
+        if field in KNOWN["always"]:
+            known = value == KNOWN["always"][field]
+        if not known:
             raise ValueError(f"{field} = {value!r:.100} is not supported")
         if field in KNOWN["special"]:
             values = value if isinstance(value, list) else [value]
@@ -110,15 +112,11 @@ def wordpiece(path, options):
     for name in ("unk", "cls", "sep", "pad", "mask"):
         if f"[{name.upper()}]" in vocab:
             options.setdefault(f"{name}_token", [{"content": f"[{name.upper()}]"}])
-    unk, cls, sep = (options[f"{name}_token"][0]["content"] for name in ("unk", "cls", "sep"))
     if "do_lower_case" not in options:
         options |= judge_casing(path, vocab) | options
-    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=unk))
-    tokenizer.normalizer = BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.BertProcessing((sep, vocab[sep]), (cls, vocab[cls]))
-    tokenizer.decoder = decoders.WordPiece()
-    return tokenizer
+    unk, sep, cls = (options[f"{name}_token"][0]["content"] for name in ("unk", "sep", "cls"))
+    tokenizer = BertWordPieceTokenizer(vocab, unk, sep, cls, pad_token="", mask_token="")
+    return Tokenizer.from_str(tokenizer.to_str())
 
 
 def judge_casing(path, vocab):

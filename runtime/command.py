@@ -2,6 +2,7 @@
 as one line of JSON."""
 
 import argparse
+import difflib
 import importlib
 import json
 import math
@@ -9,6 +10,10 @@ import os
 import sys
 import time
 import traceback
+
+import torch.distributed as dist
+
+from runtime.processes import is_one_of_several
 
 WRONG = ValueError, OSError, FloatingPointError  # their messages are for users
 
@@ -21,30 +26,35 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*names, allow_abbrev=False, formatter_class=formatter, **options)
 
     def error(self, message):
+        if unknown := message.partition("unrecognized arguments: ")[2]:
+            option = unknown.split(" ")[0].partition("=")[0]
+            near = difflib.get_close_matches(option, self._option_string_actions, 1)
+            message = "; the nearest is ".join([message, *near])
         raise ValueError(message)
 
 
-def number(kind, test, words):
-    """A type= of argparse: a number for which test(number) holds; words say what that means."""
-
-    def read(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = math.nan
-        if not test(value):
-            raise argparse.ArgumentTypeError(f"must be {words}, not {text}")
-        return value
-
-    return read
+def count(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text}")
+    return int(text)
 
 
-count = number(int, lambda n: 1 <= n < 10**9, "an integer of at least 1")
-seed = number(int, lambda n: 0 <= n < 2**32, "an integer in 0 .. 2^32 - 1")
-positive = number(
-    lambda t: int(t) if t.isdecimal() else float(t), lambda x: 0 < x < math.inf, "a positive number"
-)
-fraction = number(float, lambda x: 0 < x < 1, "between 0 and 1")
+def seed(text):
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"must be an integer in 0 .. 2^32 - 1, not {text}")
+    return int(text)
+
+
+def positive(text):
+    if not 0 < float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number, not {text}")
+    return int(text) if text.isdecimal() else float(text)
+
+
+def fraction(text):
+    if not 0 < float(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be between 0 and 1, not {text}")
+    return float(text)
 
 
 def name_and_text(word):
@@ -94,12 +104,13 @@ def run_command(name, main, argv=None):
     """Calls main(argv), and prints what it returns, unless None, as one line of JSON. Any exception
     ends the command with one line on stderr and exit status 2, Ctrl-C with another line and 130.
     ADAPTERFUSION_TRACEBACK=1 in the environment shows tracebacks, too."""
-    dist = sys.modules.get("torch.distributed")
-    rank = int(os.environ.get("RANK", 0)) if dist and dist.is_torchelastic_launched() else 0
-    if rank > 0:
-        sys.stdout = open(os.devnull, "w")  # the first process prints for all
+    rank = int(os.environ.get("RANK", 0)) if is_one_of_several() else 0
+    if rank > 0 or sys.stdout is None:  # the first process prints for all; >&- closes an output
+        sys.stdout = open(os.devnull, "w")
+    sys.stderr = sys.stderr or open(os.devnull, "w")
     for stream in (sys.stdout, sys.stderr):  # an output that cannot show a label escapes it
-        stream.reconfigure(errors="backslashreplace")
+        if hasattr(stream, "reconfigure"):  # a notebook's has not
+            stream.reconfigure(errors="backslashreplace")
     status, message = 0, ""
     try:
         if (result := main(argv)) is not None:
@@ -108,7 +119,7 @@ def run_command(name, main, argv=None):
     except SystemExit:
         raise
     except BrokenPipeError:  # of `... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         status = 141  # quietly, as a program that SIGPIPE ends
     except KeyboardInterrupt as e:
         status, message = 130, str(e) or "interrupted"
@@ -123,7 +134,7 @@ def run_command(name, main, argv=None):
     elif status == 2:  # as a rule the first process says the same, and torchrun ends this one
         time.sleep(3)
         print(f"{name}, process {rank}: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    if dist and dist.is_initialized():  # at once: gloo's threads and the interpreter may wait
+    if dist.is_initialized():  # at once: gloo's threads and the interpreter may wait
         os._exit(status)
     if status:
         sys.exit(status)

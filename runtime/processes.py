@@ -3,10 +3,13 @@
 import contextlib
 import os
 import signal
+import threading
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from formats.files import error_prefix
 
 
 def choose_device(device, dtype, cuda_graphs=False):
@@ -20,13 +23,23 @@ def choose_device(device, dtype, cuda_graphs=False):
         raise ValueError(f"--device {device}: there is no such device on this machine")
     if cuda_graphs and device != "cuda":
         raise ValueError("--cuda-graphs is for a GPU of NVIDIA's")
-    if device == "cuda" and dist.is_torchelastic_launched():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if device == "cuda" and is_one_of_several():
+        number = dist.get_node_local_rank(int(os.environ.get("RANK", 0)))
+        torch.cuda.set_device(number % torch.cuda.device_count())
     if device == "cuda":  # cuDNN's attention, the default on an H100, plans anew for every length
         torch.backends.cuda.enable_cudnn_sdp(False)
     if dtype == "auto":
-        dtype = "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+        dtype = "bfloat16" if has_bf16(device) else "float32"
     return torch.device(device), getattr(torch, dtype)
+
+
+def has_bf16(device):
+    """Whether a device ("cpu", "cuda" or "mps") has bfloat16 in its hardware. Where it is emulated,
+    float32 is faster."""
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    found = torch.cpu.get_capabilities() if device == "cpu" else {}
+    return found.get("avx512_bf16", False) or found.get("amx_bf16", False)
 
 
 def make_deterministic(device):
@@ -37,6 +50,25 @@ def make_deterministic(device):
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it is only slower
+
+
+def reseed(*numbers):
+    """Makes random numbers a function of these integers, such as seed, epoch, step and process.
+    They are mixed, not packed into one number: of a seed, a CPU's generator reads 32 bits."""
+    torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+
+
+def is_one_of_several():
+    """Whether torchrun, deepspeed, or a script for srun or mpirun has started several processes."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+def start_processes(device):
+    """Connects the processes, if there are several, once each of them has come here. Raises
+    ValueError if the environment does not say where they meet."""
+    if is_one_of_several() and not dist.is_initialized():
+        with error_prefix("WORLD_SIZE is set: start several processes with torchrun"):
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 
 
 def ranks():
@@ -51,35 +83,29 @@ def all_reduce(tensor):
     return tensor
 
 
-def gather(found):
-    """[what each process has found]"""
-    everything = [found] * ranks()[1]
-    if dist.is_initialized():
-        dist.all_gather_object(everything, found)
-    return everything
-
-
 def sum_gradients(parameters):
-    """The sum over all processes, in place. One without a gradient in any of them keeps None."""
+    """Adds up the gradients of all processes, in place: a recorded step owns these tensors. What
+    has no gradient in any process keeps None. parameters: a list, the same in all of them"""
     if not dist.is_initialized():
         return
-    parameters = [*parameters]
-    device = parameters[0].device
-    has = all_reduce(torch.tensor([float(p.grad is not None) for p in parameters], device=device))
-    used = [p for p, count in zip(parameters, has.tolist(), strict=True) if count]
+    counts = all_reduce(torch.tensor([int(p.grad is not None) for p in parameters])).tolist()
+    used = [p for p, count in zip(parameters, counts, strict=True) if count > 0]
     for p in used:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
     if not used:
         return
     sums = all_reduce(torch.cat([p.grad.flatten() for p in used]))
-    for p, part in zip(used, sums.split([p.numel() for p in used]), strict=True):
-        p.grad.copy_(part.view_as(p))
+    for p, total in zip(used, sums.split([p.numel() for p in used]), strict=True):
+        p.grad.copy_(total.view_as(p))
 
 
-def reseed(*numbers):
-    """Torch's random numbers become a function of these integers."""
-    torch.manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+def gather(found):
+    """[found] of every process, in their order. found: any object that can be pickled"""
+    every = [found] * ranks()[1]
+    if dist.is_initialized():
+        dist.all_gather_object(every, found)
+    return every
 
 
 STOP = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
@@ -89,7 +115,7 @@ STOP = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)
 def deferred_signals(notice=""):
     """A list to which the numbers of the signals that ask for a stop are added, in place of what
     they would do. The first prints `notice`, the second ends this process at once. One that is
-    ignored, as SIGHUP under nohup, stays so."""
+    ignored, as SIGHUP under nohup, stays so. Outside the main thread, Python hears none."""
     heard = []
 
     def hear(number, _):
@@ -101,7 +127,8 @@ def deferred_signals(notice=""):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    wanted = [number for number in STOP if signal.getsignal(number) is not signal.SIG_IGN]
+    is_main = threading.current_thread() is threading.main_thread()
+    wanted = [n for n in STOP if is_main and signal.getsignal(n) is not signal.SIG_IGN]
     handlers = {number: signal.signal(number, hear) for number in wanted}
     try:
         yield heard

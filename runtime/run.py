@@ -11,14 +11,13 @@ import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 from formats.adapterhub import ADAPTER, FUSION, HEAD, read_run
 from formats.files import atomic_write, note, read_json, read_tensors, write_json
 from formats.tokenizer import TOKENIZER_FILES
-from runtime.processes import all_reduce, deferred_signals, gather, ranks
+from runtime.processes import all_reduce, deferred_signals, gather, ranks, start_processes
 from runtime.record import first_difference
 from runtime.sources import named
 
@@ -128,8 +127,7 @@ class Run:
         self.model, self.own, self.optimizer = model, own, optimizer
         self.trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         device = next(iter(self.trainable.values())).device
-        if dist.is_torchelastic_launched() and not dist.is_initialized():
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        start_processes(device)
         self.rank, self.world_size = ranks()
         self.epoch, self.step = 1, 0  # step: how many steps of this epoch are done
         self.best_epoch, self.best_scores = 0, {}  # {score: value}

@@ -164,7 +164,9 @@ def launch(encoder, data_dir):
 
     def launch(text, *words, **options):
         given = [*cli(text), *map(str, words), *cli(**options)]
-        return main([*cli("--device cpu", model=encoder, data_dir=data_dir), *given])
+        return main(
+            [*cli("--device cpu --dtype float32", model=encoder, data_dir=data_dir), *given]
+        )
 
     return launch
 
@@ -197,7 +199,10 @@ def command(encoder, data_dir, runs):
     of twelve steps, with several tasks of eight."""
 
     def command(stage, out, more="", **options):
-        words = cli("--task sst2 --device cpu --epochs 2 --batch-size 8 --lr 5e-3", stage=stage)
+        words = cli(
+            "--task sst2 --device cpu --dtype float32 --epochs 2 --batch-size 8 --lr 5e-3",
+            stage=stage,
+        )
         words += cli(model=encoder, data_dir=data_dir, out=out)
         if stage == "multitask":
             words += cli("--tasks sst2 pick --steps-per-epoch 8")

@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 from torch import nn
 
+import formats.hub
 from bert import ENCODERS, Bert, BertConfig
 from child import ROOT
 from formats.encoder import by_hub_name, sha256_of
@@ -57,13 +59,17 @@ def test_prefixes_old_names_and_other_precisions(prefix, file, is_zip, dtype, tm
         more[prefix + name.replace("LayerNorm.bias", "LayerNorm.beta")] = tensor
     bert = Bert.from_pretrained(write_hub(tmp_path, more, file, is_zip))
     named = {name: tensor.float() for name, tensor in named.items()}
-    assert bert.sha256 == sha256_of(named) and bert.dtype == torch.float32
+    assert bert.sha256 == sha256_of(named, asdict(bert.config)) and bert.dtype == torch.float32
     assert all(torch.equal(p, named[bert.hub_name(n)]) for n, p in bert.named_parameters())
 
 
 WORDS = "embeddings.word_embeddings.weight"
 MISFITS = [  # tensors that are added, a part of the names that are left out, words of the message
-    ({WORDS: torch.zeros(61, 32)}, None, "[61, 32] in torch.float32, config.json says [60, 32]"),
+    (
+        {WORDS: torch.zeros(61, 32)},
+        None,
+        "[61, 32] in torch.float32, config.json (or BERT's default) says [60, 32]",
+    ),
     ({WORDS: torch.zeros(60, 32).long()}, None, f"{WORDS} is [60, 32] in torch.int64"),
     ({}, "1.output.dense", "lacks encoder.layer.1.output.dense.bias, encoder.layer.1.output"),
     ({"encoder.layer.2.x": torch.zeros(1)}, None, "unknown tensors encoder.layer.2.x"),
@@ -78,7 +84,28 @@ def test_what_does_not_fit_is_named(tmp_path):
     types = {"embeddings.token_type_embeddings.weight": torch.zeros(16, 32)}
     path = write_hub(tmp_path, {**golden_tensors(), **types}) / "config.json"
     write_json(path, {n: v for n, v in read_json(path).items() if n != "type_vocab_size"})
-    fails(tmp_path, "is [16, 32]", "config.json, which has no type_vocab_size, makes it [2, 32]")
+    fails(tmp_path, "is [16, 32]", "config.json (or BERT's default) says [2, 32]")
+
+
+KINDS_OF_2019 = [  # architectures in config.json, a prefix in the file, whether that is BERT
+    (["BertForMaskedLM"], "", True),
+    (None, "bert.", True),
+    (["RobertaForMaskedLM"], "roberta.", False),
+    (None, "", False),
+]
+
+
+@pytest.mark.parametrize("architectures, prefix, is_bert", KINDS_OF_2019)
+def test_without_model_type_nothing_is_guessed(architectures, prefix, is_bert, tmp_path):
+    """RoBERTa's tensors have BERT's names and shapes, and give other hidden states."""
+    tensors = {prefix + name: tensor for name, tensor in golden_tensors().items()}
+    path = write_hub(tmp_path, tensors) / "config.json"
+    fields = {n: v for n, v in read_json(path).items() if n != "model_type"}
+    write_json(path, {**fields, "architectures": architectures})
+    if is_bert:
+        assert same(Bert.from_pretrained(tmp_path))
+    else:
+        fails(tmp_path, f"{path} does not say which kind of encoder it is")
 
 
 EMBEDDING = "bert/embeddings/word_embeddings"
@@ -134,6 +161,14 @@ def test_cache_without_network():  # offline, see conftest.py
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
     assert same(Bert.from_pretrained("some/cached"))
+
+
+def test_why_a_hub_cannot_be_reached(monkeypatch):
+    """Its libraries, told to be offline, would advise to set HF_HUB_OFFLINE=0."""
+    monkeypatch.setattr(formats.hub, "hub_library", formats.hub.hub_library.__wrapped__)  # anew
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "mirror.example")
+    fails("some/bert", "at mirror.example nor in its cache", "missing an 'http://' or 'https://'")
 
 
 def test_a_hub_that_does_not_answer(tmp_path):

@@ -37,7 +37,8 @@ multitask: {BOX} --tasks rte sst2 --reduction-factor 4 | has no 'reduction_facto
 --stage adapter --adapters runs/rte | --stage adapter takes no --adapters
 --stage fusion | --stage fusion needs --adapters
 --stage distill | there are adapter, fusion, head, full
---cuda-graphs --device cpu | --cuda-graphs is for one GPU, and one process
+--epoch=3 | unrecognized arguments: --epoch=3; the nearest is --epochs
+--cuda-graphs --device cpu | --cuda-graphs is for a GPU
 multitask: {BOX} --tasks rte sst2 --cuda-graphs | --cuda-graphs is for a run on one task
 --dev-file data/rte/validation.jsonl | --dev-file goes with --train-file
 --dev-fraction 0.5 | --dev-fraction: rte has a development set already

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import pytest
@@ -15,6 +16,7 @@ from safetensors.torch import load_file
 import child
 import train
 from conftest import assert_equal, content, main, thorough
+from runtime.processes import gather, start_processes, sum_gradients
 
 
 @pytest.fixture
@@ -24,14 +26,18 @@ def quietly(command, quiet_encoder):
     return partial(command, **options)
 
 
-def together(words, before=()):
-    """(exit statuses, the stdout of each, the stderr of each) of processes as torchrun starts them,
-    with these words each. before: (rank, what is called in it)"""
+def environment(count):
+    """Where so many processes meet."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
-    common["WORLD_SIZE"] = str(len(words))
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(count)}
+
+
+def together(words, before=()):
+    """(exit statuses, the stdout of each, the stderr of each) of processes as torchrun starts them,
+    with these words each. before: (rank, what is called in it)"""
+    common = {**environment(len(words))}
     programs = []
     for rank, given in enumerate(map(child.training, words)):
         calls = before[1:] if before and before[0] == rank else ()
@@ -76,6 +82,29 @@ def test_the_same_numbers_in_parts(stage, count, text, quietly, tmp_path):
             # Adam divides by the gradient's size: where it is nearly 0, rounding shows
             if name != "heads.pick.4.bias":  # the same for all choices: nothing but rounding
                 assert torch.allclose(ours[name], theirs[name], atol=1e-3), name
+
+
+def exchange(rank, environment):
+    """(what was gathered; the gradients of three parameters, which both processes, one and none of
+    them have; whether the first is the same tensor as before), in a process"""
+    os.environ.update(environment, RANK=str(rank))
+    start_processes(torch.device("cpu"))
+    parameters = [torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(3)]
+    both, one, _ = parameters
+    before = both.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).T  # not contiguous
+    if rank == 1:
+        one.grad = torch.ones(2, 2)
+    sum_gradients(parameters)
+    gradients = [p.grad if p.grad is None else p.grad.tolist() for p in parameters]
+    return gather({"rank": rank}), gradients, both.grad is before
+
+
+def test_what_processes_exchange():
+    with ProcessPoolExecutor(2, child.context) as pool:
+        found = [*pool.map(exchange, range(2), [environment(2)] * 2)]
+    gradients = [[[2, 6], [4, 8]], [[1, 1], [1, 1]], None]
+    assert found == [([{"rank": 0}, {"rank": 1}], gradients, True)] * 2
+    assert gather("alone") == ["alone"]
 
 
 def test_resume(command, quietly, tmp_path):
@@ -151,10 +180,10 @@ def test_a_gpu(stage, command, quietly, at_step, tmp_path):
     main(quietly(stage, cpu, "--epochs 2"))
     ours, theirs = ([line["loss"] for line in content(out)[0]] for out in (gpu, cpu))
     assert ours == pytest.approx(theirs, abs=1e-4) and len(ours) == 2
-    main(command(stage, whole, "--device cuda"))
+    main(command(stage, whole, "--device cuda --dtype bfloat16"))
     at_step(15, child.stop)
     with pytest.raises(KeyboardInterrupt):
-        main(command(stage, cut, "--device cuda"))
-    main(command(stage, cut, "--device cuda --resume"))
+        main(command(stage, cut, "--device cuda --dtype bfloat16"))
+    main(command(stage, cut, "--device cuda --dtype bfloat16 --resume"))
     assert_equal(cut, whole)
     assert content(whole)[1]["options"]["dtype"] == "bfloat16"

@@ -1,6 +1,10 @@
-"""runtime/: dropout and attention, scores, and which examples an adapter has seen."""
+"""runtime/: dropout and attention, scores, which examples an adapter has seen, and devices, random
+numbers, threads and streams as commands meet them."""
 
+import io
 import math
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +14,8 @@ import torch
 from bert import attention, dropout
 from formats.files import read_json
 from reference import difference
+from runtime.command import run_command
+from runtime.processes import choose_device, has_bf16, reseed
 from runtime.record import SKETCH, share_trained_on, sketch
 from runtime.scores import accuracy, f1, f1_of_class, macro_f1
 
@@ -75,3 +81,43 @@ def test_what_adapters_have_seen(launch, runs, data_dir, tmp_path, capsys):
         text, printed = "WARNING: adapter rte was TRAINED on 100% of this", capsys.readouterr().out
         assert (text in printed) == (adapter != runs / "rte")
         assert ("note: no better than" in printed) == (result["accuracy"] <= 0.5)
+
+
+def test_auto_is_bfloat16_where_the_hardware_has_it(monkeypatch):
+    for found, dtype in (
+        ({"avx512_bf16": True, "amx_bf16": False}, torch.bfloat16),
+        ({"amx_bf16": True}, torch.bfloat16),
+        ({"avx2": True, "avx512_bf16": False}, torch.float32),
+    ):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
+        assert choose_device("cpu", "auto") == (torch.device("cpu"), dtype)
+    emulated = lambda including_emulation=True: including_emulation  # noqa: E731  (on a T4)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", emulated)
+    assert not has_bf16("cuda")
+
+
+def test_random_numbers_are_a_function_of_all_integers():
+    """Also of those that 32 bits cannot hold side by side."""
+
+    def draw(*numbers):
+        reseed(*numbers)
+        return torch.rand(()).item()
+
+    numbers = [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2**31, 1, 2), (0, 1, 2**20 + 2)]
+    assert len({draw(*one) for one in numbers}) == 5
+    assert draw(0, 1, 2) == draw(0, 1, 2)
+
+
+def test_a_thread_trains(launch, tmp_path):
+    """Without hearing signals, which Python gives to the main thread alone."""
+    with ThreadPoolExecutor() as pool:
+        words = "--stage head --task rte --epochs 1"
+        assert pool.submit(launch, words, out=tmp_path / "run").result()["best_epoch"] == 1
+
+
+def test_any_stream_is_written_to(monkeypatch):
+    """A notebook's can do no more than this one; `>&-` leaves none."""
+    for stream in (None, io.StringIO()):
+        monkeypatch.setattr(sys, "stdout", stream)
+        run_command("train.py", lambda _: {"a": 1})
+    assert stream.getvalue() == '{"a": 1}\n'

@@ -1,12 +1,16 @@
 """Google's checkpoints are read without TensorFlow, bit for bit; damage ends in a clear error."""
 
+import runpy
+import sys
+
 import google_crc32c
 import pytest
 import torch
 
 from bert import Bert
+from child import ROOT
 from formats.tensorflow import bundle_tensor
-from reference import GOLDEN, TENSORFLOW, fails, same
+from reference import GOLDEN, SAFETENSORS, TENSORFLOW, fails, same
 
 INDEX, DATA = "bert_model.ckpt.index", "bert_model.ckpt.data-00000-of-00001"
 
@@ -19,6 +23,15 @@ def test_tensorflow(name):
     assert not any(p.requires_grad for p in bert.parameters())
     bert.word_embeddings.weight.data.zero_()  # may be changed, which does not reach the file
     assert same(Bert.from_pretrained(GOLDEN / "bert" / name))
+
+
+def test_other_checkpoints_need_no_crc32c(monkeypatch):
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "formats.tensorflow")
+    open_encoder = runpy.run_path(ROOT / "formats" / "encoder.py")["open_encoder"]
+    assert open_encoder(SAFETENSORS).tensors
+    with pytest.raises(ImportError, match="google_crc32c"):
+        open_encoder(TENSORFLOW)
 
 
 def test_a_step_in_the_name(copy):
