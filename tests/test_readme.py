@@ -17,7 +17,7 @@ import torch
 
 import train
 from experiments import benchmark, demo, fusion_weights, load_run
-from fusion import fusions
+from fusion import active_fusions
 from test_house import ORDER
 
 ROOT = Path(__file__).parent.parent
@@ -105,7 +105,7 @@ def test_the_forks_on_the_page(own_modules, launch, runs, tmp_path):
     launch("--import scaled_fusion --stage fusion --fusion scaled", out=tmp_path / "a", **given)
     launch("--import joint --stage joint", out=tmp_path / "b", **given)
     scaled, joint = (load_run.load_run(tmp_path / name).bert for name in "ab")
-    fusion, scores = fusions(scaled)[0, "output"], torch.tensor([[[3.0, -1.0]]])
+    fusion, scores = active_fusions(scaled)[0, "output"], torch.tensor([[[3.0, -1.0]]])
     assert torch.allclose(fusion.softmax(scores), (scores / 32**0.5).softmax(-1))
     name = "layers.0.output_add_norm.adapters.rte.up.bias"
     assert not torch.equal(joint.get_parameter(name), scaled.get_parameter(name))
