@@ -85,7 +85,7 @@ def describe(args, model, tokenizer, adapters, data):
         inputs[f"development examples of {task.name}"] = examples_sha256(dev_set)
         own = {"columns": task.columns, "labels": task.labels, "max_length": task.max_length}
         if len(task.labels) > 1:  # what a constant answer would have
-            counts = Counter(example.label for example in dev_set)
+            counts = Counter(str(example.label) for example in dev_set)
             own["majority"] = max(counts.values()) / len(dev_set)
         tasks[task.name] = {**own, "sketch": sketch(train_set)}
         for name, saved in adapters.items():

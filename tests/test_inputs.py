@@ -30,9 +30,9 @@ NOTHING_CHANGED = f"""
 --score loss | --score loss: rte has accuracy
 {SET} ln_after=true ln_after=false | one name twice
 {SET} reduction_factor='{{"2":4,"default":2}}' | the encoder has layers 0 to 1, and no 2
-{SET} ln_affter=true | --adapter-config: AdapterConfig.__init__() got an unexpected keyword argument 'ln_affter'
+{SET} ln_affter=true | unexpected keyword argument 'ln_affter'
 {SET} non_linearity=elu | non_linearity must be one of gelu, gelu_new, relu, silu, swish, leakyrelu
-multitask: {BOX} --tasks rte sst2 --reduction-factor 4 | unexpected keyword argument 'reduction_factor'
+multitask: {BOX} --tasks rte sst2 --reduction-factor 4 | keyword argument 'reduction_factor'
 {SET} ln_after=yes | ln_after must be one of True, False, not 'yes'
 --stage adapter --adapters runs/rte | --stage adapter takes no --adapters
 --stage fusion | --stage fusion needs --adapters
