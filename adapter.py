@@ -1,7 +1,7 @@
 """Φ: task adapters, the small networks trained in stage 1 (section 2.2, Figure 5); and heads.
 
-add_adapter(bert, "rte", AdapterConfig.pfeiffer(reduction_factor=16))  # new: trained, active
-load_adapter(bert, "runs/rte")                                         # saved: frozen
+add_adapter(bert, "rte", AdapterConfig.pfeiffer(reduction_factor=16))  # a new one
+load_adapter(bert, "runs/rte")                                         # a saved one
 activate(bert, "rte")                                                  # None: plain BERT
 save_adapter(bert, "rte", "runs/rte")"""
 
@@ -19,14 +19,15 @@ from formats.files import error_prefix
 
 
 class Adapter(nn.Module):
-    """The paper's own adapter (Figure 5), in the AddNorm that closes the feed-forward sub-layer.
-    Both "Add & Norm" of the figure are the one LayerNorm that BERT has there."""
+    """The paper's own adapter (Figure 5), in an AddNorm: in the paper, the one that closes the
+    feed-forward sub-layer. Both "Add & Norm" of the figure are BERT's one LayerNorm there."""
 
     def __init__(self, config, hidden_size, bottleneck_size):
         super().__init__()
         self.config = config
         self.down = nn.Linear(hidden_size, bottleneck_size)  # D
         activation = ACTIVATIONS[config.non_linearity]
+        # a class, such as nn.PReLU, has parameters: each adapter makes its own
         self.act = activation() if isinstance(activation, type) else activation
         self.up = nn.Linear(bottleneck_size, hidden_size)  # U
         for linear in (self.down, self.up):  # as in adapters 1.3; the paper does not say
@@ -47,8 +48,8 @@ class Adapter(nn.Module):
         """a = act(D·h + b_D): [B, T, d] -> [B, T, r]"""
         return self.act(self.down(h))
 
-    # For a fusion, which mixes several z, `forward` is close(z(h) + residual, x, norm), too:
-    # `add_fusion` compares the two.
+    # A fusion, which mixes the z of several adapters, calls these two in place of `forward`.
+    # `add_fusion` checks that forward(f, x, norm) equals close(z(h) + residual, x, norm).
 
     def h_and_residual(self, f, x, norm):
         """What the adapter reads, and what is added to its z: [B, T, d] each"""
@@ -60,8 +61,8 @@ class Adapter(nn.Module):
 
 
 class GridAdapter(Adapter):
-    """All other points of the paper's grid (Figure 5), by the fields of AdapterConfig. What is
-    edited above acts here, too, but for `forward`, `h_and_residual` and `close`."""
+    """All other points of the paper's grid (Figure 5), by the fields of AdapterConfig. It has its
+    own `forward`, `h_and_residual` and `close`; the rest is inherited."""
 
     def __init__(self, config, hidden_size, bottleneck_size):
         super().__init__(config, hidden_size, bottleneck_size)
@@ -86,7 +87,7 @@ class GridAdapter(Adapter):
         h = norm(f + x) if self.config.original_ln_before else f
         if self.config.residual_before_ln == "post_add":
             return h, f + x
-        return h, f if self.config.residual_before_ln else h
+        return h, (f if self.config.residual_before_ln else h)
 
     def close(self, output, x, norm):
         """Without original_ln_after nothing adds x: it is there only if the residual holds it."""
@@ -203,8 +204,9 @@ ADAPTERS = {
 
 
 def add_adapter(bert, name, config):
-    """Adds a new adapter wherever its configuration says, and activates it. It is then all that is
-    trained. Raises ValueError, and the encoder computes what it did."""
+    """Adds a new adapter wherever its configuration says, and activates it. Its parameters are then
+    the only ones that require a gradient. Raises ValueError if it cannot be added, and the encoder
+    is unchanged."""
     modules = new_modules(bert, name, config)
     bert.requires_grad_(False)  # all but the new modules, which are not in it yet
     insert(bert, name, config, modules)
@@ -224,7 +226,9 @@ def new_modules(bert, name, config):
     if name in bert.adapter_configs:
         raise ValueError(f"there is already an adapter called {name!r}")
     if not (modules := config.modules(bert)):
-        raise ValueError(f"adapter {name!r} has no place: its configuration leaves all layers out")
+        raise ValueError(
+            f"adapter {name!r} is in no layer: its configuration leaves all of them out"
+        )
     for module in modules.values():
         module.to(bert.device, torch.promote_types(bert.dtype, torch.float32))  # fp64 in tests
         module.train(bert.training)
@@ -242,12 +246,14 @@ def activate(bert, active=None):
     """Chooses what is computed: None, plain BERT; the name of an adapter; or a tuple of names, the
     fusion of these adapters in its order. A slot where none of them sits computes plain BERT. What
     is trained stays as it is."""
-    names = [active] if isinstance(active, str) else active or ()
+    names = () if active is None else (active,)
+    if isinstance(active, (tuple, list)):
+        names = active = tuple(active)
     found = {name: adapter_modules(bert, name) for name in names}  # raises ValueError
     here = {key: [name for name in names if key in found[name]] for key in bert.slots}
-    if isinstance(active, tuple):
-        fused = {key: s.fusion.adapter_names if s.fusion else [] for key, s in bert.slots.items()}
-        if here != fused:
+    for key, slot in bert.slots.items():
+        fused = slot.fusion.adapter_names if slot.fusion else []
+        if isinstance(active, tuple) and here[key] != fused:
             raise ValueError(f"the encoder has no fusion of {', '.join(names)}, in this order")
     for key, slot in bert.slots.items():
         slot.active = active if here[key] else None
@@ -260,25 +266,25 @@ def activate(bert, active=None):
 def save_adapter(bert, name, directory):
     """Writes adapter_config.json and adapter.safetensors."""
     config = bert.adapter_configs[name]
-    tensors, fields = adapterhub.slot_tensors(adapter_modules(bert, name)), vars(config)
-    options = {**adapterhub.NOT_IN_THE_PAPER, **fields}
-    if type(config) is not AdapterConfig or not adapterhub.is_known(fields, tensors):
-        options = adapterhub.own_kind(config, fields)
+    tensors = adapterhub.slot_tensors(adapter_modules(bert, name))
+    options = {**adapterhub.NOT_IN_THE_PAPER, **vars(config)}  # with all fields that AdapterHub has
+    if type(config) is not AdapterConfig or not adapterhub.is_known(vars(config), tensors):
+        options = adapterhub.own_kind(config, vars(config))  # a fork's, which AdapterHub refuses
     adapterhub.write(directory, adapterhub.ADAPTER, name, options, tensors, bert)
 
 
 def load_adapter(bert, source, name=None):
     """Inserts a saved adapter into the encoder, frozen and not yet active. source: a run, an
     AdapterHub directory, a hub id, or the Saved that was read there; name: what to call it here,
-    otherwise what its file says. Returns the name. Raises FileNotFoundError without an adapter
-    there, and ValueError if it does not fit the encoder, which then computes what it did."""
+    otherwise what its file says. Returns the name. Raises FileNotFoundError if there is no adapter,
+    and ValueError if it does not fit the encoder, which is then unchanged."""
     is_read = isinstance(source, adapterhub.Saved)
     saved = source if is_read else adapterhub.read(source, adapterhub.ADAPTER)
     name = name or saved.name
     with error_prefix(saved.directory):
         saved.check_encoder(bert)
         config_class, fields = saved.kind(AdapterConfig, ADAPTERS)
-        if fields is None:
+        if fields is None:  # in AdapterHub's own format, as a rule
             fields = adapterhub.bottleneck_options(saved.options, saved.metadata)
         config = config_class(**fields)
         modules = new_modules(bert, name, config)
@@ -294,7 +300,8 @@ def load_adapter(bert, source, name=None):
 
 class Head(nn.Module):
     """The prediction head on the last layer's [CLS] vector. The paper describes none; this is
-    AdapterHub's default, with the fields of its head_config.json. Raises ValueError for others.
+    AdapterHub's default. config has the fields of its head_config.json; other values than these
+    raise a ValueError.
 
     head_type                 classification | multiple_choice
     num_labels, num_choices   K, the number of classes, or of choices
@@ -321,7 +328,7 @@ class Head(nn.Module):
             if isinstance(layer, nn.Linear):
                 nn.init.normal_(layer.weight, std=bert_config.initializer_range)
                 nn.init.zeros_(layer.bias)
-        self.pooler = nn.Linear(d, d) if config["use_pooler"] else None
+        self.pooler = nn.Linear(d, d) if config["use_pooler"] else None  # `load_head` fills it
 
     def forward(self, h, mask=None):
         """h: hidden states [B·C, T, d], the C candidates of an example one after another -> logits
@@ -338,14 +345,15 @@ HEADS = {"cls": Head}  # --head NAME: Head, or a class of your own
 def save_head(head, bert, name, directory):
     """Writes head_config.json and model_head.safetensors into `directory`."""
     options = head.config
-    if type(head) is not Head:  # of a head, AdapterHub's library looks at the head_type
+    if type(head) is not Head:  # AdapterHub's library refuses an unknown head_type
         options = {"head_type": type(head).__name__, **adapterhub.own_kind(head, options)}
     tensors = adapterhub.head_tensors(head)
     adapterhub.write(directory, adapterhub.HEAD, name, options, tensors, bert)
 
 
 def load_head(bert, directory):
-    """The head saved in `directory` (or a hub id), frozen, in eval mode. Raises as load_adapter."""
+    """The head saved in `directory` (or a hub id), frozen, in eval mode. Raises what load_adapter
+    raises."""
     saved = adapterhub.read(directory, adapterhub.HEAD)
     with error_prefix(saved.directory):
         saved.check_encoder(bert)

