@@ -14,7 +14,7 @@ softmax over their scores.
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,103 +25,76 @@ from tqdm import tqdm
 
 from formats.adapterhub import check_name
 from formats.files import error_prefix, note
-from formats.rows import OWN_COLUMNS, is_empty, no_surrogates, own_labels
 from runtime.scores import CLASS_SCORES, accuracy
+
+
+def as_pair(text_a, text_b=None):
+    return [(text_a, text_b)]
+
+
+def most_probable(logits):
+    """[B, K] -> [B]"""
+    return logits.argmax(-1)
 
 
 @dataclass
 class Task:
-    """One task: what its data look like, and how a row becomes candidates."""
+    """One task: how a row becomes candidates and a label, and what logits say. A regression or
+    labels of another kind are a subclass (examples/sts_b.py)."""
 
     hub: tuple | None  # repository, configuration, revision on the hub; None: it is not there
     columns: list  # text columns, in the order in which `candidates` takes them
-    # Class names in the order of their indices, as the hub writes them; one alone makes a
-    # regression, with `loss`, `predict` and `all_scores` of its own (examples/sts_b.py).
-    labels: list
-    candidates: Callable = lambda *texts: [(texts[0], texts[1] if len(texts) > 1 else None)]
+    labels: list  # the classes, in the order of their indices, as the hub writes them
+    candidates: Callable = as_pair  # the texts of `columns` -> [(text_a, text_b or None)]
     label: str = "label"  # the column of the label
     max_length: int = 128  # in tokens; longer pairs are cut
     is_multiple_choice: bool = False  # the labels then name the choices
     loss: Callable = F.cross_entropy  # of logits [B, K] and labels [B], the mean of the batch
-    predict: Callable = lambda logits: logits.argmax(-1)  # logits [B, K] -> [B]
-    all_scores: dict = field(default_factory=lambda: CLASS_SCORES)
+    predict: Callable = most_probable  # logits [B, K] -> predictions [B]
+    # {name: function of labels and predictions}, by default those of classes; larger is better, and
+    # the first one chooses the best epoch
+    scores: dict | None = None
     hub_dev: str = "validation"  # the hub's name of the development set
     dev_from_train: int = 0  # the development set is this many training examples
-    column_aliases: dict = field(default_factory=dict)  # {our name: that in other copies}
-    label_aliases: dict = field(default_factory=dict)
     name: str = ""  # `get_task` fills it in
 
     def __post_init__(self):
         self.indices = {label.strip().lower(): i for i, label in enumerate(self.labels)}
-
-    @property
-    def scores(self):
-        """{name: function of labels and predictions}; larger is better, and the first one chooses
-        the best epoch. "f1" is that of the positive class, the second of two."""
-        return {n: s for n, s in self.all_scores.items() if n != "f1" or len(self.labels) == 2}
-
-    def collect(self, logits, batch):
-        """What evaluation keeps of a batch: (labels, predictions)."""
-        return batch["labels"], self.predict(logits)
-
-    def example(self, row):
-        """A row -> (candidates, index of its label). Raises ValueError, naming the column."""
-        if is_empty(row[self.label]):
-            raise ValueError("the label is empty")
-        return self.candidates_of(row), self.label_index(row[self.label])
-
-    def with_our_names(self, row, column_names, needed=()):
-        """A row under our names of its columns, {our name: that in the row}, all replaced at the
-        same time: two can change places. Raises ValueError for a row without one of `needed`."""
-        ours = {our: row[their] for our, their in column_names.items() if their in row}
-        renamed = {*column_names, *column_names.values()}
-        found = {name: value for name, value in row.items() if name not in renamed} | ours
-        for column, other in self.column_aliases.items():
-            if found.get(column) is None and other in found:
-                found[column] = found[other]
-        if absent := [column_names.get(name, name) for name in needed if name not in found]:
-            raise ValueError(f"no column {absent[0]!r}; it has {', '.join(row) or 'none':.200}")
-        return found
+        if self.scores is None:
+            self.scores = dict(CLASS_SCORES)
+            if len(self.labels) != 2:
+                del self.scores["f1"]  # of the positive class, the second of two
 
     def candidates_of(self, row):
-        """[(text_a, text_b or None)] of a row with our names."""
-        is_own = {*self.columns} <= {*OWN_COLUMNS}
-        for column in OWN_COLUMNS if is_own else ():  # one that training lacks would go unread
-            if column not in self.columns and not is_empty(row.get(column)):
-                raise ValueError(f"column {column!r} is none of {', '.join(self.columns)}")
-        candidates = self.candidates(*(self.text(row[column], column) for column in self.columns))
+        """[(text_a, text_b or None)] of a row, as formats/rows.py hands it out."""
+        candidates = self.candidates(*(row[column] for column in self.columns))
         if self.is_multiple_choice and len(candidates) != len(self.labels):
             raise ValueError(f"{len(candidates)} choices, expected {len(self.labels)}")
-        return [(no_surrogates(a), b if b is None else no_surrogates(b)) for a, b in candidates]
-
-    def text(self, value, column):
-        """The text in a column; `endings` and `choices` hold a list of texts, or on the hub a
-        dictionary with one. A number is a text, and an empty cell an empty one."""
-        if column in ("endings", "choices"):
-            texts = value["text"] if self.hub and isinstance(value, dict) else value
-            if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-                raise ValueError(f"column {column!r} does not hold a list of texts")
-            return value  # for `question_choices` the whole dictionary
-        if type(value) not in (str, int, float) and not is_empty(value):
-            raise ValueError(f"column {column!r} holds {type(value).__name__}, expected a text")
-        return "" if is_empty(value) else str(value)
+        return candidates
 
     def label_index(self, value):
-        """The index of a label as the data write it; for a regression, the number."""
-        text = no_surrogates(str(value)).strip()
-        text = self.label_aliases.get(text, text)
-        if len(self.labels) == 1:
-            return float(text)
+        """The index of a label as the data write it."""
+        text = str(value).strip()
         if text.lower() in self.indices:
             return self.indices[text.lower()]
         # the hub's integers; labels made of digits are names, not indices
         if self.hub and not self.labels[0].isdigit() and text in map(str, range(len(self.labels))):
-            names = ", ".join(f"{i} = {label}" for i, label in enumerate(self.labels))
-            note(f"{self.name}: integers are read as {names}")
+            found = ", ".join(f"{i} = {label}" for i, label in enumerate(self.labels))
+            note(f"{self.name}: integers are read as {found}")
             return int(text)
         if text == "-1":
             raise ValueError("the label is hidden (-1): experiments.predict takes such rows")
         raise ValueError(f"label {value!r:.100} is not one of {', '.join(self.labels):.200}")
+
+    def collect(self, logits, batch):
+        """What evaluation collects of a batch, for the scores: (labels, predictions)."""
+        return batch["labels"], self.predict(logits)
+
+    def answer(self, logits):
+        """What is said of one example, by its logits [K]; JSON can hold it."""
+        best = self.labels[self.predict(logits[None]).item()]
+        each = dict(zip(self.labels, logits.softmax(-1).tolist(), strict=True))
+        return {"label": best, "probability": each[best], "probabilities": each}
 
 
 # How the texts of a row become candidates, as in AdapterHub's own training code
@@ -140,24 +113,15 @@ def with_endings(ctx_a, ctx_b, options):
     return [(ctx_a, f"{ctx_b} {option}") for option in options]
 
 
-def question_choices(question, choices):
-    """choices["label"] says which of choices["text"] is answer A, which is B, and so on."""
-    if isinstance(choices, list):
-        choices = {"text": choices}
-    by_key = dict(zip(choices.get("label") or "ABCDE", choices["text"], strict=True))
-    return [(question, by_key[key]) for key in sorted(by_key)]
-
-
-def own_choices(*texts):
-    """([text_a,] choices) -> candidates"""
-    return [(texts[0], choice) if len(texts) == 2 else (choice, None) for choice in texts[-1]]
+def with_choices(*texts):
+    """([text,] choices) -> candidates"""
+    return [(*texts[:-1], choice) if texts[:-1] else (choice, None) for choice in texts[-1]]
 
 
 NLI = "entailment neutral contradiction".split()
 UKP = "NoArgument Argument_against Argument_for".split()
-SCITAIL = {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}
 # The number of a choice is no class, so F1 would mean nothing.
-CHOICE = {"is_multiple_choice": True, "all_scores": {"accuracy": accuracy}}
+CHOICE = {"is_multiple_choice": True, "scores": {"accuracy": accuracy}}
 
 # Section 4.2, in the order of Table 1: place on the hub, columns, labels, and the length in tokens
 # where it is not 128 (docs/silent.md). Where the hub has several copies, this is one without a
@@ -183,13 +147,12 @@ TASKS = {
                       "context question answer0 answer1 answer2 answer3".split(), "0 1 2 3".split(),
                       answers, max_length=256, **CHOICE),
     "scitail": Task(("allenai/scitail", "snli_format", None), "premise hypothesis".split(),
-                    "entails neutral".split(), column_aliases=SCITAIL,
-                    label_aliases={"entailment": "entails"}),
+                    "entails neutral".split()),
     "argument": Task(None, "topic sentence".split(), UKP, label="annotation"),
     "commonsense_qa": Task(("tau/commonsense_qa", None, None), "question choices".split(),
-                           "A B C D E".split(), question_choices, "answerKey", **CHOICE),
+                           "A B C D E".split(), with_choices, "answerKey", **CHOICE),
     "boolq": Task(("aps/super_glue", "boolq", None), "passage question".split(),
-                  "False True".split(), max_length=384, column_aliases={"label": "answer"}),
+                  "False True".split(), max_length=384),
     "mrpc": Task(("nyu-mll/glue", "mrpc", None), "sentence1 sentence2".split(),
                  "not_equivalent equivalent".split()),
     "sick": Task(("RobZamp/sick", None, "refs/convert/parquet"),
@@ -211,53 +174,27 @@ def get_task(name, source):
         raise FileNotFoundError(f"--data-dir {directory} is not a directory")
     is_there = directory and Path(directory, name).is_dir()
     if name in TASKS:
-        task = replace(TASKS[name], name=name)
-    elif source.files or is_there:
-        task = own_task(name, source)
-    else:
-        place = f"{directory or 'DIR'}/{name}/train.jsonl"
-        needed = f"your own needs --train-file FILE, or --data-dir DIR with {place}"
-        raise ValueError(f"unknown task {name!r}: there are {', '.join(TASKS)}; {needed}")
-    if unknown := source.column_names.keys() - {*task.columns, task.label}:
-        known = ", ".join([*task.columns, task.label])
-        raise ValueError(f"--columns {min(unknown)}=...: the task, or its files, have only {known}")
-    return task
+        return replace(TASKS[name], name=name)
+    if source.files or is_there:
+        return own_task(name, *source.read_own(name))
+    place = f"{directory or 'DIR'}/{name}/train.jsonl"
+    needed = f"your own needs --train-file FILE, or --data-dir DIR with {place}"
+    raise ValueError(f"unknown task {name!r}: there are {', '.join(TASKS)}; {needed}")
 
 
-def own_task(name, source):
-    """Your own task is what its training file has: `text_a`, `text_b` (optional) and `label`
-    (strings or integers, whose sorted values are the classes); or `choices` (a list of texts, as
-    many in every row), `label` (the index of the right one, from 0) and optionally `text_a`."""
-    task = Task(None, [], [], name=name)
-    where, theirs = source.read_all(task, "train")
-    rows = [task.with_our_names(row, source.column_names) for row in theirs]
-    columns = [n for n in OWN_COLUMNS if any(not is_empty(row.get(n)) for row in rows)]
-    with error_prefix(where):
-        if "label" not in rows[0] or not columns:
-            missing = "text_a" if "label" in rows[0] else "label"
-            wanted = source.column_names.get(missing, missing)
-            problem = f"no column {wanted!r}, or it is empty; it has {', '.join(theirs[0]):.200}"
-            raise ValueError(f"{problem}: --columns {missing}=NAME says which one it is")
-        if "choices" not in columns:
-            return with_columns(name, columns, own_labels(rows))
-        if "text_b" in columns:
-            raise ValueError("column 'text_b' has no place beside 'choices'")
-        choices = rows[0].get("choices")
-        if not isinstance(choices, list) or len(choices) < 2:
-            raise ValueError("'choices' must be a list of at least two texts")
-        return with_columns(name, columns, [str(i) for i in range(len(choices))])
-
-
-def with_columns(name, columns, labels):
-    """Your own task with these columns and labels."""
-    more = {"candidates": own_choices, **CHOICE} if "choices" in columns else {}
-    return Task(None, columns, labels, name=name, **more)
+def own_task(name, columns, labels):
+    """Your own task, by what its training file has, or by what run.json says of that."""
+    if len(labels) < 2:
+        raise ValueError(f"{name}: one label, or one choice, {labels}, is nothing to learn")
+    if "choices" in columns:
+        return Task(None, columns, labels, with_choices, name=name, **CHOICE)
+    return Task(None, columns, labels, name=name)
 
 
 class Example(NamedTuple):
     input_ids: list  # of C candidates, int32 [T] each
     token_type_ids: list
-    label: int | float
+    label: int  # in another kind of task a float, or a tuple; None where it is not known
     hash: int  # of the texts and the label: was this example seen before? (runtime/record.py)
     is_cut: bool  # whether a text was longer than --max-length
 
@@ -270,19 +207,37 @@ def load_split(task, source, split, tokenizer, limit=None, seed=0):
     numbers, examples, empty = [*rows], [], 0
     if limit is not None and limit < len(rows):
         numbers = np.array(numbers)[np.random.default_rng(seed).permutation(len(rows))[:limit]]
-    needed = [*task.columns, task.label]
     for number in numbers:
-        with error_prefix(f"{where}, row {number}"):
-            row = task.with_our_names(rows[number], source.column_names, needed)
-            examples.append(task.example(row))
-            empty += sum(is_empty(row[column]) for column in task.columns)
+        row = rows[number]
+        with error_prefix(f"{where}: row {number}"):
+            examples.append((task.candidates_of(row), task.label_index(row[task.label])))
+        empty += sum(row[column] == "" for column in task.columns)
     if empty:
         note(f"{where}, {split}: empty cells are read as empty texts, {empty} of them")
-    unseen = {*range(len(task.labels))} - {label for _, label in examples}
-    if unseen and len(task.labels) > 1 and not task.is_multiple_choice:
-        unseen = [repr(task.labels[i]) for i in sorted(unseen)]
+    seen = {label for _, label in examples}
+    unseen = [repr(name) for i, name in enumerate(task.labels) if i not in seen]
+    if unseen and not task.is_multiple_choice and all(isinstance(label, int) for label in seen):
         note(f"{task.name}: no example of its {split} split is {' or '.join(unseen):.300}")
-    return encode(tokenizer, examples, f"tokenizing {task.name} {split}")
+    result = encode(tokenizer, examples, f"tokenizing {task.name} {split}")
+    note_unknown_words(f"{where}, {split}", tokenizer, result)
+    return result
+
+
+def note_unknown_words(place, tokenizer, examples):
+    """A note if most tokens are [UNK], as in a language that the encoder has not seen."""
+    unknown = tokenizer.token_to_id(tokenizer.model.unk_token or "")
+    ids = np.concatenate([ids for example in examples for ids in example.input_ids])
+    ids = ids[~np.isin(ids, tokenizer.encode("").ids)]  # without [CLS] and [SEP]
+    if len(ids) > 0 and (share := (ids == unknown).mean()) > 0.5:
+        note(f"{place}: {share:.0%} of the tokens are {tokenizer.model.unk_token}, unknown words")
+
+
+def note_repeats(task, train_set, dev_set):
+    """A note if every development example is a training example, too."""
+    seen = {example.hash for example in train_set}
+    if all(example.hash in seen for example in dev_set):
+        problem = "all development examples are training examples, too"
+        note(f"{task.name}: {problem}: the scores say nothing about other texts")
 
 
 def encode(tokenizer, examples, title):
@@ -325,8 +280,9 @@ def batches(examples, batch_size, seed=None):
 
 def collate(examples, pad_token_id, multiple=1, max_length=math.inf):
     """B examples -> LongTensors input_ids, token_type_ids, attention_mask [B·C, T], an example's
-    candidates one after another; and labels [B], class indices, or the floats of a regression. T is
-    that of the longest, rounded up to a multiple, but to max_length at most."""
+    candidates one after another; and labels [B], class indices, or the floats of a regression, if
+    the examples have any. T is the length of the longest, rounded up to a multiple, but to
+    max_length at most."""
     ids = [ids for example in examples for ids in example.input_ids]
     types = [types for example in examples for types in example.token_type_ids]
     T = max(map(len, ids))
@@ -337,9 +293,8 @@ def collate(examples, pad_token_id, multiple=1, max_length=math.inf):
         input_ids[i, :length] = torch.from_numpy(ids[i])
         token_type_ids[i, :length] = torch.from_numpy(types[i])
         attention_mask[i, :length] = 1
-    return {
-        "input_ids": input_ids,
-        "token_type_ids": token_type_ids,
-        "attention_mask": attention_mask,
-        "labels": torch.tensor([example.label for example in examples]),
-    }
+    batch = {"input_ids": input_ids, "token_type_ids": token_type_ids}
+    batch["attention_mask"] = attention_mask
+    if examples[0].label is not None:
+        batch["labels"] = torch.tensor([example.label for example in examples])
+    return batch

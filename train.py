@@ -22,7 +22,7 @@ from torch import nn
 import adapter
 from adapter import ADAPTERS, HEADS, activate, add_adapter, load_adapter, save_adapter, save_head
 from bert import Bert
-from data import batches, collate, get_task, load_split
+from data import batches, collate, get_task, load_split, note_repeats
 from formats import adapterhub
 from formats.files import forget_notes, note, write_json, write_tensors
 from formats.rows import source_of
@@ -379,6 +379,7 @@ def load_data(args, task, source, bert):
     if (cut := sum(example.is_cut for example in train_set) / len(train_set)) > 0.1:
         note(f"{cut:.0%} of {task.name}'s training examples are cut to --max-length tokens")
     dev_set = load_split(task, source, "validation", tokenizer, args.limit_dev)
+    note_repeats(task, train_set, dev_set)
     if args.score == "f1" and all(example.label != 1 for example in dev_set):
         raise ValueError(f"--score f1: no validation example is {task.labels[1]!r}, so it is 0")
     source.rows.clear()  # the files' content, which is not needed any more

@@ -26,21 +26,34 @@ def pearson(labels, predictions):
     return (x @ y).item() / size if size > 0 else 0.0
 
 
+def squared_error(logits, labels):
+    """[B, 1] and [B] -> the mean"""
+    return F.mse_loss(logits[:, 0], labels)
+
+
+def number_of(logits):
+    """[B, 1] -> [B]"""
+    return logits[:, 0]
+
+
 class Similarity(Task):
     def label_index(self, value):
-        number = super().label_index(value)
+        number = float(value)
         if not 0 <= number <= 5:  # in the hub's test set -1
             raise ValueError(f"label {value!r:.100} is not a number from 0 to 5")
         return number
 
+    def answer(self, logits):
+        return {self.labels[0]: logits.item()}
+
 
 TASKS["sts_b"] = Similarity(
     hub=("nyu-mll/glue", "stsb", None),
-    columns=("sentence1", "sentence2"),
-    labels=("score",),  # one: the label is a number
-    loss=lambda logits, labels: F.mse_loss(logits[:, 0], labels),  # [B, 1] and [B]
-    predict=lambda logits: logits[:, 0],
-    all_scores={"pearson": pearson},
+    columns=["sentence1", "sentence2"],
+    labels=["score"],
+    loss=squared_error,
+    predict=number_of,
+    scores={"pearson": pearson},
 )
 
 if __name__ == "__main__":

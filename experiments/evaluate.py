@@ -6,12 +6,14 @@
     python -m experiments.evaluate runs/multitask --task rte
 
 Prints the task's scores, and of each class precision, recall and as which classes its examples were
-predicted; the last line is one JSON object, with the classes if they are no more than 50. What is
-not given is as it was in the run's training. On the development set of the training it says where
-the result is no longer what metrics.json has. It writes nothing."""
+predicted; the last line is one JSON object. What is not given is as it was in the run's training.
+On the development set of the training it says where the result is no longer what metrics.json has.
+It writes nothing."""
 
 from collections import Counter, defaultdict
 from dataclasses import replace
+
+import torch
 
 import train
 from data import load_split
@@ -19,49 +21,40 @@ from experiments.load_run import COLUMNS, load_run, make_parser
 from experiments.report import markdown
 from formats.files import read_json
 from runtime import command, record
-
-MANY = 50  # classes: a line that lists more cannot be read
+from runtime.processes import choose_device, make_deterministic
 
 
 def by_class(names, labels, predictions):
-    """{label: its precision and recall (None without any example), the number of its examples, and
-    {label that was predicted: how often}, the most frequent first}"""
-    confusion, predicted, classes = defaultdict(Counter), Counter(predictions.tolist()), {}
+    """A row for each class: its name, precision, recall (None without any example), the number of
+    its examples, and as which they were predicted, the 20 most frequent, by their indices."""
+    found, predicted, rows = defaultdict(Counter), Counter(predictions.tolist()), []
     for label, prediction in zip(labels.tolist(), predictions.tolist(), strict=True):
-        confusion[label][names[prediction]] += 1
+        found[label][prediction] += 1
     for k, name in enumerate(names):
-        right, count = confusion[k][name], confusion[k].total()
+        right, count = found[k][k], found[k].total()
         precision = right / predicted[k] if predicted[k] else None
-        classes[name] = {"precision": precision, "recall": right / count if count else None}
-        classes[name] |= {"count": count, "confusion": dict(confusion[k].most_common())}
-    return classes
-
-
-def class_table(classes):
-    """In the last column a label is its index; there are the 20 that were predicted most often."""
-    index, rows = {name: i for i, name in enumerate(classes)}, []
-    for name, of in classes.items():
-        found = [f"{count} as {index[other]}" for other, count in of["confusion"].items()]
-        text = ", ".join(found[:20] + ["…"] * (len(found) > 20))
-        rows.append([f"{index[name]} {name}", of["precision"], of["recall"], of["count"], text])
-    return markdown(rows, ["label", "precision", "recall", "count", "predicted"])
+        recall = right / count if count else None
+        each = [f"{n} as {other}" for other, n in found[k].most_common(20)]
+        each += ["…"] * (len(found[k]) > 20)
+        rows.append([f"{k} {name}", precision, recall, count, ", ".join(each)])
+    return rows
 
 
 def differences(run, scores):
-    """Where {score: value} and metrics.json differ: "accuracy 1.0000, now 0.2000", or "" if not."""
+    """Where {score: value} and metrics.json differ: "accuracy 1.0, now 0.2", or "" if nowhere. What
+    is computed as in training is the same to the bit; elsewhere sums are taken in another order,
+    which in bf16 makes more of a difference."""
     metrics, then = read_json(run.directory / "metrics.json"), run.record["machine"]
     before = {"loss": metrics["dev_loss"]} | metrics
     if "accuracies" in metrics:  # of several tasks
         before = {"accuracy": metrics["accuracies"].get(run.task.name)}
-    # Less than the four decimals that are shown is rounding. In bf16 that is more, where sums are
-    # taken in another order: on another device, or with another number of threads.
-    now, names = record.machine(run.bert.device), ("device", "processor", "threads")
-    is_elsewhere = any(then[name] != now[name] for name in names)
-    rounding = 1e-2 if is_elsewhere and run.args.dtype == "bfloat16" else 1e-4
+    rounding, now = 0, record.machine(run.bert.device)
+    if any(then[name] != now[name] for name in ("device", "processor", "threads")):
+        rounding = 1e-2 if run.args.dtype == "bfloat16" else 1e-4
     before = {name: before[name] for name in scores if before.get(name) is not None}
     found = [n for n, x in before.items() if abs(scores[n] - x) > rounding * max(1, abs(x))]
-    old = ", ".join(f"{name} {before[name]:.4f}" for name in found)
-    return f"{old}, now {', '.join(f'{scores[name]:.4f}' for name in found)}" if found else ""
+    old = ", ".join(f"{name} {before[name]}" for name in found)
+    return f"{old}, now {', '.join(str(scores[name]) for name in found)}" if found else ""
 
 
 def main(argv=None):
@@ -77,33 +70,33 @@ def main(argv=None):
         raise ValueError("--file is in place of --split and --data-dir")
     args.split = args.split or (None if args.file else "validation")
     command.import_modules(args.imports)
+    make_deterministic(choose_device(args.device, "auto")[0])  # as in training
     run = load_run(args.run, args.device, args.model, args.task)
-    task = run.task
-    run.use_columns(args.columns)
+    task, source = run.task, run.source
+    source.column_names = args.columns or source.column_names
     if args.file:
-        source = replace(run.source, files={"file": args.file})
+        source = replace(source, files={"file": args.file})
         examples = load_split(task, source, "file", run.tokenizer)
     else:
         examples = run.split(args.split, args.data_dir)
     labels, predictions, loss = train.predict(run.model, task, examples, run.args)
     scores = {name: score(labels, predictions) for name, score in task.scores.items()}
     result = {"stage": "eval", "run": args.run, "task": task.name, "split": args.split}
-    result["data_dir"] = None if args.file else args.data_dir or run.source.data_dir
-    result |= {"file": args.file, "examples": len(labels), **scores, "loss": loss}
+    result["data_dir"] = None if args.file else args.data_dir or source.data_dir
+    result |= {"file": args.file, "examples": len(examples), **scores, "loss": loss}
     titles = {"f1": f"f1 of {task.labels[-1]!r}"}  # of class 1 of two, see runtime/scores.py
     shown = ", ".join(f"{titles.get(name, name)} {value:.4f}" for name, value in scores.items())
-    print(f"{args.run}, {task.name} {args.file or args.split}: {len(labels)} examples, {shown}")
+    print(f"{args.run}, {task.name} {args.file or args.split}: {len(examples)} examples, {shown}")
     if args.split == "validation" and not run.is_own("validation", examples):
         print("note: these are not the development examples of the training")
     elif args.split == "validation" and (found := differences(run, {**scores, "loss": loss})):
         since = f"has changed since (commit {run.record['machine']['commit']})"
         why = f"the code, a library, or a value that is not saved {since}"
         print(f"note: metrics.json has {found}: {why}")
-    # the first and the second choice are no classes, nor are numbers
-    if len(task.labels) > 1 and not task.is_multiple_choice:
-        classes = by_class(task.labels, labels, predictions)
-        print(f"\n{class_table(classes)}")
-        result |= {"classes": classes} if len(classes) <= MANY else {}
+    is_of_classes = labels.ndim == 1 and labels.dtype == torch.long and not task.is_multiple_choice
+    if is_of_classes:  # the first and the second choice are none, nor are numbers
+        header = ["label", "precision", "recall", "count", "predicted"]
+        print(f"\n{markdown(by_class(task.labels, labels, predictions), header)}")
     return result
 
 

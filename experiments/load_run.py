@@ -7,19 +7,22 @@
 A run with something of your own needs the module that has it, in a command by --import."""
 
 import argparse
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
+import data
 import experiments.multitask  # noqa: F401  (adds its stage)
 import train
 from bert import Bert
-from data import OWN_COLUMNS, TASKS, Task, batches, collate, encode, load_split, with_columns
+from data import TASKS, Task, batches, collate, load_split
 from formats import adapterhub
 from formats.adapterhub import read_run
 from formats.files import check_names, error_prefix, read_tensors
-from formats.rows import Source, source_of
+from formats.rows import OWN_COLUMNS, Source, our_rows, source_of
 from formats.tokenizer import load_tokenizer, tokenizer_sha256
 from fusion import fusion_weights
 from runtime import command
@@ -29,6 +32,9 @@ from runtime.record import examples_sha256
 
 COLUMNS = {"type": command.name_and_text, "action": command.Pairs, "metavar": "OURS=THEIRS"}
 COLUMNS["help"] = "as for train.py; default those of the run"
+# A fusion keeps the weights of its last forward, so one thread at a time computes and reads them.
+# It is no field of a run: that can be pickled, for other processes.
+LOCK = threading.Lock()
 
 
 def make_parser(name, description):
@@ -43,7 +49,10 @@ def make_parser(name, description):
 
 @dataclass
 class LoadedRun:
-    """A finished run, frozen, in eval mode; precision and active parts are as in its training."""
+    """A finished run, frozen, in eval mode; precision and active parts are as in its training. Its
+    methods take inputs: one, or a list of them. An input is a text; a tuple or list of the texts in
+    the order of the task's columns; or a row, {column: text}, under the task's names or those of
+    the run's files. In a list all are rows, or none."""
 
     model: train.Model
     task: Task  # of a multi-task run the one that was asked for
@@ -52,6 +61,9 @@ class LoadedRun:
     args: argparse.Namespace  # its options
     record: dict  # its run.json
     directory: Path
+
+    def __repr__(self):
+        return f"LoadedRun({str(self.directory)!r}: {self.record['summary']})"
 
     @property
     def bert(self):
@@ -62,37 +74,38 @@ class LoadedRun:
         """The names of the fused adapters, in the fusion's order."""
         return [*self.bert.active] if isinstance(self.bert.active, tuple) else []
 
-    def candidates(self, given):
-        """An input -> [(text_a, text_b or None)], as in training. given: a text; a tuple or list of
-        the texts in the order of the task's columns, with multiple choice the choices behind them
-        as one list; or a row {column: text}, under the task's names or those of the run's files.
-        Raises ValueError for anything else."""
-        task, names = self.task, self.source.column_names
-        if isinstance(given, dict):
-            theirs = {names.get(column, column) for column in task.columns}
-            is_ours = given.keys() >= {*task.columns} and not given.keys() >= theirs
-            names = {} if is_ours else names
-            return task.candidates_of(task.with_our_names(given, names, task.columns))
-        texts = [given] if isinstance(given, str) else given
-        if isinstance(texts, (tuple, list)) and texts:
-            texts = list(texts)
-            if task.is_multiple_choice and isinstance(texts[-1], (tuple, list)):
-                choices = list(texts.pop())
-                if task.columns[-1] in ("choices", "endings"):  # one column holds all of them
-                    is_dict = task.hub and task.columns[-1] == "choices"
-                    choices = [{"text": choices} if is_dict else choices]
-                texts += choices
-            if len(texts) == len(task.columns):
-                return task.candidates_of(dict(zip(task.columns, texts, strict=True)))
-        raise ValueError(f"{task.name} takes {' and '.join(task.columns)}, not {given!r:.200}")
+    def candidates(self, inputs):
+        """[[(text_a, text_b or None)]] of inputs, as in training. Raises ValueError for what is no
+        input of the task."""
+        task, names = self.task, {}
+        inputs = inputs.tolist() if isinstance(inputs, np.ndarray) else inputs
+        rows = inputs if isinstance(inputs, list) else [inputs]
+        if not rows:
+            return []
+        if all(isinstance(row, dict) for row in rows):
+            there = {name for row in rows for name in row}
+            theirs = {self.source.column_names.get(column, column) for column in task.columns}
+            if there >= theirs or not there >= {*task.columns}:
+                names = self.source.column_names
+        else:
+            rows = [self.row_of(texts) for texts in rows]
+        rows = our_rows(rows, names, task.name, task.columns, task.label, has_label=False)
+        return [task.candidates_of(row) for row in rows]
+
+    def row_of(self, texts):
+        """{column: text} of a text, or of texts in the order of the columns."""
+        columns, values = self.task.columns, [texts] if isinstance(texts, str) else texts
+        if not isinstance(values, (tuple, list)) or len(values) != len(columns):
+            problem = f"{self.task.name} takes {' and '.join(columns)}, not {texts!r:.200}"
+            raise ValueError(f"{problem}, or else rows alone")
+        return dict(zip(columns, values, strict=True))
 
     def encode(self, inputs):
-        """[Example] of inputs: one text, one tuple of texts or one row, or a list of those; or what
-        `split` returns."""
-        inputs = inputs if isinstance(inputs, list) else [inputs]
-        if all(hasattr(one, "input_ids") for one in inputs):
+        """[Example] of inputs, without labels; or what `encode` or `split` has returned."""
+        if isinstance(inputs, list) and all(isinstance(one, data.Example) for one in inputs):
             return inputs
-        return encode(self.tokenizer, [(self.candidates(one), 0) for one in inputs], "tokenizing")
+        examples = [(candidates, None) for candidates in self.candidates(inputs)]
+        return data.encode(self.tokenizer, examples, "tokenizing")
 
     def source_in(self, data_dir=None):
         """The Source of the task's data in `data_dir`, or else where they were. The examples that
@@ -100,15 +113,9 @@ class LoadedRun:
         if not data_dir:
             return replace(self.source)  # without any rows
         source = replace(self.source, data_dir=data_dir, files={})
-        if source.paths(self.task, "validation"):
+        if source.paths(self.task.name, "validation"):
             source.dev_fraction = None
         return source
-
-    def use_columns(self, names):
-        """What a command's --columns says, in place of what it said in training."""
-        if unknown := names.keys() - {*self.task.columns, self.task.label}:
-            raise ValueError(f"--columns {min(unknown)}=...: the task has no such column")
-        self.source.column_names = names or self.source.column_names
 
     def split(self, name="validation", data_dir=None):
         """[Example] of a split as in training, from its data unless there is a `data_dir`. Raises
@@ -141,40 +148,32 @@ class LoadedRun:
 
     @torch.inference_mode()
     def predict(self, inputs):
-        """[{"label", "probability", "probabilities": {label: probability}, "truncated"}] of inputs
-        as `encode` takes them. truncated: whether a text was longer than in training, and cut. A
-        task that predicts a number has {its one label: the number, "truncated"}."""
-        examples = self.encode(inputs)
-        result, labels = [None] * len(examples), self.task.labels
-        pad = self.bert.config.pad_token_id
+        """[what the task's `answer` says of an input, and "truncated": whether a text was longer
+        than in training, and cut]"""
+        examples, pad = self.encode(inputs), self.bert.config.pad_token_id
+        result = [None] * len(examples)
         for indices in batches(examples, 64):
-            with train.autocast(self.args, self.bert.device):
-                logits = self.model(collate([examples[i] for i in indices], pad))  # [B, K]
+            batch = collate([examples[i] for i in indices], pad)
+            with LOCK, train.autocast(self.args, self.bert.device):
+                logits = self.model(batch)  # [B, K]
             if not logits.isfinite().all():
                 raise FloatingPointError("the model's outputs are not finite")
-            found = zip(indices, self.task.predict(logits).tolist(), logits, strict=True)
-            for i, value, of_labels in found:
-                result[i] = {labels[0]: value}
-                if len(labels) > 1:
-                    each = dict(zip(labels, of_labels.softmax(-1).tolist(), strict=True))
-                    best = labels[value]
-                    result[i] = {"label": best, "probability": each[best], "probabilities": each}
-                result[i]["truncated"] = examples[i].is_cut
+            for i, of_one in zip(indices, logits, strict=True):
+                result[i] = {**self.task.answer(of_one), "truncated": examples[i].is_cut}
         return result
 
     def weights_of(self, batch):
         """fusion.py's fusion_weights of a batch."""
         names = "input_ids", "token_type_ids", "attention_mask"
-        with train.autocast(self.args, self.bert.device):
+        with LOCK, train.autocast(self.args, self.bert.device):
             self.bert(*(batch[name].to(self.bert.device) for name in names))
-        return fusion_weights(self.bert)
+            return fusion_weights(self.bert)
 
     @torch.inference_mode()
     def fusion_weights(self, inputs):
         """[{"tokens": T texts, "weights": {location: for every layer a tensor [T, N], or None where
-        there is no fusion}}] of inputs as `encode` takes them; with multiple choice one for each of
-        their choices. The N adapters are in the order of `adapters`. Raises ValueError for a run
-        without a fusion."""
+        there is no fusion}}] of inputs; with multiple choice one for each of their choices. The N
+        adapters are in the order of `adapters`. Raises ValueError for a run without a fusion."""
         result = []
         for example in self.encode(inputs):
             s = self.weights_of(collate([example], self.bert.config.pad_token_id))
@@ -245,10 +244,10 @@ def recorded_task(record, directory, name=None):
     found = record["tasks"][name]
     if name in TASKS:
         return replace(TASKS[name], name=name, labels=found["labels"])
-    if {*found["columns"]} - {*OWN_COLUMNS} or len(found["labels"]) == 1:
+    if {*found["columns"]} - {*OWN_COLUMNS}:
         advice = "--import MODULE names the file that adds it"
         raise ValueError(f"{directory} is a run on {name!r:.50}, which is not known: {advice}")
-    return with_columns(name, found["columns"], found["labels"])
+    return data.own_task(name, found["columns"], found["labels"])
 
 
 def restore(model, task, directory):

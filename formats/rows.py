@@ -1,4 +1,4 @@
-"""Rows as others wrote them, dictionaries of columns, from files or from the hub."""
+"""Rows as others wrote them, from files or from the hub; they are handed out under our names."""
 
 import csv
 import io
@@ -16,6 +16,13 @@ from formats.hub import hub_library, one_line
 
 csv.field_size_limit(10**9)  # texts may be longer than its 131,072 characters
 OWN_COLUMNS = ("text_a", "text_b", "choices")  # of your own task
+LISTS = ("choices", "endings")  # columns that hold a list of texts
+# What other copies of a data set call its columns, {task: {our name: theirs}}, and its labels
+OTHER_COLUMNS = {
+    "scitail": {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"},
+    "boolq": {"label": "answer"},
+}
+OTHER_LABELS = {"scitail": {"entailment": "entails"}}  # {task: {their name: ours}}
 
 
 @dataclass
@@ -28,30 +35,29 @@ class Source:
     dev_fraction: float | None = None  # the share of the training examples that is held out
     rows: dict = field(default_factory=dict, init=False)  # {path, or a split of the hub: its rows}
 
-    def paths(self, task, split):
-        """[path] of the files with a split's rows, of UKP's several; None: it is on the hub."""
+    def paths(self, name, split):
+        """[path] of the files with a task's split, of UKP's several; None: it is on the hub."""
         if self.files:
             return [Path(self.files[split])] if self.files.get(split) else []
         if not self.data_dir:
             return None
-        paths = sorted(Path(self.data_dir, task.name).glob("*"))
-        if task.name == "argument" and "train" not in [path.stem for path in paths]:
+        paths = sorted(Path(self.data_dir, name).glob("*"))
+        if name == "argument" and "train" not in [path.stem for path in paths]:
             return [path for path in paths if path.suffix == ".tsv"]
-        names = {split, task.hub_dev, "dev", "val"} if split == "validation" else {split}
-        found = [path for path in paths if path.stem in names and path.suffix.lower() in READERS]
+        stems = [split]
+        if split == "validation":
+            stems += ["validation_matched", "dev", "val"]
+        found = [path for path in paths if path.stem in stems and path.suffix.lower() in READERS]
         if len(found) > 1:
             raise ValueError(f"two files for one split, {split}: {found[0]} and {found[1]}")
         return [path for path in found if is_file(path)]
 
-    def read_all(self, task, split):
-        """(its place, for messages; [row]) of a whole split; a file is parsed once."""
-        paths, where = self.paths(task, split), f"{task.name} on the hub, {split}"
-        if paths is None:
-            self.rows[where] = self.rows.get(where) or hub_rows(task, split)
-            return where, self.rows[where]
-        where = str(paths[0] if len(paths) == 1 else Path(self.data_dir or "", task.name))
-        aliases = (*task.column_aliases.values(), *self.column_names.values())
-        used = {*OWN_COLUMNS, "set", *task.columns, task.label, *aliases}
+    def read_files(self, name, split, columns):
+        """(their place, for messages; [row] as it is there) of a split. A file is parsed once."""
+        paths = self.paths(name, split)
+        where = paths[0] if len(paths) == 1 else Path(self.data_dir or "", name)
+        others = OTHER_COLUMNS.get(name, {}).values()
+        used = {*columns, *OWN_COLUMNS, "set", *others, *self.column_names.values()}
         for path in paths:
             self.rows[path] = self.rows.get(path) or read_rows(path, used)
         rows = [row for path in paths for row in self.rows[path]]
@@ -59,23 +65,33 @@ class Source:
             wanted = "val" if split == "validation" else split
             rows = [row for row in rows if row.get("set") == wanted]
         if not rows:
-            found = ", ".join(sorted(path.name for path in Path(where).glob("*"))) or "nothing"
-            advice = "--dev-file or --dev-fraction gives one" if self.files else f"found {found}"
-            raise FileNotFoundError(f"no {split} split for task {task.name!r}: {advice:.300}")
-        return where, rows
+            advice = "--dev-file or --dev-fraction gives one"
+            if not self.files:
+                place = where if where.is_dir() else where.parent
+                advice = f"{place} has {', '.join(sorted(p.name for p in place.glob('*')))}"
+            raise FileNotFoundError(f"no {split} split for task {name!r}: {advice:.300}")
+        return str(where), rows
 
     def read_split(self, task, split):
-        """(its place, for messages; {number of a row: row}) of a split. What the training file
-        holds for development, a share or a number of its rows, is the same for every seed."""
-        paths = self.paths(task, "validation")
+        """(its place, for messages; {number of a row: row}) of a split, as `our_rows` has them.
+        What the training file holds for development, a share or a number of its rows, is the same
+        for every seed."""
+        paths = self.paths(task.name, "validation")
         has_dev = task.dev_from_train == 0 if paths is None else paths
         if has_dev and self.dev_fraction:
             raise ValueError(f"--dev-fraction: {task.name} has a development set already")
         size = None if has_dev else self.dev_fraction or task.dev_from_train
-        if not size or split not in ("train", "validation"):
-            where, rows = self.read_all(task, split)
+        is_part = size and split in ("train", "validation")
+        file = "train" if is_part else split
+        if paths is None:
+            where = f"{task.name} on the hub, {file}"
+            rows = self.rows[where] = self.rows.get(where) or hub_rows(task, file)
+        else:
+            where, rows = self.read_files(task.name, file, [*task.columns, task.label])
+        with error_prefix(where):
+            rows = our_rows(rows, self.column_names, task.name, task.columns, task.label)
+        if not is_part:
             return where, dict(enumerate(rows, 1))
-        where, rows = self.read_all(task, "train")
         n = min(size, len(rows) // 2) if isinstance(size, int) else round(size * len(rows))
         if not 0 < n < len(rows):
             raise ValueError(f"the development set would be {n} of {len(rows)} training examples")
@@ -83,11 +99,86 @@ class Source:
         drawn = drawn[:n] if split == "validation" else drawn[n:]
         return where, {i + 1: rows[i] for i in sorted(drawn)}
 
+    def read_own(self, name):
+        """(columns, labels) of your own task, which are what its training file has: `text_a`,
+        `text_b` (optional) and `label` (strings or integers, whose sorted values are the classes);
+        or `choices` (a list of texts, as many in every row), `label` (the index of the right one,
+        from 0) and optionally `text_a`."""
+        where, rows = self.read_files(name, "train", ["label"])
+        with error_prefix(where):
+            rows = our_rows(rows, self.column_names, name)
+            columns = [column for column in OWN_COLUMNS if column in rows[0]]
+            if "choices" not in columns:
+                return columns, own_labels([row["label"] for row in rows])
+            if "text_b" in columns:
+                raise ValueError("column 'text_b' has no place beside 'choices'")
+            return columns, [str(i) for i in range(len(rows[0]["choices"]))]
+
 
 def source_of(args):
     """The Source that a command names, by the options of train.py."""
     files = {"train": args.train_file, "validation": args.dev_file} if args.train_file else {}
     return Source(None if files else args.data_dir, files, args.columns, args.dev_fraction)
+
+
+def our_rows(rows, names, task_name, columns=None, label="label", has_label=True):
+    """[row] with these columns alone, under our names; texts are as `text_of` reads them.
+
+    names: {our name: theirs}, all replaced at the same time, so that two columns can change places;
+    columns: default those of your own task that are not empty. What a row leaves out is empty: so
+    databases write null. Raises ValueError for a column that no row has, for a name that the task
+    does not have, and for a column of your own task that would go unread."""
+    there = dict.fromkeys(name for row in rows for name in row)
+    others = OTHER_COLUMNS.get(task_name, {}).items()
+    names = {our: other for our, other in others if our not in there and other in there} | names
+    ours = [*(columns or ()), label, *OWN_COLUMNS]
+    theirs = {name: name for name in ours if name not in names.values()} | names
+    cells = {column: [row.get(theirs.get(column)) for row in rows] for column in OWN_COLUMNS}
+    filled = [column for column in OWN_COLUMNS if not all(map(is_empty, cells[column]))]
+    columns = columns or filled or ["text_a"]
+    for column in [*columns, label] if has_label else columns:
+        if theirs.get(column) not in there:
+            problem = f"no column {names.get(column, column)!r}; it has {', '.join(there):.200}"
+            raise ValueError(f"{problem}: --columns {column}=NAME says which one it is")
+    if unknown := names.keys() - {*columns, label}:
+        problem = f"the task, or its files, have only {', '.join([*columns, label])}"
+        raise ValueError(f"--columns {min(unknown)}=...: {problem}")
+    if {*columns} < {*OWN_COLUMNS} and (unread := {*filled} - {*columns}):
+        raise ValueError(f"column {min(unread)!r} is none of {', '.join(columns)}")
+    result = []
+    for number, row in enumerate(rows, 1):
+        with error_prefix(f"row {number}"):
+            result.append({column: text_of(row.get(theirs[column]), column) for column in columns})
+            if has_label:
+                result[-1][label] = label_of(row.get(theirs[label]), task_name)
+    return result
+
+
+def text_of(value, column):
+    """The text in a cell: a number is a text, and an empty cell an empty one. In one of LISTS it is
+    a list of texts; CommonsenseQA has {"label": keys, "text": texts}, whose order is the keys'."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        value = value.tolist()
+    if column in LISTS:
+        if isinstance(value, dict) and value.keys() == {"label", "text"}:
+            value = [text for _, text in sorted(zip(value["label"], value["text"], strict=True))]
+        if not isinstance(value, (list, tuple)) or not all(isinstance(x, str) for x in value):
+            raise ValueError(f"column {column!r} does not hold a list of texts")
+        return [no_surrogates(text) for text in value]
+    if is_empty(value):
+        return ""
+    if type(value) not in (str, int, float):
+        raise ValueError(f"column {column!r} holds {type(value).__name__}, expected a text")
+    return no_surrogates(str(value))
+
+
+def label_of(value, task_name):
+    """The label in a cell: a text, or whatever else is there, but not nothing."""
+    if is_empty(value):
+        raise ValueError("the label is empty")
+    if not isinstance(value, str):
+        return value
+    return OTHER_LABELS.get(task_name, {}).get(value.strip(), no_surrogates(value))
 
 
 def is_empty(cell):
@@ -134,9 +225,15 @@ def json_rows(path, used):
 
 
 def csv_rows(path, used):
-    tabs = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix.lower() == ".tsv" else {}
-    file = io.StringIO(path.read_bytes().decode("utf-8-sig"), newline="")
-    reader, lines, first = csv.reader(file, strict=True, **tabs), [], 1  # line of the next row
+    text, options = path.read_bytes().decode("utf-8-sig"), {}
+    first_line = re.search("[^\r\n]*", text.lstrip())[0]
+    if path.suffix.lower() == ".tsv":
+        options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    elif ";" in first_line and "," not in first_line:  # Excel's, where the comma is a decimal one
+        options = {"delimiter": ";"}
+        note(f"{path}: its columns are read as separated by semicolons")
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True, **options)
+    lines, first = [], 1  # first: the line of the next row
     try:
         for cells in reader:
             lines += [cells] if cells else []
@@ -193,13 +290,10 @@ def hub_rows(task, split):
         raise FileNotFoundError(f"{repository}, {reason}; --data-dir takes local files") from e
 
 
-def own_labels(rows):
+def own_labels(values):
     """The classes of your own task: numbers by value, texts by their letters. Raises ValueError for
     what is no class, and for labels that only look different; says what the classes are."""
-    values = [no_surrogates(x) if isinstance(x := row.get("label"), str) else x for row in rows]
-    for number, value in enumerate(values, 1):
-        if is_empty(value):
-            raise ValueError(f"row {number}: the label is empty")
+    for value in values:
         decimal = re.fullmatch(r"[-+]?\d*\.\d+(e[-+]?\d+)?", str(value))
         if decimal or type(value) not in (str, int, bool):
             advice = "classes are texts or integers; for a regression see examples/sts_b.py"
@@ -212,8 +306,6 @@ def own_labels(rows):
     if several := [labels for labels in alike.values() if len(labels) > 1]:
         problem = "labels differ in case, in blanks at their ends, or in how they are written"
         raise ValueError(f"{problem}: make them one: {', '.join(map(ascii, several[0])):.300}")
-    if len(counts) == 1:
-        raise ValueError(f"all labels are {[*counts][0]!r:.100}: nothing to learn")
     texts = {label for label in alike if isinstance(label, str)}
     if len(texts) < len(alike) and (empty := texts & {"nan", "none", "null"}):
         raise ValueError(f"labels are numbers, and {min(empty)!r}: a value is missing")
@@ -222,6 +314,6 @@ def own_labels(rows):
         raise ValueError("labels are names, and -1, which is a hidden label")
     names = sorted(counts, key=None if texts else int)
     found = ", ".join(f"{name} ({counts[name]} examples)" for name in names)
-    of_two = f"; f1 is that of {names[1]!r}" * (len(names) == 2)
+    of_two = f"; f1 is that of {names[-1]!r}" * (len(names) == 2)
     note(f"the labels are {len(names)} classes: {found:.300}{of_two}")
     return names

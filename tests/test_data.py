@@ -14,9 +14,19 @@ import pytest
 
 import train
 from conftest import write_rows
-from data import TASKS, Example, Task, batches, collate, get_task, load_split, question_choices
+from data import (
+    TASKS,
+    Example,
+    Task,
+    batches,
+    collate,
+    get_task,
+    load_split,
+    note_repeats,
+    note_unknown_words,
+)
 from experiments.load_run import LoadedRun
-from formats.rows import READERS, Source, own_labels, read_rows
+from formats.rows import READERS, Source, our_rows, own_labels, read_rows, text_of
 from formats.tokenizer import load_tokenizer
 from reference import GOLDEN
 
@@ -56,7 +66,7 @@ ROWS = {
 @pytest.mark.parametrize("name", TASKS)
 def test_hub_columns(name, tokenizer, tmp_path, monkeypatch):
     """A row in the hub's columns and types, by the code that reads the hub (of the UKP's corpus, a
-    file), to tokens and label, and to the same in prediction."""
+    file), to tokens and label, and to the same in prediction, also of texts in their order."""
     assert set(ROWS) == set(TASKS) and len(TASKS) == 16
     row, candidates, label = ROWS[name]
     write_rows(tmp_path / "argument" / "train.jsonl", [row] * 3)
@@ -73,14 +83,9 @@ def test_hub_columns(name, tokenizer, tmp_path, monkeypatch):
     assert [example.label for example in train_set] == [label] * (2 if name == "imdb" else 3)
     for ids, (a, b) in zip(train_set[0].input_ids, candidates, strict=True):
         assert [*ids] == tokenizer.encode(*[text for text in (a, b) if text is not None]).ids
-    assert task.example(task.with_our_names(row, {})) == (candidates, label)
     texts = [{"premise": "p", "hypothesis": "q", **row}[column] for column in task.columns]
-    if name == "commonsense_qa":
-        texts[1] = texts[1]["text"]
-    elif task.is_multiple_choice and name != "hellaswag":  # options in columns of their own
-        texts = [*texts[: -len(candidates)], texts[-len(candidates) :]]
     run = LoadedRun(None, task, source, *[None] * 4)
-    assert run.candidates(row) == run.candidates(texts) == candidates
+    assert run.candidates(row) == run.candidates([texts]) == [candidates]
     if name != "argument":
         n = 1 if name == "imdb" else 4
         assert len(load_split(task, source, "validation", tokenizer)) == n
@@ -92,10 +97,11 @@ def test_other_copies_of_the_data():
     tsv = words("premise hypothesis label", "p", "q", "neutral")
     boolq = words("question passage answer", "q", "p", True)
     rte = words("sentence1 sentence2 label", "p", "q", "not_entailment")
-    for task, row in (("scitail", tsv), ("boolq", boolq), ("rte", rte)):
-        task = get_task(task, Source())
-        assert task.example(task.with_our_names(row, {})) == (PAIR, 1)
-    assert question_choices("q", words("label text", [*"CABED"], [*"xvwzy"])) == QUESTION
+    for name, row in (("scitail", tsv), ("boolq", boolq), ("rte", rte)):
+        task = get_task(name, Source())
+        (ours,) = our_rows([row], {}, name, task.columns)
+        assert (task.candidates_of(ours), task.label_index(ours["label"])) == (PAIR, 1)
+    assert text_of(words("label text", [*"CABED"], [*"xvwzy"]), "choices") == [*"vwxyz"]
 
 
 def test_argument_as_distributed(tokenizer, tmp_path):
@@ -132,7 +138,40 @@ def test_file_formats(ending, tmp_path):
     kind = str if ending in ("csv", "tsv") else int
     found = read_rows(tmp_path / f"rte/train.{ending}")
     assert found == [{**row, "label": kind(row["label"])} for row in rows]
-    assert [get_task("rte", Source(tmp_path)).example(row)[1] for row in found] == [0, 1]
+    assert [get_task("rte", Source()).label_index(row["label"]) for row in found] == [0, 1]
+
+
+def test_semicolons_and_what_a_row_leaves_out(tmp_path, capsys):
+    """CSV as Excel writes it where the comma is a decimal one; JSON as databases write null. A
+    column that no row has is still an error."""
+    path = tmp_path / "train.csv"
+    path.write_text('text_a;label\n"a; b, c";x\n1,5;y\n')
+    assert Source(files={"train": path}).read_own("own") == (["text_a"], ["x", "y"])
+    assert read_rows(path) == [
+        words("text_a label", *row) for row in (("a; b, c", "x"), ("1,5", "y"))
+    ]
+    assert f"note: {path}: its columns are read as separated by semi" in capsys.readouterr().out
+    rows = [{"text_a": "a", "label": 0}, {"text_b": "b", "label": 1}]
+    ours = [words("text_a text_b label", *row) for row in (("a", "", 0), ("", "b", 1))]
+    assert our_rows(rows, {}, "own") == ours
+    with pytest.raises(ValueError, match="no column 'text_b'; it has text_a, label: --columns tex"):
+        our_rows(rows[:1], {}, "own", ["text_a", "text_b"])
+
+
+def test_values_of_numpy_are_texts_and_numbers():
+    texts, others = np.array(["red", "7"]), [np.int64(7), np.float64("nan")]
+    assert [text_of(value, "text_a") for value in (*texts, *others)] == ["red", "7", "7", ""]
+    assert text_of(texts, "choices") == ["red", "7"]
+    run = LoadedRun(None, TASKS["sst2"], Source(), *[None] * 4)
+    assert run.candidates(texts) == run.candidates([*texts]) == [[("red", None)], [("7", None)]]
+
+
+def test_a_folder_of_another_name(tmp_path):
+    """As GLUE's archives have them: what there is is listed."""
+    write_rows(tmp_path / "RTE/train.tsv", [])
+    source = Source(tmp_path)
+    with pytest.raises(FileNotFoundError, match=f"task 'rte': {tmp_path} has RTE$"):
+        source.read_split(get_task("rte", source), "train")
 
 
 def test_columns_that_the_task_does_not_use(tmp_path):
@@ -148,9 +187,9 @@ def test_columns_that_the_task_does_not_use(tmp_path):
         table = pyarrow.parquet.read_table(path).drop_columns("gone").append_column("when", when)
         pyarrow.parquet.write_table(table, path)
     task = get_task("own", source := Source(tmp_path))
-    _, rows = source.read_all(task, "train")
-    assert task.labels == ["0", "1"] and [task.example(row)[1] for row in rows] == [1, 0, 1]
-    assert {*rows[0]} == {"text_a", "label", "people", "when"}
+    _, rows = source.read_split(task, "train")
+    assert task.labels == ["0", "1"] and [rows[n]["label"] for n in (1, 2, 3)] == ["1", "0", "1"]
+    assert rows[1] == {"text_a": "a", "label": "1"}
     with pytest.raises(ValueError, match="hidden/train.parquet: .* a hidden label"):
         get_task("hidden", source)
     with pytest.raises(ValueError, match="own/train.parquet: "):
@@ -177,7 +216,7 @@ def test_empty_cells_and_half_characters(tokenizer, tmp_path, capsys):
     rows = [{"text_a": "cat", "text_b": cell, "label": "x\ude00"} for cell in cells]
     write_rows(tmp_path / "own/train.jsonl", [*rows, {**rows[0], "label": "z"}])
     task = get_task("own", source := Source(tmp_path, dev_fraction=0.5))
-    assert task.labels == ["x\ufffd", "z"] and task.label_index("X\ude01") == 0
+    assert task.labels == ["x\ufffd", "z"]
     splits = [load_split(task, source, split, tokenizer) for split in ("train", "validation")]
     texts, said = [*[""] * 5, "red\ufffd", "red \U0001f600"], capsys.readouterr().out
     expected = [tokenizer.encode("cat", text).ids for text in texts]
@@ -220,21 +259,27 @@ LABELS = [  # in a training file, and the classes, or what is wrong
 
 @pytest.mark.parametrize("values, expected", LABELS)
 def test_labels_that_only_look_different_are_one_too_many(values, expected, capsys):
-    rows = [{"label": value} for value in values]
     if isinstance(expected, list):
-        assert own_labels(rows) == expected
+        assert own_labels(values) == expected
         found = [f"{label} ({[*map(str, values)].count(label)} examples)" for label in expected]
         assert f"{len(found)} classes: {', '.join(found)}" in capsys.readouterr().out
     else:
         with pytest.raises(ValueError, match=expected):
-            own_labels(rows)
+            own_labels(
+                [
+                    row["label"]
+                    for row in our_rows(
+                        [{"text_a": "a", "label": value} for value in values], {}, "own"
+                    )
+                ]
+            )
 
 
 def test_labels_by_name_and_by_place(capsys):
-    labels, aliases = ("Yes", "no", "other "), {"nope": "no"}
-    own = Task(None, ("a",), labels, label_aliases=aliases)
-    assert [*map(own.label_index, ("yes", " YES\n", "nope", "other", "other "))] == [0, 0, 1, 2, 2]
-    on_hub = Task(("somewhere", None, None), ("a",), labels, name="x")
+    labels = ["Yes", "no", "other "]
+    own = Task(None, ["a"], labels)
+    assert [*map(own.label_index, ("yes", " YES\n", "other", "other "))] == [0, 0, 2, 2]
+    on_hub = Task(("somewhere", None, None), ["a"], labels, name="x")
     assert [*map(on_hub.label_index, (2, "1"))] == [2, 1]
     assert on_hub.label_index(0) == 0
     assert "x: integers are read as 0 = Yes, 1 = no, 2 = other" in capsys.readouterr().out
@@ -243,6 +288,26 @@ def test_labels_by_name_and_by_place(capsys):
             own.label_index(value)
     with pytest.raises(ValueError, match="label '0' is not one of 1, 2"):
         get_task("winogrande", Source()).label_index("0")  # its labels are no indices
+
+
+def test_notes_on_what_is_trained(tokenizer, tmp_path, capsys):
+    """Development examples that are all in training; texts of a language that is not known."""
+    write_rows(
+        tmp_path / "own/train.jsonl", [words("text_a label", "red cat", i % 2) for i in range(9)]
+    )
+    other = [words("text_a label", *row) for row in (("red", 0), ("\u4f60\u597d red", 1))]
+    write_rows(tmp_path / "own/dev.jsonl", other)
+    task = get_task("own", source := Source(tmp_path))
+    train_set, dev_set = (
+        load_split(task, source, name, tokenizer) for name in ("train", "validation")
+    )
+    note_repeats(task, train_set, dev_set[:1] + train_set)
+    note_repeats(task, train_set, train_set[:1])
+    said = capsys.readouterr().out
+    assert said.count("note: own: all development examples are training examples, too") == 1
+    assert "dev.jsonl, validation: 67% of the tokens are [UNK], unknown words" not in said
+    note_unknown_words("here", tokenizer, dev_set[1:])
+    assert "note: here: 67% of the tokens are [UNK]" in capsys.readouterr().out
 
 
 HELD_OUT = [("imdb", "text", None, 2000), ("own", "text_a", 0.25, 1500)]

@@ -78,7 +78,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 CASES += [
     ("", "row 1: the label is hidden (-1)", {RTE: ('"label": 1', '"label": -1')}),
     ("", "row 1: column 'sentence1' holds list", {RTE: ('"sentence1":', '"sentence1": [], "x":')}),
-    ("", "row 1: no column 'sentence2'", {RTE: ("sentence2", "x")}),
+    ("", "no column 'sentence2'; it has sentence1, label", {RTE: [{"sentence1": "a", "label": 0}]}),
     ("", "no validation split", {DEV: Path.unlink}),
     ("", "two files for one split, validation: ", {"data/rte/dev.csv": "sentence1"}),
     ("--score f1", "no validation example is 'not_entailment'", {DEV: [NLI, NLI]}),
@@ -99,8 +99,8 @@ for path in (DEV, WEIGHTS, CONFIG, TOKENS, "model/added_tokens.json"):
     dangle = lambda path: path.unlink(missing_ok=True) or path.symlink_to("gone")  # noqa: E731
     CASES.append(("", f"{path} is a link that leads nowhere", {path: dangle}))
 for columns, say in [  # the messages have the file's own names, whatever is renamed
-    ("text_a=Review label=gold", "no column 'Review', or it is empty; it has Review (raw)"),
-    ("labl=gold text_a=id", "no column 'label', or it is empty; it has Review (raw), id, gold"),
+    ("text_a=Review label=gold", "no column 'Review'; it has Review (raw)"),
+    ("labl=gold text_a=id", "no column 'label'; it has Review (raw), id, gold"),
     ("text_b=id text_a=Review label=gold", "--columns text_a=...: the task, or its files, have"),
 ]:
     words = f"--task mine --train-file mine.csv --dev-fraction 0.5 --columns {columns}"
@@ -109,7 +109,11 @@ X, Y = {"choices": ["a", "b"], "label": 0}, {"choices": ["a", "b"], "label": 1}
 for file, content, say in [  # the training file of a task of one's own: rows, or all of it
     ("train.jsonl", [A, A], "nothing to learn"),
     ("train.jsonl", [{**A, "label": 0.5}, {**B, "label": 1}], "a label is 0.5"),
-    ("train.jsonl", [{"choices": ["a"], "label": 0}], "'choices' must be a list of at least two"),
+    (
+        "train.jsonl",
+        [{"choices": ["a"], "label": 0}],
+        "one label, or one choice, ['0'], is nothing",
+    ),
     ("train.jsonl", [X, {**Y, "choices": ["a"]}], "row 2: 1 choices, expected 2"),
     ("train.jsonl", [X, {**Y, "choices": {"text": ["a", "b"]}}], "not hold a list of texts"),
     ("train.jsonl", '{"text_a": "a", "label": "x"}\n{"text_a"', "line 2: "),
