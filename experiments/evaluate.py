@@ -49,8 +49,10 @@ def differences(run, scores):
     if "accuracies" in metrics:  # of several tasks
         before = {"accuracy": metrics["accuracies"].get(run.task.name)}
     rounding, now = 0, record.machine(run.bert.device)
-    if any(then[name] != now[name] for name in ("device", "processor", "threads")):
-        rounding = 1e-2 if run.args.dtype == "bfloat16" else 1e-4
+    trained_in = run.record["options"]["dtype"]
+    is_elsewhere = any(then[name] != now[name] for name in ("device", "processor", "threads"))
+    if is_elsewhere or run.args.dtype != trained_in:
+        rounding = 1e-2 if trained_in == "bfloat16" else 1e-4
     before = {name: before[name] for name in scores if before.get(name) is not None}
     found = [n for n, x in before.items() if abs(scores[n] - x) > rounding * max(1, abs(x))]
     old = ", ".join(f"{name} {before[name]}" for name in found)

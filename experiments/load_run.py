@@ -21,13 +21,13 @@ from bert import Bert
 from data import TASKS, Task, batches, collate, load_split
 from formats import adapterhub
 from formats.adapterhub import read_run
-from formats.files import check_names, error_prefix, read_tensors
+from formats.files import check_names, error_prefix, note, read_tensors
 from formats.rows import OWN_COLUMNS, Source, our_rows, source_of
 from formats.tokenizer import load_tokenizer, tokenizer_sha256
 from fusion import fusion_weights
 from runtime import command
 from runtime.own import own_names, without_file
-from runtime.processes import choose_device
+from runtime.processes import choose_device, has_bf16
 from runtime.record import examples_sha256
 
 COLUMNS = {"type": command.name_and_text, "action": command.Pairs, "metavar": "OURS=THEIRS"}
@@ -197,6 +197,9 @@ def load_run(directory, device="cpu", model=None, task=None):
     record = read_finished(directory)
     args = argparse.Namespace(**record["options"])
     device, _ = choose_device(device, args.dtype)
+    if args.dtype == "bfloat16" and not has_bf16(device.type):  # which takes 100 times as long
+        note(f"{directory} was trained in bfloat16, this {device.type} computes it in float32")
+        args.dtype = "float32"
     with error_prefix(directory):
         train.check_known(args)  # a fork's has to be imported
     task = recorded_task(record, directory, task)

@@ -26,6 +26,7 @@ from data import (
     note_unknown_words,
 )
 from experiments.load_run import LoadedRun
+from formats.files import forget_notes
 from formats.rows import READERS, Source, our_rows, own_labels, read_rows, text_of
 from formats.tokenizer import load_tokenizer
 from reference import GOLDEN
@@ -292,6 +293,7 @@ def test_labels_by_name_and_by_place(capsys):
 
 def test_notes_on_what_is_trained(tokenizer, tmp_path, capsys):
     """Development examples that are all in training; texts of a language that is not known."""
+    forget_notes()
     write_rows(
         tmp_path / "own/train.jsonl", [words("text_a label", "red cat", i % 2) for i in range(9)]
     )

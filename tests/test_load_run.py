@@ -183,8 +183,11 @@ def test_threads_and_processes(loud_fusion):
     assert "\n" not in repr(run) and str(loud_fusion) in repr(run) and len(repr(run)) < 400
 
 
-def test_the_precision_is_that_of_the_training(copy, runs, monkeypatch):
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_the_precision_is_that_of_the_training(has_bf16, copy, runs, monkeypatch, capsys):
+    """Or else fp32, where the processor would emulate bf16."""
     path, forward, seen = copy(runs / "fusion-rte"), Bert.forward, []
+    monkeypatch.setattr("experiments.load_run.has_bf16", lambda device: has_bf16)
     record = read_json(path / "run.json")
     write_json(path / "run.json", record | {"options": record["options"] | {"dtype": "bfloat16"}})
 
@@ -197,7 +200,8 @@ def test_the_precision_is_that_of_the_training(copy, runs, monkeypatch):
     run.predict(("red", "cat"))
     (weights,) = run.fusion_weights(("red cat", "cat"))
     fusion_weights.mean_weights(run, run.split()[:2])
-    assert seen == 3 * [(True, torch.bfloat16)]
+    assert seen == 3 * [(has_bf16, torch.bfloat16 if has_bf16 else torch.float32)]
+    assert ("computes it in float32" in capsys.readouterr().out) != has_bf16
     assert weights["tokens"] == "[CLS] red cat [SEP] cat [SEP]".split()
 
 
