@@ -213,6 +213,12 @@ def command(encoder, data_dir, runs):
     return command
 
 
+@pytest.fixture(autouse=True)
+def bf16_everywhere(monkeypatch):
+    """Runs in bf16 are loaded as they were trained, also where a processor only emulates it."""
+    monkeypatch.setattr("experiments.load_run.has_bf16", lambda _: True)
+
+
 @pytest.fixture
 def at_step(monkeypatch):
     """at_step(n, function, ...): the run calls the function in its n-th step."""

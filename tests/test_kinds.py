@@ -50,9 +50,8 @@ ADAPTER_KINDS, FUSION_KINDS, HEAD_KINDS, EVERY_TASK, ENCODER_KINDS, _ = KINDS
 
 @pytest.fixture(autouse=True, scope="module")
 def examples():
-    """The other tests know nothing of these kinds, which are computed in bf16 on any processor."""
+    """The other tests know nothing of these kinds."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch("experiments.load_run.has_bf16", lambda _: True))
         for table, kinds in zip(TABLES, KINDS, strict=True):
             stack.enter_context(patch.dict(table, kinds))
         yield
