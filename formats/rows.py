@@ -133,9 +133,9 @@ def our_rows(rows, names, task_name, columns=None, label="label", has_label=True
     names = {our: other for our, other in others if our not in there and other in there} | names
     ours = [*(columns or ()), label, *OWN_COLUMNS]
     theirs = {name: name for name in ours if name not in names.values()} | names
-    cells = {column: [row.get(theirs.get(column)) for row in rows] for column in OWN_COLUMNS}
-    filled = [column for column in OWN_COLUMNS if not all(map(is_empty, cells[column]))]
-    columns = columns or filled or ["text_a"]
+    found = [column for column in OWN_COLUMNS if theirs.get(column) in there]
+    found = [c for c in found if not all(is_empty(row.get(theirs[c])) for row in rows)]
+    columns = columns or found or ["text_a"]
     for column in [*columns, label] if has_label else columns:
         if theirs.get(column) not in there:
             problem = f"no column {names.get(column, column)!r}; it has {', '.join(there):.200}"
@@ -143,14 +143,16 @@ def our_rows(rows, names, task_name, columns=None, label="label", has_label=True
     if unknown := names.keys() - {*columns, label}:
         problem = f"the task, or its files, have only {', '.join([*columns, label])}"
         raise ValueError(f"--columns {min(unknown)}=...: {problem}")
-    if {*columns} < {*OWN_COLUMNS} and (unread := {*filled} - {*columns}):
+    if {*columns} < {*OWN_COLUMNS} and (unread := {*found} - {*columns}):
         raise ValueError(f"column {min(unread)!r} is none of {', '.join(columns)}")
     result = []
     for number, row in enumerate(rows, 1):
-        with error_prefix(f"row {number}"):
+        try:
             result.append({column: text_of(row.get(theirs[column]), column) for column in columns})
             if has_label:
                 result[-1][label] = label_of(row.get(theirs[label]), task_name)
+        except ValueError as e:
+            raise ValueError(f"row {number}: {e}") from e
     return result
 
 
