@@ -68,7 +68,8 @@ class Source:
             advice = "--dev-file or --dev-fraction gives one"
             if not self.files:
                 place = where if where.is_dir() else where.parent
-                advice = f"{place} has {', '.join(sorted(p.name for p in place.glob('*')))}"
+                there = ", ".join(sorted(path.name for path in place.glob("*")))
+                advice = f"{place} has {there or 'nothing'}"
             raise FileNotFoundError(f"no {split} split for task {name!r}: {advice:.300}")
         return str(where), rows
 
@@ -100,10 +101,9 @@ class Source:
         return where, {i + 1: rows[i] for i in sorted(drawn)}
 
     def read_own(self, name):
-        """(columns, labels) of your own task, which are what its training file has: `text_a`,
-        `text_b` (optional) and `label` (strings or integers, whose sorted values are the classes);
-        or `choices` (a list of texts, as many in every row), `label` (the index of the right one,
-        from 0) and optionally `text_a`."""
+        """(columns, labels) of your own task, by its training file: `text_a`, `text_b` (optional)
+        and `label`, whose sorted values are the classes; or `text_a` (optional), `choices`, a list
+        of as many texts in every row, and `label`, the index of the right one, from 0."""
         where, rows = self.read_files(name, "train", ["label"])
         with error_prefix(where):
             rows = our_rows(rows, self.column_names, name)
