@@ -232,14 +232,6 @@ def note_unknown_words(place, tokenizer, examples):
         note(f"{place}: {share:.0%} of the tokens are {tokenizer.model.unk_token}, unknown words")
 
 
-def note_repeats(task, train_set, dev_set):
-    """A note if every development example is a training example, too."""
-    seen = {example.hash for example in train_set}
-    if all(example.hash in seen for example in dev_set):
-        problem = "all development examples are training examples, too"
-        note(f"{task.name}: {problem}: the scores say nothing about other texts")
-
-
 def encode(tokenizer, examples, title):
     """[(candidates, label)] -> [Example]. The tokenizer takes all cores."""
     result = []

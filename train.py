@@ -19,18 +19,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import adapter
 from adapter import ADAPTERS, HEADS, activate, add_adapter, load_adapter, save_adapter, save_head
 from bert import Bert
-from data import batches, collate, get_task, load_split, note_repeats
+from data import batches, collate, get_task, load_split
 from formats import adapterhub
 from formats.files import forget_notes, note, write_json, write_tensors
 from formats.rows import source_of
 from formats.tokenizer import copy_tokenizer, load_tokenizer
-from fusion import FUSIONS, active_fusions, add_fusion, fusion_regularization, save_fusion
+from fusion import FUSIONS, add_fusion, fusion_regularization, save_fusion
 from runtime import command
 from runtime.kernels import Recorded, on_device
-from runtime.own import is_trained, own_names, without_file
+from runtime.own import hold_frozen_in, own_names, parts_of, without_file
 from runtime.processes import (
     choose_device,
     gather,
@@ -379,35 +378,10 @@ def load_data(args, task, source, bert):
     if (cut := sum(example.is_cut for example in train_set) / len(train_set)) > 0.1:
         note(f"{cut:.0%} of {task.name}'s training examples are cut to --max-length tokens")
     dev_set = load_split(task, source, "validation", tokenizer, args.limit_dev)
-    note_repeats(task, train_set, dev_set)
     if args.score == "f1" and all(example.label != 1 for example in dev_set):
         raise ValueError(f"--score f1: no validation example is {task.labels[1]!r}, so it is 0")
     source.rows.clear()  # the files' content, which is not needed any more
     return tokenizer, train_set, dev_set
-
-
-def parts_of(model):
-    """{"adapter NAME" | "fusion" | "head" | "encoder": {name in its file: tensor}} of what a run
-    writes in the files of AdapterHub and Hugging Face: each adapter and fusion in which something
-    is trained, the head, and Θ if all of it is trained."""
-    bert, found = model.bert, {"head": adapterhub.head_tensors(model.head)}
-    for name in bert.adapter_configs:
-        found[f"adapter {name}"] = adapterhub.slot_tensors(adapter.adapter_modules(bert, name))
-    found["fusion"] = adapterhub.slot_tensors(active_fusions(bert))
-    found = {n: tensors for n, tensors in found.items() if n == "head" or is_trained(tensors)}
-    theta = bert.own_parameters()
-    if all(p.requires_grad for p in theta.values()):
-        found["encoder"] = theta
-    return found
-
-
-def hold_frozen_in(model, own, dtype):
-    """Θ, unless some of it is trained, and every frozen Φ are held in `dtype` in place of fp32."""
-    theta = model.bert.own_parameters()
-    frozen = [] if is_trained(theta) else [*theta.values()]
-    frozen += [p for n, p in model.named_parameters() if ".adapters." in n and n not in own]
-    for p in frozen:
-        p.data = p.data.to(dtype)
 
 
 def save(model, task, out, record, own):

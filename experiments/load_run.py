@@ -26,7 +26,7 @@ from formats.rows import OWN_COLUMNS, Source, our_rows, source_of
 from formats.tokenizer import load_tokenizer, tokenizer_sha256
 from fusion import fusion_weights
 from runtime import command
-from runtime.own import own_names, without_file
+from runtime.own import hold_frozen_in, own_names, parts_of, without_file
 from runtime.processes import choose_device, has_bf16
 from runtime.record import examples_sha256
 
@@ -216,8 +216,8 @@ def load_run(directory, device="cpu", model=None, task=None):
     if bert.sha256 != record["encoder"]:
         raise ValueError(f"{directory} was trained with another encoder than {args.model}")
     restore(built, task, directory)
-    own = own_names(built, train.parts_of(built))
-    train.hold_frozen_in(built, own, getattr(torch, args.dtype))
+    own = own_names(built, parts_of(built))
+    hold_frozen_in(built, own, getattr(torch, args.dtype))
     length = record["tasks"][task.name]["max_length"]
     tokenizer = load_tokenizer(bert.directory, length, bert.config)
     if tokenizer_sha256(tokenizer) != record["inputs"]["tokenizer"]:
@@ -255,7 +255,7 @@ def recorded_task(record, directory, name=None):
 
 def restore(model, task, directory):
     """Puts all that is the run's own, and was saved, in place, by name."""
-    parts, place = train.parts_of(model), directory
+    parts, place = parts_of(model), directory
     for several in ("adapters", "heads"):  # of a multi-task run
         if (directory / several / task.name / adapterhub.HEAD.config).is_file():
             place = directory / several / task.name

@@ -68,7 +68,8 @@ class Source:
             advice = "--dev-file or --dev-fraction gives one"
             if not self.files:
                 place = where if where.is_dir() else where.parent
-                advice = f"{place} has {', '.join(sorted(p.name for p in place.glob('*')))}"
+                there = ", ".join(sorted(path.name for path in place.glob("*")))
+                advice = f"{place} has {there or 'nothing'}"
             raise FileNotFoundError(f"no {split} split for task {name!r}: {advice:.300}")
         return str(where), rows
 
@@ -100,10 +101,9 @@ class Source:
         return where, {i + 1: rows[i] for i in sorted(drawn)}
 
     def read_own(self, name):
-        """(columns, labels) of your own task, which are what its training file has: `text_a`,
-        `text_b` (optional) and `label` (strings or integers, whose sorted values are the classes);
-        or `choices` (a list of texts, as many in every row), `label` (the index of the right one,
-        from 0) and optionally `text_a`."""
+        """(columns, labels) of your own task, by its training file: `text_a`, `text_b` (optional)
+        and `label`, whose sorted values are the classes; or `text_a` (optional), `choices`, a list
+        of as many texts in every row, and `label`, the index of the right one, from 0."""
         where, rows = self.read_files(name, "train", ["label"])
         with error_prefix(where):
             rows = our_rows(rows, self.column_names, name)
@@ -133,9 +133,9 @@ def our_rows(rows, names, task_name, columns=None, label="label", has_label=True
     names = {our: other for our, other in others if our not in there and other in there} | names
     ours = [*(columns or ()), label, *OWN_COLUMNS]
     theirs = {name: name for name in ours if name not in names.values()} | names
-    cells = {column: [row.get(theirs.get(column)) for row in rows] for column in OWN_COLUMNS}
-    filled = [column for column in OWN_COLUMNS if not all(map(is_empty, cells[column]))]
-    columns = columns or filled or ["text_a"]
+    found = [column for column in OWN_COLUMNS if theirs.get(column) in there]
+    found = [c for c in found if not all(is_empty(row.get(theirs[c])) for row in rows)]
+    columns = columns or found or ["text_a"]
     for column in [*columns, label] if has_label else columns:
         if theirs.get(column) not in there:
             problem = f"no column {names.get(column, column)!r}; it has {', '.join(there):.200}"
@@ -143,14 +143,16 @@ def our_rows(rows, names, task_name, columns=None, label="label", has_label=True
     if unknown := names.keys() - {*columns, label}:
         problem = f"the task, or its files, have only {', '.join([*columns, label])}"
         raise ValueError(f"--columns {min(unknown)}=...: {problem}")
-    if {*columns} < {*OWN_COLUMNS} and (unread := {*filled} - {*columns}):
+    if {*columns} < {*OWN_COLUMNS} and (unread := {*found} - {*columns}):
         raise ValueError(f"column {min(unread)!r} is none of {', '.join(columns)}")
     result = []
     for number, row in enumerate(rows, 1):
-        with error_prefix(f"row {number}"):
+        try:
             result.append({column: text_of(row.get(theirs[column]), column) for column in columns})
             if has_label:
                 result[-1][label] = label_of(row.get(theirs[label]), task_name)
+        except ValueError as e:
+            raise ValueError(f"row {number}: {e}") from e
     return result
 
 

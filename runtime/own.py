@@ -1,5 +1,23 @@
 """Which tensors of a model are a run's own, so that a checkpoint and the run's files hold them."""
 
+from formats.adapterhub import head_tensors, slot_tensors
+
+
+def parts_of(model):
+    """{"adapter NAME" | "fusion" | "head" | "encoder": {name in its file: tensor}} of what a run
+    writes in the files of AdapterHub and Hugging Face: each adapter and fusion in which something
+    is trained, the head, and Θ if all of it is trained."""
+    bert, found = model.bert, {}
+    for name in bert.adapter_configs:
+        modules = {k: s.adapters[name] for k, s in bert.slots.items() if name in s.adapters}
+        found[f"adapter {name}"] = slot_tensors(modules)
+    if isinstance(bert.active, tuple):
+        modules = {k: slot.fusion for k, slot in bert.slots.items() if slot.fusion is not None}
+        found["fusion"] = slot_tensors(modules)
+    found = {part: tensors for part, tensors in found.items() if is_trained(tensors)}
+    found["head"], theta = head_tensors(model.head), bert.own_parameters()
+    return found | ({"encoder": theta} if all(p.requires_grad for p in theta.values()) else {})
+
 
 def is_trained(tensors):
     """Whether any of {name: tensor} is trained."""
@@ -31,3 +49,12 @@ def without_file(model, own, parts):
     in_files = {id(tensor) for tensors in parts.values() for tensor in tensors.values()}
     state = model.state_dict(keep_vars=True)
     return {name: t for name, t in state.items() if name in own and id(t) not in in_files}
+
+
+def hold_frozen_in(model, own, dtype):
+    """Θ, unless some of it is trained, and every frozen Φ are held in `dtype` in place of fp32."""
+    theta = model.bert.own_parameters()
+    frozen = [] if is_trained(theta) else [*theta.values()]
+    frozen += [p for n, p in model.named_parameters() if ".adapters." in n and n not in own]
+    for p in frozen:
+        p.data = p.data.to(dtype)

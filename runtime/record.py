@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from formats.files import note
 from formats.tokenizer import tokenizer_sha256
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -83,6 +84,9 @@ def describe(args, model, tokenizer, adapters, data):
     for task, train_set, dev_set in data:
         inputs[f"training examples of {task.name}"] = examples_sha256(train_set)
         inputs[f"development examples of {task.name}"] = examples_sha256(dev_set)
+        if not {example.hash for example in dev_set} - {example.hash for example in train_set}:
+            problem = "all development examples are training examples, too"
+            note(f"{task.name}: {problem}: the scores say nothing about other texts")
         own = {"columns": task.columns, "labels": task.labels, "max_length": task.max_length}
         if len(task.labels) > 1:  # what a constant answer would have
             counts = Counter(str(example.label) for example in dev_set)

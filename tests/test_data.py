@@ -14,19 +14,8 @@ import pytest
 
 import train
 from conftest import write_rows
-from data import (
-    TASKS,
-    Example,
-    Task,
-    batches,
-    collate,
-    get_task,
-    load_split,
-    note_repeats,
-    note_unknown_words,
-)
+from data import TASKS, Example, Task, batches, collate, get_task, load_split
 from experiments.load_run import LoadedRun
-from formats.files import forget_notes
 from formats.rows import READERS, Source, our_rows, own_labels, read_rows, text_of
 from formats.tokenizer import load_tokenizer
 from reference import GOLDEN
@@ -291,25 +280,16 @@ def test_labels_by_name_and_by_place(capsys):
         get_task("winogrande", Source()).label_index("0")  # its labels are no indices
 
 
-def test_notes_on_what_is_trained(tokenizer, tmp_path, capsys):
-    """Development examples that are all in training; texts of a language that is not known."""
-    forget_notes()
-    write_rows(
-        tmp_path / "own/train.jsonl", [words("text_a label", "red cat", i % 2) for i in range(9)]
-    )
-    other = [words("text_a label", *row) for row in (("red", 0), ("\u4f60\u597d red", 1))]
-    write_rows(tmp_path / "own/dev.jsonl", other)
+def test_unknown_words_are_noted(tokenizer, tmp_path, capsys):
+    rows = [words("text_a label", *row) for row in (("red", 0), ("\u4f60\u597d dog", 1), ("a", 0))]
+    for split, of_split in (("train", rows), ("test", rows[1:2] * 2)):
+        write_rows(tmp_path / f"own/{split}.jsonl", of_split)
     task = get_task("own", source := Source(tmp_path))
-    train_set, dev_set = (
-        load_split(task, source, name, tokenizer) for name in ("train", "validation")
-    )
-    note_repeats(task, train_set, dev_set[:1] + train_set)
-    note_repeats(task, train_set, train_set[:1])
+    for split in ("train", "test"):
+        load_split(task, source, split, tokenizer)
     said = capsys.readouterr().out
-    assert said.count("note: own: all development examples are training examples, too") == 1
-    assert "dev.jsonl, validation: 67% of the tokens are [UNK], unknown words" not in said
-    note_unknown_words("here", tokenizer, dev_set[1:])
-    assert "note: here: 67% of the tokens are [UNK]" in capsys.readouterr().out
+    assert said.count("of the tokens are [UNK]") == 1
+    assert "own/test.jsonl, test: 67% of the tokens are [UNK], unknown words" in said
 
 
 HELD_OUT = [("imdb", "text", None, 2000), ("own", "text_a", 0.25, 1500)]

@@ -15,10 +15,12 @@ from statistics import mean
 import pandas as pd
 import pytest
 import torch
+import torch.nn.functional as F
 
+import data
 from bert import Bert
 from conftest import cli, read_lines, write_rows
-from data import get_task
+from data import Task, get_task
 from experiments import evaluate as evaluation
 from experiments import fusion_weights, predict
 from experiments.load_run import load_run
@@ -345,3 +347,40 @@ def test_single_adapters_are_averaged_if_they_compare(runs, tmp_path):
     found = fusion_weights.single_accuracy(fusion, [rte, seed, *others])
     assert found == pytest.approx((accuracy + 0.1) / 2)
     assert math.isnan(fusion_weights.single_accuracy(fusion, others))
+
+
+class Several(Task):
+    """An example has any number of labels, `red blue`."""
+
+    def label_index(self, value):
+        return tuple(float(label in value.split()) for label in self.labels)
+
+    def answer(self, logits):
+        return {"labels": [self.labels[k] for k in self.predict(logits).nonzero()[:, 0]]}
+
+
+def all_are_right(labels, predictions):
+    return (labels == predictions).all(-1).double().mean().item()
+
+
+def several_labels(name, columns, labels):
+    names = sorted({one for label in labels for one in label.split()})
+    scores, loss = {"accuracy": all_are_right}, F.binary_cross_entropy_with_logits
+    more = {"name": name, "loss": loss, "scores": scores}
+    return Several(None, columns, names, predict=lambda logits: logits > 0, **more)
+
+
+def test_an_edit_of_an_own_task_acts_in_training_and_after_it(launch, say, tmp_path, monkeypatch):
+    """Here labels of which several can be right."""
+    monkeypatch.setattr(data, "own_task", several_labels)
+    labels = ["red", "blue", "blue red", "none"] * 5
+    rows = [{"text_a": label.replace("none", "cat"), "label": label} for label in labels]
+    write_rows(tmp_path / "a.jsonl", rows)
+    file, out = tmp_path / "a.jsonl", tmp_path / "run"
+    words = "--stage full --task own --lr 1e-2 --epochs 5 --batch-size 4"
+    metrics = launch(words, train_file=file, dev_file=file, out=out)
+    result = evaluate(out)
+    assert (result["accuracy"], result["loss"]) == (metrics["accuracy"], metrics["dev_loss"])
+    found = [answer["labels"] for answer in load_run(out).predict(rows)]
+    assert mean(of == label.split() for of, label in zip(found, labels, strict=True)) > 0.4
+    assert say(out, "blue red") == [f"{found[2]}\tblue red"]

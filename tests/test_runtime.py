@@ -71,6 +71,10 @@ def test_what_adapters_have_seen(launch, runs, data_dir, tmp_path, capsys):
     train_file, dev_file = (data_dir / "rte" / f"{name}.jsonl" for name in ("train", "validation"))
     dev, words = tmp_path / "dev", "--stage adapter --task rte --epochs 1"
     launch(words, train_file=dev_file, dev_file=train_file, out=dev)
+    assert "all development examples are" not in capsys.readouterr().out
+    launch(f"{words} --limit-train 40 --dev-fraction 0.5", train_file=dev_file, out=tmp_path / "b")
+    launch(words, train_file=dev_file, dev_file=dev_file, out=tmp_path / "same")
+    assert capsys.readouterr().out.count("all development examples are training examples") == 1
     words, copy = "--stage fusion --task rte --epochs 1", tmp_path / "fusion" / "adapters" / "rte"
     launch(words, adapters=[dev, runs / "sst2"], out=tmp_path / "fusion")
     assert read_json(copy / "run.json") == read_json(dev / "run.json")
