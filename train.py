@@ -23,7 +23,7 @@ from adapter import ADAPTERS, HEADS, activate, add_adapter, load_adapter, save_a
 from bert import Bert
 from data import batches, collate, get_task, load_split
 from formats import adapterhub
-from formats.files import forget_notes, note, write_json, write_tensors
+from formats.files import forget_notes, write_json, write_tensors
 from formats.rows import source_of
 from formats.tokenizer import copy_tokenizer, load_tokenizer
 from fusion import FUSIONS, add_fusion, fusion_regularization, save_fusion
@@ -375,11 +375,7 @@ def load_data(args, task, source, bert):
     """(tokenizer, training set, development set)"""
     tokenizer = load_tokenizer(bert.directory, task.max_length, bert.config)
     train_set = load_split(task, source, "train", tokenizer, args.limit_train, args.seed)
-    if (cut := sum(example.is_cut for example in train_set) / len(train_set)) > 0.1:
-        note(f"{cut:.0%} of {task.name}'s training examples are cut to --max-length tokens")
     dev_set = load_split(task, source, "validation", tokenizer, args.limit_dev)
-    if args.score == "f1" and all(example.label != 1 for example in dev_set):
-        raise ValueError(f"--score f1: no validation example is {task.labels[1]!r}, so it is 0")
     source.rows.clear()  # the files' content, which is not needed any more
     return tokenizer, train_set, dev_set
 

@@ -72,8 +72,9 @@ def share_trained_on(run, examples):
 
 def describe(args, model, tokenizer, adapters, data):
     """What run.json is to say. adapters: {name: Saved} of --adapters; data: [(task, training set,
-    development set)]. Prints a warning if an adapter has seen development examples, and raises
-    ValueError for one that was trained with another tokenizer."""
+    development set)]. Says what is strange about the data, also if an adapter has seen development
+    examples. Raises ValueError for an adapter that was trained with another tokenizer, and for a
+    score that would always be 0."""
     bert = model.bert
     inputs = {"encoder": bert.sha256, "tokenizer": tokenizer_sha256(tokenizer)}
     for name, saved in adapters.items():
@@ -84,6 +85,10 @@ def describe(args, model, tokenizer, adapters, data):
     for task, train_set, dev_set in data:
         inputs[f"training examples of {task.name}"] = examples_sha256(train_set)
         inputs[f"development examples of {task.name}"] = examples_sha256(dev_set)
+        if (cut := sum(example.is_cut for example in train_set) / len(train_set)) > 0.1:
+            note(f"{cut:.0%} of {task.name}'s training examples are cut to --max-length tokens")
+        if args.score == "f1" and all(example.label != 1 for example in dev_set):
+            raise ValueError(f"--score f1: no validation example is {task.labels[1]!r}, so it is 0")
         if not {example.hash for example in dev_set} - {example.hash for example in train_set}:
             problem = "all development examples are training examples, too"
             note(f"{task.name}: {problem}: the scores say nothing about other texts")
