@@ -196,7 +196,7 @@ def strengths_table(rows):
             first = f"{(s[own] == s.max(axis=1)).sum()} of {len(s)}"
         line = [target, means.idxmax(), means.max(), own, weight, even, first]
         lines.append([*line, 100 * fusion, 100 * single, 100 * (fusion - single)])
-    header = "target,strongest,its weight,own,its weight,even,own first,fusion,single,gain"
+    header = "target,strongest,its weight,own,own weight,even,own first,fusion,single,gain"
     return lines, header.split(",")
 
 
