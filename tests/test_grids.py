@@ -1,5 +1,6 @@
 """experiments.grid, and the grids on it: tables, architecture_search and composition."""
 
+import itertools
 import math
 import re
 import shlex
@@ -10,7 +11,7 @@ import time
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pandas as pd
 import pytest
@@ -219,40 +220,28 @@ def test_what_counts_as_finished(started, encoder, data_dir, tmp_path, capsys):
     starts(fusion, options="--overwrite", epochs=2)
 
 
-def test_gpus_and_cores_are_shared_out(monkeypatch):
-    given = []
+def test_three_at_a_time(monkeypatch, capsys):
+    """They share GPUs and cores; it is never silent for long. Each takes 400 seconds."""
+    given, clock = [], SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    clock.sleep = lambda _: setattr(clock, "now", clock.now + 1)
 
-    def process(target, args, daemon):
-        given.append(args[1:])
-        return Mock(exitcode=0)
-
-    monkeypatch.setattr(grid.forks, "Process", process)
-    monkeypatch.setattr(grid, "outcome", lambda *_: "")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")  # the user's
-    grid.run_all([grid.Cell(str(n), Path(), "full", [], []) for n in range(3)], 3, [])
-    assert given == [("5", 2), ("7", 2), ("5", 2)]
-
-
-def test_it_is_never_silent_for_long(monkeypatch, capsys):
-    """One run of 400 seconds."""
-    clock = SimpleNamespace(now=0.0)
-    clock.monotonic = lambda: clock.now
-    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + 1)
-
-    class Process(Mock):
+    class Process:
         exitcode = property(lambda _: 0 if clock.now > 400 else None)
+
+        def __init__(self, target, args, daemon):
+            self.start = lambda: given.append(args[1:])
 
     monkeypatch.setattr(grid, "time", clock)
     monkeypatch.setattr(grid.forks, "Process", Process)
-    monkeypatch.setattr(grid, "outcome", lambda *_: "run: 50.00 %")
-    grid.run_all([grid.Cell("run", Path(), "full", [], [])], 1, [])
+    monkeypatch.setattr(grid, "outcome", lambda cell, *_: cell.name)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")  # the user's
+    grid.run_all([grid.Cell(name, Path(), "full", [], []) for name in "abc"], 3, [])
+    assert given == [("5", 2), ("7", 2), ("5", 2)]
     *waiting, last = capsys.readouterr().out.splitlines()
-    assert last == "run: 50.00 %; 1 of 1 runs are finished after 401 s"
-    times = [int(line.removeprefix("0 of 1 runs are finished after ")[:-2]) for line in waiting]
-    assert times[0] < 15 and all(
-        b - a < 0.5 * a + 10 for a, b in zip(times, times[1:], strict=False)
-    )
+    assert last == "a; b; c; 3 of 3 runs are finished after 401 s"
+    said = [int(line.removeprefix("0 of 3 runs are finished after ")[:-2]) for line in waiting]
+    assert said[0] < 15 and all(b < 1.5 * a + 10 for a, b in itertools.pairwise(said))
 
 
 # what words of a command add to the accuracy
