@@ -5,12 +5,10 @@ section 6 reads from them, as tables.
         [--baseline runs/rte runs/cb ...]
 
 Every RUN is a finished fusion run and becomes a row of each panel: the weights that it gives to its
-adapters, averaged over its task's development set, once over all tokens ([CLS] and [SEP] included,
-padding not), as in the paper, and once at [CLS] alone. The project's own head, adapter.Head, reads
-no other token of the last layer. DIR gets figure4.png and figure6.png (all tokens), figure4_cls.png
-and figure6_cls.png, weights.csv with a row for each adapter, and summary.txt, which is also
-printed. Layers are counted from 1. Runs of single adapters after --baseline show what a fusion has
-gained."""
+adapters, averaged over its task's development set, once over all tokens but the padding, as in the
+paper, and once at [CLS] alone, the one token of the last layer that adapter.Head reads. DIR gets
+figure4.png and figure6.png, figure4_cls.png and figure6_cls.png, weights.csv with a row for each
+adapter, and summary.txt, which is also printed. Layers are counted from 1."""
 
 import math
 from collections import defaultdict

@@ -25,7 +25,6 @@ from conftest import change, cli, thorough_after_first, times
 from experiments import architecture_search as search
 from experiments import composition, grid, tables
 from experiments.load_run import load_run
-from formats.adapterhub import read_run
 from formats.files import read_json, write_json
 from fusion import FUSIONS
 from reference import GOLDEN
@@ -124,10 +123,8 @@ def table(started, encoder, data_dir, tmp_path):
     def run(cell):
         if cell.name in table.failing or not all(map(grid.is_finished, cell.needs)):
             raise ValueError("this one fails")
-        model = cell.words[len(cell.words) - cell.words[::-1].index("--model")]  # the last counts
-        record = {"machine": {"command": shlex.join(sys.argv)}, "encoder": cell.name}
-        record |= {"options": {"adapters": [], "model": model}, "adapters": []}
-        record["inputs"] = {"encoder": read_run(model).get("encoder", "Θ")}
+        record = {"machine": {"command": shlex.join(sys.argv)}, "inputs": {"encoder": "Θ"}}
+        record |= {"options": {"adapters": [], "model": "M"}, "adapters": []}
         write_json(cell.out / "run.json", record)
         each = {task: zlib.crc32(f"{cell.name} {task}".encode()) % 1000 / 1000 for task in TASKS}
         write_json(cell.out / "metrics.json", {"accuracies": each})
@@ -183,41 +180,35 @@ def test_a_failure_stops_only_what_needs_it(table, started, tmp_path, capsys):
     assert {*started.names[-3:]} == {"fusion_st_a-rte-1", "fusion_st_a-pick-1", "st_a_16-rte-1"}
 
 
-def test_another_encoder_is_begun_from(table, started, tmp_path):
-    """Sequential fine-tuning is repeated where the run before it was."""
-    options = "--systems sequential --seeds 0"
-    table(options)
-    change(tmp_path / "out/runs/full-rte-0/run.json", ('"encoder": "full', '"encoder": "other'))
-    table(options)
-    assert started.names[5:] == ["sequential-rte-sst2-0", "sequential-rte-pick-0"]
-
-
-def test_what_counts_as_finished(started, encoder, data_dir, tmp_path, capsys):
-    """A run of the same command, made from the adapters that lie there. Another command's is
-    refused; --overwrite replaces it, and all that was made from it."""
+def test_what_counts_as_finished(started, encoder, data_dir, tmp_path, copy, capsys):
+    """A run of the same command, made from the adapters and the encoder that lie there. Another
+    command's is refused; --overwrite replaces it, and all that was made from it."""
     adapter, fusion = names = "st_a_16-rte-90-0", "fusion_st_a-rte-90-0"
-    words = cli("--tasks rte --systems fusion_st_a --seeds 0", model=encoder, data_dir=data_dir)
+    words = cli("--tasks rte --systems fusion_st_a --seeds 0", model=copy(encoder))
 
-    def starts(*names, options="", epochs=1):
+    def starts(*names, epochs=1, options=""):
         started.names.clear()
         behind = cli("-- --device cpu --limit-train 90", epochs=epochs)
-        tables.main([*words, *cli(options, out=tmp_path), *behind])
+        tables.main([*words, *cli(options, data_dir=data_dir, out=tmp_path / "out"), *behind])
         assert started.names == [*names]
 
     starts(*names)
     starts()
-    row = pd.read_csv(tmp_path / "results-90.csv").iloc[0]
-    metrics = read_json(tmp_path / "runs" / fusion / "metrics.json")
+    row, out = pd.read_csv(tmp_path / "out" / "results-90.csv").iloc[0], tmp_path / "out" / "runs"
+    metrics = read_json(out / fusion / "metrics.json")
     assert (row["accuracy"], row["train_examples"]) == (metrics["accuracy"], 90)
     with pytest.raises(ValueError, match="is a finished run with --epochs 1, not --epochs 2: "):
         starts(epochs=2)
-    starts(*names, options="--overwrite", epochs=2)
-    change(tmp_path / "runs" / adapter / "adapter.safetensors", times(1.5))
+    starts(*names, epochs=2, options="--overwrite")
+    change(out / adapter / "adapter.safetensors", times(1.5))
     with pytest.raises(SystemExit):
         starts(epochs=2)
     assert "holds a run with adapter rte = " in capsys.readouterr().out
-    assert pd.read_csv(tmp_path / "results-90.csv").empty
-    starts(fusion, options="--overwrite", epochs=2)
+    assert pd.read_csv(tmp_path / "out" / "results-90.csv").empty
+    starts(fusion, epochs=2, options="--overwrite")
+    write_json(tmp_path / "copy" / "run.json", {"encoder": "trained again since"})
+    with pytest.raises(SystemExit):
+        starts(*names, epochs=2)
 
 
 def test_three_at_a_time(monkeypatch, capsys):
