@@ -1,7 +1,8 @@
 #!/bin/sh
 # The rows fusion_of_mnli, head_on_mnli_again and full_12 of base_size.csv. DATA as in results/README.md.
 set -e
-where="--model sentence-transformers/all-mpnet-base-v2 --data-dir DATA"
+python examples/mpnet.py --download runs/mpnet
+where="--model runs/mpnet --data-dir DATA"
 how="--import examples.mpnet --max-length 128 --batch-size 16 --dtype bfloat16"
 python train.py --stage adapter --task mnli $where $how --epochs 1 --lr 3e-4 --limit-train 10000 --limit-dev 2000 --out runs/mnli
 for task in rte mrpc; do
