@@ -4,26 +4,30 @@
     python -m experiments.benchmark --peer-python .venv-peer/bin/python --out table.md
     python -m experiments.benchmark --rows "fusion step" --repeats 3          # our side alone
 
-Every measurement runs in a process of its own (benchmark_worker.py): an encoder of BERT-base's size
-with random weights, and full batches of 128 tokens. The reference loads what ours has saved, and
-must compute the same loss. In every repeat their processes follow each other, and a ratio is taken
-within a repeat, so that other load on the machine hardly changes it."""
+Every measurement runs in a process of its own: an encoder of BERT-base's size with random weights,
+and full batches of 128 tokens. The reference loads what ours has saved, and must compute the same
+loss. In every repeat the processes follow each other, and a ratio is taken within a repeat, so that
+other load on the machine hardly changes it."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
+import time
+from pathlib import Path
+from statistics import median
 
-import pandas as pd
 import torch
+import torch._dynamo  # AdamW imports it: a library's memory is not the row's
+import torch.nn.functional as F
 
-from experiments.report import markdown, write_text
 from runtime.command import Parser, count, run_command
+from runtime.kernels import Recorded
 from runtime.processes import choose_device
 
 ROWS = {"stage 1 step": 1, **{f"fusion step, N = {n}": n for n in (1, 4, 16, 64)}}
-ROWS |= {"inference, one adapter": 1, **{f"inference, fusion N = {n}": n for n in (1, 4, 16)}}
 COLUMNS = "row;side;seconds;ratio to ours;peak memory, GB".split(";")
 
 
@@ -36,57 +40,146 @@ def parse(argv):
     add("--batch", type=count, default=8, help="examples; a quarter of them with 64 adapters")
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--dtype", default="float32", choices=["float32", "bfloat16"])
+    add("--cuda-graphs", action="store_true", help="also our steps as they are recorded on a GPU")
     add("--out", help="a file for the table, in Markdown")
     return parser.parse_args(argv)
 
 
-def run_worker(python, spec):
-    """What one process has measured: {"loss", "trained", "seconds", "memory"}"""
+def ours(row, root, save=False):
+    """(model, its loss on a batch); save: what the reference loads"""
+    import train
+    from adapter import AdapterConfig, Head, add_adapter, save_adapter, save_head
+    from bert import Bert, BertConfig
+    from fusion import add_fusion, fusion_regularization, save_fusion
+
+    torch.manual_seed(0)
+    bert, names = Bert(BertConfig()), [f"a{i}" for i in range(ROWS[row])]
+    for name in names:
+        add_adapter(bert, name, AdapterConfig.pfeiffer())
+    if "fusion" in row:
+        add_fusion(bert, names)
+    head = Head({"head_type": "classification", "num_labels": 2, "layers": 2}, bert.config)
+    if save:
+        bert.save_pretrained(root / "encoder")
+        save_head(head, bert, "task", root / "head")
+        for name in names:
+            save_adapter(bert, name, root / name)
+        if "fusion" in row:
+            save_fusion(bert, root / "fusion")
+    model = train.Model(bert, head)
+    return model, lambda b: F.cross_entropy(model(b), b["labels"]) + fusion_regularization(bert)
+
+
+def peer(row, root):
+    """The same of the reference library."""
+    import adapters
+    from adapters.composition import Fuse
+
+    model = adapters.AutoAdapterModel.from_pretrained(root / "encoder")
+    names, files = [f"a{i}" for i in range(ROWS[row])], {"with_head": False}
+    for name in names:
+        model.load_adapter(str(root / name), use_safetensors=True, **files)
+    if "fusion" in row:
+        model.load_adapter_fusion(str(root / "fusion"), use_safetensors=True, **files)
+        model.train_adapter_fusion(Fuse(*names))  # activates it and freezes the rest
+    else:
+        model.train_adapter(names[0])
+    _, model.active_head = model.load_head(str(root / "head"), use_safetensors=True)
+    penalty = model.get_fusion_regularization_loss if "fusion" in row else int
+    return model, lambda batch: model(**batch).loss + penalty()
+
+
+def peak_memory():
+    """Of this process so far, in bytes."""
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+def measure(side, row, root, options):
+    """Prints the loss, seconds, and bytes above the imported libraries, as JSON."""
+    device, dtype = options["device"], getattr(torch, options["dtype"])
+    __import__("adapters" if side == "peer" else "train")
+    idle, is_recorded = peak_memory(), side == "recorded"
+    model, loss_of = (peer if side == "peer" else ours)(row, Path(root))
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in model.parameters():  # the reference has fp32 also under autocast, as in its trainer
+        if side != "peer" and not p.requires_grad:
+            p.data = p.data.to(dtype)
+    model.to(device).eval()
+    ids = torch.arange(options["batch"] * 128, device=device).view(-1, 128) % 1000
+    batch = {"input_ids": ids, "token_type_ids": ids * 0, "attention_mask": ids * 0 + 1}
+    batch["labels"] = ids[:, 0] % 2
+    optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=True)
+
+    def gradients(batch):
+        with torch.autocast(device, torch.bfloat16, dtype == torch.bfloat16, not is_recorded):
+            loss = loss_of(batch)
+        loss.backward()
+        return loss.detach()
+
+    loss = gradients(batch).item()
+    optimizer.zero_grad()
+    model.train()  # with dropout
+    compute = Recorded(gradients, trained, dtype) if is_recorded else gradients
+    warm_up, steps = (3, 10) if device == "cuda" else (1, 1)  # the second one is recorded
+    for number in range(warm_up + steps):  # that of train.py, and of transformers' trainer
+        if number == warm_up:
+            start = time.perf_counter()
+        last = compute(batch)
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=not is_recorded)
+        last.item()  # waits for a GPU
+    seconds = (time.perf_counter() - start) / steps
+    peak = peak_memory() - idle if device == "cpu" else torch.cuda.max_memory_allocated()
+    print(json.dumps({"loss": loss, "seconds": seconds, "memory": peak}))
+
+
+def run(python, *given):
+    """What `measure` prints in a process of its own"""
     own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    words = [python, "-m", "experiments.benchmark_worker", json.dumps(spec)]
-    done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, **own})
+    code = f"from experiments.benchmark import measure; measure(*{given})"
+    words, env = [python, "-c", code], {**os.environ, **own}
+    done = subprocess.run(words, capture_output=True, text=True, env=env)
     if done.returncode != 0:
-        raise ValueError(f"{spec['side']}: {' '.join(done.stderr.strip().splitlines()[-1:])}")
+        raise ValueError(f"{given[0]}: {' '.join(done.stderr.strip().splitlines()[-1:])}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def measure(name, args, root):
-    """{"ours" | "peer": a DataFrame with a row for each repeat} of one row of the table"""
-    spec = {"N": ROWS[name], "fused": "fusion" in name, "trains": "step" in name, "root": root}
-    spec |= {"batch": max(args.batch // (4 if ROWS[name] == 64 else 1), 1)}
-    spec |= {"device": args.device, "dtype": args.dtype}
-    pythons, found = {"ours": sys.executable}, []
-    if args.peer_python:
-        pythons["peer"] = args.peer_python
-        run_worker(sys.executable, {**spec, "side": "save"})
-    for _ in range(args.repeats):
-        found += [{"side": s, **run_worker(p, {**spec, "side": s})} for s, p in pythons.items()]
-    found = pd.DataFrame(found)
-    if not found["loss"].max() - found["loss"].min() <= (1e-5 if args.dtype == "float32" else 0.1):
-        raise ValueError(f"{name}: both sides must have one loss, not {[*found['loss']]}")
-    return {side: of.reset_index() for side, of in found.groupby("side")}
 
 
 def spread(values):
     """median (smallest–largest)"""
-    return f"{values.median():.3f} ({values.min():.3f}–{values.max():.3f})"
+    return f"{median(values):.3f} ({min(values):.3f}–{max(values):.3f})"
 
 
 def main(argv=None):
-    args, rows = parse(argv), []
-    choose_device(args.device, args.dtype)  # or an error
-    names = [name for name in ROWS if any(text in name for text in args.rows)]
-    if not names:
+    from experiments.report import markdown, write_text  # needs what the reference's has not
+
+    args, lines = parse(argv), []
+    choose_device(args.device, args.dtype, args.cuda_graphs)  # or an error
+    rows = [row for row in ROWS if any(text in row for text in args.rows)]
+    if not rows:
         raise ValueError(f"--rows: there are only {'; '.join(ROWS)}")
-    for name in names:
-        print(name, flush=True)
+    pythons = {"ours": sys.executable}
+    pythons |= {"recorded": sys.executable} if args.cuda_graphs else {}
+    pythons |= {"peer": args.peer_python} if args.peer_python else {}
+    for row in rows:
+        print(row, flush=True)
+        batch = max(args.batch // 4, 1) if ROWS[row] == 64 else args.batch
+        options = {"device": args.device, "dtype": args.dtype, "batch": batch}
+        found = {side: [] for side in pythons}
         with tempfile.TemporaryDirectory() as root:
-            found = measure(name, args, root)
-        for side, of in found.items():
-            ratio = spread(of["seconds"] / found["ours"]["seconds"])
-            rows.append([name, side, spread(of["seconds"]), ratio, of["memory"].max() / 1e9])
+            ours(row, Path(root), save=True)
+            for side, python in [*pythons.items()] * args.repeats:
+                found[side].append(run(python, side, row, root, options))
+        losses = [one["loss"] for results in found.values() for one in results]
+        if not max(losses) - min(losses) <= (1e-5 if args.dtype == "float32" else 0.1):
+            raise ValueError(f"{row}: all sides must have one loss, not {losses}")
+        seconds = {side: [one["seconds"] for one in results] for side, results in found.items()}
+        for side, values in seconds.items():
+            ratios = [a / b for a, b in zip(values, seconds["ours"], strict=True)]
+            memory = max(one["memory"] for one in found[side]) / 1e9
+            lines.append([row, side, spread(values), spread(ratios), memory])
     about = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.batch} × 128"
-    text = f"{markdown(rows, COLUMNS)}\n{about} tokens, {args.device}, {args.dtype}\n"
+    text = f"{markdown(lines, COLUMNS)}\n{about} tokens, {args.device}, {args.dtype}\n"
     print(text)
     if args.out:
         write_text(args.out, text)

@@ -47,9 +47,10 @@ def parse(argv=None):
     add("--systems", **several, metavar="SYSTEM", help="default all; a wrong one lists them")
     add("--train-examples", **several, type=count, metavar="N", help=f"sizes {sizes}")
     add("--test", action="store_true", help="also on the training examples that are left out")
-    advice = "--train-examples N, before --, is for the target"
-    args = grid.parse(parser, argv, {"--limit-train": advice})
-    sources = [named_source(source) for source in args.sources]
+    args = grid.parse(parser, argv, [*grid.OWNED, "--limit-train"])  # it is --train-examples
+    # {name: the place of an adapter, which has a slash, or None for a task}
+    sources = [named(source) if "/" in source else (source, None) for source in args.sources]
+    sources = [(name or Path(place).name, place) for name, place in sources]
     names = [name.lower() for name in (args.target, *(name for name, _ in sources))]
     if twice := [name for name in names if names.count(name) > 1]:
         advice = "NAME=DIR gives a source another name"
@@ -60,13 +61,6 @@ def parse(argv=None):
         raise ValueError(f"--systems {unknown[0]!r:.50}: there are {', '.join(known)}")
     args.systems = args.systems or [*known]
     return args
-
-
-def named_source(source):
-    """(its name here, the place of an adapter or None for a task). An adapter has a slash; its name
-    is the NAME of NAME=DIR, or the last part of its path or id."""
-    name, place = named(source) if "/" in source else (source, None)
-    return name or Path(place).name, place
 
 
 def systems(args):
@@ -80,10 +74,6 @@ def systems(args):
     return found
 
 
-# --------------------------------------------------------------------------------------------------
-# The runs
-
-
 def check(args):
     """Raises ValueError for what would give a wrong result."""
     options = grid.cell(args, "full", "full", ["--task", args.target]).options()
@@ -93,7 +83,11 @@ def check(args):
         problem = f"--train-file is of {args.target}, {tasks[0]} would be trained on it, too"
         raise ValueError(f"{problem}: take a finished run as the source, runs/{tasks[0]}")
     for name in tasks:
-        get_task(name, source_of(options))  # raises ValueError if there is none of that name
+        try:
+            get_task(name, source_of(options))
+        except ValueError as e:
+            run = f"; your run is --sources runs/{name}" if read_run(Path("runs", name)) else ""
+            raise ValueError(f"{e}{run}") from e
     size = grid.train_examples(args, [args.target])[args.target]
     if (asked := max(args.train_examples, default=size)) > size:
         raise ValueError(f"--train-examples {asked}: {args.target} has only {size}")
@@ -143,15 +137,11 @@ def cell_of(args, system, size, seed):
     return grid.cell(args, name, stage, words, needs.values())
 
 
-# --------------------------------------------------------------------------------------------------
-# Results
-
-
 def left_over_accuracy(args, cell):
     """On the training examples that a run was not given; computed once, and kept in a file."""
-    path = args.out / "test" / f"{cell.name}.json"
-    if path.is_file() and path.stat().st_mtime > cell.metrics.stat().st_mtime:
-        return read_json(path)["accuracy"]
+    path, metrics = args.out / "test" / f"{cell.name}.json", read_json(cell.out / "metrics.json")
+    if path.is_file() and (kept := read_json(path))["of"] == metrics:
+        return kept["accuracy"]
     run = load_run(cell.out, cell.options().device, task=args.target)
     examples = run.left_over()
     accuracy = train.evaluate(run.model, run.task, examples, run.args)["accuracy"]
@@ -159,7 +149,7 @@ def left_over_accuracy(args, cell):
     for name in run.record["adapters"]:
         if share := share_trained_on(read_run(cell.out / "adapters" / name), examples):
             print(f"WARNING: {cell.name}: {name} was TRAINED on {share:.0%} of them")
-    write_json(path, {"accuracy": accuracy})
+    write_json(path, {"accuracy": accuracy, "of": metrics})
     return accuracy
 
 

@@ -14,19 +14,14 @@ that of another docstring, and the sentence's words are shuffled.
 
 In either source the other fault is there in half of the examples, and says nothing of the label."""
 
-import math
 import os
 import random
 import shlex
 import sys
 from pathlib import Path
 
-import torch
-
 from experiments import composition, grid, report
-from experiments.fusion_weights import heat_maps
-from experiments.load_run import load_run
-from experiments.skills import build_tasks
+from experiments.skills import SKILLS, build_tasks
 from formats.encoder import find_minilm
 from formats.rows import read_rows
 from runtime.command import Parser, run_command
@@ -36,14 +31,9 @@ OPTIONS = {  # by stage
     "head": "--lr 2e-3 --epochs 4 --patience 4",
     "fusion": "--lr 5e-4 --epochs 6 --patience 6",
 }
-SKILLS = ["match", "order"]
-PLACES = "[CLS] sentence name".split()
 SYSTEMS = "own head_on_match head_on_order fusion".split()
 EXAMPLE = "Return the sum of the array elements", "sum"
-HOW_TO_READ = """What the fusion of seed 0 has learned: the mean weight of `match` at three places.
-That of `order` is the rest to 1: above 0.5 a layer takes more from `match`, below it more from
-`order`. Of the last layer only [CLS] is read."""
-COMMON = "--max-length 40 --batch-size 16 --limit-dev 160 --device cpu --dtype float32".split()
+COMMON = "--max-length 40 --batch-size 16 --limit-dev 160 --device cpu".split()
 
 
 def parse(out):
@@ -57,38 +47,31 @@ def parse(out):
 
 
 def train_all(args):
-    """The skills' adapters, and then the study. Returns {skill: accuracy}, and the study's rows."""
-    last = "--seed 0 --epochs 2".split()
-    cells = {(s,): grid.cell(args, s, "adapter", ["--task", s, *last]) for s in SKILLS}
-    study = composition.cells_of(args)
-    print(f"\ntraining {len(cells) + len(study)} runs, {args.jobs} at a time", flush=True)
-    skills, failed = grid.run(args, ["task"], cells)
+    """The skills' adapters, and the study. Returns {skill: accuracy}, and the study's rows."""
+    last, skills, study = "--seed 0 --epochs 2".split(), {}, composition.cells_of(args)
+    for skill in SKILLS:
+        cell = grid.cell(args, skill, "adapter", ["--task", skill, *last])
+        skills[skill, "skill", None, 0] = cell
+    for place, cell in study.items():
+        if "--adapters" in cell.words:
+            study[place] = cell._replace(needs=[*skills.values()])
+    print(f"\ntraining {len({**skills, **study})} runs, {args.jobs} at a time", flush=True)
+    rows, failed = grid.run(args, composition.COLUMNS, {**skills, **study})
     grid.end(failed)
-    rows, failed = grid.run(args, composition.COLUMNS, study)
-    grid.end(failed)
-    return dict(zip(skills["task"], skills["accuracy"], strict=True)), rows
-
-
-def weights_by_place(run):
-    """[layers, 3, N]: the mean weights at each of PLACES. In the last layer the head reads [CLS]
-    alone, and the others are NaN."""
-    found = []
-    for example in run.fusion_weights(run.split()):
-        s, end = torch.stack(example["weights"]["output"]), example["tokens"].index("[SEP]")
-        found.append((s[:, :1], s[:, 1:end], s[:, end + 1 : -1]))  # [layers, T, N] each
-    s = torch.stack([torch.cat(parts, 1).double().mean(1) for parts in zip(*found, strict=True)], 1)
-    s[-1, 1:] = math.nan
-    return s
+    is_skill = rows["system"] == "skill"
+    return rows[is_skill].set_index("task")["accuracy"].to_dict(), rows[~is_skill]
 
 
 def next_commands(out):
     """{why: the words behind `python`} of what fits that which the demo has left in `out`"""
-    runs = out / "runs"
-    ask = ["-m", "experiments.predict", runs / "fusion-240-0", *EXAMPLE, "--picture"]
+    runs, fusion = out / "runs", out / "runs" / "fusion-240-0"
+    ask = ["-m", "experiments.predict", fusion, *EXAMPLE, "--picture", out / "example.png"]
+    draw = ["-m", "experiments.fusion_weights", fusion, "--out", out / "weights"]
     fuse = ["train.py", *"--stage fusion --task both --data-dir".split(), out / "data", "--out"]
     fuse += [out / "fusion-960", *OPTIONS["fusion"].split(), *COMMON, "--adapters"]
     return {
-        "Ask the fusion, and see its weights at every token:": [*ask, out / "example.png"],
+        "Ask the fusion, and see its weights at every token:": ask,
+        "See what it takes from each adapter at every layer, in the mean (Figure 6):": draw,
         "Fuse both with all 960 training examples (minutes):": [*fuse, *(runs / s for s in SKILLS)],
     }
 
@@ -125,15 +108,7 @@ def main(argv=None):
     print(f"With one of them the target's ceiling is about {50 * max(match, order):.0f} %: half of")
     print("that skill's accuracy, because the other question is guessed. With both it is ", end="")
     print(f"{100 * match * order:.0f} %.\n\n{report.markdown(*composition.table(rows))}")
-    print(verdict(rows), "\n")
-    run = load_run(out / "runs" / "fusion-240-0")
-    weights, n = weights_by_place(run), run.adapters.index("match")
-    lines = [[str(i), *s] for i, s in enumerate(weights[:, :, n].tolist(), 1)]
-    print(f"{HOW_TO_READ}\n{report.markdown(lines, ['layer', *PLACES])}")
-    figure = heat_maps({f"layer {i}": s for i, s in enumerate(weights, 1)}, PLACES, run.adapters)
-    figure.suptitle("What the fusion takes from each adapter (blank: not read)", fontsize=10)
-    report.save_figure(figure, out / "weights.png")
-    print(f"The same of both, as a picture: {out / 'weights.png'}")
+    print(verdict(rows))
     for why, words in next_commands(out).items():
         print(f"\n{why}\n{shlex.join(map(str, [os.path.relpath(sys.executable), *words]))}")
 

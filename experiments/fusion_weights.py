@@ -5,13 +5,10 @@ section 6 reads from them, as tables.
         [--baseline runs/rte runs/cb ...]
 
 Every RUN is a finished fusion run and becomes a row of each panel: the weights that it gives to its
-adapters, averaged over its task's development set, once over all tokens ([CLS] and [SEP] included,
-padding not), as in the paper, and once at [CLS] alone. The project's own head reads no other token
-of the last layer; whether a head is that one is told by its class, adapter.Head, and of any other
-all tokens count. DIR gets figure4.png and figure6.png (all tokens), figure4_cls.png and
-figure6_cls.png, weights.csv with a row for each adapter, and summary.txt, which is also printed.
-Layers are counted from 1. Runs of single adapters after --baseline show what a fusion has gained.
-"""
+adapters, averaged over its task's development set, once over all tokens but the padding, as in the
+paper, and once at [CLS] alone, the one token of the last layer that adapter.Head reads. DIR gets
+figure4.png and figure6.png, figure4_cls.png and figure6_cls.png, weights.csv with a row for each
+adapter, and summary.txt, which is also printed. Layers are counted from 1."""
 
 import math
 from collections import defaultdict
@@ -24,7 +21,7 @@ from adapter import Head
 from data import batches, collate
 from experiments.load_run import load_run, make_parser, read_finished
 from experiments.report import markdown, save_figure, subplots, write_text
-from formats.adapterhub import FUSION
+from formats.adapterhub import FUSION, read_run
 from formats.files import read_json
 from fusion import active_fusions
 from runtime.command import import_modules, run_command
@@ -34,12 +31,12 @@ from runtime.command import import_modules, run_command
 COLOURS, MIDDLE = "cividis", 0.465
 SHOWN = {"all": "all tokens", "cls": "[CLS] alone"}
 # Columns of weights.csv, whose rows are those of a layer's adapters
-COLUMNS = """run target task fusion single layer location tokens is_read entropy adapter
-    weight""".split()
+COLUMNS = "run target own fusion single layer location tokens is_read adapter weight".split()
 LEGEND = """weight: mean over the layers and the tokens that are read: all of them, but in the last
 layer [CLS] alone where the head is AdapterHub's, which reads no other token.
 even: what each adapter has if none is preferred.
-own: the adapter of the target's task; own first: in how many layers it has the largest weight.
+own: the adapter that was trained on the target's task, by its run.json, or without one by its name;
+own first: in how many layers it has the largest weight.
 fusion, single, gain: accuracy on the development set, in %; single is the mean of the adapters in
 --baseline that are on the fusion's task, encoder and data (–: none is)."""
 
@@ -78,10 +75,15 @@ def mean_weights(run, examples):
     return {of: {slot: s / counts[of] for slot, s in sums[of].items()} for of in SHOWN}
 
 
-def normalized_entropy(weights):
-    """Entropy over its largest value: 0 if one adapter has all weight, 1 if all have the same."""
-    entropy = torch.special.entr(torch.tensor([*weights], dtype=torch.float64)).sum().item()
-    return entropy / math.log(max(2, len(weights)))
+def own_adapter(run):
+    """The name that a fused adapter has here that was trained on the target's task; None if none
+    was. What its run.json does not say, as of one task among several, is told by its name."""
+    found = []
+    for name in run.adapters:
+        tasks = [*read_run(run.directory / "adapters" / name).get("tasks", [])]
+        if run.task.name == (tasks[0] if len(tasks) == 1 else name):
+            found.append(name)
+    return next(iter(found), None)
 
 
 def rows_of(run, target, single, examples):
@@ -90,20 +92,15 @@ def rows_of(run, target, single, examples):
     [CLS] alone with the project's own head; single: an accuracy to compare"""
     means, rows = mean_weights(run, examples), []
     accuracy = read_json(run.directory / "metrics.json").get("accuracy", math.nan)
-    place = [str(run.directory), target, run.task.name, accuracy, single]
+    place = [str(run.directory), target, own_adapter(run), accuracy, single]
     for (layer, location), fusion in active_fusions(run.bert).items():
         is_last = layer == len(run.bert.layers) - 1 and type(run.model.head) is Head
         for tokens in SHOWN:
-            s = dict(zip(run.adapters, means[tokens][layer, location].tolist(), strict=True))
-            s = {name: s[name] for name in fusion.adapter_names}
             is_read = tokens == ("cls" if is_last else "all")
-            key = [*place, layer + 1, location, tokens, is_read, normalized_entropy(s.values())]
-            rows += [[*key, *pair] for pair in s.items()]
+            s = dict(zip(run.adapters, means[tokens][layer, location].tolist(), strict=True))
+            for name in fusion.adapter_names:
+                rows.append([*place, layer + 1, location, tokens, is_read, name, s[name]])
     return pd.DataFrame(rows, columns=COLUMNS)
-
-
-# --------------------------------------------------------------------------------------------------
-# Figures
 
 
 def heat_map(axes, values, rows, columns, top=1.0):
@@ -152,10 +149,8 @@ def figure_4_layers(count):
 def draw(rows, out):
     """Figures 4 and 6 of all tokens and of [CLS], on one scale. The targets' own adapters come
     first, in the order of the targets: they lie on the diagonal."""
-    adapters, top = rows["adapter"].unique(), math.ceil(10 * rows["weight"].max()) / 10
-    own = [task for task in rows["task"].unique() if task in adapters]
-    names = [*dict.fromkeys([*own, *adapters])]
-    labels = rows["target"].unique()
+    names = [*dict.fromkeys([*rows["own"].dropna(), *rows["adapter"]])]
+    labels, top = rows["target"].unique(), math.ceil(10 * rows["weight"].max()) / 10
     some = rows[rows["layer"].isin(figure_4_layers(rows["layer"].max()))]
     for name, shown in (("figure4", some), ("figure6", rows)):
         for tokens, of_tokens in shown.groupby("tokens"):
@@ -169,10 +164,6 @@ def draw(rows, out):
             figure.supylabel("target task", fontsize=9)
             figure.supxlabel("adapter (blank: not in this layer of this target)", fontsize=9)
             save_figure(figure, out / f"{name}{'_cls' * (tokens == 'cls')}.png")
-
-
-# --------------------------------------------------------------------------------------------------
-# Tables
 
 
 def single_accuracy(fusion, baselines):
@@ -192,20 +183,18 @@ def single_accuracy(fusion, baselines):
 
 
 def strengths_table(rows):
-    """(rows, header): the strongest adapter of each target and its weight; that of the target's own
-    adapter; an even weight, which is what each would have if none were preferred; in how many
-    layers the own one is the strongest; accuracies in %"""
+    """(rows, header) of summary.txt, a row for each target; see LEGEND"""
     lines = []
     for target, of in rows[rows["is_read"]].groupby("target", sort=False):
         s = of.pivot(index=["layer", "location"], columns="adapter", values="weight")
-        task, fusion, single = of[["task", "fusion", "single"]].iloc[0]
+        own, fusion, single = of[["own", "fusion", "single"]].iloc[0]
         means, even = s.fillna(0).mean(), (1 / s.notna().sum(axis=1)).mean()
-        own, own_first = None, None
-        if task in s:
-            own, own_first = means[task], f"{(s[task] == s.max(axis=1)).sum()} of {len(s)}"
-        line = [target, means.idxmax(), means.max(), own, even, own_first]
+        weight, first = means.get(own), None
+        if own in s:
+            first = f"{(s[own] == s.max(axis=1)).sum()} of {len(s)}"
+        line = [target, means.idxmax(), means.max(), own, weight, even, first]
         lines.append([*line, 100 * fusion, 100 * single, 100 * (fusion - single)])
-    header = "target,strongest,its weight,own weight,even,own first,fusion,single,gain"
+    header = "target,strongest,its weight,own,own weight,even,own first,fusion,single,gain"
     return lines, header.split(",")
 
 

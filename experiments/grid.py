@@ -3,19 +3,16 @@
 OUT/runs/NAME       the run directory of a cell
 OUT/logs/NAME.txt   what the run has printed
 
-A cell is a command, `python train.py ...` or `python -m experiments.multitask ...`. It is finished
-when its metrics.json is there, its run.json is this command's, and the runs that it needs are no
-newer. The same command again runs what is not finished, and continues what was interrupted."""
+A grid is a list of commands, `python train.py ...` or `python -m experiments.multitask ...`. Those
+that take an adapter, or the encoder, of others come after them. The same command again runs what is
+not finished, and continues what was interrupted."""
 
-import ctypes
 import math
+import multiprocessing
 import os
 import shlex
-import signal
-import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,15 +22,18 @@ import torch
 import train
 from data import get_task
 from experiments import multitask, report
-from formats.adapterhub import read_run
+from formats.adapterhub import ADAPTER, read, read_run
 from formats.files import read_json
 from formats.rows import source_of
 from runtime import command
 from runtime.processes import deferred_signals
-from runtime.sources import encoder_of
+from runtime.sources import encoder_of, named
 
-ROOT = Path(__file__).resolve().parent.parent
-PYTHON = [sys.executable]  # what starts the runs
+# Runs are forked from a process that has imported all of this: 3 seconds less for each. A script of
+# your own that calls a grid needs `if __name__ == "__main__":`, as always with multiprocessing.
+forks = multiprocessing.get_context("forkserver")
+forks.set_forkserver_preload([__name__, "torch._dynamo"])
+
 # Options of train.py that a grid sets for each run.
 OWNED = """--stage --task --tasks --adapters --adapter --adapter-config --reduction-factor --seed
     --without-adapters --model --data-dir --out --resume --overwrite""".split()
@@ -95,26 +95,21 @@ def make_parser(name, description, stages):
     return parser
 
 
-def parse(parser, argv, more_owned=None):
-    """The options of a grid; `train_options` are the words behind --. Raises ValueError for one of
-    OWNED among them, or of more_owned, {option: what to do instead}. Without --model the encoder is
-    that of the adapters among --sources, which have a slash."""
+def parse(parser, argv, owned=OWNED):
+    """The options of a grid; `train_options` are the words behind --. Raises ValueError for one
+    that is `owned` among them. Without --model the encoder is that of the adapters among --sources,
+    which have a slash."""
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
     args = parser.parse_args(given[:end])
     args.train_options, args.command = given[end + 1 :], f"{parser.prog} {shlex.join(given)}"
     words = [word for name in vars(args) if name.endswith("_options") for word in vars(args)[name]]
-    owned = {**dict.fromkeys(OWNED, "the grid sets it for each run"), **(more_owned or {})}
     if found := {word.split("=")[0] for word in words} & {*owned}:
         where = "does not belong behind --, nor into the options of a stage"
-        raise ValueError(f"{min(found)} {where}: {owned[min(found)]}")
+        raise ValueError(f"{min(found)} {where}: the grid sets it for each run")
     adapters = [source for source in getattr(args, "sources", []) if "/" in source]
     args.model = args.model or encoder_of(adapters) or "google-bert/bert-base-uncased"
     return args
-
-
-# --------------------------------------------------------------------------------------------------
-# Cells
 
 
 class Cell(NamedTuple):
@@ -124,11 +119,7 @@ class Cell(NamedTuple):
     out: Path
     stage: str  # of train.py, or "multitask"
     words: list  # the arguments of its program
-    needs: list  # the cells that must be finished before it
-
-    @property
-    def metrics(self):
-        return self.out / "metrics.json"
+    needs: list  # the cells whose adapter, or encoder, it takes; they need none themselves
 
     @property
     def log(self):
@@ -151,33 +142,26 @@ def cell(args, name, stage, words, needs=()):
     return Cell(name, out, stage, words, [*needs])
 
 
-def with_needs(cells):
-    """The cells and all that they need, each once; first those that need nothing. Raises ValueError
-    if names of tasks, joined by hyphens, give two runs one name."""
-    levels, found = [[*cells]], {}
-    while levels[-1]:
-        levels.append([need for cell in levels[-1] for need in cell.needs])
-    for cell in (cell for level in reversed(levels) for cell in level):
-        if found.setdefault(cell.name, cell).words != cell.words:
-            raise ValueError(f"two runs would be called {cell.name}: rename one of the tasks")
-    return [*found.values()]
-
-
 def is_finished(cell):
-    """Raises ValueError for a run that another command has made, unless it is to be overwritten."""
-    if not cell.metrics.is_file():
+    """Whether the run has its metrics.json, and was made from the adapters and the encoder that lie
+    there now. Raises ValueError for another command's run, unless it is to be overwritten."""
+    if not (cell.out / "metrics.json").is_file() or not all(map(is_finished, cell.needs)):
         return False
-    made_by = shlex.split(read_run(cell.out)["machine"]["command"])[1:]
-    differ = [i for i, (a, b) in enumerate(zip(made_by[:-1], cell.words, strict=False)) if a != b]
-    if differ or len(made_by) != len(cell.words):  # the last is --resume or --overwrite
+    record = read_run(cell.out)
+    made_by = shlex.split(record["machine"]["command"])[1:]
+    if made_by[:-1] != cell.words[:-1]:  # the last is --resume or --overwrite
         if cell.words[-1] == "--overwrite":
             return False
-        first = min([*differ, len(made_by) - 1])
-        then, now = (" ".join(words[first - 1 : first + 1]) for words in (made_by, cell.words))
+        pairs = enumerate(zip(made_by, cell.words, strict=False))
+        i = next(i for i, (then, now) in pairs if then != now)
+        then, now = (" ".join(words[i - 1 : i + 1]) for words in (made_by, cell.words))
         problem = f"{cell.out} is a finished run with {then}, not {now}"
         raise ValueError(f"{problem}: --overwrite trains it again, another --out keeps it")
-    ended = cell.metrics.stat().st_mtime
-    return all(is_finished(one) and one.metrics.stat().st_mtime <= ended for one in cell.needs)
+    options, then = record["options"], record["inputs"]
+    now = {"encoder": read_run(options["model"]).get("encoder", then["encoder"])}
+    for name, source in zip(record["adapters"], options["adapters"], strict=True):
+        now[f"adapter {name}"] = read(named(source)[1], ADAPTER).sha256()
+    return {**then, **now} == then
 
 
 def train_examples(args, tasks):
@@ -188,109 +172,103 @@ def train_examples(args, tasks):
         if options.train_file and len(tasks) > 1:
             raise ValueError(f"--train-file is of one task, not of {', '.join(tasks)}")
         source = source_of(options)
-        task = get_task(name, source)
-        sizes[name] = len(source.read_split(task, "train")[1])
+        sizes[name] = len(source.read_split(get_task(name, source), "train")[1])
     return sizes
-
-
-# --------------------------------------------------------------------------------------------------
-# Running them
 
 
 def run(args, columns, cells):
     """Runs the cells that are not finished, and those that they need, --jobs at a time. cells:
     {place: its cell}, where a place has a value for each of `columns`, one of which is "task".
-    Returns (a DataFrame with a row for each finished place, {name: reason} of failed cells); a
-    failure stops only what needs it. After a signal, raises KeyboardInterrupt once the runs have
-    saved their state."""
-    every = with_needs(cells.values())
+    Returns (a DataFrame with a row for each finished place, {name: reason} of failed cells). After
+    a signal, raises KeyboardInterrupt once the runs have saved their state."""
+    needed = [need for cell in cells.values() for need in cell.needs]
+    every = {cell.name: cell for cell in [*needed, *cells.values()]}.values()
+    every = sorted(every, key=lambda cell: len(cell.needs) > 0)  # first those that need none
     todo = [cell for cell in every if not is_finished(cell)]
     if args.plan:
-        states = ["to do" if cell in todo else "finished" for cell in every]
-        needs = [", ".join(need.name for need in cell.needs) for cell in every]
-        rows = [[c.name, c.stage, s, n] for c, s, n in zip(every, states, needs, strict=True)]
-        print(report.markdown(rows, ["run", "stage", "state", "needs"]), end="")
+        for cell in every:
+            state = "to do" if cell in todo else "finished"
+            print(f"{state:8} {cell.name}: {shlex.join(cell.words)}")
         sys.exit(0)
     for cell in todo:
         cell.options()  # what a run would refuse is refused before any begins
-    print(f"{len(every) - len(todo)} of {len(every)} runs are finished", flush=True)
-    jobs, futures = args.jobs or torch.cuda.device_count() or 1, {}
-
-    def work(cell):
-        """Runs a cell after those that it needs. Returns why it is not finished then, or None."""
-        for need in cell.needs:
-            if need.name in futures:
-                futures[need.name].result()  # waits for its end
-            if not is_finished(need):
-                return f"not run: it needs {need.name}, which failed"
-        if signals:
-            return "interrupted"
-        process = start(cell, todo.index(cell), jobs)
-        while process.poll() is None and not signals:
-            time.sleep(0.05)
-        if signals:
-            process.terminate()  # it saves its state
-        status = process.wait()
-        last = cell.log.read_text(encoding="utf-8", errors="replace").strip().split("\n")[-1]
-        if status == 0:
-            os.utime(cell.metrics)  # a run that was finished already is not written again
-        if is_finished(cell):  # also with a note, after a loss that was not finite
-            accuracy, note = row_of({}, cell)["accuracy"], f", {last}" * (status != 0)
-            print(f"{cell.name}: {100 * accuracy:.2f} %{note}", flush=True)
-            return None
-        if not signals:
-            print(f"{cell.name}: FAILED, {last}", flush=True)
-        return f"{last} (status {status}, {cell.log})"
-
     with deferred_signals("stopping; the runs save their state") as signals:
-        with ThreadPoolExecutor(jobs) as pool:
-            for cell in todo:  # each after those that it needs, which no thread then waits to begin
-                futures[cell.name] = pool.submit(work, cell)
+        failed = run_all(todo, args.jobs or torch.cuda.device_count() or 1, signals)
     if signals:
         then = "begins the interrupted runs again" if args.overwrite else "goes on from here"
         raise KeyboardInterrupt(f"interrupted; the same command {then}")
     finished = {place: cell for place, cell in cells.items() if is_finished(cell)}
     rows = [row_of(dict(zip(columns, p, strict=True)), cell) for p, cell in finished.items()]
-    failed = {name: future.result() for name, future in futures.items() if future.result()}
     return pd.DataFrame(rows, columns=[*columns, "accuracy", *MEASURED]), failed
+
+
+def run_all(todo, jobs, signals):
+    """Runs cells in their order, each once what it needs has ended, each on one of the GPUs. Says
+    how far it is after every run, and now and then. Returns {name: why it is not finished}."""
+    gpus = ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", gpus).split(",")
+    waiting, running, failed = [*todo], {}, {}  # running: {number: (a cell, its process)}
+    started, said = time.monotonic(), 0
+    while (waiting or running) and not signals:
+        for number in range(jobs):
+            busy = [cell.name for cell, _ in running.values()]
+            is_ready = waiting and not any(need.name in busy for need in waiting[0].needs)
+            if is_ready and number not in running:
+                cell = waiting.pop(0)
+                given = cell, gpus[number % len(gpus)], max(1, torch.get_num_threads() // jobs)
+                running[number] = cell, forks.Process(target=work, args=given, daemon=True)
+                running[number][1].start()
+        time.sleep(0.05)
+        seconds, ended = time.monotonic() - started, []
+        for number, (cell, process) in [*running.items()]:
+            if process.exitcode is not None:
+                del running[number]
+                ended.append(outcome(cell, process.exitcode, failed))
+        if ended or seconds > 1.25 * said + 10:
+            done = len(todo) - len(waiting) - len(running) - len(failed)
+            ended.append(f"{done} of {len(todo)} runs are finished after {seconds:.0f} s")
+            print("; ".join(ended), flush=True)
+            said = seconds
+    for _, process in running.values():
+        process.terminate()  # it saves its state
+    for _, process in running.values():
+        process.join()
+    return failed
+
+
+def work(cell, gpu, threads):
+    """What the process of a run does. What it prints is added to its log."""
+    os.setsid()  # Ctrl-C reaches it through the grid alone
+    cell.log.parent.mkdir(parents=True, exist_ok=True)
+    with open(cell.log, "ab") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    torch.set_num_threads(threads)
+    name, program = ("multitask", multitask) if cell.stage == "multitask" else ("train.py", train)
+    sys.argv = [name, *cell.words]
+    print(f"\n$ {shlex.join(sys.argv)}", flush=True)
+    command.run_command(name, program.main)
+
+
+def outcome(cell, status, failed):
+    """How a run has ended, in words. If it is not finished, `failed` gets its name, and why."""
+    last = cell.log.read_text(encoding="utf-8", errors="replace").strip().split("\n")[-1]
+    if is_finished(cell):  # also with a note, after a loss that was not finite
+        accuracy, note = row_of({}, cell)["accuracy"], f", {last}" * (status != 0)
+        return f"{cell.name}: {100 * accuracy:.2f} %{note}"
+    failed[cell.name] = f"{last} (status {status}, {cell.log})"
+    return f"{cell.name}: FAILED, {last}"
 
 
 def row_of(place, cell):
     """What a finished run has measured, and with what; the accuracy is 0 to 1, NaN of a regression,
     and of a run on several tasks that on the place's, or their mean."""
-    result, run = read_json(cell.metrics), read_run(cell.out)
+    result, run = read_json(cell.out / "metrics.json"), read_run(cell.out)
     found = {**run["options"], **run["machine"], **result}
     mean = result.get("accuracy", math.nan)
     accuracy = result.get("accuracies", {}).get(place.get("task"), mean)
     return {**place, "accuracy": accuracy, **{name: found.get(name) for name in MEASURED}}
-
-
-prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-
-
-def end_with_parent():
-    """Of a new process, on Linux: it gets SIGTERM where the grid is killed and can tell nobody."""
-    if prctl is not None:
-        prctl(1, int(signal.SIGTERM))  # PR_SET_PDEATHSIG
-
-
-def start(cell, number, jobs):
-    """The process of a run, with its share of the cores and one of the GPUs."""
-    several = ["-m", "experiments.multitask"]
-    program = several if cell.stage == "multitask" else [str(ROOT / "train.py")]
-    words = [*PYTHON, *program, *cell.words]
-    gpus = ",".join(map(str, range(torch.cuda.device_count())))
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", gpus).split(",")
-    own = {"CUDA_VISIBLE_DEVICES": gpus[number % len(gpus)]}
-    own |= {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // jobs))}
-    cell.log.parent.mkdir(parents=True, exist_ok=True)
-    with open(cell.log, "ab") as log:
-        log.write(f"\n$ {shlex.join(words)}\n".encode())
-        log.flush()
-        options = {"env": {**os.environ, **own}, "stdin": subprocess.DEVNULL, "stdout": log}
-        # a session of its own: Ctrl-C reaches it through this process alone
-        options |= {"stderr": log, "start_new_session": True, "preexec_fn": end_with_parent}
-        return subprocess.Popen(words, **options)
 
 
 def write_results(args, name, rows, parts):

@@ -2,11 +2,10 @@
 file replaces an earlier one only once it is complete."""
 
 import math
-import re
+
+from tabulate import tabulate
 
 from formats.files import atomic_write
-
-NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+( ?%)?|[-–]?")  # or nothing, where there is no number
 
 
 def two_decimals(value, missing="–"):
@@ -19,20 +18,13 @@ def with_deviation(mean, deviation):
     return " ± ".join(filter(None, (two_decimals(mean), two_decimals(deviation, ""))))
 
 
-def as_text(value):
-    """A cell of a table: a float with two decimals, – for None, anything else as it is."""
-    return two_decimals(value) if value is None or isinstance(value, float) else str(value)
-
-
 def markdown(rows, header):
-    """A table in Markdown, one text, with aligned columns; numbers are flush right."""
-    lines, columns = [[as_text(value) for value in row] for row in [header, *rows]], []
-    for title, *cells in zip(*lines, strict=True):
-        width = max(3, *map(len, [title, *cells]))
-        right = all(NUMBER.fullmatch(cell) for cell in cells)
-        cells = [title, "-" * (width - right) + ":" * right, *cells]
-        columns.append([cell.rjust(width) if right else cell.ljust(width) for cell in cells])
-    return "".join("| " + " | ".join(cells) + " |\n" for cells in zip(*columns, strict=True))
+    """A table in Markdown, one text. A float has two decimals, None is –; columns without texts are
+    flush right."""
+    is_text = [any(isinstance(row[i], str) for row in rows) for i in range(len(header))]
+    rows = [[v if isinstance(v, (str, int)) else two_decimals(v) for v in row] for row in rows]
+    align = ["left" if text else "right" for text in is_text]
+    return tabulate(rows, header, "pipe", colalign=align, disable_numparse=True) + "\n"
 
 
 def write_text(path, text):

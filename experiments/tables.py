@@ -8,9 +8,8 @@ the paper's values.
 
 What follows "--" goes to each run; with --limit-train N, targets have few examples and source tasks
 all of theirs. Each number is a run in OUT/runs (experiments/grid.py). OUT gets results.csv with a
-row for each of them, results.md and figure3.png; with --limit-train N they are results-N.csv and so
-on, so that both kinds can share a directory and their source adapters. The paper's values are in
-paper_results.csv."""
+row for each of them, results.md and figure3.png, with --limit-train N results-N.csv and so on. The
+paper's values are in paper_results.csv."""
 
 from pathlib import Path
 
@@ -28,7 +27,7 @@ STAGES = "head full adapter fusion multitask".split()
 PAPER = Path(__file__).parent / "paper_results.csv"  # as arXiv 2005.00247v3 prints them
 COMPARISONS = [(f, a) for f in ("fusion_st_a", "fusion_mt_a") for a in ("st_a_16", "mt_a")]
 MEAN = "*mean*"  # in italics; no task can be called so
-BARS = ["st_a_16", "fusion_st_a", "mt_a", "fusion_mt_a"]  # of Figure 3
+BARS = [(s, "full") for s in ("st_a_16", "fusion_st_a", "mt_a", "fusion_mt_a")]  # of Figure 3
 
 
 def parse(argv=None):
@@ -52,8 +51,8 @@ def parse(argv=None):
 
 
 def cell_of(args, system, task, seed, is_target=True):
-    """The run of a system on a task, with the runs that it needs. args.sizes: {task: its training
-    examples}, of which a target may have fewer. A task of --one-seed has no other seed."""
+    """The run of a system on a task. args.sizes: {task: its training examples}, of which a target
+    may have fewer. A task of --one-seed has no other seed."""
     _, stage, words = grid.system(system)
     seed = args.seeds[0] if task in args.one_seed else seed
     name, needs, limit = f"{system}-{task}", [], args.limit_train
@@ -89,7 +88,6 @@ def cells_of(args):
     }
 
 
-# --------------------------------------------------------------------------------------------------
 # Results: DataFrames of accuracies in %, a row for each task and a column for each system
 
 
@@ -106,50 +104,43 @@ def accuracy_table(args, rows, ours, theirs):
     of, lines = rows.groupby(["task", "system"])["accuracy"], []
     deviations, counts = 100 * of.std(), of.count()
     for task in ours.index:
-        seeds = {counts.get((task, system), 0) for system in args.systems} - {0}
-        lines.append([task, str(args.sizes.get(task, "")), " or ".join(map(str, sorted(seeds)))])
+        seeds = " or ".join(map(str, sorted({*counts.get(task, [])})))
+        line = [task, args.sizes.get(task, ""), seeds]
         for system in args.systems:
             mean, printed = ours.at[task, system], theirs.at[task, system]
             text = report.with_deviation(mean, deviations.get((task, system)))
-            lines[-1].append(text if pd.isna(printed) else f"{text} ({printed:.2f})")
+            line.append(text if pd.isna(printed) else f"{text} ({printed:.2f})")
+        lines.append(line)
     titles = [grid.system(system)[0] for system in args.systems]
     return lines, ["task", "training examples", "seeds", *titles]
 
 
 def differences(values, pairs):
-    """{(one, other): one - other for each task} of the pairs of systems that are there; rounded as
-    printed, so that a table's arrows agree with its numbers"""
-    values = values.drop(MEAN).round(2)
-    pairs = [pair for pair in pairs if {*pair} <= {*values}]
-    return {(one, other): (values[one] - values[other]).round(2) for one, other in pairs}
+    """A column "one − other" for each of the pairs of systems that are there; rounded as printed,
+    so that a table's arrows agree with its numbers."""
+    values, found = values.drop(MEAN).round(2), {}
+    for pair in pairs:
+        if {*pair} <= {*values}:
+            one, other = (values[system] for system in pair)
+            found[" − ".join(grid.system(system)[0] for system in pair)] = (one - other).round(2)
+    return pd.DataFrame(found, index=values.index)
 
 
 def arrow(difference):
     """Table 2's: better or worse by more than 0.3 points, or the same."""
     if pd.isna(difference):
         return "–"
-    return "↗" if difference > 0.3 else "↘" if difference < -0.3 else "→"
-
-
-def table2(ours, theirs):
-    """(rows, header): arrows of fusion against adapters alone, in brackets of the paper's values"""
-    mine, printed = differences(ours, COMPARISONS), differences(theirs, COMPARISONS)
-    titles = [" : ".join(grid.system(system)[0] for system in pair) for pair in mine]
-    lines = [
-        [task, *(f"{arrow(mine[pair][task])} ({arrow(printed[pair][task])})" for pair in mine)]
-        for task in ours.index.drop(MEAN)
-    ]
-    return lines, ["compared to", *titles]
+    if abs(difference) <= 0.3:
+        return "→"
+    return "↗" if difference > 0 else "↘"
 
 
 def figure3(path, ours, theirs):
     """Bars of differences to full fine-tuning, and below them the paper's."""
     figure, panels = report.subplots(2, 1, (max(6.5, 0.75 * len(ours)), 7), sharex=True)
     for axes, title, values in zip(panels, ("here", "the paper's"), (ours, theirs), strict=True):
-        found = differences(values, [(system, "full") for system in BARS])
-        bars = {grid.system(system)[0]: of for (system, _), of in found.items()}
-        style = {"title": title, "ylabel": "accuracy − full, points", "width": 0.8}
-        pd.DataFrame(bars).plot.bar(ax=axes, **style)
+        style = {"title": title, "ylabel": "accuracy, points", "width": 0.8}
+        differences(values, BARS).plot.bar(ax=axes, **style)
     report.save_figure(figure, path)
 
 
@@ -164,14 +155,16 @@ def write_results(args, rows, encoder):
         "In brackets: the paper's. The means, too, are over the tasks listed here.",
         report.markdown(*accuracy_table(args, rows, ours, theirs)),
     ]
-    if differences(ours, COMPARISONS):
+    arrows = differences(ours, COMPARISONS).map(arrow)
+    if not arrows.empty:
+        arrows += " (" + differences(theirs, COMPARISONS).map(arrow) + ")"
         parts += [
             "## Table 2: fusion compared to adapters alone",
-            report.markdown(*table2(ours, theirs)),
+            report.markdown(arrows.reset_index().to_numpy().tolist(), ["compared", *arrows]),
             "↗ better by more than 0.3 points, ↘ worse by more than 0.3, → between. In brackets: "
             "the same rule, applied to the accuracies that the paper prints.",
         ]
-    if differences(ours, [(system, "full") for system in BARS]):
+    if not differences(ours, BARS).empty:
         figure3(args.out / f"figure3{suffix}.png", ours, theirs)
         parts += [f"## Figure 3: difference to full fine-tuning\n\n![](figure3{suffix}.png)"]
     grid.write_results(args, f"results{suffix}", rows, parts)

@@ -1,26 +1,27 @@
 """experiments.grid, and the grids on it: tables, architecture_search and composition."""
 
+import itertools
 import math
-import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
 import time
 import zlib
+from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pandas as pd
 import pytest
 import torch
+from filelock import FileLock, Timeout
 
 import child
 import data
 import train
-from conftest import cli, thorough_after_first
+from conftest import change, cli, thorough_after_first, times
 from experiments import architecture_search as search
 from experiments import composition, grid, tables
 from experiments.load_run import load_run
@@ -58,7 +59,8 @@ def test_every_system_is_the_run_it_is_meant_to_be(options):
     sizes = {"big": 40000, "middle": 3000, "small": 250}
     args = tables.parse([*cli(tasks=[*sizes], model="M", out="."), *options.split()])
     args.sizes = sizes
-    found = {cell.name: cell for cell in grid.with_needs(tables.cells_of(args).values())}
+    cells = tables.cells_of(args).values()
+    found = {cell.name: cell for one in cells for cell in (*one.needs, one)}
     for line in GRIDS[options].replace("\n    ", " ").strip().splitlines():
         name, expected = line.split(": ")
         stage, cell = re.match(r"\w+ |", expected)[0], found[name]
@@ -72,61 +74,83 @@ def test_table_2_of_the_papers_accuracies():
     args = SimpleNamespace(tasks=list(data.TASKS), systems=tables.SYSTEMS)
     papers = pd.read_csv(tables.PAPER, index_col="task")
     theirs = tables.with_mean(papers[papers["encoder"] == "bert-base-uncased"], args)
-    found = tables.differences(theirs, tables.COMPARISONS).values()
-    arrows = ["".join(map(tables.arrow, values)) for values in found]
+    arrows = tables.differences(theirs, tables.COMPARISONS).map(tables.arrow).sum()
     assert [text.count("↗") for text in arrows] == [9, 10, 7, 14]
-    assert arrows[0].count("↘") == 1 and "↘" not in arrows[3]
+    assert arrows.iloc[0].count("↘") == 1 and "↘" not in arrows.iloc[3]
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """started.names: of the runs that a grid has started; started.run: what each of them does, in
+    this process, one after another."""
+    started = SimpleNamespace(names=[], run=lambda cell: train.main(cell.words))
+
+    class Process:
+        exitcode = 0
+
+        def __init__(self, target, args, daemon):
+            self.cell = args[0]
+
+        def start(self):
+            started.names.append(self.cell.name)
+            self.cell.log.parent.mkdir(parents=True, exist_ok=True)
+            self.cell.log.write_text("what came before\n")
+            monkeypatch.setattr(sys, "argv", ["train.py", *self.cell.words])
+            try:
+                started.run(self.cell)
+            except (ValueError, OSError) as e:
+                self.cell.log.write_text(f"what came before\ntrain.py: {e}\n")
+                self.exitcode = 2
+
+    monkeypatch.setattr(grid.forks, "Process", Process)
+    monkeypatch.delitem(sys.modules, "examples.mean_fusion", raising=False)  # --import runs it
+    with patch.dict(FUSIONS):
+        yield started
 
 
 TASKS = ["rte", "sst2", "pick"]
 
 
 @pytest.fixture
-def table(encoder, data_dir, tmp_path, monkeypatch):
+def table(started, encoder, data_dir, tmp_path):
     """table("--seeds 0 1"): tables, whose runs take no time; their accuracies are made up from
-    their names. table.started: those names, table.failing: the names of runs that fail"""
+    their names. table.failing: the names of runs that fail"""
     given = {"tasks": TASKS, "model": encoder, "data_dir": data_dir, "out": tmp_path / "out"}
 
     def table(text, **options):
         tables.main(cli(text, **{**given, **options}))
 
-    def start(cell, *_):
-        table.started.append(cell.name)
-        cell.log.parent.mkdir(parents=True, exist_ok=True)
-        cell.log.write_text("what came before\ntrain.py: this one fails\n")
-        if cell.name in table.failing:
-            return Mock(poll=lambda: 2, wait=lambda: 2)
-        assert all(need.metrics.is_file() for need in cell.needs)
-        cell.out.mkdir(parents=True, exist_ok=True)
-        command = shlex.join(["train.py", *cell.words])
-        write_json(cell.out / "run.json", {"options": {}, "machine": {"command": command}})
+    def run(cell):
+        if cell.name in table.failing or not all(map(grid.is_finished, cell.needs)):
+            raise ValueError("this one fails")
+        record = {"machine": {"command": shlex.join(sys.argv)}, "inputs": {"encoder": "Θ"}}
+        record |= {"options": {"adapters": [], "model": "M"}, "adapters": []}
+        write_json(cell.out / "run.json", record)
         each = {task: zlib.crc32(f"{cell.name} {task}".encode()) % 1000 / 1000 for task in TASKS}
-        write_json(cell.metrics, {"accuracies": each})
-        return Mock(poll=lambda: 0, wait=lambda: 0)
+        write_json(cell.out / "metrics.json", {"accuracies": each})
 
-    table.started, table.failing = [], []
-    monkeypatch.setattr(grid, "start", start)
+    started.run, table.failing = run, []
     return table
 
 
-def test_tables_of_a_whole_grid(table, tmp_path, capsys):
+def test_tables_of_a_whole_grid(table, started, tmp_path, capsys):
     """Planned, run, and written, beside the paper's values."""
     options, out = "--seeds 0 1 --jobs 8", tmp_path / "out"
     for state in ("to do", "finished"):  # then nothing is run
         with pytest.raises(SystemExit, match="0"):
             table(f"{options} --plan")
-        line = rf"^\| (\S+) +\| (\w+) +\| {state} +\| (.*?) +\|$"
-        planned = re.findall(line, capsys.readouterr().out, re.MULTILINE)
-        assert {("fusion_mt_a-rte-1", "fusion", "mt_a-1"), ("mt_a-1", "multitask", "")} < {*planned}
+        planned = re.findall(rf"^{state} +(\S+): (.*)", capsys.readouterr().out, re.MULTILINE)
+        assert {"mt_a-1", "fusion_mt_a-rte-1", "full-pick-0"} < {*dict(planned)}
+        assert "--adapter pal --tasks rte sst2 pick --seed 1" in dict(planned)["mt_a-1"]
         assert out.exists() == (state == "finished")
         table(options)
-        assert sorted(table.started) == sorted(name for name, *_ in planned)
+        assert sorted(started.names) == sorted(name for name, _ in planned)
 
     args = tables.parse(cli(options, tasks=TASKS, out=out))
     args.sizes = dict.fromkeys(TASKS, 96)
     rows = pd.read_csv(out / "results.csv", index_col=["task", "system", "seed"])
     for place, cell in tables.cells_of(args).items():
-        accuracy = read_json(cell.metrics)["accuracies"][place[0]]
+        accuracy = read_json(cell.out / "metrics.json")["accuracies"][place[0]]
         assert rows["accuracy"][place] == pytest.approx(accuracy)
     page, points = (out / "results.md").read_text(), 100 * rows["accuracy"]
     for (task, _), of in points.groupby(["task", "system"]):
@@ -135,7 +159,7 @@ def test_tables_of_a_whole_grid(table, tmp_path, capsys):
     assert (out / "figure3.png").stat().st_size > 5000
 
 
-def test_a_failure_stops_only_what_needs_it(table, tmp_path, capsys):
+def test_a_failure_stops_only_what_needs_it(table, started, tmp_path, capsys):
     """The encoder is a RoBERTa, so the paper's values are those of Table 4."""
     options = "--systems st_a_16 fusion_st_a --seeds 0 1 --jobs 2"
     places = {"model": GOLDEN / "roberta" / "encoder", "tasks": ["rte", "pick"]}
@@ -143,8 +167,9 @@ def test_a_failure_stops_only_what_needs_it(table, tmp_path, capsys):
     with pytest.raises(SystemExit, match="1"):
         table(options, **places)
     output = capsys.readouterr().out
-    assert "failed: st_a_16-rte-1: train.py: this one fails (status 2, " in output
-    assert "fusion_st_a-pick-1: not run: it needs st_a_16-rte-1, which failed" in output
+    assert re.search(r"; 5 of 8 runs are finished after \d+ s\n", output)
+    for name in ("st_a_16-rte-1", "fusion_st_a-pick-1"):
+        assert f"failed: {name}: train.py: this one fails (status 2, " in output
     rows = pd.read_csv(tmp_path / "out" / "results.csv")
     runs = ["-".join(map(str, run)) for run in rows[["system", "task", "seed"]].to_numpy()]
     fused = {"fusion_st_a-rte-0", "fusion_st_a-pick-0"}
@@ -152,32 +177,62 @@ def test_a_failure_stops_only_what_needs_it(table, tmp_path, capsys):
     assert "(75.30)" in (tmp_path / "out" / "results.md").read_text()
     table.failing.clear()
     table(options, **places)
-    assert {*table.started[-3:]} == {"fusion_st_a-rte-1", "fusion_st_a-pick-1", "st_a_16-rte-1"}
+    assert {*started.names[-3:]} == {"fusion_st_a-rte-1", "fusion_st_a-pick-1", "st_a_16-rte-1"}
 
 
-def test_what_counts_as_finished(table, tmp_path):
-    """Another command's run is refused; --overwrite replaces it, and all that was made from it."""
-    options, other = "--systems st_a_16 fusion_st_a --seeds 0", {"adapter_options": "--lr 1e-3"}
-    table(options)
-    first = [*table.started]
-    with pytest.raises(ValueError, match="--overwrite trains it again"):
-        table(options, **other)
-    table(f"{options} --overwrite", **other)
-    assert table.started == 2 * first
-    os.utime(tmp_path / "out" / "runs" / "st_a_16-rte-0" / "metrics.json")  # and no further
-    table(f"{options} --overwrite", **other)
-    assert table.started == [*2 * first, *first[3:]]
+def test_what_counts_as_finished(started, encoder, data_dir, tmp_path, copy, capsys):
+    """A run of the same command, made from the adapters and the encoder that lie there. Another
+    command's is refused; --overwrite replaces it, and all that was made from it."""
+    adapter, fusion = names = "st_a_16-rte-90-0", "fusion_st_a-rte-90-0"
+    words = cli("--tasks rte --systems fusion_st_a --seeds 0", model=copy(encoder))
+
+    def starts(*names, epochs=1, options=""):
+        started.names.clear()
+        behind = cli("-- --device cpu --limit-train 90", epochs=epochs)
+        tables.main([*words, *cli(options, data_dir=data_dir, out=tmp_path / "out"), *behind])
+        assert started.names == [*names]
+
+    starts(*names)
+    starts()
+    row, out = pd.read_csv(tmp_path / "out" / "results-90.csv").iloc[0], tmp_path / "out" / "runs"
+    metrics = read_json(out / fusion / "metrics.json")
+    assert (row["accuracy"], row["train_examples"]) == (metrics["accuracy"], 90)
+    with pytest.raises(ValueError, match="is a finished run with --epochs 1, not --epochs 2: "):
+        starts(epochs=2)
+    starts(*names, epochs=2, options="--overwrite")
+    change(out / adapter / "adapter.safetensors", times(1.5))
+    with pytest.raises(SystemExit):
+        starts(epochs=2)
+    assert "holds a run with adapter rte = " in capsys.readouterr().out
+    assert pd.read_csv(tmp_path / "out" / "results-90.csv").empty
+    starts(fusion, epochs=2, options="--overwrite")
+    write_json(tmp_path / "copy" / "run.json", {"encoder": "trained again since"})
+    with pytest.raises(SystemExit):
+        starts(*names, epochs=2)
 
 
-def test_gpus_and_cores_are_shared_out(monkeypatch, tmp_path):
-    started = []
-    monkeypatch.setattr(grid.subprocess, "Popen", lambda *_, env, **__: started.append(env))
+def test_three_at_a_time(monkeypatch, capsys):
+    """They share GPUs and cores; it is never silent for long. Each takes 400 seconds."""
+    given, clock = [], SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    clock.sleep = lambda _: setattr(clock, "now", clock.now + 1)
+
+    class Process:
+        exitcode = property(lambda _: 0 if clock.now > 400 else None)
+
+        def __init__(self, target, args, daemon):
+            self.start = lambda: given.append(args[1:])
+
+    monkeypatch.setattr(grid, "time", clock)
+    monkeypatch.setattr(grid.forks, "Process", Process)
+    monkeypatch.setattr(grid, "outcome", lambda cell, *_: cell.name)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")  # the user's
-    for number in range(3):
-        grid.start(grid.Cell("name", tmp_path / "runs" / "name", "full", [], []), number, 2)
-    assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["5", "7", "5"]
-    assert {env["OMP_NUM_THREADS"] for env in started} == {"3"}
+    grid.run_all([grid.Cell(name, Path(), "full", [], []) for name in "abc"], 3, [])
+    assert given == [("5", 2), ("7", 2), ("5", 2)]
+    *waiting, last = capsys.readouterr().out.splitlines()
+    assert last == "a; b; c; 3 of 3 runs are finished after 401 s"
+    said = [int(line.removeprefix("0 of 3 runs are finished after ")[:-2]) for line in waiting]
+    assert said[0] < 15 and all(b < 1.5 * a + 10 for a, b in itertools.pairwise(said))
 
 
 # what words of a command add to the accuracy
@@ -215,68 +270,39 @@ def test_a_search_goes_on_from_the_best(launch, encoder, data_dir, tmp_path, cap
     best = ["both", "after", "after", "before the new LayerNorm", "relu (the paper's)"]
     assert re.findall(r"^\| \*\*(.*?)\*\*", text, re.MULTILINE) == best
     assert "Full fine-tuning: 65.00 ± 0.00." in text
-    assert re.search(r"\*\*both\*\* +\| 60.00 ± 0.00 +\| 63.00 ± 0.00 +\| 61.50 ", text)
+    assert re.search(r"\*\*both\*\* +\| 60.00 ± 0.00 +\| 63.00 ± 0.00 +\| +61.50 ", text)
     found = rows[(rows["option"] == "swish") & (rows["reduction_factor"] == 8)]
     upon = 0.5 + 0.1 + 0.02 + 0.05 + 0.01 + 0.03  # what was best before
     assert found["accuracy"].tolist() == 2 * [pytest.approx(upon)]
     assert (tmp_path / "sst2.png").stat().st_size > 5000
 
 
-@pytest.fixture
-def in_this_process(monkeypatch):
-    """The runs of a grid, one after another."""
+@pytest.mark.parametrize("end", thorough_after_first(*"SIGTERM SIGINT SIGHUP".split()))
+def test_no_run_is_left_behind(end, encoder, data_dir, tmp_path):
+    """However tables ends. They have saved what they had, and give one piece of advice."""
 
-    def run(args, columns, cells):
-        for cell in grid.with_needs(cells.values()):
-            if not cell.metrics.is_file():
-                train.main(cell.words)
-        places = (dict(zip(columns, place, strict=True)) for place in cells)
-        return pd.DataFrame(map(grid.row_of, places, cells.values())), {}
-
-    monkeypatch.setattr(grid, "run", run)
-    monkeypatch.delitem(sys.modules, "examples.mean_fusion", raising=False)  # --import runs it
-    with patch.dict(FUSIONS):
-        yield
-
-
-def test_a_small_grid_for_real(encoder, data_dir, tmp_path):
-    words = "--tasks rte --systems fusion_st_a --seeds 0"
-    words = cli(words, model=encoder, data_dir=data_dir, out=tmp_path)
-    words += cli("-- --device cpu --limit-train 90 --epochs 2")
-    for _ in range(2):
-        tables.main(words)
-    metrics = read_json(tmp_path / "runs/fusion_st_a-rte-90-0/metrics.json")
-    row = pd.read_csv(tmp_path / "results-90.csv").iloc[0]
-    assert (row["accuracy"], row["train_examples"]) == (metrics["accuracy"], 90)
-    with pytest.raises(ValueError, match="is a finished run with --epochs 2, not --epochs 3: "):
-        tables.main([*words[:-1], "3"])
-
-
-@pytest.mark.skipif(not shutil.which("pgrep"), reason="counts processes")
-@pytest.mark.parametrize("end", thorough_after_first(*"SIGTERM SIGINT SIGHUP SIGKILL".split()))
-def test_no_child_is_left_behind(end, encoder, data_dir, tmp_path):
-    """However tables ends. They have saved what they had."""
-
-    def children():
-        done = subprocess.run(["pgrep", "-c", "-f", f"{tmp_path}/runs"], capture_output=True)
-        return int(done.stdout)
+    def at_work():
+        found = 0
+        for path in tmp_path.glob("runs/*/.lock"):
+            try:
+                FileLock(path, timeout=0).acquire().lock.release()
+            except Timeout:
+                found += 1
+        return found
 
     words = cli("--tasks rte --systems full --seeds 0 1 --jobs 2", model=encoder, out=tmp_path)
     words += [*cli(data_dir=data_dir), *cli("-- --epochs 9999 --patience 9999 --device cpu")]
-    process = child.Program(["-m", "experiments.tables", *words])
+    command, pipe = [sys.executable, "-m", "experiments.tables", *words], subprocess.PIPE
+    process = subprocess.Popen(command, cwd=child.ROOT, stdout=pipe, stderr=pipe, text=True)
     while sum("epoch  2:" in path.read_text() for path in tmp_path.glob("logs/*")) < 2:
-        assert process.poll(0.1) is None
-    assert children() == 2
+        assert process.poll() is None
+        time.sleep(0.1)
+    assert at_work() == 2
     process.send_signal(getattr(signal, end))
-    status, said = process.wait(60), process.stderr.read()
-    if end == "SIGKILL":
-        assert (status, said) == (-9, "")
-        for _ in range(200):  # they hear of it
-            time.sleep(0.1 * bool(children()))
-    else:  # with one piece of advice, not the runs'
-        assert status == 130 and said.count("\n") == 1 and "the same command goes on" in said
-        assert "--resume" not in process.stdout.read()
-    assert not children() and len([*tmp_path.glob("runs/*/resume.pt")]) == 2
+    output, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and error.count("\n") == 1
+    assert "the same command goes on" in error and "--resume" not in output
+    assert not at_work() and len([*tmp_path.glob("runs/*/resume.pt")]) == 2
 
 
 SYSTEMS = """head= head_on_sst2=sst2 head_on_pick=pick own= full= mean=sst2,pick
@@ -285,7 +311,7 @@ SYSTEMS = """head= head_on_sst2=sst2 head_on_pick=pick own= full= mean=sst2,pick
 ADAPTERS = dict(word.split("=") for word in SYSTEMS.split())  # of composition's systems
 
 
-def test_every_control(runs, encoder, data_dir, tmp_path, capsys, in_this_process):
+def test_every_control(runs, encoder, data_dir, tmp_path, capsys, started):
     words = cli("--target rte --seeds 0 1", model=encoder, data_dir=data_dir, out=tmp_path)
     words += cli("--train-examples 48", sources=["sst2", runs / "pick"])
     words += ["--fusion-options", "--fusion attention"]  # the control's is still mean
@@ -315,7 +341,7 @@ def test_every_control(runs, encoder, data_dir, tmp_path, capsys, in_this_proces
         assert any(" ".join(line.split()).endswith(numbers) for line in printed)
 
 
-def test_what_is_left_over(runs, encoder, data_dir, tmp_path, capsys, in_this_process):
+def test_what_is_left_over(runs, encoder, data_dir, tmp_path, capsys, started):
     """--test asks every run for what it was not trained on. All options of train.py reach the
     target, and what is held out of its file is not a part of that."""
     rows, file = (data_dir / "rte" / "train.jsonl").read_text(), tmp_path / "mine.jsonl"

@@ -1,26 +1,21 @@
 """Finished runs: load_run, and what reads them, evaluate, predict and fusion_weights."""
 
-import itertools
 import json
 import math
 import os
 import pickle
 import re
-import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from statistics import mean
 
-import pandas as pd
 import pytest
 import torch
-import torch.nn.functional as F
 
-import data
 from bert import Bert
-from conftest import cli, read_lines, write_rows
-from data import Task, get_task
+from conftest import read_lines, write_rows
+from data import get_task
 from experiments import evaluate as evaluation
 from experiments import fusion_weights, predict
 from experiments.load_run import load_run
@@ -266,121 +261,3 @@ def test_head_ends_it_quietly(runs, tmp_path):
         done = subprocess.run(command, capture_output=True, text=True, env=buffered)
         said = [text for text in done.stderr.splitlines() if not text.startswith("note: ")]
         assert (done.returncode, said) == (141, [])  # as SIGPIPE would end it
-
-
-def test_the_weights_are_means_over_real_tokens(runs, loud_fusion, launch, tmp_path):
-    """The means of what load_run shows of each token, padding not included, and of each [CLS]. The
-    second run has two fusions a layer, and one of its adapters is not in layer 2."""
-    out, single, second = tmp_path / "out", runs / "rte", tmp_path / "second"
-    words, adapters = "--stage adapter --epochs 1 --adapter houlsby", ["rte", "sst2"]
-    adapters = [tmp_path / name for name in adapters]
-    launch(f"{words} --task rte --adapter-config leave_out=[1]", out=adapters[0])
-    launch(f"{words} --task sst2", out=adapters[1])
-    launch("--stage fusion --task sst2 --epochs 1", adapters=adapters, out=second)
-    words = cli("--device cpu", out=out, baseline=[single, loud_fusion])
-    fusion_weights.main([str(loud_fusion), str(second), *words])
-    figures = {f"figure{n}{tokens}.png" for n in (4, 6) for tokens in ("", "_cls")}
-    assert {path.name for path in out.iterdir()} == {*figures, "weights.csv", "summary.txt"}
-    rows, count = pd.read_csv(out / "weights.csv"), 0
-    found = dict([*rows.groupby(["run", "layer", "location", "tokens"])])
-    assert [*found[str(second), 2, "output", "cls"]["adapter"]] == ["sst2"]  # rte is not there
-    for directory in (loud_fusion, second):
-        run = load_run(directory)
-        seen = [example["weights"] for example in run.fusion_weights(run.split())]
-        for location, layer in itertools.product(seen[0], (0, 1)):
-            every = [weights[location][layer] for weights in seen]  # [T, N] each
-            first = torch.stack([weights[0] for weights in every])
-            for tokens, s in (("all", torch.cat(every)), ("cls", first)):
-                of = found[str(directory), layer + 1, location, tokens]
-                weights = of.set_index("adapter")["weight"].reindex(run.adapters).fillna(0)
-                assert weights.tolist() == pytest.approx(s.mean(0).tolist(), abs=1e-5)
-                assert {*of["is_read"]} == {tokens == ("cls" if layer else "all")}
-                count += len(of)
-    assert count == len(rows)
-    ours, theirs = (read_json(run / "metrics.json")["accuracy"] for run in (loud_fusion, single))
-    numbers = f"{100 * ours:.2f} | {100 * theirs:.2f} | {100 * (ours - theirs):.2f} |"
-    assert numbers in " ".join((out / "summary.txt").read_text().split())
-
-
-def rows_of(target, layer, tokens, weights, is_read=True, accuracies=(math.nan, math.nan)):
-    task = target.split()[0]
-    key = ["run", target, task, *accuracies, layer, "output", tokens, is_read, 0.0]
-    return [[*key, *pair] for pair in weights.items()]
-
-
-@pytest.mark.parametrize("other", ["mnli", *fusion_weights.COLUMNS])
-def test_what_section_6_reads(other, tmp_path):
-    """Three targets, two of them without a layer or their own adapter; of the last layer of the
-    first one [CLS] is read. An adapter may have any name."""
-    rows = rows_of("cb", 1, "all", {"cb": 0.1, other: 0.9}, True, (0.8, 0.7))
-    rows += rows_of("cb", 2, "all", {"cb": 0.9, other: 0.1}, False)
-    rows += rows_of("cb", 2, "cls", {"cb": 0.5, other: 0.5})
-    rows += rows_of(other, 1, "all", {"cb": 0.1, other: 0.9})
-    rows += rows_of(other, 2, "all", {"cb": 0.2, other: 0.8})
-    rows += rows_of("cb (2)", 2, "all", {other: 1.0})
-    rows = pd.DataFrame(rows, columns=fusion_weights.COLUMNS)
-    if other == "adapter":  # which comes before cb, but not in the figures
-        fusion_weights.draw(rows[rows["target"] == "cb"], tmp_path)
-    found, header = fusion_weights.strengths_table(rows)
-    assert [line[:6] for line in found] == [
-        ["cb", other, *map(pytest.approx, (0.7, 0.3, 0.5)), "1 of 2"],
-        [other, other, *map(pytest.approx, (0.85, 0.85, 0.5)), "2 of 2"],
-        ["cb (2)", other, 1, None, 1, None],
-    ]
-    assert found[0][6:] == pytest.approx([80, 70, 10]) and len(header) == 9
-    assert fusion_weights.normalized_entropy([0.1, 0.9]) == pytest.approx(0.469, abs=1e-3)
-    assert fusion_weights.normalized_entropy([0.2] * 5) == pytest.approx(1)
-    assert fusion_weights.normalized_entropy([1.0]) == 0
-    assert fusion_weights.figure_4_layers(12) == {1, 7, 9, 12}
-
-
-def test_single_adapters_are_averaged_if_they_compare(runs, tmp_path):
-    """Those of the same task, encoder and data."""
-    fusion, rte = runs / "fusion-rte", runs / "rte"
-    accuracy, record = read_json(rte / "metrics.json")["accuracy"], read_json(rte / "run.json")
-    seed, others = shutil.copytree(rte, tmp_path / "seed"), [runs / "sst2", fusion]
-    write_json(seed / "metrics.json", {"accuracy": 0.1})
-    for name in record["inputs"].keys() - {"tokenizer"}:
-        others.append(shutil.copytree(seed, tmp_path / name))
-        inputs = record["inputs"] | {name: "another"}
-        write_json(others[-1] / "run.json", {**record, "inputs": inputs})
-    found = fusion_weights.single_accuracy(fusion, [rte, seed, *others])
-    assert found == pytest.approx((accuracy + 0.1) / 2)
-    assert math.isnan(fusion_weights.single_accuracy(fusion, others))
-
-
-class Several(Task):
-    """An example has any number of labels, `red blue`."""
-
-    def label_index(self, value):
-        return tuple(float(label in value.split()) for label in self.labels)
-
-    def answer(self, logits):
-        return {"labels": [self.labels[k] for k in self.predict(logits).nonzero()[:, 0]]}
-
-
-def all_are_right(labels, predictions):
-    return (labels == predictions).all(-1).double().mean().item()
-
-
-def several_labels(name, columns, labels):
-    names = sorted({one for label in labels for one in label.split()})
-    scores, loss = {"accuracy": all_are_right}, F.binary_cross_entropy_with_logits
-    more = {"name": name, "loss": loss, "scores": scores}
-    return Several(None, columns, names, predict=lambda logits: logits > 0, **more)
-
-
-def test_an_edit_of_an_own_task_acts_in_training_and_after_it(launch, say, tmp_path, monkeypatch):
-    """Here labels of which several can be right."""
-    monkeypatch.setattr(data, "own_task", several_labels)
-    labels = ["red", "blue", "blue red", "none"] * 5
-    rows = [{"text_a": label.replace("none", "cat"), "label": label} for label in labels]
-    write_rows(tmp_path / "a.jsonl", rows)
-    file, out = tmp_path / "a.jsonl", tmp_path / "run"
-    words = "--stage full --task own --lr 1e-2 --epochs 5 --batch-size 4"
-    metrics = launch(words, train_file=file, dev_file=file, out=out)
-    result = evaluate(out)
-    assert (result["accuracy"], result["loss"]) == (metrics["accuracy"], metrics["dev_loss"])
-    found = [answer["labels"] for answer in load_run(out).predict(rows)]
-    assert mean(of == label.split() for of, label in zip(found, labels, strict=True)) > 0.4
-    assert say(out, "blue red") == [f"{found[2]}\tblue red"]

@@ -1,0 +1,113 @@
+"""experiments.fusion_weights: what a fusion has learned, in figures and numbers."""
+
+import itertools
+import math
+import shutil
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+import torch
+
+from conftest import cli
+from experiments import fusion_weights
+from experiments.load_run import load_run
+from formats.files import read_json, write_json
+
+
+def test_the_weights_are_means_over_real_tokens(runs, loud_fusion, launch, tmp_path):
+    """The means of what load_run shows of each token, padding not included, and of each [CLS]. The
+    second run has two fusions a layer, and one of its adapters is not in layer 2."""
+    out, single, second = tmp_path / "out", runs / "rte", tmp_path / "second"
+    words, adapters = "--stage adapter --epochs 1 --adapter houlsby", ["rte", "sst2"]
+    adapters = [tmp_path / name for name in adapters]
+    launch(f"{words} --task rte --adapter-config leave_out=[1]", out=adapters[0])
+    launch(f"{words} --task sst2", out=adapters[1])
+    launch("--stage fusion --task sst2 --epochs 1", adapters=adapters, out=second)
+    words = cli("--device cpu", out=out, baseline=[single, loud_fusion])
+    fusion_weights.main([str(loud_fusion), str(second), *words])
+    figures = {f"figure{n}{tokens}.png" for n in (4, 6) for tokens in ("", "_cls")}
+    assert {path.name for path in out.iterdir()} == {*figures, "weights.csv", "summary.txt"}
+    rows, count = pd.read_csv(out / "weights.csv"), 0
+    found = dict([*rows.groupby(["run", "layer", "location", "tokens"])])
+    assert [*found[str(second), 2, "output", "cls"]["adapter"]] == ["sst2"]  # rte is not there
+    for directory in (loud_fusion, second):
+        run = load_run(directory)
+        seen = [example["weights"] for example in run.fusion_weights(run.split())]
+        for location, layer in itertools.product(seen[0], (0, 1)):
+            every = [weights[location][layer] for weights in seen]  # [T, N] each
+            first = torch.stack([weights[0] for weights in every])
+            for tokens, s in (("all", torch.cat(every)), ("cls", first)):
+                of = found[str(directory), layer + 1, location, tokens]
+                weights = of.set_index("adapter")["weight"].reindex(run.adapters).fillna(0)
+                assert weights.tolist() == pytest.approx(s.mean(0).tolist(), abs=1e-5)
+                assert {*of["is_read"]} == {tokens == ("cls" if layer else "all")}
+                count += len(of)
+    assert count == len(rows)
+    ours, theirs = (read_json(run / "metrics.json")["accuracy"] for run in (loud_fusion, single))
+    numbers = f"{100 * ours:.2f} | {100 * theirs:.2f} | {100 * (ours - theirs):.2f} |"
+    assert numbers in " ".join((out / "summary.txt").read_text().split())
+
+
+def rows_of(target, own, layer, tokens, weights, is_read=True, accuracies=(math.nan, math.nan)):
+    key = ["run", target, own, *accuracies, layer, "output", tokens, is_read]
+    return [[*key, *pair] for pair in weights.items()]
+
+
+@pytest.mark.parametrize("other", ["mnli", *fusion_weights.COLUMNS])
+def test_what_section_6_reads(other, tmp_path):
+    """Three targets, one of them without an own adapter; of the last layer of the first one [CLS]
+    is read. An adapter may have any name."""
+    rows = rows_of("cb", "mine", 1, "all", {other: 0.9, "mine": 0.1}, True, (0.8, 0.7))
+    rows += rows_of("cb", "mine", 2, "all", {other: 0.1, "mine": 0.9}, False)
+    rows += rows_of("cb", "mine", 2, "cls", {other: 0.5, "mine": 0.5})
+    rows += rows_of("rte", other, 1, "all", {other: 0.9, "mine": 0.1})
+    rows += rows_of("rte", other, 2, "all", {other: 0.8, "mine": 0.2})
+    rows += rows_of("cb (2)", None, 2, "all", {other: 1.0})
+    rows = pd.DataFrame(rows, columns=fusion_weights.COLUMNS)
+    found, header = fusion_weights.strengths_table(rows)
+    assert [line[:7] for line in found[:2]] == [
+        ["cb", other, pytest.approx(0.7), "mine", *map(pytest.approx, (0.3, 0.5)), "1 of 2"],
+        ["rte", other, pytest.approx(0.85), other, *map(pytest.approx, (0.85, 0.5)), "2 of 2"],
+    ]
+    assert found[2][:3] == ["cb (2)", other, 1] and found[2][4:7] == [None, 1, None]
+    assert found[0][7:] == pytest.approx([80, 70, 10]) and len(header) == 10
+    if other == "adapter":
+        fusion_weights.draw(rows, tmp_path)
+    assert fusion_weights.figure_4_layers(12) == {1, 7, 9, 12}
+
+
+@pytest.mark.parametrize(
+    "adapters, own",
+    [
+        ({"rte": "sst2", "mine": "rte"}, "mine"),  # two that were renamed
+        ({"pick": "pick", "rte": None}, "rte"),  # of the hub, without a run.json
+        ({"sst2": "sst2 rte", "rte": "sst2 rte"}, "rte"),  # of a multi-task run
+        ({"pick": "pick", "sst2": "sst2"}, None),
+    ],
+)
+def test_the_own_adapter_is_known_by_its_training(adapters, own, tmp_path):
+    """adapters: {its name here: the tasks in its run.json}"""
+    for name, tasks in adapters.items():
+        if tasks:
+            path = tmp_path / "adapters" / name / "run.json"
+            write_json(path, {"tasks": {task: {} for task in tasks.split()}})
+    run = SimpleNamespace(
+        directory=tmp_path, adapters=[*adapters], task=SimpleNamespace(name="rte")
+    )
+    assert fusion_weights.own_adapter(run) == own
+
+
+def test_single_adapters_are_averaged_if_they_compare(runs, tmp_path):
+    """Those of the same task, encoder and data."""
+    fusion, rte = runs / "fusion-rte", runs / "rte"
+    accuracy, record = read_json(rte / "metrics.json")["accuracy"], read_json(rte / "run.json")
+    seed, others = shutil.copytree(rte, tmp_path / "seed"), [runs / "sst2", fusion]
+    write_json(seed / "metrics.json", {"accuracy": 0.1})
+    for name in record["inputs"].keys() - {"tokenizer"}:
+        others.append(shutil.copytree(seed, tmp_path / name))
+        inputs = record["inputs"] | {name: "another"}
+        write_json(others[-1] / "run.json", {**record, "inputs": inputs})
+    found = fusion_weights.single_accuracy(fusion, [rte, seed, *others])
+    assert found == pytest.approx((accuracy + 0.1) / 2)
+    assert math.isnan(fusion_weights.single_accuracy(fusion, others))
