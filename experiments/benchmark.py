@@ -119,7 +119,7 @@ def measure(side, row, root, options):
     loss = gradients(batch).item()
     optimizer.zero_grad()
     model.train()  # with dropout
-    compute = Recorded(gradients, trained, dtype) if is_recorded else gradients
+    compute = Recorded(gradients, trained, options["dtype"], 500) if is_recorded else gradients
     warm_up, steps = (3, 10) if device == "cuda" else (1, 1)  # the second one is recorded
     for number in range(warm_up + steps):  # that of train.py, and of transformers' trainer
         if number == warm_up:
