@@ -269,17 +269,16 @@ def check_low_rank(fusion, adapters):
     if fusion.value.weight.is_meta or not has_low_rank(fusion, adapters):
         return
     both = deepcopy(nn.ModuleList([fusion, *adapters])).cpu().float()
-    fusion, *adapters = both
-    forms = [fusion.textbook, *(partial(low_rank, fusion, many_tokens=b) for b in (False, True))]
+    forms = [Fusion.textbook, *(partial(low_rank, many_tokens=b) for b in (True, False))]
     with torch.random.fork_rng(devices=[]):  # training draws what it would without this check
         h = torch.randn(2, 3, len(fusion.value.weight))
         for p in both.parameters():  # a new parameter may start at a value without any effect
             p.add_(0.01 * torch.randn(p.shape))
         for is_training in (True, False):
-            both.train(is_training)
             found = []
             for form in forms:
+                fusion, *adapters = deepcopy(both).train(is_training)  # which may change a buffer
                 torch.default_generator.manual_seed(0)  # the CPU's alone
-                found.append(torch.cat([form(h, adapters), fusion.s], -1))
+                found.append(torch.cat([form(fusion, h, adapters), fusion.s], -1))
             if not all((o - found[0]).abs().max() <= 1e-4 * found[0].abs().max() for o in found):
                 raise ValueError("low_rank no longer computes textbook: edit both, or `bottleneck`")

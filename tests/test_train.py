@@ -1,13 +1,17 @@
 """Training learns; defaults, learning rates, where the encoder is from, and what is saved."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import adapter
 import child
+import fusion
 import train
-from adapter import AdapterConfig, add_adapter, save_adapter
+from adapter import AdapterConfig, add_adapter, load_adapter, save_adapter
 from bert import AddNorm, Bert
 from conftest import assert_equal, cli, randomize, write_tasks
 from experiments import multitask
@@ -128,6 +132,49 @@ def test_what_a_fork_trains_is_saved_by_name(launch, command, at_step, tmp_path,
         launch("", *command("own", cut))
     launch("", *command("own", cut, "--resume"))
     assert_equal(cut, whole)
+
+
+@dataclass
+class EditedConfig(adapter.AdapterConfig):
+    scaling: float = 1.0  # which AdapterHub's library has, too, as something else
+
+
+class EditedFusion(fusion.Fusion):
+    def __init__(self, *given, power=1.0):
+        super().__init__(*given)
+        self.power = power
+        self.register_buffer("mean", torch.zeros(1))
+
+    def softmax(self, scores):
+        if self.training:
+            self.mean += scores.mean().detach()
+        return super().softmax(self.power * (scores - self.mean))
+
+
+def test_fields_and_buffers_of_an_edit_come_back(launch, runs, encoder, tmp_path, monkeypatch):
+    """Of AdapterConfig and Fusion themselves, also by load_adapter and load_fusion alone."""
+    EditedConfig.__name__, EditedFusion.__name__ = "AdapterConfig", "Fusion"
+    monkeypatch.setattr(adapter, "AdapterConfig", EditedConfig)
+    monkeypatch.setattr(fusion, "Fusion", EditedFusion)
+    monkeypatch.setitem(adapter.ADAPTERS, "pfeiffer", EditedConfig.pfeiffer)
+    monkeypatch.setitem(fusion.FUSIONS, "attention", EditedFusion)
+    down = adapter.Adapter.bottleneck
+    edited = lambda self, h: getattr(self.config, "scaling", 1) * down(self, h)  # noqa: E731
+    monkeypatch.setattr(adapter.Adapter, "bottleneck", edited)
+    words, place = "--task rte --epochs 1 --lr 1e-2", tmp_path / "rte"
+    launch(f"--stage adapter {words} --adapter-config scaling=3", out=place)
+    adapters, out = [place, runs / "sst2"], tmp_path / "fusion"
+    launch(f"--stage fusion {words} --fusion-config power=9", adapters=adapters, out=out)
+    run, bert = load_run(out), Bert.from_pretrained(encoder)
+    for directory in adapters:
+        load_adapter(bert, directory)
+    fusion.load_fusion(bert, out)
+    assert bert.adapter_configs["rte"].scaling == 3 and bert.adapter_configs["sst2"].scaling == 1
+    for key, one in fusion.active_fusions(bert).items():
+        assert one.power == 9 and one.mean.any()
+        assert torch.equal(one.mean, run.bert.slots[key].fusion.mean)
+    found = evaluate(run.model, run.task, run.split(), run.args)
+    assert found["loss"] == read_json(out / "metrics.json")["dev_loss"]
 
 
 def test_what_no_gradient_reaches_is_named(launch, tmp_path, monkeypatch, capsys):
