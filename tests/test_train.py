@@ -1,5 +1,6 @@
 """Training learns; defaults, learning rates, where the encoder is from, and what is saved."""
 
+import shutil
 from dataclasses import dataclass
 
 import pytest
@@ -17,7 +18,7 @@ from conftest import assert_equal, cli, randomize, write_tasks
 from experiments import multitask
 from experiments.fusion_weights import mean_weights
 from experiments.load_run import load_run
-from formats.files import read_json
+from formats.files import read_json, write_tensors
 from train import evaluate
 
 
@@ -132,6 +133,17 @@ def test_what_a_fork_trains_is_saved_by_name(launch, command, at_step, tmp_path,
         launch("", *command("own", cut))
     launch("", *command("own", cut, "--resume"))
     assert_equal(cut, whole)
+
+
+def test_an_adapter_that_is_not_all_of_its_run(launch, runs, tmp_path, capsys):
+    """What else the run has trained is not taken along, and that is said."""
+    run = shutil.copytree(runs / "rte", tmp_path / "rte")
+    write_tensors(run / "own.safetensors", {"bert.layers.0.query.bias": torch.zeros(32)})
+    words = "--stage head --task rte --epochs 1"
+    for adapter_of, is_said in ((run, True), (runs / "rte", False)):
+        launch(words, adapters=adapter_of, out=tmp_path / f"head-{is_said}")
+        said = "which is used here without bert.layers.0.query.bias"
+        assert (said in capsys.readouterr().out) == is_said
 
 
 @dataclass
