@@ -30,7 +30,7 @@ from experiments.report import markdown
 from experiments.skills import build_tasks
 from formats.rows import Source
 from formats.tokenizer import load_tokenizer
-from fusion import Fusion, add_fusion, fusion_regularization
+from fusion import Fusion, add_fusion, fusion_regularization, low_rank
 
 plt.rcParams["figure.dpi"] = 90
 torch.set_printoptions(precision=3, sci_mode=False, linewidth=110)

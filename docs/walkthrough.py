@@ -20,8 +20,8 @@
 # under a cell was computed by it. `make walkthrough` runs the page, in minutes on a laptop.
 #
 # **Notation.** $B$ examples, $T$ tokens, $d$ the hidden size, $r$ the size of an adapter's
-# bottleneck, $N$ adapters. $\Theta$ is the pretrained encoder, $\Phi_n$ the adapter of task $n$,
-# $\Psi$ the fusion.
+# bottleneck, $N$ adapters. $\Theta$ is the encoder, $\Theta_0$ its weights as pretrained, $\Phi_n$
+# the adapter of task $n$, $\Psi$ the fusion.
 
 # %%
 from page import *  # the repository's own names, and `show`, which prints their source
@@ -97,12 +97,11 @@ show(Layer.forward, AddNorm.forward)
 # $$h = \mathrm{LN}(f + x), \qquad z = U\,\mathrm{act}(D h + b_D) + b_U, \qquad \text{output} = \mathrm{LN}(f + z + x)$$
 
 # %%
-show(Adapter.h_and_residual, Adapter.bottleneck, Adapter.z, Adapter.close, Adapter.forward)
+show(Adapter.forward, Adapter.z, Adapter.bottleneck)
 
 # %% [markdown]
-# In the paper's own, `original_ln_before`, `residual_before_ln` and `original_ln_after` are true,
-# and there is no LayerNorm but BERT's. New weights are small, so training starts near BERT as
-# pretrained.
+# Both LayerNorms are BERT's one, applied twice. New weights are small, so training starts near BERT
+# as pretrained.
 
 # %%
 add_adapter(bert, "order", AdapterConfig.pfeiffer(reduction_factor=16))
@@ -167,6 +166,15 @@ with torch.no_grad():
 print(f"`order` after one epoch on 800 examples: {right:.1%} of 200 development examples are right")
 
 # %% [markdown]
+# ### 2.2.2 Multi-task adapters (MT-A)
+#
+# Adapters can also be trained for all tasks together, and $\Theta$, from $\Theta_0$, with them:
+#
+# $$\Theta \leftarrow \operatorname*{argmin}_{\Theta, \Phi} \left(\sum_{n=1}^N L_n(D_n; \Theta_0, \Phi_n)\right), \quad \text{where } \Theta = \Theta_{0 \to \{1, \ldots, N\}}, \Phi_1, \ldots, \Phi_N$$
+#
+# The arrow marks weights that have gone on from $\Theta_0$ on tasks $1, \ldots, N$. Everything that
+# follows can be done over either kind; this page does it over single-task adapters.
+#
 # ### 2.2.3 and appendix A.2: which architecture?
 #
 # Where, how many, which LayerNorms, residual, $r$, non-linearity? The paper's grid search has the
@@ -224,6 +232,7 @@ print(f"Ψ has {psi:,} parameters, a Φ {phi:,}, the head {of_head:,}")
 
 # %%
 show(Fusion.textbook, Fusion.softmax, Fusion.forward)
+show(Adapter.h_and_residual, Adapter.close)  # the two halves of an adapter's own `forward`
 
 # %% [markdown]
 # `h_and_residual` decides what the query is: read literally, the text's "output of the feedforward
@@ -253,16 +262,18 @@ tabulate(rows, ["d", "s", "‖o − Σ s z‖ / ‖o‖"])
 #
 # ### The same function, without the price of $N$ adapters
 #
-# As written, $K$ and $V$ are multiplied with every $z_n$: $2Nd^2$ multiply-adds a token. But a dot
-# product lets $K$ move to the query, a sum lets $V$ move behind it, and $z_n$ has only $r$
-# dimensions of its own. So $K$ and $V$ are applied once, and no $z_n$ is formed:
+# *This is not in the paper, and can be skipped: section 4 does not need it. It is why `forward`
+# above calls `low_rank`.* As written, $K$ and $V$ are multiplied with every $z_n$: $2Nd^2$
+# multiply-adds a token. But a dot product lets $K$ move to the query, a sum lets $V$ move behind
+# it, and $z_n$ has only $r$ dimensions of its own. So $K$ and $V$ are applied once, and no $z_n$ is
+# formed:
 #
 # $$(Qh) \cdot (K z_n) = (K^\top Q h) \cdot z_n, \qquad \sum_n s_n V z_n = V \sum_n s_n z_n, \qquad z_n = U_n a_n + b_n$$
 #
 # ![The matrices of the low-rank form](figures/low_rank.svg)
 
 # %%
-show(Fusion.low_rank)
+show(low_rank)
 
 # %% [markdown]
 # With the docstring's two adapters, in float64, the two forms agree:
@@ -275,8 +286,8 @@ parameters = [p for module in (*adapters, fusion) for p in module.parameters()]
 for p in parameters:
     torch.nn.init.normal_(p, std=0.2)
 h, results = torch.randn(4, 10, d, dtype=torch.float64), []
-for form in (fusion.textbook, fusion.low_rank):
-    o = form(h, adapters)
+for form in (Fusion.textbook, low_rank):
+    o = form(fusion, h, adapters)
     results.append([o.detach(), fusion.s, *torch.autograd.grad(o.sin().sum(), parameters)])
 difference = max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
 print(f"the largest difference of outputs, weights and gradients: {difference:.1e}")
@@ -302,13 +313,16 @@ show(fusion_regularization)
 # classification has one candidate and a score for each of $K$ labels, multiple choice a candidate
 # and one score for each choice.
 #
-# **Now for real**: what a stage adds to the encoder; the step that all stages share; and
-# `gradients`, which `backward` calls, under the name `compute`, for each part (`share`) of a batch.
+# **Now for real**: what a stage adds to the encoder; the loss of a batch and its gradients; and the
+# step that all stages share. A batch may be split, over several GPUs or into parts that fit into
+# memory: `parts` splits it, each part's `share` is its fraction of the examples, and the gradients
+# of all are added up. Without that, there is one part, whose share is 1. `compute` is `gradients`
+# (or, with `--cuda-graphs`, a recording of it). `reseed` makes dropout a function of the step, so
+# that a run that was interrupted goes on as it would have.
 
 # %%
-show(train.build)
-show(train.train, first="for indices in", last="run.after_step")
-show(train.gradients)
+show(train.build, train.gradients)
+show(train.minimize, first="for model, task, examples", last="run.after_step(loss)")
 
 # %% [markdown]
 # The next cell trains the 14 models of `make demo`, each by `train.py` in a process of its own. Two
