@@ -20,14 +20,14 @@ from formats.files import error_prefix
 
 class Adapter(nn.Module):
     """The paper's own adapter (Figure 5), in an AddNorm: in the paper, the one that closes the
-    feed-forward sub-layer. Both "Add & Norm" of the figure are BERT's one LayerNorm there."""
+    feed-forward sub-layer. The "Add & Norm" before and after it are one LayerNorm, BERT's."""
 
     def __init__(self, config, hidden_size, bottleneck_size):
         super().__init__()
         self.config = config
         self.down = nn.Linear(hidden_size, bottleneck_size)  # D
         activation = ACTIVATIONS[config.non_linearity]
-        # a class, such as nn.PReLU, has parameters: each adapter makes its own
+        # a class that a fork adds, such as nn.PReLU, has parameters: each adapter makes its own
         self.act = activation() if isinstance(activation, type) else activation
         self.up = nn.Linear(bottleneck_size, hidden_size)  # U
         for linear in (self.down, self.up):  # as in adapters 1.3; the paper does not say
@@ -48,7 +48,7 @@ class Adapter(nn.Module):
         """a = act(D·h + b_D): [B, T, d] -> [B, T, r]"""
         return self.act(self.down(h))
 
-    # A fusion, which mixes the z of several adapters, calls these two in place of `forward`.
+    # A fusion, which mixes the z of several adapters, calls the next two in place of `forward`:
     # `add_fusion` checks that forward(f, x, norm) equals close(z(h) + residual, x, norm).
 
     def h_and_residual(self, f, x, norm):
@@ -62,7 +62,7 @@ class Adapter(nn.Module):
 
 class GridAdapter(Adapter):
     """All other points of the paper's grid (Figure 5), by the fields of AdapterConfig. It has its
-    own `forward`, `h_and_residual` and `close`; the rest is inherited."""
+    own `forward`, `bottleneck`, `h_and_residual` and `close`."""
 
     def __init__(self, config, hidden_size, bottleneck_size):
         super().__init__(config, hidden_size, bottleneck_size)
@@ -205,8 +205,8 @@ ADAPTERS = {
 
 def add_adapter(bert, name, config):
     """Adds a new adapter wherever its configuration says, and activates it. Its parameters are then
-    the only ones that require a gradient. Raises ValueError if it cannot be added, and the encoder
-    is unchanged."""
+    the only ones that require a gradient. Raises ValueError if it cannot be added, and leaves the
+    encoder unchanged."""
     modules = new_modules(bert, name, config)
     bert.requires_grad_(False)  # all but the new modules, which are not in it yet
     insert(bert, name, config, modules)
@@ -244,13 +244,15 @@ def adapter_modules(bert, name):
 
 def activate(bert, active=None):
     """Chooses what is computed: None, plain BERT; the name of an adapter; or a tuple of names, the
-    fusion of these adapters in its order. A slot where none of them sits computes plain BERT. What
-    is trained stays as it is."""
+    fusion of these adapters in its order. A slot where none of them sits computes plain BERT.
+    `requires_grad` is not changed."""
     names = () if active is None else (active,)
     if isinstance(active, (tuple, list)):
         names = active = tuple(active)
     found = {name: adapter_modules(bert, name) for name in names}  # raises ValueError
-    here = {key: [name for name in names if key in found[name]] for key in bert.slots}
+    here = {key: [name for name in names if key in found[name]] for key in bert.slots}  # by slot
+    if active == ():
+        raise ValueError("a fusion needs at least one adapter")
     for key, slot in bert.slots.items():
         fused = slot.fusion.adapter_names if slot.fusion else []
         if isinstance(active, tuple) and here[key] != fused:
@@ -269,13 +271,13 @@ def save_adapter(bert, name, directory):
     tensors = adapterhub.slot_tensors(adapter_modules(bert, name))
     options = {**adapterhub.NOT_IN_THE_PAPER, **vars(config)}  # with all fields that AdapterHub has
     if type(config) is not AdapterConfig or not adapterhub.is_known(vars(config), tensors):
-        options = adapterhub.own_kind(config, vars(config))  # a fork's, which AdapterHub refuses
+        options = adapterhub.own_kind(config, vars(config))  # AdapterHub's library refuses it
     adapterhub.write(directory, adapterhub.ADAPTER, name, options, tensors, bert)
 
 
 def load_adapter(bert, source, name=None):
     """Inserts a saved adapter into the encoder, frozen and not yet active. source: a run, an
-    AdapterHub directory, a hub id, or the Saved that was read there; name: what to call it here,
+    AdapterHub directory, a hub id, or what `adapterhub.read` returned; name: what to call it here,
     otherwise what its file says. Returns the name. Raises FileNotFoundError if there is no adapter,
     and ValueError if it does not fit the encoder, which is then unchanged."""
     is_read = isinstance(source, adapterhub.Saved)
@@ -284,7 +286,7 @@ def load_adapter(bert, source, name=None):
     with error_prefix(saved.directory):
         saved.check_encoder(bert)
         config_class, fields = saved.kind(AdapterConfig, ADAPTERS)
-        if fields is None:  # in AdapterHub's own format, as a rule
+        if fields is None:  # it is in AdapterHub's own format
             fields = adapterhub.bottleneck_options(saved.options, saved.metadata)
         config = config_class(**fields)
         modules = new_modules(bert, name, config)
@@ -300,7 +302,7 @@ def load_adapter(bert, source, name=None):
 
 class Head(nn.Module):
     """The prediction head on the last layer's [CLS] vector. The paper describes none; this is
-    AdapterHub's default. config has the fields of its head_config.json; other values than these
+    AdapterHub's default. config has the fields of its head_config.json; values other than these
     raise a ValueError.
 
     head_type                 classification | multiple_choice
@@ -339,7 +341,7 @@ class Head(nn.Module):
         return self.layers(x).view(-1, self.num_outputs)  # [B·C, K or 1] -> [B, K]
 
 
-HEADS = {"cls": Head}  # --head NAME: Head, or a class of your own
+HEADS = {"cls": Head}  # --head NAME: Head, or a subclass of it
 
 
 def save_head(head, bert, name, directory):

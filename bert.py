@@ -61,7 +61,7 @@ def dropout(x, p, training):
     if not training or p == 0 or x.device.type != "cpu":
         return F.dropout(x, p, training)
     bits = torch.empty(x.numel() // 4 + 1, dtype=torch.int64).random_(-(2**63), None)
-    draws = bits.view(torch.int16)[: x.numel()].view(x.shape)  # uniform in [-2^15, 2^15)
+    draws = bits.view(torch.int16)[: x.numel()].view(x.shape)  # four of each, in [-2^15, 2^15)
     keep = draws >= round(2**16 * p) - 2**15
     return (x * keep).mul_(1 / (1 - p))
 
@@ -83,7 +83,7 @@ class AddNorm(nn.Module):
 
     adapters   every Φ_n that sits here, by name (adapter.py)
     fusion     Ψ over some of them (fusion.py), or None
-    active     what is computed here: None, plain BERT; a name, that Φ; a tuple of names, Ψ"""
+    active     what is computed here. None: plain BERT; a name: that Φ; a tuple of names: Ψ"""
 
     def __init__(self, config):
         super().__init__()
@@ -97,7 +97,7 @@ class AddNorm(nn.Module):
         if self.active is None:
             return self.norm(f + x)
         if isinstance(self.active, tuple):
-            return self.fusion(f, x, self)
+            return self.fusion(f, x, self)  # which needs the adapters, too
         return self.adapters[self.active](f, x, self.norm)
 
 
@@ -184,7 +184,7 @@ class Bert(nn.Module):
         Returns the last layer's hidden states [B, T, d]."""
         for slot in self.slots.values():
             if slot.fusion is not None:
-                slot.fusion.s = None  # of the batch before: fusion.py's weights are about this one
+                slot.fusion.s = None  # the last batch's weights, see fusion_weights in fusion.py
         x = self.word_embeddings(input_ids) + self.position_embeddings(self.positions(input_ids))
         if self.config.type_vocab_size:
             types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids

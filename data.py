@@ -39,8 +39,8 @@ def most_probable(logits):
 
 @dataclass
 class Task:
-    """One task: how a row becomes candidates and a label, and what logits say. A regression or
-    labels of another kind are a subclass (examples/sts_b.py)."""
+    """One task: how a row becomes candidates and a label, and what logits say. A regression, or
+    labels of another kind, need a subclass (examples/sts_b.py)."""
 
     hub: tuple | None  # repository, configuration, revision on the hub; None: it is not there
     columns: list  # text columns, in the order in which `candidates` takes them
@@ -63,7 +63,7 @@ class Task:
         if self.scores is None:
             self.scores = dict(CLASS_SCORES)
             if len(self.labels) != 2:
-                del self.scores["f1"]  # of the positive class, the second of two
+                del self.scores["f1"]  # which is that of the positive class, the second of two
 
     def candidates_of(self, row):
         """[(text_a, text_b or None)] of a row, as formats/rows.py hands it out."""
@@ -80,7 +80,7 @@ class Task:
         # the hub's integers; labels made of digits are names, not indices
         if self.hub and not self.labels[0].isdigit() and text in map(str, range(len(self.labels))):
             found = ", ".join(f"{i} = {label}" for i, label in enumerate(self.labels))
-            note(f"{self.name}: integers are read as {found}")
+            note(f"{self.name}: integers are read as {found}")  # once
             return int(text)
         if text == "-1":
             raise ValueError("the label is hidden (-1): experiments.predict takes such rows")
@@ -114,7 +114,7 @@ def with_endings(ctx_a, ctx_b, options):
 
 
 def with_choices(*texts):
-    """([text,] choices) -> candidates"""
+    """([text,] choices) -> candidates; choices: a list of texts"""
     return [(*texts[:-1], choice) if texts[:-1] else (choice, None) for choice in texts[-1]]
 
 
@@ -135,7 +135,7 @@ TASKS = {
     "sst2": Task(("nyu-mll/glue", "sst2", None), "sentence".split(), "negative positive".split()),
     "winogrande": Task(("allenai/winogrande", "winogrande_xl", None),
                        "sentence option1 option2".split(), "1 2".split(),
-                       fill_blank, "answer", **CHOICE),
+                       fill_blank, label="answer", **CHOICE),
     "imdb": Task(("stanfordnlp/imdb", "plain_text", None), "text".split(), "neg pos".split(),
                  max_length=384, dev_from_train=2000),
     "hellaswag": Task(("Rowan/hellaswag", None, None), "ctx_a ctx_b endings".split(),
@@ -185,7 +185,7 @@ def get_task(name, source):
 def own_task(name, columns, labels):
     """Your own task, by what its training file has, or by what run.json says of that."""
     if len(labels) < 2:
-        raise ValueError(f"{name}: one label, or one choice, {labels}, is nothing to learn")
+        raise ValueError(f"{name}: one label, or one choice, {labels}, leaves nothing to learn")
     if "choices" in columns:
         return Task(None, columns, labels, with_choices, name=name, **CHOICE)
     return Task(None, columns, labels, name=name)
@@ -195,13 +195,13 @@ class Example(NamedTuple):
     input_ids: list  # of C candidates, int32 [T] each
     token_type_ids: list
     label: int  # in another kind of task a float, or a tuple; None where it is not known
-    hash: int  # of the texts and the label: was this example seen before? (runtime/record.py)
+    hash: int  # of texts and label: has an adapter been trained on it? (runtime/record.py)
     is_cut: bool  # whether a text was longer than --max-length
 
 
 def load_split(task, source, split, tokenizer, limit=None, seed=0):
     """[Example] of a split, tokenised. "train" and "validation" are parts of the training file with
-    --dev-fraction. limit: keep so many examples, drawn with `seed`. Raises FileNotFoundError if the
+    --dev-fraction. limit: keep only this many, drawn with `seed`. Raises FileNotFoundError if the
     data are not there, ValueError naming the file and the row for one that does not fit."""
     where, rows = source.read_split(task, split)  # {number of a row: row}
     numbers, examples, empty = [*rows], [], 0
@@ -233,7 +233,7 @@ def note_unknown_words(place, tokenizer, examples):
 
 
 def encode(tokenizer, examples, title):
-    """[(candidates, label)] -> [Example]. The tokenizer takes all cores."""
+    """[(candidates, label)] -> [Example]. The tokenizer uses all cores."""
     result = []
     for start in tqdm(range(0, len(examples), 1000), title, leave=False, disable=None):
         chunk = examples[start : start + 1000]
@@ -253,7 +253,7 @@ def batches(examples, batch_size, seed=None):
     """The indices of every batch of one epoch; each example is in exactly one of them. Batches hold
     examples of similar length, so that little is padding: a random order is sorted by length within
     windows of 50 batches, and the batches are shuffled. Below 200 batches a window is a quarter of
-    them, so that in a small task, too, an example has other neighbours in every epoch. seed: an
+    them, so that even in a small task an example has other neighbours in every epoch. seed: an
     integer, or several. Without one (evaluation) everything is sorted, longest first."""
     lengths = np.array([max(map(len, example.input_ids)) for example in examples])
     if seed is None:

@@ -67,7 +67,7 @@ class Fusion(nn.Module):
     def softmax(self, scores):
         """s of the scores, [B, T, N] -> [B, T, N], which is kept for `fusion_weights`. As in
         adapters 1.3, dropout is applied to the raw scores. A subclass may set a score to -∞, to
-        leave an adapter out: dropout must not make that 0 · -∞."""
+        leave an adapter out: dropout must not make that 0 · -∞, which is NaN."""
         left_out = scores == -torch.inf
         s = self.dropout(scores).masked_fill(left_out, -torch.inf).softmax(-1)
         self.s = s.detach()
@@ -139,7 +139,7 @@ def new_modules(bert, names, fusion_class, dropout, fields):
             if not all(hasattr(adapter, part) for part in ("h_and_residual", "z", "close")):
                 raise ValueError(f"adapter {name!r} has no output z that a fusion could mix")
             check_forward(name, adapter, bert.slots[key].norm)
-        if {location for _, location in found[name]} != {place for _, place in found[names[0]]}:
+        if {where for _, where in found[name]} != {where for _, where in found[names[0]]}:
             pair = f"{names[0]!r} and {name!r}"
             raise ValueError(f"adapters at different locations cannot be fused: {pair}")
     modules = {}
@@ -163,9 +163,9 @@ def save_fusion(bert, directory):
     one = next(iter(modules.values()))
     tensors = adapterhub.slot_tensors(modules)
     options = adapterhub.FUSION_CONFIG
-    parts = {part.split(".")[0] for _, part in tensors}
+    parts = {part.split(".")[0] for _, part in tensors}  # tensors: {(slot, part): tensor}
     if type(one) is not Fusion or one.fields or parts != {"query", "key", "value"}:
-        options = adapterhub.own_kind(one, one.fields)  # a fork's, which AdapterHub refuses
+        options = adapterhub.own_kind(one, one.fields)  # AdapterHub's library refuses it
     name = ",".join(bert.active)
     adapterhub.write(directory, adapterhub.FUSION, name, options, tensors, bert)
 
@@ -178,7 +178,7 @@ def load_fusion(bert, directory):
     with error_prefix(saved.directory):
         saved.check_encoder(bert)
         fusion_class, fields = saved.kind(Fusion, FUSIONS)
-        if fields is None:  # in AdapterHub's own format, as a rule
+        if fields is None:  # it is in AdapterHub's own format
             adapterhub.check_fusion(saved.options)
         # a dropout of 0.0 counts as unset, as in adapters 1.3
         p = saved.options.get("dropout_prob") or bert.config.attention_probs_dropout_prob
@@ -203,7 +203,7 @@ def has_low_rank(fusion, adapters):
 
 def low_rank(fusion, h, adapters, many_tokens=None):
     """`textbook` without ever forming the d numbers of a z_n, which is U_n a_n + b_n with an a_n of
-    only r numbers. For each token that takes at most 3·d² + 3·N·r·d multiply-adds in place of
+    only r numbers. For each token that takes about 3·d² + 3·N·r·d multiply-adds in place of
     (2·N + 1)·d² + 2·N·r·d. Three matrices hold all adapters side by side, see docs/figures/
     low_rank.svg. R = Σ r_n + N counts the columns of every U_n, and then one for each b_n.
 
@@ -223,8 +223,8 @@ def low_rank(fusion, h, adapters, many_tokens=None):
     a = F.pad(a, (0, len(adapters)), value=1.0)  # [B, T, R]
     ups = [adapter.up for adapter in adapters]
     U = torch.cat([up.weight for up in ups] + [up.bias[:, None] for up in ups], 1).to(a.dtype)
-    # A product with membership sums over each adapter's columns, one with its transpose repeats a
-    # number for each of them.
+    # A product with membership sums over the columns of each adapter. A product with its transpose
+    # repeats each adapter's number for all of its columns.
     identity = torch.eye(len(ups), dtype=a.dtype, device=a.device)  # [N, N]
     owners = [identity[n].expand(up.in_features, -1) for n, up in enumerate(ups)]  # [r_n, N] each
     membership = torch.cat([*owners, identity])  # [R, N]
@@ -239,15 +239,16 @@ def low_rank(fusion, h, adapters, many_tokens=None):
     return s_a @ (V @ U).T if many_tokens else s_a @ U.T @ V.T  # Σ_n s_n V z_n: [B, T, d]
 
 
-# Two things are written twice: an adapter's `forward`, which no fusion calls, and `textbook`. An
+# Two things exist in two forms: an adapter's `forward`, which no fusion calls, and `textbook`. An
 # edit of one form would silently have no effect where the other is used. So they are compared, on
 # random vectors, whenever a fusion is added.
 
 
 @torch.no_grad()
 def check_forward(name, adapter, norm):
-    """Raises ValueError if an adapter's `forward` and what a fusion takes of it differ. An adapter
-    with `norm_after` is not compared: a fusion leaves that LayerNorm out, as adapters 1.3 does."""
+    """Raises ValueError if an adapter's `forward` and what a fusion takes of it differ. What is not
+    compared: an adapter with `norm_after`, which a fusion leaves out, as adapters 1.3 does, and one
+    that is no `Adapter`."""
     is_ours = isinstance(adapter, Adapter) and getattr(adapter, "norm_after", None) is None
     if not is_ours or norm.weight.is_meta:
         return

@@ -52,7 +52,7 @@ ADAPTERS["pal"] = PALConfig  # the adapters of multi-task training (MT-A, sectio
 
 # Section 4.1 and appendix A.2: single-task adapters are trained at a learning rate of 1e-4 for at
 # most 30 epochs, fusion at 5e-5 for at most 10. The paper gives no values for the two baselines:
-# these are ours. "options" are those of the options in the next two lines that a stage takes. A
+# these are ours. "options": which of --adapters and of the next two lines' options a stage takes. A
 # stage of your own takes all of them; its "build" is a function of (args, bert, task), see `build`.
 OF_ADAPTER = ["adapter", "reduction_factor", "adapter_config"]
 OF_FUSION = ["fusion", "fusion_config"]
@@ -117,8 +117,8 @@ def make_parser(prog="train.py", description=__doc__):
 
 
 def parse(argv=None, parser=None):
-    """The options of a command line, with the defaults that depend on others. What does not fit
-    together is a ValueError, before anything is loaded."""
+    """The options of a command line, with the defaults that depend on others. Raises ValueError for
+    options that do not fit together, before anything is loaded."""
     parser = parser or make_parser()
     args = parser.parse_args(argv)
     command.import_modules(args.imports)
@@ -143,7 +143,7 @@ def parse(argv=None, parser=None):
     args.lr = args.lr or STAGES[args.stage]["lr"]
     args.epochs = args.epochs or STAGES[args.stage]["epochs"]
     if args.resume and is_begun(args.out):
-        before = adapterhub.read_run(args.out)["options"]  # where a default depends on the machine
+        before = adapterhub.read_run(args.out)["options"]  # these defaults depend on the machine
         args.model = args.model or before["model"]
         args.dtype = before["dtype"] if args.dtype == "auto" else args.dtype
     args.model = args.model or encoder_of(args.adapters) or "google-bert/bert-base-uncased"
@@ -152,7 +152,8 @@ def parse(argv=None, parser=None):
 
 
 def check_known(args):
-    """Raises ValueError for what is in no dictionary, and for a field that an adapter lacks."""
+    """Raises ValueError for a name that its dictionary lacks, and for a field that an adapter
+    lacks."""
     tables = {"stage": STAGES, "adapter": ADAPTERS, "fusion": FUSIONS, "head": HEADS}
     for option, table in tables.items():
         command.look_up(table, getattr(args, option), f"--{option}")
@@ -206,8 +207,8 @@ def new_head(args, task, bert):
 
 
 def autocast(args, device):
-    """Matrix products are computed in --dtype. The cache of weights that were cast would go into a
-    recorded step (--cuda-graphs) as it was."""
+    """Matrix products are computed in --dtype. With the cache a recorded step (--cuda-graphs) would
+    go on using weights as they were cast when it was recorded."""
     enabled, cache_enabled = args.dtype == "bfloat16", not args.cuda_graphs
     return torch.autocast(device.type, torch.bfloat16, enabled, cache_enabled)
 
@@ -229,7 +230,7 @@ def train(args):
     model = build(args, bert, task, adapters)
     tokenizer, train_set, dev_set = load_data(args, task, source, bert)
 
-    own = own_names(model, parts_of(model))  # of the tensors that this run trains, or must save
+    own = own_names(model, parts_of(model))  # of what is trained, and of buffers beside it
     hold_frozen_in(model, own, dtype)  # what is trained stays in fp32
     # AdamW (section 4.1), without weight decay, as in adapters 1.3
     groups = [{"params": [p for p in model.parameters() if p.requires_grad], "lr": args.lr}]
@@ -263,12 +264,13 @@ def train(args):
 def minimize(run, whole, steps, schedule, scores, idle_gradient=None):
     """argmin, from where the run is until its best epoch stands in the model.
 
-    whole            the module that holds all that is trained, `whole.bert` in it
+    whole            the module that holds all that is trained, with its `bert`; the Models of
+                     several tasks share it (experiments/multitask.py)
     steps(epoch)     [(Model, task, a batch of examples)] of an epoch
     schedule(done)   the factor of the learning rate when this share of all steps is done
     scores()         {score: value} of the development set, and "loss"
-    idle_gradient    the gradient of a parameter that a step does not use: None, and AdamW skips it,
-                     or 0, and its momentum moves it on"""
+    idle_gradient    the gradient of a parameter that a step does not use. None: AdamW skips it;
+                     0: its momentum moves it on"""
     args, bert, optimizer, trainable = run.args, whole.bert, run.optimizer, run.trainable
     lrs = [group["lr"] for group in optimizer.param_groups]
     compute, multiple = gradients, 1
@@ -276,9 +278,9 @@ def minimize(run, whole, steps, schedule, scores, idle_gradient=None):
         every = min(run.record["steps_per_epoch"], 500)  # one step in so many is checked
         compute = Recorded(gradients, trainable.values(), args.dtype, every)
         multiple = 16  # lengths are rounded up to it, so that there are few shapes to record
-        idle_gradient = 0
+        idle_gradient = 0  # a recorded step writes into gradients that stay
     if idle_gradient == 0:
-        for p in optimizer.state:  # empty, unless the run is resumed
+        for p in optimizer.state:  # if the run is resumed: those that momentum moves on
             p.grad = torch.zeros_like(p)
     try:
         # early stopping (section 4.1), after --patience epochs without a better one
@@ -324,8 +326,7 @@ def parts(examples, count):
 
 def gradients(model, task, args, batch):
     """Adds the gradients of a part of a batch to the existing ones. Returns share · loss, where
-    batch["share"] is the share of the batch's examples: as a tensor a recorded step reads it anew.
-    """
+    share is this part's, of the batch's examples: a tensor, since a recorded step reads it anew."""
     with autocast(args, model.bert.device):
         logits = model(batch)  # [B, K]
     loss = task.loss(logits, batch["labels"])
@@ -335,8 +336,8 @@ def gradients(model, task, args, batch):
 
 
 def predict(model, task, examples, args):
-    """(labels, predictions, mean loss) of a split: what task.collect returns, batch after batch.
-    Every process computes some of the batches. Leaves eval mode on."""
+    """(labels, predictions, mean loss) of a split: what task.collect returns, in the order of
+    `batches`. Every process computes some of them. Leaves the model in eval mode."""
     model.eval()
     rank, world_size = ranks()
     found, order = {}, batches(examples, args.batch_size)
@@ -397,7 +398,8 @@ def save(model, task, out, record, own):
         record = {**record, "encoder": sha256, "trained_on": bert.source}
     for name in bert.adapter_configs:
         if f"adapter {name}" in found:
-            place = out if name == bert.active else out / "adapters" / name  # as of a joint stage
+            # beside a fusion, if a stage of your own trains Φ and Ψ together
+            place = out if name == bert.active else out / "adapters" / name
             save_adapter(bert, name, place)
             write_json(place / "run.json", record)
     if "fusion" in found:
@@ -409,7 +411,7 @@ def save(model, task, out, record, own):
 
 
 def main(argv=None):
-    """Runs a command line, from Python a list of words. Returns what the last line prints."""
+    """Runs a command line; argv: a list of words. Returns what the last line prints."""
     forget_notes()
     return train(parse(argv))
 

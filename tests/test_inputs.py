@@ -107,7 +107,7 @@ for columns, say in [  # the messages have the file's own names, whatever is ren
     CASES.append((words, say, {"mine.csv": "Review (raw),id,gold\na,1,x\nb,2,y\n"}))
 X, Y = {"choices": ["a", "b"], "label": 0}, {"choices": ["a", "b"], "label": 1}
 for file, content, say in [  # the training file of a task of one's own: rows, or all of it
-    ("train.jsonl", [A, A], "nothing to learn"),
+    ("train.jsonl", [A, A], "leaves nothing to learn"),
     ("train.jsonl", [{**A, "label": 0.5}, {**B, "label": 1}], "a label is 0.5"),
     (
         "train.jsonl",
