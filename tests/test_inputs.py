@@ -112,7 +112,7 @@ for file, content, say in [  # the training file of a task of one's own: rows, o
     (
         "train.jsonl",
         [{"choices": ["a"], "label": 0}],
-        "one label, or one choice, ['0'], is nothing",
+        "one label, or one choice, ['0'], leaves nothing",
     ),
     ("train.jsonl", [X, {**Y, "choices": ["a"]}], "row 2: 1 choices, expected 2"),
     ("train.jsonl", [X, {**Y, "choices": {"text": ["a", "b"]}}], "not hold a list of texts"),
