@@ -214,8 +214,9 @@ class Run:
         """Names what is to be trained and has had no gradient in a whole epoch: Adam has seen none
         but zeros. With several choices, the bias of a head's last layer is rightly one."""
         moments = {n: self.optimizer.state.get(p, {}) for n, p in self.trainable.items()}
-        idle = [n for n, state in moments.items() if not state or not state["exp_avg_sq"].any()]
-        if idle:
+        squares = {n: state.get("exp_avg_sq", torch.zeros(1)) for n, state in moments.items()}
+        idle = [name for name, square in squares.items() if not square.any()]
+        if 0 < len(idle) < len(squares):  # another optimizer keeps no squares
             names = ", ".join(idle)
             note(f"no gradient has reached {len(idle)} trained parameters in epoch 1: {names:.200}")
 
