@@ -17,9 +17,9 @@ context.set_forkserver_preload(["train", "torch._dynamo", "pytest", "datasets", 
 
 
 class Program:
-    """`python train.py WORDS`, or the command for several --tasks, as in a process started anew; only
-    imports have been made. What it prints is in two files. before: calls (function, *arguments)
-    ahead of the command, which may change its modules."""
+    """`python train.py WORDS`, or multitask, as in a process started anew; only imports have been
+    made. What it prints goes into two files. before: calls (function, *arguments) ahead of the
+    command, which may change its modules."""
 
     def __init__(self, words, before=(), **environment):
         self.directory = tempfile.TemporaryDirectory()

@@ -149,19 +149,14 @@ def test_semicolons_and_what_a_row_leaves_out(tmp_path, capsys):
 
 
 def test_values_of_numpy_are_texts_and_numbers():
+    """In prediction, too, where the same is empty, or half a character, as in training."""
     texts, others = np.array(["red", "7"]), [np.int64(7), np.float64("nan")]
     assert [text_of(value, "text_a") for value in (*texts, *others)] == ["red", "7", "7", ""]
     assert text_of(texts, "choices") == ["red", "7"]
     run = LoadedRun(None, TASKS["sst2"], Source(), *[None] * 4)
     assert run.candidates(texts) == run.candidates([*texts]) == [[("red", None)], [("7", None)]]
-
-
-def test_a_folder_of_another_name(tmp_path):
-    """As GLUE's archives have them: what there is is listed."""
-    write_rows(tmp_path / "RTE/train.tsv", [])
-    source = Source(tmp_path)
-    with pytest.raises(FileNotFoundError, match=f"task 'rte': {tmp_path} has RTE$"):
-        source.read_split(get_task("rte", source), "train")
+    rows = [{"sentence": cell} for cell in ("", None, float("nan"), "red\ud83d")]
+    assert run.candidates(rows) == [[("", None)]] * 3 + [[("red\ufffd", None)]]
 
 
 def test_columns_that_the_task_does_not_use(tmp_path):
@@ -254,15 +249,9 @@ def test_labels_that_only_look_different_are_one_too_many(values, expected, caps
         found = [f"{label} ({[*map(str, values)].count(label)} examples)" for label in expected]
         assert f"{len(found)} classes: {', '.join(found)}" in capsys.readouterr().out
     else:
+        rows = [{"text_a": "a", "label": value} for value in values]
         with pytest.raises(ValueError, match=expected):
-            own_labels(
-                [
-                    row["label"]
-                    for row in our_rows(
-                        [{"text_a": "a", "label": value} for value in values], {}, "own"
-                    )
-                ]
-            )
+            own_labels([row["label"] for row in our_rows(rows, {}, "own")])
 
 
 def test_labels_by_name_and_by_place(capsys):

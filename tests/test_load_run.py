@@ -223,12 +223,6 @@ def test_anything_else_is_refused(name, runs):
         run.fusion_weights(run.split()[:1])
 
 
-def test_what_is_empty_or_cut_is_as_in_training(runs):
-    for same in (["", None, math.nan], ["a \ufffd", "a \ud83d"]):
-        found = load_run(runs / "rte").predict([("red", text) for text in same])
-        assert len({answer["probability"] for answer in found}) == 1
-
-
 def test_rows_have_the_files_names_or_ours(launch, data_dir, tmp_path, capsys):
     rows = [[*row.values()][:3] for row in read_lines(data_dir / "rte" / "train.jsonl")]
     names, pair = ("text_b", "hypothesis", "gold"), ("red cat sleeps", "the dog")
