@@ -14,7 +14,7 @@ import pytest
 
 import train
 from conftest import write_rows
-from data import TASKS, Example, Task, batches, collate, get_task, load_split
+from data import TASKS, Example, Task, batches, collate, get_task, load_split, own_task
 from experiments.load_run import LoadedRun
 from formats.rows import READERS, Source, our_rows, own_labels, read_rows, text_of
 from formats.tokenizer import load_tokenizer
@@ -208,6 +208,16 @@ def test_empty_cells_and_half_characters(tokenizer, tmp_path, capsys):
     assert sorted([*example.input_ids[0]] for example in sum(splits, [])) == sorted(expected)
     assert sum(map(int, re.findall("empty texts, ([0-9]+) of them", said))) == 5
     assert re.search("own: no example of its (train|validation) split is 'z'", said)
+
+
+def test_rows_have_the_files_names_or_ours():
+    """In training the files', which may be ours in another place; in prediction either."""
+    names = {"text_a": "text_b", "text_b": "claim", "label": "gold"}
+    theirs, ours = words("text_b claim gold", "p", "q", "x"), words("text_a text_b", "p", "q")
+    assert our_rows([theirs], names, "own") == [{**ours, "label": "x"}]
+    task = own_task("own", ["text_a", "text_b"], ["x", "y"])
+    run = LoadedRun(None, task, Source(column_names=names), *[None] * 4)
+    assert run.candidates(theirs) == run.candidates(ours) == [PAIR]
 
 
 def test_columns_and_classes_of_your_own_task(tmp_path):

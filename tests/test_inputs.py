@@ -75,8 +75,6 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 CASES += [
     ("", "row 1: the label is hidden (-1)", {RTE: ('"label": 1', '"label": -1')}),
     ("", "row 1: column 'sentence1' holds list", {RTE: ('"sentence1":', '"sentence1": [], "x":')}),
-    ("", "no column 'sentence2'; it has sentence1, label", {RTE: [{"sentence1": "a", "label": 0}]}),
-    ("", "no validation split", {DEV: Path.unlink}),
     ("", "two files for one split, validation: ", {"data/rte/dev.csv": "sentence1"}),
     ("--score f1", "no validation example is 'not_entailment'", {DEV: [NLI, NLI]}),
     ("", "config.json has no num_attention_heads", {CONFIG: ("num_attention_heads", "n_heads")}),
@@ -98,7 +96,6 @@ for path in (DEV, WEIGHTS, CONFIG, TOKENS, "model/added_tokens.json"):
 for columns, say in [  # the messages have the file's own names, whatever is renamed
     ("text_a=Review label=gold", "no column 'Review'; it has Review (raw)"),
     ("labl=gold text_a=id", "no column 'label'; it has Review (raw), id, gold"),
-    ("text_b=id text_a=Review label=gold", "--columns text_a=...: the task, or its files, have"),
 ]:
     words = f"--task mine --train-file mine.csv --dev-fraction 0.5 --columns {columns}"
     CASES.append((words, say, {"mine.csv": "Review (raw),id,gold\na,1,x\nb,2,y\n"}))
