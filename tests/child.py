@@ -1,12 +1,12 @@
 """Commands in processes of their own that can be killed, limited and put side by side. They are
 forked from one that has imported torch and `datasets` already, which takes seconds."""
 
-import contextlib
 import multiprocessing
 import os
 import runpy
 import signal
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -17,51 +17,33 @@ context.set_forkserver_preload(["train", "torch._dynamo", "pytest", "datasets", 
 
 
 class Program:
-    """`python WORDS` with pipes of text, as in a process started anew; only imports have been made.
-    before: calls (function, *arguments) ahead of the command, which may change its modules."""
+    """`python train.py WORDS`, or multitask, as in a process started anew; only imports have been
+    made. What it prints goes into two files. before: calls (function, *arguments) ahead of the
+    command, which may change its modules."""
 
     def __init__(self, words, before=(), **environment):
-        (out, stdout), (error, stderr) = (context.Pipe(duplex=False) for _ in range(2))
-        given = [str(word) for word in words], (stdout, stderr), list(before), environment
+        self.directory = tempfile.TemporaryDirectory()
+        files = [Path(self.directory.name, name) for name in ("stdout", "stderr")]
+        given = [str(word) for word in words], files, list(before), environment
+        self.stdout, self.stderr = files
         self.process = context.Process(target=run_program, args=given, daemon=True)
         self.process.start()
-        self.stdout, self.stderr = open(os.dup(out.fileno())), open(os.dup(error.fileno()))
-        for end in (out, error, stdout, stderr):
-            end.close()
-
-    def send_signal(self, number):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, number)
-
-    def poll(self, timeout=0):
-        """Its exit status, None if it is still running after so many seconds."""
-        self.process.join(timeout)
-        return self.process.exitcode
-
-    def wait(self, timeout=120):
-        status = self.poll(timeout)
-        assert status is not None, f"still running after {timeout} s"
-        return status
 
     def finish(self):
-        """(exit status, stdout, stderr) once it has ended, which are short."""
-        return self.wait(), self.stdout.read(), self.stderr.read()
-
-
-def training(words):
-    """The command that takes options of training: train.py, or the one for several --tasks."""
-    return ["-m", "experiments.multitask", *words] if "--tasks" in words else ["train.py", *words]
+        """(exit status, stdout, stderr) once it has ended"""
+        self.process.join(120)
+        assert not self.process.is_alive(), "still running after two minutes"
+        return self.process.exitcode, self.stdout.read_text(), self.stderr.read_text()
 
 
 def ends(words, *before):
     """(exit status, stdout, stderr) of a run in another process. before: calls ahead of it"""
-    return Program(training(words), before).finish()
+    return Program(words, before).finish()
 
 
-def run_program(words, ends, before, environment):
-    for number, end in enumerate(ends, 1):
-        os.dup2(end.fileno(), number)
-        end.close()
+def run_program(words, files, before, environment):
+    for number, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)
     os.chdir(ROOT)
     os.environ.update(environment)
@@ -75,13 +57,9 @@ def run_program(words, ends, before, environment):
     tqdm.set_lock(threading.RLock())
     for function, *values in before:
         function(*values)
-    if words[0] == "-m":
-        sys.argv = words[1:]
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = words
-        sys.path.insert(0, str(Path(words[0]).parent))
-        runpy.run_path(words[0], run_name="__main__")
+    name = "experiments.multitask" if "--tasks" in words else "train"
+    sys.argv = [name, *words]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
     if operations:
         print(operations, "file operations", flush=True)
 

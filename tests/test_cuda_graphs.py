@@ -90,6 +90,5 @@ def ask_for_a_number():
 
 def test_what_cannot_be_recorded(words, tmp_path):
     """In a process of its own, which cannot go on."""
-    program = child.Program(["train.py", *words("adapter", tmp_path)], [(ask_for_a_number,)])
-    status, _, error = program.finish()
+    status, _, error = child.ends(words("adapter", tmp_path), (ask_for_a_number,))
     assert status == 2 and "cannot be recorded" in error and "Traceback" not in error

@@ -14,7 +14,7 @@ import pytest
 
 import train
 from conftest import write_rows
-from data import TASKS, Example, Task, batches, collate, get_task, load_split
+from data import TASKS, Example, Task, batches, collate, get_task, load_split, own_task
 from experiments.load_run import LoadedRun
 from formats.rows import READERS, Source, our_rows, own_labels, read_rows, text_of
 from formats.tokenizer import load_tokenizer
@@ -149,19 +149,14 @@ def test_semicolons_and_what_a_row_leaves_out(tmp_path, capsys):
 
 
 def test_values_of_numpy_are_texts_and_numbers():
+    """In prediction, too, where the same is empty, or half a character, as in training."""
     texts, others = np.array(["red", "7"]), [np.int64(7), np.float64("nan")]
     assert [text_of(value, "text_a") for value in (*texts, *others)] == ["red", "7", "7", ""]
     assert text_of(texts, "choices") == ["red", "7"]
     run = LoadedRun(None, TASKS["sst2"], Source(), *[None] * 4)
     assert run.candidates(texts) == run.candidates([*texts]) == [[("red", None)], [("7", None)]]
-
-
-def test_a_folder_of_another_name(tmp_path):
-    """As GLUE's archives have them: what there is is listed."""
-    write_rows(tmp_path / "RTE/train.tsv", [])
-    source = Source(tmp_path)
-    with pytest.raises(FileNotFoundError, match=f"task 'rte': {tmp_path} has RTE$"):
-        source.read_split(get_task("rte", source), "train")
+    rows = [{"sentence": cell} for cell in ("", None, float("nan"), "red\ud83d")]
+    assert run.candidates(rows) == [[("", None)]] * 3 + [[("red\ufffd", None)]]
 
 
 def test_columns_that_the_task_does_not_use(tmp_path):
@@ -215,6 +210,16 @@ def test_empty_cells_and_half_characters(tokenizer, tmp_path, capsys):
     assert re.search("own: no example of its (train|validation) split is 'z'", said)
 
 
+def test_rows_have_the_files_names_or_ours():
+    """In training the files', which may be ours in another place; in prediction either."""
+    names = {"text_a": "text_b", "text_b": "claim", "label": "gold"}
+    theirs, ours = words("text_b claim gold", "p", "q", "x"), words("text_a text_b", "p", "q")
+    assert our_rows([theirs], names, "own") == [{**ours, "label": "x"}]
+    task = own_task("own", ["text_a", "text_b"], ["x", "y"])
+    run = LoadedRun(None, task, Source(column_names=names), *[None] * 4)
+    assert run.candidates(theirs) == run.candidates(ours) == [PAIR]
+
+
 def test_columns_and_classes_of_your_own_task(tmp_path):
     """Columns are those that any row has, classes are sorted."""
     a, choice = {"text_a": "a"}, {"choices": ["x", "y"]}
@@ -254,15 +259,9 @@ def test_labels_that_only_look_different_are_one_too_many(values, expected, caps
         found = [f"{label} ({[*map(str, values)].count(label)} examples)" for label in expected]
         assert f"{len(found)} classes: {', '.join(found)}" in capsys.readouterr().out
     else:
+        rows = [{"text_a": "a", "label": value} for value in values]
         with pytest.raises(ValueError, match=expected):
-            own_labels(
-                [
-                    row["label"]
-                    for row in our_rows(
-                        [{"text_a": "a", "label": value} for value in values], {}, "own"
-                    )
-                ]
-            )
+            own_labels([row["label"] for row in our_rows(rows, {}, "own")])
 
 
 def test_labels_by_name_and_by_place(capsys):

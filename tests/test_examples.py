@@ -55,18 +55,13 @@ def test_an_example_is_a_program(encoder, data_dir, tmp_path):
     command = [sys.executable, Path(train.__file__).resolve().parent / "examples/lora.py", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert result["trained_parameters"] == 2 * 256 + 1122
-    again = evaluate.main(cli(f"{tmp_path}/run --device cpu --import examples.lora"))
-    assert again["accuracy"] == result["accuracy"]
+    assert json.loads(done.stdout.splitlines()[-1])["trained_parameters"] == 2 * 256 + 1122
 
 
 def test_mpnet(launch, refused, tmp_path):
-    """A fusion in bf16; what AdapterHub's library has no encoder for is refused by name."""
+    """Frozen in bf16; the paper's adapters are for other encoders, which is said."""
     model, out = tiny_encoder("mpnet", tmp_path / "mpnet"), tmp_path / "run"
-    launch("--stage adapter --task rte --epochs 1", model=model, out=tmp_path / "rte")
-    words = "--stage fusion --task rte --epochs 1 --dtype bfloat16"
-    result = launch(words, model=model, adapters=tmp_path / "rte", out=out)
+    result = launch("--stage adapter --task rte --epochs 1 --dtype bfloat16", model=model, out=out)
     assert evaluate.main(cli(f"{out} --device cpu"))["accuracy"] == result["accuracy"]
     words = cli("--stage fusion --task rte --adapters paper", model=model, out=tmp_path / "x")
     refused(words, "not for mpnet")

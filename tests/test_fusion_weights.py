@@ -77,24 +77,22 @@ def test_what_section_6_reads(other, tmp_path):
     assert fusion_weights.figure_4_layers(12) == {1, 7, 9, 12}
 
 
-@pytest.mark.parametrize(
-    "adapters, own",
-    [
-        ({"rte": "sst2", "mine": "rte"}, "mine"),  # two that were renamed
-        ({"pick": "pick", "rte": None}, "rte"),  # of the hub, without a run.json
-        ({"sst2": "sst2 rte", "rte": "sst2 rte"}, "rte"),  # of a multi-task run
-        ({"pick": "pick", "sst2": "sst2"}, None),
-    ],
-)
+OWN = [  # {the name of an adapter here: the tasks in its run.json}, and the own one
+    ({"rte": "sst2", "mine": "rte"}, "mine"),  # two that were renamed
+    ({"pick": "pick", "rte": None}, "rte"),  # of the hub, without a run.json
+    ({"sst2": "sst2 rte", "rte": "sst2 rte"}, "rte"),  # of a multi-task run
+    ({"pick": "pick", "sst2": "sst2"}, None),
+]
+
+
+@pytest.mark.parametrize("adapters, own", OWN)
 def test_the_own_adapter_is_known_by_its_training(adapters, own, tmp_path):
-    """adapters: {its name here: the tasks in its run.json}"""
     for name, tasks in adapters.items():
         if tasks:
             path = tmp_path / "adapters" / name / "run.json"
             write_json(path, {"tasks": {task: {} for task in tasks.split()}})
-    run = SimpleNamespace(
-        directory=tmp_path, adapters=[*adapters], task=SimpleNamespace(name="rte")
-    )
+    task = SimpleNamespace(name="rte")
+    run = SimpleNamespace(directory=tmp_path, adapters=[*adapters], task=task)
     assert fusion_weights.own_adapter(run) == own
 
 

@@ -11,7 +11,7 @@ import time
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pandas as pd
 import pytest
@@ -85,24 +85,20 @@ def started(monkeypatch):
     this process, one after another."""
     started = SimpleNamespace(names=[], run=lambda cell: train.main(cell.words))
 
-    class Process:
-        exitcode = 0
+    def process(target, args, daemon):
+        cell, status = args[0], 0
+        started.names.append(cell.name)
+        cell.log.parent.mkdir(parents=True, exist_ok=True)
+        cell.log.write_text("what came before\n")
+        monkeypatch.setattr(sys, "argv", ["train.py", *cell.words])
+        try:
+            started.run(cell)
+        except (ValueError, OSError) as e:
+            cell.log.write_text(f"what came before\ntrain.py: {e}\n")
+            status = 2
+        return Mock(exitcode=status)
 
-        def __init__(self, target, args, daemon):
-            self.cell = args[0]
-
-        def start(self):
-            started.names.append(self.cell.name)
-            self.cell.log.parent.mkdir(parents=True, exist_ok=True)
-            self.cell.log.write_text("what came before\n")
-            monkeypatch.setattr(sys, "argv", ["train.py", *self.cell.words])
-            try:
-                started.run(self.cell)
-            except (ValueError, OSError) as e:
-                self.cell.log.write_text(f"what came before\ntrain.py: {e}\n")
-                self.exitcode = 2
-
-    monkeypatch.setattr(grid.forks, "Process", Process)
+    monkeypatch.setattr(grid.forks, "Process", process)
     monkeypatch.delitem(sys.modules, "examples.mean_fusion", raising=False)  # --import runs it
     with patch.dict(FUSIONS):
         yield started

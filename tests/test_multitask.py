@@ -55,9 +55,7 @@ def test_a_run_and_fusion_over_it(launch, tmp_path):
         load_run(out)
     adapters = [out / "adapters" / task for task in TASKS]
     fuse = "--stage fusion --task rte --epochs 1 --lr 1e-3"
-    with pytest.raises(
-        ValueError, match="was trained on an encoder with other weights, or another"
-    ):
+    with pytest.raises(ValueError, match="trained on an encoder with other weights"):
         launch(fuse, adapters=adapters, out=tmp_path / "fusion")
     assert train.parse(cli(fuse, adapters=adapters)).model == str(out)  # which their runs recorded
     launch(fuse, adapters=adapters, out=tmp_path / "fusion", model=out)

@@ -39,7 +39,7 @@ def together(words, before=()):
     with these words each. before: (rank, what is called in it)"""
     common = {**environment(len(words))}
     programs = []
-    for rank, given in enumerate(map(child.training, words)):
+    for rank, given in enumerate(words):
         calls = before[1:] if before and before[0] == rank else ()
         numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         programs.append(child.Program(given, calls, **common, **numbers))

@@ -4,9 +4,11 @@ import contextlib
 import errno
 import fcntl
 import math
+import os
 import resource
 import shutil
 import signal
+import time
 from unittest.mock import Mock
 
 import pytest
@@ -51,13 +53,14 @@ def test_a_signal_and_a_second_process(name, command, refused, tmp_path):
     """The one stops a run, which can be continued; the other refuses as long as it is at work."""
     out = tmp_path / "run"
     words = command("adapter", out, "--epochs 10000 --patience 10000")
-    process = child.Program(["train.py", *words])
-    while not process.stdout.readline().startswith("epoch  1:"):
-        assert process.poll() is None
+    program = child.Program(words)
+    while not (out / "log.jsonl").exists():
+        assert program.process.is_alive()
+        time.sleep(0.05)
     for option in ("--resume", "--overwrite"):
         refused([*words, option], "another process is at work", str(out))
-    process.send_signal(signal.Signals[name])
-    status, said, error = process.finish()
+    os.kill(program.process.pid, signal.Signals[name])
+    status, said, error = program.finish()
     resume = f"--resume --out {out} in the same command"
     assert (status, error) == (130, f"train.py: interrupted, continue with {resume}\n")
     assert "a second signal stops without saving" in said
