@@ -67,6 +67,8 @@ STAGES = {
 def make_parser(prog="train.py", description=__doc__):
     parser = command.Parser(prog=prog, description=description)
     add, as_pairs = parser.add_argument, {"action": command.Pairs, "metavar": "NAME=VALUE"}
+    rates = ", ".join(f"{stage['lr']:g} {name}" for name, stage in STAGES.items())
+    epochs = ", ".join(f"{stage['epochs']} {name}" for name, stage in STAGES.items())
     # fmt: off
     add("--stage", required=True, help=", ".join(STAGES))
     add("--task", required=True, help="one of the paper's 16 tasks, or your own")
@@ -79,8 +81,8 @@ def make_parser(prog="train.py", description=__doc__):
         "adapter's configuration: ln_after=true leave_out=[5]")                     # appendix A.2
     add("--fusion", default="attention", help=", ".join(FUSIONS))                   # section 3.2
     add("--fusion-config", type=command.name_and_value, **as_pairs, help="of your own fusion")
-    add("--lr", type=command.positive, help="initial; default by stage")            # section 4.1
-    add("--epochs", type=command.count, help="maximum; default by stage")          # section 4.1
+    add("--lr", type=command.positive, help=f"initial; default {rates}")            # section 4.1
+    add("--epochs", type=command.count, help=f"maximum; default {epochs}")           # section 4.1
     add("--patience", type=command.count, default=5, help="epochs in a row without an improvement "
         "that end the training; default 5")                                         # section 4.1
     add("--batch-size", type=command.count, default=32, help="over all devices; default 32")
