@@ -276,10 +276,6 @@ def randomize(bert, part):
             tensor += 0.2 * torch.randn_like(tensor)
 
 
-IDS = torch.tensor([[2, 7, 8, 9, 10, 3], [2, 11, 3, 0, 0, 0], [2, 12, 13, 14, 3, 0]])
-MASK = (IDS != 0).long()
-
-
 @pytest.fixture(scope="session")
 def expected():
     return {path.parent.name: load_file(path) for path in GOLDEN.glob("*/expected.safetensors")}
