@@ -19,7 +19,7 @@ import adapter
 import reference
 from adapter import AdapterConfig, activate, adapter_modules, add_adapter, load_adapter
 from bert import Bert
-from conftest import IDS, MASK, randomize
+from conftest import randomize
 from data import TASKS
 from experiments.load_run import load_run
 from formats.adapterhub import paper_adapters
@@ -229,7 +229,9 @@ def test_fusions_of_different_adapters(name, expected):
 @reference.needs_peer
 def test_the_reference_reads_our_runs(runs, loud_fusion, encoder, tmp_path):
     """And computes the same, also of an old file, with another GELU; own classes are refused."""
-    inputs = dict(zip(reference.FIELDS, (IDS, (IDS > 10).long(), MASK), strict=True))
+    ids = torch.tensor([[2, 7, 8, 9, 10, 3], [2, 11, 3, 0, 0, 0], [2, 12, 13, 14, 3, 0]])
+    given = ids, (ids > 10).long(), (ids != 0).long()
+    inputs = dict(zip(reference.FIELDS, given, strict=True))
     save_file(inputs, tmp_path / "inputs.safetensors")
     common, plan, ours = {"model": encoder, "inputs": tmp_path / "inputs.safetensors"}, {}, {}
     for directory in (runs / "rte", runs / "pick", loud_fusion):

@@ -13,8 +13,7 @@ from statistics import mean
 import pytest
 import torch
 
-from bert import Bert
-from conftest import read_lines, write_rows
+from conftest import change, read_lines, write_rows
 from data import get_task
 from experiments import evaluate as evaluation
 from experiments import fusion_weights, predict
@@ -185,17 +184,13 @@ def test_threads_and_processes(loud_fusion):
 @pytest.mark.parametrize("has_bf16", [True, False])
 def test_the_precision_is_that_of_the_training(has_bf16, copy, runs, monkeypatch, capsys):
     """Or else fp32, where the processor would emulate bf16."""
-    path, forward, seen = copy(runs / "fusion-rte"), Bert.forward, []
     monkeypatch.setattr("experiments.load_run.has_bf16", lambda device: has_bf16)
-    record = read_json(path / "run.json")
-    write_json(path / "run.json", record | {"options": record["options"] | {"dtype": "bfloat16"}})
-
-    def recorded(bert, *values, **named):
-        seen.append((torch.is_autocast_enabled("cpu"), bert.dtype))
-        return forward(bert, *values, **named)
-
-    monkeypatch.setattr(Bert, "forward", recorded)
+    path, seen = copy(runs / "fusion-rte"), []
+    change(path / "run.json", ('"dtype": "float32"', '"dtype": "bfloat16"'))
     run = load_run(path)
+    run.bert.register_forward_pre_hook(
+        lambda bert, _: seen.append((torch.is_autocast_enabled("cpu"), bert.dtype))
+    )
     run.predict(("red", "cat"))
     (weights,) = run.fusion_weights(("red cat", "cat"))
     fusion_weights.mean_weights(run, run.split()[:2])

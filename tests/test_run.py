@@ -144,7 +144,6 @@ OTHER = [  # options; an input, which is a copy, a file in it and its change; wh
     ("--grad-accumulation 2", None, ""),
     ("", ("model", "vocab.txt", ("", "")), ""),  # the same files elsewhere
     ("--max-length 9", None, "max_length = 48, not 9"),
-    ("--import json", None, "imports = [], not ['json']"),
     ("", ("data_dir", "sst2/train.jsonl", (": 1", ": 0")), "training examples of sst2"),
     ("", ("data_dir", "sst2/validation.jsonl", (": 1", ": 0")), "development examples of sst2"),
     ("", ("model", "model.safetensors", times(2)), "was trained on an encoder with other weights"),
