@@ -23,9 +23,8 @@ class Program:
 
     def __init__(self, words, before=(), **environment):
         self.directory = tempfile.TemporaryDirectory()
-        files = [Path(self.directory.name, name) for name in ("stdout", "stderr")]
-        given = [str(word) for word in words], files, list(before), environment
-        self.stdout, self.stderr = files
+        self.files = [Path(self.directory.name, name) for name in ("stdout", "stderr")]
+        given = [str(word) for word in words], self.files, list(before), environment
         self.process = context.Process(target=run_program, args=given, daemon=True)
         self.process.start()
 
@@ -33,7 +32,7 @@ class Program:
         """(exit status, stdout, stderr) once it has ended"""
         self.process.join(120)
         assert not self.process.is_alive(), "still running after two minutes"
-        return self.process.exitcode, self.stdout.read_text(), self.stderr.read_text()
+        return self.process.exitcode, *(file.read_text() for file in self.files)
 
 
 def ends(words, *before):

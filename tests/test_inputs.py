@@ -74,7 +74,6 @@ A, B = {"text_a": "a", "label": "x"}, {"text_a": "b", "label": "y"}
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 CASES += [
     ("", "row 1: the label is hidden (-1)", {RTE: ('"label": 1', '"label": -1')}),
-    ("", "row 1: column 'sentence1' holds list", {RTE: ('"sentence1":', '"sentence1": [], "x":')}),
     ("", "two files for one split, validation: ", {"data/rte/dev.csv": "sentence1"}),
     ("--score f1", "no validation example is 'not_entailment'", {DEV: [NLI, NLI]}),
     ("", "config.json has no num_attention_heads", {CONFIG: ("num_attention_heads", "n_heads")}),
@@ -104,7 +103,6 @@ for file, content, say in [  # the training file of a task of one's own: rows, o
     ("train.jsonl", [A, A], "leaves nothing to learn"),
     ("train.jsonl", [{**A, "label": 0.5}, {**B, "label": 1}], "a label is 0.5"),
     ("train.jsonl", [X, {**Y, "choices": ["a"]}], "row 2: 1 choices, expected 2"),
-    ("train.jsonl", [X, {**Y, "choices": {"text": ["a", "b"]}}], "not hold a list of texts"),
     ("train.jsonl", '{"text_a": "a", "label": "x"}\n{"text_a"', "line 2: "),
     ("train.jsonl", "null\n", "a row is no JSON object"),
     ("train.csv", "text_a,label\na,x,y\n", "row 1 has 3 fields, the first line 2"),
