@@ -125,6 +125,7 @@ class Run:
     def __init__(self, args, record, model, own, optimizer):
         self.args, self.record, self.out = args, record, Path(args.out)
         self.model, self.own, self.optimizer = model, own, optimizer
+        self.at_first = {*model.state_dict()}
         self.trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         device = next(iter(self.trainable.values())).device
         start_processes(device)
@@ -216,6 +217,8 @@ class Run:
         moments = {n: self.optimizer.state.get(p, {}) for n, p in self.trainable.items()}
         squares = {n: state.get("exp_avg_sq", torch.zeros(1)) for n, state in moments.items()}
         idle = [name for name, square in squares.items() if not square.any()]
+        if made := ", ".join(self.model.state_dict().keys() - self.at_first):
+            note(f"made while training, so it is not saved: {made:.200}; make it in `build`")
         if 0 < len(idle) < len(squares):  # another optimizer keeps no squares
             names = ", ".join(idle)
             note(f"no gradient has reached {len(idle)} trained parameters in epoch 1: {names:.200}")

@@ -192,7 +192,13 @@ def test_fields_and_buffers_of_an_edit_come_back(launch, runs, encoder, tmp_path
 def test_what_no_gradient_reaches_is_named(launch, tmp_path, monkeypatch, capsys):
     """It would be saved as trained, with its first values."""
     forward = AddNorm.forward
-    monkeypatch.setattr(AddNorm, "forward", lambda *given: forward(*given).detach())
+
+    def edited(slot, *given):
+        slot.late = nn.Buffer(torch.zeros(1))
+        return forward(slot, *given).detach()
+
+    monkeypatch.setattr(AddNorm, "forward", edited)
     launch("--stage adapter --task rte --epochs 1", out=tmp_path / "run")
     text = capsys.readouterr().out
     assert "no gradient has reached 8 trained parameters in epoch 1: bert.layers.0" in text
+    assert "made while training, so it is not saved: bert.layers." in text
