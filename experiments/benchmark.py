@@ -28,7 +28,7 @@ from runtime.kernels import Recorded
 from runtime.processes import choose_device
 
 ROWS = {"stage 1 step": 1, **{f"fusion step, N = {n}": n for n in (1, 4, 16, 64)}}
-COLUMNS = "row;side;seconds;ratio to ours;peak memory, GB".split(";")
+DTYPES = ["float32", "bfloat16"]
 
 
 def parse(argv):
@@ -39,7 +39,13 @@ def parse(argv):
     add("--repeats", type=count, default=5)
     add("--batch", type=count, default=8, help="examples; a quarter of them with 64 adapters")
     add("--device", default="cpu", choices=["cpu", "cuda"])
-    add("--dtype", default="float32", choices=["float32", "bfloat16"])
+    add(
+        "--dtype",
+        nargs="+",
+        default=DTYPES[:1],
+        choices=DTYPES,
+        help="one of them, or both in turn",
+    )
     add("--cuda-graphs", action="store_true", help="also our steps as they are recorded on a GPU")
     add("--out", help="a file for the table, in Markdown")
     return parser.parse_args(argv)
@@ -154,7 +160,8 @@ def main(argv=None):
     from experiments.report import markdown, write_text  # needs what the reference's has not
 
     args, lines = parse(argv), []
-    choose_device(args.device, args.dtype, args.cuda_graphs)  # or an error
+    for dtype in args.dtype:
+        choose_device(args.device, dtype, args.cuda_graphs)  # or an error
     rows = [row for row in ROWS if any(text in row for text in args.rows)]
     if not rows:
         raise ValueError(f"--rows: there are only {'; '.join(ROWS)}")
@@ -164,22 +171,27 @@ def main(argv=None):
     for row in rows:
         print(row, flush=True)
         batch = max(args.batch // 4, 1) if ROWS[row] == 64 else args.batch
-        options = {"device": args.device, "dtype": args.dtype, "batch": batch}
-        found = {side: [] for side in pythons}
+        options = {"device": args.device, "batch": batch}
+        found = {(side, dtype): [] for dtype in args.dtype for side in pythons}
         with tempfile.TemporaryDirectory() as root:
             ours(row, Path(root), save=True)
-            for side, python in [*pythons.items()] * args.repeats:
-                found[side].append(run(python, side, row, root, options))
+            for side, dtype in [*found] * args.repeats:
+                one = run(pythons[side], side, row, root, options | {"dtype": dtype})
+                found[side, dtype].append(one)
         losses = [one["loss"] for results in found.values() for one in results]
-        if not max(losses) - min(losses) <= (1e-5 if args.dtype == "float32" else 0.1):
+        if not max(losses) - min(losses) <= (1e-5 if args.dtype == ["float32"] else 0.1):
             raise ValueError(f"{row}: all sides must have one loss, not {losses}")
-        seconds = {side: [one["seconds"] for one in results] for side, results in found.items()}
-        for side, values in seconds.items():
-            ratios = [a / b for a, b in zip(values, seconds["ours"], strict=True)]
-            memory = max(one["memory"] for one in found[side]) / 1e9
-            lines.append([row, side, spread(values), spread(ratios), memory])
+        seconds = {key: [one["seconds"] for one in results] for key, results in found.items()}
+        for (side, dtype), values in seconds.items():
+            line = [row, side, dtype, spread(values)]
+            for other in args.dtype:  # a ratio is that of two steps which followed each other
+                pairs = zip(values, seconds["ours", other], strict=True)
+                line.append(spread([a / b for a, b in pairs]))
+            lines.append([*line, max(one["memory"] for one in found[side, dtype]) / 1e9])
+    ratios = [f"ratio to ours in {dtype}" for dtype in args.dtype]
+    columns = ["row", "side", "dtype", "seconds", *ratios, "peak memory, GB"]
     about = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.batch} × 128"
-    text = f"{markdown(lines, COLUMNS)}\n{about} tokens, {args.device}, {args.dtype}\n"
+    text = f"{markdown(lines, columns)}\n{about} tokens, {args.device}\n"
     print(text)
     if args.out:
         write_text(args.out, text)
