@@ -1,6 +1,6 @@
 # Everything that the commands need is installed into .venv: Python 3.11 or newer, make and a package index suffice.
 PYTHON ?= python3
-export GOMP_SPINCOUNT ?= 1000
+export GOMP_SPINCOUNT ?= 10000
 PIP = -m pip install -q --disable-pip-version-check
 
 # on as many cores as there are; each process computes with one thread (tests/conftest.py)

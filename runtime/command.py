@@ -2,7 +2,6 @@
 as one line of JSON."""
 
 import argparse
-import difflib
 import importlib
 import json
 import math
@@ -26,10 +25,6 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*names, allow_abbrev=False, formatter_class=formatter, **options)
 
     def error(self, message):
-        if unknown := message.partition("unrecognized arguments: ")[2]:
-            option = unknown.split(" ")[0].partition("=")[0]
-            near = difflib.get_close_matches(option, self._option_string_actions, 1)
-            message = "; the nearest is ".join([message, *near])
         raise ValueError(message)
 
 

@@ -89,15 +89,10 @@ def sum_gradients(parameters):
     if not dist.is_initialized():
         return
     counts = all_reduce(torch.tensor([int(p.grad is not None) for p in parameters])).tolist()
-    used = [p for p, count in zip(parameters, counts, strict=True) if count > 0]
-    for p in used:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-    if not used:
-        return
-    sums = all_reduce(torch.cat([p.grad.flatten() for p in used]))
-    for p, total in zip(used, sums.split([p.numel() for p in used]), strict=True):
-        p.grad.copy_(total.view_as(p))
+    for p, count in zip(parameters, counts, strict=True):
+        if count > 0:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            all_reduce(p.grad)
 
 
 def gather(found):

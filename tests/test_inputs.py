@@ -35,7 +35,7 @@ NOTHING_CHANGED = f"""
 --stage adapter --adapters runs/rte | --stage adapter takes no --adapters
 --stage fusion | --stage fusion needs --adapters
 --stage distill | there are adapter, fusion, head, full
---epoch=3 | unrecognized arguments: --epoch=3; the nearest is --epochs
+--epoch=3 | unrecognized arguments: --epoch=3
 --cuda-graphs --device cpu | --cuda-graphs is for a GPU
 multitask: {BOX} --tasks rte sst2 --cuda-graphs | --cuda-graphs is for a run on one task
 --dev-file data/rte/validation.jsonl | --dev-file goes with --train-file
