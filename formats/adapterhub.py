@@ -242,7 +242,6 @@ def write_files(directory, kind, options, tensors, metadata):
 
 def copy(saved, name, directory):
     """Writes a Saved adapter under another name, fp32, with the run.json that was beside it."""
-    metadata = {**saved.metadata, "name": name}
-    write_files(directory, ADAPTER, saved.options, saved.tensors, metadata)
+    write_files(directory, ADAPTER, saved.options, saved.tensors, {**saved.metadata, "name": name})
     if saved.run:
         files.write_json(Path(directory) / "run.json", saved.run)
