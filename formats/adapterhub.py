@@ -43,8 +43,6 @@ MODEL_CLASSES = {"bert": "BertAdapterModel", "roberta": "RobertaAdapterModel"}  
 def paper_adapters(model_type):
     """{task: hub id} of the authors' 16 adapters, for BERT-base-uncased and RoBERTa-base. Five of
     BERT's have been those of the AdapterHub paper since August 2020, with other heads."""
-    if model_type not in DEFAULTS["paper"]:
-        raise ValueError(f"the paper's adapters are for bert and roberta, not for {model_type}")
     return DEFAULTS["paper"][model_type]
 
 
@@ -65,14 +63,11 @@ def slot_path(key):
 
 def bottleneck_options(options, metadata):
     """The paper's fields of a saved adapter. Raises ValueError naming one that is not supported."""
-    for field in ("mh_adapter", "output_adapter", "reduction_factor", "non_linearity"):
-        if field not in options:
-            raise ValueError(f"only bottleneck adapters are supported: this one has no {field}")
     # What changes a saved adapter's output. The weights of an inv_adapter are refused by `read`.
     for field in ("is_parallel", "phm_layer", "scaling", "use_gating", "cross_adapter"):
         if options.get(field, NOT_IN_THE_PAPER[field]) != NOT_IN_THE_PAPER[field]:
             raise ValueError(f"{field} = {options[field]!r:.50} is not supported")
-    name = str(options["non_linearity"]).lower()
+    name = str(options.get("non_linearity")).lower()
     old = {} if "version" in metadata else {"gelu": "gelu_new", "gelu_orig": "gelu"}
     options = {"original_ln_before": False, **options, "non_linearity": old.get(name, name)}
     options["leave_out"] = list(options.get("leave_out") or ())
@@ -141,7 +136,6 @@ class Saved:
     """A saved adapter, head or fusion."""
 
     directory: Path
-    weights_path: Path
     metadata: dict  # the whole JSON object
     options: dict  # its "config"
     name: str
@@ -155,21 +149,15 @@ class Saved:
         if bert.sha256 and self.run.get("encoder", bert.sha256) != bert.sha256:
             problem = f"with other weights, or another configuration, than {bert.source}"
             raise ValueError(f"it was trained on an encoder {problem}: {self.run['trained_on']}")
-        ours = bert.config.hidden_dropout_prob
-        if (theirs := self.run.get("dropout", ours)) != ours:
-            files.note(
-                f"{self.directory} was trained with dropout {theirs}, the encoder has {ours}"
-            )
         trained_on = Path(str(self.metadata.get("model_name") or bert.source)).name
         if not self.run and bert.source and trained_on != Path(bert.source).name:
             problem = f"made for {trained_on!r:.100}, the encoder is {bert.source}"
             if not Path(bert.source).is_dir():
                 raise ValueError(problem)
             files.note(f"{self.directory} was {problem}")
-        for field in ("hidden_size", "model_type"):
-            ours = getattr(bert.config, field)
-            if (theirs := self.metadata.get(field, ours)) != ours:
-                raise ValueError(f"made for {field} {theirs!r:.50}, the encoder has {ours!r}")
+        theirs = self.metadata.get("model_type", bert.config.model_type)
+        if theirs != (ours := bert.config.model_type):
+            raise ValueError(f"made for model_type {theirs!r:.50}, the encoder has {ours!r}")
 
     def kind(self, ours, entries):
         """(the class of what is saved, the fields with which it was made): `ours`, and None; or
@@ -182,19 +170,15 @@ class Saved:
         return classes[name], self.options["fields"]
 
     def copy_into(self, tensors, unused=()):
-        """Copies the saved tensors into those of {(slot, part): tensor}. One that has two names may
-        be stored under one of them; unused: slots whose tensors need no place."""
-        stored = {key: tensor for key, tensor in tensors.items() if key in self.tensors}
-        there = {id(tensor) for tensor in stored.values()}
-        needed = {key for key, t in tensors.items() if key in stored or id(t) not in there}
-        found = {".".join(key) for key in self.tensors if key[0] not in unused or key in stored}
-        with files.error_prefix(self.weights_path.name), torch.no_grad():
-            files.check_names({*map(".".join, needed)}, found)
-            for key, tensor in stored.items():
+        """Copies the saved tensors into those of {(slot, part): tensor}. unused: slots whose saved
+        tensors need no place."""
+        found = {key: tensor for key, tensor in self.tensors.items() if key[0] not in unused}
+        files.check_names({*map(".".join, tensors)}, {*map(".".join, found)})
+        with torch.no_grad():
+            for key, tensor in tensors.items():
                 if isinstance(tensor, torch.nn.Parameter):
-                    name, found = ".".join(key), self.tensors[key]
-                    files.check_tensor(name, found, tensor.shape, "here it must be")
-                tensor.copy_(self.tensors[key])
+                    files.check_tensor(".".join(key), found[key], tensor.shape, "here it must be")
+                tensor.copy_(found[key])
 
     def sha256(self):
         """Of the tensors, whatever the adapter's name and its kind of file."""
@@ -226,28 +210,23 @@ def read(source, kind):
     # without any: a kind of fusion may have no parameters; if it has, `copy_into` misses them
     tensors = by_name.get(name) or next(iter(by_name.values()), {})
     run = read_run(directory)
-    return Saved(directory, paths[0], metadata, options, name, names, tensors, run)
+    return Saved(directory, metadata, options, name, names, tensors, run)
 
 
 def read_run(directory):
     """What run.json says in a run's directory, or in that of an adapter's copy; {} without one."""
-    there = files.is_file(path := Path(directory) / "run.json")
-    try:
-        return files.read_json(path) if there else {}
-    except ValueError as e:
-        raise ValueError(f"{e}; the file is damaged: --overwrite starts a run anew") from e
+    path = Path(directory) / "run.json"
+    return files.read_json(path) if files.is_file(path) else {}
 
 
 def write(directory, kind, name, options, tensors, bert):
     """Writes an adapter, a head or a fusion (name: those of its adapters, with commas): options and
     {(slot, part): tensor}, for the encoder `bert`. Without the version, AdapterHub's library reads
     "gelu" as its tanh form."""
-    header = {"name": name, "model_type": bert.config.model_type}
-    header |= {"hidden_size": bert.config.hidden_size, "model_name": bert.source or ""}
-    header |= {
-        "model_class": MODEL_CLASSES.get(bert.config.model_type),
-        "version": "adapters.1.3.0",
-    }
+    model_type, model_name = bert.config.model_type, bert.source or ""
+    header = {"name": name, "model_type": model_type, "model_name": model_name}
+    header |= {"hidden_size": bert.config.hidden_size, "version": "adapters.1.3.0"}
+    header["model_class"] = MODEL_CLASSES.get(model_type)
     if kind is FUSION:
         header["adapter_names"] = name.split(",")
     write_files(directory, kind, options, tensors, header)
@@ -263,7 +242,6 @@ def write_files(directory, kind, options, tensors, metadata):
 
 def copy(saved, name, directory):
     """Writes a Saved adapter under another name, fp32, with the run.json that was beside it."""
-    metadata = {**saved.metadata, "name": name}
-    write_files(directory, ADAPTER, saved.options, saved.tensors, metadata)
+    write_files(directory, ADAPTER, saved.options, saved.tensors, {**saved.metadata, "name": name})
     if saved.run:
         files.write_json(Path(directory) / "run.json", saved.run)

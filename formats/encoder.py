@@ -4,7 +4,6 @@ format, tensors are looked up by the names that the Hugging Face hub uses today.
 import hashlib
 import importlib.util
 import re
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -18,19 +17,17 @@ FILES += [("bert_config.json", "*model.ckpt*.index")]
 NEEDED = ", or ".join(" and ".join(pair) for pair in FILES) + ", one alone, with its data files"
 # the hub's names of an encoder's tensors; anything else in a file belongs to some head
 OF_THE_ENCODER = re.compile(r"(embeddings|encoder)\.(?!.*\bposition_ids$)")
-# what says without a model_type that it is BERT: a file of Google's, a class, names of tensors
-PLAINLY_BERT = re.compile(r"bert_config\.json|Bert(For|Model)|bert\.embeddings\.")
 
 
 @dataclass
 class Checkpoint:
-    """An encoder's files, found and opened; its tensors are read by `read`."""
+    """An encoder's files, found and read."""
 
     directory: Path
     config_path: Path
     weights_path: Path
     config: dict  # what config.json says
-    tensors: dict  # the hub's name of a tensor today -> function that reads it
+    tensors: dict  # {the hub's name of today: tensor}
 
     def read(self, shapes):
         """{name: fp32 tensor} of exactly the tensors in `shapes`, {the hub's name: shape}. Raises
@@ -41,30 +38,30 @@ class Checkpoint:
         own = {name for name in self.tensors if OF_THE_ENCODER.match(name)}
         with files.error_prefix(self.weights_path):
             files.check_names({*shapes}, own)
-            tensors = {name: self.tensors[name]() for name in shapes}
             for name, shape in shapes.items():
-                files.check_tensor(name, tensors[name], shape, needed)
-        return {name: tensor.float() for name, tensor in tensors.items()}
+                files.check_tensor(name, self.tensors[name], shape, needed)
+        return {name: self.tensors[name].float() for name in shapes}
 
 
 def sha256_of(tensors, config=None):
     """SHA-256 of {name: tensor}: of names, shapes and every number, as fp32, in any format; and of
     all in an encoder's configuration on which an output in evaluation depends."""
-
-    def one(name):
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
         tensor = tensors[name].detach().float().cpu().contiguous()
-        return f"{name} {list(tensor.shape)} {hashlib.sha256(tensor.numpy()).hexdigest()}\n"
-
+        of_one = hashlib.sha256(tensor.numpy()).hexdigest()
+        digest.update(f"{name} {list(tensor.shape)} {of_one}\n".encode())
     fields = {n: v for n, v in (config or {}).items() if "dropout" not in n}
     fields.pop("initializer_range", None)
-    with ThreadPoolExecutor() as pool:  # hashlib releases the interpreter's lock
-        lines = [*pool.map(one, sorted(tensors)), repr(sorted(fields.items()))]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
+    digest.update(repr(sorted(fields.items())).encode())
+    return digest.hexdigest()
 
 
 def open_encoder(source):
     """The Checkpoint at `source`: a directory with one of the pairs in FILES, minilm, a hub id."""
-    directory = fetch_encoder(source)
+    directory = Path(source)
+    if not directory.is_dir():
+        directory = find_minilm() if str(source) == "minilm" else fetch_encoder(source)
     for name, pattern in FILES:
         config_path, found = directory / name, [p for p in directory.iterdir() if p.match(pattern)]
         if files.is_file(config_path) and len(found) == 1 and files.is_file(found[0]):
@@ -77,13 +74,11 @@ def open_encoder(source):
 
         tensors = read_tensorflow(path)
     else:
-        tensors = {n: lambda tensor=t: tensor for n, t in files.read_tensors(path).items()}
-    if "model_type" not in config:  # a RoBERTa of 2019 has none, and positions of its own
-        said = [name, *(config.get("architectures") or []), *tensors]
-        if not any(map(PLAINLY_BERT.match, said)):
-            advice = 'add "model_type": "bert", or what it is'
-            raise ValueError(f"{config_path} does not say which kind of encoder it is: {advice}")
+        tensors = files.read_tensors(path)
+    if name == "bert_config.json":
         config["model_type"] = "bert"
+    elif "model_type" not in config:  # a RoBERTa of 2019, whose positions are its own, has none
+        raise ValueError(f'{config_path} has no "model_type", such as "bert": add it')
     with files.error_prefix(path):
         tensors = by_hub_name(tensors, config["model_type"])
     return Checkpoint(directory, config_path, path, config, tensors)
@@ -94,7 +89,7 @@ def read_pooler(directory):
     tensors, names = open_encoder(directory).tensors, ("weight", "bias")
     if "pooler.dense.weight" not in tensors:
         raise ValueError(f"{directory}: it has no pooler, which the head is to read")
-    return {name: tensors[f"pooler.dense.{name}"]().float() for name in names}
+    return {name: tensors[f"pooler.dense.{name}"].float() for name in names}
 
 
 def write_encoder(directory, config, tensors):
@@ -122,13 +117,9 @@ def by_hub_name(tensors, model_type):
     if len(prefixes) > 1 and own not in prefixes:
         found = ", ".join(sorted(prefix or "none" for prefix in prefixes))
         raise ValueError(f"it holds several encoders, prefixes {found}, and none of them is {own}")
-    prefix, result = own if own in prefixes else next(iter(prefixes), ""), {}
-    for name in [name for name in hub if hub[name].startswith(prefix)]:
-        short = hub[name].removeprefix(prefix)
-        if short in result and OF_THE_ENCODER.match(short):
-            raise ValueError(f"{name} and another one are the same tensor, {short}")
-        result.setdefault(short, tensors[name])
-    return result
+    prefix = own if own in prefixes else next(iter(prefixes), "")
+    names = [name for name in hub if hub[name].startswith(prefix)]
+    return {hub[name].removeprefix(prefix): tensors[name] for name in names}
 
 
 def find_minilm():
@@ -139,11 +130,7 @@ def find_minilm():
 
 
 def fetch_encoder(source):
-    """Directory of an encoder and its tokenizer; of a hub id, with the files that are needed."""
-    if Path(source).is_dir():
-        return Path(source)
-    if str(source) == "minilm":
-        return find_minilm()
+    """The directory with those files of an encoder on the hub that are needed."""
     try:
         directory = download(source, "config.json", "model.safetensors", *TOKENIZER_FILES)
         if not (directory / "model.safetensors").is_file():

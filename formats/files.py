@@ -1,6 +1,7 @@
 """JSON and tensors in files: errors name the file; writing leaves the old file or the new one."""
 
 import contextlib
+import functools
 import json
 import os
 import warnings
@@ -10,19 +11,14 @@ import safetensors.numpy
 import torch
 from safetensors.torch import load_file
 
-said = set()
 
-
+@functools.cache
 def note(text):
     """Prints a line that is good to know, once in a run."""
-    if text not in said:
-        print(f"note: {text}", flush=True)
-    said.add(text)
+    print(f"note: {text}", flush=True)
 
 
-def forget_notes():
-    """A new run begins."""
-    said.clear()
+forget_notes = note.cache_clear  # a new run begins
 
 
 @contextlib.contextmanager
@@ -35,23 +31,16 @@ def error_prefix(place):
 
 
 def is_file(path):
-    """Whether a file is there. Raises FileNotFoundError for a dead link or a pointer of git-lfs."""
+    """Whether a file is there. Raises FileNotFoundError for a link that leads nowhere."""
     if os.path.lexists(path) and not os.path.exists(path):
         raise FileNotFoundError(f"{path} is a link that leads nowhere")
-    if not os.path.isfile(path):
-        return False
-    with open(path, "rb") as file:
-        if file.read(40) == b"version https://git-lfs.github.com/spec/":
-            raise FileNotFoundError(f"{path} is a pointer of git-lfs, not the file: git lfs pull")
-    return True
+    return os.path.isfile(path)
 
 
 def read_json(path):
     """The object in a JSON file. Raises ValueError that names the file."""
-    try:
+    with error_prefix(f"{path}: no JSON object"):
         return dict(json.loads(Path(path).read_text(encoding="utf-8-sig")))
-    except (ValueError, TypeError, RecursionError) as e:
-        raise ValueError(f"{path}: no JSON object: {e}") from e
 
 
 @contextlib.contextmanager
@@ -83,7 +72,6 @@ def write_tensors(path, tensors):
 def read_tensors(path):
     """{name: tensor} of a .safetensors file, as views of the mapped file, or of a PyTorch file, of
     which only tensors are unpickled: one with anything else is refused, not executed."""
-    is_file(path)  # or says why not
     try:
         if Path(path).suffix == ".safetensors":
             return load_file(path)
@@ -91,9 +79,8 @@ def read_tensors(path):
             found = dict(torch.load(path, map_location="cpu", weights_only=True))
         return {n: t.detach() if isinstance(t, torch.nn.Parameter) else t for n, t in found.items()}
     except Exception as e:  # of many kinds; torch advises to allow that anything is executed
-        text = str(e).strip() or type(e).__name__
-        reason = "it holds other objects" if "weights_only" in text else text.splitlines()[0]
-        raise ValueError(f"{path}: not a file of tensors alone, refused: {reason}") from e
+        reason = f"not a file of tensors alone, refused ({type(e).__name__})"
+        raise ValueError(f"{path}: {reason}") from e
 
 
 def check_names(needed, found):

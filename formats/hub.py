@@ -28,25 +28,17 @@ def hub_library():
         if not hub.HF_HUB_OFFLINE:
             huggingface_hub.get_session().head(hub.ENDPOINT, timeout=4, follow_redirects=False)
     except Exception as e:  # no name, no route, a proxy's error, a certificate, no answer
-        hub.HF_HUB_OFFLINE, problem = True, one_line(e)
+        hub.HF_HUB_OFFLINE, problem = True, f"{type(e).__name__}: {e}"
         note(f"{hub.ENDPOINT} does not answer ({problem}), so only its cache is used")
     return huggingface_hub, problem
 
 
-def one_line(error):
-    """What an error of the hub's libraries says."""
-    return " ".join(str(error).split())[:300] or type(error).__name__
-
-
 def download(repo_id, *patterns):
     """The local directory with those files of a hub repository whose names fit the patterns."""
-    if is_local(repo_id):
-        raise FileNotFoundError(f"there is no directory {str(repo_id)!r}")
     hub, problem = hub_library()
     print(f"loading {', '.join(patterns)} of {repo_id} from the hub, or its cache", flush=True)
     try:
         return Path(hub.snapshot_download(repo_id, allow_patterns=patterns))
     except Exception as e:  # no network, not found, no access, no id, a full disk: of many kinds
         places = f"at {hub.constants.ENDPOINT} nor in its cache, {hub.constants.HF_HUB_CACHE}"
-        reason = problem or one_line(e)
-        raise FileNotFoundError(f"{repo_id} is no directory, nor {places} ({reason})") from e
+        raise FileNotFoundError(f"{repo_id} is no directory, nor {places} ({problem or e})") from e

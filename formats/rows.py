@@ -4,24 +4,21 @@ import csv
 import io
 import json
 import re
-import unicodedata
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from formats.files import error_prefix, is_file, note
-from formats.hub import hub_library, one_line
+from formats.files import error_prefix, note
+from formats.hub import hub_library
 
 csv.field_size_limit(10**9)  # texts may be longer than its 131,072 characters
 OWN_COLUMNS = ("text_a", "text_b", "choices")  # of your own task
 LISTS = ("choices", "endings")  # columns that hold a list of texts
 # What other copies of a data set call its columns, {task: {our name: theirs}}, and its labels
-OTHER_COLUMNS = {
-    "scitail": {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"},
-    "boolq": {"label": "answer"},
-}
+SCITAIL = {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}
+OTHER_COLUMNS = {"scitail": SCITAIL, "boolq": {"label": "answer"}}
 OTHER_LABELS = {"scitail": {"entailment": "entails"}}  # {task: {their name: ours}}
 
 
@@ -41,37 +38,30 @@ class Source:
             return [Path(self.files[split])] if self.files.get(split) else []
         if not self.data_dir:
             return None
-        paths = sorted(Path(self.data_dir, name).glob("*"))
-        if name == "argument" and "train" not in [path.stem for path in paths]:
-            return [path for path in paths if path.suffix == ".tsv"]
-        stems = [split]
-        if split == "validation":
-            stems += ["validation_matched", "dev", "val"]
-        found = [path for path in paths if path.stem in stems and path.suffix.lower() in READERS]
-        if len(found) > 1:
-            raise ValueError(f"two files for one split, {split}: {found[0]} and {found[1]}")
-        return [path for path in found if is_file(path)]
+        directory = Path(self.data_dir, name)
+        if name == "argument" and not [*directory.glob("train.*")]:
+            return sorted(directory.glob("*.tsv"))
+        paths = sorted(directory.glob(f"{split}.*"))
+        paths = [path for path in paths if path.suffix.lower() in READERS]
+        if len(paths) > 1:
+            raise ValueError(f"two files for one split, {split}: {paths[0]} and {paths[1]}")
+        return paths
 
-    def read_files(self, name, split, columns):
+    def read_files(self, name, split):
         """(their place, for messages; [row] as it is there) of a split. A file is parsed once."""
         paths = self.paths(name, split)
-        where = paths[0] if len(paths) == 1 else Path(self.data_dir or "", name)
-        others = OTHER_COLUMNS.get(name, {}).values()
-        used = {*columns, *OWN_COLUMNS, "set", *others, *self.column_names.values()}
         for path in paths:
-            self.rows[path] = self.rows.get(path) or read_rows(path, used)
+            self.rows[path] = self.rows.get(path) or read_rows(path)
         rows = [row for path in paths for row in self.rows[path]]
         if len(paths) > 1:  # UKP's corpus has all splits in a file
             wanted = "val" if split == "validation" else split
             rows = [row for row in rows if row.get("set") == wanted]
         if not rows:
-            advice = "--dev-file or --dev-fraction gives one"
-            if not self.files:
-                place = where if where.is_dir() else where.parent
-                there = ", ".join(sorted(path.name for path in place.glob("*")))
-                advice = f"{place} has {there or 'nothing'}"
-            raise FileNotFoundError(f"no {split} split for task {name!r}: {advice:.300}")
-        return str(where), rows
+            advice = f"there is no {self.data_dir}/{name}/{split}.jsonl"
+            if self.files:
+                advice = "--dev-file or --dev-fraction gives one"
+            raise FileNotFoundError(f"no {split} split for task {name!r}: {advice}")
+        return str(paths[0] if len(paths) == 1 else Path(self.data_dir, name)), rows
 
     def read_split(self, task, split):
         """(its place, for messages; {number of a row: row}) of a split, as `our_rows` has them.
@@ -88,7 +78,7 @@ class Source:
             where = f"{task.name} on the hub, {file}"
             rows = self.rows[where] = self.rows.get(where) or hub_rows(task, file)
         else:
-            where, rows = self.read_files(task.name, file, [*task.columns, task.label])
+            where, rows = self.read_files(task.name, file)
         with error_prefix(where):
             rows = our_rows(rows, self.column_names, task.name, task.columns, task.label)
         if not is_part:
@@ -104,14 +94,12 @@ class Source:
         """(columns, labels) of your own task, by its training file: `text_a`, `text_b` (optional)
         and `label`, whose sorted values are the classes; or `text_a` (optional), `choices`, a list
         of as many texts in every row, and `label`, the index of the right one, from 0."""
-        where, rows = self.read_files(name, "train", ["label"])
+        where, rows = self.read_files(name, "train")
         with error_prefix(where):
             rows = our_rows(rows, self.column_names, name)
             columns = [column for column in OWN_COLUMNS if column in rows[0]]
             if "choices" not in columns:
                 return columns, own_labels([row["label"] for row in rows])
-            if "text_b" in columns:
-                raise ValueError("column 'text_b' has no place beside 'choices'")
             return columns, [str(i) for i in range(len(rows[0]["choices"]))]
 
 
@@ -133,8 +121,7 @@ def our_rows(rows, names, task_name, columns=None, label="label", has_label=True
     names = {our: other for our, other in others if our not in there and other in there} | names
     ours = [*(columns or ()), label, *OWN_COLUMNS]
     theirs = {name: name for name in ours if name not in names.values()} | names
-    found = [column for column in OWN_COLUMNS if theirs.get(column) in there]
-    found = [c for c in found if not all(is_empty(row.get(theirs[c])) for row in rows)]
+    found = [c for c in OWN_COLUMNS if not all(is_empty(row.get(theirs.get(c))) for row in rows)]
     columns = columns or found or ["text_a"]
     for column in [*columns, label] if has_label else columns:
         if theirs.get(column) not in there:
@@ -145,42 +132,33 @@ def our_rows(rows, names, task_name, columns=None, label="label", has_label=True
         raise ValueError(f"--columns {min(unknown)}=...: {problem}")
     if {*columns} < {*OWN_COLUMNS} and (unread := {*found} - {*columns}):
         raise ValueError(f"column {min(unread)!r} is none of {', '.join(columns)}")
-    result = []
+    result, other_labels = [], OTHER_LABELS.get(task_name, {})
     for number, row in enumerate(rows, 1):
-        try:
+        with error_prefix(f"row {number}"):
             result.append({column: text_of(row.get(theirs[column]), column) for column in columns})
             if has_label:
-                result[-1][label] = label_of(row.get(theirs[label]), task_name)
-        except ValueError as e:
-            raise ValueError(f"row {number}: {e}") from e
+                value = row.get(theirs[label])
+                if is_empty(value):
+                    raise ValueError("the label is empty")
+                result[-1][label] = other_labels.get(str(value).strip(), value)
     return result
 
 
 def text_of(value, column):
     """The text in a cell: a number is a text, and an empty cell an empty one. In one of LISTS it is
     a list of texts; CommonsenseQA has {"label": keys, "text": texts}, whose order is the keys'."""
-    if isinstance(value, (np.generic, np.ndarray)):
-        value = value.tolist()
     if column in LISTS:
         if isinstance(value, dict) and value.keys() == {"label", "text"}:
             value = [text for _, text in sorted(zip(value["label"], value["text"], strict=True))]
         if not isinstance(value, (list, tuple)) or not all(isinstance(x, str) for x in value):
             raise ValueError(f"column {column!r} does not hold a list of texts")
-        return [no_surrogates(text) for text in value]
+        return [text_of(text, None) for text in value]
     if is_empty(value):
         return ""
-    if type(value) not in (str, int, float):
+    if not isinstance(value, (str, int, float)):
         raise ValueError(f"column {column!r} holds {type(value).__name__}, expected a text")
-    return no_surrogates(str(value))
-
-
-def label_of(value, task_name):
-    """The label in a cell: a text, or whatever else is there, but not nothing."""
-    if is_empty(value):
-        raise ValueError("the label is empty")
-    if not isinstance(value, str):
-        return value
-    return OTHER_LABELS.get(task_name, {}).get(value.strip(), no_surrogates(value))
+    # half a surrogate pair, as of an emoji that was cut in two, is no character
+    return re.sub("[\ud800-\udfff]", "\ufffd", str(value))
 
 
 def is_empty(cell):
@@ -188,61 +166,47 @@ def is_empty(cell):
     return cell is None or (isinstance(cell, (str, float)) and (cell == "" or cell != cell))
 
 
-def no_surrogates(text):
-    """The text with U+FFFD for half a surrogate pair, as of an emoji that was cut in two."""
-    return re.sub("[\ud800-\udfff]", "\ufffd", text)
-
-
-def read_rows(path, used=None):
-    """[row] of a file; values as they are written, of CSV and TSV all texts. used: the columns that
-    matter, if not all. Raises ValueError, or FileNotFoundError, that names the file."""
+def read_rows(path):
+    """[row] of a file; values as they are written, of CSV and TSV all texts. Raises ValueError, or
+    OSError, that names the file."""
     path, ending = Path(path), Path(path).suffix.lower()
     if ending not in READERS:
         raise ValueError(f"{path}: only {', '.join(READERS)} can be read")
-    if not is_file(path):  # a pipe would never end
-        raise FileNotFoundError(f"{path} is not a file")
-    try:
-        rows = READERS[ending](path, used)
-    except UnicodeDecodeError as e:
-        line = 1 + e.object.count(b"\n", 0, e.start)
-        raise ValueError(f"{path}, line {line}, is not UTF-8: save it as UTF-8") from e
-    except Exception as e:
-        raise ValueError(f"{path}: {e}") from e
-    if not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path} is empty, or a row is no JSON object")
+    with error_prefix(path):
+        rows = READERS[ending](path)
+        if not rows or not all(isinstance(row, dict) for row in rows):
+            raise ValueError("it is empty, or a row is no JSON object")
     return rows
 
 
-def json_rows(path, used):
+def json_rows(path):
     """A list of objects, or an object in each line; empty lines do not count."""
-    text = path.read_bytes().decode("utf-8-sig")
+    text = path.read_text("utf-8-sig")
     if text.lstrip().startswith("["):
         return json.loads(text)
     rows = []
-    for number, line in enumerate(re.split("\r\n?|\n", text), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             with error_prefix(f"line {number}"):
                 rows.append(json.loads(line))
     return rows
 
 
-def csv_rows(path, used):
+def csv_rows(path):
     text, options = path.read_bytes().decode("utf-8-sig"), {}
-    first_line = re.search("[^\r\n]*", text.lstrip())[0]
+    first_line = text.partition("\n")[0]
     if path.suffix.lower() == ".tsv":
         options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
     elif ";" in first_line and "," not in first_line:  # Excel's, where the comma is a decimal one
         options = {"delimiter": ";"}
         note(f"{path}: its columns are read as separated by semicolons")
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True, **options)
-    lines, first = [], 1  # first: the line of the next row
+    lines = []
     try:
-        for cells in reader:
+        for cells in csv.reader(io.StringIO(text, newline=""), strict=True, **options):
             lines += [cells] if cells else []
-            first = reader.line_num + 1
     except csv.Error as e:
         problem = f"a quotation mark is not closed, or not doubled ({e})"
-        raise ValueError(f"in the row that begins in line {first}, {problem}") from e
+        raise ValueError(f"row {len(lines)}: {problem}") from e
     header, *rows = lines or [[]]
     header = [name if header.count(name) == 1 else f"{name} (twice)" for name in header]
     for number, row in enumerate(rows, 1):
@@ -251,22 +215,20 @@ def csv_rows(path, used):
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 
-def parquet_rows(path, used):
-    """Columns that are not used are None. Labels that the file has as numbers beside their names,
-    a ClassLabel of `datasets`, are read by name: the file's order is its own."""
+def parquet_rows(path):
+    """Labels that the file has as numbers beside their names, a ClassLabel of `datasets`, are read
+    by name: the file's order is its own. A hidden one, -1, has no name, and is empty."""
     import pyarrow.parquet
 
-    file = pyarrow.parquet.ParquetFile(path)
-    names = file.schema_arrow.names
-    table = file.read([name for name in names if used is None or name in used])
-    rows = [{**dict.fromkeys(names), **row} for row in table.to_pylist()]
-    described = json.loads((file.schema_arrow.metadata or {}).get(b"huggingface", "{}"))
+    table = pyarrow.parquet.ParquetFile(path).read()
+    rows = table.to_pylist()
+    described = json.loads((table.schema.metadata or {}).get(b"huggingface", "{}"))
     for column, feature in described.get("info", {}).get("features", {}).items():
         is_class = isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
         if is_class and column in table.column_names:
             classes = dict(enumerate(feature["names"]))
             for row in rows:
-                row[column] = classes.get(row[column], row[column])
+                row[column] = classes.get(row[column])
     return rows
 
 
@@ -279,43 +241,28 @@ def hub_rows(task, split):
     if task.hub is None:
         raise FileNotFoundError(f"{task.name} is not on the hub: --data-dir takes local files")
     repository, name, revision = task.hub
-    _, problem = hub_library()  # asks whether there is a network
+    hub_library()  # asks whether there is a network
     import datasets  # takes more than a second: when it is first needed
 
     datasets.disable_progress_bars()
     print(f"loading {repository} {name or ''} from the hub, or its cache", flush=True)
-    try:
-        found = datasets.load_dataset(repository, name, revision=revision)
-        return found[task.hub_dev if split == "validation" else split].to_list()
-    except Exception as e:  # network, hub and format each raise their own kinds
-        reason = f"{split}, cannot be loaded from the hub ({problem or one_line(e)})"
-        raise FileNotFoundError(f"{repository}, {reason}; --data-dir takes local files") from e
+    found = datasets.load_dataset(repository, name, revision=revision)
+    return found[task.hub_dev if split == "validation" else split].to_list()
 
 
 def own_labels(values):
     """The classes of your own task: numbers by value, texts by their letters. Raises ValueError for
-    what is no class, and for labels that only look different; says what the classes are."""
-    for value in values:
-        decimal = re.fullmatch(r"[-+]?\d*\.\d+(e[-+]?\d+)?", str(value))
-        if decimal or type(value) not in (str, int, bool):
-            advice = "classes are texts or integers; for a regression see examples/sts_b.py"
-            raise ValueError(f"a label is {value!r:.100}: {advice}")
-    counts, alike = Counter(map(str, values)), {}
-    for label in counts:
-        plain = unicodedata.normalize("NFKC", label).strip().casefold()
-        plain = int(plain) if re.fullmatch(r"[-+]?\d+", plain) else plain
-        alike.setdefault(plain, []).append(label)
-    if several := [labels for labels in alike.values() if len(labels) > 1]:
-        problem = "labels differ in case, in blanks at their ends, or in how they are written"
-        raise ValueError(f"{problem}: make them one: {', '.join(map(ascii, several[0])):.300}")
-    texts = {label for label in alike if isinstance(label, str)}
-    if len(texts) < len(alike) and (empty := texts & {"nan", "none", "null"}):
-        raise ValueError(f"labels are numbers, and {min(empty)!r}: a value is missing")
-    # `parquet_rows` gives classes their names, and leaves -1 an integer
-    if -1 in alike and (texts or (-1 in values and any(type(value) is str for value in values))):
-        raise ValueError("labels are names, and -1, which is a hidden label")
-    names = sorted(counts, key=None if texts else int)
+    what is no class, and for labels that `Task.label_index` takes for one; says what they are."""
+    if decimals := [value for value in values if re.fullmatch(r"[-+]?\d*\.\d+", str(value))]:
+        advice = "classes are texts or integers; for a regression see examples/sts_b.py"
+        raise ValueError(f"a label is {decimals[0]!r}: {advice}")
+    counts = Counter(map(str, values))
+    alike = Counter(label.strip().lower() for label in counts)
+    if several := [label for label in counts if alike[label.strip().lower()] > 1]:
+        problem = "labels differ in case, or in blanks at their ends"
+        raise ValueError(f"{problem}: make them one: {', '.join(map(ascii, several)):.300}")
+    are_numbers = all(re.fullmatch(r"[-+]?\d+", label) for label in counts)
+    names = sorted(counts, key=int if are_numbers else None)
     found = ", ".join(f"{name} ({counts[name]} examples)" for name in names)
-    of_two = f"; f1 is that of {names[-1]!r}" * (len(names) == 2)
-    note(f"the labels are {len(names)} classes: {found:.300}{of_two}")
+    note(f"the labels are {len(names)} classes: {found:.300}")
     return names

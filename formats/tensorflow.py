@@ -2,37 +2,33 @@
 index is a LevelDB table, name -> where the tensor is; the data files hold the raw numbers."""
 
 import math
-from functools import partial
 
 import google_crc32c
 import torch
 
-from formats.files import error_prefix, is_file
+from formats.files import error_prefix
 
 TABLE_MAGIC = 0xDB4775248B80FB57
 FLOAT_TYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch.float16}
 
 
 def read_tensorflow(path):
-    """{name: function that reads the tensor} of a checkpoint, whose `.index` file is at `path`.
-    Every block and tensor that is read is checked against its CRC-32C."""
+    """{name: tensor} of a checkpoint, whose `.index` file is at `path`. Every block and tensor is
+    checked against its CRC-32C. What holds no floats, such as global_step, is left out."""
     with error_prefix(path):
         entries = table_entries(path.read_bytes())
         shards = protobuf(entries.pop("", b"")).get(1, 1)  # a BundleHeaderProto
-    return {name: partial(bundle_tensor, name, entries[name], path, shards) for name in entries}
+        entries = {name: protobuf(entry) for name, entry in entries.items()}  # BundleEntryProtos
+        entries = {name: entry for name, entry in entries.items() if entry.get(1) in FLOAT_TYPES}
+        return {name: bundle_tensor(name, entry, path, shards) for name, entry in entries.items()}
 
 
 def bundle_tensor(name, entry, index, shards):
-    """One tensor, from its data file; a kernel is transposed. entry: a BundleEntryProto"""
-    entry = protobuf(entry)
+    """One tensor, from its data file; a kernel is transposed."""
     kind, shard, offset, size = (entry.get(field, 0) for field in (1, 3, 4, 5))
     (shape,), (crc,) = entry.get(2, [b""]), entry.get(6, [b""])
     shape = tuple(protobuf(dimension).get(1, 0) for dimension in protobuf(shape).get(2, []))
     data = index.with_name(f"{index.stem}.data-{shard:05d}-of-{shards:05d}")
-    if 7 in entry or kind not in FLOAT_TYPES:
-        how = f"in {len(entry[7])} slices" if 7 in entry else f"as TensorFlow's data type {kind}"
-        raise ValueError(f"{name} is stored {how}, which is not supported")
-    is_file(data)  # or says why not
     with open(data, "rb") as file:
         file.seek(offset)
         content = file.read(size)

@@ -10,7 +10,7 @@ from pathlib import Path
 from tokenizers import AddedToken, BertWordPieceTokenizer, Tokenizer
 from tokenizers.normalizers import BertNormalizer
 
-from formats.files import is_file, note, read_json
+from formats.files import error_prefix, is_file, note, read_json
 
 CONFIG, ADDED, SPECIAL = "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"
 TOKENIZER_FILES = ("tokenizer.json", CONFIG, "vocab.txt", ADDED, SPECIAL)
@@ -25,28 +25,24 @@ def load_tokenizer(directory, max_length, config=None):
     which must have an embedding for each token and each type of segments."""
     directory = Path(directory)
     path, vocab = directory / "tokenizer.json", directory / "vocab.txt"
-    there = [directory / name for name in TOKENIZER_FILES if is_file(directory / name)]
-    if path not in there and vocab not in there:
+    if not is_file(path) and not is_file(vocab):
         raise FileNotFoundError(f"no tokenizer in {directory}: no tokenizer.json or vocab.txt")
-    try:
+    with error_prefix(directory):
         options = read_options(directory)
-        tokenizer = Tokenizer.from_file(str(path)) if path in there else wordpiece(vocab, options)
+        tokenizer = Tokenizer.from_file(str(path)) if is_file(path) else wordpiece(vocab, options)
         for field, (part, name) in KNOWN["parts"].items():
             if field in options and hasattr(getattr(tokenizer, part), name):
                 setattr(getattr(tokenizer, part), name, options[field])
         add_tokens(tokenizer, directory, options)
-    except Exception as e:  # the library raises no other kind
-        raise ValueError(f"{directory}: its tokenizer cannot be read: {e}") from e
     tokenizer.no_padding()
     if tokenizer.num_special_tokens_to_add(is_pair=True) == 0:
         raise ValueError(f"{directory}: its tokenizer adds neither [CLS] nor [SEP]")
     if config is not None:
-        pair, types = tokenizer.encode("a", "a"), config.type_vocab_size
-        found = 1 + max(*tokenizer.get_vocab().values(), *pair.ids), 1 + max(pair.type_ids)
-        if found[0] > config.vocab_size or found[1] > (types or 2):  # 0: none is looked at
-            known = f"the encoder {config.vocab_size} and {types}"
-            found = f"{found[0]} tokens and {found[1]} types of segments"
-            raise ValueError(f"the tokenizer in {directory} has {found}, {known}")
+        pair = tokenizer.encode("a", "a")
+        tokens, types = 1 + max(*tokenizer.get_vocab().values(), *pair.ids), 1 + max(pair.type_ids)
+        if tokens > config.vocab_size or types > (config.type_vocab_size or 2):  # 0: unused
+            found = f"{tokens} tokens and {types} types of segments"
+            raise ValueError(f"the tokenizer in {directory} has {found}, more than the encoder")
     tokenizer.enable_truncation(max_length, strategy="longest_first")
     return tokenizer
 
@@ -66,7 +62,7 @@ def read_options(directory):
     """The fields of tokenizer_config.json and special_tokens_map.json; special tokens are lists of
     objects. Raises ValueError for a field that is not supported."""
     paths = [directory / name for name in ("config.json", CONFIG, SPECIAL)]
-    model, config, special = (read_json(path) if path.is_file() else {} for path in paths)
+    model, config, special = (read_json(path) if is_file(path) else {} for path in paths)
     options = {"tokenizer_class": model.get("tokenizer_class"), **config}
     if "added_tokens_decoder" not in config:  # which is newer than the map
         options |= special
@@ -91,7 +87,7 @@ def add_tokens(tokenizer, directory, options):
     """Adds what transformers has beside the vocabulary, and special tokens, never normalized."""
     special = {one["content"]: one for name in KNOWN["special"] for one in options.get(name, [])}
     added = {int(i): one for i, one in options.get("added_tokens_decoder", {}).items()}
-    if not added and (directory / ADDED).is_file():
+    if not added and is_file(directory / ADDED):
         added = {i: {"content": text} for text, i in read_json(directory / ADDED).items()}
     there = {one.content for one in tokenizer.get_added_tokens_decoder().values()}
     for token in [*(added[i] for i in sorted(added)), *special.values()]:
@@ -113,22 +109,18 @@ def wordpiece(path, options):
         if f"[{name.upper()}]" in vocab:
             options.setdefault(f"{name}_token", [{"content": f"[{name.upper()}]"}])
     if "do_lower_case" not in options:
-        options |= judge_casing(path, vocab) | options
+        # A text is lower-cased, and its accents are stripped, if nearly all of the vocabulary is
+        # what that produces. A few entries among thousands were added to it later.
+        strip = BertNormalizer(False, False, strip_accents=True, lowercase=False).normalize_str
+        words = [word for word in vocab if not re.fullmatch(r"\[.*\]|<.*>", word)]
+        few = max(1, len(words) // 100)
+        lower, plain = (sum(word != f(word) for word in words) <= few for f in (str.lower, strip))
+        found = {"do_lower_case": lower, "strip_accents": lower and plain}
+        note(f"no file says how {path} is cased; by its entries: {json.dumps(found)}")
+        options |= found | options
     unk, sep, cls = (options[f"{name}_token"][0]["content"] for name in ("unk", "sep", "cls"))
     tokenizer = BertWordPieceTokenizer(vocab, unk, sep, cls, pad_token="", mask_token="")
     return Tokenizer.from_str(tokenizer.to_str())
-
-
-def judge_casing(path, vocab):
-    """Whether texts are lower-cased, and their accents stripped: if nearly all of the vocabulary is
-    what that produces. A few entries among thousands were added to it later."""
-    strip = BertNormalizer(False, False, strip_accents=True, lowercase=False).normalize_str
-    words = [word for word in vocab if not re.fullmatch(r"\[.*\]|<.*>", word)]
-    few = max(1, len(words) // 100)
-    lower, plain = (sum(word != f(word) for word in words) <= few for f in (str.lower, strip))
-    found = {"do_lower_case": lower, "strip_accents": lower and plain}
-    note(f"no file says how {path} is cased; by its entries: {json.dumps(found)}")
-    return found
 
 
 def copy_tokenizer(source, directory):

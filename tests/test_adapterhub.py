@@ -130,7 +130,7 @@ def test_a_head_on_the_pooler_needs_one(tmp_path):
 
 ROBERTA, OTHER_MODEL = {"model_type": "roberta"}, "model_type 'roberta', the encoder has 'bert'"
 REFUSED = [  # one in the golden set; its file, and fields of that, or of its "config"; the message
-    ("bottom", "adapter file", {"config": {"mh_adapter": True}}, "this one has no output_adapter"),
+    ("bottom", "adapter file", {"config": {"mh_adapter": True}}, "non_linearity must be"),
     ("bottom", "adapter config", {"scaling": "learned"}, "scaling = 'learned'"),
     ("bottom", "adapter config", {"architecture": "lora", "r": 8}, "'lora'"),
     ("bottom", "adapter file", ROBERTA, OTHER_MODEL),

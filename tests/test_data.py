@@ -150,9 +150,8 @@ def test_semicolons_and_what_a_row_leaves_out(tmp_path, capsys):
 
 def test_values_of_numpy_are_texts_and_numbers():
     """In prediction, too, where the same is empty, or half a character, as in training."""
-    texts, others = np.array(["red", "7"]), [np.int64(7), np.float64("nan")]
-    assert [text_of(value, "text_a") for value in (*texts, *others)] == ["red", "7", "7", ""]
-    assert text_of(texts, "choices") == ["red", "7"]
+    texts = np.array(["red", "7"])
+    assert [text_of(x, "text_a") for x in (*texts, np.float64("nan"))] == ["red", "7", ""]
     run = LoadedRun(None, TASKS["sst2"], Source(), *[None] * 4)
     assert run.candidates(texts) == run.candidates([*texts]) == [[("red", None)], [("7", None)]]
     rows = [{"sentence": cell} for cell in ("", None, float("nan"), "red\ud83d")]
@@ -162,23 +161,19 @@ def test_values_of_numpy_are_texts_and_numbers():
 def test_columns_that_the_task_does_not_use(tmp_path):
     """They may hold anything, in Parquet also a description of a column that is not there. Of its
     labels the names decide, whatever their numbers."""
-    when = pyarrow.array([0, 1, 2], pyarrow.timestamp("s", "Mars/Olympus"))
     label, texts = datasets.ClassLabel(names=["1", "0"]), datasets.Value("string")
     features = {"text_a": texts, "label": label, "gone": label, "people": {"names": texts}}
     columns = {"text_a": [*"abc"], "gone": [0, 0, 0], "people": [{"names": "x"}] * 3}
     for name, labels in (("own", [0, 1, 0]), ("hidden", [0, 1, -1])):
         rows = datasets.Dataset.from_dict({**columns, "label": labels}, datasets.Features(features))
         rows.to_parquet(path := tmp_path / name / "train.parquet")
-        table = pyarrow.parquet.read_table(path).drop_columns("gone").append_column("when", when)
-        pyarrow.parquet.write_table(table, path)
+        pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).drop_columns("gone"), path)
     task = get_task("own", source := Source(tmp_path))
     _, rows = source.read_split(task, "train")
     assert task.labels == ["0", "1"] and [rows[n]["label"] for n in (1, 2, 3)] == ["1", "0", "1"]
     assert rows[1] == {"text_a": "a", "label": "1"}
-    with pytest.raises(ValueError, match="hidden/train.parquet: .* a hidden label"):
+    with pytest.raises(ValueError, match="hidden/train.parquet: row 3: the label is empty"):
         get_task("hidden", source)
-    with pytest.raises(ValueError, match="own/train.parquet: "):
-        get_task("own", Source(tmp_path, column_names={"text_a": "when"}))
     (tmp_path / "hidden/train.parquet").unlink()
     (tmp_path / "hidden/train.CSV").write_text("text_a,label,,,note,note\na,x,,,1,2\nb,y,,,3,4\n")
     assert get_task("hidden", Source(tmp_path)).labels == ["x", "y"]
@@ -196,12 +191,11 @@ def test_a_file_is_parsed_once(launch, tmp_path, monkeypatch):
 
 
 def test_empty_cells_and_half_characters(tokenizer, tmp_path, capsys):
-    """One rule for all files: an empty text, which is said; and U+FFFD, in labels, too."""
+    """One rule for all files: an empty text, which is said; and U+FFFD."""
     cells = ["", None, float("nan"), "", "red\ud83d", "red \ud83d\ude00"]
-    rows = [{"text_a": "cat", "text_b": cell, "label": "x\ude00"} for cell in cells]
+    rows = [{"text_a": "cat", "text_b": cell, "label": "x"} for cell in cells]
     write_rows(tmp_path / "own/train.jsonl", [*rows, {**rows[0], "label": "z"}])
     task = get_task("own", source := Source(tmp_path, dev_fraction=0.5))
-    assert task.labels == ["x\ufffd", "z"]
     splits = [load_split(task, source, split, tokenizer) for split in ("train", "validation")]
     texts, said = [*[""] * 5, "red\ufffd", "red \U0001f600"], capsys.readouterr().out
     expected = [tokenizer.encode("cat", text).ids for text in texts]
@@ -239,14 +233,10 @@ LABELS = [  # in a training file, and the classes, or what is wrong
     (["10", "9", "-1", "9"], ["-1", "9", "10"]),
     (["None", "for", "against"], ["None", "against", "for"]),
     ([True, 0, False], ["0", "False", "True"]),
-    (["0", "1", "00"], "make them one: '0', '00'"),
-    (["0", "1", "\uff11"], "make them one: '1', '.uff11'"),
+    (["0", "1", "nan"], ["0", "1", "nan"]),
     (["neg", "pos", "NEG"], "labels differ in case, .* make them one: 'neg', 'NEG'"),
     (["x", "y", "x "], "make them one: 'x', 'x '"),
-    (["0", "1", "nan"], "'nan': a value is missing"),
     ([0, 1, float("nan")], "row 3: the label is empty"),
-    (["neg", "pos", "-1"], "-1, which is a hidden label"),
-    (["0", "1", -1], "-1, which is a hidden label"),  # a ClassLabel has texts, and -1
 ]
 
 
