@@ -43,6 +43,8 @@ MODEL_CLASSES = {"bert": "BertAdapterModel", "roberta": "RobertaAdapterModel"}  
 def paper_adapters(model_type):
     """{task: hub id} of the authors' 16 adapters, for BERT-base-uncased and RoBERTa-base. Five of
     BERT's have been those of the AdapterHub paper since August 2020, with other heads."""
+    if model_type not in DEFAULTS["paper"]:
+        raise ValueError(f"the paper's adapters are for bert and roberta, not for {model_type}")
     return DEFAULTS["paper"][model_type]
 
 

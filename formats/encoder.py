@@ -18,6 +18,9 @@ NEEDED = ", or ".join(" and ".join(pair) for pair in FILES) + ", one alone, with
 # the hub's names of an encoder's tensors; anything else in a file belongs to some head
 OF_THE_ENCODER = re.compile(r"(embeddings|encoder)\.(?!.*\bposition_ids$)")
 
+# what says without a model_type that it is BERT: a file of Google's, a class, names of tensors
+PLAINLY_BERT = re.compile(r"bert_config\.json|Bert(For|Model)|bert\.embeddings\.")
+
 
 @dataclass
 class Checkpoint:
@@ -75,10 +78,11 @@ def open_encoder(source):
         tensors = read_tensorflow(path)
     else:
         tensors = files.read_tensors(path)
-    if name == "bert_config.json":
+    if "model_type" not in config:  # a RoBERTa of 2019 has none, and positions of its own
+        said = [name, *(config.get("architectures") or []), *tensors]
+        if not any(map(PLAINLY_BERT.match, said)):
+            raise ValueError(f'{config_path} has no "model_type", such as "bert": add it')
         config["model_type"] = "bert"
-    elif "model_type" not in config:  # a RoBERTa of 2019, whose positions are its own, has none
-        raise ValueError(f'{config_path} has no "model_type", such as "bert": add it')
     with files.error_prefix(path):
         tensors = by_hub_name(tensors, config["model_type"])
     return Checkpoint(directory, config_path, path, config, tensors)

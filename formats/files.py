@@ -31,10 +31,15 @@ def error_prefix(place):
 
 
 def is_file(path):
-    """Whether a file is there. Raises FileNotFoundError for a link that leads nowhere."""
+    """Whether a file is there. Raises FileNotFoundError for a dead link or a pointer of git-lfs."""
     if os.path.lexists(path) and not os.path.exists(path):
         raise FileNotFoundError(f"{path} is a link that leads nowhere")
-    return os.path.isfile(path)
+    if not os.path.isfile(path):
+        return False
+    with open(path, "rb") as file:
+        if file.read(40) == b"version https://git-lfs.github.com/spec/":
+            raise FileNotFoundError(f"{path} is a pointer of git-lfs, not the file: git lfs pull")
+    return True
 
 
 def read_json(path):
@@ -72,6 +77,7 @@ def write_tensors(path, tensors):
 def read_tensors(path):
     """{name: tensor} of a .safetensors file, as views of the mapped file, or of a PyTorch file, of
     which only tensors are unpickled: one with anything else is refused, not executed."""
+    is_file(path)  # or says why not
     try:
         if Path(path).suffix == ".safetensors":
             return load_file(path)

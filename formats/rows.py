@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from formats.files import error_prefix, note
+from formats.files import error_prefix, is_file, note
 from formats.hub import hub_library
 
 csv.field_size_limit(10**9)  # texts may be longer than its 131,072 characters
@@ -147,6 +147,8 @@ def our_rows(rows, names, task_name, columns=None, label="label", has_label=True
 def text_of(value, column):
     """The text in a cell: a number is a text, and an empty cell an empty one. In one of LISTS it is
     a list of texts; CommonsenseQA has {"label": keys, "text": texts}, whose order is the keys'."""
+    if isinstance(value, (np.generic, np.ndarray)):
+        value = value.tolist()
     if column in LISTS:
         if isinstance(value, dict) and value.keys() == {"label", "text"}:
             value = [text for _, text in sorted(zip(value["label"], value["text"], strict=True))]
@@ -172,8 +174,14 @@ def read_rows(path):
     path, ending = Path(path), Path(path).suffix.lower()
     if ending not in READERS:
         raise ValueError(f"{path}: only {', '.join(READERS)} can be read")
+    if not is_file(path):
+        raise FileNotFoundError(f"{path} is not a file")
     with error_prefix(path):
-        rows = READERS[ending](path)
+        try:
+            rows = READERS[ending](path)
+        except UnicodeDecodeError as e:
+            line = 1 + e.object.count(b"\n", 0, e.start)
+            raise ValueError(f"line {line} is not UTF-8: save it as UTF-8") from e
         if not rows or not all(isinstance(row, dict) for row in rows):
             raise ValueError("it is empty, or a row is no JSON object")
     return rows
@@ -181,7 +189,7 @@ def read_rows(path):
 
 def json_rows(path):
     """A list of objects, or an object in each line; empty lines do not count."""
-    text = path.read_text("utf-8-sig")
+    text = path.read_bytes().decode("utf-8-sig")
     if text.lstrip().startswith("["):
         return json.loads(text)
     rows = []
@@ -262,7 +270,10 @@ def own_labels(values):
         problem = "labels differ in case, or in blanks at their ends"
         raise ValueError(f"{problem}: make them one: {', '.join(map(ascii, several)):.300}")
     are_numbers = all(re.fullmatch(r"[-+]?\d+", label) for label in counts)
+    if "-1" in counts and not are_numbers:
+        raise ValueError("labels are names, and -1, which is a hidden label")
     names = sorted(counts, key=int if are_numbers else None)
     found = ", ".join(f"{name} ({counts[name]} examples)" for name in names)
-    note(f"the labels are {len(names)} classes: {found:.300}")
+    of_two = f"; f1 is that of {names[-1]!r}" * (len(names) == 2)
+    note(f"the labels are {len(names)} classes: {found:.300}{of_two}")
     return names

@@ -114,7 +114,6 @@ def describe(args, model, tokenizer, adapters, data):
         "adapters": [*adapters],
         "inputs": inputs,
         "encoder": bert.sha256,
-        "dropout": bert.config.hidden_dropout_prob,
         "trained_on": str(Path(args.model).resolve()) if Path(args.model).is_dir() else args.model,
         "tasks": tasks,
         "train_examples": train,

@@ -150,8 +150,9 @@ def test_semicolons_and_what_a_row_leaves_out(tmp_path, capsys):
 
 def test_values_of_numpy_are_texts_and_numbers():
     """In prediction, too, where the same is empty, or half a character, as in training."""
-    texts = np.array(["red", "7"])
-    assert [text_of(x, "text_a") for x in (*texts, np.float64("nan"))] == ["red", "7", ""]
+    texts, others = np.array(["red", "7"]), [np.int64(7), np.float64("nan")]
+    assert [text_of(value, "text_a") for value in (*texts, *others)] == ["red", "7", "7", ""]
+    assert text_of(texts, "choices") == ["red", "7"]
     run = LoadedRun(None, TASKS["sst2"], Source(), *[None] * 4)
     assert run.candidates(texts) == run.candidates([*texts]) == [[("red", None)], [("7", None)]]
     rows = [{"sentence": cell} for cell in ("", None, float("nan"), "red\ud83d")]
@@ -237,6 +238,7 @@ LABELS = [  # in a training file, and the classes, or what is wrong
     (["neg", "pos", "NEG"], "labels differ in case, .* make them one: 'neg', 'NEG'"),
     (["x", "y", "x "], "make them one: 'x', 'x '"),
     ([0, 1, float("nan")], "row 3: the label is empty"),
+    (["neg", "pos", "-1"], "-1, which is a hidden label"),
 ]
 
 

@@ -83,11 +83,25 @@ def test_what_does_not_fit_is_named(tmp_path):
     fails(tmp_path, "is [16, 32]", "config.json (or BERT's default) says [2, 32]")
 
 
-def test_without_model_type_nothing_is_guessed(tmp_path):
+KINDS_OF_2019 = [  # architectures in config.json, a prefix in the file, whether that is BERT
+    (["BertForMaskedLM"], "", True),
+    (None, "bert.", True),
+    (["RobertaForMaskedLM"], "roberta.", False),
+    (None, "", False),
+]
+
+
+@pytest.mark.parametrize("architectures, prefix, is_bert", KINDS_OF_2019)
+def test_without_model_type_nothing_is_guessed(architectures, prefix, is_bert, tmp_path):
     """RoBERTa's tensors have BERT's names and shapes, and give other hidden states."""
-    path = write_hub(tmp_path, golden_tensors()) / "config.json"
-    write_json(path, {n: v for n, v in read_json(path).items() if n != "model_type"})
-    fails(tmp_path, f'{path} has no "model_type"')
+    tensors = {prefix + name: tensor for name, tensor in golden_tensors().items()}
+    path = write_hub(tmp_path, tensors) / "config.json"
+    fields = {n: v for n, v in read_json(path).items() if n != "model_type"}
+    write_json(path, {**fields, "architectures": architectures})
+    if is_bert:
+        assert same(Bert.from_pretrained(tmp_path))
+    else:
+        fails(tmp_path, f'{path} has no "model_type"')
 
 
 EMBEDDING = "bert/embeddings/word_embeddings"

@@ -71,6 +71,7 @@ NAN, TOKENS = float("nan"), "model/vocab.txt"
 WEIGHTS, CONFIG = "model/model.safetensors", "model/config.json"
 DEV, NLI = "data/rte/validation.jsonl", {"sentence1": "a", "sentence2": "b", "label": 0}
 A, B = {"text_a": "a", "label": "x"}, {"text_a": "b", "label": "y"}
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 CASES += [
     ("", "row 1: the label is hidden (-1)", {RTE: ('"label": 1', '"label": -1')}),
     ("", "two files for one split, validation: ", {"data/rte/validation.csv": "sentence1"}),
@@ -86,10 +87,11 @@ CASES += [
     ("evaluate: runs/rte --model model", "tokenizer", {TOKENS: ("red\ngreen", "green\nred")}),
     (f"composition: {MINE} runs/rte --plan {FILE}", "encoder with other", {WEIGHTS: times(1.5)}),
 ]
-for path in (WEIGHTS, CONFIG, TOKENS, "model/added_tokens.json"):
+for path in (RTE, WEIGHTS, TOKENS, "model/tokenizer_config.json", "runs/rte/adapter.safetensors"):
+    CASES.append((FUSE, f"{path} is a pointer of git-lfs, not the file", {path: POINTER}))
+for path in (DEV, WEIGHTS, CONFIG, TOKENS, "model/added_tokens.json"):
     dangle = lambda path: path.unlink(missing_ok=True) or path.symlink_to("gone")  # noqa: E731
     CASES.append(("", f"{path} is a link that leads nowhere", {path: dangle}))
-CASES.append(("", f"No such file or directory: '{DEV}'", {DEV: dangle}))
 for columns, say in [  # the messages have the file's own names, whatever is renamed
     ("text_a=Review label=gold", "no column 'Review'; it has Review (raw)"),
     ("labl=gold text_a=id", "no column 'label'; it has Review (raw), id, gold"),
@@ -105,7 +107,7 @@ for file, content, say in [  # the training file of a task of one's own: rows, o
     ("train.jsonl", "null\n", "a row is no JSON object"),
     ("train.csv", "text_a,label\na,x,y\n", "row 1 has 3 fields, the first line 2"),
     ("train.csv", 'text_a,label\n"a\nb",x\n\n"b,y\n', "row 2: a quotation mark is not closed"),
-    ("train.csv", lambda p: p.write_bytes(b"a\n" * 9999 + b"\x92"), "codec can't decode byte 0x92"),
+    ("train.csv", lambda p: p.write_bytes(b"a\n" * 9999 + b"\x92"), "line 10000 is not UTF-8"),
     ("train.csv", "label,label\na,x\n", "it has label (twice)"),
 ]:
     CASES.append(("--task mine", say, {f"data/mine/{file}": content}))
@@ -148,6 +150,6 @@ def test_a_user_sees_one_line(box):
     words = [sys.executable, ROOT / "train.py", *cli(f"{TRAIN} --task mine")]
     ascii_only = os.environ | {"PYTHONIOENCODING": "ascii"}
     done = subprocess.run(words, capture_output=True, text=True, env=ascii_only)
-    assert done.returncode == 2 and r"\u6b63 (1 examples)" in done.stdout
+    assert done.returncode == 2 and r"f1 is that of '\u6b63'" in done.stdout
     assert not Path("out").exists()
     assert done.stderr.count("\n") == 1 and r"label 7 is not one of x, \u6b63" in done.stderr
