@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 from formats.adapterhub import check_name
 from formats.files import error_prefix, note
+from runtime.record import note_what_is_missing
 from runtime.scores import CLASS_SCORES, accuracy
 
 
@@ -214,22 +215,9 @@ def load_split(task, source, split, tokenizer, limit=None, seed=0):
         empty += sum(row[column] == "" for column in task.columns)
     if empty:
         note(f"{where}, {split}: empty cells are read as empty texts, {empty} of them")
-    seen = {label for _, label in examples}
-    unseen = [repr(name) for i, name in enumerate(task.labels) if i not in seen]
-    if unseen and not task.is_multiple_choice and all(isinstance(label, int) for label in seen):
-        note(f"{task.name}: no example of its {split} split is {' or '.join(unseen):.300}")
     result = encode(tokenizer, examples, f"tokenizing {task.name} {split}")
-    note_unknown_words(f"{where}, {split}", tokenizer, result)
+    note_what_is_missing(f"{where}, {split}", task, tokenizer, result)
     return result
-
-
-def note_unknown_words(place, tokenizer, examples):
-    """A note if most tokens are [UNK], as in a language that the encoder has not seen."""
-    unknown = tokenizer.token_to_id(tokenizer.model.unk_token or "")
-    ids = np.concatenate([ids for example in examples for ids in example.input_ids])
-    ids = ids[~np.isin(ids, tokenizer.encode("").ids)]  # without [CLS] and [SEP]
-    if len(ids) > 0 and (share := (ids == unknown).mean()) > 0.5:
-        note(f"{place}: {share:.0%} of the tokens are {tokenizer.model.unk_token}, unknown words")
 
 
 def encode(tokenizer, examples, title):

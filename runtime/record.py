@@ -70,6 +70,20 @@ def share_trained_on(run, examples):
     return share if share >= 0.05 else 0
 
 
+def note_what_is_missing(place, task, tokenizer, examples):
+    """Notes that a class has no example, or that most tokens are [UNK], as in a language that the
+    encoder has not seen. place: of [Example], for the notes"""
+    seen = {example.label for example in examples}
+    unseen = [repr(name) for i, name in enumerate(task.labels) if i not in seen]
+    if unseen and not task.is_multiple_choice and all(isinstance(label, int) for label in seen):
+        note(f"{place}: no example of {task.name} is {' or '.join(unseen):.300}")
+    unknown = tokenizer.token_to_id(tokenizer.model.unk_token or "")
+    ids = np.concatenate([ids for example in examples for ids in example.input_ids])
+    ids = ids[~np.isin(ids, tokenizer.encode("").ids)]  # without [CLS] and [SEP]
+    if len(ids) > 0 and (share := (ids == unknown).mean()) > 0.5:
+        note(f"{place}: {share:.0%} of the tokens are {tokenizer.model.unk_token}, unknown words")
+
+
 def describe(args, model, tokenizer, adapters, data):
     """What run.json is to say. adapters: {name: Saved} of --adapters; data: [(task, training set,
     development set)]. Says what is strange about the data, also if an adapter has seen development

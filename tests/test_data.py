@@ -202,7 +202,7 @@ def test_empty_cells_and_half_characters(tokenizer, tmp_path, capsys):
     expected = [tokenizer.encode("cat", text).ids for text in texts]
     assert sorted([*example.input_ids[0]] for example in sum(splits, [])) == sorted(expected)
     assert sum(map(int, re.findall("empty texts, ([0-9]+) of them", said))) == 5
-    assert re.search("own: no example of its (train|validation) split is 'z'", said)
+    assert re.search("train.jsonl, (train|validation): no example of own is 'z'", said)
 
 
 def test_rows_have_the_files_names_or_ours():
