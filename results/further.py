@@ -5,6 +5,7 @@ python -m results.further runs/further-rte    # its accuracy on the examples lef
 
 import sys
 
+import examples.mpnet  # noqa: F401  (its kind of encoder)
 import train
 from adapter import activate
 from experiments.load_run import load_run
