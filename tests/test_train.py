@@ -69,6 +69,8 @@ def test_the_environment_and_earlier_runs_name_the_encoder(runs, encoder, monkey
     args = train.parse(fusion)
     assert (args.model, args.data_dir) == ("another", "data")
     assert train.parse([*fusion, "--model", "one"]).model == "one"
+    resumed = train.parse([*fusion, "--resume", "--out", str(runs / "fusion-rte")])
+    assert resumed.model == str(encoder)  # its own
 
 
 def test_groups_of_parameters_learn_at_their_rates(launch, tmp_path, monkeypatch):
