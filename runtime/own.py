@@ -1,5 +1,7 @@
 """Which tensors of a model are a run's own, so that a checkpoint and the run's files hold them."""
 
+from torch import nn
+
 from formats.adapterhub import head_tensors, slot_tensors
 
 
@@ -25,9 +27,9 @@ def is_trained(tensors):
 
 
 def own_names(model, parts):
-    """The names of what is trained; of all in a run's parts, {part: {name in its file: tensor}};
-    and of the buffers and frozen parameters that stand in a module in which something is trained,
-    but for the encoder's parameters."""
+    """The names of what is trained; of all in a run's parts, {part: {name in its file: tensor}}; of
+    all buffers; and of the frozen parameters that stand in a module in which something is trained,
+    but for the encoder's."""
     state, theta = model.state_dict(keep_vars=True), model.bert.own_parameters()
     elsewhere = {id(p) for p in theta.values()}
     new = {id(tensor) for tensors in parts.values() for tensor in tensors.values()}
@@ -39,7 +41,8 @@ def own_names(model, parts):
     names = set()
     for name, tensor in state.items():
         is_beside = name.rpartition(".")[0] in modules and id(tensor) not in elsewhere
-        if tensor.requires_grad or id(tensor) in new or is_beside:
+        is_buffer = not isinstance(tensor, nn.Parameter)
+        if tensor.requires_grad or id(tensor) in new or is_beside or is_buffer:
             names.add(name)
     return names
 
