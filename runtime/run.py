@@ -126,6 +126,7 @@ class Run:
         self.args, self.record, self.out = args, record, Path(args.out)
         self.model, self.own, self.optimizer = model, own, optimizer
         self.at_first = {*model.state_dict()}
+        self.groups_at_first = [{**group} for group in optimizer.param_groups]
         self.trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         device = next(iter(self.trainable.values())).device
         start_processes(device)
@@ -258,12 +259,19 @@ class Run:
         """{name: tensor} of what is the run's own, as it is now."""
         return {n: t.detach() for n, t in self.model.state_dict().items() if n in self.own}
 
+    def changed_groups(self):
+        """What the optimizer, or a fork's loop, has changed in the groups, but for the rates."""
+        pairs = zip(self.optimizer.param_groups, self.groups_at_first, strict=True)
+        changed = [{k: v for k, v in now.items() if v is not then.get(k)} for now, then in pairs]
+        return [{k: v for k, v in group.items() if k != "lr"} for group in changed]
+
     def checkpoint(self):
         """Saves everything on which the rest of the run depends: --resume continues to the bit."""
         self.saved = time.monotonic()
         moments = {n: self.optimizer.state.get(p, {}) for n, p in self.trainable.items()}
         saved = {name: getattr(self, name) for name in STATE}
         saved |= {"own": self.own_tensors(), "optimizer": moments, "loss": self.loss}
+        saved["groups"] = self.changed_groups()
         saved["seconds"] = self.saved - self.started
         if self.rank == 0:
             with atomic_write(self.out / "resume.pt") as temporary, open(temporary, "wb") as file:
@@ -272,7 +280,8 @@ class Run:
 
     def restore(self, saved):
         """Puts everything back to where a checkpoint was. How it goes on is the code's: of the
-        optimizer, only what it keeps for each parameter is put back, by name."""
+        optimizer, what it keeps for each parameter is put back, by name, and what has changed in
+        its groups."""
         if saved["own"].keys() != self.own_tensors().keys():
             raise ValueError(f"{self.out}: other parameters were trained: cannot --resume it")
         self.model.load_state_dict(saved["own"], strict=False)
@@ -281,6 +290,8 @@ class Run:
         found = {i: saved["optimizer"].get(name) for i, name in enumerate(order)}
         now["state"] = {i: state for i, state in found.items() if state}
         self.optimizer.load_state_dict(now)
+        for group, changed in zip(self.optimizer.param_groups, saved["groups"], strict=True):
+            group.update(changed)
         self.loss.copy_(saved["loss"])
         for name in STATE:
             setattr(self, name, saved[name])

@@ -14,7 +14,7 @@ import fusion
 import train
 from adapter import AdapterConfig, add_adapter, load_adapter, save_adapter
 from bert import AddNorm, Bert
-from conftest import assert_equal, cli, randomize, write_tasks
+from conftest import assert_equal, cli, main, randomize, write_tasks
 from experiments import multitask
 from experiments.fusion_weights import mean_weights
 from experiments.load_run import load_run
@@ -87,6 +87,23 @@ def test_groups_of_parameters_learn_at_their_rates(launch, tmp_path, monkeypatch
     launch("--stage head --task rte --lr 1 --epochs 1 --limit-train 8", out=tmp_path / "run")
     changes = [(p - q).abs().max().item() for p, q in zip(params, before, strict=True)]
     assert changes == pytest.approx([1e-4, 1e-4, 1e-3, 1e-3], rel=0.05)  # Adam's first step
+
+
+def test_what_an_optimizer_keeps_in_its_groups_is_resumed(command, at_step, tmp_path, monkeypatch):
+    class Counting(torch.optim.AdamW):
+        def step(self):
+            for group in self.param_groups:
+                group["k"] = group.get("k", 0) + 1
+                group["lr"] /= group["k"]
+            super().step()
+
+    monkeypatch.setattr(torch.optim, "AdamW", Counting)
+    main(command("head", tmp_path / "whole"))
+    at_step(9, child.stop)
+    with pytest.raises(KeyboardInterrupt):
+        main(command("head", tmp_path / "cut"))
+    main(command("head", tmp_path / "cut", "--resume"))
+    assert_equal(tmp_path / "cut", tmp_path / "whole")
 
 
 class Gated(nn.Module):
