@@ -31,9 +31,10 @@ from formats.files import forget_notes, write_json, write_tensors
 from formats.rows import source_of
 from formats.tokenizer import copy_tokenizer, load_tokenizer
 from fusion import FUSIONS, add_fusion, fusion_regularization, save_fusion
-from runtime import command, processes
+from runtime import command
 from runtime.kernels import Recorded, on_device
 from runtime.own import hold_frozen_in, own_names, parts_of, without_file
+from runtime.processes import choose_device, gather, ranks, reseed, set_deterministic, sum_gradients
 from runtime.record import describe
 from runtime.run import check_out, is_begun, open_run
 from runtime.sources import encoder_of, find_adapters
@@ -213,16 +214,15 @@ def autocast(args, device):
 def train(args):
     """One stage, from the start or from where it was interrupted. args: as `parse` returns them.
     Returns what the last line prints."""
-    device, dtype = processes.choose_device(args.device, args.dtype, args.cuda_graphs)
-    processes.make_deterministic(
-        device
-    )  # a run that is repeated, or resumed, ends in the same bits
+    device, dtype = choose_device(args.device, args.dtype, args.cuda_graphs)
+    set_deterministic(device)  # a run that is repeated, or resumed, ends in the same bits
     source = source_of(args)
     task = get_task(args.task, source)
+    reseed(args.seed)  # before Θ, too, for what a fork adds to it
     bert = Bert.from_pretrained(args.model).to(device)  # Θ, frozen
     args, task = settle(args, task, bert, dtype)  # copies, which stay fixed from here on
     adapters = find_adapters(args.adapters, bert.config.model_type)  # {name: what its files hold}
-    processes.reseed(args.seed)
+    reseed(args.seed)
     model = build(args, bert, task, adapters)
     tokenizer, train_set, dev_set = load_data(args, task, source, bert)
 
@@ -284,9 +284,7 @@ def minimize(run, whole, steps, schedule, scores, idle_gradient=None):
             whole.train()  # dropout in the frozen encoder stays on, as in adapters 1.3
             order = steps(run.epoch)
             for model, task, examples in order[run.step :]:  # a resumed epoch goes on where it was
-                processes.reseed(
-                    args.seed, run.epoch, run.step, run.rank
-                )  # dropout is a function of these
+                reseed(args.seed, run.epoch, run.step, run.rank)  # dropout is a function of these
                 done = ((run.epoch - 1) * len(order) + run.step) / (len(order) * args.epochs)
                 for group, lr in zip(optimizer.param_groups, lrs, strict=True):
                     group["lr"] = lr * schedule(done)
@@ -295,15 +293,13 @@ def minimize(run, whole, steps, schedule, scores, idle_gradient=None):
                     batch = collate(part, bert.config.pad_token_id, multiple, bert.max_length)
                     batch["share"] = torch.tensor(len(part) / len(examples))
                     loss += compute(model, task, args, on_device(batch, bert.device))
-                processes.sum_gradients(trainable.values())  # over all processes (torchrun)
+                sum_gradients(trainable.values())  # over all processes (torchrun)
                 nn.utils.clip_grad_norm_(trainable.values(), 1.0)  # as in Google's BERT
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=idle_gradient is None)
                 run.after_step(loss)  # counts; saves when due; on Ctrl-C it saves, and raises
 
-            processes.reseed(
-                args.seed, run.epoch, run.step, run.rank
-            )  # for a fork whose evaluation draws
+            reseed(args.seed, run.epoch, run.step, run.rank)  # for a fork whose evaluation draws
             found = scores()
             for name in ("loss", args.score):
                 run.check_finite(f"development {name}", found[name])
@@ -339,7 +335,7 @@ def predict(model, task, examples, args):
     """(labels, predictions, mean loss) of a split: what task.collect returns, in the order of
     `batches`. Every process computes some of them. Leaves the model in eval mode."""
     model.eval()
-    rank, world_size = processes.ranks()
+    rank, world_size = ranks()
     found, order = {}, batches(examples, args.batch_size)
     with torch.inference_mode(), autocast(args, model.bert.device):
         for number in range(rank, len(order), world_size):
@@ -348,7 +344,7 @@ def predict(model, task, examples, args):
             logits = model(batch).cpu()  # [B, K]
             loss = len(part) * task.loss(logits, batch["labels"]).item()
             found[number] = (*task.collect(logits, batch), loss)
-    for of_another_process in processes.gather(found):
+    for of_another_process in gather(found):
         found |= of_another_process
     labels, predictions, losses = zip(*(found[n] for n in sorted(found)), strict=True)
     return torch.cat(labels), torch.cat(predictions), sum(losses) / len(examples)

@@ -21,7 +21,7 @@ from experiments.load_run import COLUMNS, load_run, make_parser
 from experiments.report import markdown
 from formats.files import read_json
 from runtime import command, record
-from runtime.processes import choose_device, make_deterministic
+from runtime.processes import choose_device, set_deterministic
 
 
 def by_class(names, labels, predictions):
@@ -72,7 +72,7 @@ def main(argv=None):
         raise ValueError("--file is in place of --split and --data-dir")
     args.split = args.split or (None if args.file else "validation")
     command.import_modules(args.imports)
-    make_deterministic(choose_device(args.device, "auto")[0])  # as in training
+    set_deterministic(choose_device(args.device, "auto")[0])  # as in training
     run = load_run(args.run, args.device, args.model, args.task)
     task, source = run.task, run.source
     source.column_names = args.columns or source.column_names

@@ -27,7 +27,7 @@ from formats.tokenizer import load_tokenizer, tokenizer_sha256
 from fusion import fusion_weights
 from runtime import command
 from runtime.own import hold_frozen_in, own_names, parts_of, without_file
-from runtime.processes import choose_device, has_bf16
+from runtime.processes import choose_device, has_bf16, reseed
 from runtime.record import examples_sha256
 
 COLUMNS = {"type": command.name_and_text, "action": command.Pairs, "metavar": "OURS=THEIRS"}
@@ -210,8 +210,10 @@ def load_run(directory, device="cpu", model=None, task=None):
     args.model = str(model or record["trained_on"])
     copies = {name: directory / "adapters" / name for name in record["adapters"]}
     adapters = {n: adapterhub.read(copy, adapterhub.ADAPTER) for n, copy in copies.items()}
-    with torch.random.fork_rng(devices=[]):  # new modules are drawn, on the CPU, and overwritten
+    with torch.random.fork_rng(devices=[]):  # as in training, for what is drawn and not saved
+        reseed(args.seed)
         bert = Bert.from_pretrained(args.model).to(device)
+        reseed(args.seed)
         built = train.build(args, bert, task, adapters)
     if bert.sha256 != record["encoder"]:
         raise ValueError(f"{directory} was trained with another encoder than {args.model}")
@@ -248,7 +250,7 @@ def recorded_task(record, directory, name=None):
     if name in TASKS:
         return replace(TASKS[name], name=name, labels=found["labels"])
     if {*found["columns"]} - {*OWN_COLUMNS}:
-        advice = "--import MODULE names the file that adds it"
+        advice = "if it is a module of yours that adds it to data.TASKS, --import MODULE names that"
         raise ValueError(f"{directory} is a run on {name!r:.50}, which is not known: {advice}")
     return data.own_task(name, found["columns"], found["labels"])
 

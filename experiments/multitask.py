@@ -30,7 +30,7 @@ from formats.rows import source_of
 from formats.tokenizer import copy_tokenizer
 from runtime import command
 from runtime.own import without_file
-from runtime.processes import choose_device, make_deterministic, reseed
+from runtime.processes import choose_device, reseed, set_deterministic
 from runtime.record import describe
 from runtime.run import open_run
 
@@ -141,7 +141,8 @@ def evaluate(models, data, args):
 def train_jointly(args):
     """As train.train, on all tasks."""
     device, dtype = choose_device(args.device, args.dtype)
-    make_deterministic(device)
+    set_deterministic(device)
+    reseed(args.seed)
     bert = Bert.from_pretrained(args.model).to(device)
     given, tasks, data = args, [], []
     for name in given.tasks:

@@ -42,7 +42,7 @@ def has_bf16(device):
     return found.get("avx512_bf16", False) or found.get("amx_bf16", False)
 
 
-def make_deterministic(device):
+def set_deterministic(device):
     """The same bits twice on a GPU, too; for training, before its first product. An operation that
     has no such form raises RuntimeError, which names it."""
     if device.type != "cuda":

@@ -101,7 +101,8 @@ def describe(args, model, tokenizer, adapters, data):
         inputs[f"development examples of {task.name}"] = examples_sha256(dev_set)
         if (cut := sum(example.is_cut for example in train_set) / len(train_set)) > 0.1:
             note(f"{cut:.0%} of {task.name}'s training examples are cut to --max-length tokens")
-        if args.score == "f1" and all(example.label != 1 for example in dev_set):
+        labels = {example.label for example in dev_set}
+        if args.score == "f1" and all(type(label) is int and label != 1 for label in labels):
             raise ValueError(f"--score f1: no validation example is {task.labels[1]!r}, so it is 0")
         if not {example.hash for example in dev_set} - {example.hash for example in train_set}:
             problem = "all development examples are training examples, too"

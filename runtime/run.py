@@ -196,7 +196,7 @@ class Run:
         """A line in log.jsonl and on the screen, a checkpoint, and the next epoch. scores: what
         evaluation returned, {name: number, or anything to be logged}"""
         self.bar = self.bar and self.bar.close()
-        loss = self.loss.item() / self.record["steps_per_epoch"]
+        loss = self.loss.item() / self.step
         seconds = round(time.monotonic() - self.started, 2)
         dev = {f"dev_{name}": value for name, value in scores.items()}
         self.history.append({"epoch": self.epoch, "loss": loss, **dev, "seconds": seconds})

@@ -102,7 +102,7 @@ LOSSES = json.loads((GOLDEN / "trajectory.json").read_text())  # {name: the refe
 def in_float64(monkeypatch):
     """Of 40 steps only the losses count."""
     on_cpu = (torch.device("cpu"), torch.float64)
-    monkeypatch.setattr(train.processes, "choose_device", lambda *_: on_cpu)
+    monkeypatch.setattr(train, "choose_device", lambda *_: on_cpu)
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(train, "evaluate", lambda *_: {"accuracy": 0.5, "loss": 0.5})
     torch.set_default_dtype(torch.float64)
