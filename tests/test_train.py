@@ -106,6 +106,24 @@ def test_what_an_optimizer_keeps_in_its_groups_is_resumed(command, at_step, tmp_
     assert_equal(tmp_path / "cut", tmp_path / "whole")
 
 
+def test_the_seed_covers_what_a_fork_draws_for_the_encoder(launch, tmp_path, monkeypatch):
+    """Also where it stays as it was drawn, and is not saved."""
+    drawn, init = [], Bert.__init__
+
+    def with_noise(bert, config):
+        init(bert, config)
+        drawn.append(torch.randn(3))
+
+    monkeypatch.setattr(Bert, "__init__", with_noise)
+    for out in (tmp_path / "a", tmp_path / "b"):
+        torch.randn(5)
+        launch("--stage head --task rte --epochs 1 --seed 3", out=out)
+    before = torch.get_rng_state()
+    load_run(out)
+    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
+    assert torch.equal(torch.get_rng_state(), before)  # loading draws nothing
+
+
 class Gated(nn.Module):
     """A part of the encoder that a fork adds: a parameter, one that stays as it was drawn, and a
     buffer that changes in training."""
