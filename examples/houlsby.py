@@ -1,7 +1,7 @@
 """Houlsby et al.'s own recipe (2019), as a stage: two adapters in a layer that start small, and
 BERT's LayerNorms trained with them.
 
-    python examples/houlsby.py --stage houlsby --task rte
+    python train.py --import examples.houlsby --stage houlsby --task rte
     python -m experiments.evaluate runs/houlsby-rte --import examples.houlsby
 
 The preset `houlsby` of adapter.py, which is AdapterHub's, starts larger, has another activation
@@ -10,16 +10,10 @@ not their optimizer, with weight decay 0.01 and a warm-up over a tenth of the st
 are saved in the run's own.safetensors. A fusion of such adapters would be one without them: in
 AdapterFusion all adapters share BERT's."""
 
-import sys
-from pathlib import Path
-
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from any directory
 
 import train
 from adapter import AdapterConfig, adapter_modules, add_adapter
-from runtime.command import run_command
 
 
 def build(args, bert, task):
@@ -34,6 +28,3 @@ def build(args, bert, task):
 
 
 train.STAGES["houlsby"] = {"lr": 3e-4, "epochs": 20, "build": build}
-
-if __name__ == "__main__":
-    run_command("houlsby.py", train.main)

@@ -1,21 +1,16 @@
 """LoRA (Hu et al., 2022): the queries and values of every layer are W x + (alpha / r) B A x.
 
-    python examples/lora.py --stage adapter --task rte --adapter lora --adapter-config r=4
+    python train.py --import examples.lora --stage adapter --task rte --adapter lora \
+        --adapter-config r=4
     python -m experiments.evaluate runs/rte --import examples.lora
 
 This is what the `adapters` library computes for LoRAConfig(r=8, alpha=8), in files of our own."""
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from any directory
-
-import train
 from adapter import ADAPTERS
-from runtime.command import run_command
 
 
 @dataclass
@@ -61,6 +56,3 @@ class LinearSlot(nn.Linear):
 
 
 ADAPTERS["lora"] = LoRAConfig
-
-if __name__ == "__main__":
-    run_command("lora.py", train.main)

@@ -1,22 +1,15 @@
 """Even weights instead of attention: how much of what AdapterFusion gains is due to attention?
 
-    python examples/mean_fusion.py --stage fusion --task rte --fusion mean \
+    python train.py --import examples.mean_fusion --stage fusion --task rte --fusion mean \
         --adapters runs/mnli runs/rte
     python -m experiments.evaluate runs/fusion-rte --import examples.mean_fusion
 
 o = V (1/N) Σ_n z_n, where V is trained as in the paper. AdapterSoup (Chronopoulou et al., 2023)
 averages the adapters' weights instead, which is the same for linear adapters only."""
 
-import sys
-from pathlib import Path
-
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from any directory
-
-import train
 from fusion import FUSIONS, Fusion
-from runtime.command import run_command
 
 
 class MeanFusion(Fusion):
@@ -30,6 +23,3 @@ class MeanFusion(Fusion):
 
 
 FUSIONS["mean"] = MeanFusion
-
-if __name__ == "__main__":
-    run_command("mean_fusion.py", train.main)

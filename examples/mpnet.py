@@ -1,20 +1,13 @@
 """MPNet (Song et al., 2020), an encoder without token types, with RoBERTa's positions, and with a
 learned bias on the attention scores, by head and by the distance between the two tokens.
 
-    python examples/mpnet.py --stage adapter --task rte --model \
-        sentence-transformers/all-mpnet-base-v2  # of BERT-base's size
+    python train.py --import examples.mpnet --stage adapter --task rte \
+        --model sentence-transformers/all-mpnet-base-v2  # of BERT-base's size
     python -m experiments.evaluate runs/rte --import examples.mpnet"""
-
-import sys
-from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from any directory
-
-import train
 from bert import ENCODERS, Bert, Roberta
-from runtime.command import run_command
 
 
 class MPNet(Roberta):
@@ -53,6 +46,3 @@ def bucket_of(distance):
 
 
 ENCODERS["mpnet"] = MPNet
-
-if __name__ == "__main__":
-    run_command("mpnet.py", train.main)

@@ -1,22 +1,15 @@
 """STS-B of GLUE (Cer et al., 2017), a regression: how alike are two sentences, from 0 to 5?
 
-    python examples/sts_b.py --stage adapter --task sts_b
+    python train.py --import examples.sts_b --stage adapter --task sts_b
     python -m experiments.evaluate runs/sts_b --import examples.sts_b
     python -m experiments.predict runs/sts_b "A man sleeps." "A dog runs." --import examples.sts_b
 
 The loss is the squared error, as in GLUE's baselines; the epoch with the highest Pearson
 correlation is kept."""
 
-import sys
-from pathlib import Path
-
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # found from any directory
-
-import train
 from data import TASKS, Task
-from runtime.command import run_command
 
 
 def pearson(labels, predictions):
@@ -55,6 +48,3 @@ TASKS["sts_b"] = Similarity(
     predict=number_of,
     scores={"pearson": pearson},
 )
-
-if __name__ == "__main__":
-    run_command("sts_b.py", train.main)

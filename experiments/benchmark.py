@@ -1,7 +1,7 @@
 """What does a step cost, in time and memory, here and in the reference library?
 
     make .venv-peer/installed                             # the reference, in its own environment
-    python -m experiments.benchmark --peer-python .venv-peer/bin/python --out table.md
+    python -m experiments.benchmark --peer-python .venv-peer/bin/python --dtype float32 bfloat16
     python -m experiments.benchmark --rows "fusion step" --repeats 3          # our side alone
 
 Every measurement runs in a process of its own: an encoder of BERT-base's size with random weights,
@@ -28,7 +28,6 @@ from runtime.kernels import Recorded
 from runtime.processes import choose_device
 
 ROWS = {"stage 1 step": 1, **{f"fusion step, N = {n}": n for n in (1, 4, 16, 64)}}
-DTYPES = ["float32", "bfloat16"]
 
 
 def parse(argv):
@@ -39,15 +38,8 @@ def parse(argv):
     add("--repeats", type=count, default=5)
     add("--batch", type=count, default=8, help="examples; a quarter of them with 64 adapters")
     add("--device", default="cpu", choices=["cpu", "cuda"])
-    add(
-        "--dtype",
-        nargs="+",
-        default=DTYPES[:1],
-        choices=DTYPES,
-        help="one of them, or both in turn",
-    )
+    add("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
     add("--cuda-graphs", action="store_true", help="also our steps as they are recorded on a GPU")
-    add("--out", help="a file for the table, in Markdown")
     return parser.parse_args(argv)
 
 
@@ -100,24 +92,23 @@ def peak_memory():
     return 1024 * int(re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())[1])
 
 
-def measure(side, row, root, options):
+def measure(side, row, root, batch_size, device, dtype):
     """Prints the loss, seconds, and bytes above the imported libraries, as JSON."""
-    device, dtype = options["device"], getattr(torch, options["dtype"])
     __import__("adapters" if side == "peer" else "train")
-    idle, is_recorded = peak_memory(), side == "recorded"
+    idle, is_recorded, in_bf16 = peak_memory(), side == "recorded", dtype == "bfloat16"
     model, loss_of = (peer if side == "peer" else ours)(row, Path(root))
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in model.parameters():  # the reference has fp32 also under autocast, as in its trainer
         if side != "peer" and not p.requires_grad:
-            p.data = p.data.to(dtype)
+            p.data = p.data.to(getattr(torch, dtype))
     model.to(device).eval()
-    ids = torch.arange(options["batch"] * 128, device=device).view(-1, 128) % 1000
+    ids = torch.arange(batch_size * 128, device=device).view(-1, 128) % 1000
     batch = {"input_ids": ids, "token_type_ids": ids * 0, "attention_mask": ids * 0 + 1}
     batch["labels"] = ids[:, 0] % 2
     optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=True)
 
     def gradients(batch):
-        with torch.autocast(device, torch.bfloat16, dtype == torch.bfloat16, not is_recorded):
+        with torch.autocast(device, torch.bfloat16, in_bf16, not is_recorded):
             loss = loss_of(batch)
         loss.backward()
         return loss.detach()
@@ -125,7 +116,7 @@ def measure(side, row, root, options):
     loss = gradients(batch).item()
     optimizer.zero_grad()
     model.train()  # with dropout
-    compute = Recorded(gradients, trained, options["dtype"], 500) if is_recorded else gradients
+    compute = Recorded(gradients, trained, dtype, 500) if is_recorded else gradients
     warm_up, steps = (3, 10) if device == "cuda" else (1, 1)  # the second one is recorded
     for number in range(warm_up + steps):  # that of train.py, and of transformers' trainer
         if number == warm_up:
@@ -147,7 +138,7 @@ def run(python, *given):
     words, env = [python, "-c", code], {**os.environ, **own}
     done = subprocess.run(words, capture_output=True, text=True, env=env)
     if done.returncode != 0:
-        raise ValueError(f"{given[0]}: {' '.join(done.stderr.strip().splitlines()[-1:])}")
+        raise ValueError(f"{given[0]}: {done.stderr[-300:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -157,44 +148,36 @@ def spread(values):
 
 
 def main(argv=None):
-    from experiments.report import markdown, write_text  # needs what the reference's has not
+    from experiments.report import markdown  # needs what the reference's has not
 
     args, lines = parse(argv), []
     for dtype in args.dtype:
         choose_device(args.device, dtype, args.cuda_graphs)  # or an error
-    rows = [row for row in ROWS if any(text in row for text in args.rows)]
-    if not rows:
-        raise ValueError(f"--rows: there are only {'; '.join(ROWS)}")
     pythons = {"ours": sys.executable}
     pythons |= {"recorded": sys.executable} if args.cuda_graphs else {}
     pythons |= {"peer": args.peer_python} if args.peer_python else {}
-    for row in rows:
-        print(row, flush=True)
+    for row in [row for row in ROWS if any(text in row for text in args.rows)]:
+        print(row, file=sys.stderr, flush=True)
         batch = max(args.batch // 4, 1) if ROWS[row] == 64 else args.batch
-        options = {"device": args.device, "batch": batch}
         found = {(side, dtype): [] for dtype in args.dtype for side in pythons}
         with tempfile.TemporaryDirectory() as root:
             ours(row, Path(root), save=True)
             for side, dtype in [*found] * args.repeats:
-                one = run(pythons[side], side, row, root, options | {"dtype": dtype})
+                one = run(pythons[side], side, row, root, batch, args.device, dtype)
                 found[side, dtype].append(one)
         losses = [one["loss"] for results in found.values() for one in results]
         if not max(losses) - min(losses) <= (1e-5 if args.dtype == ["float32"] else 0.1):
             raise ValueError(f"{row}: all sides must have one loss, not {losses}")
-        seconds = {key: [one["seconds"] for one in results] for key, results in found.items()}
-        for (side, dtype), values in seconds.items():
-            line = [row, side, dtype, spread(values)]
+        for (side, dtype), results in found.items():
+            line = [row, side, dtype, spread([one["seconds"] for one in results])]
             for other in args.dtype:  # a ratio is that of two steps which followed each other
-                pairs = zip(values, seconds["ours", other], strict=True)
-                line.append(spread([a / b for a, b in pairs]))
-            lines.append([*line, max(one["memory"] for one in found[side, dtype]) / 1e9])
+                pairs = zip(results, found["ours", other], strict=True)
+                line.append(spread([a["seconds"] / b["seconds"] for a, b in pairs]))
+            lines.append([*line, max(one["memory"] for one in results) / 1e9])
     ratios = [f"ratio to ours in {dtype}" for dtype in args.dtype]
-    columns = ["row", "side", "dtype", "seconds", *ratios, "peak memory, GB"]
+    print(markdown(lines, ["row", "side", "dtype", "seconds", *ratios, "peak memory, GB"]))
     about = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.batch} × 128"
-    text = f"{markdown(lines, columns)}\n{about} tokens, {args.device}\n"
-    print(text)
-    if args.out:
-        write_text(args.out, text)
+    print(f"{about} tokens, {args.device}")
 
 
 if __name__ == "__main__":

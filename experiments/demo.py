@@ -26,23 +26,20 @@ from formats.encoder import find_minilm
 from formats.rows import read_rows
 from runtime.command import Parser, run_command
 
-OPTIONS = {  # by stage
-    "adapter": "--lr 1e-3 --epochs 8 --patience 8",
-    "head": "--lr 2e-3 --epochs 4 --patience 4",
-    "fusion": "--lr 5e-4 --epochs 6 --patience 6",
-}
-SYSTEMS = "own head_on_match head_on_order fusion".split()
+COMMAND = """--model minilm --target both --seeds 0 1 2 --train-examples 240 --overwrite
+    --systems own head_on_match head_on_order fusion
+    --adapter-options='--lr 1e-3 --epochs 8 --patience 8'
+    --head-options='--lr 2e-3 --epochs 4 --patience 4'
+    --fusion-options='--lr 5e-4 --epochs 6 --patience 6'"""
+COMMON = "-- --max-length 40 --batch-size 16 --limit-dev 160 --device cpu"
 EXAMPLE = "Return the sum of the array elements", "sum"
-COMMON = "--max-length 40 --batch-size 16 --limit-dev 160 --device cpu".split()
 
 
 def parse(out):
     """The options of experiments.composition: the runs of the demo are a part of its."""
-    words = "--model minilm --target both --seeds 0 1 2 --train-examples 240 --overwrite".split()
-    words += ["--data-dir", str(out / "data"), "--out", str(out), "--systems", *SYSTEMS]
+    words = shlex.split(COMMAND) + ["--data-dir", str(out / "data"), "--out", str(out)]
     words += ["--sources", *(str(out / "runs" / skill) for skill in SKILLS)]
-    words += [f"--{stage}-options={options}" for stage, options in OPTIONS.items()]
-    words += ["--jobs", str(min(os.cpu_count(), 8)), "--", *COMMON]
+    words += ["--jobs", str(min(os.cpu_count(), 8)), *COMMON.split()]
     return composition.parse(words)
 
 
@@ -64,15 +61,12 @@ def train_all(args):
 
 def next_commands(out):
     """{why: the words behind `python`} of what fits that which the demo has left in `out`"""
-    runs, fusion = out / "runs", out / "runs" / "fusion-240-0"
-    ask = ["-m", "experiments.predict", fusion, *EXAMPLE, "--picture", out / "example.png"]
+    fusion, picture = out / "runs" / "fusion-240-0", out / "example.png"
+    ask = ["-m", "experiments.predict", fusion, *EXAMPLE, "--picture", picture]
     draw = ["-m", "experiments.fusion_weights", fusion, "--out", out / "weights"]
-    fuse = ["train.py", *"--stage fusion --task both --data-dir".split(), out / "data", "--out"]
-    fuse += [out / "fusion-960", *OPTIONS["fusion"].split(), *COMMON, "--adapters"]
     return {
         "Ask the fusion, and see its weights at every token:": ask,
         "See what it takes from each adapter at every layer, in the mean (Figure 6):": draw,
-        "Fuse both with all 960 training examples (minutes):": [*fuse, *(runs / s for s in SKILLS)],
     }
 
 
@@ -103,11 +97,13 @@ def main(argv=None):
 
     skills, rows = train_all(parse(out))
     match, order = (skills[skill] for skill in SKILLS)
-    print("\nThe skills, each on its own task: ", end="")
-    print(f"match {100 * match:.1f} %, order {100 * order:.1f} %.")
-    print(f"With one of them the target's ceiling is about {50 * max(match, order):.0f} %: half of")
-    print("that skill's accuracy, because the other question is guessed. With both it is ", end="")
-    print(f"{100 * match * order:.0f} %.\n\n{report.markdown(*composition.table(rows))}")
+    one, both = max(match, order) / 2, match * order
+    print(f"""
+The skills, each on its own task: match {match:.1%}, order {order:.1%}.
+With one of them the target's ceiling is about {one:.0%}: half of that skill's accuracy,
+because the other question is guessed. With both it is {both:.0%}.
+""")
+    print(report.markdown(*composition.table(rows)))
     print(verdict(rows))
     for why, words in next_commands(out).items():
         print(f"\n{why}\n{shlex.join(map(str, [os.path.relpath(sys.executable), *words]))}")

@@ -10,14 +10,14 @@ predicted; the last line is one JSON object. What is not given is as it was in t
 On the development set of the training it says where the result is no longer what metrics.json has.
 It writes nothing."""
 
-from collections import Counter, defaultdict
+from collections import Counter
 from dataclasses import replace
 
 import torch
 
 import train
 from data import load_split
-from experiments.load_run import COLUMNS, load_run, make_parser
+from experiments.load_run import load_run, make_parser
 from experiments.report import markdown
 from formats.files import read_json
 from runtime import command, record
@@ -26,17 +26,15 @@ from runtime.processes import choose_device, set_deterministic
 
 def by_class(names, labels, predictions):
     """A row for each class: its name, precision, recall (None without any example), the number of
-    its examples, and as which they were predicted, the 20 most frequent, by their indices."""
-    found, predicted, rows = defaultdict(Counter), Counter(predictions.tolist()), []
-    for label, prediction in zip(labels.tolist(), predictions.tolist(), strict=True):
-        found[label][prediction] += 1
+    its examples, and as which classes they were predicted, by their indices."""
+    rows = []
     for k, name in enumerate(names):
-        right, count = found[k][k], found[k].total()
-        precision = right / predicted[k] if predicted[k] else None
+        found = Counter(predictions[labels == k].tolist())
+        right, count, predicted = found[k], found.total(), (predictions == k).sum().item()
+        precision = right / predicted if predicted else None
         recall = right / count if count else None
-        each = [f"{n} as {other}" for other, n in found[k].most_common(20)]
-        each += ["…"] * (len(found[k]) > 20)
-        rows.append([f"{k} {name}", precision, recall, count, ", ".join(each)])
+        each = ", ".join(f"{n} as {other}" for other, n in found.most_common())
+        rows.append([f"{k} {name}", precision, recall, count, each])
     return rows
 
 
@@ -44,54 +42,52 @@ def differences(run, scores):
     """Where {score: value} and metrics.json differ: "accuracy 1.0, now 0.2", or "" if nowhere. What
     is computed as in training is the same to the bit; elsewhere sums are taken in another order,
     which in bf16 makes more of a difference."""
-    metrics, then = read_json(run.directory / "metrics.json"), run.record["machine"]
+    metrics, machine = read_json(run.directory / "metrics.json"), run.record["machine"]
     before = {"loss": metrics["dev_loss"]} | metrics
     if "accuracies" in metrics:  # of several tasks
         before = {"accuracy": metrics["accuracies"].get(run.task.name)}
-    rounding, now = 0, record.machine(run.bert.device)
+    rounding, here = 0, record.machine(run.bert.device)
     trained_in = run.record["options"]["dtype"]
-    is_elsewhere = any(then[name] != now[name] for name in ("device", "processor", "threads"))
+    is_elsewhere = any(machine[name] != here[name] for name in ("device", "processor", "threads"))
     if is_elsewhere or run.args.dtype != trained_in:
         rounding = 1e-2 if trained_in == "bfloat16" else 1e-4
-    before = {name: before[name] for name in scores if before.get(name) is not None}
-    found = [n for n, x in before.items() if abs(scores[n] - x) > rounding * max(1, abs(x))]
-    old = ", ".join(f"{name} {before[name]}" for name in found)
-    return f"{old}, now {', '.join(str(scores[name]) for name in found)}" if found else ""
+    found = []
+    for name, now in scores.items():
+        then = before.get(name, now)
+        if abs(now - then) > rounding * max(1, abs(then)):
+            found.append(f"{name} {then}, now {now}")
+    return ", ".join(found)
 
 
 def main(argv=None):
     parser = make_parser("evaluate", __doc__)
-    parser.add_argument("run", metavar="RUN", help="directory of a finished run")
-    split = "DATA_DIR/TASK/SPLIT.jsonl, or the hub's split of that name; default validation"
-    parser.add_argument("--split", help=split)
-    parser.add_argument("--data-dir", help="directory with TASK/SPLIT.jsonl")
-    parser.add_argument("--file", help="with labels, in place of a split")
-    parser.add_argument("--columns", **COLUMNS)
+    add = parser.add_argument
+    add("run", metavar="RUN", help="directory of a finished run")
+    add("--split", help="DATA_DIR/TASK/SPLIT.jsonl, or the hub's of that name; default validation")
+    add("--data-dir", help="directory with TASK/SPLIT.jsonl")
+    add("--file", help="with labels, in place of a split")
     args = parser.parse_args(argv)
     if args.file and (args.split or args.data_dir):
         raise ValueError("--file is in place of --split and --data-dir")
-    args.split = args.split or (None if args.file else "validation")
     command.import_modules(args.imports)
     set_deterministic(choose_device(args.device, "auto")[0])  # as in training
-    run = load_run(args.run, args.device, args.model, args.task)
-    task, source = run.task, run.source
-    source.column_names = args.columns or source.column_names
+    run = load_run(args.run, args.device, args.model, args.task, args.columns)
+    task, split = run.task, args.file or args.split or "validation"
     if args.file:
-        source = replace(source, files={"file": args.file})
-        examples = load_split(task, source, "file", run.tokenizer)
+        source = replace(run.source, files={split: args.file})
+        examples = load_split(task, source, split, run.tokenizer)
     else:
-        examples = run.split(args.split, args.data_dir)
+        examples = run.split(split, args.data_dir)
     labels, predictions, loss = train.predict(run.model, task, examples, run.args)
     scores = {name: score(labels, predictions) for name, score in task.scores.items()}
-    result = {"stage": "eval", "run": args.run, "task": task.name, "split": args.split}
-    result["data_dir"] = None if args.file else args.data_dir or source.data_dir
-    result |= {"file": args.file, "examples": len(examples), **scores, "loss": loss}
+    result = {"stage": "eval", "run": args.run, "task": task.name, "split": split}
+    result |= {"examples": len(examples), **scores, "loss": loss}
     titles = {"f1": f"f1 of {task.labels[-1]!r}"}  # of class 1 of two, see runtime/scores.py
     shown = ", ".join(f"{titles.get(name, name)} {value:.4f}" for name, value in scores.items())
-    print(f"{args.run}, {task.name} {args.file or args.split}: {len(examples)} examples, {shown}")
-    if args.split == "validation" and not run.is_own("validation", examples):
+    print(f"{args.run}, {task.name} {split}: {len(examples)} examples, {shown}")
+    if split == "validation" and not run.is_own(split, examples):
         print("note: these are not the development examples of the training")
-    elif args.split == "validation" and (found := differences(run, {**scores, "loss": loss})):
+    elif split == "validation" and (found := differences(run, {**scores, "loss": loss})):
         since = f"has changed since (commit {run.record['machine']['commit']})"
         why = f"the code, a library, or a value that is not saved {since}"
         print(f"note: metrics.json has {found}: {why}")

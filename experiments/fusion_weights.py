@@ -5,13 +5,13 @@ section 6 reads from them, as tables.
         [--baseline runs/rte runs/cb ...]
 
 Every RUN is a finished fusion run and becomes a row of each panel: the weights that it gives to its
-adapters, averaged over its task's development set, once over all tokens but the padding, as in the
-paper, and once at [CLS] alone, the one token of the last layer that adapter.Head reads. DIR gets
-figure4.png and figure6.png, figure4_cls.png and figure6_cls.png, weights.csv with a row for each
-adapter, and summary.txt, which is also printed. Layers are counted from 1."""
+adapters, averaged over its task's development set and over all tokens but the padding, as in the
+paper; in the last layer over [CLS], the one token of it that adapter.Head reads. DIR gets
+figure4.png and figure6.png, weights.csv with a row for each adapter, and summary.txt, which is also
+printed. Layers are counted from 1."""
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pandas as pd
@@ -29,14 +29,11 @@ from runtime.command import import_modules, run_command
 # Lightness rises with the weight, so it can be read in grey and with any colour vision. In the
 # middle black and white text have the same contrast.
 COLOURS, MIDDLE = "cividis", 0.465
-SHOWN = {"all": "all tokens", "cls": "[CLS] alone"}
 # Columns of weights.csv, whose rows are those of a layer's adapters
-COLUMNS = "run target own fusion single layer location tokens is_read adapter weight".split()
+COLUMNS = "run target own fusion single layer location adapter weight".split()
 LEGEND = """weight: mean over the layers and the tokens that are read: all of them, but in the last
 layer [CLS] alone where the head is AdapterHub's, which reads no other token.
-even: what each adapter has if none is preferred.
-own: the adapter that was trained on the target's task, by its run.json, or without one by its name;
-own first: in how many layers it has the largest weight.
+own: the adapter that was trained on the target's task, by its run.json, or without one by its name.
 fusion, single, gain: accuracy on the development set, in %; single is the mean of the adapters in
 --baseline that are on the fusion's task, encoder and data (–: none is)."""
 
@@ -51,55 +48,50 @@ def parse(argv):
     args = parser.parse_args(argv)
     import_modules(args.imports)
     for run in args.runs:
-        stage = read_finished(run)["options"]["stage"]
+        read_finished(run)  # or an error
         if not Path(run, FUSION.config).is_file():
-            raise ValueError(f"{run} is of --stage {stage}: only fusion runs have fusion weights")
+            raise ValueError(f"{run} has no fusion")
     return args
 
 
 @torch.inference_mode()
 def mean_weights(run, examples):
-    """{"all" | "cls": {(layer, location): [N]}}: the fusion weights of a LoadedRun, averaged over
-    all tokens of [Example] but the padding, and over [CLS]. N is in the order of run.adapters, and
-    0 for an adapter that is not in the layer."""
-    sums, counts = {tokens: defaultdict(float) for tokens in SHOWN}, dict.fromkeys(SHOWN, 0)
+    """{(layer, location): [N]}: the fusion weights of a LoadedRun, averaged over the tokens of
+    [Example] that what follows reads: all but the padding, and in the last layer, where the head is
+    AdapterHub's, [CLS] alone. N is in the order of run.adapters, and 0 for an adapter that is not
+    in the layer."""
+    sums, counts = defaultdict(float), Counter()
+    last = len(run.bert.layers) - 1 if type(run.model.head) is Head else None
     for indices in batches(examples, 64):
         batch = collate([examples[i] for i in indices], run.bert.config.pad_token_id)
-        weights = run.weights_of(batch)
-        real = batch["attention_mask"].bool()  # [B, T]
-        is_first = torch.arange(real.shape[1]).expand_as(real) == 0
-        for tokens, chosen in (("all", real), ("cls", is_first)):
-            counts[tokens] += chosen.sum().item()
-            for slot, s in weights.items():  # [B, T, N]
-                sums[tokens][slot] += s.cpu()[chosen].double().sum(0)
-    return {of: {slot: s / counts[of] for slot, s in sums[of].items()} for of in SHOWN}
+        is_token = batch["attention_mask"].bool()  # [B, T]
+        for (layer, location), s in run.weights_of(batch).items():  # [B, T, N]
+            of_read = s[:, 0] if layer == last else s.cpu()[is_token]
+            sums[layer, location] += of_read.double().sum(0).cpu()
+            counts[layer, location] += len(of_read)
+    return {slot: sums[slot] / counts[slot] for slot in sums}
 
 
 def own_adapter(run):
     """The name that a fused adapter has here that was trained on the target's task; None if none
     was. What its run.json does not say, as of one task among several, is told by its name."""
-    found = []
     for name in run.adapters:
         tasks = [*read_run(run.directory / "adapters" / name).get("tasks", [])]
         if run.task.name == (tasks[0] if len(tasks) == 1 else name):
-            found.append(name)
-    return next(iter(found), None)
+            return name
+    return None
 
 
 def rows_of(run, target, single, examples):
-    """A row for each layer, location, kind of tokens, and adapter there, as a DataFrame of COLUMNS.
-    weight: the mean; is_read: whether what follows reads these tokens, which in the last layer is
-    [CLS] alone with the project's own head; single: an accuracy to compare"""
+    """A row for each layer, location, and adapter there, as a DataFrame of COLUMNS. single: an
+    accuracy to compare"""
     means, rows = mean_weights(run, examples), []
     accuracy = read_json(run.directory / "metrics.json").get("accuracy", math.nan)
     place = [str(run.directory), target, own_adapter(run), accuracy, single]
     for (layer, location), fusion in active_fusions(run.bert).items():
-        is_last = layer == len(run.bert.layers) - 1 and type(run.model.head) is Head
-        for tokens in SHOWN:
-            is_read = tokens == ("cls" if is_last else "all")
-            s = dict(zip(run.adapters, means[tokens][layer, location].tolist(), strict=True))
-            for name in fusion.adapter_names:
-                rows.append([*place, layer + 1, location, tokens, is_read, name, s[name]])
+        s = dict(zip(run.adapters, means[layer, location].tolist(), strict=True))
+        for name in fusion.adapter_names:
+            rows.append([*place, layer + 1, location, name, s[name]])
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
@@ -122,11 +114,9 @@ def heat_maps(panels, rows, columns, top=1.0):
     """A figure with a heat map for each of {title: tensor [rows, columns]}."""
     across = math.ceil(math.sqrt(len(panels)))
     down = math.ceil(len(panels) / across)
-    left, below = (0.085 * max(map(len, names)) + 0.7 for names in (rows, columns))  # in inches
-    width = left + across * (len(columns) * 0.34 + 0.3) + 1.2
-    height = below + down * (len(rows) * 0.34 + 0.4) + 0.3
+    width, height = across * (len(columns) * 0.34 + 0.3), down * (len(rows) * 0.34 + 0.4)
     shared = {"sharex": True, "sharey": True, "squeeze": False}  # names at the outer panels alone
-    figure, axes = subplots(down, across, (max(4.5, width), max(3, height)), **shared)
+    figure, axes = subplots(down, across, (width + 3.5, height + 2.5), **shared)  # in inches
     for i, (title, values) in enumerate(panels.items()):
         image = heat_map(axes.flat[i], values, rows, columns, top)
         axes.flat[i].set_title(title, fontsize=9)
@@ -147,23 +137,22 @@ def figure_4_layers(count):
 
 
 def draw(rows, out):
-    """Figures 4 and 6 of all tokens and of [CLS], on one scale. The targets' own adapters come
-    first, in the order of the targets: they lie on the diagonal."""
+    """Figures 4 and 6. The targets' own adapters come first, in the order of the targets: they lie
+    on the diagonal."""
     names = [*dict.fromkeys([*rows["own"].dropna(), *rows["adapter"]])]
     labels, top = rows["target"].unique(), math.ceil(10 * rows["weight"].max()) / 10
     some = rows[rows["layer"].isin(figure_4_layers(rows["layer"].max()))]
     for name, shown in (("figure4", some), ("figure6", rows)):
-        for tokens, of_tokens in shown.groupby("tokens"):
-            panels = {}
-            for slot, of in of_tokens.groupby(["layer", "location"]):
-                values = of.pivot(index="target", columns="adapter", values="weight")
-                values = values.reindex(index=labels, columns=names)
-                panels[title_of(*slot)] = torch.tensor(values.to_numpy().copy())
-            figure = heat_maps(panels, labels, names, top)
-            figure.suptitle(f"Mean weight of each adapter, {SHOWN[tokens]}", fontsize=10)
-            figure.supylabel("target task", fontsize=9)
-            figure.supxlabel("adapter (blank: not in this layer of this target)", fontsize=9)
-            save_figure(figure, out / f"{name}{'_cls' * (tokens == 'cls')}.png")
+        panels = {}
+        for slot, of in shown.groupby(["layer", "location"]):
+            values = of.pivot(index="target", columns="adapter", values="weight")
+            values = values.reindex(index=labels, columns=names)
+            panels[title_of(*slot)] = torch.tensor(values.to_numpy().copy())
+        figure = heat_maps(panels, labels, names, top)
+        figure.suptitle("Mean weight of each adapter", fontsize=10)
+        figure.supylabel("target task", fontsize=9)
+        figure.supxlabel("adapter (blank: not in this layer of this target)", fontsize=9)
+        save_figure(figure, out / f"{name}.png")
 
 
 def single_accuracy(fusion, baselines):
@@ -176,39 +165,36 @@ def single_accuracy(fusion, baselines):
         names = "encoder", f"training examples of {task}", f"development examples of {task}"
         return [task, *(inputs.get(name) for name in names)]
 
-    same = [run for run in baselines if basis(run) == basis(fusion)]
-    singles = [run for run in same if not Path(run, FUSION.config).is_file()]
-    found = [read_json(Path(run, "metrics.json")).get("accuracy") for run in singles]
+    found = []
+    for run in baselines:
+        if basis(run) == basis(fusion) and not Path(run, FUSION.config).is_file():
+            found.append(read_json(Path(run, "metrics.json")).get("accuracy"))
     return pd.Series(found, dtype=float).mean()
 
 
 def strengths_table(rows):
     """(rows, header) of summary.txt, a row for each target; see LEGEND"""
     lines = []
-    for target, of in rows[rows["is_read"]].groupby("target", sort=False):
+    for target, of in rows.groupby("target", sort=False):
         s = of.pivot(index=["layer", "location"], columns="adapter", values="weight")
         own, fusion, single = of[["own", "fusion", "single"]].iloc[0]
-        means, even = s.fillna(0).mean(), (1 / s.notna().sum(axis=1)).mean()
-        weight, first = means.get(own), None
-        if own in s:
-            first = f"{(s[own] == s.max(axis=1)).sum()} of {len(s)}"
-        line = [target, means.idxmax(), means.max(), own, weight, even, first]
+        means = s.fillna(0).mean()
+        line = [target, means.idxmax(), means.max(), own, means.get(own)]
         lines.append([*line, 100 * fusion, 100 * single, 100 * (fusion - single)])
-    header = "target,strongest,its weight,own,own weight,even,own first,fusion,single,gain"
-    return lines, header.split(",")
+    return lines, "target,strongest,its weight,own,own weight,fusion,single,gain".split(",")
 
 
 def main(argv=None):
     args = parse(argv)
-    runs, frames = [*dict.fromkeys(args.runs)], []
-    tasks = [read_finished(run)["options"]["task"] for run in runs]
-    for directory, task in zip(runs, tasks, strict=True):
+    tasks = [read_finished(run)["options"]["task"] for run in args.runs]
+    frames, out = [], Path(args.out)
+    for directory, task in zip(args.runs, tasks, strict=True):
         print(f"{directory}: fusion weights on its development set", flush=True)
-        run = load_run(directory, args.device, args.model, args.task)
+        run = load_run(directory, args.device, args.model, args.task, args.columns)
         target = task if tasks.count(task) == 1 else f"{task} ({directory})"
         single = single_accuracy(directory, args.baseline)
         frames.append(rows_of(run, target, single, run.split(data_dir=args.data_dir)))
-    rows, out = pd.concat(frames), Path(args.out)
+    rows = pd.concat(frames)
     draw(rows, out)
     write_text(out / "weights.csv", rows.to_csv(index=False))
     text = f"{markdown(*strengths_table(rows))}\n{LEGEND}\n"

@@ -11,7 +11,6 @@ import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import data
@@ -30,8 +29,6 @@ from runtime.own import hold_frozen_in, own_names, parts_of, without_file
 from runtime.processes import choose_device, has_bf16, reseed
 from runtime.record import examples_sha256
 
-COLUMNS = {"type": command.name_and_text, "action": command.Pairs, "metavar": "OURS=THEIRS"}
-COLUMNS["help"] = "as for train.py; default those of the run"
 # A fusion keeps the weights of its last forward, so one thread at a time computes and reads them.
 # It is no field of a run: that can be pickled, for other processes.
 LOCK = threading.Lock()
@@ -40,19 +37,22 @@ LOCK = threading.Lock()
 def make_parser(name, description):
     """The options of every command that reads runs."""
     parser = command.Parser(prog=f"python -m experiments.{name}", description=description)
-    parser.add_argument("--task", help="which task of a multi-task run")
-    parser.add_argument("--model", help="where the encoder is now, if not where the run found it")
-    parser.add_argument("--device", default="auto", choices="auto cpu cuda mps".split())
-    parser.add_argument("--import", dest="imports", nargs="+", default=[], metavar="MODULE")
+    add = parser.add_argument
+    add("--task", help="which task of a multi-task run")
+    add("--model", help="where the encoder is now, if not where the run found it")
+    columns = {"type": command.name_and_text, "action": command.Pairs, "metavar": "OURS=THEIRS"}
+    add("--columns", help="of the data, if not those of the run", **columns)
+    add("--device", default="auto", choices="auto cpu cuda mps".split())
+    add("--import", dest="imports", nargs="+", default=[], metavar="MODULE")
     return parser
 
 
-@dataclass
+@dataclass(repr=False)
 class LoadedRun:
     """A finished run, frozen, in eval mode; precision and active parts are as in its training. Its
     methods take inputs: one, or a list of them. An input is a text; a tuple or list of the texts in
-    the order of the task's columns; or a row, {column: text}, under the task's names or those of
-    the run's files. In a list all are rows, or none."""
+    the order of the task's columns; or a row of the run's files, {column: text}. In a list all are
+    rows, or none."""
 
     model: train.Model
     task: Task  # of a multi-task run the one that was asked for
@@ -61,9 +61,6 @@ class LoadedRun:
     args: argparse.Namespace  # its options
     record: dict  # its run.json
     directory: Path
-
-    def __repr__(self):
-        return f"LoadedRun({str(self.directory)!r}: {self.record['summary']})"
 
     @property
     def bert(self):
@@ -77,18 +74,10 @@ class LoadedRun:
     def candidates(self, inputs):
         """[[(text_a, text_b or None)]] of inputs, as in training. Raises ValueError for what is no
         input of the task."""
-        task, names = self.task, {}
-        inputs = inputs.tolist() if isinstance(inputs, np.ndarray) else inputs
+        task, names = self.task, self.source.column_names
         rows = inputs if isinstance(inputs, list) else [inputs]
-        if not rows:
-            return []
-        if all(isinstance(row, dict) for row in rows):
-            there = {name for row in rows for name in row}
-            theirs = {self.source.column_names.get(column, column) for column in task.columns}
-            if there >= theirs or not there >= {*task.columns}:
-                names = self.source.column_names
-        else:
-            rows = [self.row_of(texts) for texts in rows]
+        if not all(isinstance(row, dict) for row in rows):
+            rows, names = [self.row_of(texts) for texts in rows], {}
         rows = our_rows(rows, names, task.name, task.columns, task.label, has_label=False)
         return [task.candidates_of(row) for row in rows]
 
@@ -96,8 +85,7 @@ class LoadedRun:
         """{column: text} of a text, or of texts in the order of the columns."""
         columns, values = self.task.columns, [texts] if isinstance(texts, str) else texts
         if not isinstance(values, (tuple, list)) or len(values) != len(columns):
-            problem = f"{self.task.name} takes {' and '.join(columns)}, not {texts!r:.200}"
-            raise ValueError(f"{problem}, or else rows alone")
+            raise ValueError(f"{self.task.name} takes {' and '.join(columns)}, not {texts!r:.200}")
         return dict(zip(columns, values, strict=True))
 
     def encode(self, inputs):
@@ -110,22 +98,19 @@ class LoadedRun:
     def source_in(self, data_dir=None):
         """The Source of the task's data in `data_dir`, or else where they were. The examples that
         --dev-fraction held out are the same in a copy, unless it has a file for development."""
-        if not data_dir:
-            return replace(self.source)  # without any rows
-        source = replace(self.source, data_dir=data_dir, files={})
-        if source.paths(self.task.name, "validation"):
-            source.dev_fraction = None
+        source = replace(self.source)  # without any rows
+        if data_dir:
+            source.data_dir, source.files = data_dir, {}
+            if source.paths(self.task.name, "validation"):
+                source.dev_fraction = None
         return source
 
     def split(self, name="validation", data_dir=None):
         """[Example] of a split as in training, from its data unless there is a `data_dir`. Raises
         ValueError for training examples that cannot be told from those that were held out."""
-        task, source = self.task, self.source_in(data_dir)
+        source = self.source_in(data_dir)
         limit = self.args.limit_dev if name == "validation" else None
-        try:
-            examples = load_split(task, source, name, self.tokenizer, limit)
-        except FileNotFoundError as e:  # the file was moved, for instance
-            raise FileNotFoundError(f"{e}; --data-dir takes DIR/{task.name}/{name}.jsonl") from e
+        examples = load_split(self.task, source, name, self.tokenizer, limit)
         has_held_out = name == "train" and source.dev_fraction
         if has_held_out and not self.is_own("validation", self.split(data_dir=data_dir)):
             problem = "the examples that training held out cannot be told from the others"
@@ -138,13 +123,12 @@ class LoadedRun:
         recorded = self.record["inputs"].get(f"{kind} examples of {self.task.name}")
         return recorded == examples_sha256(examples)
 
-    def left_over(self, data_dir=None):
+    def left_over(self):
         """The training examples that --limit-train has not drawn: nothing was chosen on them."""
-        every, args = self.split("train", data_dir), self.args
-        task, source = self.task, self.source_in(data_dir)
-        drawn = load_split(task, source, "train", self.tokenizer, args.limit_train, args.seed)
+        source, limit, seed = self.source_in(), self.args.limit_train, self.args.seed
+        drawn = load_split(self.task, source, "train", self.tokenizer, limit, seed)
         known = {example.hash for example in drawn}
-        return [example for example in every if example.hash not in known]
+        return [example for example in self.split("train") if example.hash not in known]
 
     @torch.inference_mode()
     def predict(self, inputs):
@@ -186,28 +170,26 @@ class LoadedRun:
         return result
 
 
-def load_run(directory, device="cpu", model=None, task=None):
+def load_run(directory, device="cpu", model=None, task=None, columns=None):
     """The LoadedRun of a finished run: train.py's `build` with the recorded options, and then the
     saved tensors.
 
     model: where the encoder is now, if not where run.json says; task: which of a multi-task run's
-    is meant. Raises FileNotFoundError or ValueError for a directory that is not a finished run, and
-    for an encoder or a tokenizer that is not the one of its training."""
+    is meant; columns: {our name: that in the files}, if not the run's. Raises FileNotFoundError or
+    ValueError for a directory that is not a finished run, and for an encoder or a tokenizer that is
+    not the one of its training."""
     directory = Path(directory)
     record = read_finished(directory)
     args = argparse.Namespace(**record["options"])
+    args.columns = columns or args.columns
     device, _ = choose_device(device, args.dtype)
     if args.dtype == "bfloat16" and not has_bf16(device.type):  # which takes 100 times as long
         note(f"{directory} was trained in bfloat16, this {device.type} computes it in float32")
         args.dtype = "float32"
-    with error_prefix(directory):
-        train.check_known(args)  # a fork's has to be imported
+    train.check_known(args)  # a fork's has to be imported
     task = recorded_task(record, directory, task)
-    if (directory / "model.safetensors").is_file():  # the run has trained it
-        if model is not None:
-            raise ValueError(f"{directory} has an encoder of its own: --model cannot replace it")
-        model = directory
-    args.model = str(model or record["trained_on"])
+    has_own = (directory / "model.safetensors").is_file()  # the run has trained it
+    args.model = str(model or (directory if has_own else record["trained_on"]))
     copies = {name: directory / "adapters" / name for name in record["adapters"]}
     adapters = {n: adapterhub.read(copy, adapterhub.ADAPTER) for n, copy in copies.items()}
     with torch.random.fork_rng(devices=[]):  # as in training, for what is drawn and not saved
@@ -230,11 +212,10 @@ def load_run(directory, device="cpu", model=None, task=None):
 
 def read_finished(directory):
     """The run.json of a finished run. Raises FileNotFoundError for a directory that holds none."""
-    if not Path(directory).is_dir():
-        raise FileNotFoundError(f"there is no directory {directory}")
-    if not (Path(directory) / "metrics.json").is_file() or not read_run(directory):
+    record = read_run(directory)
+    if not record or not Path(directory, "metrics.json").is_file():
         raise FileNotFoundError(f"no finished run in {directory}: it has no metrics.json")
-    return read_run(directory)
+    return record
 
 
 def recorded_task(record, directory, name=None):

@@ -2,7 +2,6 @@
 example, and a target, `both`, which needs all. Half of the examples have a fault, independently."""
 
 import ast
-import contextlib
 import importlib.util
 import json
 import re
@@ -10,10 +9,8 @@ from pathlib import Path
 
 from experiments.report import write_text
 
-SKILLS = {  # {skill: (label without its fault, with it)}
-    "match": ("right", "wrong"),
-    "order": ("intact", "shuffled"),
-}
+# {skill: (label without its fault, with it)}
+SKILLS = {"match": ("right", "wrong"), "order": ("intact", "shuffled")}
 SIZES = {"source": (2400, 400), "target": (960, 400)}  # (rows for training, for development)
 FILES = {  # enough of each library, so that reading takes seconds
     "std": "*.py asyncio/*.py email/*.py http/*.py json/*.py logging/*.py multiprocessing/*.py "
@@ -30,12 +27,11 @@ def docstrings(library):
     root = Path(importlib.util.find_spec(module).origin).parent
     files = {path for pattern in FILES[library].split() for path in root.glob(pattern)}
     for path in sorted(path for path in files if "tests" not in path.parts):
-        with contextlib.suppress(SyntaxError, ValueError):  # what is no Python, or not UTF-8
-            # every class and function, level by level
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                is_definition = isinstance(node, (ast.ClassDef, ast.FunctionDef))
-                if is_definition and (text := ast.get_docstring(node)):
-                    yield node.name, sentences(text)
+        # every class and function, level by level
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            is_definition = isinstance(node, (ast.ClassDef, ast.FunctionDef))
+            if is_definition and (text := ast.get_docstring(node)):
+                yield node.name, sentences(text)
 
 
 def words_of(name):

@@ -154,7 +154,7 @@ def test_values_of_numpy_are_texts_and_numbers():
     assert [text_of(value, "text_a") for value in (*texts, *others)] == ["red", "7", "7", ""]
     assert text_of(texts, "choices") == ["red", "7"]
     run = LoadedRun(None, TASKS["sst2"], Source(), *[None] * 4)
-    assert run.candidates(texts) == run.candidates([*texts]) == [[("red", None)], [("7", None)]]
+    assert run.candidates([*texts]) == [[("red", None)], [("7", None)]]
     rows = [{"sentence": cell} for cell in ("", None, float("nan"), "red\ud83d")]
     assert run.candidates(rows) == [[("", None)]] * 3 + [[("red\ufffd", None)]]
 
@@ -205,14 +205,16 @@ def test_empty_cells_and_half_characters(tokenizer, tmp_path, capsys):
     assert re.search("train.jsonl, (train|validation): no example of own is 'z'", said)
 
 
-def test_rows_have_the_files_names_or_ours():
-    """In training the files', which may be ours in another place; in prediction either."""
+def test_rows_have_the_files_names():
+    """Which may be ours in another place; in prediction, too."""
     names = {"text_a": "text_b", "text_b": "claim", "label": "gold"}
     theirs, ours = words("text_b claim gold", "p", "q", "x"), words("text_a text_b", "p", "q")
     assert our_rows([theirs], names, "own") == [{**ours, "label": "x"}]
     task = own_task("own", ["text_a", "text_b"], ["x", "y"])
     run = LoadedRun(None, task, Source(column_names=names), *[None] * 4)
-    assert run.candidates(theirs) == run.candidates(ours) == [PAIR]
+    assert run.candidates(theirs) == run.candidates(("p", "q")) == [PAIR]
+    with pytest.raises(ValueError, match="no column 'claim'"):
+        run.candidates(ours)
 
 
 def test_columns_and_classes_of_your_own_task(tmp_path):

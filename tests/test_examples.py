@@ -48,11 +48,11 @@ def test_a_regression(launch, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["score"] == pytest.approx(score["score"])
 
 
-def test_an_example_is_a_program(encoder, data_dir, tmp_path):
-    """As a user starts it, from another directory."""
+def test_an_example_is_imported(encoder, data_dir, tmp_path):
+    """As a user trains with it, from another directory."""
     words = cli("--stage adapter --task rte --adapter lora --adapter-config r=2 --epochs 1")
-    words += cli("--device cpu", model=encoder, data_dir=data_dir, out=tmp_path / "run")
-    command = [sys.executable, Path(train.__file__).resolve().parent / "examples/lora.py", *words]
+    words += cli("--import examples.lora --device cpu", model=encoder, data_dir=data_dir)
+    command = [sys.executable, Path(train.__file__).resolve(), *words, "--out", tmp_path / "run"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["trained_parameters"] == 2 * 256 + 1122

@@ -16,8 +16,8 @@ from formats.files import read_json, write_json
 
 
 def test_the_weights_are_means_over_real_tokens(runs, loud_fusion, launch, tmp_path):
-    """The means of what load_run shows of each token, padding not included, and of each [CLS]. The
-    second run has two fusions a layer, and one of its adapters is not in layer 2."""
+    """The means of what load_run shows of each token, padding not included, and in the last layer
+    of each [CLS]. The second run has two fusions a layer, and one adapter is not in layer 2."""
     out, single, second = tmp_path / "out", runs / "rte", tmp_path / "second"
     words, adapters = "--stage adapter --epochs 1 --adapter houlsby", ["rte", "sst2"]
     adapters = [tmp_path / name for name in adapters]
@@ -26,52 +26,48 @@ def test_the_weights_are_means_over_real_tokens(runs, loud_fusion, launch, tmp_p
     launch("--stage fusion --task sst2 --epochs 1", adapters=adapters, out=second)
     words = cli("--device cpu", out=out, baseline=[single, loud_fusion])
     fusion_weights.main([str(loud_fusion), str(second), *words])
-    figures = {f"figure{n}{tokens}.png" for n in (4, 6) for tokens in ("", "_cls")}
+    figures = {"figure4.png", "figure6.png"}
     assert {path.name for path in out.iterdir()} == {*figures, "weights.csv", "summary.txt"}
     rows, count = pd.read_csv(out / "weights.csv"), 0
-    found = dict([*rows.groupby(["run", "layer", "location", "tokens"])])
-    assert [*found[str(second), 2, "output", "cls"]["adapter"]] == ["sst2"]  # rte is not there
+    found = dict([*rows.groupby(["run", "layer", "location"])])
+    assert [*found[str(second), 2, "output"]["adapter"]] == ["sst2"]  # rte is not there
     for directory in (loud_fusion, second):
         run = load_run(directory)
         seen = [example["weights"] for example in run.fusion_weights(run.split())]
         for location, layer in itertools.product(seen[0], (0, 1)):
-            every = [weights[location][layer] for weights in seen]  # [T, N] each
-            first = torch.stack([weights[0] for weights in every])
-            for tokens, s in (("all", torch.cat(every)), ("cls", first)):
-                of = found[str(directory), layer + 1, location, tokens]
-                weights = of.set_index("adapter")["weight"].reindex(run.adapters).fillna(0)
-                assert weights.tolist() == pytest.approx(s.mean(0).tolist(), abs=1e-5)
-                assert {*of["is_read"]} == {tokens == ("cls" if layer else "all")}
-                count += len(of)
+            read = slice(1) if layer == 1 else slice(None)  # [CLS], or all
+            s = torch.cat([weights[location][layer][read] for weights in seen])  # [T, N]
+            of = found[str(directory), layer + 1, location]
+            weights = of.set_index("adapter")["weight"].reindex(run.adapters).fillna(0)
+            assert weights.tolist() == pytest.approx(s.mean(0).tolist(), abs=1e-5)
+            count += len(of)
     assert count == len(rows)
     ours, theirs = (read_json(run / "metrics.json")["accuracy"] for run in (loud_fusion, single))
     numbers = f"{100 * ours:.2f} | {100 * theirs:.2f} | {100 * (ours - theirs):.2f} |"
     assert numbers in " ".join((out / "summary.txt").read_text().split())
 
 
-def rows_of(target, own, layer, tokens, weights, is_read=True, accuracies=(math.nan, math.nan)):
-    key = ["run", target, own, *accuracies, layer, "output", tokens, is_read]
+def rows_of(target, own, layer, weights, accuracies=(math.nan, math.nan)):
+    key = ["run", target, own, *accuracies, layer, "output"]
     return [[*key, *pair] for pair in weights.items()]
 
 
 @pytest.mark.parametrize("other", ["mnli", *fusion_weights.COLUMNS])
 def test_what_section_6_reads(other, tmp_path):
-    """Three targets, one of them without an own adapter; of the last layer of the first one [CLS]
-    is read. An adapter may have any name."""
-    rows = rows_of("cb", "mine", 1, "all", {other: 0.9, "mine": 0.1}, True, (0.8, 0.7))
-    rows += rows_of("cb", "mine", 2, "all", {other: 0.1, "mine": 0.9}, False)
-    rows += rows_of("cb", "mine", 2, "cls", {other: 0.5, "mine": 0.5})
-    rows += rows_of("rte", other, 1, "all", {other: 0.9, "mine": 0.1})
-    rows += rows_of("rte", other, 2, "all", {other: 0.8, "mine": 0.2})
-    rows += rows_of("cb (2)", None, 2, "all", {other: 1.0})
+    """Three targets, one of them without an own adapter. An adapter may have any name."""
+    rows = rows_of("cb", "mine", 1, {other: 0.9, "mine": 0.1}, (0.8, 0.7))
+    rows += rows_of("cb", "mine", 2, {other: 0.5, "mine": 0.5})
+    rows += rows_of("rte", other, 1, {other: 0.9, "mine": 0.1})
+    rows += rows_of("rte", other, 2, {other: 0.8, "mine": 0.2})
+    rows += rows_of("cb (2)", None, 2, {other: 1.0})
     rows = pd.DataFrame(rows, columns=fusion_weights.COLUMNS)
     found, header = fusion_weights.strengths_table(rows)
-    assert [line[:7] for line in found[:2]] == [
-        ["cb", other, pytest.approx(0.7), "mine", *map(pytest.approx, (0.3, 0.5)), "1 of 2"],
-        ["rte", other, pytest.approx(0.85), other, *map(pytest.approx, (0.85, 0.5)), "2 of 2"],
+    assert [line[:5] for line in found[:2]] == [
+        ["cb", other, pytest.approx(0.7), "mine", pytest.approx(0.3)],
+        ["rte", other, pytest.approx(0.85), other, pytest.approx(0.85)],
     ]
-    assert found[2][:3] == ["cb (2)", other, 1] and found[2][4:7] == [None, 1, None]
-    assert found[0][7:] == pytest.approx([80, 70, 10]) and len(header) == 10
+    assert found[2][:3] == ["cb (2)", other, 1] and found[2][4] is None
+    assert found[0][5:] == pytest.approx([80, 70, 10]) and len(header) == 8
     if other == "adapter":
         fusion_weights.draw(rows, tmp_path)
     assert fusion_weights.figure_4_layers(12) == {1, 7, 9, 12}

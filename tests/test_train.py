@@ -40,7 +40,7 @@ def test_both_stages_learn(launch, encoder, tmp_path):
     result = launch(words, adapters=adapters, data_dir=data_dir, out=tmp_path / "run")
     assert result["accuracy"] > 0.75
     run = load_run(tmp_path / "run")
-    shares = [s[1].item() for s in mean_weights(run, run.split())["all"].values()]
+    shares = [s[1].item() for s in mean_weights(run, run.split()).values()]
     assert max(shares) > 0.5  # 1/3 at first
 
 
