@@ -30,19 +30,6 @@ from runtime.processes import choose_device
 ROWS = {"stage 1 step": 1, **{f"fusion step, N = {n}": n for n in (1, 4, 16, 64)}}
 
 
-def parse(argv):
-    parser = Parser("python -m experiments.benchmark", description=__doc__)
-    add, reference = parser.add_argument, "experiments/requirements-peer.txt"
-    add("--peer-python", help=f"a Python with {reference}; without it only ours is measured")
-    add("--rows", nargs="+", default=[""], help="only rows with one of these texts in their names")
-    add("--repeats", type=count, default=5)
-    add("--batch", type=count, default=8, help="examples; a quarter of them with 64 adapters")
-    add("--device", default="cpu", choices=["cpu", "cuda"])
-    add("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
-    add("--cuda-graphs", action="store_true", help="also our steps as they are recorded on a GPU")
-    return parser.parse_args(argv)
-
-
 def ours(row, root, save=False):
     """(model, its loss on a batch); save: what the reference loads"""
     import train
@@ -150,7 +137,16 @@ def spread(values):
 def main(argv=None):
     from experiments.report import markdown  # needs what the reference's has not
 
-    args, lines = parse(argv), []
+    parser = Parser("python -m experiments.benchmark", description=__doc__)
+    add, reference = parser.add_argument, "experiments/requirements-peer.txt"
+    add("--peer-python", help=f"a Python with {reference}; without it only ours is measured")
+    add("--rows", nargs="+", default=[""], help="only rows with one of these texts in their names")
+    add("--repeats", type=count, default=5)
+    add("--batch", type=count, default=8, help="examples; a quarter of them with 64 adapters")
+    add("--device", default="cpu", choices=["cpu", "cuda"])
+    add("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
+    add("--cuda-graphs", action="store_true", help="also our steps as they are recorded on a GPU")
+    args, lines = parser.parse_args(argv), []
     for dtype in args.dtype:
         choose_device(args.device, dtype, args.cuda_graphs)  # or an error
     pythons = {"ours": sys.executable}

@@ -32,7 +32,6 @@ COMMAND = """--model minilm --target both --seeds 0 1 2 --train-examples 240 --o
     --head-options='--lr 2e-3 --epochs 4 --patience 4'
     --fusion-options='--lr 5e-4 --epochs 6 --patience 6'"""
 COMMON = "-- --max-length 40 --batch-size 16 --limit-dev 160 --device cpu"
-EXAMPLE = "Return the sum of the array elements", "sum"
 
 
 def parse(out):
@@ -62,7 +61,8 @@ def train_all(args):
 def next_commands(out):
     """{why: the words behind `python`} of what fits that which the demo has left in `out`"""
     fusion, picture = out / "runs" / "fusion-240-0", out / "example.png"
-    ask = ["-m", "experiments.predict", fusion, *EXAMPLE, "--picture", picture]
+    example = "Return the sum of the array elements", "sum"
+    ask = ["-m", "experiments.predict", fusion, *example, "--picture", picture]
     draw = ["-m", "experiments.fusion_weights", fusion, "--out", out / "weights"]
     return {
         "Ask the fusion, and see its weights at every token:": ask,

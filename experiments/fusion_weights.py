@@ -38,22 +38,6 @@ fusion, single, gain: accuracy on the development set, in %; single is the mean 
 --baseline that are on the fusion's task, encoder and data (–: none is)."""
 
 
-def parse(argv):
-    parser = make_parser("fusion_weights", __doc__)
-    add = parser.add_argument
-    add("runs", nargs="+", metavar="RUN", help="finished fusion runs, a row each")
-    add("--out", required=True, metavar="DIR", help="for figures, CSV and summary")
-    add("--baseline", nargs="+", default=[], metavar="RUN", help="single adapters on the targets")
-    add("--data-dir", help="where the data are now, if not where the runs had them")
-    args = parser.parse_args(argv)
-    import_modules(args.imports)
-    for run in args.runs:
-        read_finished(run)  # or an error
-        if not Path(run, FUSION.config).is_file():
-            raise ValueError(f"{run} has no fusion")
-    return args
-
-
 @torch.inference_mode()
 def mean_weights(run, examples):
     """{(layer, location): [N]}: the fusion weights of a LoadedRun, averaged over the tokens of
@@ -185,9 +169,19 @@ def strengths_table(rows):
 
 
 def main(argv=None):
-    args = parse(argv)
-    tasks = [read_finished(run)["options"]["task"] for run in args.runs]
-    frames, out = [], Path(args.out)
+    parser = make_parser("fusion_weights", __doc__)
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="finished fusion runs, a row each")
+    add("--out", required=True, type=Path, metavar="DIR", help="for figures, CSV and summary")
+    add("--baseline", nargs="+", default=[], metavar="RUN", help="single adapters on the targets")
+    add("--data-dir", help="where the data are now, if not where the runs had them")
+    args = parser.parse_args(argv)
+    import_modules(args.imports)
+    tasks, frames, out = [], [], args.out
+    for run in args.runs:
+        tasks.append(read_finished(run)["options"]["task"])
+        if not Path(run, FUSION.config).is_file():
+            raise ValueError(f"{run} has no fusion")
     for directory, task in zip(args.runs, tasks, strict=True):
         print(f"{directory}: fusion weights on its development set", flush=True)
         run = load_run(directory, args.device, args.model, args.task, args.columns)

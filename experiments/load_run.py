@@ -119,8 +119,8 @@ class LoadedRun:
 
     def is_own(self, name, examples):
         """Whether these are the run's own examples, as its run.json says."""
-        kind = {"train": "training", "validation": "development"}.get(name)
-        recorded = self.record["inputs"].get(f"{kind} examples of {self.task.name}")
+        kind = "training" if name == "train" else "development"
+        recorded = self.record["inputs"][f"{kind} examples of {self.task.name}"]
         return recorded == examples_sha256(examples)
 
     def left_over(self):
@@ -148,9 +148,8 @@ class LoadedRun:
 
     def weights_of(self, batch):
         """fusion.py's fusion_weights of a batch."""
-        names = "input_ids", "token_type_ids", "attention_mask"
         with LOCK, train.autocast(self.args, self.bert.device):
-            self.bert(*(batch[name].to(self.bert.device) for name in names))
+            self.model(batch)
             return fusion_weights(self.bert)
 
     @torch.inference_mode()
