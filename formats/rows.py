@@ -205,7 +205,7 @@ def csv_rows(path):
     first_line = text.partition("\n")[0]
     if path.suffix.lower() == ".tsv":
         options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
-    elif ";" in first_line and "," not in first_line:  # Excel's, where the comma is a decimal one
+    elif first_line.count(";") > first_line.count(","):  # Excel's, where the comma is a decimal one
         options = {"delimiter": ";"}
         note(f"{path}: its columns are read as separated by semicolons")
     lines = []
