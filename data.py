@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from formats.adapterhub import check_name
 from formats.files import error_prefix, note
-from runtime.record import note_what_is_missing
+from runtime.record import note_unseen_classes
 from runtime.scores import CLASS_SCORES, accuracy
 
 
@@ -216,7 +216,7 @@ def load_split(task, source, split, tokenizer, limit=None, seed=0):
     if empty:
         note(f"{where}, {split}: empty cells are read as empty texts, {empty} of them")
     result = encode(tokenizer, examples, f"tokenizing {task.name} {split}")
-    note_what_is_missing(f"{where}, {split}", task, tokenizer, result)
+    note_unseen_classes(f"{where}, {split}", task, result)
     return result
 
 

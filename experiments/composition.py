@@ -27,7 +27,7 @@ from data import get_task
 from experiments import grid, report
 from experiments.load_run import load_run
 from formats.adapterhub import read_run
-from formats.files import note, read_json, write_json
+from formats.files import read_json, write_json
 from formats.rows import source_of
 from runtime.command import count, run_command
 from runtime.record import share_trained_on
@@ -97,20 +97,6 @@ def check(args):
         bert = Bert.from_pretrained(args.model)
         for name, found in find_adapters(adapters, bert.config.model_type).items():
             load_adapter(bert, found, name)
-    note_what_was_not_learned(args)
-
-
-def note_what_was_not_learned(args):
-    """By the sources that are finished runs, whose accuracy and majority class are known."""
-    for name, place in args.sources.items():
-        directory = Path(place or args.out / "runs" / f"source-{name}")
-        metrics = directory / "metrics.json"
-        accuracy = read_json(metrics).get("accuracy", 2) if metrics.is_file() else 2
-        for task in read_run(directory).get("tasks", {}).values():
-            if accuracy <= (majority := task.get("majority", -1)):
-                share = f"{accuracy:.1%} of its own development examples, {majority:.1%} of which"
-                problem = "are of one class: it has learned nothing that a fusion could use"
-                note(f"{name} is right about {share} {problem}")
 
 
 def cells_of(args):
@@ -201,7 +187,6 @@ def main(argv=None):
     check(args)
     cells = cells_of(args)
     rows, failed = grid.run(args, COLUMNS, cells)
-    note_what_was_not_learned(args)
     parts = [
         "The two columns after the mean: the fusion of the sources minus the system, over the "
         "seeds that both have, in the mean and at the least. In the last table, the standard error "

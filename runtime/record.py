@@ -70,25 +70,18 @@ def share_trained_on(run, examples):
     return share if share >= 0.05 else 0
 
 
-def note_what_is_missing(place, task, tokenizer, examples):
-    """Notes that a class has no example, or that most tokens are [UNK], as in a language that the
-    encoder has not seen. place: of [Example], for the notes"""
+def note_unseen_classes(place, task, examples):
+    """Notes that a class has no example. place: of [Example], for the note"""
     seen = {example.label for example in examples}
     unseen = [repr(name) for i, name in enumerate(task.labels) if i not in seen]
     if unseen and not task.is_multiple_choice and all(isinstance(label, int) for label in seen):
         note(f"{place}: no example of {task.name} is {' or '.join(unseen):.300}")
-    unknown = tokenizer.token_to_id(tokenizer.model.unk_token or "")
-    ids = np.concatenate([ids for example in examples for ids in example.input_ids])
-    ids = ids[~np.isin(ids, tokenizer.encode("").ids)]  # without [CLS] and [SEP]
-    if len(ids) > 0 and (share := (ids == unknown).mean()) > 0.5:
-        note(f"{place}: {share:.0%} of the tokens are {tokenizer.model.unk_token}, unknown words")
 
 
 def describe(args, model, tokenizer, adapters, data):
     """What run.json is to say. adapters: {name: Saved} of --adapters; data: [(task, training set,
     development set)]. Says what is strange about the data, also if an adapter has seen development
-    examples. Raises ValueError for an adapter that was trained with another tokenizer, and for a
-    score that would always be 0."""
+    examples. Raises ValueError for an adapter that was trained with another tokenizer."""
     bert = model.bert
     inputs = {"encoder": bert.sha256, "tokenizer": tokenizer_sha256(tokenizer)}
     for name, saved in adapters.items():
@@ -101,9 +94,6 @@ def describe(args, model, tokenizer, adapters, data):
         inputs[f"development examples of {task.name}"] = examples_sha256(dev_set)
         if (cut := sum(example.is_cut for example in train_set) / len(train_set)) > 0.1:
             note(f"{cut:.0%} of {task.name}'s training examples are cut to --max-length tokens")
-        labels = {example.label for example in dev_set}
-        if args.score == "f1" and all(type(label) is int and label != 1 for label in labels):
-            raise ValueError(f"--score f1: no validation example is {task.labels[1]!r}, so it is 0")
         if not {example.hash for example in dev_set} - {example.hash for example in train_set}:
             problem = "all development examples are training examples, too"
             note(f"{task.name}: {problem}: the scores say nothing about other texts")

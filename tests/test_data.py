@@ -272,18 +272,6 @@ def test_labels_by_name_and_by_place(capsys):
         get_task("winogrande", Source()).label_index("0")  # its labels are no indices
 
 
-def test_unknown_words_are_noted(tokenizer, tmp_path, capsys):
-    rows = [words("text_a label", *row) for row in (("red", 0), ("\u4f60\u597d dog", 1), ("a", 0))]
-    for split, of_split in (("train", rows), ("test", rows[1:2] * 2)):
-        write_rows(tmp_path / f"own/{split}.jsonl", of_split)
-    task = get_task("own", source := Source(tmp_path))
-    for split in ("train", "test"):
-        load_split(task, source, split, tokenizer)
-    said = capsys.readouterr().out
-    assert said.count("of the tokens are [UNK]") == 1
-    assert "own/test.jsonl, test: 67% of the tokens are [UNK], unknown words" in said
-
-
 HELD_OUT = [("imdb", "text", None, 2000), ("own", "text_a", 0.25, 1500)]
 
 

@@ -353,20 +353,10 @@ def test_what_is_left_over(runs, encoder, data_dir, tmp_path, capsys, started):
         assert row.test_accuracy == found["accuracy"]
 
 
-def test_the_encoder_is_that_of_the_sources(runs, encoder, data_dir, copy, capsys, monkeypatch):
-    """And a source that has learned nothing is named."""
+def test_the_encoder_is_that_of_the_sources(runs, encoder, data_dir, monkeypatch):
     monkeypatch.delenv("ADAPTERFUSION_MODEL", raising=False)
-    words = cli("--target own --systems fusion own --plan", data_dir=data_dir)
-    behind = ["--", *cli("--columns text_a=sentence1")]
-    rte, pick = runs / "rte", copy(runs / "pick")
-    record = read_json(pick / "run.json")
-    for majority in (0.0, 1.0):
-        record["tasks"]["pick"]["majority"] = majority
-        write_json(pick / "run.json", record)
-        with pytest.raises(SystemExit, match="0"):
-            composition.main([*words, *cli(sources=[rte, f"chosen={pick}"]), *behind])
-        assert ("chosen is right about" in capsys.readouterr().out) == (majority == 1)
-    cells = composition.cells_of(composition.parse([*words, *cli(sources=["sst2", pick])]))
+    words = cli("--target own --systems fusion own", sources=["sst2", runs / "rte"])
+    cells = composition.cells_of(composition.parse([*words, *cli(data_dir=data_dir)]))
     assert {cell.options().model for cell in cells.values()} == {str(encoder)}
 
 
