@@ -9,6 +9,7 @@ from pathlib import Path, PurePosixPath
 
 from formats import files
 from formats.hub import download
+from formats.tensorflow import read_tensorflow
 from formats.tokenizer import TOKENIZER_FILES
 
 # (configuration, weights): the first pair that is there is read; Google's names may have a step
@@ -73,8 +74,6 @@ def open_encoder(source):
         raise FileNotFoundError(f"no encoder in {directory}: it needs {NEEDED}")
     config, path = files.read_json(config_path), found[0]
     if path.suffix == ".index":
-        from formats.tensorflow import read_tensorflow  # which alone needs google-crc32c
-
         tensors = read_tensorflow(path)
     else:
         tensors = files.read_tensors(path)

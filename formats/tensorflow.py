@@ -3,7 +3,6 @@ index is a LevelDB table, name -> where the tensor is; the data files hold the r
 
 import math
 
-import google_crc32c
 import torch
 
 from formats.files import error_prefix
@@ -13,8 +12,8 @@ FLOAT_TYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch
 
 
 def read_tensorflow(path):
-    """{name: tensor} of a checkpoint, whose `.index` file is at `path`. Every block and tensor is
-    checked against its CRC-32C. What holds no floats, such as global_step, is left out."""
+    """{name: tensor} of a checkpoint, whose `.index` file is at `path`. Its checksums are not
+    looked at. What holds no floats, such as global_step, is left out."""
     with error_prefix(path):
         entries = table_entries(path.read_bytes())
         shards = protobuf(entries.pop("", b"")).get(1, 1)  # a BundleHeaderProto
@@ -26,16 +25,14 @@ def read_tensorflow(path):
 def bundle_tensor(name, entry, index, shards):
     """One tensor, from its data file; a kernel is transposed."""
     kind, shard, offset, size = (entry.get(field, 0) for field in (1, 3, 4, 5))
-    (shape,), (crc,) = entry.get(2, [b""]), entry.get(6, [b""])
-    shape = tuple(protobuf(dimension).get(1, 0) for dimension in protobuf(shape).get(2, []))
+    dimensions = protobuf(entry.get(2, [b""])[0]).get(2, [])
+    shape = tuple(protobuf(dimension).get(1, 0) for dimension in dimensions)
     data = index.with_name(f"{index.stem}.data-{shard:05d}-of-{shards:05d}")
     with open(data, "rb") as file:
         file.seek(offset)
         content = file.read(size)
     if not 0 < math.prod(shape) * FLOAT_TYPES[kind].itemsize == size == len(content):
         raise ValueError(f"{name} in {data.name}, {list(shape)}, is cut off, or damaged")
-    if not intact(content, crc):
-        raise ValueError(f"{name} in {data.name} does not match its checksum: the file is damaged")
     tensor = torch.frombuffer(bytearray(content), dtype=FLOAT_TYPES[kind]).reshape(shape)
     return tensor.T.contiguous() if name.endswith("/kernel") else tensor
 
@@ -56,9 +53,7 @@ def table_entries(table):
 
 def block_entries(table, offset, size):
     """(key, value) pairs of one block; a key shares its beginning with the one before."""
-    block, trailer = table[offset : offset + size], table[offset + size : offset + size + 5]
-    if not intact(block + trailer[:1], trailer[1:]):
-        raise ValueError(f"the block at {offset} does not match its checksum: the file is damaged")
+    block = table[offset : offset + size]
     end = size - 4 - 4 * int.from_bytes(block[-4:], "little")  # the restart points are not needed
     position, key = 0, b""
     while position < end:
@@ -93,9 +88,3 @@ def varints(data, position, count=1):
         content, position = data[position : end + 1], end + 1
         integers.append(sum((byte & 0x7F) << 7 * i for i, byte in enumerate(content)))
     return *integers, position
-
-
-def intact(data, crc):
-    """Whether data has this CRC-32C, which LevelDB stores rotated by 15 bits plus a constant."""
-    crc = (int.from_bytes(crc, "little") - 0xA282EAD8) & 0xFFFFFFFF
-    return google_crc32c.value(data) == ((crc >> 17) | (crc << 15)) & 0xFFFFFFFF

@@ -1,16 +1,11 @@
-"""Google's checkpoints are read without TensorFlow, bit for bit; damage ends in a clear error."""
+"""Google's checkpoints are read without TensorFlow, bit for bit."""
 
-import runpy
-import sys
-
-import google_crc32c
 import pytest
 import torch
 
 from bert import Bert
-from child import ROOT
 from formats.tensorflow import bundle_tensor, protobuf
-from reference import GOLDEN, SAFETENSORS, TENSORFLOW, fails, same
+from reference import GOLDEN, TENSORFLOW, fails, same
 
 INDEX, DATA = "bert_model.ckpt.index", "bert_model.ckpt.data-00000-of-00001"
 
@@ -25,15 +20,6 @@ def test_tensorflow(name):
     assert same(Bert.from_pretrained(GOLDEN / "bert" / name))
 
 
-def test_other_checkpoints_need_no_crc32c(monkeypatch):
-    monkeypatch.setitem(sys.modules, "google_crc32c", None)  # as if it were not installed
-    monkeypatch.delitem(sys.modules, "formats.tensorflow")
-    open_encoder = runpy.run_path(ROOT / "formats" / "encoder.py")["open_encoder"]
-    assert open_encoder(SAFETENSORS).tensors
-    with pytest.raises(ImportError, match="google_crc32c"):
-        open_encoder(TENSORFLOW)
-
-
 def test_a_step_in_the_name(copy):
     """As training leaves its checkpoints; but one alone may be there."""
     directory = copy(TENSORFLOW)
@@ -44,18 +30,12 @@ def test_a_step_in_the_name(copy):
     fails(directory, "bert_config.json and *model.ckpt*.index, one alone")
 
 
-def test_damaged_files(copy):
-    """A flipped bit in either block of the index and in a tensor; files cut off or gone."""
-    for name, place in ((INDEX, 0), (INDEX, 100), (INDEX, -60), (DATA, 0), (DATA, 40_000)):
-        content = bytearray((TENSORFLOW / name).read_bytes())
-        content[place] ^= 0x10
-        directory = copy(TENSORFLOW)
-        (directory / name).write_bytes(content)
-        fails(directory, name, "does not match its checksum: the file is damaged")
-    for name, length in ((INDEX, 0), (INDEX, 1000), (INDEX, -1), (DATA, -10_000)):
-        directory = copy(TENSORFLOW)
+def test_files_that_are_cut_off(copy):
+    directory = copy(TENSORFLOW)
+    for name, length in ((DATA, -10_000), (INDEX, -1), (INDEX, 1000), (INDEX, 0)):
         (directory / name).write_bytes((TENSORFLOW / name).read_bytes()[:length])
         fails(directory, name, "cut off")
+    (directory / INDEX).write_bytes((TENSORFLOW / INDEX).read_bytes())
     (directory / DATA).unlink()
     fails(directory, DATA)
 
@@ -65,10 +45,8 @@ def test_types_of_numbers(tmp_path):
     tensor, index = torch.tensor([1.5, -3e38]).bfloat16(), tmp_path / "x.index"
     data = tensor.view(torch.int16).numpy().tobytes()
     index.with_name("x.data-00000-of-00001").write_bytes(data)
-    crc = google_crc32c.value(data)
-    crc = ((crc >> 15 | crc << 17) + 0xA282EAD8 & 0xFFFFFFFF).to_bytes(4, "little")
     shape = b"\x12\x04\x12\x02\x08\x02"  # [2]
-    whole = protobuf(b"\x08\x0e" + shape + b"\x28\x04\x35" + crc)  # 4 bytes, their checksum
+    whole = protobuf(b"\x08\x0e" + shape + b"\x28\x04")  # 4 bytes
     assert torch.equal(bundle_tensor("a", whole, index, 1), tensor)
     with pytest.raises(ValueError, match="a in .* is cut off, or damaged"):
         bundle_tensor("a", protobuf(b"\x08\x0e" + shape + b"\x3a\0\x3a\0"), index, 1)
