@@ -44,7 +44,7 @@ MEASURED = """train_examples dev_examples best_epoch trained_parameters epochs l
 NOTE = """Accuracy in %, mean ± standard deviation over seeds; the best epoch is chosen on the
 development set, as in the paper."""
 MEAN = "--import examples.mean_fusion --fusion mean"
-# {system: (title, stage, options)}. What is behind the last _ of two of them is a source.
+# {system: (title, stage, options)}. One that ends in _ is followed by a source: head_on_mnli
 SYSTEMS = {
     "head": ("new head on Θ", "head", ""),
     "full": ("full fine-tuning", "full", ""),
