@@ -100,8 +100,8 @@ def main(argv=None):
     one, both = max(match, order) / 2, match * order
     print(f"""
 The skills, each on its own task: match {match:.1%}, order {order:.1%}.
-With one of them the target's ceiling is about {one:.0%}: half of that skill's accuracy,
-because the other question is guessed. With both it is {both:.0%}.
+On the target, one of them can be expected to give about {one:.0%}, half of its own accuracy,
+because the other question is guessed; both together about {both:.0%}.
 """)
     print(report.markdown(*composition.table(rows)))
     print(verdict(rows))

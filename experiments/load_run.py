@@ -85,7 +85,8 @@ class LoadedRun:
         """{column: text} of a text, or of texts in the order of the columns."""
         columns, values = self.task.columns, [texts] if isinstance(texts, str) else texts
         if not isinstance(values, (tuple, list)) or len(values) != len(columns):
-            raise ValueError(f"{self.task.name} takes {' and '.join(columns)}, not {texts!r:.200}")
+            names = [self.source.column_names.get(column, column) for column in columns]
+            raise ValueError(f"{self.task.name} takes {' and '.join(names)}, not {texts!r:.200}")
         return dict(zip(columns, values, strict=True))
 
     def encode(self, inputs):

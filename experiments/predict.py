@@ -16,6 +16,7 @@ therefore cut. --picture draws the fusion weights of every token."""
 import contextlib
 import json
 import sys
+import textwrap
 from pathlib import Path
 
 from experiments.fusion_weights import heat_maps, title_of
@@ -29,8 +30,8 @@ def line_of_text(answer, candidate):
     """The answer, but for all of its probabilities, and the beginning of the text, for people."""
     shown = [value for value in answer.values() if not isinstance(value, (dict, bool))]
     shown = [f"{value:.3f}" if isinstance(value, float) else str(value) for value in shown]
-    text = " ".join(" | ".join(filter(None, candidate)).split())
-    return "\t".join([*shown, f"{text:.100}"])
+    text = " | ".join(filter(None, candidate))
+    return "\t".join([*shown, textwrap.shorten(text, 100, placeholder=" …")])
 
 
 def draw(run, found, path):
@@ -60,6 +61,8 @@ def main(argv=None):
     with contextlib.redirect_stdout(sys.stderr):  # notes; stdout is for predictions
         run = load_run(args.run, args.device, args.model, args.task, args.columns)
         inputs = read_rows(args.file) if args.file else [args.texts]
+    if args.picture and not run.adapters:
+        raise ValueError(f"--picture shows the weights of a fusion, and {args.run} has none")
     task, last = run.task, len(run.task.columns) - 1
     if args.texts and task.columns[last] in LISTS:  # all texts that are left are choices
         inputs = [[*args.texts[:last], args.texts[last:]]]
@@ -68,6 +71,7 @@ def main(argv=None):
         best = task.labels.index(answer["label"]) if task.is_multiple_choice else 0
         if args.picture:
             draw(run, run.fusion_weights(examples)[best], args.picture)
+            print(f"the weights of each token are drawn in {args.picture}", file=sys.stderr)
         print(json.dumps(answer) if args.json else line_of_text(answer, candidates[best]))
     cut = sum(example.is_cut for example in examples)
     if cut and not args.json:

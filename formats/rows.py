@@ -59,7 +59,8 @@ class Source:
         if not rows:
             advice = f"there is no {self.data_dir}/{name}/{split}.jsonl"
             if self.files:
-                advice = "--dev-file or --dev-fraction gives one"
+                is_dev = split == "validation"
+                advice = "--dev-file or --dev-fraction gives one" if is_dev else "--file names one"
             raise FileNotFoundError(f"no {split} split for task {name!r}: {advice}")
         return str(paths[0] if len(paths) == 1 else Path(self.data_dir, name)), rows
 
@@ -181,7 +182,7 @@ def read_rows(path):
             rows = READERS[ending](path)
         except UnicodeDecodeError as e:
             line = 1 + e.object.count(b"\n", 0, e.start)
-            raise ValueError(f"line {line} is not UTF-8: save it as UTF-8") from e
+            raise ValueError(f"line {line} is not UTF-8: save it so (Excel: CSV UTF-8)") from e
         if not rows or not all(isinstance(row, dict) for row in rows):
             raise ValueError("it is empty, or a row is no JSON object")
     return rows
@@ -219,7 +220,8 @@ def csv_rows(path):
     header = [name if header.count(name) == 1 else f"{name} (twice)" for name in header]
     for number, row in enumerate(rows, 1):
         if len(row) != len(header):
-            raise ValueError(f"row {number} has {len(row)} fields, the first line {len(header)}")
+            found = f"row {number} has {len(row)} fields, the first line {len(header)}"
+            raise ValueError(f"{found}, if {options.get('delimiter', ',')!r} separates them")
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 
@@ -261,7 +263,7 @@ def hub_rows(task, split):
 def own_labels(values):
     """The classes of your own task: numbers by value, texts by their letters. Raises ValueError for
     what is no class, and for labels that `Task.label_index` takes for one; says what they are."""
-    if decimals := [value for value in values if re.fullmatch(r"[-+]?\d*\.\d+", str(value))]:
+    if decimals := [value for value in values if re.fullmatch(r"[-+]?\d*[.,]\d+", str(value))]:
         advice = "classes are texts or integers; for a regression see examples/sts_b.py"
         raise ValueError(f"a label is {decimals[0]!r}: {advice}")
     counts = Counter(map(str, values))

@@ -244,9 +244,10 @@ class Run:
         majority = record["tasks"].get(args.task, {}).get("majority", -1)
         last, losses = self.epoch - 1, [line["dev_loss"] for line in self.history]
         if result.get("accuracy", 2) <= majority:
-            note("no better than the most frequent label: more --epochs, --patience, may help")
-        elif self.best_epoch == last or losses[-1] == min(losses):
-            note("it was still learning at the end: a larger --lr, more --epochs, or --patience")
+            note("the accuracy is no better than that of the most frequent label")
+        if self.best_epoch == last or losses[-1] == min(losses):
+            advice = "a larger --lr, more --epochs or --patience may help"
+            note(f"at the end the score was still rising, or the loss still falling: {advice}")
         best = f"best epoch: {self.best_epoch}, dev {args.score} {result[args.score]:.4f}"
         print(f"{best}; stopped after epoch {last} of at most {args.epochs}", flush=True)
         return result

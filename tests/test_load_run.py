@@ -219,7 +219,7 @@ def test_pictures(say, runs, tmp_path, refused):
     path, words = tmp_path / "weights.png", ("red cat", "cat")
     say(runs / "fusion-rte", *words, "--picture", path)
     assert path.read_bytes().startswith(b"\x89PNG")
-    for more, text in ((words, "no fusion is active"), (("--file", "x.csv"), "a single input")):
+    for more, text in ((words, "has none"), (("--file", "x.csv"), "a single input")):
         given = [runs / "rte", *more, "--picture", path, "--device", "cpu"]
         refused(given, text, main=predict.main)
 
