@@ -49,7 +49,7 @@ STEPS = {
     },
     "non-linearity": {n: dict(non_linearity=n) for n in ("relu", "leakyrelu", "swish")},
 }
-REDUCTION_FACTORS = 2.0, 8.0, 16.0, 64.0
+REDUCTION_FACTORS = 2, 8, 16, 64
 COLUMNS = "task step option reduction_factor seed".split()
 
 
@@ -87,19 +87,20 @@ def cells_of(args, task, step, best):
             words = ["--adapter-config", *words] if words else []
             for r in REDUCTION_FACTORS:
                 given = [*words, "--reduction-factor", f"{r:g}", *own]
-                cell = grid.cell(args, f"{name}-{r:g}-{seed}", "adapter", given)
+                cell = grid.make_cell(args, f"{name}-{r:g}-{seed}", "adapter", given)
                 cells[task, step, option, r, seed] = cell
         if step == "position":
-            full = grid.cell(args, f"{task}-full-{seed}", "full", own)
+            full = grid.make_cell(args, f"{task}-full-{seed}", "full", own)
             cells[task, "full", "", None, seed] = full
     return cells
 
 
 def points_of(rows, step):
     """(means, deviations) in % over the seeds: a row for each option, a column for each factor"""
-    of = rows[rows["step"] == step].groupby(["option", "reduction_factor"], sort=False)["accuracy"]
-    means = 100 * of.mean().unstack(sort=False)
-    return means, 100 * of.std().unstack(sort=False)
+    rows = rows[rows["step"] == step]
+    of = rows.groupby(["option", "reduction_factor"])["accuracy"]
+    order = [option for option in STEPS[step] if option in {*rows["option"]}]
+    return [100 * values.unstack().loc[order] for values in (of.mean(), of.std())]
 
 
 def table(rows, step, winner):
@@ -132,13 +133,13 @@ def write_results(args, found):
 def figure(path, rows, steps, full):
     """Accuracy over the reduction factor: a panel for each step, a curve for each option."""
     options = {"sharey": True, "squeeze": False}
-    shape, panels = report.subplots(1, len(steps), (4.3 * len(steps), 4), **options)
+    picture, panels = report.subplots(1, len(steps), (4.3 * len(steps), 4), **options)
     for panel, step in zip(panels.flat, steps, strict=True):
         means = points_of(rows, step)[0].T.rename(index="r = {:g}".format)
         means.plot(ax=panel, title=step, marker="o", xlabel="", ylabel="accuracy, %")
         panel.axhline(full, color="black", alpha=0.4, label="full fine-tuning")
         panel.legend()
-    report.save_figure(shape, path)
+    report.save_figure(picture, path)
 
 
 def main(argv=None):
@@ -148,7 +149,7 @@ def main(argv=None):
     parser.add_argument("--tasks", nargs="+", required=True, help=tasks)
     args = grid.parse(parser, argv)
     grid.train_examples(args, args.tasks)  # data that are not there are missed now
-    if args.plan:  # as if each step ended as in the paper
+    if args.plan:  # as if each step ended as in the paper; `run` exits
         cells = [cells_of(args, task, step, {}) for task in args.tasks for step in STEPS]
         grid.run(args, COLUMNS, {place: cell for of in cells for place, cell in of.items()})
     found, lost = {}, {}  # lost: {name of a run: why}
@@ -158,7 +159,7 @@ def main(argv=None):
             print(f"{task}, {step}", flush=True)
             cells = cells_of(args, task, step, best)
             rows, failed = grid.run(args, COLUMNS, cells)
-            diverged = {name for name, why in failed.items() if "not finite in epoch 1" in why}
+            diverged = {name for name, why in failed.items() if "not finite in epoch 1:" in why}
             zeros = [[*place, 0.0] for place, cell in cells.items() if cell.name in diverged]
             frames += [rows, pd.DataFrame(zeros, columns=[*COLUMNS, "accuracy"])]
             lost |= failed

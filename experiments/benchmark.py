@@ -70,7 +70,7 @@ def peer(row, root):
     else:
         model.train_adapter(names[0])
     _, model.active_head = model.load_head(str(root / "head"), use_safetensors=True)
-    penalty = model.get_fusion_regularization_loss if "fusion" in row else int
+    penalty = model.get_fusion_regularization_loss if "fusion" in row else lambda: 0
     return model, lambda batch: model(**batch).loss + penalty()
 
 
@@ -81,7 +81,9 @@ def peak_memory():
 
 def measure(side, row, root, batch_size, device, dtype):
     """Prints the loss, seconds, and bytes above the imported libraries, as JSON."""
-    __import__("adapters" if side == "peer" else "train")
+    __import__("adapters" if side == "peer" else "train")  # before `idle` is measured
+    if side != "peer":
+        choose_device(device, dtype)  # sets PyTorch up, as in train.py
     idle, is_recorded, in_bf16 = peak_memory(), side == "recorded", dtype == "bfloat16"
     model, loss_of = (peer if side == "peer" else ours)(row, Path(root))
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -105,7 +107,7 @@ def measure(side, row, root, batch_size, device, dtype):
     model.train()  # with dropout
     compute = Recorded(gradients, trained, dtype, 500) if is_recorded else gradients
     warm_up, steps = (3, 10) if device == "cuda" else (1, 1)  # the second one is recorded
-    for number in range(warm_up + steps):  # that of train.py, and of transformers' trainer
+    for number in range(warm_up + steps):  # a step as in train.py, and in transformers' trainer
         if number == warm_up:
             start = time.perf_counter()
         last = compute(batch)

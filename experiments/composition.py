@@ -33,7 +33,7 @@ from runtime.command import count, run_command
 from runtime.record import share_trained_on
 from runtime.sources import find_adapters, named
 
-OWN = None  # in lists of adapters the target's own, which is no source of any name
+OWN = None  # stands for the target's own adapter among the names of sources
 COLUMNS = "task system limit_train seed".split()
 
 
@@ -76,7 +76,7 @@ def systems(args):
 
 def check(args):
     """Raises ValueError for what would give a wrong result."""
-    options = grid.cell(args, "full", "full", ["--task", args.target]).options()
+    options = grid.make_cell(args, "full", "full", ["--task", args.target]).options()
     adapters = [f"{name}={place}" for name, place in args.sources.items() if place]
     tasks = [name for name, place in args.sources.items() if place is None]
     if tasks and options.train_file:
@@ -114,13 +114,13 @@ def cell_of(args, system, size, seed):
             needs[name] = cell_of(args, "own", size, seed)
         elif args.sources[name] is None:  # a task, whose adapter all seeds share
             given = ["--task", name, "--seed", str(args.seeds[0])]
-            needs[name] = grid.cell(args, f"source-{name}", "adapter", given)
+            needs[name] = grid.make_cell(args, f"source-{name}", "adapter", given)
         places[name] = needs[name].out if name in needs else f"{name}={args.sources[name]}"
     words += ["--task", args.target, "--seed", str(seed)]
     words += ["--adapters", *map(str, places.values())] if names else []
     words += ["--limit-train", str(size)] if size else []
     name = "-".join(str(part) for part in (system, size, seed) if part is not None)
-    return grid.cell(args, name, stage, words, needs.values())
+    return grid.make_cell(args, name, stage, words, needs.values())
 
 
 def left_over_accuracy(args, cell):
@@ -130,7 +130,8 @@ def left_over_accuracy(args, cell):
         return kept["accuracy"]
     run = load_run(cell.out, cell.options().device, task=args.target)
     examples = run.left_over()
-    accuracy = train.evaluate(run.model, run.task, examples, run.args)["accuracy"]
+    scores = train.evaluate(run.model, run.task, examples, run.args)
+    accuracy = scores.get("accuracy", math.nan)
     print(f"{cell.name}: {100 * accuracy:.2f} % of {len(examples)} left-over examples", flush=True)
     for name in run.record["adapters"]:
         if share := share_trained_on(read_run(cell.out / "adapters" / name), examples):
@@ -152,11 +153,12 @@ def table(rows):
     points, on_dev, lines = points_of(rows), points_of(rows, "accuracy").mean(), []
     for system in points:
         first, values = rows[rows["system"] == system].iloc[0], points[system].dropna()
-        lead = (points["fusion"] - values).dropna() if "fusion" in points else values[:0]
+        others = system != "fusion" and "fusion" in points
+        lead = (points["fusion"] - values).dropna() if others else values[:0]
         line = [grid.system(system)[0], f"{first['lr']:g}", str(first["epochs"])]
         line += [f"{first['trained_parameters']:,}", ", ".join(f"{v:.1f}" for v in values)]
         line.append(report.with_deviation(values.mean(), values.std()))
-        line += [lead.mean(), lead.min()] if system != "fusion" else [None, None]
+        line += [lead.mean(), lead.min()]
         lines.append(line + [on_dev[system]] * ("test_accuracy" in rows))
     header = "system,lr,epochs,trained parameters,by seed,mean,fusion minus it,at the least"
     return lines, [*header.split(","), *["development set"] * ("test_accuracy" in rows)]
@@ -195,8 +197,7 @@ def main(argv=None):
     if args.test:
         finished = [cells[place] for place in rows[COLUMNS].itertuples(index=False, name=None)]
         rows["test_accuracy"] = [left_over_accuracy(args, cell) for cell in finished]
-        parts += ["Measured on the training examples that the run was not given, except for what "]
-        parts[-1] += "is called the development set's."
+        parts.append("Measured on left-over training examples; the development set's are named so.")
     for size, of_size in rows.groupby("train_examples"):
         tables = report.markdown(*table(of_size)), report.markdown(*choices(of_size))
         parts += [f"## {size} training examples", *tables]

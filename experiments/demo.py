@@ -46,7 +46,7 @@ def train_all(args):
     """The skills' adapters, and the study. Returns {skill: accuracy}, and the study's rows."""
     last, skills, study = "--seed 0 --epochs 2".split(), {}, composition.cells_of(args)
     for skill in SKILLS:
-        cell = grid.cell(args, skill, "adapter", ["--task", skill, *last])
+        cell = grid.make_cell(args, skill, "adapter", ["--task", skill, *last])
         skills[skill, "skill", None, 0] = cell
     for place, cell in study.items():
         if "--adapters" in cell.words:

@@ -43,7 +43,7 @@ MEASURED = """train_examples dev_examples best_epoch trained_parameters epochs l
     commit""".split()
 NOTE = """Accuracy in %, mean ± standard deviation over seeds; the best epoch is chosen on the
 development set, as in the paper."""
-MEAN = "--import examples.mean_fusion --fusion mean"
+EVEN_WEIGHTS = "--import examples.mean_fusion --fusion mean"
 # {system: (title, stage, options)}. One that ends in _ is followed by a source: head_on_mnli
 SYSTEMS = {
     "head": ("new head on Θ", "head", ""),
@@ -58,12 +58,12 @@ SYSTEMS = {
     "fusion_mt_a": ("Fusion w/ MT-A", "fusion", ""),
     # without adapters (section 2.1)
     "multitask": ("multi-task learning", "multitask", "--without-adapters"),
-    "sequential": ("full fine-tuning on sources, then the target", "full", ""),
+    "sequential": ("full fine-tuning, first on the largest other task", "full", ""),
     # what is fused, and what a fusion is compared with (composition)
     "head_on_": ("new head on ", "head", ""),
     "own": ("the target's own adapter", "adapter", ""),
-    "mean": ("even weights of the sources", "fusion", MEAN),
-    "mean_with_own": ("even weights of the sources and own", "fusion", MEAN),
+    "mean": ("even weights of the sources", "fusion", EVEN_WEIGHTS),
+    "mean_with_own": ("even weights of the sources and own", "fusion", EVEN_WEIGHTS),
     "fusion": ("fusion of the sources", "fusion", ""),
     "fusion_with_own": ("fusion of the sources and own", "fusion", ""),
     "fusion_of_own": ("fusion of own alone", "fusion", ""),
@@ -89,8 +89,8 @@ def make_parser(name, description, stages):
     add("--jobs", type=command.count, help="runs at a time; default one for each GPU, or one")
     add("--overwrite", action="store_true", help="replace runs that another command has made")
     add("--plan", action="store_true", help="list the runs, and run nothing")
+    words = {"help": "more options, for the runs of this stage", "metavar": "'...'"}
     for stage in stages:
-        words = {"help": "beside those behind --", "metavar": "'...'"}
         add(f"--{stage}-options", type=shlex.split, default=[], **words)
     return parser
 
@@ -103,8 +103,8 @@ def parse(parser, argv, owned=OWNED):
     end = given.index("--") if "--" in given else len(given)
     args = parser.parse_args(given[:end])
     args.train_options, args.command = given[end + 1 :], f"{parser.prog} {shlex.join(given)}"
-    words = [word for name in vars(args) if name.endswith("_options") for word in vars(args)[name]]
-    if found := {word.split("=")[0] for word in words} & {*owned}:
+    lists = [words for name, words in vars(args).items() if name.endswith("_options")]
+    if found := {word.split("=")[0] for words in lists for word in words} & {*owned}:
         where = "does not belong behind --, nor into the options of a stage"
         raise ValueError(f"{min(found)} {where}: the grid sets it for each run")
     adapters = [source for source in getattr(args, "sources", []) if "/" in source]
@@ -130,8 +130,8 @@ class Cell(NamedTuple):
         return (multitask if self.stage == "multitask" else train).parse(self.words)
 
 
-def cell(args, name, stage, words, needs=()):
-    """words: the options that make this run what it is, after the user's, which replace none."""
+def make_cell(args, name, stage, words, needs=()):
+    """words: the options that make this run what it is, after the user's, so that these win."""
     out = args.out / "runs" / name
     if stage != "multitask":
         words = ["--stage", stage, *words]
@@ -143,8 +143,9 @@ def cell(args, name, stage, words, needs=()):
 
 
 def is_finished(cell):
-    """Whether the run has its metrics.json, and was made from the adapters and the encoder that lie
-    there now. Raises ValueError for another command's run, unless it is to be overwritten."""
+    """Whether the run has its metrics.json, and was made from the adapters, and the run whose
+    encoder it takes, as they are now. Raises ValueError for another command's run, unless it is to
+    be overwritten."""
     if not (cell.out / "metrics.json").is_file() or not all(map(is_finished, cell.needs)):
         return False
     record = read_run(cell.out)
@@ -152,10 +153,9 @@ def is_finished(cell):
     if made_by[:-1] != cell.words[:-1]:  # the last is --resume or --overwrite
         if cell.words[-1] == "--overwrite":
             return False
-        pairs = enumerate(zip(made_by, cell.words, strict=False))
-        i = next(i for i, (then, now) in pairs if then != now)
-        then, now = (" ".join(words[i - 1 : i + 1]) for words in (made_by, cell.words))
-        problem = f"{cell.out} is a finished run with {then}, not {now}"
+        i = max(1, len(os.path.commonprefix([made_by, cell.words])))  # the first that differs
+        theirs, ours = (" ".join(words[i - 1 : i + 1]) for words in (made_by, cell.words))
+        problem = f"{cell.out} is a finished run with {theirs}, not {ours}"
         raise ValueError(f"{problem}: --overwrite trains it again, another --out keeps it")
     options, then = record["options"], record["inputs"]
     now = {"encoder": read_run(options["model"]).get("encoder", then["encoder"])}
@@ -168,7 +168,7 @@ def train_examples(args, tasks):
     """{task: the number of its training examples}, without those that are held out"""
     sizes = {}
     for name in tasks:
-        options = cell(args, name, "full", ["--task", name]).options()
+        options = make_cell(args, name, "full", ["--task", name]).options()
         if options.train_file and len(tasks) > 1:
             raise ValueError(f"--train-file is of one task, not of {', '.join(tasks)}")
         source = source_of(options)
@@ -254,7 +254,7 @@ def work(cell, gpu, threads):
 def outcome(cell, status, failed):
     """How a run has ended, in words. If it is not finished, `failed` gets its name, and why."""
     last = cell.log.read_text(encoding="utf-8", errors="replace").strip().split("\n")[-1]
-    if is_finished(cell):  # also with a note, after a loss that was not finite
+    if is_finished(cell):  # also one that diverged: its best epoch is kept, and its status is 2
         accuracy, note = row_of({}, cell)["accuracy"], f", {last}" * (status != 0)
         return f"{cell.name}: {100 * accuracy:.2f} %{note}"
     failed[cell.name] = f"{last} (status {status}, {cell.log})"
@@ -262,10 +262,10 @@ def outcome(cell, status, failed):
 
 
 def row_of(place, cell):
-    """What a finished run has measured, and with what; the accuracy is 0 to 1, NaN of a regression,
-    and of a run on several tasks that on the place's, or their mean."""
-    result, run = read_json(cell.out / "metrics.json"), read_run(cell.out)
-    found = {**run["options"], **run["machine"], **result}
+    """What a finished run has measured, and with what. Its accuracy is 0 to 1, or NaN of a
+    regression; of a run on several tasks that of the place's task, without a place their mean."""
+    result, record = read_json(cell.out / "metrics.json"), read_run(cell.out)
+    found = {**record["options"], **record["machine"], **result}
     mean = result.get("accuracy", math.nan)
     accuracy = result.get("accuracies", {}).get(place.get("task"), mean)
     return {**place, "accuracy": accuracy, **{name: found.get(name) for name in MEASURED}}

@@ -44,7 +44,8 @@ def add_parts(args, bert, task):
     bert.requires_grad_(True)
 
 
-train.STAGES["multitask"] = {"lr": 2e-5, "epochs": 25, "build": add_parts}
+STAGE = {"lr": 2e-5, "epochs": 25, "options": train.OF_ADAPTER, "build": add_parts}
+train.STAGES["multitask"] = STAGE
 
 
 def parse(argv=None):
@@ -57,6 +58,8 @@ def parse(argv=None):
     args = train.parse([*words, *(sys.argv[1:] if argv is None else argv)], parser)
     if len({*args.tasks}) < len(args.tasks):
         raise ValueError(f"--tasks names one task twice: {' '.join(args.tasks)}")
+    if args.train_file and len(args.tasks) > 1:
+        raise ValueError(f"--train-file is of one task, not of {', '.join(args.tasks)}")
     if args.cuda_graphs:  # a replay gives a gradient to every parameter, also of the other tasks
         raise ValueError("--cuda-graphs is for a run on one task")
     args.task = ",".join(args.tasks)
@@ -105,13 +108,12 @@ def multitask_batches(args, train_sets, epoch):
     goes on where it stopped in the epoch before, so earlier epochs are drawn, too."""
     names, sizes = [*train_sets], [len(examples) for examples in train_sets.values()]
     orders, result = {}, []  # orders: {(task, how often it has been through its examples): batches}
-    seen = np.zeros(len(names), int)  # batches of each task so far
+    seen, drawn = np.zeros(len(names), int), []  # seen: batches of each task so far
     for e in range(1, epoch + 1):
+        seen += np.bincount(drawn, minlength=len(names))  # in the epoch before
         p = task_probabilities(sizes, e, args.epochs)
         drawn = np.random.default_rng((args.seed, e)).choice(len(names), args.steps_per_epoch, p=p)
-        if e < epoch:
-            seen += np.bincount(drawn, minlength=len(names))
-    for n in drawn.tolist():
+    for n in drawn.tolist():  # in this epoch
         examples = train_sets[names[n]]
         passes, step = divmod(int(seen[n]), math.ceil(len(examples) / args.batch_size))
         if (n, passes) not in orders:
@@ -144,15 +146,16 @@ def train_jointly(args):
     set_deterministic(device)
     reseed(args.seed)
     bert = Bert.from_pretrained(args.model).to(device)
-    given, tasks, data = args, [], []
-    for name in given.tasks:
-        args, task = train.settle(given, get_task(name, source_of(given)), bert, dtype)
+    source, tasks, data = source_of(args), [], []
+    for name in args.tasks:
+        settled, task = train.settle(args, get_task(name, source), bert, dtype)
+        args.score = settled.score  # the first task's, which the others must have, too
         tasks.append(task)
-    args.max_length = given.max_length  # without it, each task has a length of its own
+    args.dtype = settled.dtype  # but not its max_length: each task has one of its own
     reseed(args.seed)
     whole = build(args, bert, tasks)
     for task in tasks:
-        tokenizer, *sets = train.load_data(args, task, source_of(args), bert)
+        tokenizer, *sets = train.load_data(args, task, source, bert)
         data.append((task, *sets))
     models = {name: OneOfSeveral(bert, head, name) for name, head in whole.heads.items()}
     own = {*whole.state_dict()}
@@ -189,8 +192,8 @@ def save(whole, out, record, own):
     """A checkpoint of Θ′; of each task the adapter and the head; in own.safetensors the rest."""
     bert, out = whole.bert, Path(out)
     parts = {"encoder": bert.own_parameters()}
-    record = {**record, "encoder": bert.save_pretrained(out), "trained_on": str(out.resolve())}
-    bert.source = record["trained_on"]  # what the adapters belong to
+    sha256, bert.source = bert.save_pretrained(out), str(out.resolve())
+    record = {**record, "encoder": sha256, "trained_on": bert.source}  # what adapters belong to
     copy_tokenizer(bert.directory, out)
     for name, head in whole.heads.items():
         parts[f"head {name}"] = adapterhub.head_tensors(head)

@@ -6,10 +6,10 @@ the paper's values.
     python -m experiments.tables --model FacebookAI/roberta-base ...     # Table 4
     python -m experiments.tables ... -- --epochs 10 --limit-train 200
 
-What follows "--" goes to each run; with --limit-train N, targets have few examples and source tasks
-all of theirs. Each number is a run in OUT/runs (experiments/grid.py). OUT gets results.csv with a
-row for each of them, results.md and figure3.png, with --limit-train N results-N.csv and so on. The
-paper's values are in paper_results.csv."""
+What follows "--" goes to each run; with --limit-train N, targets, and all tasks of a multi-task
+run, have few examples, and the sources of a fusion all of theirs. Each number is a run in OUT/runs
+(experiments/grid.py). OUT gets results.csv with a row for each of them, results.md and figure3.png,
+with --limit-train N results-N.csv and so on. The paper's values are in paper_results.csv."""
 
 from pathlib import Path
 
@@ -21,8 +21,8 @@ from experiments import grid, report
 from runtime import command
 
 # The columns of Table 1, and the two of section 2.1
-SYSTEMS = """head full st_a_2 st_a_16 st_a_64 st_a_houlsby mt_a fusion_st_a fusion_mt_a multitask
-    sequential""".split()
+ALL_SYSTEMS = """head full st_a_2 st_a_16 st_a_64 st_a_houlsby mt_a fusion_st_a fusion_mt_a
+    multitask sequential""".split()
 STAGES = "head full adapter fusion multitask".split()
 PAPER = Path(__file__).parent / "paper_results.csv"  # as arXiv 2005.00247v3 prints them
 COMPARISONS = [(f, a) for f in ("fusion_st_a", "fusion_mt_a") for a in ("st_a_16", "mt_a")]
@@ -34,15 +34,16 @@ def parse(argv=None):
     parser = grid.make_parser("tables", __doc__, STAGES)
     add = parser.add_argument
     add("--tasks", nargs="+", help="default: those of the paper's 16 that are in --data-dir")
-    add("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS, metavar="SYSTEM")
+    add("--systems", nargs="+", default=ALL_SYSTEMS, choices=ALL_SYSTEMS, metavar="SYSTEM")
     add("--one-seed", nargs="+", default=[], metavar="TASK", help="these get the first seed only")
     parser.set_defaults(seeds=[0, 1, 2])
     args = grid.parse(parser, argv)
     behind = command.Parser(add_help=False)
     behind.add_argument("--limit-train", type=command.count)  # for targets alone
     args, args.train_options = behind.parse_known_args(args.train_options, args)
-    there = [t for t in data.TASKS if args.data_dir is None or Path(args.data_dir, t).is_dir()]
-    args.tasks = args.tasks or there
+    place, tasks = args.data_dir, data.TASKS
+    there = [t for t in tasks if (Path(place, t).is_dir() if place else tasks[t].hub)]
+    args.tasks, args.systems = ([*dict.fromkeys(x)] for x in (args.tasks or there, args.systems))
     if not args.tasks:
         raise ValueError(f"{args.data_dir} has none of the paper's tasks: name yours with --tasks")
     if unknown := {*args.one_seed} - {*args.tasks}:
@@ -57,7 +58,7 @@ def cell_of(args, system, task, seed, is_target=True):
     seed = args.seeds[0] if task in args.one_seed else seed
     name, needs, limit = f"{system}-{task}", [], args.limit_train
     if stage == "multitask":
-        name, task = system, max(args.tasks, key=args.sizes.get)  # the largest
+        name, task = system, max(args.tasks, key=args.sizes.get)  # has more than N?
         words += ["--tasks", *args.tasks]
     else:
         words += ["--task", task]
@@ -74,7 +75,7 @@ def cell_of(args, system, task, seed, is_target=True):
         name, words = f"sequential-{first}-{task}", [*words, "--model", str(needs[0].out)]
     if is_target and limit and limit < args.sizes[task]:
         name, words = f"{name}-{limit}", [*words, "--limit-train", str(limit)]
-    return grid.cell(args, f"{name}-{seed}", stage, [*words, "--seed", str(seed)], needs)
+    return grid.make_cell(args, f"{name}-{seed}", stage, [*words, "--seed", str(seed)], needs)
 
 
 def cells_of(args):
@@ -105,7 +106,8 @@ def accuracy_table(args, rows, ours, theirs):
     deviations, counts = 100 * of.std(), of.count()
     for task in ours.index:
         seeds = " or ".join(map(str, sorted({*counts.get(task, [])})))
-        line = [task, args.sizes.get(task, ""), seeds]
+        size = args.sizes.get(task, "")  # "": of the mean
+        line = [task, size and min(size, args.limit_train or size), seeds]
         for system in args.systems:
             mean, printed = ours.at[task, system], theirs.at[task, system]
             text = report.with_deviation(mean, deviations.get((task, system)))

@@ -53,7 +53,7 @@ class Source:
         for path in paths:
             self.rows[path] = self.rows.get(path) or read_rows(path)
         rows = [row for path in paths for row in self.rows[path]]
-        if len(paths) > 1:  # UKP's corpus has all splits in a file
+        if name == "argument" and rows and "set" in rows[0]:  # a file of UKP's has all splits
             wanted = "val" if split == "validation" else split
             rows = [row for row in rows if row.get("set") == wanted]
         if not rows:
@@ -69,10 +69,10 @@ class Source:
         What the training file holds for development, a share or a number of its rows, is the same
         for every seed."""
         paths = self.paths(task.name, "validation")
-        has_dev = task.dev_from_train == 0 if paths is None else paths
+        has_dev = not task.dev_from_train if paths is None else bool(paths)
         if has_dev and self.dev_fraction:
             raise ValueError(f"--dev-fraction: {task.name} has a development set already")
-        size = None if has_dev else self.dev_fraction or task.dev_from_train
+        size = 0 if has_dev else (self.dev_fraction or task.dev_from_train)
         is_part = size and split in ("train", "validation")
         file = "train" if is_part else split
         if paths is None:
@@ -121,6 +121,7 @@ def our_rows(rows, names, task_name, columns=None, label="label", has_label=True
     others = OTHER_COLUMNS.get(task_name, {}).items()
     names = {our: other for our, other in others if our not in there and other in there} | names
     ours = [*(columns or ()), label, *OWN_COLUMNS]
+    # a column that --columns gives one of our names is not read under its own any more
     theirs = {name: name for name in ours if name not in names.values()} | names
     found = [c for c in OWN_COLUMNS if not all(is_empty(row.get(theirs.get(c))) for row in rows)]
     columns = columns or found or ["text_a"]
@@ -261,8 +262,8 @@ def hub_rows(task, split):
 
 
 def own_labels(values):
-    """The classes of your own task: numbers by value, texts by their letters. Raises ValueError for
-    what is no class, and for labels that `Task.label_index` takes for one; says what they are."""
+    """The classes of your own task, sorted: numbers, or texts. Raises ValueError for decimals, and
+    for labels that `Task.label_index` would take for the same class. Notes what was found."""
     if decimals := [value for value in values if re.fullmatch(r"[-+]?\d*[.,]\d+", str(value))]:
         advice = "classes are texts or integers; for a regression see examples/sts_b.py"
         raise ValueError(f"a label is {decimals[0]!r}: {advice}")

@@ -8,7 +8,8 @@ from formats.adapterhub import head_tensors, slot_tensors
 def parts_of(model):
     """{"adapter NAME" | "fusion" | "head" | "encoder": {name in its file: tensor}} of what a run
     writes in the files of AdapterHub and Hugging Face: each adapter and fusion in which something
-    is trained, the head, and Θ if all of it is trained."""
+    is trained, the head, and Θ if all of it is trained. (The modules are those of `adapter_modules`
+    and `active_fusions`, in files above this one.)"""
     bert, found = model.bert, {}
     for name in bert.adapter_configs:
         modules = {k: s.adapters[name] for k, s in bert.slots.items() if name in s.adapters}
@@ -17,7 +18,8 @@ def parts_of(model):
         modules = {k: slot.fusion for k, slot in bert.slots.items() if slot.fusion is not None}
         found["fusion"] = slot_tensors(modules)
     found = {part: tensors for part, tensors in found.items() if is_trained(tensors)}
-    found["head"], theta = head_tensors(model.head), bert.own_parameters()
+    found["head"] = head_tensors(model.head)
+    theta = bert.own_parameters()
     return found | ({"encoder": theta} if all(p.requires_grad for p in theta.values()) else {})
 
 
@@ -27,12 +29,12 @@ def is_trained(tensors):
 
 
 def own_names(model, parts):
-    """The names of what is trained; of all in a run's parts, {part: {name in its file: tensor}}; of
-    all buffers; and of the frozen parameters that stand in a module in which something is trained,
-    but for the encoder's."""
-    state, theta = model.state_dict(keep_vars=True), model.bert.own_parameters()
-    elsewhere = {id(p) for p in theta.values()}
-    new = {id(tensor) for tensors in parts.values() for tensor in tensors.values()}
+    """The names, in the model's state, of what a run must keep: what is trained; all in its parts,
+    {part: {name in its file: tensor}}; all buffers; and frozen parameters that are not Θ's, where
+    something in their module is trained, such as Q and K of examples/mean_fusion.py."""
+    state = model.state_dict(keep_vars=True)
+    of_theta = {id(p) for p in model.bert.own_parameters().values()}
+    in_files = {id(tensor) for tensors in parts.values() for tensor in tensors.values()}
     modules = set()  # those in which something is trained, at any depth
     for name, tensor in state.items():
         if tensor.requires_grad:
@@ -40,9 +42,9 @@ def own_names(model, parts):
             modules |= {".".join(path[:depth]) for depth in range(len(path))}
     names = set()
     for name, tensor in state.items():
-        is_beside = name.rpartition(".")[0] in modules and id(tensor) not in elsewhere
+        is_beside = name.rpartition(".")[0] in modules and id(tensor) not in of_theta
         is_buffer = not isinstance(tensor, nn.Parameter)
-        if tensor.requires_grad or id(tensor) in new or is_beside or is_buffer:
+        if tensor.requires_grad or id(tensor) in in_files or is_beside or is_buffer:
             names.add(name)
     return names
 

@@ -106,7 +106,8 @@ def describe(args, model, tokenizer, adapters, data):
             if share := share_trained_on(saved.run, dev_set):
                 problem = f"{name} was TRAINED on {share:.0%} of this run's development examples"
                 print(f"WARNING: adapter {problem}, or on equal ones: scores say little")
-    train, dev = (sum(map(len, sets)) for sets in list(zip(*data, strict=True))[1:])
+    train = sum(len(train_set) for _, train_set, _ in data)
+    dev = sum(len(dev_set) for _, _, dev_set in data)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     millions = sum(p.numel() for p in bert.own_parameters().values()) / 1e6
     summary = f"{args.stage} on {args.task}: encoder {args.model} ({millions:.1f} M parameters), "
@@ -115,7 +116,7 @@ def describe(args, model, tokenizer, adapters, data):
     summary += f"{train:,} training and {dev:,} development examples"
     return {
         "summary": summary,
-        "options": json.loads(json.dumps(vars(args))),
+        "options": json.loads(json.dumps(vars(args))),  # as `read_run` will return them
         "adapters": [*adapters],
         "inputs": inputs,
         "encoder": bert.sha256,

@@ -33,7 +33,8 @@ STATE = "epoch step best_epoch best_scores best history".split()  # fields of Ru
 
 def is_begun(out):
     """Whether a directory holds a run that is finished, or that can be continued."""
-    return bool(read_run(out)) and any((Path(out) / name).is_file() for name in RUN_FILES[:2])
+    files = Path(out, "resume.pt"), Path(out, "metrics.json")
+    return bool(read_run(out)) and any(path.is_file() for path in files)
 
 
 def check_out(args):
@@ -163,7 +164,8 @@ class Run:
             problem = "the processes would train different weights: something was drawn before"
             raise ValueError(f"{problem} `build`, or from other random numbers than torch's")
         if self.rank == 0:
-            clear(self.out, RUN_FILES if is_new else [])
+            if is_new:
+                clear(self.out, RUN_FILES)
             write_json(self.out / "run.json", self.record)
             self.write_log()
         print(f"{self.record['summary']}; run directory {self.out}", flush=True)
@@ -195,7 +197,9 @@ class Run:
     def after_epoch(self, scores):
         """A line in log.jsonl and on the screen, a checkpoint, and the next epoch. scores: what
         evaluation returned, {name: number, or anything to be logged}"""
-        self.bar = self.bar and self.bar.close()
+        if self.bar is not None:  # None: the epoch was resumed behind its last step
+            self.bar.close()
+        self.bar = None
         loss = self.loss.item() / self.step
         seconds = round(time.monotonic() - self.started, 2)
         dev = {f"dev_{name}": value for name, value in scores.items()}
@@ -241,9 +245,9 @@ class Run:
         if self.diverged:
             kept = f"epoch {self.best_epoch} is kept in {self.out}"
             raise FloatingPointError(f"{self.diverged}; {kept}")
-        majority = record["tasks"].get(args.task, {}).get("majority", -1)
+        majority = record["tasks"].get(args.task, {}).get("majority", -math.inf)
         last, losses = self.epoch - 1, [line["dev_loss"] for line in self.history]
-        if result.get("accuracy", 2) <= majority:
+        if result.get("accuracy", math.inf) <= majority:
             note("the accuracy is no better than that of the most frequent label")
         if self.best_epoch == last or losses[-1] == min(losses):
             advice = "a larger --lr, more --epochs or --patience may help"

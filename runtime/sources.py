@@ -20,7 +20,7 @@ def find_adapters(sources, model_type):
         saved = read(place, ADAPTER)
         note_what_is_missing(place)
         name = name or saved.name
-        if str(name).lower() in map(str.lower, found):  # on some file systems rte is RTE
+        if str(name).lower() in [str(n).lower() for n in found]:  # on some file systems rte is RTE
             advice = f"NAME={place} gives one of them another name"
             raise ValueError(f"two adapters are called {name!r}, {place} is the second: {advice}")
         found[name] = saved

@@ -94,18 +94,19 @@ def test_other_copies_of_the_data():
     assert text_of(words("label text", [*"CABED"], [*"xvwzy"]), "choices") == [*"vwxyz"]
 
 
-def test_argument_as_distributed(tokenizer, tmp_path):
+@pytest.mark.parametrize("topics", [["abortion"], ["abortion", "school_uniforms"]])
+def test_argument_as_distributed(topics, tokenizer, tmp_path):
     """Eight topic files, quoting off, the split in a column."""
     (tmp_path / "argument").mkdir()
     labels = {"train": "NoArgument", "val": "Argument_for", "test": "Argument_against"}
-    for topic in ("abortion", "school_uniforms"):
+    for topic in topics:
         text = "topic\turl\tsentence\tannotation\tset\n"
         text += "".join(f'{topic}\tu\t"{part} is open\t{labels[part]}\t{part}\n' for part in labels)
         (tmp_path / "argument" / f"{topic}.tsv").write_text(text)
     source = Source(tmp_path)
     for i, split in enumerate(("train", "test", "validation")):
         found = load_split(get_task("argument", source), source, split, tokenizer)
-        assert [example.label for example in found] == [i, i]
+        assert [example.label for example in found] == [i] * len(topics)
     assert [*found[0].input_ids[0]] == tokenizer.encode("abortion", '"val is open').ids
 
 

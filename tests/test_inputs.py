@@ -53,6 +53,8 @@ multitask: {BOX} --tasks rte sst2 --cuda-graphs | --cuda-graphs is for a run on 
 {FUSE} runs/fusion-rte | no adapter in runs/fusion-rte: --stage adapter, or --resume
 {FUSE} --out runs/rte --overwrite | would replace
 multitask: {BOX} --tasks rte rte | one task twice
+multitask: {BOX} --tasks rte --adapters runs/rte | --stage multitask takes no --adapters
+multitask: {BOX} --tasks a b --train-file {RTE} | --train-file is of one task, not of a, b
 composition: {BOX} --target rte --sources rtee | unknown task 'rtee'
 composition: {MINE} a/rte b/RTE {FILE} | two adapters would be called 'rte'
 composition: {MINE} a/rte sst2 {FILE} | --train-file is of mine, sst2 would be trained on it
