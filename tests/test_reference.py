@@ -1,5 +1,4 @@
-"""Θ, Φ and Ψ compute in float64 what the reference library has computed in fp32, read and write its
-files, and have the losses of its trainer (tests/golden/README.md)."""
+"""Θ, Φ and Ψ have the outputs, files and losses of the reference library, see golden/README.md."""
 
 import json
 import shutil
@@ -36,8 +35,7 @@ def test_encoder(name, expected, tmp_path):
 
 
 def assert_same_files(ours, theirs, stem, config):
-    """One file of weights and one of JSON are the reference's, with the same names, tensors and
-    fields. model_name is where the encoder came from, which the golden sets left empty."""
+    """All names, tensors and fields are the reference's, but for where the encoder came from."""
     assert {path.name for path in ours.iterdir()} == {f"{stem}.safetensors", config}
     old = theirs / f"pytorch_{stem}.bin"
     tensors = load_file(theirs / f"{stem}.safetensors") if not old.exists() else read_tensors(old)
@@ -98,21 +96,9 @@ WORDS = "--epochs 10 --patience 10 --batch-size 24 --lr 1e-3"
 LOSSES = json.loads((GOLDEN / "trajectory.json").read_text())  # {name: the reference's 40}
 
 
-@pytest.fixture
-def in_float64(monkeypatch):
-    """Of 40 steps only the losses count."""
-    on_cpu = (torch.device("cpu"), torch.float64)
-    monkeypatch.setattr(train, "choose_device", lambda *_: on_cpu)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr(train, "evaluate", lambda *_: {"accuracy": 0.5, "loss": 0.5})
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", RUNS)
-def test_the_reference_s_losses(name, launch, runs, quiet_encoder, tmp_path, monkeypatch):
+def test_the_reference_s_losses(name, launch, runs, quiet_encoder, tmp_path, monkeypatch, request):
+    """Of 40 steps in float64."""
     tensors = load_file(GOLDEN / "trajectory.safetensors")
     tensors = {n.removeprefix(f"{name}/"): t for n, t in tensors.items() if n.startswith(name)}
     losses, steps, get_task = [], iter(range(40)), train.get_task
@@ -132,6 +118,12 @@ def test_the_reference_s_losses(name, launch, runs, quiet_encoder, tmp_path, mon
         losses.append(F.cross_entropy(logits, labels))
         return losses[-1]
 
+    torch.set_default_dtype(torch.float64)
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    on_cpu = (torch.device("cpu"), torch.float64)
+    monkeypatch.setattr(train, "choose_device", lambda *_: on_cpu)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(train, "evaluate", lambda *_: {"accuracy": 0.5, "loss": 0.5})
     monkeypatch.setattr(train, "hold_frozen_in", start)
     monkeypatch.setattr(train, "collate", next_batch)
     monkeypatch.setattr(train, "get_task", lambda *x: replace(get_task(*x), loss=keep_loss))
