@@ -1,5 +1,4 @@
-"""Every kind of checkpoint of the hub loads, bit for bit the same; what does not fit is named; and
-an encoder's inputs. Google's checkpoints are in test_tensorflow.py."""
+"""Encoders of the hub load, bit for bit the same. Google's checkpoints: test_tensorflow.py."""
 
 import shutil
 import socket
@@ -60,27 +59,24 @@ def test_prefixes_old_names_and_other_precisions(prefix, file, is_zip, dtype, tm
     assert all(torch.equal(p, named[bert.hub_name(n)]) for n, p in bert.named_parameters())
 
 
-WORDS = "embeddings.word_embeddings.weight"
-MISFITS = [  # tensors that are added, a part of the names that are left out, words of the message
-    (
-        {WORDS: torch.zeros(61, 32)},
-        None,
-        "[61, 32] in torch.float32, config.json (or BERT's default) says [60, 32]",
-    ),
-    ({WORDS: torch.zeros(60, 32).long()}, None, f"{WORDS} is [60, 32] in torch.int64"),
+WORDS, TYPES = (f"embeddings.{kind}_embeddings.weight" for kind in ("word", "token_type"))
+SAYS = "config.json (or BERT's default) says"
+MISFITS = [  # tensors that are added, the part of a name that is left out, words of the message
+    ({WORDS: torch.zeros(61, 32)}, "x", f"[61, 32] in torch.float32, {SAYS} [60, 32]"),
+    ({TYPES: torch.zeros(16, 32)}, "x", f"[16, 32] in torch.float32, {SAYS} [2, 32]"),
+    ({WORDS: torch.zeros(60, 32).long()}, "x", f"{WORDS} is [60, 32] in torch.int64"),
     ({}, "1.output.dense", "lacks encoder.layer.1.output.dense.bias, encoder.layer.1.output"),
-    ({"encoder.layer.2.x": torch.zeros(1)}, None, "unknown tensors encoder.layer.2.x"),
+    ({"encoder.layer.2.x": torch.zeros(1)}, "x", "unknown tensors encoder.layer.2.x"),
 ]
 
 
-def test_what_does_not_fit_is_named(tmp_path):
-    for added, left_out, message in MISFITS:
-        kept = {n: t for n, t in golden_tensors().items() if left_out is None or left_out not in n}
-        fails(write_hub(tmp_path, {**kept, **added}), "model.safetensors", message)
-    types = {"embeddings.token_type_embeddings.weight": torch.zeros(16, 32)}
-    path = write_hub(tmp_path, {**golden_tensors(), **types}) / "config.json"
+@pytest.mark.parametrize("added, left_out, message", MISFITS)
+def test_what_does_not_fit_is_named(added, left_out, message, tmp_path):
+    """Where config.json does not say how many types there are, too."""
+    kept = {n: t for n, t in golden_tensors().items() if left_out not in n}
+    path = write_hub(tmp_path, {**kept, **added}) / "config.json"
     write_json(path, {n: v for n, v in read_json(path).items() if n != "type_vocab_size"})
-    fails(tmp_path, "is [16, 32]", "config.json (or BERT's default) says [2, 32]")
+    fails(tmp_path, "model.safetensors", message)
 
 
 KINDS_OF_2019 = [  # architectures in config.json, a prefix in the file, whether that is BERT
@@ -121,14 +117,11 @@ def test_which_tensors_are_the_encoder_s():
         by_hub_name({f"context.{WORDS}": 0, f"question.{WORDS}": 1}, "bert")
 
 
-class Writes:
-    """Unpickled, it makes a file."""
-
-    def __reduce__(self):
-        return open, ("executed", "w")
-
-
 def test_what_is_pickled_is_not_executed(tmp_path, monkeypatch, recwarn):
+    class Writes:
+        def __reduce__(self):
+            return open, ("executed", "w")
+
     monkeypatch.chdir(tmp_path)
     torch.save({"a": Writes()}, "file.bin", pickle_protocol=4)
     with pytest.raises(ValueError, match="file.bin: not a file of tensors alone, refused") as error:
