@@ -59,7 +59,7 @@ def test_an_example_is_imported(encoder, data_dir, tmp_path):
 
 
 def test_mpnet(launch, refused, tmp_path):
-    """Frozen in bf16; the paper's adapters are for other encoders, which is said."""
+    """Frozen in bf16; the paper's adapters are for other encoders."""
     model, out = tiny_encoder("mpnet", tmp_path / "mpnet"), tmp_path / "run"
     result = launch("--stage adapter --task rte --epochs 1 --dtype bfloat16", model=model, out=out)
     assert evaluate.main(cli(f"{out} --device cpu"))["accuracy"] == result["accuracy"]
