@@ -45,7 +45,7 @@ def test_every_task_goes_through_all_of_its_examples():
 
 
 def test_a_run_and_fusion_over_it(launch, tmp_path):
-    """On Θ′, which its adapters belong to."""
+    """On Θ′, which its adapters belong to, and not on Θ."""
     out = tmp_path / "run"
     result = launch("--epochs 1 --steps-per-epoch 9 --lr 2e-3", tasks=TASKS, out=out)
     accuracies = result["accuracies"]
@@ -53,12 +53,10 @@ def test_a_run_and_fusion_over_it(launch, tmp_path):
     assert result["accuracy"] == pytest.approx(sum(accuracies.values()) / 3)
     with pytest.raises(ValueError, match="several tasks: choose --task from sst2, rte"):
         load_run(out)
-    adapters = [out / "adapters" / task for task in TASKS]
-    fuse = "--stage fusion --task rte --epochs 1 --lr 1e-3"
+    adapters, fuse = [out / "adapters" / task for task in TASKS], "--stage fusion --task rte"
     assert train.parse(cli(fuse, adapters=adapters)).model == str(out)  # which their runs recorded
-    launch(fuse, adapters=adapters, out=tmp_path / "fusion", model=out)
+    launch(f"{fuse} --epochs 1", adapters=adapters, out=tmp_path / "fusion", model=out)
     run, theta = load_run(tmp_path / "fusion"), Bert.from_pretrained(out)
-    assert run.adapters == TASKS
     assert all(torch.equal(run.bert.get_parameter(n), p) for n, p in theta.named_parameters())
 
 
