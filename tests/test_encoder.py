@@ -1,11 +1,14 @@
-"""Encoders of the hub load, bit for bit the same. Google's checkpoints: test_tensorflow.py."""
+"""Encoders of the hub, and Google's without TensorFlow, load bit for bit; damage is named."""
 
+import runpy
 import shutil
 import socket
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
+import google_crc32c
 import pytest
 import torch
 from huggingface_hub import constants
@@ -14,10 +17,12 @@ from torch import nn
 
 import formats.hub
 from bert import ENCODERS, Bert, BertConfig
+from child import ROOT
 from formats.encoder import by_hub_name, sha256_of
 from formats.files import read_json, read_tensors, write_json
+from formats.tensorflow import bundle_tensor, protobuf
 from formats.tokenizer import TOKENIZER_FILES
-from reference import SAFETENSORS, encoder, fails, golden_tensors, same
+from reference import GOLDEN, SAFETENSORS, TENSORFLOW, encoder, fails, golden_tensors, same
 
 # heads, pooler, and a buffer of older versions, outside the encoder and inside
 OUTSIDE = "cls.predictions.bias classifier.weight lm_head.bias bert.norm.gamma".split()
@@ -177,3 +182,65 @@ def test_inputs():
             encoder(name)(torch.full((1, longest + 1), 5))
     with torch.device("meta"):  # where config.json does not name the padding
         assert ENCODERS["roberta"](BertConfig(model_type="roberta")).max_length == 510
+
+
+INDEX, DATA = "bert_model.ckpt.index", "bert_model.ckpt.data-00000-of-00001"
+
+
+@pytest.mark.parametrize("name", ["encoder-tf", "encoder-tf-shards"])
+def test_tensorflow(name):
+    """Written by TensorFlow, with pooler, heads and Adam's moments beside the encoder."""
+    bert = Bert.from_pretrained(GOLDEN / "bert" / name)
+    assert same(bert) and not bert.training
+    assert not any(p.requires_grad for p in bert.parameters())
+    bert.word_embeddings.weight.data.zero_()  # may be changed, which does not reach the file
+    assert same(Bert.from_pretrained(GOLDEN / "bert" / name))
+
+
+def test_other_checkpoints_need_no_crc32c(monkeypatch):
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "formats.tensorflow")
+    open_encoder = runpy.run_path(ROOT / "formats" / "encoder.py")["open_encoder"]
+    assert open_encoder(SAFETENSORS).tensors
+    with pytest.raises(ImportError, match="google_crc32c"):
+        open_encoder(TENSORFLOW)
+
+
+def test_a_step_in_the_name(copy):
+    """As training leaves its checkpoints; but one alone may be there."""
+    directory = copy(TENSORFLOW)
+    for path in directory.glob("bert_model.ckpt.*"):
+        path.rename(directory / path.name.replace("bert_model.ckpt", "model.ckpt-1000000"))
+    assert same(Bert.from_pretrained(directory))
+    (directory / "model.ckpt-900000.index").write_bytes(b"")
+    fails(directory, "bert_config.json and *model.ckpt*.index, one alone")
+
+
+def test_damaged_files(copy):
+    """A flipped bit in either block of the index and in a tensor; files cut off or gone."""
+    for name, place in ((INDEX, 0), (INDEX, 100), (INDEX, -60), (DATA, 0), (DATA, 40_000)):
+        content = bytearray((TENSORFLOW / name).read_bytes())
+        content[place] ^= 0x10
+        directory = copy(TENSORFLOW)
+        (directory / name).write_bytes(content)
+        fails(directory, name, "does not match its checksum: the file is damaged")
+    for name, length in ((INDEX, 0), (INDEX, 1000), (INDEX, -1), (DATA, -10_000)):
+        directory = copy(TENSORFLOW)
+        (directory / name).write_bytes((TENSORFLOW / name).read_bytes()[:length])
+        fails(directory, name, "cut off")
+    (directory / DATA).unlink()
+    fails(directory, DATA)
+
+
+def test_types_of_numbers(tmp_path):
+    """bfloat16 is read; a variable in slices is refused."""
+    tensor, index = torch.tensor([1.5, -3e38]).bfloat16(), tmp_path / "x.index"
+    data = tensor.view(torch.int16).numpy().tobytes()
+    index.with_name("x.data-00000-of-00001").write_bytes(data)
+    crc = google_crc32c.value(data)
+    crc = ((crc >> 15 | crc << 17) + 0xA282EAD8 & 0xFFFFFFFF).to_bytes(4, "little")
+    shape = b"\x12\x04\x12\x02\x08\x02"  # [2]
+    whole = protobuf(b"\x08\x0e" + shape + b"\x28\x04\x35" + crc)  # 4 bytes, their checksum
+    assert torch.equal(bundle_tensor("a", whole, index, 1), tensor)
+    with pytest.raises(ValueError, match="a in .* is cut off, or damaged"):
+        bundle_tensor("a", protobuf(b"\x08\x0e" + shape + b"\x3a\0\x3a\0"), index, 1)
