@@ -13,7 +13,7 @@ import pyarrow.parquet
 import pytest
 
 import train
-from conftest import write_rows
+from conftest import change, write_rows
 from data import TASKS, Example, Task, batches, collate, get_task, load_split, own_task
 from experiments.load_run import LoadedRun
 from formats.rows import READERS, Source, our_rows, own_labels, read_rows, text_of
@@ -58,8 +58,7 @@ ROWS = [  # of every task as the hub has it: columns and values, candidates, ind
 
 @pytest.mark.parametrize("name, row, candidates, label", ROWS)
 def test_hub_columns(name, row, candidates, label, tokenizer, tmp_path, monkeypatch):
-    """A row as `datasets` (of the UKP's corpus, a file) has it becomes these tokens and this label,
-    and the same in prediction, also of texts in their order."""
+    """To tokens and a label; in prediction, too, also of texts in their order."""
     assert {name for name, *_ in ROWS} == set(TASKS) and len(TASKS) == 16
     write_rows(tmp_path / "argument" / "train.jsonl", [row] * 3)
     source, asked = Source(tmp_path if name == "argument" else None), set()
@@ -86,12 +85,11 @@ def test_hub_columns(name, row, candidates, label, tokenizer, tmp_path, monkeypa
 
 def test_argument_as_distributed(tokenizer, tmp_path):
     """Eight topic files, quoting off, the split in a column."""
-    (tmp_path / "argument").mkdir()
     labels = {"train": "NoArgument", "val": "Argument_for", "test": "Argument_against"}
     for topic in ("abortion", "school_uniforms"):
         text = "topic\turl\tsentence\tannotation\tset\n"
         text += "".join(f'{topic}\tu\t"{part} is open\t{labels[part]}\t{part}\n' for part in labels)
-        (tmp_path / "argument" / f"{topic}.tsv").write_text(text)
+        change(tmp_path / "argument" / f"{topic}.tsv", text)
     source = Source(tmp_path)
     for i, split in enumerate(("train", "test", "validation")):
         found = load_split(get_task("argument", source), source, split, tokenizer)
@@ -309,8 +307,7 @@ def test_no_example_is_lost(kind, tmp_path):
     rows = [{"text_a": a, "choices": [a + b, b]} for a, b in zip(HARD, HARD[::-1], strict=True)]
     rows = [{**row, "label": i % 2} for i, row in enumerate(rows)]
     lines = [json.dumps(row, ensure_ascii=row["label"] == 0) for row in rows]
-    (tmp_path / "pick").mkdir()
-    (tmp_path / "pick/train.jsonl").write_text("\n".join(lines), encoding="utf-8", newline="")
+    change(tmp_path / "pick/train.jsonl", "\n".join(lines))
     source = Source(tmp_path)
     batch = collate(load_split(get_task("pick", source), source, "train", tokenizer), 7)
     tokenizer.enable_padding(pad_id=7)

@@ -18,6 +18,7 @@ from torch import nn
 import formats.hub
 from bert import ENCODERS, Bert, BertConfig
 from child import ROOT
+from conftest import change
 from formats.encoder import by_hub_name, sha256_of
 from formats.files import read_json, read_tensors, write_json
 from formats.tensorflow import bundle_tensor, protobuf
@@ -105,14 +106,12 @@ def test_without_model_type_nothing_is_guessed(architectures, prefix, is_bert, t
         fails(tmp_path, f'{path} has no "model_type"')
 
 
-EMBEDDING = "bert/embeddings/word_embeddings"
-
-
 def test_which_tensors_are_the_encoder_s():
     """An optimizer has its own beside each variable, and a file can hold several encoders."""
+    google = "bert/embeddings/word_embeddings"
     for names, own in (
-        (f"{EMBEDDING} {EMBEDDING}/BERTAdam {EMBEDDING}/lamb/m_1 bert/embeddings/x", [0, 3]),
-        (f"a/{EMBEDDING} {EMBEDDING} bert.encoder.layer.0.x encoder.layer.0.y", [1, 2]),
+        (f"{google} {google}/BERTAdam {google}/lamb/m_1 bert/embeddings/x", [0, 3]),
+        (f"a/{google} {google} bert.encoder.layer.0.x encoder.layer.0.y", [1, 2]),
         (f"old.{WORDS} bert.{WORDS} a.bert.{WORDS}", [1]),
         (f"old.{WORDS} old.encoder.x", [0, 1]),
     ):
@@ -152,15 +151,13 @@ def test_only_needed_files_are_downloaded(hub):
 def test_cache_without_network():  # offline, see conftest.py
     repository, commit = Path(constants.HF_HUB_CACHE) / "models--some--cached", "0123456789" * 4
     shutil.copytree(SAFETENSORS, repository / "snapshots" / commit)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
+    change(repository / "refs" / "main", commit)
     assert same(Bert.from_pretrained("some/cached"))
 
 
 @pytest.mark.parametrize("scheme, reason", [("http://", "timed out"), ("", "missing an 'http://'")])
 def test_a_hub_that_does_not_answer(scheme, reason, monkeypatch, capfd):
-    """An id that is not in the cache fails within five seconds, and says why: the hub's libraries,
-    told to be offline, would advise to set HF_HUB_OFFLINE=0."""
+    """Within five seconds it is said why; not the libraries' own advice to set HF_HUB_OFFLINE=0."""
     monkeypatch.setattr(formats.hub, "hub_library", formats.hub.hub_library.__wrapped__)  # anew
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -182,9 +179,6 @@ def test_inputs():
             encoder(name)(torch.full((1, longest + 1), 5))
     with torch.device("meta"):  # where config.json does not name the padding
         assert ENCODERS["roberta"](BertConfig(model_type="roberta")).max_length == 510
-
-
-INDEX, DATA = "bert_model.ckpt.index", "bert_model.ckpt.data-00000-of-00001"
 
 
 @pytest.mark.parametrize("name", ["encoder-tf", "encoder-tf-shards"])
@@ -218,18 +212,19 @@ def test_a_step_in_the_name(copy):
 
 def test_damaged_files(copy):
     """A flipped bit in either block of the index and in a tensor; files cut off or gone."""
-    for name, place in ((INDEX, 0), (INDEX, 100), (INDEX, -60), (DATA, 0), (DATA, 40_000)):
+    index, data = "bert_model.ckpt.index", "bert_model.ckpt.data-00000-of-00001"
+    for name, place in ((index, 0), (index, 100), (index, -60), (data, 0), (data, 40_000)):
         content = bytearray((TENSORFLOW / name).read_bytes())
         content[place] ^= 0x10
         directory = copy(TENSORFLOW)
         (directory / name).write_bytes(content)
         fails(directory, name, "does not match its checksum: the file is damaged")
-    for name, length in ((INDEX, 0), (INDEX, 1000), (INDEX, -1), (DATA, -10_000)):
+    for name, length in ((index, 0), (index, 1000), (index, -1), (data, -10_000)):
         directory = copy(TENSORFLOW)
         (directory / name).write_bytes((TENSORFLOW / name).read_bytes()[:length])
         fails(directory, name, "cut off")
-    (directory / DATA).unlink()
-    fails(directory, DATA)
+    (directory / data).unlink()
+    fails(directory, data)
 
 
 def test_types_of_numbers(tmp_path):

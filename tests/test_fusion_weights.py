@@ -45,19 +45,17 @@ def test_the_weights_are_means_over_real_tokens(runs, loud_fusion, launch, tmp_p
     assert numbers in " ".join((out / "summary.txt").read_text().split())
 
 
-def rows_of(target, own, layer, weights, accuracies=(math.nan, math.nan)):
-    key = ["run", target, own, *accuracies, layer, "output"]
-    return [[*key, *pair] for pair in weights.items()]
-
-
 @pytest.mark.parametrize("other", ["mnli", *fusion_weights.COLUMNS])
 def test_what_section_6_reads(other, tmp_path):
     """Three targets, one of them without an own adapter. An adapter may have any name."""
-    rows = rows_of("cb", "mine", 1, {other: 0.9, "mine": 0.1}, (0.8, 0.7))
-    rows += rows_of("cb", "mine", 2, {other: 0.5, "mine": 0.5})
-    rows += rows_of("rte", other, 1, {other: 0.9, "mine": 0.1})
-    rows += rows_of("rte", other, 2, {other: 0.8, "mine": 0.2})
-    rows += rows_of("cb (2)", None, 2, {other: 1.0})
+    weights = [  # target, its own adapter, accuracies, layer, {adapter: weight}
+        ("cb", "mine", 0.8, 0.7, 1, {other: 0.9, "mine": 0.1}),
+        ("cb", "mine", 0.8, 0.7, 2, {other: 0.5, "mine": 0.5}),
+        ("rte", other, math.nan, math.nan, 1, {other: 0.9, "mine": 0.1}),
+        ("rte", other, math.nan, math.nan, 2, {other: 0.8, "mine": 0.2}),
+        ("cb (2)", None, math.nan, math.nan, 2, {other: 1.0}),
+    ]
+    rows = [["run", *key, "output", *pair] for *key, of in weights for pair in of.items()]
     rows = pd.DataFrame(rows, columns=fusion_weights.COLUMNS)
     found, header = fusion_weights.strengths_table(rows)
     assert [line[:5] for line in found[:2]] == [
