@@ -307,7 +307,8 @@ def test_no_example_is_lost(kind, tmp_path):
     rows = [{"text_a": a, "choices": [a + b, b]} for a, b in zip(HARD, HARD[::-1], strict=True)]
     rows = [{**row, "label": i % 2} for i, row in enumerate(rows)]
     lines = [json.dumps(row, ensure_ascii=row["label"] == 0) for row in rows]
-    change(tmp_path / "pick/train.jsonl", "\n".join(lines))
+    (tmp_path / "pick").mkdir()
+    (tmp_path / "pick/train.jsonl").write_text("\n".join(lines), encoding="utf-8", newline="")
     source = Source(tmp_path)
     batch = collate(load_split(get_task("pick", source), source, "train", tokenizer), 7)
     tokenizer.enable_padding(pad_id=7)
