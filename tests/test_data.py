@@ -126,8 +126,6 @@ def test_values_of_numpy_are_texts_and_numbers():
     texts, others = np.array(["red", "7"]), [np.int64(7), np.float64("nan")]
     assert [text_of(value, "text_a") for value in (*texts, *others)] == ["red", "7", "7", ""]
     assert text_of(texts, "choices") == ["red", "7"]
-    run = LoadedRun(None, TASKS["sst2"], Source(), *[None] * 4)
-    assert run.candidates([*texts]) == [[("red", None)], [("7", None)]]
 
 
 def test_columns_that_the_task_does_not_use(tmp_path):
@@ -186,7 +184,8 @@ def test_columns_have_the_files_names():
     assert our_rows([theirs], names, "own") == [{**ours, "label": "x"}]
     task = own_task("own", ["text_a", "text_b"], ["x", "y"])
     run = LoadedRun(None, task, Source(column_names=names), *[None] * 4)
-    assert run.candidates(theirs) == run.candidates(("p", "q")) == [PAIR]
+    for given in (theirs, ("p", "q"), tuple(np.array(["p", "q"]))):
+        assert run.candidates(given) == [PAIR]
     with pytest.raises(ValueError, match="no column 'claim'; it has text_a, text_b: --columns tex"):
         run.candidates(ours)
 

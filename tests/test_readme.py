@@ -17,9 +17,8 @@ import torch
 import train
 from experiments import benchmark, demo, fusion_weights, load_run
 from fusion import active_fusions
-from test_house import ORDER
+from test_house import ORDER, ROOT
 
-ROOT = Path(__file__).parent.parent
 NAMES = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))]
 NAMES += ["README.md", "results/README.md", "docs/walkthrough.py"]
 PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
@@ -47,10 +46,9 @@ def commands(page):
 
 
 class Understood(BaseException):
-    """Raised in place of everything that follows the options."""
+    """Raised by what each program calls first with its options."""
 
 
-# what each program calls first with its options
 NEXT = [(train, "check_out"), (load_run, "read_finished"), (fusion_weights, "read_finished")]
 NEXT += [(benchmark, "choose_device"), (tempfile, "TemporaryDirectory")]
 TABLES = "adapter.ADAPTERS adapter.HEADS bert.ENCODERS data.TASKS fusion.FUSIONS train.STAGES"
@@ -154,7 +152,6 @@ def test_the_notebook_is_that_of_its_source():
         return re.sub(r"^(# ?)*", "", text.strip(), flags=re.MULTILINE)
 
     cells = json.loads((ROOT / "docs" / "walkthrough.ipynb").read_text(encoding="utf-8"))["cells"]
-    source = (ROOT / "docs" / "walkthrough.py").read_text(encoding="utf-8")
-    source = re.split(r"^# %%.*\n", source, flags=re.MULTILINE)[1:]
+    source = re.split(r"^# %%.*\n", PAGES["docs/walkthrough.py"], flags=re.MULTILINE)[1:]
     found = [plain("".join(cell["source"])) for cell in cells]
     assert found == [*map(plain, source)], "make walkthrough, see the Makefile"

@@ -1,4 +1,4 @@
-"""The outputs, files and losses of the reference library (golden/README.md), and its other files."""
+"""The reference library: its outputs and losses (golden/README.md), and its files, both ways."""
 
 import itertools
 import json
