@@ -18,9 +18,8 @@ def multiply_adds(work):
 
 @pytest.mark.parametrize("N, fused", [(0, False), (1, False), (4, True)])
 def test_the_products_of_a_forward_pass(N, fused):
-    """Per token and layer, BERT takes 4·d² + 2·m·d, its attention 2·T·d, and an adapter 2·r·d; with
-    more tokens than columns R, a fusion multiplies its weights once, K U and V U, and then takes
-    less than the textbook form's d² + 2·N·d²: Q, D_n, scores and mixture."""
+    """With more tokens than columns R, a fusion multiplies its weights once, K U and V U, and then
+    takes less than the textbook form's d² + 2·N·d² a token: Q, D_n, scores and mixture."""
     B, T, d, m, L, r = 5, 12, 64, 128, 3, 4
     bert = Bert(BertConfig(100, d, L, 4, m)).requires_grad_(False).eval()
     for i in range(N):

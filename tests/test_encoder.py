@@ -1,5 +1,4 @@
-"""Every kind of checkpoint of the hub loads, bit for bit the same; what does not fit is named; and
-an encoder's inputs. Google's checkpoints are in test_tensorflow.py."""
+"""Encoders of the hub, and Google's without TensorFlow, load bit for bit; damage is named."""
 
 import shutil
 import socket
@@ -15,10 +14,12 @@ from torch import nn
 
 import formats.hub
 from bert import ENCODERS, Bert, BertConfig
+from conftest import change
 from formats.encoder import by_hub_name, sha256_of
 from formats.files import read_json, read_tensors, write_json
+from formats.tensorflow import bundle_tensor, protobuf
 from formats.tokenizer import TOKENIZER_FILES
-from reference import SAFETENSORS, encoder, fails, golden_tensors, same
+from reference import GOLDEN, SAFETENSORS, TENSORFLOW, encoder, fails, golden_tensors, same
 
 # heads, pooler, and a buffer of older versions, outside the encoder and inside
 OUTSIDE = "cls.predictions.bias classifier.weight lm_head.bias bert.norm.gamma".split()
@@ -60,27 +61,24 @@ def test_prefixes_old_names_and_other_precisions(prefix, file, is_zip, dtype, tm
     assert all(torch.equal(p, named[bert.hub_name(n)]) for n, p in bert.named_parameters())
 
 
-WORDS = "embeddings.word_embeddings.weight"
-MISFITS = [  # tensors that are added, a part of the names that are left out, words of the message
-    (
-        {WORDS: torch.zeros(61, 32)},
-        None,
-        "[61, 32] in torch.float32, config.json (or BERT's default) says [60, 32]",
-    ),
-    ({WORDS: torch.zeros(60, 32).long()}, None, f"{WORDS} is [60, 32] in torch.int64"),
+WORDS, TYPES = "embeddings.word_embeddings.weight", "embeddings.token_type_embeddings.weight"
+SAYS = "config.json (or BERT's default) says"
+MISFITS = [  # tensors that are added, the part of a name that is left out, words of the message
+    ({WORDS: torch.zeros(61, 32)}, "nothing", f"[61, 32] in torch.float32, {SAYS} [60, 32]"),
+    ({TYPES: torch.zeros(16, 32)}, "nothing", f"[16, 32] in torch.float32, {SAYS} [2, 32]"),
+    ({WORDS: torch.zeros(60, 32).long()}, "nothing", f"{WORDS} is [60, 32] in torch.int64"),
     ({}, "1.output.dense", "lacks encoder.layer.1.output.dense.bias, encoder.layer.1.output"),
-    ({"encoder.layer.2.x": torch.zeros(1)}, None, "unknown tensors encoder.layer.2.x"),
+    ({"encoder.layer.2.x": torch.zeros(1)}, "nothing", "unknown tensors encoder.layer.2.x"),
 ]
 
 
-def test_what_does_not_fit_is_named(tmp_path):
-    for added, left_out, message in MISFITS:
-        kept = {n: t for n, t in golden_tensors().items() if left_out is None or left_out not in n}
-        fails(write_hub(tmp_path, {**kept, **added}), "model.safetensors", message)
-    types = {"embeddings.token_type_embeddings.weight": torch.zeros(16, 32)}
-    path = write_hub(tmp_path, {**golden_tensors(), **types}) / "config.json"
+@pytest.mark.parametrize("added, left_out, message", MISFITS)
+def test_what_does_not_fit_is_named(added, left_out, message, tmp_path):
+    """Where config.json does not say how many types there are, too."""
+    kept = {n: t for n, t in golden_tensors().items() if left_out not in n}
+    path = write_hub(tmp_path, {**kept, **added}) / "config.json"
     write_json(path, {n: v for n, v in read_json(path).items() if n != "type_vocab_size"})
-    fails(tmp_path, "is [16, 32]", "config.json (or BERT's default) says [2, 32]")
+    fails(tmp_path, "model.safetensors", message)
 
 
 KINDS_OF_2019 = [  # architectures in config.json, a prefix in the file, whether that is BERT
@@ -104,14 +102,12 @@ def test_without_model_type_nothing_is_guessed(architectures, prefix, is_bert, t
         fails(tmp_path, f'{path} has no "model_type"')
 
 
-EMBEDDING = "bert/embeddings/word_embeddings"
-
-
 def test_which_tensors_are_the_encoder_s():
     """An optimizer has its own beside each variable, and a file can hold several encoders."""
+    google = "bert/embeddings/word_embeddings"
     for names, own in (
-        (f"{EMBEDDING} {EMBEDDING}/BERTAdam {EMBEDDING}/lamb/m_1 bert/embeddings/x", [0, 3]),
-        (f"a/{EMBEDDING} {EMBEDDING} bert.encoder.layer.0.x encoder.layer.0.y", [1, 2]),
+        (f"{google} {google}/BERTAdam {google}/lamb/m_1 bert/embeddings/x", [0, 3]),
+        (f"a/{google} {google} bert.encoder.layer.0.x encoder.layer.0.y", [1, 2]),
         (f"old.{WORDS} bert.{WORDS} a.bert.{WORDS}", [1]),
         (f"old.{WORDS} old.encoder.x", [0, 1]),
     ):
@@ -121,14 +117,11 @@ def test_which_tensors_are_the_encoder_s():
         by_hub_name({f"context.{WORDS}": 0, f"question.{WORDS}": 1}, "bert")
 
 
-class Writes:
-    """Unpickled, it makes a file."""
-
-    def __reduce__(self):
-        return open, ("executed", "w")
-
-
 def test_what_is_pickled_is_not_executed(tmp_path, monkeypatch, recwarn):
+    class Writes:
+        def __reduce__(self):
+            return open, ("executed", "w")
+
     monkeypatch.chdir(tmp_path)
     torch.save({"a": Writes()}, "file.bin", pickle_protocol=4)
     with pytest.raises(ValueError, match="file.bin: not a file of tensors alone, refused") as error:
@@ -154,15 +147,13 @@ def test_only_needed_files_are_downloaded(hub):
 def test_cache_without_network():  # offline, see conftest.py
     repository, commit = Path(constants.HF_HUB_CACHE) / "models--some--cached", "0123456789" * 4
     shutil.copytree(SAFETENSORS, repository / "snapshots" / commit)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
+    change(repository / "refs" / "main", commit)
     assert same(Bert.from_pretrained("some/cached"))
 
 
 @pytest.mark.parametrize("scheme, reason", [("http://", "timed out"), ("", "missing an 'http://'")])
 def test_a_hub_that_does_not_answer(scheme, reason, monkeypatch, capfd):
-    """An id that is not in the cache fails within five seconds, and says why: the hub's libraries,
-    told to be offline, would advise to set HF_HUB_OFFLINE=0."""
+    """Within five seconds it is said why; not the libraries' own advice to set HF_HUB_OFFLINE=0."""
     monkeypatch.setattr(formats.hub, "hub_library", formats.hub.hub_library.__wrapped__)  # anew
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -184,3 +175,46 @@ def test_inputs():
             encoder(name)(torch.full((1, longest + 1), 5))
     with torch.device("meta"):  # where config.json does not name the padding
         assert ENCODERS["roberta"](BertConfig(model_type="roberta")).max_length == 510
+
+
+@pytest.mark.parametrize("name", ["encoder-tf", "encoder-tf-shards"])
+def test_tensorflow(name):
+    """Written by TensorFlow, with pooler, heads and Adam's moments beside the encoder."""
+    bert = Bert.from_pretrained(GOLDEN / "bert" / name)
+    assert same(bert) and not bert.training
+    assert not any(p.requires_grad for p in bert.parameters())
+    bert.word_embeddings.weight.data.zero_()  # may be changed, which does not reach the file
+    assert same(Bert.from_pretrained(GOLDEN / "bert" / name))
+
+
+def test_a_step_in_the_name(copy):
+    """As training leaves its checkpoints; but one alone may be there."""
+    directory = copy(TENSORFLOW)
+    for path in directory.glob("bert_model.ckpt.*"):
+        path.rename(directory / path.name.replace("bert_model.ckpt", "model.ckpt-1000000"))
+    assert same(Bert.from_pretrained(directory))
+    (directory / "model.ckpt-900000.index").write_bytes(b"")
+    fails(directory, "bert_config.json and *model.ckpt*.index, one alone")
+
+
+def test_files_that_are_cut_off(copy):
+    index, data = "bert_model.ckpt.index", "bert_model.ckpt.data-00000-of-00001"
+    directory = copy(TENSORFLOW)
+    for name, length in ((data, -10_000), (index, -1), (index, 1000), (index, 0)):
+        (directory / name).write_bytes((TENSORFLOW / name).read_bytes()[:length])
+        fails(directory, name, "cut off")
+    (directory / index).write_bytes((TENSORFLOW / index).read_bytes())
+    (directory / data).unlink()
+    fails(directory, data)
+
+
+def test_types_of_numbers(tmp_path):
+    """bfloat16 is read; a variable in slices is refused."""
+    tensor, index = torch.tensor([1.5, -3e38]).bfloat16(), tmp_path / "x.index"
+    data = tensor.view(torch.int16).numpy().tobytes()
+    index.with_name("x.data-00000-of-00001").write_bytes(data)
+    shape = b"\x12\x04\x12\x02\x08\x02"  # [2]
+    whole = protobuf(b"\x08\x0e" + shape + b"\x28\x04")  # 4 bytes
+    assert torch.equal(bundle_tensor("a", whole, index, 1), tensor)
+    with pytest.raises(ValueError, match="a in .* is cut off, or damaged"):
+        bundle_tensor("a", protobuf(b"\x08\x0e" + shape + b"\x3a\0\x3a\0"), index, 1)

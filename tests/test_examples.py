@@ -1,4 +1,4 @@
-"""examples/: LoRA, a regression, MPNet, runs as a user makes them."""
+"""variants/ and examples/: PALs, LoRA, a regression, MPNet, runs as a user makes them."""
 
 import json
 import math
@@ -11,14 +11,37 @@ import torch
 
 import test_kinds  # noqa: F401  (first: it notes what there is without examples)
 import train
-from adapter import activate, adapter_modules
+from adapter import activate, adapter_modules, add_adapter
 from bert import Bert
-from conftest import cli, tiny_encoder
+from conftest import cli, randomize, tiny_encoder
 from data import TASKS
 from examples.sts_b import pearson
 from experiments import evaluate, predict
 from experiments.load_run import load_run
 from test_kinds import examples, inputs, new_bert  # noqa: F401  (a fixture for all tests here)
+from variants.pal import PALConfig
+
+
+@torch.no_grad()
+def test_a_pal_is_parallel_to_the_whole_layer(encoder):
+    """LN(FFN(x') + x' + PAL(x)), x the layer's input, x' what its attention makes of it."""
+    bert = Bert.from_pretrained(encoder).double()
+    add_adapter(bert, "a", PALConfig(size=12, num_heads=3))
+    randomize(bert, ".adapters.")
+    layer, seen = bert.layers[0], []
+    slot, x = layer.output_add_norm, torch.randn(3, 6, 32, dtype=torch.float64)
+    slot.register_forward_pre_hook(lambda _, given: seen.append(given))
+    h = layer(x, None)
+    (f, inner), pal = seen[0], slot.adapters["a"]
+    (down, up), size = pal.projections, 12 // 3
+    q, k, v = (project(down(x)).split(size, -1) for project in (pal.query, pal.key, pal.value))
+    scores = [q_i @ k_i.mT / math.sqrt(size) for q_i, k_i in zip(q, k, strict=True)]
+    heads = [torch.softmax(s, -1) @ v_i for s, v_i in zip(scores, v, strict=True)]
+    y = up(torch.cat(heads, -1))
+    z = y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))  # GELU
+    assert (h - slot.norm(f + inner + z)).abs().max() <= 1e-10
+    first, second = (layer.output_add_norm.adapters["a"] for layer in bert.layers)
+    assert first.projections == second.projections and first.key is not second.key
 
 
 @torch.no_grad()
@@ -59,7 +82,7 @@ def test_an_example_is_imported(encoder, data_dir, tmp_path):
 
 
 def test_mpnet(launch, refused, tmp_path):
-    """Frozen in bf16; the paper's adapters are for other encoders, which is said."""
+    """Frozen in bf16; the paper's adapters are for other encoders."""
     model, out = tiny_encoder("mpnet", tmp_path / "mpnet"), tmp_path / "run"
     result = launch("--stage adapter --task rte --epochs 1 --dtype bfloat16", model=model, out=out)
     assert evaluate.main(cli(f"{out} --device cpu"))["accuracy"] == result["accuracy"]

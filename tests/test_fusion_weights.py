@@ -16,18 +16,16 @@ from formats.files import read_json, write_json
 
 
 def test_the_weights_are_means_over_real_tokens(runs, loud_fusion, launch, tmp_path):
-    """The means of what load_run shows of each token, padding not included, and in the last layer
-    of each [CLS]. The second run has two fusions a layer, and one adapter is not in layer 2."""
+    """In the last layer over each [CLS]. One run has two fusions a layer, and less in layer 2."""
     out, single, second = tmp_path / "out", runs / "rte", tmp_path / "second"
-    words, adapters = "--stage adapter --epochs 1 --adapter houlsby", ["rte", "sst2"]
-    adapters = [tmp_path / name for name in adapters]
-    launch(f"{words} --task rte --adapter-config leave_out=[1]", out=adapters[0])
-    launch(f"{words} --task sst2", out=adapters[1])
-    launch("--stage fusion --task sst2 --epochs 1", adapters=adapters, out=second)
+    rte, sst2, words = tmp_path / "rte", tmp_path / "sst2", "--stage adapter --adapter houlsby"
+    launch(f"{words} --epochs 1 --task rte --adapter-config leave_out=[1]", out=rte)
+    launch(f"{words} --epochs 1 --task sst2", out=sst2)
+    launch("--stage fusion --task sst2 --epochs 1", adapters=[rte, sst2], out=second)
     words = cli("--device cpu", out=out, baseline=[single, loud_fusion])
     fusion_weights.main([str(loud_fusion), str(second), *words])
-    figures = {"figure4.png", "figure6.png"}
-    assert {path.name for path in out.iterdir()} == {*figures, "weights.csv", "summary.txt"}
+    files = "figure4.png figure6.png summary.txt weights.csv"
+    assert sorted(path.name for path in out.iterdir()) == files.split()
     rows, count = pd.read_csv(out / "weights.csv"), 0
     found = dict([*rows.groupby(["run", "layer", "location"])])
     assert [*found[str(second), 2, "output"]["adapter"]] == ["sst2"]  # rte is not there
@@ -47,19 +45,17 @@ def test_the_weights_are_means_over_real_tokens(runs, loud_fusion, launch, tmp_p
     assert numbers in " ".join((out / "summary.txt").read_text().split())
 
 
-def rows_of(target, own, layer, weights, accuracies=(math.nan, math.nan)):
-    key = ["run", target, own, *accuracies, layer, "output"]
-    return [[*key, *pair] for pair in weights.items()]
-
-
 @pytest.mark.parametrize("other", ["mnli", *fusion_weights.COLUMNS])
 def test_what_section_6_reads(other, tmp_path):
     """Three targets, one of them without an own adapter. An adapter may have any name."""
-    rows = rows_of("cb", "mine", 1, {other: 0.9, "mine": 0.1}, (0.8, 0.7))
-    rows += rows_of("cb", "mine", 2, {other: 0.5, "mine": 0.5})
-    rows += rows_of("rte", other, 1, {other: 0.9, "mine": 0.1})
-    rows += rows_of("rte", other, 2, {other: 0.8, "mine": 0.2})
-    rows += rows_of("cb (2)", None, 2, {other: 1.0})
+    weights = [  # target, its own adapter, accuracies, layer, {adapter: weight}
+        ("cb", "mine", 0.8, 0.7, 1, {other: 0.9, "mine": 0.1}),
+        ("cb", "mine", 0.8, 0.7, 2, {other: 0.5, "mine": 0.5}),
+        ("rte", other, math.nan, math.nan, 1, {other: 0.9, "mine": 0.1}),
+        ("rte", other, math.nan, math.nan, 2, {other: 0.8, "mine": 0.2}),
+        ("cb (2)", None, math.nan, math.nan, 2, {other: 1.0}),
+    ]
+    rows = [["run", *key, "output", *pair] for *key, of in weights for pair in of.items()]
     rows = pd.DataFrame(rows, columns=fusion_weights.COLUMNS)
     found, header = fusion_weights.strengths_table(rows)
     assert [line[:5] for line in found[:2]] == [

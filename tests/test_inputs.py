@@ -73,6 +73,8 @@ NAN, TOKENS = float("nan"), "model/vocab.txt"
 WEIGHTS, CONFIG = "model/model.safetensors", "model/config.json"
 DEV = "data/rte/validation.jsonl"
 A, B = {"text_a": "a", "label": "x"}, {"text_a": "b", "label": "y"}
+CSV = {"mine.csv": "Review (raw),id,gold\na,1,x\nb,2,y\n"}
+COLUMNS = "--task mine --train-file mine.csv --dev-fraction 0.5 --columns"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 CASES += [
     ("", "row 1: the label is hidden (-1)", {RTE: ('"label": 1', '"label": -1')}),
@@ -87,18 +89,15 @@ CASES += [
     ("evaluate: runs/rte --model model", "another encoder", {WEIGHTS: times(1.5)}),
     ("evaluate: runs/rte --model model", "tokenizer", {TOKENS: ("red\ngreen", "green\nred")}),
     (f"composition: {MINE} runs/rte --plan {FILE}", "encoder with other", {WEIGHTS: times(1.5)}),
+    # the messages have the file's own names, whatever is renamed
+    (f"{COLUMNS} text_a=Review label=gold", "no column 'Review'; it has Review (raw)", CSV),
+    (f"{COLUMNS} labl=gold text_a=id", "no column 'label'; it has Review (raw), id, gold", CSV),
 ]
 for path in (RTE, WEIGHTS, TOKENS, "model/tokenizer_config.json", "runs/rte/adapter.safetensors"):
     CASES.append((FUSE, f"{path} is a pointer of git-lfs, not the file", {path: POINTER}))
 for path in (DEV, WEIGHTS, CONFIG, TOKENS, "model/added_tokens.json"):
     dangle = lambda path: path.unlink(missing_ok=True) or path.symlink_to("gone")  # noqa: E731
     CASES.append(("", f"{path} is a link that leads nowhere", {path: dangle}))
-for columns, say in [  # the messages have the file's own names, whatever is renamed
-    ("text_a=Review label=gold", "no column 'Review'; it has Review (raw)"),
-    ("labl=gold text_a=id", "no column 'label'; it has Review (raw), id, gold"),
-]:
-    words = f"--task mine --train-file mine.csv --dev-fraction 0.5 --columns {columns}"
-    CASES.append((words, say, {"mine.csv": "Review (raw),id,gold\na,1,x\nb,2,y\n"}))
 X, Y = {"choices": ["a", "b"], "label": 0}, {"choices": ["a", "b"], "label": 1}
 for file, content, say in [  # the training file of a task of one's own: rows, or all of it
     ("train.jsonl", [A, A], "leaves nothing to learn"),

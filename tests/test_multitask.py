@@ -25,7 +25,7 @@ def drawn(lengths, epoch, steps_per_epoch):
 
 @pytest.mark.parametrize("epoch, alpha", [(1, 1.0), (3, 0.6), (5, 0.2)])
 def test_the_sampler_matches_its_formula(epoch, alpha):
-    """Shares of a long draw: an exponent that is wrong by 0.1 would show."""
+    """An exponent that is wrong by 0.1 would show."""
     sizes, steps = np.array([10, 100, 2000]), 30_000
     numbers = [number for number, _ in drawn([[1] * n for n in sizes], epoch, steps)]
     shares = np.bincount(numbers, minlength=3) / steps
@@ -53,14 +53,10 @@ def test_a_run_and_fusion_over_it(launch, tmp_path):
     assert result["accuracy"] == pytest.approx(sum(accuracies.values()) / 3)
     with pytest.raises(ValueError, match="several tasks: choose --task from sst2, rte"):
         load_run(out)
-    adapters = [out / "adapters" / task for task in TASKS]
-    fuse = "--stage fusion --task rte --epochs 1 --lr 1e-3"
-    with pytest.raises(ValueError, match="trained on an encoder with other weights"):
-        launch(fuse, adapters=adapters, out=tmp_path / "fusion")
+    adapters, fuse = [out / "adapters" / task for task in TASKS], "--stage fusion --task rte"
     assert train.parse(cli(fuse, adapters=adapters)).model == str(out)  # which their runs recorded
-    launch(fuse, adapters=adapters, out=tmp_path / "fusion", model=out)
+    launch(f"{fuse} --epochs 1", adapters=adapters, out=tmp_path / "fusion", model=out)
     run, theta = load_run(tmp_path / "fusion"), Bert.from_pretrained(out)
-    assert run.adapters == TASKS
     assert all(torch.equal(run.bert.get_parameter(n), p) for n, p in theta.named_parameters())
 
 

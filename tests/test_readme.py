@@ -1,5 +1,4 @@
-"""README.md and docs/: commands are understood by the programs that they name, names in the code
-exist, forks work, links lead somewhere, and the notebook is that of its source."""
+"""README.md and docs/: commands are understood, what is named is there, and the forks work."""
 
 import contextlib
 import importlib
@@ -18,14 +17,13 @@ import torch
 import train
 from experiments import benchmark, demo, fusion_weights, load_run
 from fusion import active_fusions
-from test_house import ORDER
+from test_house import ORDER, ROOT
 
-ROOT = Path(__file__).parent.parent
-FILES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "results" / "README.md"]
-PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in FILES}
+NAMES = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))]
+NAMES += ["README.md", "results/README.md", "docs/walkthrough.py"]
+PAGES = {name: (ROOT / name).read_text(encoding="utf-8") for name in NAMES}
 LINES = [shlex.join(map(str, words)) for words in demo.next_commands(Path("runs/demo")).values()]
 PAGES["experiments/demo.py"] = "\n".join(["```", *(f"python {line}" for line in LINES), "```"])
-every_page = pytest.mark.parametrize("page", PAGES)
 
 
 def blocks(page, language=""):
@@ -48,10 +46,9 @@ def commands(page):
 
 
 class Understood(BaseException):
-    """Raised in place of everything that follows the options."""
+    """Raised by what each program calls first with its options."""
 
 
-# what each program calls first with its options
 NEXT = [(train, "check_out"), (load_run, "read_finished"), (fusion_weights, "read_finished")]
 NEXT += [(benchmark, "choose_device"), (tempfile, "TemporaryDirectory")]
 TABLES = "adapter.ADAPTERS adapter.HEADS bert.ENCODERS data.TASKS fusion.FUSIONS train.STAGES"
@@ -90,13 +87,23 @@ def test_every_command_is_understood(page, words, own_modules, monkeypatch):
         main(given)
 
 
-@every_page
-def test_names_in_python_exist(page):
-    """What a page imports, or takes from a module or a run, is there; not the reference library."""
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_names_is_there(page):
+    """What it imports (not the reference library), or takes from a module or a run; the lines in
+    the README's table; links, and files whose room is named before them, in backticks."""
     code, names = "".join(blocks(page, "python")), {"run": load_run.LoadedRun}
     exec("\n".join(re.findall(r"^(?:import|from) (?!adapters\b).*", code, re.MULTILINE)), names)
     for name, attribute in re.findall(r"\b(\w+)\.(\w+)", code):
         assert name not in names or hasattr(names[name], attribute), f"{name}.{attribute}"
+    quoted = re.findall(r"\| `(\w+\.py)`: `(.+)` \|", PAGES[page])
+    for file, line in quoted:
+        assert line in (ROOT / file).read_text(encoding="utf-8"), line
+    assert bool(quoted) == (page == "README.md")
+    rooms = "|".join([*ORDER, "tests|docs"])
+    for path in re.findall(rf"`((?:{rooms})/[\w./]*)`", PAGES[page]):
+        assert (ROOT / path).exists(), path
+    for link in re.findall(r"(?:\]\(|src=\"|href=\")(?!https?:)([^)\s\"#]+)", PAGES[page]):
+        assert ((ROOT / page).parent / link).exists(), link
 
 
 @pytest.mark.parametrize("page", ["docs/forking.md"])
@@ -109,15 +116,6 @@ def test_the_forks_on_the_page(own_modules, launch, runs, tmp_path):
     assert torch.allclose(fusion.softmax(scores), (scores / 32**0.5).softmax(-1))
     name = "layers.0.output_add_norm.adapters.rte.up.bias"
     assert not torch.equal(joint.get_parameter(name), scaled.get_parameter(name))
-
-
-@every_page
-def test_code_that_a_page_quotes_is_there(page):
-    """Lines in the README's table."""
-    quoted = re.findall(r"\| `(\w+\.py)`: `(.+)` \|", PAGES[page])
-    for file, line in quoted:
-        assert line in (ROOT / file).read_text(encoding="utf-8"), line
-    assert bool(quoted) == (page == "README.md")
 
 
 EDITED = """
@@ -147,16 +145,6 @@ def test_the_edits_on_the_page(command, tmp_path):
     subprocess.run([sys.executable, "-c", EDITED, json.dumps(words)], cwd=tmp_path, check=True)
 
 
-@pytest.mark.parametrize("page", [*PAGES, "docs/walkthrough.py"])
-def test_every_link_leads_somewhere(page):
-    """And files are there whose room is named before them, in backticks."""
-    text, rooms = (ROOT / page).read_text(encoding="utf-8"), "|".join([*ORDER, "tests|docs"])
-    for path in re.findall(rf"`((?:{rooms})/[\w./]*)`", text):
-        assert (ROOT / path).exists(), path
-    for link in re.findall(r"(?:\]\(|src=\"|href=\")(?!https?:)([^)\s\"#]+)", text):
-        assert ((ROOT / page).parent / link).exists(), link
-
-
 def test_the_notebook_is_that_of_its_source():
     """Cell for cell, but for the marks of comments."""
 
@@ -164,7 +152,6 @@ def test_the_notebook_is_that_of_its_source():
         return re.sub(r"^(# ?)*", "", text.strip(), flags=re.MULTILINE)
 
     cells = json.loads((ROOT / "docs" / "walkthrough.ipynb").read_text(encoding="utf-8"))["cells"]
-    source = (ROOT / "docs" / "walkthrough.py").read_text(encoding="utf-8")
-    source = re.split(r"^# %%.*\n", source, flags=re.MULTILINE)[1:]
+    source = re.split(r"^# %%.*\n", PAGES["docs/walkthrough.py"], flags=re.MULTILINE)[1:]
     found = [plain("".join(cell["source"])) for cell in cells]
     assert found == [*map(plain, source)], "make walkthrough, see the Makefile"

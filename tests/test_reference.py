@@ -1,30 +1,42 @@
-"""Θ, Φ and Ψ compute in float64 what the reference library has computed in fp32, read and write its
-files, and have the losses of its trainer (tests/golden/README.md)."""
+"""The reference library: its outputs and losses (golden/README.md), and its files, both ways."""
 
+import itertools
 import json
+import re
 import shutil
+import subprocess
+from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 import adapter
+import fusion
 import reference
 import train
-from adapter import activate, load_adapter, load_head, save_adapter, save_head
+from adapter import AdapterConfig, activate, adapter_modules, add_adapter, load_adapter, load_head
 from bert import Bert
+from conftest import randomize
+from data import TASKS
+from experiments.load_run import load_run
+from formats.adapterhub import paper_adapters
 from formats.files import read_json, read_tensors
-from fusion import fusion_regularization, fusion_weights, save_fusion
-from reference import FIELDS, GOLDEN, TOLERANCE, difference, encoder, run, same_tensors, with_fusion
+from fusion import add_fusion, fusion_regularization, fusion_weights, load_fusion, save_fusion
+from reference import FIELDS, GOLDEN, TOLERANCE, difference, run, same_tensors, with_fusion
+
+BERT = GOLDEN / "bert"
 
 
 @pytest.mark.parametrize("name", reference.ENCODERS)
 def test_encoder(name, expected, tmp_path):
     """It is written as it was read, bit for bit; an adapter is no part of it."""
-    bert = encoder(name)
-    adapter.add_adapter(bert, "rte", adapter.AdapterConfig())
+    bert = reference.encoder(name)
+    add_adapter(bert, "rte", AdapterConfig())
     bert.save_pretrained(tmp_path)
     golden = load_file(GOLDEN / name / "encoder" / "model.safetensors")
     golden = {key: tensor for key, tensor in golden.items() if ".pooler." not in key}
@@ -36,8 +48,7 @@ def test_encoder(name, expected, tmp_path):
 
 
 def assert_same_files(ours, theirs, stem, config):
-    """One file of weights and one of JSON are the reference's, with the same names, tensors and
-    fields. model_name is where the encoder came from, which the golden sets left empty."""
+    """All names, tensors and fields are the reference's, but for where the encoder came from."""
     assert {path.name for path in ours.iterdir()} == {f"{stem}.safetensors", config}
     old = theirs / f"pytorch_{stem}.bin"
     tensors = load_file(theirs / f"{stem}.safetensors") if not old.exists() else read_tensors(old)
@@ -49,7 +60,7 @@ def assert_same_files(ours, theirs, stem, config):
 def test_adapter_and_head(directory, expected, tmp_path):
     """Loaded is frozen, and not yet active; by_layer's head reads the encoder's own pooler."""
     model, name = directory.split("/")
-    bert, expected = encoder(model).double(), expected[model]
+    bert, expected = reference.encoder(model).double(), expected[model]
     assert load_adapter(bert, GOLDEN / directory) == name
     assert not any(p.requires_grad for p in bert.parameters())
     plain = run(bert, expected)
@@ -58,7 +69,7 @@ def test_adapter_and_head(directory, expected, tmp_path):
     h = run(bert, expected)
     assert difference(h, expected[f"{name}.last_hidden_state"]) <= TOLERANCE
     assert difference(h, plain) > 0.5  # not a small correction that a tolerance could hide
-    save_adapter(bert, name, tmp_path / "adapter")
+    adapter.save_adapter(bert, name, tmp_path / "adapter")
     assert_same_files(tmp_path / "adapter", GOLDEN / directory, "adapter", "adapter_config.json")
     if directory in reference.HEADS:
         head = load_head(bert, GOLDEN / directory)
@@ -66,7 +77,7 @@ def test_adapter_and_head(directory, expected, tmp_path):
         for logits in (head(h, expected["attention_mask"]), head.double()(h)):
             assert difference(logits, expected[f"{name}.logits"]) <= TOLERANCE
         name = read_json(GOLDEN / directory / "head_config.json")["name"]
-        save_head(head, bert, name, tmp_path / "head")
+        adapter.save_head(head, bert, name, tmp_path / "head")
         assert_same_files(tmp_path / "head", GOLDEN / directory, "model_head", "head_config.json")
 
 
@@ -89,30 +100,13 @@ def test_fusion(directory, expected, tmp_path):
 
 # Training: the same weights and batches, without dropout, in float64
 
-RUNS = {
-    "pfeiffer": "--stage adapter --task rte --adapter pfeiffer",
-    "choices": "--stage adapter --task pick",
-    "fusion": "--stage fusion --task rte --adapters",
-}
-WORDS = "--epochs 10 --patience 10 --batch-size 24 --lr 1e-3"
-LOSSES = json.loads((GOLDEN / "trajectory.json").read_text())  # {name: the reference's 40}
+RUNS = {"pfeiffer": "adapter --task rte --adapter pfeiffer", "choices": "adapter --task pick"}
+RUNS["fusion"] = "fusion --task rte --adapters"
 
 
-@pytest.fixture
-def in_float64(monkeypatch):
-    """Of 40 steps only the losses count."""
-    on_cpu = (torch.device("cpu"), torch.float64)
-    monkeypatch.setattr(train, "choose_device", lambda *_: on_cpu)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr(train, "evaluate", lambda *_: {"accuracy": 0.5, "loss": 0.5})
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", RUNS)
-def test_the_reference_s_losses(name, launch, runs, quiet_encoder, tmp_path, monkeypatch):
+def test_the_reference_s_losses(name, launch, runs, quiet_encoder, tmp_path, monkeypatch, request):
+    """Of 40 steps in float64."""
     tensors = load_file(GOLDEN / "trajectory.safetensors")
     tensors = {n.removeprefix(f"{name}/"): t for n, t in tensors.items() if n.startswith(name)}
     losses, steps, get_task = [], iter(range(40)), train.get_task
@@ -132,13 +126,251 @@ def test_the_reference_s_losses(name, launch, runs, quiet_encoder, tmp_path, mon
         losses.append(F.cross_entropy(logits, labels))
         return losses[-1]
 
+    torch.set_default_dtype(torch.float64)
+    request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
+    on_cpu = (torch.device("cpu"), torch.float64)
+    monkeypatch.setattr(train, "choose_device", lambda *_: on_cpu)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(train, "evaluate", lambda *_: {"accuracy": 0.5, "loss": 0.5})
     monkeypatch.setattr(train, "hold_frozen_in", start)
     monkeypatch.setattr(train, "collate", next_batch)
     monkeypatch.setattr(train, "get_task", lambda *x: replace(get_task(*x), loss=keep_loss))
-    words = f"{WORDS} {RUNS[name]}".split()
+    words = f"--epochs 10 --patience 10 --batch-size 24 --lr 1e-3 --stage {RUNS[name]}".split()
     for task in ("rte", "sst2", "pick") if name == "fusion" else ():
         # without run.json, since the digest of the encoder's weights is another one in float64
         words.append(shutil.copytree(runs / task, tmp_path / task))
         (tmp_path / task / "run.json").unlink()
     launch("", *words, model=quiet_encoder, out=tmp_path / "run")
-    assert torch.stack(losses).tolist() == pytest.approx(LOSSES[name], rel=0, abs=1e-12)
+    expected = read_json(GOLDEN / "trajectory.json")[name]
+    assert torch.stack(losses).tolist() == pytest.approx(expected, rel=0, abs=1e-12)
+
+
+def change(path, file=(), config=()):
+    """Changes a JSON file: fields of its own, and of its "config"."""
+    old = read_json(path)
+    path.write_text(json.dumps({**old, "config": {**old["config"], **dict(config)}, **dict(file)}))
+
+
+def old_format(source, target, name, inside):
+    """An adapter as AdapterHub published them in 2020: an old configuration, old names, a .bin."""
+    target.mkdir(parents=True)
+    values = read_json(source / "adapter_config.json")
+    del values["version"]
+    values |= {"name": name, "model_name": "bert-base-uncased", "type": "text_task"}
+    old, names = values["config"], {"gelu": "gelu_orig", "gelu_new": "gelu"}  # of that time
+    old["non_linearity"] = names.get(old["non_linearity"], old["non_linearity"])
+    old["invertible_adapter"] = dict(block_type="nice", non_linearity="relu", reduction_factor=2)
+    (target / "adapter_config.json").write_text(json.dumps(values))
+    tensors = {}
+    for key, tensor in load_file(source / "adapter.safetensors").items():
+        kind = "attention" if ".attention." in key else "layer"
+        old_name = re.sub(r"\.adapters\.[^.]+\.", f".{kind}_text_task_adapters.{inside}.", key)
+        tensors[old_name.removeprefix("bert.")] = tensor  # saved from a model without heads
+    torch.save(tensors, target / "pytorch_adapter.bin")
+    return target
+
+
+def test_old_files(expected, tmp_path):
+    for directory in ("bert/pfeiffer", "bert/houlsby", "bert/bottom", "roberta/houlsby"):
+        model, outputs = directory.split("/")[0], []
+        bert, source = reference.encoder(model), GOLDEN / directory
+        for place in (source, old_format(source, tmp_path / directory, "old", "old")):
+            activate(bert, load_adapter(bert, place))
+            outputs.append(run(bert, expected[model]))
+        assert torch.equal(*outputs)
+
+
+def test_fields_that_old_configs_lack_are_the_reference_s_defaults(copy):
+    bert, path = reference.encoder("bert"), copy(BERT / "bottom") / "adapter_config.json"
+    required = "mh_adapter output_adapter reduction_factor non_linearity".split()
+    config = {field: read_json(path)["config"][field] for field in required}
+    change(path, {"config": {**config, "leave_out": None, "non_linearity": "GELU"}})
+    load_adapter(bert, path.parent)
+    assert bert.adapter_configs["bottom"] == AdapterConfig(**config, original_ln_before=False)
+
+
+def test_several_names_in_a_file(copy):
+    """As the reference writes them at times: the one that the configuration names counts."""
+    bert, path = reference.encoder("bert"), copy(BERT / "pfeiffer") / "adapter.safetensors"
+    tensors = load_file(path)
+    save_file({k.replace(".pfeiffer.", ".a."): 2 * t for k, t in tensors.items()} | tensors, path)
+    load_adapter(bert, path.parent)
+    adapter.save_adapter(bert, "pfeiffer", path.parent / "saved")
+    assert same_tensors(load_file(path.parent / "saved" / path.name), tensors)
+    change(path.with_name("adapter_config.json"), {"name": "b"})
+    with pytest.raises(ValueError, match="it holds .*, not 'b'"):
+        load_adapter(bert, path.parent)
+
+
+def test_old_fusion_has_only_a_name(copy, expected):
+    source, bert = copy(BERT / "fusion-pfeiffer"), with_fusion("bert/fusion-pfeiffer")
+    change(source / "adapter_fusion_config.json", {"adapter_names": None}, {"dropout_prob": None})
+    h = run(bert, expected["bert"])
+    add_fusion(bert, ["p4"])
+    load_fusion(bert, source)
+    assert torch.equal(run(bert, expected["bert"]), h)
+
+
+def test_the_paper_s_adapters_are_fused(hub, launch, encoder, tmp_path, capsys):
+    """They have old files, and names that are not their tasks': here two for all, one unusable."""
+    assert paper_adapters("roberta")["sst2"] == "AdapterHub/roberta-base-sst_pfeiffer"
+    (root, _), bert, source = hub, Bert.from_pretrained(encoder), {}
+    add_adapter(bert, "x", AdapterConfig(reduction_factor=4, non_linearity="gelu_new"))
+    for i, (task, id) in enumerate(paper_adapters("bert").items()):
+        randomize(bert, ".adapters.")
+        adapter.save_adapter(bert, "x", tmp_path / "new" / task)
+        name = "nli/rte@ukp" if i % 2 else "glue_mnli"
+        old_format(tmp_path / "new" / task, root / id, name, "glue_mnli")
+        tensors = load_file(tmp_path / "new" / task / "adapter.safetensors")
+        source[task] = {key.replace(".x.", f".{task}."): t for key, t in tensors.items()}
+    launch("--stage fusion --task rte --epochs 1 --adapters paper", out=tmp_path / "run")
+    notes = re.findall(r"note: .*made for 'bert-base-uncased'", capsys.readouterr().out)
+    assert len(notes) == 16 and "AdapterHub/bert-base-uncased_nli_rte_pfeiffer" in notes[-2]
+    shutil.rmtree(root)
+    finished = load_run(tmp_path / "run")
+    assert finished.adapters == list(TASKS)
+    for task in TASKS:  # in today's format, under the name that it has here
+        path = tmp_path / "run" / "adapters" / task
+        assert read_json(path / "adapter_config.json")["name"] == task
+        assert same_tensors(load_file(path / "adapter.safetensors"), source[task])
+        assert finished.bert.adapter_configs[task].non_linearity == "gelu_new"
+
+
+def test_a_head_on_the_pooler_needs_one(tmp_path):
+    reference.encoder("bert").save_pretrained(tmp_path / "encoder")  # which leaves the pooler out
+    with pytest.raises(ValueError, match="it has no pooler"):
+        load_head(Bert.from_pretrained(tmp_path / "encoder"), BERT / "by_layer")
+
+
+ROBERTA, OTHER_MODEL = {"model_type": "roberta"}, "model_type 'roberta', the encoder has 'bert'"
+REFUSED = [  # one in the golden set; its file, and fields of that, or of its "config"; the message
+    ("bottom", "adapter file", {"config": {"mh_adapter": True}}, "non_linearity must be"),
+    ("bottom", "adapter config", {"scaling": "learned"}, "scaling = 'learned'"),
+    ("bottom", "adapter config", {"architecture": "lora", "r": 8}, "'lora'"),
+    ("bottom", "adapter file", ROBERTA, OTHER_MODEL),
+    ("p4", "head file", ROBERTA, OTHER_MODEL),
+    ("fusion-pfeiffer", "adapter_fusion file", ROBERTA, OTHER_MODEL),
+    ("p4", "head config", {"head_type": "tagging"}, "head_type = 'tagging'"),
+    ("p4", "head config", {"layers": 2, "activation_function": "relu"}, "= 'relu'"),
+    ("fusion-pfeiffer", "adapter_fusion config", {"query_before_ln": True}, "query_before_ln"),
+    ("bottom", "adapter tensor", "invertible_adapters.bottom.F.0.weight", "invertible_adapters"),
+    ("bottom", "adapter tensor", "encoder.layer.0.output.loras.bottom.lora_A", "loras"),
+    ("bottom", "adapter tensor", "encoder.layer.7.output.adapters.bottom.x", "layer.7"),
+]
+LOAD = {"adapter": load_adapter, "head": load_head, "adapter_fusion": load_fusion}
+
+
+@pytest.mark.parametrize("name, what, changes, say", REFUSED)
+def test_what_is_refused_leaves_the_encoder_as_it_was(name, what, changes, say, copy):
+    (kind, part), source = what.split(), copy(BERT / name)
+    bert = with_fusion("bert/fusion-houlsby")
+    for member in ("pfeiffer", "p4", "p16"):
+        load_adapter(bert, BERT / member)
+    if part == "tensor":  # one more
+        path = source / "adapter.safetensors"
+        save_file({**load_file(path), f"bert.{changes}": torch.zeros(32, 4)}, path)
+    else:
+        change(source / f"{kind}_config.json", **{part: changes})
+    before = deepcopy(bert.state_dict())
+    with pytest.raises(ValueError) as error:
+        LOAD[kind](bert, source)
+    message = str(error.value)
+    assert say in message and "\n" not in message and str(source) in message
+    assert same_tensors(bert.state_dict(), before)
+
+
+@torch.no_grad()
+def test_every_architecture_of_the_grid(expected):
+    """Of appendix A.2: [CLS] of one example in float64, with the tensors of both_ln."""
+    names = "mh_adapter output_adapter original_ln_before original_ln_after ln_before ln_after"
+    choices = dict.fromkeys(names.split(), (True, False))
+    choices |= {"residual_before_ln": (True, False, "post_add")}
+    choices |= {"adapter_residual_before_ln": (True, False)}
+    grid = [dict(zip(choices, v, strict=True)) for v in itertools.product(*choices.values())]
+    grid = [fields for fields in grid if fields["mh_adapter"] or fields["output_adapter"]]
+    bert = reference.encoder("bert").double()
+    load_adapter(bert, BERT / "both_ln")
+    full = adapter_modules(bert, "both_ln")
+    theirs = load_file(BERT / "grid.safetensors")["hidden_states"]
+    for number, (fields, h) in enumerate(zip(grid, theirs, strict=True)):
+        if h.isnan().all():  # the reference refuses it, too
+            with pytest.raises(ValueError, match="'post_add' needs original_ln_before"):
+                AdapterConfig(**fields)
+            continue
+        add_adapter(bert, f"a{number}", AdapterConfig(**fields, reduction_factor=4))
+        for key, module in adapter_modules(bert, f"a{number}").items():
+            module.load_state_dict(full[key].state_dict(), strict=False)
+        assert difference(run(bert, expected["bert"])[0, 0], h) <= 1e-12, fields
+    assert theirs.isnan().all(1).sum() == 48
+
+
+def test_the_presets():
+    """Two are the reference's, Bapna and Firat's is h + U·relu(D·LN_new(h))."""
+    bert = reference.encoder("bert")
+    for name in ("pfeiffer", "houlsby"):
+        preset = getattr(AdapterConfig, name)
+        load_adapter(bert, BERT / name)
+        assert bert.adapter_configs[name] == preset(reduction_factor=8)
+        assert preset(non_linearity="gelu").non_linearity == "gelu"
+    assert AdapterConfig.bapna(ln_before=False).ln_before is False
+    torch.manual_seed(0)
+    norm, (f, x) = nn.LayerNorm(32), torch.randn(2, 2, 5, 32)
+    bapna = AdapterConfig.bapna(reduction_factor=8).module(32, 0)
+    for p in bapna.parameters():
+        nn.init.normal_(p)
+    h = norm(f + x)
+    z = bapna.up(bapna.down(bapna.norm_before(h)).relu())
+    assert torch.allclose(bapna(f, x, norm), h + z, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*load_file(BERT / "mixed.safetensors")])
+def test_fusions_of_different_adapters(name, expected):
+    """Of which the last one's configuration counts; some are left out of a layer."""
+    bert, theirs = reference.encoder("bert").double(), load_file(BERT / "mixed.safetensors")
+    for member in read_json(BERT / "mixed" / name / "adapter_fusion_config.json")["adapter_names"]:
+        new = BERT / "mixed" / member
+        load_adapter(bert, new if new.is_dir() else BERT / member)
+    load_fusion(bert, BERT / "mixed" / name)
+    assert difference(run(bert, expected["bert"]), theirs[name]) <= 1e-10
+
+
+@torch.no_grad()
+@reference.needs_peer
+def test_the_reference_reads_our_runs(runs, loud_fusion, encoder, tmp_path):
+    """And computes the same, also of an old file, with another GELU; own classes are refused."""
+    ids = torch.tensor([[2, 7, 8, 9, 10, 3], [2, 11, 3, 0, 0, 0], [2, 12, 13, 14, 3, 0]])
+    inputs = {"input_ids": ids, "token_type_ids": (ids > 10).long()}
+    inputs["attention_mask"] = (ids != 0).long()
+    save_file(inputs, tmp_path / "inputs.safetensors")
+    common, plan, ours = {"model": encoder, "inputs": tmp_path / "inputs.safetensors"}, {}, {}
+    for directory in (runs / "rte", runs / "pick", loud_fusion):
+        finished, key = load_run(directory), directory.name
+        shape = [1, 3, 6] if key == "pick" else [3, 6]
+        plan[key] = {**common, "adapters": [directory], "shape": shape}
+        if finished.adapters:
+            copies = [directory / "adapters" / name for name in finished.adapters]
+            plan[key] |= {"adapters": copies, "fusion": directory}
+        ours[key] = finished.model(inputs)
+    bert = Bert.from_pretrained(encoder)
+    old = old_format(BERT / "mixed" / "gelu_new", tmp_path / "old", "old", "old")
+    activate(bert, load_adapter(bert, old))
+    ours["old"] = run(bert, inputs)
+    plan["old"] = {**common, "adapters": [old], "safe": False}
+    finished = load_run(runs / "rte")
+    add_adapter(finished.bert, "own", type("OwnConfig", (AdapterConfig,), {})())
+    add_fusion(finished.bert, ["rte"], type("OwnFusion", (fusion.Fusion,), {}))
+    head = type("OwnHead", (adapter.Head,), {})(finished.model.head.config, finished.bert.config)
+    for name in ("own adapter", "own fusion", "own head"):
+        shutil.copytree(runs / "rte", tmp_path / name)
+        plan[name] = {**common, "adapters": [tmp_path / name], "shape": [3, 6]}
+    adapter.save_adapter(finished.bert, "own", tmp_path / "own adapter")
+    save_fusion(finished.bert, tmp_path / "own fusion")
+    plan["own fusion"]["fusion"] = tmp_path / "own fusion"
+    adapter.save_head(head, finished.bert, "rte", tmp_path / "own head")
+    (tmp_path / "plan.json").write_text(json.dumps(plan, default=str))
+    subprocess.run([reference.PEER, Path(__file__).with_name("peer.py"), tmp_path], check=True)
+    theirs = load_file(tmp_path / "read.safetensors")
+    assert theirs.keys() == ours.keys()
+    for key in ours:
+        tolerance = reference.FP32_TOLERANCE if key == "old" else 1e-6  # logits are small
+        assert difference(ours[key], theirs[key]) <= tolerance, key

@@ -1,5 +1,4 @@
-"""Every kind of vocabulary, and the files beside it, give the ids of transformers (tests/golden);
-what is not known is refused by the name of its field."""
+"""Every kind of vocabulary, and the files beside it, give the ids of transformers."""
 
 import json
 import re
@@ -24,8 +23,7 @@ def test_ids_and_truncation_are_those_of_transformers(kind):
 
 
 def write(directory, words, files):
-    """A vocab.txt with these words behind the special tokens, and JSON files beside it, of which
-    tokenizer.json is that of an uncased tokenizer."""
+    """A vocab.txt with these words, and files beside it; tokenizer.json is an uncased one."""
     vocabulary = "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words.split()])
     directory.mkdir(exist_ok=True)
     (directory / "vocab.txt").write_text(vocabulary + "\n\n", encoding="utf-8-sig")  # with a BOM
