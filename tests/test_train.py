@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 import adapter
@@ -104,72 +103,6 @@ def test_what_an_optimizer_keeps_in_its_groups_is_resumed(command, at_step, tmp_
         main(command("head", tmp_path / "cut"))
     main(command("head", tmp_path / "cut", "--resume"))
     assert_equal(tmp_path / "cut", tmp_path / "whole")
-
-
-def test_the_seed_covers_what_a_fork_draws_for_the_encoder(launch, tmp_path, monkeypatch):
-    """Also where it stays as it was drawn, and is not saved."""
-    drawn, init = [], Bert.__init__
-
-    def with_noise(bert, config):
-        init(bert, config)
-        drawn.append(torch.randn(3))
-
-    monkeypatch.setattr(Bert, "__init__", with_noise)
-    for out in (tmp_path / "a", tmp_path / "b"):
-        torch.randn(5)
-        launch("--stage head --task rte --epochs 1 --seed 3", out=out)
-    before = torch.get_rng_state()
-    load_run(out)
-    assert torch.equal(drawn[0], drawn[1]) and torch.equal(drawn[0], drawn[2])
-    assert torch.equal(torch.get_rng_state(), before)  # loading draws nothing
-
-
-class Gated(nn.Module):
-    """A part of the encoder that a fork adds: a parameter, one that stays as it was drawn, and a
-    buffer that changes in training."""
-
-    def __init__(self):
-        super().__init__()
-        self.gate = nn.Parameter(torch.ones(1))
-        self.drawn = nn.Parameter(torch.randn(3), requires_grad=False)
-        self.register_buffer("mean", torch.zeros(1))
-        self.register_buffer("mask", torch.tensor([True, False]))
-
-    def forward(self, f, x, norm):
-        if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * f.detach().mean()
-        return norm(f * self.gate + x) + self.mean * self.drawn.mean()
-
-
-def build_own(args, bert, task):
-    """BitFit and a prompt, a module with all kinds of tensors, and a frozen helper."""
-    for name, p in bert.own_parameters().items():
-        p.requires_grad_(name.endswith("bias"))
-    bert.prompt = nn.Parameter(torch.randn(1, 1, bert.config.hidden_size))
-    bert.layers[1].output_add_norm.adapters["gated"] = Gated()
-    bert.layers[1].output_add_norm.active = "gated"
-    bert.teacher = nn.Linear(3, 3).requires_grad_(False)
-    bert.embeddings_norm.register_forward_hook(lambda module, given, x: x + bert.prompt)
-
-
-def test_what_a_fork_trains_is_saved_by_name(launch, command, at_step, tmp_path, monkeypatch):
-    """Whatever it is and wherever it stands, also by a checkpoint; but not what stays as it was."""
-    own = {"lr": 1e-2, "epochs": 2, "build": build_own}
-    monkeypatch.setitem(train.STAGES, "own", own)
-    launch("--stage own --task rte --seed 3", out=tmp_path / "run")
-    saved = load_file(tmp_path / "run" / "own.safetensors")
-    parts = ("gate", "drawn", "mean", "mask", "prompt", "bias")
-    assert {name.rpartition(".")[2] for name in saved} == {*parts}
-    assert saved["bert.layers.1.output_add_norm.adapters.gated.mean"].any()
-    run, metrics = load_run(tmp_path / "run"), read_json(tmp_path / "run" / "metrics.json")
-    assert evaluate(run.model, run.task, run.split(), run.args)["loss"] == metrics["dev_loss"]
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    launch("", *command("own", whole))
-    at_step(20, child.stop)
-    with pytest.raises(KeyboardInterrupt):
-        launch("", *command("own", cut))
-    launch("", *command("own", cut, "--resume"))
-    assert_equal(cut, whole)
 
 
 def test_an_adapter_that_is_not_all_of_its_run(launch, runs, tmp_path, capsys):
