@@ -22,7 +22,7 @@ import child
 import train
 from adapter import ADAPTERS, HEADS, Adapter, activate, add_adapter
 from bert import ENCODERS, Bert
-from conftest import WORDS, assert_equal, cli, main, randomize, tiny_encoder
+from conftest import WORDS, assert_equal, cli, interrupt, main, randomize, tiny_encoder
 from data import TASKS
 from experiments import evaluate
 from experiments.load_run import load_run
@@ -324,20 +324,20 @@ COMMANDS |= {"stage own": ("own", ""), "stage multitask": ("multitask", "")}
 
 
 @pytest.fixture(scope="module")
-def trained(command, encoder, encoders):
-    """trained(name, out, ...): what `main` returns of a run of COMMANDS, in bf16, as on a GPU"""
+def words(command, encoder, encoders):
+    """words(name, out, ...) of a run of COMMANDS, in bf16, as on a GPU"""
 
-    def trained(name, out, *more, main=main):
+    def words(name, out, more=""):
         stage, text = COMMANDS[name]
-        text = f"--limit-train 33 --limit-dev 20 --seed 3 --dtype bfloat16 {text}"
+        text = f"--limit-train 33 --limit-dev 20 --seed 3 --dtype bfloat16 {text} {more}"
         model = encoders[name.split()[1]] if "encoder" in name else encoder
-        return main([*command(stage, out, text, model=model), *more])
+        return command(stage, out, text, model=model)
 
-    return trained
+    return words
 
 
 @pytest.fixture(scope="module")
-def run(request, trained, tmp_path_factory):
+def run(request, words, tmp_path_factory):
     """A run of COMMANDS: its name, what `main` returned, and, if it is on one task, the model and
     {name: tensor} before its first step"""
     begun, hold_frozen_in = [], train.hold_frozen_in
@@ -347,7 +347,7 @@ def run(request, trained, tmp_path_factory):
         begun.extend((model, {n: t.clone() for n, t in model.state_dict().items()}))
 
     with patch.object(train, "hold_frozen_in", remember):
-        result = trained(request.param, tmp_path_factory.mktemp("runs") / "run")
+        result = main(words(request.param, tmp_path_factory.mktemp("runs") / "run"))
     return request.param, result, *begun
 
 
@@ -391,13 +391,11 @@ def test_loaded_it_is_the_same_model(run):
 
 
 @every_run
-def test_interrupted_and_resumed_it_ends_in_the_same_files(run, trained, at_step, tmp_path):
+def test_interrupted_and_resumed_it_ends_in_the_same_files(run, words, tmp_path):
     name, result, *_ = run
-    at_step(8, child.stop, signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        trained(name, tmp_path / "cut")
-    trained(name, tmp_path / "cut", "--resume")
-    assert_equal(tmp_path / "cut", Path(result["out"]))
+    interrupt(words(name, tmp_path), 8, signal.SIGINT)
+    main(words(name, tmp_path, "--resume"))
+    assert_equal(tmp_path, Path(result["out"]))
 
 
 @pytest.mark.parametrize("run", ["stage own"], indirect=True)
@@ -410,16 +408,15 @@ def test_what_a_fork_trains_is_saved_by_name(run):
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name.endswith("own")])
-def test_an_entry_of_a_module(name, trained, tmp_path):
+def test_an_entry_of_a_module(name, words, tmp_path):
     """As a user trains and evaluates with --import; without it the name is refused."""
-    out = tmp_path / "run"
-    status, _, error = trained(name, out, "--import", "own_fork", main=child.ends)
+    status, _, error = child.ends(words(name, tmp_path, "--import own_fork"))
     assert status == 0, error
     with contextlib.ExitStack() as stack:
         for table in TABLES:
             stack.enter_context(patch.dict(table)).pop("own", None)
         with pytest.raises(ValueError, match="'own'.*--import"):
-            load_run(out)
+            load_run(tmp_path)
         sys.modules.pop("own_fork")
-        again = evaluate.main([str(out), *cli("--device cpu --import own_fork")])
-    assert again["loss"] == read_json(out / "metrics.json")["dev_loss"]
+        again = evaluate.main(cli(f"{tmp_path} --device cpu --import own_fork"))
+    assert again["loss"] == read_json(tmp_path / "metrics.json")["dev_loss"]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import child
 import train
-from conftest import assert_equal, content, main, thorough
+from conftest import assert_equal, content, interrupt, main, thorough
 from runtime.processes import gather, start_processes, sum_gradients
 
 
@@ -172,7 +172,7 @@ def test_as_a_user_starts_it(command, tmp_path):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("stage", train.STAGES)
-def test_a_gpu(stage, command, quietly, at_step, tmp_path):
+def test_a_gpu(stage, command, quietly, tmp_path):
     """It trains as a CPU does. In bf16, its default, and with the dropout of its own random numbers
     an interrupted run ends as an undisturbed one."""
     gpu, cpu, whole, cut = (tmp_path / name for name in ("gpu", "cpu", "whole", "cut"))
@@ -181,9 +181,7 @@ def test_a_gpu(stage, command, quietly, at_step, tmp_path):
     ours, theirs = ([line["loss"] for line in content(out)[0]] for out in (gpu, cpu))
     assert ours == pytest.approx(theirs, abs=1e-4) and len(ours) == 2
     main(command(stage, whole, "--device cuda --dtype bfloat16"))
-    at_step(15, child.stop)
-    with pytest.raises(KeyboardInterrupt):
-        main(command(stage, cut, "--device cuda --dtype bfloat16"))
+    interrupt(command(stage, cut, "--device cuda --dtype bfloat16"), 15)
     main(command(stage, cut, "--device cuda --dtype bfloat16 --resume"))
     assert_equal(cut, whole)
     assert content(whole)[1]["options"]["dtype"] == "bfloat16"

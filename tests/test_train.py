@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 import adapter
-import child
 import fusion
 import train
 from adapter import AdapterConfig, add_adapter, load_adapter, save_adapter
 from bert import AddNorm, Bert
-from conftest import assert_equal, cli, main, randomize, write_tasks
+from conftest import assert_equal, cli, interrupt, main, randomize, write_tasks
 from experiments import multitask
 from experiments.fusion_weights import mean_weights
 from experiments.load_run import load_run
@@ -72,7 +71,7 @@ def test_the_environment_and_earlier_runs_name_the_encoder(runs, encoder, monkey
     assert resumed.model == str(encoder)  # its own
 
 
-def test_groups_of_parameters(command, at_step, tmp_path, monkeypatch):
+def test_groups_of_parameters(command, tmp_path, monkeypatch):
     """Each learns at its rate; what an optimizer keeps in them is resumed."""
     changes = []
 
@@ -94,9 +93,7 @@ def test_groups_of_parameters(command, at_step, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.optim, "AdamW", Counting)
     main(command("head", tmp_path / "whole"))
     assert changes[0] == pytest.approx([1e-4, 1e-4, 1e-3, 1e-3], rel=0.05)  # Adam's first step
-    at_step(9, child.stop)
-    with pytest.raises(KeyboardInterrupt):
-        main(command("head", tmp_path / "cut"))
+    interrupt(command("head", tmp_path / "cut"), 9)
     main(command("head", tmp_path / "cut", "--resume"))
     assert_equal(tmp_path / "cut", tmp_path / "whole")
 
