@@ -1,7 +1,9 @@
 """A batch in parts, one after another, or each in a process as torchrun starts them, here on CPUs
-with gloo, or on a GPU: the same numbers, and nobody waits for ever."""
+with gloo, or on a GPU, also with --cuda-graphs: the same numbers, and nobody waits for ever."""
 
+import itertools
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,8 +17,12 @@ from safetensors.torch import load_file
 
 import child
 import train
+from adapter import Adapter
 from conftest import assert_equal, content, interrupt, main, thorough
 from runtime.processes import gather, start_processes, sum_gradients
+from runtime.run import Run
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 @pytest.fixture
@@ -37,12 +43,10 @@ def environment(count):
 def together(words, before=()):
     """(exit statuses, the stdout of each, the stderr of each) of processes as torchrun starts them,
     with these words each. before: (rank, what is called in it)"""
-    common = {**environment(len(words))}
-    programs = []
+    programs, common = [], environment(len(words))
     for rank, given in enumerate(words):
         calls = before[1:] if before and before[0] == rank else ()
-        numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        programs.append(child.Program(given, calls, **common, **numbers))
+        programs.append(child.Program(given, calls, **common, RANK=str(rank), LOCAL_RANK=str(rank)))
     return zip(*(program.finish() for program in programs), strict=True)
 
 
@@ -170,7 +174,7 @@ def test_as_a_user_starts_it(command, tmp_path):
     assert f"train.py: interrupted, continue with --resume --out {tmp_path / 'run'}" in errors
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@on_a_gpu
 @pytest.mark.parametrize("stage", train.STAGES)
 def test_a_gpu(stage, command, quietly, tmp_path):
     """It trains as a CPU does. In bf16, its default, and with the dropout of its own random numbers
@@ -185,3 +189,73 @@ def test_a_gpu(stage, command, quietly, tmp_path):
     main(command(stage, cut, "--device cuda --dtype bfloat16 --resume"))
     assert_equal(cut, whole)
     assert content(whole)[1]["options"]["dtype"] == "bfloat16"
+
+
+# A recorded step is the step. Batches of 20 and 16 pairs of up to 27 tokens: several shapes
+GRAPHS = "--task rte --batch-size 20 --epochs 4 --device cuda --cuda-graphs --grad-accumulation"
+Z = Adapter.z
+
+
+@pytest.fixture
+def words(command):
+    """words(stage, out): of a run with dropout"""
+    return lambda stage, out, more="1": command(stage, out, f"{GRAPHS} {more}")
+
+
+@on_a_gpu
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", ["adapter", "fusion", "head", "full"])
+def test_recorded_losses_are_the_eager_ones(stage, dtype, parts, words, tmp_path, monkeypatch):
+    """And so are all files, also of a run that was interrupted; no digit differs in 20 steps."""
+    losses, after_step, more = [], Run.after_step, f"{parts} --dtype {dtype}"
+
+    def keep(run, loss):
+        losses.append(loss.item())
+        if len(losses) == 27:  # in the second run
+            child.stop()
+        after_step(run, loss)
+
+    monkeypatch.setattr(Run, "after_step", keep)
+    train.main(words(stage, tmp_path / "recorded", more))
+    with pytest.raises(KeyboardInterrupt):
+        train.main(words(stage, tmp_path / "cut", more))
+    train.main([*words(stage, tmp_path / "cut", more), "--resume"])
+    monkeypatch.setattr(train, "Recorded", lambda function, *_: function)  # with the same lengths
+    train.main(words(stage, tmp_path / "eager", more))
+    assert len(losses) == 60 and losses[:20] == losses[20:40] == losses[40:]
+    assert len({*losses}) == 20
+    assert_equal(tmp_path / "cut", tmp_path / "recorded")
+    assert_equal(tmp_path / "recorded", tmp_path / "eager")
+
+
+calls = itertools.count()
+
+
+def falling(adapter, h):
+    """A temperature that falls from step to step, as a number of Python's."""
+    return Z(adapter, h) / 0.9 ** next(calls)
+
+
+def at_random(adapter, h):
+    return Z(adapter, h) * random.uniform(1, 100)
+
+
+@on_a_gpu
+@pytest.mark.parametrize("more", ["1", "1 --batch-size 48"])  # five steps an epoch; two
+@pytest.mark.parametrize("edit", [falling, at_random])
+def test_what_has_changed_since(edit, more, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(Adapter, "z", edit)
+    with pytest.raises(ValueError, match="has changed since it was recorded.*without --cuda"):
+        train.main(words("adapter", tmp_path / "run", f"{more} --epochs 8 --patience 8"))
+
+
+def ask_for_a_number():
+    Adapter.z = lambda adapter, h: Z(adapter, h) * h.mean().abs().item()
+
+
+@on_a_gpu
+def test_what_cannot_be_recorded(words, tmp_path):
+    """In a process of its own, which cannot go on."""
+    status, _, error = child.ends(words("adapter", tmp_path), (ask_for_a_number,))
+    assert status == 2 and "cannot be recorded" in error and "Traceback" not in error

@@ -125,17 +125,13 @@ def test_a_full_disk(step, command, refused, whole, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["loss", "accuracy"])
 def test_what_is_not_finite(name, command, refused, monkeypatch, tmp_path):
     """On development examples, one's own score, too: the best epoch so far is kept, and marked."""
-    evaluate, calls = train.evaluate, []
-
-    def instead(*given):
-        calls.append(1)
-        return evaluate(*given) | ({name: math.nan} if len(calls) > 1 else {})
-
-    monkeypatch.setattr(train, "evaluate", instead)
+    found = {"accuracy": 0.5, "loss": 1.0}
+    evaluate = Mock(side_effect=[found, {**found, name: math.nan}])
+    monkeypatch.setattr(train, "evaluate", evaluate)
     problem = f"development {name} is not finite in epoch 2", f"epoch 1 is kept in {tmp_path}"
     refused(command("adapter", tmp_path), *problem)
     result = main(command("adapter", tmp_path, "--resume"))
-    assert result["diverged"] and result["best_epoch"] == 1 and len(calls) == 2
+    assert result["diverged"] and result["best_epoch"] == 1 and evaluate.call_count == 2
 
 
 OTHER = [  # options; a copied input, a file in it and its change; what the run says
@@ -166,7 +162,7 @@ def cut(command, tmp_path_factory):
 @pytest.mark.parametrize("case", OTHER)
 def test_resume_knows_another_command(case, command, whole, cut, encoder, data_dir, runs, tmp_path):
     """With another option, or with other files: a finished run, and one that was stopped."""
-    (text, changed, wanted) = case
+    text, changed, wanted = case
     given = {"model": encoder, "data_dir": data_dir, "runs": runs}
     if changed:
         name, file, how = changed
