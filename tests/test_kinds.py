@@ -26,14 +26,7 @@ from data import TASKS
 from experiments import evaluate
 from experiments.load_run import load_run
 from formats.files import read_json
-from fusion import (
-    FUSIONS,
-    Fusion,
-    active_fusions,
-    add_fusion,
-    fusion_regularization,
-    fusion_weights,
-)
+from fusion import FUSIONS, Fusion, active_fusions, add_fusion, fusion_weights
 from reference import FIELDS
 from runtime.scores import CLASS_SCORES
 
@@ -221,7 +214,7 @@ def test_one_state_says_what_is_computed(encoder, kind):
     for active in ("a", None):
         activate(bert, active)
         bert(*inputs())
-        assert fusion_regularization(bert) == 0
+        assert train.fusion_regularization(bert) == 0
         with pytest.raises(ValueError, match="no fusion is active"):
             fusion_weights(bert)
     for names in (("b", "a"), ("a",), ("a", "b", "c")):
@@ -229,7 +222,7 @@ def test_one_state_says_what_is_computed(encoder, kind):
             activate(bert, names)
     assert bert.active is None
     activate(bert, ("a", "b"))
-    assert torch.equal(bert(*inputs()), h) and fusion_regularization(bert) > 0
+    assert torch.equal(bert(*inputs()), h) and train.fusion_regularization(bert) > 0
     assert all(torch.equal(fusion_weights(bert)[key], s[key]) for key in s)
     assert torch.equal(copy.deepcopy(bert)(*inputs()), h)
 
@@ -287,7 +280,7 @@ def test_all_is_computed_on_one_device(encoder, kind, fusion_kind):
         logits = model(batch_of())
         labels = torch.zeros(len(logits), device="meta")
         loss = task.loss(logits, labels if len(task.labels) == 1 else labels.long())
-        (loss + fusion_regularization(bert)).backward()
+        (loss + train.fusion_regularization(bert)).backward()
         assert task.predict(logits).shape == labels.shape
 
 
@@ -400,15 +393,14 @@ def test_what_a_fork_trains_is_saved_by_name(run):
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name.endswith("own")])
-def test_an_entry_of_a_module(name, words, tmp_path):
+def test_an_entry_of_a_module(name, words, tmp_path, monkeypatch):
     """As a user trains and evaluates with --import; without it the name is refused."""
     status, _, error = child.ends(words(name, tmp_path, "--import own_fork"))
     assert status == 0, error
-    with contextlib.ExitStack() as stack:
-        for table in TABLES:
-            stack.enter_context(patch.dict(table)).pop("own", None)
-        with pytest.raises(ValueError, match="'own'.*--import"):
-            load_run(tmp_path)
-        sys.modules.pop("own_fork")
-        again = evaluate.main(cli(f"{tmp_path} --device cpu --import own_fork"))
+    for table in TABLES:
+        monkeypatch.delitem(table, "own")
+    with pytest.raises(ValueError, match="'own'.*--import"):
+        load_run(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_fork")
+    again = evaluate.main(cli(f"{tmp_path} --device cpu --import own_fork"))
     assert again["loss"] == read_json(tmp_path / "metrics.json")["dev_loss"]
