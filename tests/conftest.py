@@ -158,15 +158,21 @@ def main(words):
     return (multitask if "--tasks" in words else train).main(words)
 
 
+def interrupt(words, n, number=signal.SIGTERM):
+    """Runs a command that a signal stops in its n-th step; what it says."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt) as stopped:
+        child.at_step(n, child.stop, number, put=patch.setattr)
+        main(words)
+    return str(stopped.value)
+
+
 @pytest.fixture(scope="session")
 def launch(encoder, data_dir):
     """launch("--stage head --task rte", out=path): what `main` returns, on the tiny data."""
 
     def launch(text, *words, **options):
-        given = [*cli(text), *map(str, words), *cli(**options)]
-        return main(
-            [*cli("--device cpu --dtype float32", model=encoder, data_dir=data_dir), *given]
-        )
+        common = cli("--device cpu --dtype float32", model=encoder, data_dir=data_dir)
+        return main([*common, *cli(text), *map(str, words), *cli(**options)])
 
     return launch
 
@@ -185,25 +191,20 @@ def runs(launch, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def loud_fusion(runs, tmp_path_factory):
-    """The fusion run with weights that differ between adapters, tokens and layers, of adapters that
-    speak up: queries 100 times as large, V 20 times."""
+    """The fusion run with weights that differ between adapters, tokens and layers."""
     run = shutil.copytree(runs / "fusion-rte", tmp_path_factory.mktemp("loud") / "fusion")
-    path, larger = run / "model_adapter_fusion.safetensors", {"query": 100, "value": 20, "key": 1}
-    save_file({name: larger[name.split(".")[-2]] * p for name, p in load_file(path).items()}, path)
+    for factor, part in ((100, ".query."), (20, ".value.")):
+        times(factor, part)(run / "model_adapter_fusion.safetensors")
     return run
 
 
 @pytest.fixture(scope="session")
 def command(encoder, data_dir, runs):
-    """command("fusion", out, "--resume", epochs=1): the words of a short run of a stage, two epochs
-    of twelve steps, with several tasks of eight."""
+    """command("fusion", out, "--resume", epochs=1): the words of a run of two short epochs."""
 
     def command(stage, out, more="", **options):
-        words = cli(
-            "--task sst2 --device cpu --dtype float32 --epochs 2 --batch-size 8 --lr 5e-3",
-            stage=stage,
-        )
-        words += cli(model=encoder, data_dir=data_dir, out=out)
+        words = cli("--task sst2 --device cpu --dtype float32 --epochs 2 --batch-size 8 --lr 5e-3")
+        words += cli(stage=stage, model=encoder, data_dir=data_dir, out=out)
         if stage == "multitask":
             words += cli("--tasks sst2 pick --steps-per-epoch 8")
         if stage == "fusion":
@@ -220,12 +221,6 @@ def bf16_everywhere(monkeypatch):
 
 
 @pytest.fixture
-def at_step(monkeypatch):
-    """at_step(n, function, ...): the run calls the function in its n-th step."""
-    return partial(child.at_step, put=monkeypatch.setattr)
-
-
-@pytest.fixture
 def copy(tmp_path):
     """copy(directory): tmp_path/copy, to be damaged."""
     return partial(shutil.copytree, dst=tmp_path / "copy", dirs_exist_ok=True)
@@ -235,10 +230,10 @@ def copy(tmp_path):
 def refused(capsys):
     """refused(words, "text", ...): a command ends with status 2 and one line, with the texts."""
 
-    def refused(words, *texts, name="train.py", main=main):
+    def refused(words, *texts, main=main):
         capsys.readouterr()
         with pytest.raises(SystemExit) as exit:
-            run_command(name, main, [str(word) for word in words])
+            run_command("train.py", main, [str(word) for word in words])
         error = capsys.readouterr().err
         lines = [line for line in error.splitlines() if not line.startswith("note: ")]
         assert exit.value.code == 2 and len(lines) == 1 and len(lines[0]) < 1500, error
@@ -265,8 +260,7 @@ def content(run):
 
 
 def assert_equal(run, other):
-    for ours, theirs in zip(content(run), content(other), strict=True):
-        assert ours == theirs
+    assert content(run) == content(other)
 
 
 def randomize(bert, part):

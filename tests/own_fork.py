@@ -10,8 +10,14 @@ import train
 
 
 class OwnBert(bert.Bert):
+    """Its positions begin at a random one, which is drawn again wherever it is built."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.first = torch.randint(20, ()).item()
+
     def positions(self, input_ids):
-        return super().positions(input_ids) + 3
+        return super().positions(input_ids) + self.first
 
 
 class OwnConfig(adapter.AdapterConfig):
@@ -53,15 +59,37 @@ class MeanHead(adapter.Head):
         return super().forward(self.mlp(mean))
 
 
-def adapter_and_biases(args, bert, task):
+class Gated(torch.nn.Module):
+    """A parameter, one that stays as it was drawn, and a buffer that changes in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = torch.nn.Parameter(torch.ones(1))
+        self.drawn = torch.nn.Parameter(torch.randn(3), requires_grad=False)
+        self.register_buffer("mean", torch.zeros(1))
+        self.register_buffer("mask", torch.tensor([True, False]))
+
+    def forward(self, f, x, norm):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * f.detach().mean()
+        return norm(f * self.gate + x) + self.mean * self.drawn.mean()
+
+
+def build_own(args, bert, task):
+    """An adapter, all biases, a prompt, a module of a fork's own, and a frozen helper."""
     adapter.add_adapter(bert, task.name, adapter.ADAPTERS[args.adapter](**args.adapter_config))
     for name, p in bert.own_parameters().items():
         p.requires_grad_(name.endswith("bias"))
+    bert.prompt = torch.nn.Parameter(torch.randn(1, 1, bert.config.hidden_size))
+    bert.embeddings_norm.register_forward_hook(lambda module, given, x: x + bert.prompt)
+    bert.layers[1].attention_add_norm.adapters["gated"] = Gated()
+    bert.layers[1].attention_add_norm.active = "gated"
+    bert.teacher = torch.nn.Linear(3, 3).requires_grad_(False)
 
 
 bert.ENCODERS["own"] = OwnBert
 adapter.ADAPTERS["own"] = OwnConfig
 fusion.FUSIONS["own"] = Scaled
 adapter.HEADS["own"] = MeanHead
-train.STAGES["own"] = {"lr": 5e-3, "epochs": 2, "build": adapter_and_biases}
+train.STAGES["own"] = {"lr": 5e-3, "epochs": 2, "build": build_own}
 data.TASKS["own"] = data.Task(None, ("sentence1", "sentence2"), [*"012345"])

@@ -8,32 +8,25 @@ import importlib
 import re
 import signal
 import sys
-from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 
 import child
 import train
-from adapter import ADAPTERS, HEADS, Adapter, Head, activate, add_adapter
+from adapter import ADAPTERS, HEADS, Adapter, activate, add_adapter
 from bert import ENCODERS, Bert
-from conftest import WORDS, assert_equal, cli, main, randomize, tiny_encoder
+from conftest import WORDS, assert_equal, cli, interrupt, main, randomize, tiny_encoder
 from data import TASKS
 from experiments import evaluate
 from experiments.load_run import load_run
 from formats.files import read_json
-from fusion import (
-    FUSIONS,
-    Fusion,
-    active_fusions,
-    add_fusion,
-    fusion_regularization,
-    fusion_weights,
-)
+from fusion import FUSIONS, Fusion, active_fusions, add_fusion, fusion_weights
 from reference import FIELDS
 from runtime.scores import CLASS_SCORES
 
@@ -120,41 +113,34 @@ def outputs_and_gradients(bert, given):
     return [h, *torch.autograd.grad(h.pow(3).sum(), trained)]
 
 
-def forward_by_textbook(fusion, *given):
-    with patch("fusion.has_low_rank", lambda *_: False):
-        return Fusion.forward(fusion, *given)
-
-
 @every_fused_adapter
 @pytest.mark.parametrize("fusion_kind", FUSION_KINDS)
-def test_the_form_that_is_used_is_the_textbooks(encoder, kind, fusion_kind, monkeypatch):
+def test_the_form_that_is_used_is_the_textbooks(encoder, kind, fusion_kind):
     """Many tokens and few, with dropout, in any order. What was added last is trained alone."""
     bert, names = new_bert(encoder, kind, "abc"), "abc"
     assert all(".adapters.c." in n for n, p in bert.named_parameters() if p.requires_grad)
     fuse(bert, names, fusion_kind)
     assert all(".fusion." in n for n, p in bert.named_parameters() if p.requires_grad)
-    textbook = copy.deepcopy(bert)
-    for fusion in active_fusions(textbook).values():
-        monkeypatch.setattr(fusion, "forward", partial(forward_by_textbook, fusion))
-    many = inputs()
+    fusions, many = active_fusions(bert), inputs()
     for training in (False, True):
         for given in (many, [tensor[1:2, :4] for tensor in many]):
-            both = [outputs_and_gradients(b.train(training), given) for b in (bert, textbook)]
-            assert all(map(close, *both))
-            for key, fusion in active_fusions(bert).items():
-                assert close(fusion.s, active_fusions(textbook)[key].s)
+            ours = outputs_and_gradients(bert.train(training), given)
+            ours += [fusion.s for fusion in fusions.values()]
+            with patch("fusion.has_low_rank", lambda *_: False):
+                textbook = outputs_and_gradients(bert, given)
+            assert all(map(close, ours, [*textbook, *(fusion.s for fusion in fusions.values())]))
     h = bert.eval()(*many)
-    sums = torch.stack([fusion.s.sum(-1) for fusion in active_fusions(bert).values()])
+    sums = torch.stack([fusion.s.sum(-1) for fusion in fusions.values()])
     assert close(sums, torch.ones_like(sums))
     fuse(bert, names[::-1], fusion_kind)
     for key, fusion in active_fusions(bert).items():
-        fusion.load_state_dict(active_fusions(textbook)[key].state_dict())
+        fusion.load_state_dict(fusions[key].state_dict())
     assert close(bert(*many), h)
     activate(bert)  # the adapters do speak
     assert not torch.allclose(bert(*many), h, atol=1e-3)
 
 
-BOTTLENECK, Z, SOFTMAX, HEAD = Adapter.bottleneck, Adapter.z, Fusion.softmax, Head.forward
+BOTTLENECK, Z, SOFTMAX = Adapter.bottleneck, Adapter.z, Fusion.softmax
 TEXTBOOK, ALONE, CLOSE = Fusion.textbook, Adapter.forward, Adapter.close
 
 
@@ -219,18 +205,6 @@ def test_an_edit_acts_in_both_stages_or_is_refused(quiet_encoder, owner, name, e
     assert all(map(torch.equal, after, alone_and_fused()))
 
 
-def test_all_tokens_of_the_last_layer_count(encoder, monkeypatch):
-    """For a head that reads their mean, and for an adapter that looks at others than its own."""
-    bert = new_bert(encoder, "pfeiffer", "a", torch.float32)
-    model = train.Model(bert, new_head("cls", TASK_KINDS[0], bert)).eval()
-    last, found = bert.slots[1, "output"].adapters["a"], [model(batch_of())]
-    last.z = lambda h: Z(last, h.roll(1, 1))
-    found.append(model(batch_of()))
-    monkeypatch.setattr(Head, "forward", lambda self, h, mask: HEAD(self, h.mean(1, keepdim=True)))
-    found.append(model(batch_of()))
-    assert not any(torch.equal(found[i], found[j]) for i, j in ((0, 1), (1, 2)))
-
-
 @pytest.mark.parametrize("kind", ["pfeiffer", "pal"])
 def test_one_state_says_what_is_computed(encoder, kind):
     """Without an active fusion: no weights, no penalty; in another order it is another fusion."""
@@ -240,7 +214,7 @@ def test_one_state_says_what_is_computed(encoder, kind):
     for active in ("a", None):
         activate(bert, active)
         bert(*inputs())
-        assert fusion_regularization(bert) == 0
+        assert train.fusion_regularization(bert) == 0
         with pytest.raises(ValueError, match="no fusion is active"):
             fusion_weights(bert)
     for names in (("b", "a"), ("a",), ("a", "b", "c")):
@@ -248,7 +222,7 @@ def test_one_state_says_what_is_computed(encoder, kind):
             activate(bert, names)
     assert bert.active is None
     activate(bert, ("a", "b"))
-    assert torch.equal(bert(*inputs()), h) and fusion_regularization(bert) > 0
+    assert torch.equal(bert(*inputs()), h) and train.fusion_regularization(bert) > 0
     assert all(torch.equal(fusion_weights(bert)[key], s[key]) for key in s)
     assert torch.equal(copy.deepcopy(bert)(*inputs()), h)
 
@@ -306,7 +280,7 @@ def test_all_is_computed_on_one_device(encoder, kind, fusion_kind):
         logits = model(batch_of())
         labels = torch.zeros(len(logits), device="meta")
         loss = task.loss(logits, labels if len(task.labels) == 1 else labels.long())
-        (loss + fusion_regularization(bert)).backward()
+        (loss + train.fusion_regularization(bert)).backward()
         assert task.predict(logits).shape == labels.shape
 
 
@@ -319,9 +293,10 @@ STAGES = {
     "full": r"",
     "multitask": r"",
     "houlsby": r"\.adapters\.sst2\.|norm\.(weight|bias)$|^head\.",
-    "own": r"^bert\.(?!.*\.adapters\.).*bias|\.adapters\.sst2\.|^head\.",
+    "own": r"^bert\.(?!.*\.adapters\.).*bias|\.adapters\.sst2\.|\.gate$|\.prompt$|^head\.",
 }
 NOT_TRAINED = {"own": r"\.down\.", "fusion mean": r"\.fusion\.(query|key)\."}
+NOT_TRAINED["stage own"] = r"\.teacher\."
 COMMANDS = {kind: ("adapter", f"--adapter {kind}") for kind in ADAPTER_KINDS}
 COMMANDS |= {f"fusion {kind}": ("fusion", f"--fusion {kind}") for kind in FUSION_KINDS}
 COMMANDS["fusion own"] = ("fusion", "--fusion own --fusion-config power=2")
@@ -334,108 +309,98 @@ COMMANDS |= {"stage own": ("own", ""), "stage multitask": ("multitask", "")}
 
 
 @pytest.fixture(scope="module")
-def trained(command, encoder, encoders):
-    """trained(name, out, ...): what `main` returns of a run of COMMANDS, in bf16, as on a GPU"""
+def words(command, encoder, encoders):
+    """words(name, out, ...) of a run of COMMANDS, in bf16, as on a GPU"""
 
-    def trained(name, out, *more, main=main):
+    def words(name, out, more=""):
         stage, text = COMMANDS[name]
-        text = f"--limit-train 33 --limit-dev 20 --seed 3 --dtype bfloat16 {text}"
+        text = f"--limit-train 33 --limit-dev 20 --seed 3 --dtype bfloat16 {text} {more}"
         model = encoders[name.split()[1]] if "encoder" in name else encoder
-        return main([*command(stage, out, text, model=model), *more])
+        return command(stage, out, text, model=model)
 
-    return trained
+    return words
 
 
 @pytest.fixture(scope="module")
-def run_of(trained, tmp_path_factory):
-    """run_of(name): what `main` returned, the model, and {name: tensor} before its first step; each
-    command is run once."""
-    known, hold_frozen_in = {}, train.hold_frozen_in
+def run(request, words, tmp_path_factory):
+    """A run of COMMANDS: its name, what `main` returned, and, if it is on one task, the model and
+    {name: tensor} before its first step"""
+    begun, hold_frozen_in = [], train.hold_frozen_in
 
-    def run_of(name):
-        begun = []
+    def remember(model, own, dtype):
+        hold_frozen_in(model, own, dtype)
+        begun.extend((model, {n: t.clone() for n, t in model.state_dict().items()}))
 
-        def remember(model, own, dtype):
-            hold_frozen_in(model, own, dtype)
-            begun.append((model, {n: t.clone() for n, t in model.state_dict().items()}))
-
-        if name not in known:
-            out = tmp_path_factory.mktemp("runs") / "run"
-            with patch.object(train, "hold_frozen_in", remember):
-                known[name] = trained(name, out), *begun[0]
-        return known[name]
-
-    return run_of
+    with patch.object(train, "hold_frozen_in", remember):
+        result = main(words(request.param, tmp_path_factory.mktemp("runs") / "run"))
+    return request.param, result, *begun
 
 
 ONE_TASK = [name for name in COMMANDS if name != "stage multitask"]
-every_command = pytest.mark.parametrize("name", COMMANDS)
+every_run = pytest.mark.parametrize("run", COMMANDS, indirect=True)
+every_run_on_one_task = pytest.mark.parametrize("run", ONE_TASK, indirect=True)
 
 
-@pytest.mark.parametrize("name", ONE_TASK)
-def test_what_is_new_is_trained_and_nothing_else_moves(name, run_of):
+@every_run_on_one_task
+def test_what_is_new_is_trained_and_nothing_else_moves(run):
     """Not by a single bit."""
-    result, model, before = run_of(name)
-    parameters = {n: model.get_parameter(n) for n in before if n not in dict(model.named_buffers())}
-    new = {n for n in parameters if re.search(STAGES[result["stage"]], n)}
-    new = {n for n in new if name not in NOT_TRAINED or not re.search(NOT_TRAINED[name], n)}
+    name, result, model, before = run
+    parameters, of_stage = dict(model.named_parameters()), STAGES[result["stage"]]
+    fixed = {n for n in parameters if not re.search(of_stage, n)}
+    new = parameters.keys() - fixed
+    new -= {n for n in new if name in NOT_TRAINED and re.search(NOT_TRAINED[name], n)}
     assert {n for n, p in parameters.items() if p.requires_grad} == new
     assert result["trained_parameters"] == sum(parameters[n].numel() for n in new)
     moved = {n for n, p in parameters.items() if not torch.equal(p, before[n])}
     # the last bias of a multiple-choice head is the same for all choices
     assert moved - {"head.layers.4.bias"} == new - {"head.layers.4.bias"}
     assert {parameters[n].dtype for n in new} == {torch.float32}
-    if (
-        result["stage"] in ("adapter", "fusion", "head") and name != "own"
-    ):  # it freezes some of its own
-        frozen = {
-            p.dtype for n, p in parameters.items() if not re.search(STAGES[result["stage"]], n)
-        }
-        assert frozen == {torch.bfloat16}
+    if result["stage"] in ("adapter", "fusion", "head") and name != "own":  # which freezes its own
+        assert {parameters[n].dtype for n in fixed} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("name", ONE_TASK)
-def test_loaded_it_is_the_same_model(name, run_of):
+@every_run_on_one_task
+def test_loaded_it_is_the_same_model(run):
     """And `load_run` draws nothing."""
-    result, model, _ = run_of(name)
+    _, result, model, _ = run
     torch.manual_seed(5)
     random = torch.get_rng_state()
-    run = load_run(result["out"])
+    loaded = load_run(result["out"])
     assert torch.equal(torch.get_rng_state(), random)
-    saved = run.model.state_dict()
+    saved = loaded.model.state_dict()
     assert saved.keys() == model.state_dict().keys()
     assert all(torch.equal(tensor, saved[n]) for n, tensor in model.state_dict().items())
-    found = train.evaluate(run.model, run.task, run.split(), run.args)
+    found = train.evaluate(loaded.model, loaded.task, loaded.split(), loaded.args)
     assert found["loss"] == result["dev_loss"]
-    assert found[run.args.score] == result[run.args.score]
+    assert found[loaded.args.score] == result[loaded.args.score]
 
 
-@every_command
-def test_interrupted_and_resumed_it_ends_in_the_same_files(
-    name, run_of, trained, command, at_step, tmp_path
-):
-    if name == "stage multitask":
-        whole = trained(name, tmp_path / "whole")["out"]
-    else:
-        whole = run_of(name)[0]["out"]
-    at_step(8, child.stop, signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        trained(name, tmp_path / "cut")
-    trained(name, tmp_path / "cut", "--resume")
-    assert_equal(tmp_path / "cut", Path(whole))
+@every_run
+def test_interrupted_and_resumed_it_ends_in_the_same_files(run, words, tmp_path):
+    name, result, *_ = run
+    interrupt(words(name, tmp_path), 8, signal.SIGINT)
+    main(words(name, tmp_path, "--resume"))
+    assert_equal(tmp_path, Path(result["out"]))
+
+
+@pytest.mark.parametrize("run", ["stage own"], indirect=True)
+def test_what_a_fork_trains_is_saved_by_name(run):
+    """Whatever it is and wherever it stands, but not what stays as it was."""
+    saved = load_file(Path(run[1]["out"]) / "own.safetensors")
+    parts = {"gate", "drawn", "mean", "mask", "prompt", "bias"}
+    assert {name.rpartition(".")[2] for name in saved} == parts
+    assert saved["bert.layers.1.attention_add_norm.adapters.gated.mean"].any()
 
 
 @pytest.mark.parametrize("name", [name for name in COMMANDS if name.endswith("own")])
-def test_an_entry_of_a_module(name, trained, tmp_path):
+def test_an_entry_of_a_module(name, words, tmp_path, monkeypatch):
     """As a user trains and evaluates with --import; without it the name is refused."""
-    out = tmp_path / "run"
-    status, _, error = trained(name, out, "--import", "own_fork", main=child.ends)
+    status, _, error = child.ends(words(name, tmp_path, "--import own_fork"))
     assert status == 0, error
-    with contextlib.ExitStack() as stack:
-        for table in TABLES:
-            stack.enter_context(patch.dict(table)).pop("own", None)
-        with pytest.raises(ValueError, match="'own'.*--import"):
-            load_run(out)
-        sys.modules.pop("own_fork")
-        again = evaluate.main([str(out), *cli("--device cpu --import own_fork")])
-    assert again["loss"] == read_json(out / "metrics.json")["dev_loss"]
+    for table in TABLES:
+        monkeypatch.delitem(table, "own")
+    with pytest.raises(ValueError, match="'own'.*--import"):
+        load_run(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_fork")
+    again = evaluate.main(cli(f"{tmp_path} --device cpu --import own_fork"))
+    assert again["loss"] == read_json(tmp_path / "metrics.json")["dev_loss"]

@@ -15,8 +15,10 @@ from safetensors.torch import load_file
 
 import child
 import train
-from conftest import assert_equal, content, main, thorough
+from conftest import assert_equal, content, interrupt, main, thorough
 from runtime.processes import gather, start_processes, sum_gradients
+
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
 @pytest.fixture
@@ -37,12 +39,10 @@ def environment(count):
 def together(words, before=()):
     """(exit statuses, the stdout of each, the stderr of each) of processes as torchrun starts them,
     with these words each. before: (rank, what is called in it)"""
-    common = {**environment(len(words))}
-    programs = []
+    programs, common = [], environment(len(words))
     for rank, given in enumerate(words):
         calls = before[1:] if before and before[0] == rank else ()
-        numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        programs.append(child.Program(given, calls, **common, **numbers))
+        programs.append(child.Program(given, calls, **common, RANK=str(rank), LOCAL_RANK=str(rank)))
     return zip(*(program.finish() for program in programs), strict=True)
 
 
@@ -85,25 +85,21 @@ def test_the_same_numbers_in_parts(stage, count, text, quietly, tmp_path):
 
 
 def exchange(rank, environment):
-    """(what was gathered; the gradients of three parameters, which both processes, one and none of
-    them have; whether the first is the same tensor as before), in a process"""
+    """What a process gathers, and gradients of parameters that both, one and none of them have"""
     os.environ.update(environment, RANK=str(rank))
     start_processes(torch.device("cpu"))
-    parameters = [torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(3)]
-    both, one, _ = parameters
+    both, one, none = (torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(3))
     before = both.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).T  # not contiguous
-    if rank == 1:
-        one.grad = torch.ones(2, 2)
-    sum_gradients(parameters)
-    gradients = [p.grad if p.grad is None else p.grad.tolist() for p in parameters]
-    return gather({"rank": rank}), gradients, both.grad is before
+    one.grad = torch.ones(2, 2) if rank == 1 else None
+    sum_gradients([both, one, none])
+    assert both.grad is before and none.grad is None
+    return gather({"rank": rank}), both.grad.tolist(), one.grad.tolist()
 
 
 def test_what_processes_exchange():
     with ProcessPoolExecutor(2, child.context) as pool:
         found = [*pool.map(exchange, range(2), [environment(2)] * 2)]
-    gradients = [[[2, 6], [4, 8]], [[1, 1], [1, 1]], None]
-    assert found == [([{"rank": 0}, {"rank": 1}], gradients, True)] * 2
+    assert found == [([{"rank": 0}, {"rank": 1}], [[2, 6], [4, 8]], [[1, 1], [1, 1]])] * 2
     assert gather("alone") == ["alone"]
 
 
@@ -170,9 +166,9 @@ def test_as_a_user_starts_it(command, tmp_path):
     assert f"train.py: interrupted, continue with --resume --out {tmp_path / 'run'}" in errors
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@on_a_gpu
 @pytest.mark.parametrize("stage", train.STAGES)
-def test_a_gpu(stage, command, quietly, at_step, tmp_path):
+def test_a_gpu(stage, command, quietly, tmp_path):
     """It trains as a CPU does. In bf16, its default, and with the dropout of its own random numbers
     an interrupted run ends as an undisturbed one."""
     gpu, cpu, whole, cut = (tmp_path / name for name in ("gpu", "cpu", "whole", "cut"))
@@ -181,9 +177,7 @@ def test_a_gpu(stage, command, quietly, at_step, tmp_path):
     ours, theirs = ([line["loss"] for line in content(out)[0]] for out in (gpu, cpu))
     assert ours == pytest.approx(theirs, abs=1e-4) and len(ours) == 2
     main(command(stage, whole, "--device cuda --dtype bfloat16"))
-    at_step(15, child.stop)
-    with pytest.raises(KeyboardInterrupt):
-        main(command(stage, cut, "--device cuda --dtype bfloat16"))
+    interrupt(command(stage, cut, "--device cuda --dtype bfloat16"), 15)
     main(command(stage, cut, "--device cuda --dtype bfloat16 --resume"))
     assert_equal(cut, whole)
     assert content(whole)[1]["options"]["dtype"] == "bfloat16"

@@ -16,7 +16,7 @@ import pytest
 import child
 import train
 from child import ends
-from conftest import assert_equal, change, main, read_lines, thorough_after_first, times
+from conftest import assert_equal, change, interrupt, main, read_lines, thorough_after_first, times
 
 
 @pytest.fixture(scope="module")
@@ -75,11 +75,8 @@ def test_the_second_signal_ends_at_once(command, tmp_path):
     assert status == -signal.SIGTERM and "stopping after this step" in said and not error
 
 
-def test_a_signal_in_the_last_evaluation(command, at_step, tmp_path):
-    """The run is finished."""
-    at_step(34, child.stop)
-    with pytest.raises(KeyboardInterrupt, match="run is finished"):
-        main(command("adapter", tmp_path / "run"))
+def test_a_signal_in_the_last_evaluation(command, tmp_path):
+    assert "run is finished" in interrupt(command("adapter", tmp_path / "run"), 34)
 
 
 def test_overwrite(command, whole, tmp_path):
@@ -110,11 +107,12 @@ def test_weights_are_never_cleared_unasked(stage, command, refused, whole, tmp_p
 
 
 @pytest.mark.parametrize("step", [7, 34])
-def test_a_full_disk(step, command, refused, at_step, whole, tmp_path):
+def test_a_full_disk(step, command, refused, whole, tmp_path, monkeypatch):
     """In training, and in the last batch of the last evaluation: from there on a file takes no more
     bytes. --resume of the run that was continued has nothing to do."""
     out, limit = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
-    at_step(step, resource.setrlimit, resource.RLIMIT_FSIZE, (0, limit[1]))
+    no_more = resource.setrlimit, resource.RLIMIT_FSIZE, (0, limit[1])
+    child.at_step(step, *no_more, put=monkeypatch.setattr)
     try:
         refused(command("fusion", out))
     finally:
@@ -127,20 +125,20 @@ def test_a_full_disk(step, command, refused, at_step, whole, tmp_path):
 @pytest.mark.parametrize("name", ["loss", "accuracy"])
 def test_what_is_not_finite(name, command, refused, monkeypatch, tmp_path):
     """On development examples, one's own score, too: the best epoch so far is kept, and marked."""
-    evaluate, calls = train.evaluate, []
-
-    def instead(*given):
-        calls.append(1)
-        return evaluate(*given) | ({name: math.nan} if len(calls) > 1 else {})
-
-    monkeypatch.setattr(train, "evaluate", instead)
+    found = {"accuracy": 0.5, "loss": 1.0}
+    evaluate = Mock(side_effect=[found, {**found, name: math.nan}])
+    monkeypatch.setattr(train, "evaluate", evaluate)
     problem = f"development {name} is not finite in epoch 2", f"epoch 1 is kept in {tmp_path}"
     refused(command("adapter", tmp_path), *problem)
     result = main(command("adapter", tmp_path, "--resume"))
-    assert result["diverged"] and result["best_epoch"] == 1 and len(calls) == 2
+    assert result["diverged"] and result["best_epoch"] == 1 and evaluate.call_count == 2
 
 
-OTHER = [  # options; an input, which is a copy, a file in it and its change; what the run says
+OTHER = [  # options; a copied input, a file in it and its change; what the run says
+    ("--adapters {runs}/rte", None, "adapters = "),
+    ("--adapters {runs}/pick {runs}/rte", None, "adapters = "),
+    ("--adapters {runs}/rte {runs}/pick {runs}/sst2", None, "adapters = "),
+    ("", ("runs", "rte/adapter.safetensors", times(2)), "holds a run with adapter rte = "),
     ("--grad-accumulation 2", None, ""),
     ("", ("model", "vocab.txt", ("", "")), ""),  # the same files elsewhere
     ("--max-length 9", None, "max_length = 48, not 9"),
@@ -157,33 +155,25 @@ OTHER = [  # options; an input, which is a copy, a file in it and its change; wh
 def cut(command, tmp_path_factory):
     """A run that was stopped in its second epoch."""
     out = tmp_path_factory.mktemp("cut") / "run"
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        child.at_step(15, child.stop, put=patch.setattr)
-        main(command("fusion", out))
+    interrupt(command("fusion", out), 15)
     return out
 
 
 @pytest.mark.parametrize("case", OTHER)
-def test_resume_knows_another_command(case, command, whole, cut, encoder, data_dir, tmp_path):
+def test_resume_knows_another_command(case, command, whole, cut, encoder, data_dir, runs, tmp_path):
     """With another option, or with other files: a finished run, and one that was stopped."""
-    (text, changed, wanted), given = case, {"model": encoder, "data_dir": data_dir}
+    text, changed, wanted = case
+    given = {"model": encoder, "data_dir": data_dir, "runs": runs}
     if changed:
         name, file, how = changed
         given[name] = shutil.copytree(given[name], tmp_path / name)
         change(given[name] / file, how)
+    text, runs = f"--resume {text}".format(**given), given.pop("runs")
+    given["adapters"] = [runs / "rte", runs / "pick"]
     for source in (whole("fusion"), cut):
         out = shutil.copytree(source, tmp_path / source.name)
         with pytest.raises(ValueError, match=wanted) if wanted else contextlib.nullcontext():
-            main(command("fusion", out, f"--resume {text}", **given))
-
-
-def test_resume_knows_other_adapters(command, cut, runs, tmp_path):
-    """Fewer, in another order, more, and with other weights."""
-    rte, pick, other = runs / "rte", runs / "pick", shutil.copytree(runs / "rte", tmp_path / "rte")
-    change(other / "adapter.safetensors", times(2))
-    for adapters in ([rte], [pick, rte], [rte, pick, runs / "sst2"], [other, pick]):
-        with pytest.raises(ValueError, match="holds a run with adapter"):
-            main(command("fusion", cut, "--resume", adapters=adapters))
+            main(command("fusion", out, text, **given))
 
 
 @pytest.mark.parametrize("share", [0, 0.5])
