@@ -95,7 +95,7 @@ def inputs(padding=0):
     ids = torch.randint(5, 5 + len(WORDS), (3, 7))
     mask = (torch.arange(7) < torch.tensor([7, 4, 2])[:, None]).long()
     given = ids * mask, torch.randint(0, 2, (3, 7)) * mask, mask
-    return [torch.nn.functional.pad(tensor, (0, padding)) for tensor in given]
+    return [F.pad(tensor, (0, padding)) for tensor in given]
 
 
 def batch_of(padding=0):
@@ -304,8 +304,7 @@ COMMANDS |= {f"task {t}": ("head", f"--task {t}") for t in ("rte", "pick", "sts_
 COMMANDS |= {f"score {score}": ("head", f"--score {score}") for score in CLASS_SCORES}
 COMMANDS |= {f"head {head}": ("head", f"--task pick --head {head}") for head in HEAD_KINDS}
 COMMANDS |= {f"encoder {kind}": ("full", "") for kind in ENCODER_KINDS}
-COMMANDS |= {"stage houlsby": ("houlsby", "")}
-COMMANDS |= {"stage own": ("own", ""), "stage multitask": ("multitask", "")}
+COMMANDS |= {f"stage {stage}": (stage, "") for stage in ("houlsby", "own", "multitask")}
 
 
 @pytest.fixture(scope="module")
@@ -323,8 +322,7 @@ def words(command, encoder, encoders):
 
 @pytest.fixture(scope="module")
 def run(request, words, tmp_path_factory):
-    """A run of COMMANDS: its name, what `main` returned, and, if it is on one task, the model and
-    {name: tensor} before its first step"""
+    """(name, what `main` returned, and if it is on one task: the model, {name: tensor} at first)"""
     begun, hold_frozen_in = [], train.hold_frozen_in
 
     def remember(model, own, dtype):
@@ -337,7 +335,6 @@ def run(request, words, tmp_path_factory):
 
 
 ONE_TASK = [name for name in COMMANDS if name != "stage multitask"]
-every_run = pytest.mark.parametrize("run", COMMANDS, indirect=True)
 every_run_on_one_task = pytest.mark.parametrize("run", ONE_TASK, indirect=True)
 
 
@@ -375,7 +372,7 @@ def test_loaded_it_is_the_same_model(run):
     assert found[loaded.args.score] == result[loaded.args.score]
 
 
-@every_run
+@pytest.mark.parametrize("run", COMMANDS, indirect=True)
 def test_interrupted_and_resumed_it_ends_in_the_same_files(run, words, tmp_path):
     name, result, *_ = run
     interrupt(words(name, tmp_path), 8, signal.SIGINT)
