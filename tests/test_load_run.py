@@ -144,9 +144,8 @@ def test_every_kind_of_input_says_the_same(name, task, runs, data_dir, tmp_path,
     for line, answer in zip(lines, answers, strict=True):
         assert line.startswith(f"{answer['label']}\t{answer['probability']:.3f}\t")
     *texts, last = lists[0]
-    (line,) = predicted(
-        capsys, runs / name, "--json", *(texts + last if name == "pick" else lists[0])
-    )
+    texts += last if name == "pick" else [last]
+    (line,) = predicted(capsys, runs / name, "--json", *texts)
     one = lists[0][0] if name == "sst2" else tuple(lists[0])
     for answer in (json.loads(line), *run.predict(one), *run.predict(rows[0])):
         assert answer["probability"] == pytest.approx(answers[0]["probability"], abs=1e-5)
