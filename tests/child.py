@@ -17,9 +17,8 @@ context.set_forkserver_preload(["train", "torch._dynamo", "pytest", "datasets", 
 
 
 class Program:
-    """`python train.py WORDS`, or multitask, as in a process started anew; only imports have been
-    made. What it prints goes into two files. before: calls (function, *arguments) ahead of the
-    command, which may change its modules."""
+    """`python train.py WORDS`, or multitask, in a process that has only made imports. before: calls
+    (function, *arguments) ahead of the command, which may change its modules."""
 
     def __init__(self, words, before=(), **environment):
         self.directory = tempfile.TemporaryDirectory()
@@ -41,6 +40,7 @@ def ends(words, *before):
 
 
 def run_program(words, files, before, environment):
+    """What it prints goes into two files."""
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)

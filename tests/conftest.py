@@ -1,5 +1,4 @@
-"""A tiny encoder and tiny tasks, written once for the whole suite. Nothing here needs a network,
-but for test_hub.py, which runs where HUB_TESTS is set."""
+"""A tiny encoder and tiny tasks, written once for the whole suite; HUB_TESTS alone need the hub."""
 
 import json
 import os

@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import copy
 import importlib
+import itertools
 import re
 import signal
 import sys
@@ -96,10 +97,6 @@ def inputs(padding=0):
     mask = (torch.arange(7) < torch.tensor([7, 4, 2])[:, None]).long()
     given = ids * mask, torch.randint(0, 2, (3, 7)) * mask, mask
     return [F.pad(tensor, (0, padding)) for tensor in given]
-
-
-def batch_of(padding=0):
-    return dict(zip(FIELDS, inputs(padding), strict=True))
 
 
 def close(ours, theirs):
@@ -261,7 +258,7 @@ def test_padding_and_other_examples_change_nothing(encoders, encoder_kind, kind)
         for head in heads:
             model = train.Model(bert, head).eval()
             for padding in (0, 5):
-                ours = model(batch_of(padding))
+                ours = model(dict(zip(FIELDS, inputs(padding), strict=True)))
                 assert torch.allclose(ours, head(h, mask).float(), atol=1e-6)
 
 
@@ -275,9 +272,9 @@ def test_all_is_computed_on_one_device(encoder, kind, fusion_kind):
     bert = new_bert(encoder, kind, dtype=torch.float32, device="meta")
     if fusion_kind:
         fuse(bert, "ab", fusion_kind)
-    for name, task in [(head, task) for head in HEADS for task in TASK_KINDS]:
+    for name, task in itertools.product(HEADS, TASK_KINDS):
         model = train.Model(bert, new_head(name, task, bert)).train()
-        logits = model(batch_of())
+        logits = model(dict(zip(FIELDS, inputs(), strict=True)))
         labels = torch.zeros(len(logits), device="meta")
         loss = task.loss(logits, labels if len(task.labels) == 1 else labels.long())
         (loss + train.fusion_regularization(bert)).backward()

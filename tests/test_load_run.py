@@ -42,8 +42,7 @@ def predicted(capsys, *words):
 
 @pytest.mark.parametrize("tasks", ["rte sst2 --score macro_f1", "rte pick --without-adapters"])
 def test_everything_is_as_in_training(tasks, launch, tmp_path, capsys):
-    """On several tasks; a run on one is in test_kinds.py. To the bit, and nothing is written; else
-    the difference is named."""
+    """On several tasks (on one: test_kinds.py), to the bit; nothing is written."""
     words = "--epochs 1 --steps-per-epoch 3 --lr 5e-2 --batch-size 8 --dtype bfloat16"
     metrics = launch(f"{words} --limit-dev 39 --tasks {tasks}", out=tmp_path)
     assert (tmp_path / "heads").is_dir() == ("--without-adapters" in tasks)

@@ -23,7 +23,6 @@ import torch
 import child
 import train
 from bert import attention, dropout
-from child import ends
 from conftest import assert_equal, change, interrupt, main, read_lines, thorough_after_first, times
 from formats.files import read_json
 from reference import difference
@@ -50,14 +49,14 @@ def whole(command, tmp_path_factory):
 def test_killed_before_any_file_operation(stage, command, whole, tmp_path):
     """Opening, renaming or removing a file in --out: the first, some between, and the last ones."""
     out = tmp_path / "whole"
-    status, said, error = ends(command(stage, out), (child.die_at, 0, out))
+    status, said, error = child.ends(command(stage, out), (child.die_at, 0, out))
     assert status == 0, error
     assert_equal(out, whole(stage))  # two runs of one command are equal
     count = int(said.split()[-3])
     for moment in (1, count // 3, 2 * count // 3, count - 3, count - 2, count - 1, count):
         out = tmp_path / str(moment)
-        assert ends(command(stage, out), (child.die_at, moment, out))[0] == -signal.SIGKILL
-        status, _, error = ends(command(stage, out, "--resume"))
+        assert child.ends(command(stage, out), (child.die_at, moment, out))[0] == -signal.SIGKILL
+        status, _, error = child.ends(command(stage, out, "--resume"))
         assert status == 0, (moment, error)
         assert_equal(out, whole(stage))
 
@@ -85,7 +84,7 @@ def test_the_second_signal_ends_at_once(command, tmp_path):
     """In the middle of a step. What nohup ignores is no signal."""
     before = [(signal.signal, signal.SIGHUP, signal.SIG_IGN)]
     before += [(child.at_step, 3, child.stop, signal.SIGHUP), *[(child.at_step, 5, child.stop)] * 2]
-    status, said, error = ends(command("adapter", tmp_path / "run"), *before)
+    status, said, error = child.ends(command("adapter", tmp_path / "run"), *before)
     assert status == -signal.SIGTERM and "stopping after this step" in said and not error
 
 
@@ -94,11 +93,10 @@ def test_a_signal_in_the_last_evaluation(command, tmp_path):
 
 
 def test_overwrite(command, whole, tmp_path):
-    """Also after a kill while it cleared the old run. Links in that are removed, and not what
-    they lead to; other files stay."""
+    """Also after a kill while it cleared the old run. Other files, and what links lead to, stay."""
     out, neighbour = shutil.copytree(whole("fusion"), tmp_path / "run"), tmp_path / "neighbour"
     words = command("adapter", out, "--overwrite")
-    assert ends(words, (child.die_at, 5, out))[0] == -signal.SIGKILL
+    assert child.ends(words, (child.die_at, 5, out))[0] == -signal.SIGKILL
     shutil.copytree(whole("fusion") / "adapters", neighbour)
     shutil.rmtree(out / "adapters", ignore_errors=True)
     (out / "adapters").symlink_to(neighbour)
@@ -122,8 +120,7 @@ def test_weights_are_never_cleared_unasked(stage, command, refused, whole, tmp_p
 
 @pytest.mark.parametrize("step", [7, 34])
 def test_a_full_disk(step, command, refused, whole, tmp_path, monkeypatch):
-    """In training, and in the last batch of the last evaluation: from there on a file takes no more
-    bytes. --resume of the run that was continued has nothing to do."""
+    """In training, or in the very last batch: from there on a file takes no more bytes."""
     out, limit = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
     no_more = resource.setrlimit, resource.RLIMIT_FSIZE, (0, limit[1])
     child.at_step(step, *no_more, put=monkeypatch.setattr)
@@ -131,7 +128,7 @@ def test_a_full_disk(step, command, refused, whole, tmp_path, monkeypatch):
         refused(command("fusion", out))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    for _ in range(2):
+    for _ in range(2):  # the second time there is nothing to do
         main(command("fusion", out, "--resume"))
         assert_equal(out, whole("fusion"))
 
