@@ -55,7 +55,6 @@ PROBLEMS = {"lora": "no output z"}  # of a fusion
 FUSED = [kind for kind in ADAPTER_KINDS if kind not in PROBLEMS]
 every_adapter = pytest.mark.parametrize("kind", ADAPTER_KINDS)
 every_fused_adapter = pytest.mark.parametrize("kind", FUSED)
-FUSION_FIELDS = {"own": {"power": 2.0}}
 # where a kind has such fields, the second and the third adapter differ from the first
 VARIED = {"a": {}, "b": {"reduction_factor": 4, "size": 12, "num_heads": 3}}
 VARIED["c"] = {"reduction_factor": 8, "non_linearity": "gelu"}
@@ -75,7 +74,8 @@ def new_bert(encoder, kind, names="ab", dtype=torch.float64, device="cpu"):
 
 def fuse(bert, names, fusion_kind):
     """A new fusion with such weights."""
-    add_fusion(bert, names, FUSIONS[fusion_kind], **FUSION_FIELDS.get(fusion_kind, {}))
+    fields = {"power": 2.0} if fusion_kind == "own" else {}
+    add_fusion(bert, names, FUSIONS[fusion_kind], **fields)
     randomize(bert, ".fusion.")
 
 

@@ -73,12 +73,9 @@ CASES += [pytest.param(*case, marks=thorough) for case in SLOWLY]
 def test_the_same_numbers_in_parts(stage, count, text, quietly, tmp_path):
     one, many = tmp_path / "one", tmp_path / "many"
     main(quietly(stage, one, f"{text} --grad-accumulation 1"))
-    if count == 1:
-        main(quietly(stage, many, text))
-    else:
-        statuses, said, errors = together([quietly(stage, many, text)] * count)
-        assert not any(statuses), errors
-        assert "\nepoch  3: " in said[0] and not any(said[1:])  # one voice
+    statuses, said, errors = together([quietly(stage, many, text)] * count)
+    assert not any(statuses), errors
+    assert "\nepoch  3: " in said[0] and not any(said[1:])  # one voice
     assert_close(many, one)
     for path in one.rglob("*.safetensors"):
         ours, theirs = load_file(many / path.relative_to(one)), load_file(path)
