@@ -10,6 +10,9 @@ import tempfile
 import threading
 from pathlib import Path
 
+import runtime.run
+from bert import Bert
+
 ROOT = Path(__file__).parent.parent
 
 context = multiprocessing.get_context("forkserver")
@@ -17,9 +20,8 @@ context.set_forkserver_preload(["train", "torch._dynamo", "pytest", "datasets", 
 
 
 class Program:
-    """`python train.py WORDS`, or multitask, as in a process started anew; only imports have been
-    made. What it prints goes into two files. before: calls (function, *arguments) ahead of the
-    command, which may change its modules."""
+    """`python train.py WORDS`, or multitask, in a process that has only made imports. before: calls
+    (function, *arguments) ahead of the command, which may change its modules."""
 
     def __init__(self, words, before=(), **environment):
         self.directory = tempfile.TemporaryDirectory()
@@ -41,19 +43,15 @@ def ends(words, *before):
 
 
 def run_program(words, files, before, environment):
+    """What it prints goes into two files."""
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)
     os.chdir(ROOT)
     os.environ.update(environment)
-    from tqdm import tqdm
-
-    import runtime.run
-
     runtime.run.SAVE_MINUTES = 0  # after every step
-
     # its own is a semaphore, which a killed process leaves behind
-    tqdm.set_lock(threading.RLock())
+    runtime.run.tqdm.set_lock(threading.RLock())
     for function, *values in before:
         function(*values)
     name = "experiments.multitask" if "--tasks" in words else "train"
@@ -63,6 +61,7 @@ def run_program(words, files, before, environment):
         print(operations, "file operations", flush=True)
 
 
+OPERATIONS = "open os.rename os.remove os.mkdir os.rmdir os.truncate".split()
 operations = 0
 
 
@@ -71,19 +70,16 @@ def die_at(count, directory):
 
     def hook(event, values):
         global operations
-        if event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"):
-            if str(values[0]).startswith(str(directory)):
-                operations += 1
-                if operations == count:
-                    os.kill(os.getpid(), signal.SIGKILL)
+        if event in OPERATIONS and str(values[0]).startswith(str(directory)):
+            operations += 1
+            if operations == count:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
 
 
 def at_step(n, function, *values, put=setattr):
     """The run calls the function in its n-th step from now on, batches of evaluation included."""
-    from bert import Bert
-
     steps, forward = [], Bert.forward
 
     def instead(*given):

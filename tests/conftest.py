@@ -1,5 +1,4 @@
-"""A tiny encoder and tiny tasks, written once for the whole suite. Nothing here needs a network,
-but for test_hub.py, which runs where HUB_TESTS is set."""
+"""A tiny encoder and tiny tasks, written once for the whole suite; HUB_TESTS alone need the hub."""
 
 import json
 import os
@@ -126,9 +125,8 @@ def write_tasks(directory, train_examples):
     for split, n in (("train", train_examples), ("validation", 40)):
         tasks = {"rte": [], "sts_b": [], "sst2": [], "pick": []}
         for i in range(n):
-            a = sentence(rng)
-            b = a if i % 2 else sentence(rng)
-            row = {"sentence1": a, "sentence2": b}
+            text = sentence(rng)
+            row = {"sentence1": text, "sentence2": text if i % 2 else sentence(rng)}
             tasks["rte"].append({**row, "label": 1 - i % 2, "idx": i})
             tasks["sts_b"].append({**row, "label": i % 2 * (5 - i % 5)})
         for _ in range(n):

@@ -1,12 +1,8 @@
-"""The other side of the tests that need PEER_PYTHON: what AdapterHub's own library reads and
-computes of adapters, fusions and whole runs that this project wrote.
+"""What AdapterHub's own library computes of adapters, fusions and runs that this project wrote: the
+other side of the tests with PEER_PYTHON, which has experiments/requirements-peer.txt.
 
-    python tests/peer.py DIRECTORY
-
-It needs what experiments/requirements-peer.txt lists. DIRECTORY holds plan.json; read.safetensors
-there gets the hidden states of an adapter or a fusion, and the logits of a run, which has a head
-and inputs of its own shape; nothing of what that library refuses.
-"""
+python tests/peer.py DIRECTORY reads plan.json there, and writes read.safetensors: the hidden states
+of an adapter or a fusion, the logits of a run, and nothing of what that library refuses."""
 
 import json
 import sys

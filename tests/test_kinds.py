@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import copy
 import importlib
+import itertools
 import re
 import signal
 import sys
@@ -19,7 +20,7 @@ from torch import nn
 
 import child
 import train
-from adapter import ADAPTERS, HEADS, Adapter, activate, add_adapter
+from adapter import ADAPTERS, HEADS, Adapter, Head, activate, add_adapter
 from bert import ENCODERS, Bert
 from conftest import WORDS, assert_equal, cli, interrupt, main, randomize, tiny_encoder
 from data import TASKS
@@ -27,7 +28,7 @@ from experiments import evaluate
 from experiments.load_run import load_run
 from formats.files import read_json
 from fusion import FUSIONS, Fusion, active_fusions, add_fusion, fusion_weights
-from reference import FIELDS
+from reference import FIELDS, same_tensors
 from runtime.scores import CLASS_SCORES
 
 EXAMPLES = sorted(path.stem for path in Path(train.__file__).parent.glob("examples/[!_]*.py"))
@@ -54,7 +55,6 @@ PROBLEMS = {"lora": "no output z"}  # of a fusion
 FUSED = [kind for kind in ADAPTER_KINDS if kind not in PROBLEMS]
 every_adapter = pytest.mark.parametrize("kind", ADAPTER_KINDS)
 every_fused_adapter = pytest.mark.parametrize("kind", FUSED)
-FUSION_FIELDS = {"own": {"power": 2.0}}
 # where a kind has such fields, the second and the third adapter differ from the first
 VARIED = {"a": {}, "b": {"reduction_factor": 4, "size": 12, "num_heads": 3}}
 VARIED["c"] = {"reduction_factor": 8, "non_linearity": "gelu"}
@@ -74,7 +74,8 @@ def new_bert(encoder, kind, names="ab", dtype=torch.float64, device="cpu"):
 
 def fuse(bert, names, fusion_kind):
     """A new fusion with such weights."""
-    add_fusion(bert, names, FUSIONS[fusion_kind], **FUSION_FIELDS.get(fusion_kind, {}))
+    fields = {"power": 2.0} if fusion_kind == "own" else {}
+    add_fusion(bert, names, FUSIONS[fusion_kind], **fields)
     randomize(bert, ".fusion.")
 
 
@@ -95,11 +96,7 @@ def inputs(padding=0):
     ids = torch.randint(5, 5 + len(WORDS), (3, 7))
     mask = (torch.arange(7) < torch.tensor([7, 4, 2])[:, None]).long()
     given = ids * mask, torch.randint(0, 2, (3, 7)) * mask, mask
-    return [torch.nn.functional.pad(tensor, (0, padding)) for tensor in given]
-
-
-def batch_of(padding=0):
-    return dict(zip(FIELDS, inputs(padding), strict=True))
+    return [F.pad(tensor, (0, padding)) for tensor in given]
 
 
 def close(ours, theirs):
@@ -140,7 +137,7 @@ def test_the_form_that_is_used_is_the_textbooks(encoder, kind, fusion_kind):
     assert not torch.allclose(bert(*many), h, atol=1e-3)
 
 
-BOTTLENECK, Z, SOFTMAX = Adapter.bottleneck, Adapter.z, Fusion.softmax
+BOTTLENECK, Z, SOFTMAX, HEAD = Adapter.bottleneck, Adapter.z, Fusion.softmax, Head.forward
 TEXTBOOK, ALONE, CLOSE = Fusion.textbook, Adapter.forward, Adapter.close
 
 
@@ -186,12 +183,11 @@ def test_an_edit_acts_in_both_stages_or_is_refused(quiet_encoder, owner, name, e
     bert = new_bert(quiet_encoder, "pfeiffer").train()
 
     def alone_and_fused():
-        found = []
-        for activate_it in (lambda: activate(bert, "a"), lambda: add_fusion(bert, "ab")):
-            torch.manual_seed(4)
-            activate_it()
-            found.append(bert(*inputs()))
-        return found
+        activate(bert, "a")
+        alone = bert(*inputs())
+        torch.manual_seed(4)
+        add_fusion(bert, "ab")
+        return alone, bert(*inputs())
 
     before = alone_and_fused()
     monkeypatch.setattr(owner, name, edit)
@@ -203,6 +199,19 @@ def test_an_edit_acts_in_both_stages_or_is_refused(quiet_encoder, owner, name, e
     assert [*map(torch.equal, before, after)] == [owner is Fusion, False]
     monkeypatch.setattr("fusion.check_low_rank", lambda *_: None)
     assert all(map(torch.equal, after, alone_and_fused()))
+
+
+def test_all_tokens_of_the_last_layer_count(encoder, monkeypatch):
+    """For a head that reads their mean, and for an adapter that looks at others than its own."""
+    bert = new_bert(encoder, "pfeiffer", "a", torch.float32)
+    model = train.Model(bert, new_head("cls", TASK_KINDS[0], bert)).eval()
+    batch = dict(zip(FIELDS, inputs(), strict=True))
+    last, found = bert.slots[1, "output"].adapters["a"], [model(batch)]
+    last.z = lambda h: Z(last, h.roll(1, 1))
+    found.append(model(batch))
+    monkeypatch.setattr(Head, "forward", lambda self, h, mask: HEAD(self, h.mean(1, keepdim=True)))
+    found.append(model(batch))
+    assert not any(torch.equal(found[i], found[j]) for i, j in ((0, 1), (1, 2)))
 
 
 @pytest.mark.parametrize("kind", ["pfeiffer", "pal"])
@@ -223,7 +232,7 @@ def test_one_state_says_what_is_computed(encoder, kind):
     assert bert.active is None
     activate(bert, ("a", "b"))
     assert torch.equal(bert(*inputs()), h) and train.fusion_regularization(bert) > 0
-    assert all(torch.equal(fusion_weights(bert)[key], s[key]) for key in s)
+    assert same_tensors(fusion_weights(bert), s)
     assert torch.equal(copy.deepcopy(bert)(*inputs()), h)
 
 
@@ -261,7 +270,7 @@ def test_padding_and_other_examples_change_nothing(encoders, encoder_kind, kind)
         for head in heads:
             model = train.Model(bert, head).eval()
             for padding in (0, 5):
-                ours = model(batch_of(padding))
+                ours = model(dict(zip(FIELDS, inputs(padding), strict=True)))
                 assert torch.allclose(ours, head(h, mask).float(), atol=1e-6)
 
 
@@ -275,9 +284,9 @@ def test_all_is_computed_on_one_device(encoder, kind, fusion_kind):
     bert = new_bert(encoder, kind, dtype=torch.float32, device="meta")
     if fusion_kind:
         fuse(bert, "ab", fusion_kind)
-    for name, task in [(head, task) for head in HEADS for task in TASK_KINDS]:
+    for name, task in itertools.product(HEADS, TASK_KINDS):
         model = train.Model(bert, new_head(name, task, bert)).train()
-        logits = model(batch_of())
+        logits = model(dict(zip(FIELDS, inputs(), strict=True)))
         labels = torch.zeros(len(logits), device="meta")
         loss = task.loss(logits, labels if len(task.labels) == 1 else labels.long())
         (loss + train.fusion_regularization(bert)).backward()
@@ -304,8 +313,7 @@ COMMANDS |= {f"task {t}": ("head", f"--task {t}") for t in ("rte", "pick", "sts_
 COMMANDS |= {f"score {score}": ("head", f"--score {score}") for score in CLASS_SCORES}
 COMMANDS |= {f"head {head}": ("head", f"--task pick --head {head}") for head in HEAD_KINDS}
 COMMANDS |= {f"encoder {kind}": ("full", "") for kind in ENCODER_KINDS}
-COMMANDS |= {"stage houlsby": ("houlsby", "")}
-COMMANDS |= {"stage own": ("own", ""), "stage multitask": ("multitask", "")}
+COMMANDS |= {f"stage {stage}": (stage, "") for stage in ("houlsby", "own", "multitask")}
 
 
 @pytest.fixture(scope="module")
@@ -323,8 +331,7 @@ def words(command, encoder, encoders):
 
 @pytest.fixture(scope="module")
 def run(request, words, tmp_path_factory):
-    """A run of COMMANDS: its name, what `main` returned, and, if it is on one task, the model and
-    {name: tensor} before its first step"""
+    """(name, what `main` returned, and if it is on one task: the model, {name: tensor} at first)"""
     begun, hold_frozen_in = [], train.hold_frozen_in
 
     def remember(model, own, dtype):
@@ -337,7 +344,6 @@ def run(request, words, tmp_path_factory):
 
 
 ONE_TASK = [name for name in COMMANDS if name != "stage multitask"]
-every_run = pytest.mark.parametrize("run", COMMANDS, indirect=True)
 every_run_on_one_task = pytest.mark.parametrize("run", ONE_TASK, indirect=True)
 
 
@@ -367,15 +373,13 @@ def test_loaded_it_is_the_same_model(run):
     random = torch.get_rng_state()
     loaded = load_run(result["out"])
     assert torch.equal(torch.get_rng_state(), random)
-    saved = loaded.model.state_dict()
-    assert saved.keys() == model.state_dict().keys()
-    assert all(torch.equal(tensor, saved[n]) for n, tensor in model.state_dict().items())
+    assert same_tensors(loaded.model.state_dict(), model.state_dict())
     found = train.evaluate(loaded.model, loaded.task, loaded.split(), loaded.args)
     assert found["loss"] == result["dev_loss"]
     assert found[loaded.args.score] == result[loaded.args.score]
 
 
-@every_run
+@pytest.mark.parametrize("run", COMMANDS, indirect=True)
 def test_interrupted_and_resumed_it_ends_in_the_same_files(run, words, tmp_path):
     name, result, *_ = run
     interrupt(words(name, tmp_path), 8, signal.SIGINT)

@@ -13,7 +13,7 @@ from statistics import mean
 import pytest
 import torch
 
-from conftest import change, read_lines, write_rows
+from conftest import change, cli, read_lines, write_rows
 from data import get_task
 from experiments import evaluate as evaluation
 from experiments import fusion_weights, predict
@@ -27,16 +27,22 @@ def evaluate(run, *options):
 
 
 def note(capsys, *words):
-    """What evaluate says about the difference from training"""
+    """What evaluate says about the difference from training."""
     capsys.readouterr()
     evaluate(*words)
     return "".join(re.findall("^note: .*", capsys.readouterr().out, re.MULTILINE))
 
 
+def predicted(capsys, *words):
+    """The lines that predict prints."""
+    capsys.readouterr()
+    predict.main([*map(str, words), "--device", "cpu"])
+    return capsys.readouterr().out.splitlines()
+
+
 @pytest.mark.parametrize("tasks", ["rte sst2 --score macro_f1", "rte pick --without-adapters"])
 def test_everything_is_as_in_training(tasks, launch, tmp_path, capsys):
-    """On several tasks; a run on one is in test_kinds.py. To the bit, and nothing is written; else
-    the difference is named."""
+    """On several tasks (on one: test_kinds.py), to the bit; nothing is written."""
     words = "--epochs 1 --steps-per-epoch 3 --lr 5e-2 --batch-size 8 --dtype bfloat16"
     metrics = launch(f"{words} --limit-dev 39 --tasks {tasks}", out=tmp_path)
     assert (tmp_path / "heads").is_dir() == ("--without-adapters" in tasks)
@@ -66,8 +72,7 @@ def test_what_has_changed_since_is_named(copy, runs, capsys):
     for of_run, least in ((record, math.ulp(loss)), (elsewhere, 2e-4), (in_bf16, 2e-2)):
         write_json(run / "run.json", of_run)
         write_json(run / "metrics.json", metrics | {"dev_loss": loss + least})
-        said = f"note: metrics.json has loss {loss + least}, now "
-        assert note(capsys, run).startswith(said)
+        assert note(capsys, run).startswith(f"note: metrics.json has loss {loss + least}, now ")
         write_json(run / "metrics.json", metrics | {"dev_loss": loss + least / 40})
         assert (note(capsys, run) == "") == (of_run is not record or loss + least / 40 == loss)
     write_json(run / "run.json", record)
@@ -89,9 +94,9 @@ def test_which_rows_are_evaluated(launch, refused, data_dir, tmp_path, capsys):
     """A split of any name. What --dev-fraction held out is never scored as training examples; of
     other rows it is not known which they are, and that they are others is said."""
     run, file, there = tmp_path / "run", tmp_path / "rte" / "train.jsonl", tmp_path / "there"
-    rows, words = read_lines(data_dir / "rte" / "train.jsonl"), "--stage head --task rte --epochs 1"
+    rows = read_lines(data_dir / "rte" / "train.jsonl")
     write_rows(file, rows)
-    words += " --dev-fraction 0.25 --max-length 8"
+    words = "--stage head --task rte --epochs 1 --dev-fraction 0.25 --max-length 8"
     accuracy = launch(words, data_dir=tmp_path, out=run)["accuracy"]
     assert "% of rte's training examples are cut to --max-length" in capsys.readouterr().out
     assert evaluate(run, "--split", "train")["examples"] == 72
@@ -101,8 +106,7 @@ def test_which_rows_are_evaluated(launch, refused, data_dir, tmp_path, capsys):
     renamed = [{**row, "sentence1": row["idx"], "claim": row["sentence1"]} for row in rows[:50]]
     write_rows(tmp_path / "mine.jsonl", renamed)
     words = ["--file", tmp_path / "mine.jsonl", "--columns", "sentence1=claim"]
-    of_file = evaluate(run, *words)
-    assert of_split["examples"] == 50 and of_split["loss"] == of_file["loss"]
+    assert of_split["examples"] == 50 and of_split["loss"] == evaluate(run, *words)["loss"]
     refused([run, *words, "--split", "test"], "in place of --split", main=evaluation.main)
     write_rows(file, rows[1:])
     refused([run, "--split", "train"], "held out cannot be told", main=evaluation.main)
@@ -112,20 +116,8 @@ def test_which_rows_are_evaluated(launch, refused, data_dir, tmp_path, capsys):
         load_run(run).split("train")
 
 
-@pytest.fixture
-def say(capsys):
-    """say(run, ...) -> the lines that predict prints."""
-
-    def say(*arguments):
-        capsys.readouterr()  # of training, for instance
-        predict.main([*map(str, arguments), "--device", "cpu"])
-        return capsys.readouterr().out.splitlines()
-
-    return say
-
-
 @pytest.mark.parametrize("name, task", [("pick", "pick"), ("fusion-rte", "rte"), ("sst2", "sst2")])
-def test_every_kind_of_input_says_the_same(name, task, say, runs, data_dir, tmp_path):
+def test_every_kind_of_input_says_the_same(name, task, runs, data_dir, tmp_path, capsys):
     """A file, with empty lines, which are passed over, the words of a command, and Python: the
     answers are those that were counted in training. What is too long is cut, and it says so."""
     run, task = load_run(runs / name), get_task(task, Source(data_dir))
@@ -144,15 +136,15 @@ def test_every_kind_of_input_says_the_same(name, task, say, runs, data_dir, tmp_
     file.write_text(of_rows, encoding="utf-8", newline="")
     answers = run.predict(lists)
     assert [i for i, answer in enumerate(answers) if answer["truncated"]] == [3]
-    results = [*map(json.loads, say(runs / name, "--json", "--file", file))]
-    assert results == answers
+    assert [*map(json.loads, predicted(capsys, runs / name, "--json", "--file", file))] == answers
     write_rows(file, [{f"my {column}": value for column, value in row.items()} for row in rows])
     names = [f"{column}=my {column}" for column in task.columns]
-    lines = say(runs / name, "--file", file, "--columns", *names)
+    lines = predicted(capsys, runs / name, "--file", file, "--columns", *names)
     for line, answer in zip(lines, answers, strict=True):
         assert line.startswith(f"{answer['label']}\t{answer['probability']:.3f}\t")
     *texts, last = lists[0]
-    (line,) = say(runs / name, "--json", *(texts + last if name == "pick" else lists[0]))
+    texts += last if name == "pick" else [last]
+    (line,) = predicted(capsys, runs / name, "--json", *texts)
     one = lists[0][0] if name == "sst2" else tuple(lists[0])
     for answer in (json.loads(line), *run.predict(one), *run.predict(rows[0])):
         assert answer["probability"] == pytest.approx(answers[0]["probability"], abs=1e-5)
@@ -215,13 +207,12 @@ def test_anything_else_is_refused(name, runs):
         run.fusion_weights(run.split()[:1])
 
 
-def test_pictures(say, runs, tmp_path, refused):
+def test_pictures(runs, tmp_path, refused):
     path, words = tmp_path / "weights.png", ("red cat", "cat")
-    say(runs / "fusion-rte", *words, "--picture", path)
+    predict.main([str(runs / "fusion-rte"), *words, *cli("--device cpu", picture=path)])
     assert path.read_bytes().startswith(b"\x89PNG")
     for more, text in ((words, "has none"), (("--file", "x.csv"), "a single input")):
-        given = [runs / "rte", *more, "--picture", path, "--device", "cpu"]
-        refused(given, text, main=predict.main)
+        refused([runs / "rte", *more, *cli("--device cpu", picture=path)], text, main=predict.main)
 
 
 def test_head_ends_it_quietly(runs, tmp_path):

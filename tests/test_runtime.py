@@ -1,23 +1,219 @@
-"""runtime/: dropout and attention, scores, which examples an adapter has seen, and devices, random
-numbers, threads and streams as commands meet them."""
+"""runtime/: a run is never lost, killed at any moment, on a full disk, twice at once. And dropout,
+attention, scores, which examples an adapter has seen; random numbers, threads and streams."""
 
+import contextlib
+import errno
+import fcntl
 import io
 import math
+import os
+import resource
+import shutil
+import signal
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
+import child
+import train
 from bert import attention, dropout
+from conftest import assert_equal, change, interrupt, main, read_lines, thorough_after_first, times
 from formats.files import read_json
 from reference import difference
 from runtime.command import run_command
 from runtime.processes import choose_device, has_bf16, reseed
 from runtime.record import SKETCH, share_trained_on, sketch
 from runtime.scores import accuracy, f1, f1_of_class, macro_f1
+
+
+@pytest.fixture(scope="module")
+def whole(command, tmp_path_factory):
+    """whole(stage): the directory of a run that nobody has disturbed"""
+    place = tmp_path_factory.mktemp("whole")
+
+    def whole(stage):
+        if not (place / stage).exists():
+            main(command(stage, place / stage))
+        return place / stage
+
+    return whole
+
+
+@pytest.mark.parametrize("stage", thorough_after_first("fusion", "full", "multitask"))
+def test_killed_before_any_file_operation(stage, command, whole, tmp_path):
+    """Opening, renaming or removing a file in --out: the first, some between, and the last ones."""
+    out = tmp_path / "whole"
+    status, said, error = child.ends(command(stage, out), (child.die_at, 0, out))
+    assert status == 0, error
+    assert_equal(out, whole(stage))  # two runs of one command are equal
+    count = int(said.split()[-3])
+    for moment in (1, count // 3, 2 * count // 3, count - 3, count - 2, count - 1, count):
+        out = tmp_path / str(moment)
+        assert child.ends(command(stage, out), (child.die_at, moment, out))[0] == -signal.SIGKILL
+        status, _, error = child.ends(command(stage, out, "--resume"))
+        assert status == 0, (moment, error)
+        assert_equal(out, whole(stage))
+
+
+@pytest.mark.parametrize("name", thorough_after_first("SIGINT", "SIGTERM", "SIGHUP"))
+def test_a_signal_and_a_second_process(name, command, refused, tmp_path):
+    """The one stops a run, which can be continued; the other refuses as long as it is at work."""
+    out = tmp_path / "run"
+    words = command("adapter", out, "--epochs 10000 --patience 10000")
+    program = child.Program(words)
+    while not (out / "log.jsonl").exists():
+        assert program.process.is_alive()
+        time.sleep(0.05)
+    for option in ("--resume", "--overwrite"):
+        refused([*words, option], "another process is at work", str(out))
+    os.kill(program.process.pid, signal.Signals[name])
+    status, said, error = program.finish()
+    resume = f"--resume --out {out} in the same command"
+    assert (status, error) == (130, f"train.py: interrupted, continue with {resume}\n")
+    assert "a second signal stops without saving" in said
+    refused(command("adapter", out), "holds a run", "--resume")
+
+
+def test_the_second_signal_ends_at_once(command, tmp_path):
+    """In the middle of a step. What nohup ignores is no signal."""
+    before = [(signal.signal, signal.SIGHUP, signal.SIG_IGN)]
+    before += [(child.at_step, 3, child.stop, signal.SIGHUP), *[(child.at_step, 5, child.stop)] * 2]
+    status, said, error = child.ends(command("adapter", tmp_path / "run"), *before)
+    assert status == -signal.SIGTERM and "stopping after this step" in said and not error
+
+
+def test_a_signal_in_the_last_evaluation(command, tmp_path):
+    assert "run is finished" in interrupt(command("adapter", tmp_path / "run"), 34)
+
+
+def test_overwrite(command, whole, tmp_path):
+    """Also after a kill while it cleared the old run. Other files, and what links lead to, stay."""
+    out, neighbour = shutil.copytree(whole("fusion"), tmp_path / "run"), tmp_path / "neighbour"
+    words = command("adapter", out, "--overwrite")
+    assert child.ends(words, (child.die_at, 5, out))[0] == -signal.SIGKILL
+    shutil.copytree(whole("fusion") / "adapters", neighbour)
+    shutil.rmtree(out / "adapters", ignore_errors=True)
+    (out / "adapters").symlink_to(neighbour)
+    (out / "notes").write_text("mine")
+    main(words)
+    (out / "notes").unlink()
+    assert_equal(out, whole("adapter"))
+    assert len(list(neighbour.rglob("*.safetensors"))) == 2
+
+
+@pytest.mark.parametrize("stage", ["head", "multitask"])
+def test_weights_are_never_cleared_unasked(stage, command, refused, whole, tmp_path):
+    """A copy of a run without metrics.json is no run that is finished, but it holds weights."""
+    out = shutil.copytree(whole(stage), tmp_path / "run")
+    (out / "metrics.json").unlink()
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    for option in ("", "--resume"):
+        refused(command("adapter", out, option), "holds a run, or its weights")
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("step", [7, 34])
+def test_a_full_disk(step, command, refused, whole, tmp_path, monkeypatch):
+    """In training, or in the very last batch: from there on a file takes no more bytes."""
+    out, limit = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)
+    no_more = resource.setrlimit, resource.RLIMIT_FSIZE, (0, limit[1])
+    child.at_step(step, *no_more, put=monkeypatch.setattr)
+    try:
+        refused(command("fusion", out))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    for _ in range(2):  # the second time there is nothing to do
+        main(command("fusion", out, "--resume"))
+        assert_equal(out, whole("fusion"))
+
+
+@pytest.mark.parametrize("name", ["loss", "accuracy"])
+def test_what_is_not_finite(name, command, refused, monkeypatch, tmp_path):
+    """On development examples, one's own score, too: the best epoch so far is kept, and marked."""
+    found = {"accuracy": 0.5, "loss": 1.0}
+    evaluate = Mock(side_effect=[found, {**found, name: math.nan}])
+    monkeypatch.setattr(train, "evaluate", evaluate)
+    problem = f"development {name} is not finite in epoch 2", f"epoch 1 is kept in {tmp_path}"
+    refused(command("adapter", tmp_path), *problem)
+    result = main(command("adapter", tmp_path, "--resume"))
+    assert result["diverged"] and result["best_epoch"] == 1 and evaluate.call_count == 2
+
+
+OTHER = [  # options; a copied input, a file in it and its change; what the run says
+    ("--adapters {runs}/rte", None, "adapters = "),
+    ("--adapters {runs}/pick {runs}/rte", None, "adapters = "),
+    ("--adapters {runs}/rte {runs}/pick {runs}/sst2", None, "adapters = "),
+    ("", ("runs", "rte/adapter.safetensors", times(2)), "holds a run with adapter rte = "),
+    ("--grad-accumulation 2", None, ""),
+    ("", ("model", "vocab.txt", ("", "")), ""),  # the same files elsewhere
+    ("--max-length 9", None, "max_length = 48, not 9"),
+    ("", ("data_dir", "sst2/train.jsonl", (": 1", ": 0")), "training examples of sst2"),
+    ("", ("data_dir", "sst2/validation.jsonl", (": 1", ": 0")), "development examples of sst2"),
+    ("", ("model", "model.safetensors", times(2)), "was trained on an encoder with other weights"),
+    ("", ("model", "config.json", ('heads": 2', 'heads": 4')), "or another configuration"),
+    ("", ("model", "config.json", ('dropout_prob": 0.1', 'dropout_prob": 0.2')), ""),
+    ("", ("model", "vocab.txt", ("red\ngreen", "green\nred")), "tokenizer"),
+]
+
+
+@pytest.fixture(scope="module")
+def cut(command, tmp_path_factory):
+    """A run that was stopped in its second epoch."""
+    out = tmp_path_factory.mktemp("cut") / "run"
+    interrupt(command("fusion", out), 15)
+    return out
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_resume_knows_another_command(case, command, whole, cut, encoder, data_dir, runs, tmp_path):
+    """With another option, or with other files: a finished run, and one that was stopped."""
+    text, changed, wanted = case
+    given = {"model": encoder, "data_dir": data_dir, "runs": runs}
+    if changed:
+        name, file, how = changed
+        given[name] = shutil.copytree(given[name], tmp_path / name)
+        change(given[name] / file, how)
+    text, runs = f"--resume {text}".format(**given), given.pop("runs")
+    given["adapters"] = [runs / "rte", runs / "pick"]
+    for source in (whole("fusion"), cut):
+        out = shutil.copytree(source, tmp_path / source.name)
+        with pytest.raises(ValueError, match=wanted) if wanted else contextlib.nullcontext():
+            main(command("fusion", out, text, **given))
+
+
+@pytest.mark.parametrize("share", [0, 0.5])
+@pytest.mark.parametrize("name", ["run.json", "resume.pt"])
+def test_a_damaged_file(name, share, command, cut, refused, tmp_path):
+    """As after a crash of the machine, or on a full quota."""
+    out = shutil.copytree(cut, tmp_path / "cut")
+    content = (out / name).read_bytes()
+    (out / name).write_bytes(content[: int(share * len(content))])
+    say = "no JSON object" if name == "run.json" else "damaged: --overwrite"
+    refused(command("fusion", out, "--resume"), str(out / name), say)
+    main(command("fusion", out, "--overwrite"))
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks(number, command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, "none here")))
+    main(command("head", tmp_path / "run"))
+    assert f"note: {tmp_path / 'run' / '.lock'} cannot be locked" in capsys.readouterr().out
+
+
+def test_the_best_epoch(command, tmp_path, monkeypatch):
+    """--score chooses it, of equal ones the first; --patience epochs later it is over."""
+    scores = [(0.9, 0.2), (0.5, 0.6), (0.8, 0.6), (0.7, 0.5)]
+    found = [{"accuracy": accuracy, "f1": f1, "loss": 1.0} for accuracy, f1 in scores]
+    monkeypatch.setattr(train, "evaluate", Mock(side_effect=found))
+    result = main(command("head", tmp_path, "--epochs 30 --patience 2 --score f1"))
+    assert (result["best_epoch"], result["accuracy"], result["f1"]) == (2, 0.5, 0.6)
+    assert [line["dev_f1"] for line in read_lines(tmp_path / "log.jsonl")] == [0.2, 0.6, 0.6, 0.5]
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])

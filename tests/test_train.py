@@ -16,7 +16,6 @@ from experiments import multitask
 from experiments.fusion_weights import mean_weights
 from experiments.load_run import load_run
 from formats.files import read_json, write_tensors
-from train import evaluate
 
 
 def test_both_stages_learn(launch, runs, tmp_path):
@@ -141,7 +140,7 @@ def test_fields_and_buffers_of_an_edit_come_back(launch, runs, encoder, tmp_path
     for key, one in fusion.active_fusions(bert).items():
         assert one.power == 9 and one.mean.any()
         assert torch.equal(one.mean, run.bert.slots[key].fusion.mean)
-    found = evaluate(run.model, run.task, run.split(), run.args)
+    found = train.evaluate(run.model, run.task, run.split(), run.args)
     assert found["loss"] == read_json(out / "metrics.json")["dev_loss"]
 
 
