@@ -171,8 +171,6 @@ EDITS = [
     (Fusion, "textbook", lambda self, *x: TEXTBOOK(self, *x) + self.query.bias.sum()),  # 0 at first
     (Fusion, "textbook", lambda self, *x: TEXTBOOK(self, *x) * (1 if self.training else 2)),
 ]
-
-
 REFUSED = dict.fromkeys(("z", "textbook"), "low_rank no longer computes")
 REFUSED |= dict.fromkeys(("forward", "close"), "'a': its `forward` must be")
 
