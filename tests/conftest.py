@@ -236,8 +236,7 @@ def refused(capsys):
         lines = [line for line in error.splitlines() if not line.startswith("note: ")]
         assert exit.value.code == 2 and len(lines) == 1 and len(lines[0]) < 1500, error
         assert error.endswith("\n") and "Traceback" not in error, error
-        for text in texts:
-            assert text in lines[0]
+        assert all(text in lines[0] for text in texts), error
 
     return refused
 

@@ -85,6 +85,12 @@ def build_own(args, bert, task):
     bert.layers[1].attention_add_norm.adapters["gated"] = Gated()
     bert.layers[1].attention_add_norm.active = "gated"
     bert.teacher = torch.nn.Linear(3, 3).requires_grad_(False)
+    bert.teacher.register_buffer("steps", torch.zeros(()))  # which no trained parameter stands by
+    bert.register_forward_pre_hook(lambda module, given: count(module))
+
+
+def count(encoder):
+    encoder.teacher.steps += encoder.training
 
 
 bert.ENCODERS["own"] = OwnBert

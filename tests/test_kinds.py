@@ -171,8 +171,6 @@ EDITS = [
     (Fusion, "textbook", lambda self, *x: TEXTBOOK(self, *x) + self.query.bias.sum()),  # 0 at first
     (Fusion, "textbook", lambda self, *x: TEXTBOOK(self, *x) * (1 if self.training else 2)),
 ]
-
-
 REFUSED = dict.fromkeys(("z", "textbook"), "low_rank no longer computes")
 REFUSED |= dict.fromkeys(("forward", "close"), "'a': its `forward` must be")
 
@@ -391,7 +389,7 @@ def test_interrupted_and_resumed_it_ends_in_the_same_files(run, words, tmp_path)
 def test_what_a_fork_trains_is_saved_by_name(run):
     """Whatever it is and wherever it stands, but not what stays as it was."""
     saved = load_file(Path(run[1]["out"]) / "own.safetensors")
-    parts = {"gate", "drawn", "mean", "mask", "prompt", "bias"}
+    parts = {"gate", "drawn", "mean", "mask", "prompt", "bias", "steps"}
     assert {name.rpartition(".")[2] for name in saved} == parts
     assert saved["bert.layers.1.attention_add_norm.adapters.gated.mean"].any()
 
