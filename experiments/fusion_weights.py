@@ -1,8 +1,7 @@
 """What fusion learned: the paper's Figure 4 (some layers) and Figure 6 (all layers), and what
 section 6 reads from them, as tables.
 
-    python -m experiments.fusion_weights runs/fusion-rte runs/fusion-cb ... --out figures \\
-        [--baseline runs/rte runs/cb ...]
+    python -m experiments.fusion_weights runs/fusion-rte runs/fusion-cb ... --out figures
 
 Every RUN is a finished fusion run and becomes a row of each panel: the weights that it gives to its
 adapters, averaged over its task's development set and over all tokens but the padding, as in the
@@ -30,12 +29,11 @@ from runtime.command import import_modules, run_command
 # middle black and white text have the same contrast.
 COLOURS, MIDDLE = "cividis", 0.465
 # Columns of weights.csv, whose rows are those of a layer's adapters
-COLUMNS = "run target own fusion single layer location adapter weight".split()
+COLUMNS = "run target own accuracy layer location adapter weight".split()
 LEGEND = """weight: mean over the layers and the tokens that are read: all of them, but in the last
 layer [CLS] alone where the head is AdapterHub's, which reads no other token.
 own: the adapter that was trained on the target's task, by its run.json, or without one by its name.
-fusion, single, gain: accuracy on the development set, in %; single is the mean of the adapters in
---baseline that are on the fusion's task, encoder and data (–: none is)."""
+accuracy: the fusion's on the development set, in %."""
 
 
 @torch.inference_mode()
@@ -66,12 +64,11 @@ def own_adapter(run):
     return None
 
 
-def rows_of(run, target, single, examples):
-    """A row for each layer, location, and adapter there, as a DataFrame of COLUMNS. single: an
-    accuracy to compare"""
+def rows_of(run, target, examples):
+    """A row for each layer, location, and adapter there, as a DataFrame of COLUMNS"""
     means, rows = mean_weights(run, examples), []
     accuracy = read_json(run.directory / "metrics.json").get("accuracy", math.nan)
-    place = [str(run.directory), target, own_adapter(run), accuracy, single]
+    place = [str(run.directory), target, own_adapter(run), accuracy]
     for (layer, location), fusion in active_fusions(run.bert).items():
         s = dict(zip(run.adapters, means[layer, location].tolist(), strict=True))
         for name in fusion.adapter_names:
@@ -139,33 +136,16 @@ def draw(rows, out):
         save_figure(figure, out / f"{name}.png")
 
 
-def single_accuracy(fusion, baselines):
-    """The mean accuracy of those single adapters among runs that are on a fusion's task, encoder
-    and data, or NaN. With --limit-train, the data of another seed are others."""
-
-    def basis(run):
-        record = read_finished(run)
-        task, inputs = record["options"]["task"], record["inputs"]
-        names = "encoder", f"training examples of {task}", f"development examples of {task}"
-        return [task, *(inputs.get(name) for name in names)]
-
-    found = []
-    for run in baselines:
-        if basis(run) == basis(fusion) and not Path(run, FUSION.config).is_file():
-            found.append(read_json(Path(run, "metrics.json")).get("accuracy"))
-    return pd.Series(found, dtype=float).mean()
-
-
 def strengths_table(rows):
     """(rows, header) of summary.txt, a row for each target; see LEGEND"""
     lines = []
     for target, of in rows.groupby("target", sort=False):
         s = of.pivot(index=["layer", "location"], columns="adapter", values="weight")
-        own, fusion, single = of[["own", "fusion", "single"]].iloc[0]
+        own, accuracy = of[["own", "accuracy"]].iloc[0]
         means = s.fillna(0).mean()
         line = [target, means.idxmax(), means.max(), own, means.get(own)]
-        lines.append([*line, 100 * fusion, 100 * single, 100 * (fusion - single)])
-    return lines, "target,strongest,its weight,own,own weight,fusion,single,gain".split(",")
+        lines.append([*line, 100 * accuracy])
+    return lines, "target,strongest,its weight,own,own weight,accuracy".split(",")
 
 
 def main(argv=None):
@@ -173,7 +153,6 @@ def main(argv=None):
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="finished fusion runs, a row each")
     add("--out", required=True, type=Path, metavar="DIR", help="for figures, CSV and summary")
-    add("--baseline", nargs="+", default=[], metavar="RUN", help="single adapters on the targets")
     add("--data-dir", help="where the data are now, if not where the runs had them")
     args = parser.parse_args(argv)
     import_modules(args.imports)
@@ -186,8 +165,7 @@ def main(argv=None):
         print(f"{directory}: fusion weights on its development set", flush=True)
         run = load_run(directory, args.device, args.model, args.task, args.columns)
         target = task if tasks.count(task) == 1 else f"{task} ({directory})"
-        single = single_accuracy(directory, args.baseline)
-        frames.append(rows_of(run, target, single, run.split(data_dir=args.data_dir)))
+        frames.append(rows_of(run, target, run.split(data_dir=args.data_dir)))
     rows = pd.concat(frames)
     draw(rows, out)
     write_text(out / "weights.csv", rows.to_csv(index=False))
