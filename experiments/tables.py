@@ -35,7 +35,6 @@ def parse(argv=None):
     add = parser.add_argument
     add("--tasks", nargs="+", help="default: those of the paper's 16 that are in --data-dir")
     add("--systems", nargs="+", default=ALL_SYSTEMS, choices=ALL_SYSTEMS, metavar="SYSTEM")
-    add("--one-seed", nargs="+", default=[], metavar="TASK", help="these get the first seed only")
     parser.set_defaults(seeds=[0, 1, 2])
     args = grid.parse(parser, argv)
     behind = command.Parser(add_help=False)
@@ -46,16 +45,13 @@ def parse(argv=None):
     args.tasks, args.systems = ([*dict.fromkeys(x)] for x in (args.tasks or there, args.systems))
     if not args.tasks:
         raise ValueError(f"{args.data_dir} has none of the paper's tasks: name yours with --tasks")
-    if unknown := {*args.one_seed} - {*args.tasks}:
-        raise ValueError(f"--one-seed {min(unknown)} is none of --tasks: {', '.join(args.tasks)}")
     return args
 
 
 def cell_of(args, system, task, seed, is_target=True):
     """The run of a system on a task. args.sizes: {task: its training examples}, of which a target
-    may have fewer. A task of --one-seed has no other seed."""
+    may have fewer."""
     _, stage, words = grid.system(system)
-    seed = args.seeds[0] if task in args.one_seed else seed
     name, needs, limit = f"{system}-{task}", [], args.limit_train
     if stage == "multitask":
         name, task = system, max(args.tasks, key=args.sizes.get)  # has more than N?
@@ -84,7 +80,7 @@ def cells_of(args):
         (task, system, seed): cell_of(args, system, task, seed)
         for system in args.systems
         for task in args.tasks
-        for seed in (args.seeds[:1] if task in args.one_seed else args.seeds)
+        for seed in args.seeds
         if system != "sequential" or len(args.tasks) > 1
     }
 

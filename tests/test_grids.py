@@ -48,8 +48,8 @@ fusion_st_a-small-200-0: fusion --model M --task small --adapters runs/st_a_16-b
     runs/st_a_16-middle-0 runs/st_a_16-small-200-0 --limit-train 200 --seed 0
 multitask-200-0: --model M --without-adapters --tasks big middle small --limit-train 200 --seed 0
 """,
-    "--systems sequential --one-seed big -- --lr=1": """
-sequential-big-small-2: full --model M --lr=1 --task small --model runs/full-big-0 --seed 2
+    "--systems sequential -- --lr=1": """
+sequential-big-small-2: full --model M --lr=1 --task small --model runs/full-big-2 --seed 2
 """,
 }
 
