@@ -222,7 +222,7 @@ def new_modules(bert, name, config):
     if name in bert.adapter_configs:
         raise ValueError(f"there is already an adapter called {name!r}")
     if not (modules := config.modules(bert)):
-        raise ValueError(f"adapter {name!r} is in no layer: its configuration names none")
+        raise ValueError(f"adapter {name!r} is in no layer: its configuration leaves all out")
     for module in modules.values():
         module.to(bert.device, torch.promote_types(bert.dtype, torch.float32))  # fp64 in tests
         module.train(bert.training)

@@ -149,8 +149,8 @@ def table(rows):
     points, on_dev, lines = points_of(rows), points_of(rows, "accuracy").mean(), []
     for system in points:
         first, values = rows[rows["system"] == system].iloc[0], points[system].dropna()
-        others = system != "fusion" and "fusion" in points
-        lead = (points["fusion"] - values).dropna() if others else values[:0]
+        is_compared = system != "fusion" and "fusion" in points
+        lead = (points["fusion"] - values).dropna() if is_compared else values[:0]
         line = [grid.system(system)[0], f"{first['lr']:g}", str(first["epochs"])]
         line += [f"{first['trained_parameters']:,}", ", ".join(f"{v:.1f}" for v in values)]
         line.append(report.with_deviation(values.mean(), values.std()))
