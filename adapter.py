@@ -7,6 +7,7 @@ save_adapter(bert, "rte", "runs/rte")"""
 
 import math
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, fields
 
 import torch
@@ -26,9 +27,7 @@ class Adapter(nn.Module):
         super().__init__()
         self.config = config
         self.down = nn.Linear(hidden_size, bottleneck_size)  # D
-        activation = ACTIVATIONS[config.non_linearity]
-        # a class that a fork adds, such as nn.PReLU, has parameters: each adapter makes its own
-        self.act = activation() if isinstance(activation, type) else activation
+        self.act = deepcopy(ACTIVATIONS[config.non_linearity])  # a module, such as nn.PReLU(), too
         self.up = nn.Linear(bottleneck_size, hidden_size)  # U
         for linear in (self.down, self.up):  # as in adapters 1.3; the paper does not say
             nn.init.normal_(linear.weight, std=0.02)

@@ -58,12 +58,14 @@ class BertConfig:
 def dropout(x, p, training):
     """F.dropout, three times as fast on a CPU: from 16 random bits for each element, so that p is
     rounded to a multiple of 1/65,536."""
-    if not training or p == 0 or x.device.type != "cpu":
+    dropped = round(2**16 * p)  # of the 2^16 values that 16 bits can have
+    if not training or x.device.type != "cpu" or dropped in (0, 2**16):
         return F.dropout(x, p, training)
+    # 64 random bits at a time (from -2^63 to the largest integer), which are four draws
     bits = torch.empty(x.numel() // 4 + 1, dtype=torch.int64).random_(-(2**63), None)
-    draws = bits.view(torch.int16)[: x.numel()].view(x.shape)  # four of each, in [-2^15, 2^15)
-    keep = draws >= round(2**16 * p) - 2**15
-    return (x * keep).mul_(1 / (1 - p))
+    draws = bits.view(torch.int16)[: x.numel()].view(x.shape)  # each in [-2^15, 2^15)
+    keep = draws >= dropped - 2**15
+    return (x * keep).mul_(2**16 / (2**16 - dropped))
 
 
 def attention(q, k, v, mask, p):
@@ -176,7 +178,7 @@ class Bert(nn.Module):
         self.source = None  # what `from_pretrained` was given
         self.directory = None  # where its files are
         self.hub_config = {}  # all that config.json says
-        self.sha256 = None  # of the weights and the configuration
+        self.sha256 = None  # of its weights and configuration, see `save_pretrained`
 
     def forward(self, input_ids, token_type_ids=None, attention_mask=None):
         """LongTensors [B, T], in this order (in `transformers` the mask is second); attention_mask
@@ -221,11 +223,30 @@ class Bert(nn.Module):
         return self.word_embeddings.weight.dtype
 
     @staticmethod
+    def from_tensors(config, tensors):
+        """The encoder of {name in Hugging Face's files: tensor}, frozen (no parameter requires a
+        gradient) and in eval mode. The prefix "bert." may be missing; further tensors are ignored.
+        Raises ValueError for tensors that are missing, or of another shape than config says."""
+        bert = ENCODERS[config.model_type](config)
+        found = {name.removeprefix(f"{config.model_type}."): t for name, t in tensors.items()}
+        theta = bert.own_parameters()
+        names = {name: bert.hub_name(name) for name in theta}
+        if missing := {*names.values()} - {*found}:
+            raise ValueError(f"it lacks {', '.join(sorted(missing)):.300}")
+        for name, p in theta.items():
+            if (shape := found[names[name]].shape) != p.shape:
+                says = "the configuration (or its default) says"
+                raise ValueError(f"{names[name]} is {list(shape)}, {says} {list(p.shape)}")
+        loaded = {name: found[names[name]].float() for name in theta}
+        bert.load_state_dict(loaded, strict=False, assign=True)
+        return bert.requires_grad_(False).eval()
+
+    @staticmethod
     def from_pretrained(source):
-        """Loads an encoder, frozen (no parameter requires a gradient) and in eval mode. source: a
-        directory as Google published it (bert_config.json, bert_model.ckpt.*), a directory with
-        config.json and model.safetensors or pytorch_model.bin, or else a Hugging Face hub id.
-        Raises FileNotFoundError if there is no checkpoint, and ValueError if it does not fit."""
+        """`from_tensors` of a directory as Google published it (bert_config.json,
+        bert_model.ckpt.*), of a directory with config.json and model.safetensors or
+        pytorch_model.bin, or else of a Hugging Face hub id. Raises FileNotFoundError if there is no
+        checkpoint, and ValueError if it does not fit."""
         from formats import encoder  # only here, so that this file can be used alone
         from formats.files import error_prefix
         from runtime.command import look_up
@@ -234,23 +255,27 @@ class Bert(nn.Module):
         known = [field.name for field in fields(BertConfig)]
         with error_prefix(checkpoint.config_path):
             config = BertConfig(**{n: v for n, v in checkpoint.config.items() if n in known})
-            encoder_class = look_up(ENCODERS, config.model_type, "model_type")
-        bert = encoder_class(config)
-        theta = bert.own_parameters()
-        tensors = checkpoint.read({bert.hub_name(name): p.shape for name, p in theta.items()})
-        loaded = {name: tensors[bert.hub_name(name)] for name in theta}
-        bert.load_state_dict(loaded, strict=False, assign=True)
+            look_up(ENCODERS, config.model_type, "model_type")
+        with error_prefix(checkpoint.weights_path):
+            bert = Bert.from_tensors(config, checkpoint.tensors)
+            tensors = bert.hub_tensors()
+            checkpoint.check(tensors)
         bert.source, bert.directory = str(source), checkpoint.directory
         bert.hub_config = checkpoint.config
         bert.sha256 = encoder.sha256_of(tensors, asdict(config))
-        return bert.requires_grad_(False).eval()
+        return bert
+
+    def hub_tensors(self):
+        """{name in Hugging Face's files: parameter} of Θ"""
+        return {self.hub_name(name): p for name, p in self.own_parameters().items()}
 
     def save_pretrained(self, directory):
         """Writes config.json and model.safetensors (Θ alone) as Hugging Face does, so that
-        `transformers` and `from_pretrained` read them. Returns a SHA-256 of their contents."""
+        `transformers` and `from_pretrained` read them. Returns a SHA-256 of the weights, and of
+        what config.json says about evaluation."""
         from formats import encoder
 
-        tensors = {self.hub_name(name): p for name, p in self.own_parameters().items()}
+        tensors = self.hub_tensors()
         encoder.write_encoder(directory, {**self.hub_config, **asdict(self.config)}, tensors)
         return encoder.sha256_of(tensors, asdict(self.config))
 

@@ -12,7 +12,6 @@ softmax over their scores.
         batch = collate([train_set[i] for i in indices], pad_token_id=0)"""
 
 import hashlib
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -258,16 +257,13 @@ def batches(examples, batch_size, seed=None):
     return [result[i] for i in rng.permutation(len(result))]
 
 
-def collate(examples, pad_token_id, multiple=1, max_length=math.inf):
+def collate(examples, pad_token_id):
     """B examples -> LongTensors input_ids, token_type_ids, attention_mask [B·C, T], an example's
     candidates one after another; and labels [B], class indices, or the floats of a regression, if
-    the examples have any. T is the length of the longest, rounded up to a multiple, but to
-    max_length at most."""
+    the examples have any. T is the length of the longest."""
     ids = [ids for example in examples for ids in example.input_ids]
     types = [types for example in examples for types in example.token_type_ids]
-    T = max(map(len, ids))
-    T = max(T, min(math.ceil(T / multiple) * multiple, max_length))
-    input_ids = torch.full((len(ids), T), pad_token_id)
+    input_ids = torch.full((len(ids), max(map(len, ids))), pad_token_id)
     token_type_ids, attention_mask = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
     for i, length in enumerate(map(len, ids)):
         input_ids[i, :length] = torch.from_numpy(ids[i])

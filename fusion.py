@@ -6,16 +6,13 @@ fusion_weights(bert)                          # s: {(layer, location): [B, T, N]
 save_fusion(bert, "runs/fusion-rte")
 load_fusion(bert, "runs/fusion-rte")"""
 
-from copy import deepcopy
-from functools import partial
-
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from adapter import Adapter, GridAdapter, activate, adapter_modules
+from fast.low_rank import choose, copy_in_fp32, is_near, low_rank
 from formats import adapterhub
-from formats.files import error_prefix
+from formats.files import error_prefix, note
 
 
 class Fusion(nn.Module):
@@ -27,6 +24,8 @@ class Fusion(nn.Module):
     columns, so Q, K and V are the transposes of the paper's. As in adapters 1.3 there are biases,
     and h is what the adapters read; the h of section 3.2 is the feed-forward output, f here
     (docs/silent.md)."""
+
+    fast_form = None  # `add_fusion` sets it, where fast/low_rank.py computes the same as `textbook`
 
     def __init__(self, adapter_names, hidden_size, dropout):
         super().__init__()
@@ -51,11 +50,11 @@ class Fusion(nn.Module):
         # residual is added to o, and whether BERT's LayerNorm follows.
         last = adapters[-1]
         h, residual = last.h_and_residual(f, x, add_norm.norm)
-        if has_low_rank(self, adapters):
-            o = low_rank(self, h, adapters)  # what `textbook` computes, at a fraction of the cost
-        else:
+        if self.fast_form is None:
             o = self.textbook(h, adapters)
-        return last.close(o + residual, x, add_norm.norm)
+        else:  # the same, at a fraction of the cost
+            o = low_rank(self, h, adapters, self.fast_form)
+        return last.close(o.to(h.dtype) + residual, x, add_norm.norm)
 
     def textbook(self, h, adapters):
         """The two equations above, term by term: h [B, T, d] -> o [B, T, d]"""
@@ -68,10 +67,20 @@ class Fusion(nn.Module):
         """s of the scores, [B, T, N] -> [B, T, N], which is kept for `fusion_weights`. As in
         adapters 1.3, dropout is applied to the raw scores. A subclass may set a score to -∞, to
         leave an adapter out: dropout must not make that 0 · -∞, which is NaN."""
-        left_out = scores == -torch.inf
-        s = self.dropout(scores).masked_fill(left_out, -torch.inf).softmax(-1)
+        if self.training:
+            scores = self.dropout(scores).masked_fill(scores == -torch.inf, -torch.inf)
+        s = scores.softmax(-1)
         self.s = s.detach()
         return s
+
+    def penalty(self):
+        """0.01 · ‖V − I‖²_F, which is added to the loss (section 4.1: "l2-norm" on V; in the form
+        of adapters 1.3). 0 for a subclass without V."""
+        if not hasattr(self, "value"):
+            return 0.0
+        V = self.value.weight
+        identity = torch.eye(len(V), device=V.device, dtype=V.dtype)
+        return 0.01 * (V - identity).square().sum()
 
 
 FUSIONS = {"attention": Fusion}  # --fusion NAME: Fusion, or a subclass of it
@@ -85,14 +94,10 @@ def active_fusions(bert):
 
 
 def fusion_regularization(bert):
-    """0.01 · Σ_layers ‖V − I‖²_F, a scalar tensor to add to the loss (section 4.1: "l2-norm" on V;
-    in the form of adapters 1.3). 0 without an active fusion."""
-    penalty = torch.zeros((), device=bert.device)
-    for fusion in active_fusions(bert).values():
-        V = fusion.value.weight
-        identity = torch.eye(len(V), device=V.device, dtype=V.dtype)
-        penalty = penalty + 0.01 * (V - identity).square().sum()
-    return penalty
+    """The penalties of all slots of the active fusion, a scalar tensor to add to the loss. 0
+    without an active fusion."""
+    penalties = [fusion.penalty() for fusion in active_fusions(bert).values()]
+    return sum(penalties, torch.zeros((), device=bert.device))
 
 
 def fusion_weights(bert):
@@ -135,22 +140,70 @@ def new_modules(bert, names, fusion_class, dropout, fields):
         raise ValueError(f"a fusion needs at least one adapter, and each of them once, not {names}")
     found = {name: adapter_modules(bert, name) for name in names}
     for name in names:
-        for key, adapter in found[name].items():
-            if not all(hasattr(adapter, part) for part in ("h_and_residual", "z", "close")):
-                raise ValueError(f"adapter {name!r} has no output z that a fusion could mix")
-            check_forward(name, adapter, bert.slots[key].norm)
+        parts = ("h_and_residual", "z", "close")
+        if not all(hasattr(module, part) for module in found[name].values() for part in parts):
+            raise ValueError(f"adapter {name!r} has no output z that a fusion could mix")
         if {where for _, where in found[name]} != {where for _, where in found[names[0]]}:
             pair = f"{names[0]!r} and {name!r}"
             raise ValueError(f"adapters at different locations cannot be fused: {pair}")
     modules = {}
-    for key in bert.slots:
-        if here := [name for name in names if key in found[name]]:
-            fusion = fusion_class(here, bert.config.hidden_size, dropout, **fields)
+    for key, slot in bert.slots.items():
+        if here := {name: found[name][key] for name in names if key in found[name]}:
+            fusion = fusion_class([*here], bert.config.hidden_size, dropout, **fields)
             fusion.fields = fields  # for `save_fusion`
             fusion.to(bert.device, torch.promote_types(bert.dtype, torch.float32))
-            check_low_rank(fusion, [found[name][key] for name in here])
+            if bert.device.type != "meta":
+                norm, *copies = copy_in_fp32(nn.ModuleList([slot.norm, fusion, *here.values()]))
+                check_adapters([*here], copies[1:], norm)
+                fusion.fast_form = fast_form(copies)
             modules[key] = fusion.train(bert.training)
     return modules
+
+
+@torch.no_grad()
+def check_adapters(names, adapters, norm):
+    """Compares the adapters of one AddNorm, for random f and x. Raises ValueError if the `forward`
+    of one is not what a fusion takes of it (`norm_after` aside, which a fusion leaves out, as
+    adapters 1.3 does), or if one reads something else than the last one, which decides for all. If
+    both are AdapterHub's kinds, the latter is only noted."""
+    random, last = torch.Generator().manual_seed(0), adapters[-1]
+    size, dtype = (2, 3, len(norm.weight)), norm.weight.dtype
+    f, x = (torch.randn(size, generator=random, dtype=dtype) for _ in range(2))
+
+    def around_z(adapter):  # [3, 2, 3, d]; h stands for z
+        h, residual = adapter.h_and_residual(f, x, norm)
+        return torch.stack([h, residual, adapter.close(h + residual, x, norm)])
+
+    for name, adapter in zip(names, adapters, strict=True):
+        adapter.eval()
+        if isinstance(adapter, Adapter) and getattr(adapter, "norm_after", None) is None:
+            h, residual = adapter.h_and_residual(f, x, norm)
+            fused = adapter.close(adapter.z(h) + residual, x, norm)
+            if not is_near(fused, adapter(f, x, norm)):
+                parts = "close(z(h) + residual, x, norm), with h and residual from `h_and_residual`"
+                problem = "its `forward` must be what a fusion computes"
+                raise ValueError(f"adapter {name!r}: {problem}, {parts}")
+        if not is_near(around_z(last), around_z(adapter)):
+            problem = f"adapters {name!r} and {names[-1]!r} differ in what is around z"
+            if not {type(adapter), type(last)} <= {Adapter, GridAdapter}:
+                raise ValueError(f"{problem}, which is their input, residual, or LayerNorm")
+            note(
+                f"{problem}: for both it is as in {names[-1]!r}, the last one (so in adapters 1.3)"
+            )
+
+
+def fast_form(modules):
+    """The form of fast/low_rank.py that computes what `textbook` does, or None. modules: a copy of
+    a fusion, and of its adapters. A class with a `textbook`, `z` or `up` of its own is not
+    compared: its parameters may have an effect only once they have moved."""
+    fusion, *adapters = modules
+    is_ours = type(fusion).textbook is Fusion.textbook
+    for one in adapters:
+        is_ours &= getattr(type(one), "z", None) is Adapter.z and type(one.up) is nn.Linear
+    form = choose(nn.ModuleList(modules)) if is_ours else None
+    if is_ours and form is None:
+        note("`low_rank` does not compute what `textbook` does, which is used and is slower")
+    return form
 
 
 # ---- Files ---------------------------------------------------------------------------------------
@@ -189,97 +242,3 @@ def load_fusion(bert, directory):
     for module in modules.values():
         module.requires_grad_(False)
     insert(bert, saved.adapter_names, modules)
-
-
-# ---- The same at a fraction of the cost ----------------------------------------------------------
-# Nothing from here on is in the paper.
-
-
-def has_low_rank(fusion, adapters):
-    """Whether the adapters are bottlenecks, and the equations those of `Fusion.textbook`."""
-    is_textbook = type(fusion).textbook is Fusion.textbook
-    return is_textbook and all(type(adapter) in (Adapter, GridAdapter) for adapter in adapters)
-
-
-def low_rank(fusion, h, adapters, many_tokens=None):
-    """`textbook` without ever forming the d numbers of a z_n, which is U_n a_n + b_n with an a_n of
-    only r numbers. For each token that takes about 3·d² + 3·N·r·d multiply-adds in place of
-    (2·N + 1)·d² + 2·N·r·d. Three matrices hold all adapters side by side, see docs/figures/
-    low_rank.svg. R = Σ r_n + N counts the columns of every U_n, and then one for each b_n.
-
-        a           [B, T, R]  a_1 … a_N of each token, then a 1 for each b_n
-        U           [d, R]     U_1 … U_N, then b_1 … b_N
-        membership  [R, N]     1 where that column of U belongs to adapter n
-
-    So z_n is U (a ⊙ column n of membership), and with q = Q h + b_Q
-
-        q·(K z_n + b_K)  =  ((Uᵀ Kᵀ q) ⊙ a)·(column n of membership) + q·b_K
-        Σ_n s_n V z_n    =  V U (a ⊙ (membership s))
-
-    q·b_K is the same for every n. The softmax ignores that, but the dropout before it does not.
-    With many_tokens, the default where there are more tokens than columns, K U and V U are formed
-    first, which is cheaper there."""
-    a = torch.cat([adapter.bottleneck(h) for adapter in adapters], -1)  # [B, T, R - N]
-    a = F.pad(a, (0, len(adapters)), value=1.0)  # [B, T, R]
-    ups = [adapter.up for adapter in adapters]
-    U = torch.cat([up.weight for up in ups] + [up.bias[:, None] for up in ups], 1).to(a.dtype)
-    # A product with membership sums over the columns of each adapter. A product with its transpose
-    # repeats each adapter's number for all of its columns.
-    identity = torch.eye(len(ups), dtype=a.dtype, device=a.device)  # [N, N]
-    owners = [identity[n].expand(up.in_features, -1) for n, up in enumerate(ups)]  # [r_n, N] each
-    membership = torch.cat([*owners, identity])  # [R, N]
-    K, V, b_K = fusion.key.weight, fusion.value.weight, fusion.key.bias  # [d, d], [d, d], [d]
-    if many_tokens is None:
-        many_tokens = h.shape[0] * h.shape[1] > U.shape[1]
-    q = fusion.query(h)  # Q h + b_Q: [B, T, d]
-    q_K_U = q @ (K @ U) if many_tokens else q @ K @ U  # [B, T, R]
-    scores = (q_K_U * a) @ membership + (q @ b_K)[..., None]  # q·(K z_n + b_K): [B, T, N]
-    s = fusion.softmax(scores)  # [B, T, N]
-    s_a = (s.to(a.dtype) @ membership.T) * a  # every a_n times its s_n: [B, T, R]
-    return s_a @ (V @ U).T if many_tokens else s_a @ U.T @ V.T  # Σ_n s_n V z_n: [B, T, d]
-
-
-# Two things exist in two forms: an adapter's `forward`, which no fusion calls, and `textbook`. An
-# edit of one form would silently have no effect where the other is used. So they are compared, on
-# random vectors, whenever a fusion is added.
-
-
-@torch.no_grad()
-def check_forward(name, adapter, norm):
-    """Raises ValueError if an adapter's `forward` and what a fusion takes of it differ. What is not
-    compared: an adapter with `norm_after`, which a fusion leaves out, as adapters 1.3 does, and one
-    that is no `Adapter`."""
-    is_ours = isinstance(adapter, Adapter) and getattr(adapter, "norm_after", None) is None
-    if not is_ours or norm.weight.is_meta:
-        return
-    adapter, norm = (deepcopy(module).cpu().float().eval() for module in (adapter, norm))
-    random = torch.Generator().manual_seed(0)
-    f, x = (torch.randn(2, 3, len(norm.weight), generator=random) for _ in range(2))
-    h, residual = adapter.h_and_residual(f, x, norm)
-    alone, fused = adapter(f, x, norm), adapter.close(adapter.z(h) + residual, x, norm)
-    if not (alone - fused).abs().max() <= 1e-4 * alone.abs().max():  # NaN fails, too
-        parts = "close(z(h) + residual, x, norm), with h and residual from `h_and_residual`"
-        raise ValueError(f"adapter {name!r}: its `forward` must be what a fusion computes, {parts}")
-
-
-@torch.no_grad()
-def check_low_rank(fusion, adapters):
-    """Raises ValueError if `low_rank` and `textbook` differ, at weights close to these. In training
-    both draw the same random numbers in the same order: those of `bottleneck`, for a fork that has
-    dropout there, and then those of the scores."""
-    if fusion.value.weight.is_meta or not has_low_rank(fusion, adapters):
-        return
-    both = deepcopy(nn.ModuleList([fusion, *adapters])).cpu().float()
-    forms = [Fusion.textbook, *(partial(low_rank, many_tokens=b) for b in (True, False))]
-    with torch.random.fork_rng(devices=[]):  # training draws what it would without this check
-        h = torch.randn(2, 3, len(fusion.value.weight))
-        for p in both.parameters():  # a new parameter may start at a value without any effect
-            p.add_(0.01 * torch.randn(p.shape))
-        for is_training in (True, False):
-            found = []
-            for form in forms:
-                fusion, *adapters = deepcopy(both).train(is_training)  # which may change a buffer
-                torch.default_generator.manual_seed(0)  # the CPU's alone
-                found.append(form(fusion, h, adapters))
-            if not all((o - found[0]).abs().max() <= 1e-4 * found[0].abs().max() for o in found):
-                raise ValueError("low_rank no longer computes textbook: edit both, or `bottleneck`")

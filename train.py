@@ -26,21 +26,26 @@ from torch import nn
 from adapter import ADAPTERS, HEADS, activate, add_adapter, load_adapter, save_adapter, save_head
 from bert import Bert
 from data import batches, collate, get_task, load_split
+from fast.recorded import Recorded
 from formats import adapterhub
 from formats.files import forget_notes, write_json, write_tensors
 from formats.rows import source_of
 from formats.tokenizer import copy_tokenizer, load_tokenizer
 from fusion import FUSIONS, add_fusion, fusion_regularization, save_fusion
 from runtime import command
-from runtime.kernels import Recorded, on_device
 from runtime.own import hold_frozen_in, own_names, parts_of, without_file
-from runtime.processes import choose_device, gather, ranks, reseed, set_deterministic, sum_gradients
+from runtime.processes import (
+    choose_device,
+    gather,
+    on_device,
+    ranks,
+    reseed,
+    set_deterministic,
+    sum_gradients,
+)
 from runtime.record import describe
 from runtime.run import check_out, is_begun, open_run
 from runtime.sources import encoder_of, find_adapters
-from variants.pal import PALConfig
-
-ADAPTERS["pal"] = PALConfig  # the adapters of multi-task training (MT-A, section 2.2.2)
 
 # Section 4.1 and appendix A.2: single-task adapters are trained at a learning rate of 1e-4 for at
 # most 30 epochs, fusion at 5e-5 for at most 10. The paper gives no values for the two baselines:
@@ -202,10 +207,9 @@ def new_head(args, task, bert):
 
 
 def autocast(args, device):
-    """Matrix products are computed in --dtype. With the cache a recorded step (--cuda-graphs) would
-    go on using weights as they were cast when it was recorded."""
-    enabled, cache_enabled = args.dtype == "bfloat16", not args.cuda_graphs
-    return torch.autocast(device.type, torch.bfloat16, enabled, cache_enabled)
+    """With --dtype bfloat16, PyTorch computes in it what needs no more: matrix products, above
+    all."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
 # ---- Training ------------------------------------------------------------------------------------
@@ -226,7 +230,7 @@ def train(args):
     model = build(args, bert, task, adapters)
     tokenizer, train_set, dev_set = load_data(args, task, source, bert)
 
-    own = own_names(model, parts_of(model))  # of what is trained, and of buffers beside it
+    own = own_names(model, adapters)  # all but the frozen Θ, and the frozen Φ of --adapters
     hold_frozen_in(model, own, dtype)  # what is trained stays in fp32
     # AdamW (section 4.1), without weight decay, as in adapters 1.3
     groups = [{"params": [p for p in model.parameters() if p.requires_grad], "lr": args.lr}]
@@ -241,7 +245,7 @@ def train(args):
     def schedule(done):  # linearly down to 0 (section 4.1)
         return 1 - done
 
-    def scores():
+    def evaluation():
         return evaluate(model, task, dev_set, args)
 
     # With --resume, the run's own tensors and its position are those of the checkpoint.
@@ -251,37 +255,29 @@ def train(args):
         if run.rank == 0:  # Θ is not copied: run.json has its name and SHA-256
             for name, saved in adapters.items():
                 adapterhub.copy(saved, name, f"{args.out}/adapters/{name}")
-        minimize(run, model, steps, schedule, scores)
+        minimize(run, steps, schedule, evaluation)
         if run.rank == 0:
             record = save(model, task, args.out, record, own)
         return run.finish(record)  # with metrics.json the run is a finished one
 
 
-def minimize(run, whole, steps, schedule, scores, idle_gradient=None):
-    """argmin, from where the run is until its best epoch stands in the model.
+def minimize(run, steps, schedule, evaluation):
+    """argmin, from where the run is until its best epoch stands in run.model.
 
-    whole            the module that holds all that is trained, with its `bert`; the Models of
-                     several tasks share it (experiments/multitask.py)
-    steps(epoch)     [(Model, task, a batch of examples)] of an epoch
+    steps(epoch)     [(Model, task, a batch of examples)] of an epoch; the Models of several tasks
+                     share what is in run.model (experiments/multitask.py)
     schedule(done)   the factor of the learning rate when this share of all steps is done
-    scores()         {score: value} of the development set, and "loss"
-    idle_gradient    the gradient of a parameter that a step does not use. None: AdamW skips it;
-                     0: its momentum moves it on"""
-    args, bert, optimizer, trainable = run.args, whole.bert, run.optimizer, run.trainable
+    evaluation()     {score: value} of the development set, its "loss" among them"""
+    args, bert, optimizer = run.args, run.model.bert, run.optimizer
+    trainable = [*run.trainable.values()]
     lrs = [group["lr"] for group in optimizer.param_groups]
-    compute, multiple = gradients, 1
-    if args.cuda_graphs:
-        every = min(run.record["steps_per_epoch"], 500)  # one step in so many is checked
-        compute = Recorded(gradients, trainable.values(), args.dtype, every)
-        multiple = 16  # lengths are rounded up to it, so that there are few shapes to record
-        idle_gradient = 0  # a recorded step writes into gradients that stay
-    if idle_gradient == 0:
-        for p in optimizer.state:  # if the run is resumed: those that momentum moves on
-            p.grad = torch.zeros_like(p)
+    compute = gradients
+    if args.cuda_graphs:  # the same, recorded on a GPU
+        compute = Recorded(gradients, trainable, args.dtype, run.record["steps_per_epoch"])
     try:
-        # early stopping (section 4.1), after --patience epochs without a better one
+        # early stopping, after --patience epochs without a better one
         while run.epoch <= args.epochs and run.epoch - run.best_epoch <= args.patience:
-            whole.train()  # dropout in the frozen encoder stays on, as in adapters 1.3
+            run.model.train()  # dropout in the frozen encoder stays on, as in adapters 1.3
             order = steps(run.epoch)
             for model, task, examples in order[run.step :]:  # a resumed epoch goes on where it was
                 reseed(args.seed, run.epoch, run.step, run.rank)  # dropout is a function of these
@@ -290,28 +286,28 @@ def minimize(run, whole, steps, schedule, scores, idle_gradient=None):
                     group["lr"] = lr * schedule(done)
                 loss = torch.zeros((), device=bert.device)
                 for part in parts(examples[run.rank :: run.world_size], args.grad_accumulation):
-                    batch = collate(part, bert.config.pad_token_id, multiple, bert.max_length)
-                    batch["share"] = torch.tensor(len(part) / len(examples))
-                    loss += compute(model, task, args, on_device(batch, bert.device))
-                sum_gradients(trainable.values())  # over all processes (torchrun)
-                nn.utils.clip_grad_norm_(trainable.values(), 1.0)  # as in Google's BERT
+                    batch = collate(part, bert.config.pad_token_id)
+                    loss += compute(model, task, args, batch, len(part) / len(examples))
+                sum_gradients(trainable)  # over all processes (torchrun)
+                nn.utils.clip_grad_norm_(trainable, 1.0)  # as in Google's BERT
                 optimizer.step()
-                optimizer.zero_grad(set_to_none=idle_gradient is None)
+                optimizer.zero_grad()
                 run.after_step(loss)  # counts; saves when due; on Ctrl-C it saves, and raises
 
             reseed(args.seed, run.epoch, run.step, run.rank)  # for a fork whose evaluation draws
-            found = scores()
+            found, best = evaluation(), run.best_scores
             for name in ("loss", args.score):
                 run.check_finite(f"development {name}", found[name])
-            if found[args.score] > run.best_scores.get(args.score, -math.inf):
+            # a better score, or the same one at a smaller loss
+            if not best or (found[args.score], -found["loss"]) > (best[args.score], -best["loss"]):
                 run.best_epoch, run.best_scores = run.epoch, found
                 run.best = {name: t.cpu().clone() for name, t in run.own_tensors().items()}
             run.after_epoch(found)  # a line of the log, a checkpoint; the next epoch
-    except FloatingPointError as e:  # from `run`: a loss, or a score, is not finite
+    except FloatingPointError as e:  # a loss, or a score, is not finite
         if not run.best:
             raise
-        run.diverged = e  # raised again by run.finish, once the best epoch is saved
-    whole.load_state_dict(run.best, strict=False)
+        run.diverged = e  # `run.finish` raises it again, when the best epoch so far is saved
+    run.model.load_state_dict(run.best, strict=False)
 
 
 def parts(examples, count):
@@ -320,13 +316,14 @@ def parts(examples, count):
     return [examples[i : i + size] for i in range(0, len(examples), size)]
 
 
-def gradients(model, task, args, batch):
-    """Adds the gradients of a part of a batch to the existing ones. Returns share · loss, where
-    share is this part's, of the batch's examples: a tensor, since a recorded step reads it anew."""
+def gradients(model, task, args, batch, share):
+    """Adds the gradients of a part of a batch to those that are there. share: that of the batch's
+    examples which this part has. Returns share · loss."""
+    batch = on_device(batch, model.bert.device)
     with autocast(args, model.bert.device):
         logits = model(batch)  # [B, K]
     loss = task.loss(logits, batch["labels"])
-    loss = batch["share"] * (loss + fusion_regularization(model.bert))  # on V (section 4.1), or 0
+    loss = share * (loss + fusion_regularization(model.bert))  # on V (section 4.1), or 0
     loss.backward()
     return loss.detach()
 
@@ -386,7 +383,7 @@ def save(model, task, out, record, own):
     """Writes what is the run's own; the frozen --adapters have been copied already. What
     AdapterHub's and Hugging Face's files have no place for goes into own.safetensors. Returns the
     record for run.json: if Θ was trained, it names `out` as the encoder of this run's adapters."""
-    bert, out, found = model.bert, Path(out), parts_of(model)
+    bert, out, found = model.bert, Path(out), parts_of(model, record["adapters"])
     if "encoder" in found:
         sha256 = bert.save_pretrained(out)  # it is a checkpoint now, which --model accepts
         copy_tokenizer(bert.directory, out)

@@ -23,8 +23,8 @@ import torch
 import torch._dynamo  # AdamW imports it: a library's memory is not the row's
 import torch.nn.functional as F
 
+from fast.recorded import Recorded
 from runtime.command import Parser, count, run_command
-from runtime.kernels import Recorded
 from runtime.processes import choose_device
 
 ROWS = {"stage 1 step": 1, **{f"fusion step, N = {n}": n for n in (1, 4, 16, 64)}}
@@ -84,7 +84,7 @@ def measure(side, row, root, batch_size, device, dtype):
     __import__("adapters" if side == "peer" else "train")  # before `idle` is measured
     if side != "peer":
         choose_device(device, dtype)  # sets PyTorch up, as in train.py
-    idle, is_recorded, in_bf16 = peak_memory(), side == "recorded", dtype == "bfloat16"
+    idle, in_bf16 = peak_memory(), dtype == "bfloat16"
     model, loss_of = (peer if side == "peer" else ours)(row, Path(root))
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in model.parameters():  # the reference has fp32 also under autocast, as in its trainer
@@ -96,24 +96,28 @@ def measure(side, row, root, batch_size, device, dtype):
     batch["labels"] = ids[:, 0] % 2
     optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=True)
 
-    def gradients(batch):
-        with torch.autocast(device, torch.bfloat16, in_bf16, not is_recorded):
-            loss = loss_of(batch)
+    for module in model.modules():
+        if side == "textbook" and hasattr(module, "fast_form"):
+            module.fast_form = None
+
+    def gradients(model, task, args, batch, share):  # as train.py's
+        with torch.autocast(device, torch.bfloat16, in_bf16):
+            loss = share * loss_of(batch)
         loss.backward()
         return loss.detach()
 
-    loss = gradients(batch).item()
+    loss = gradients(model, None, None, batch, 1.0).item()
     optimizer.zero_grad()
     model.train()  # with dropout
-    compute = Recorded(gradients, trained, dtype, 500) if is_recorded else gradients
+    compute = Recorded(gradients, trained, dtype, 500) if side == "recorded" else gradients
     warm_up, steps = (3, 10) if device == "cuda" else (1, 1)  # the second one is recorded
     for number in range(warm_up + steps):  # a step as in train.py, and in transformers' trainer
         if number == warm_up:
             start = time.perf_counter()
-        last = compute(batch)
+        last = compute(model, None, None, batch, 1.0)
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=not is_recorded)
+        optimizer.zero_grad()
         last.item()  # waits for a GPU
     seconds = (time.perf_counter() - start) / steps
     peak = peak_memory() - idle if device == "cpu" else torch.cuda.max_memory_allocated()
@@ -148,11 +152,13 @@ def main(argv=None):
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
     add("--cuda-graphs", action="store_true", help="also our steps as they are recorded on a GPU")
+    add("--textbook", action="store_true", help="also a fusion by the equations, term by term")
     args, lines = parser.parse_args(argv), []
     for dtype in args.dtype:
         choose_device(args.device, dtype, args.cuda_graphs)  # or an error
     pythons = {"ours": sys.executable}
     pythons |= {"recorded": sys.executable} if args.cuda_graphs else {}
+    pythons |= {"textbook": sys.executable} if args.textbook else {}
     pythons |= {"peer": args.peer_python} if args.peer_python else {}
     for row in [row for row in ROWS if any(text in row for text in args.rows)]:
         print(row, file=sys.stderr, flush=True)

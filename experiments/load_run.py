@@ -199,8 +199,8 @@ def load_run(directory, device="cpu", model=None, task=None, columns=None):
         built = train.build(args, bert, task, adapters)
     if bert.sha256 != record["encoder"]:
         raise ValueError(f"{directory} was trained with another encoder than {args.model}")
-    restore(built, task, directory)
-    own = own_names(built, parts_of(built))
+    own = own_names(built, adapters)
+    restore(built, task, directory, own, parts_of(built, adapters))
     hold_frozen_in(built, own, getattr(torch, args.dtype))
     length = record["tasks"][task.name]["max_length"]
     tokenizer = load_tokenizer(bert.directory, length, bert.config)
@@ -236,14 +236,14 @@ def recorded_task(record, directory, name=None):
     return data.own_task(name, found["columns"], found["labels"])
 
 
-def restore(model, task, directory):
+def restore(model, task, directory, own, parts):
     """Puts all that is the run's own, and was saved, in place, by name."""
-    parts, place = parts_of(model), directory
+    place = directory
     for several in ("adapters", "heads"):  # of a multi-task run
         if (directory / several / task.name / adapterhub.HEAD.config).is_file():
             place = directory / several / task.name
-    own = directory / "own.safetensors"
-    rest = read_tensors(own) if own.is_file() else {}
+    path = directory / "own.safetensors"
+    rest = read_tensors(path) if path.is_file() else {}
     with error_prefix(directory):
         for name in model.bert.adapter_configs:
             if f"adapter {name}" in parts:
@@ -253,6 +253,6 @@ def restore(model, task, directory):
         if "fusion" in parts:
             adapterhub.read(directory, adapterhub.FUSION).copy_into(parts["fusion"])
         adapterhub.read(place, adapterhub.HEAD).copy_into(parts["head"])
-        needed = without_file(model, own_names(model, parts), parts)
+        needed = without_file(model, own, parts)
         check_names(needed.keys(), rest.keys())
         model.load_state_dict(rest, strict=False)

@@ -3,8 +3,8 @@ learning (section 2.1.2): Θ, and an adapter and a head for each task, are train
 
     python -m experiments.multitask --tasks mnli qqp sst2 mrpc rte --out runs/mt
     python -m experiments.multitask --tasks mnli qqp rte --without-adapters
-    python train.py --stage fusion --task rte --model runs/mt --adapters runs/mt/adapters/* \\
-        --out runs/fusion-mt-rte
+    python train.py --import experiments.pal --stage fusion --task rte --model runs/mt \\
+        --adapters runs/mt/adapters/* --out runs/fusion-mt-rte
     python -m experiments.evaluate runs/mt --task rte
 
 Θ, Φ_1..N <- argmin Σ_n L(D_n; Θ, Φ_n). The run directory is a checkpoint of the new Θ′, with
@@ -24,6 +24,7 @@ import train
 from adapter import ADAPTERS, activate, adapter_modules, add_adapter, save_adapter, save_head
 from bert import Bert
 from data import batches, get_task
+from experiments import pal  # noqa: F401  (its adapters, the default)
 from formats import adapterhub
 from formats.files import forget_notes, write_json, write_tensors
 from formats.rows import source_of
@@ -174,15 +175,21 @@ def train_jointly(args):
         drawn = multitask_batches(args, train_sets, epoch)
         return [(models[n], by_name[n], [train_sets[n][i] for i in found]) for n, found in drawn]
 
-    def scores():
+    def evaluation():
         return evaluate(models, data, args)
+
+    # Once its task was drawn, Adam's momentum goes on moving an idle adapter, as in Stickland and
+    # Murray's code, whose gradients are 0 in between.
+    def fill_idle(optimizer, *_):
+        for p in optimizer.state:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+
+    optimizer.register_step_pre_hook(fill_idle)
 
     with open_run(args, record, whole, own, optimizer) as run:
         if run.result:
             return run.result
-        # Once its task was drawn, Adam's momentum goes on moving an idle adapter, as in Stickland
-        # and Murray's code, whose gradients are 0 in between.
-        train.minimize(run, whole, steps, schedule, scores, idle_gradient=0)
+        train.minimize(run, steps, schedule, evaluation)
         if run.rank == 0:
             record = save(whole, args.out, record, own)
         return run.finish(record)

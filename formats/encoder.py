@@ -33,18 +33,14 @@ class Checkpoint:
     config: dict  # what config.json says
     tensors: dict  # {the hub's name of today: tensor}
 
-    def read(self, shapes):
-        """{name: fp32 tensor} of exactly the tensors in `shapes`, {the hub's name: shape}. Raises
-        ValueError that names the file and what is missing, unknown or of another shape."""
-        needed = f"{self.config_path.name} (or BERT's default) says"
+    def check(self, used):
+        """Raises ValueError for what {the hub's name: tensor} has left out, and for numbers that
+        are not finite."""
+        files.check_names({*used}, {name for name in self.tensors if OF_THE_ENCODER.match(name)})
+        for name, tensor in used.items():
+            files.check_tensor(name, self.tensors[name], tensor.shape, "it must be")
         if "num_attention_heads" not in self.config:  # which no shape would tell
             raise ValueError(f"{self.config_path} has no num_attention_heads")
-        own = {name for name in self.tensors if OF_THE_ENCODER.match(name)}
-        with files.error_prefix(self.weights_path):
-            files.check_names({*shapes}, own)
-            for name, shape in shapes.items():
-                files.check_tensor(name, self.tensors[name], shape, needed)
-        return {name: self.tensors[name].float() for name in shapes}
 
 
 def sha256_of(tensors, config=None):

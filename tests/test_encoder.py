@@ -62,10 +62,10 @@ def test_prefixes_old_names_and_other_precisions(prefix, file, is_zip, dtype, tm
 
 
 WORDS, TYPES = "embeddings.word_embeddings.weight", "embeddings.token_type_embeddings.weight"
-SAYS = "config.json (or BERT's default) says"
+SAYS = "the configuration (or its default) says"
 MISFITS = [  # tensors that are added, the part of a name that is left out, words of the message
-    ({WORDS: torch.zeros(61, 32)}, "nothing", f"[61, 32] in torch.float32, {SAYS} [60, 32]"),
-    ({TYPES: torch.zeros(16, 32)}, "nothing", f"[16, 32] in torch.float32, {SAYS} [2, 32]"),
+    ({WORDS: torch.zeros(61, 32)}, "nothing", f"is [61, 32], {SAYS} [60, 32]"),
+    ({TYPES: torch.zeros(16, 32)}, "nothing", f"is [16, 32], {SAYS} [2, 32]"),
     ({WORDS: torch.zeros(60, 32).long()}, "nothing", f"{WORDS} is [60, 32] in torch.int64"),
     ({}, "1.output.dense", "lacks encoder.layer.1.output.dense.bias, encoder.layer.1.output"),
     ({"encoder.layer.2.x": torch.zeros(1)}, "nothing", "unknown tensors encoder.layer.2.x"),

@@ -1,4 +1,4 @@
-"""variants/ and examples/: PALs, LoRA, a regression, MPNet, runs as a user makes them."""
+"""PALs, and examples/: LoRA, a regression, MPNet, runs as a user makes them."""
 
 import json
 import math
@@ -18,8 +18,8 @@ from data import TASKS
 from examples.sts_b import pearson
 from experiments import evaluate, predict
 from experiments.load_run import load_run
+from experiments.pal import PALConfig
 from test_kinds import examples, inputs, new_bert  # noqa: F401  (a fixture for all tests here)
-from variants.pal import PALConfig
 
 
 @torch.no_grad()

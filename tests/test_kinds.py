@@ -26,7 +26,7 @@ from conftest import WORDS, assert_equal, cli, interrupt, main, randomize, tiny_
 from data import TASKS
 from experiments import evaluate
 from experiments.load_run import load_run
-from formats.files import read_json
+from formats.files import forget_notes, read_json
 from fusion import FUSIONS, Fusion, active_fusions, add_fusion, fusion_weights
 from reference import FIELDS, same_tensors
 from runtime.scores import CLASS_SCORES
@@ -36,7 +36,7 @@ TABLES = (ADAPTERS, FUSIONS, HEADS, TASKS, ENCODERS, train.STAGES)
 with contextlib.ExitStack() as stack:
     for table in TABLES:
         stack.enter_context(patch.dict(table))
-    for name in ["own_fork", *(f"examples.{name}" for name in EXAMPLES)]:
+    for name in ["own_fork", "experiments.pal", *(f"examples.{name}" for name in EXAMPLES)]:
         importlib.import_module(name)
     KINDS = [dict(table) for table in TABLES]
 ADAPTER_KINDS, FUSION_KINDS, HEAD_KINDS, EVERY_TASK, ENCODER_KINDS, _ = KINDS
@@ -103,6 +103,14 @@ def close(ours, theirs):
     return torch.allclose(ours, theirs, rtol=1e-9, atol=1e-11)
 
 
+def by_the_textbook(bert):
+    """A copy in which each fusion is computed by the equations, term by term."""
+    bert = copy.deepcopy(bert)
+    for fusion in active_fusions(bert).values():
+        fusion.fast_form = None
+    return bert
+
+
 def outputs_and_gradients(bert, given):
     torch.manual_seed(3)  # the same is dropped
     h = bert(*given)
@@ -122,10 +130,10 @@ def test_the_form_that_is_used_is_the_textbooks(encoder, kind, fusion_kind):
     for training in (False, True):
         for given in (many, [tensor[1:2, :4] for tensor in many]):
             ours = outputs_and_gradients(bert.train(training), given)
-            ours += [fusion.s for fusion in fusions.values()]
-            with patch("fusion.has_low_rank", lambda *_: False):
-                textbook = outputs_and_gradients(bert, given)
-            assert all(map(close, ours, [*textbook, *(fusion.s for fusion in fusions.values())]))
+            copied = by_the_textbook(bert)
+            theirs = outputs_and_gradients(copied, given)
+            pairs = zip(fusions.values(), active_fusions(copied).values(), strict=True)
+            assert all(map(close, ours, theirs)) and all(close(a.s, b.s) for a, b in pairs)
     h = bert.eval()(*many)
     sums = torch.stack([fusion.s.sum(-1) for fusion in fusions.values()])
     assert close(sums, torch.ones_like(sums))
@@ -160,24 +168,49 @@ def test_leaving_adapters_out(quiet_encoder, kind, monkeypatch):
     assert not torch.allclose(with_all, theirs[0], atol=1e-3)
 
 
-EDITS = [
-    (Adapter, "bottleneck", lambda self, h: BOTTLENECK(self, h).square()),
-    (Adapter, "bottleneck", lambda self, h: F.dropout(BOTTLENECK(self, h), 0.5, self.training)),
-    (Fusion, "softmax", lambda self, x: SOFTMAX(self, x + torch.randn_like(x))),
-    (Adapter, "z", lambda self, h: 0.5 * Z(self, h)),
-    (Adapter, "z", lambda self, h: F.dropout(Z(self, h), 0.5, self.training)),
-    (Adapter, "forward", lambda self, *x: ALONE(self, *x) + 0.1 * self.up.weight.sum()),
-    (Adapter, "close", lambda self, *x: CLOSE(self, *x).relu()),
-    (Fusion, "textbook", lambda self, *x: TEXTBOOK(self, *x) + self.query.bias.sum()),  # 0 at first
-    (Fusion, "textbook", lambda self, *x: TEXTBOOK(self, *x) * (1 if self.training else 2)),
+FORMS = {"pfeiffer": "joint", "houlsby": "joint", "bapna": "apart", "pal": None, "own": None}
+
+
+@every_fused_adapter
+def test_which_form_is_used(encoder, kind, capsys):
+    """A form that fell back by mistake would only be slower. With another activation or size, each
+    adapter has a product of its own; a class with its own z is computed by the textbook."""
+    bert = new_bert(encoder, kind, "ab")
+    for names, expected in (("ab", FORMS[kind]), ("a", FORMS[kind])):
+        add_fusion(bert, names)
+        assert {fusion.fast_form for fusion in active_fusions(bert).values()} == {expected}
+    add_adapter(bert, "c", ADAPTERS[kind](**{"non_linearity": "gelu"} if FORMS[kind] else {}))
+    add_fusion(bert, "ac")
+    expected = FORMS[kind] and "apart"
+    assert {fusion.fast_form for fusion in active_fusions(bert).values()} == {expected}
+    assert "slower" not in capsys.readouterr().out
+
+
+REFUSED = "'a': its `forward` must be"
+
+
+def dropped(adapter, x):
+    return F.dropout(x, 0.5, adapter.training)
+
+
+EDITS = [  # what is edited, and how; the form that is then used, or a part of the refusal
+    (Adapter, "bottleneck", lambda self, h: BOTTLENECK(self, h).square(), "apart"),
+    (Adapter, "bottleneck", lambda self, h: dropped(self, BOTTLENECK(self, h)), "apart"),
+    (Fusion, "softmax", lambda self, x: SOFTMAX(self, x + torch.randn_like(x)), "joint"),
+    (Adapter, "z", lambda self, h: 0.5 * Z(self, h), None),
+    (Adapter, "z", lambda self, h: dropped(self, Z(self, h)), None),
+    (Adapter, "z", lambda self, h: Z(self, h + 1e-6 * torch.randn_like(h)), None),
+    (Adapter, "forward", lambda self, *x: ALONE(self, *x) + 0.1 * self.up.weight.sum(), REFUSED),
+    (Adapter, "close", lambda self, *x: CLOSE(self, *x).relu(), REFUSED),
+    (Fusion, "textbook", lambda self, *x: TEXTBOOK(self, *x) + self.query.bias.sum(), None),
+    (Fusion, "textbook", lambda self, *x: TEXTBOOK(self, *x) * (1 if self.training else 2), None),
 ]
-REFUSED = dict.fromkeys(("z", "textbook"), "low_rank no longer computes")
-REFUSED |= dict.fromkeys(("forward", "close"), "'a': its `forward` must be")
 
 
-@pytest.mark.parametrize("owner, name, edit", EDITS)
-def test_an_edit_acts_in_both_stages_or_is_refused(quiet_encoder, owner, name, edit, monkeypatch):
-    """And the comparisons draw nothing that training would draw."""
+@pytest.mark.parametrize("owner, name, edit, form", EDITS)
+def test_an_edit_acts_in_both_stages(quiet_encoder, owner, name, edit, form, monkeypatch, capsys):
+    """Where the fast form cannot follow it, the equations are computed, and a note says so. The
+    comparisons draw nothing that training would draw."""
     bert = new_bert(quiet_encoder, "pfeiffer").train()
 
     def alone_and_fused():
@@ -189,13 +222,16 @@ def test_an_edit_acts_in_both_stages_or_is_refused(quiet_encoder, owner, name, e
 
     before = alone_and_fused()
     monkeypatch.setattr(owner, name, edit)
-    if refusal := REFUSED.get(name):
-        with pytest.raises(ValueError, match=refusal):
+    forget_notes()
+    if form == REFUSED:
+        with pytest.raises(ValueError, match=REFUSED):
             alone_and_fused()
         return
     after = alone_and_fused()
     assert [*map(torch.equal, before, after)] == [owner is Fusion, False]
-    monkeypatch.setattr("fusion.check_low_rank", lambda *_: None)
+    assert {fusion.fast_form for fusion in active_fusions(bert).values()} == {form}
+    assert ("is slower" in capsys.readouterr().out) == (form is None)
+    monkeypatch.setattr("fusion.choose", lambda *_: form)
     assert all(map(torch.equal, after, alone_and_fused()))
 
 
@@ -232,6 +268,29 @@ def test_one_state_says_what_is_computed(encoder, kind):
     assert torch.equal(bert(*inputs()), h) and train.fusion_regularization(bert) > 0
     assert same_tensors(fusion_weights(bert), s)
     assert torch.equal(copy.deepcopy(bert)(*inputs()), h)
+
+
+class Parallel(Adapter):
+    """It reads x, as He et al. (2022) have it."""
+
+    def forward(self, f, x, norm):
+        return norm(f + self.z(x) + x)
+
+    def h_and_residual(self, f, x, norm):
+        return x, f
+
+
+@pytest.mark.parametrize("other, said", [("bapna", "the last one"), (Parallel, "which is their")])
+def test_adapters_that_read_different_inputs(encoder, other, said, capsys):
+    """Of AdapterHub's kinds it is noted that the last one decides; an own class is refused."""
+    bert, config = new_bert(encoder, "pfeiffer", "a", torch.bfloat16), ADAPTERS["pfeiffer"]()
+    if other is Parallel:
+        config.module = lambda hidden_size, layer: Parallel(config, hidden_size, 2)
+    add_adapter(bert, "b", config if other is Parallel else ADAPTERS[other]())
+    with pytest.raises(ValueError, match=said) if other is Parallel else contextlib.nullcontext():
+        add_fusion(bert, "ab")
+    assert other is Parallel or said in capsys.readouterr().out
+    add_fusion(bert, "b")  # alone it is none of both
 
 
 @every_adapter
@@ -387,9 +446,9 @@ def test_interrupted_and_resumed_it_ends_in_the_same_files(run, words, tmp_path)
 
 @pytest.mark.parametrize("run", ["stage own"], indirect=True)
 def test_what_a_fork_trains_is_saved_by_name(run):
-    """Whatever it is and wherever it stands, but not what stays as it was."""
+    """Whatever it is and wherever it stands, a frozen helper, too."""
     saved = load_file(Path(run[1]["out"]) / "own.safetensors")
-    parts = {"gate", "drawn", "mean", "mask", "prompt", "bias", "steps"}
+    parts = {"gate", "drawn", "mean", "mask", "prompt", "bias", "weight", "steps"}
     assert {name.rpartition(".")[2] for name in saved} == parts
     assert saved["bert.layers.1.attention_add_norm.adapters.gated.mean"].any()
 

@@ -137,7 +137,7 @@ def test_the_edits_on_the_page(command, tmp_path):
         old, new = ("\n".join(x[1:] for x in lines if x[0] in marks) for marks in (" -", " +"))
         assert texts[file].count(old) == 1, old
         texts[file] = texts[file].replace(old, new)
-    for room in "experiments formats runtime variants".split():
+    for room in "experiments fast formats runtime".split():
         (tmp_path / room).symlink_to(ROOT / room)
     for name, text in texts.items():
         (tmp_path / name).write_text(text, encoding="utf-8")

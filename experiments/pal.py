@@ -1,11 +1,13 @@
 """The task-specific layers of MT-A (section 2.2.2): projected attention layers, parallel to a whole
-layer of BERT (Stickland and Murray, 2019). AdapterHub's library has none: the files are our own."""
+layer of BERT (Stickland and Murray, 2019). AdapterHub's library has none: the files are our own.
+They are for experiments/multitask.py; elsewhere: --import experiments.pal --adapter pal"""
 
 from dataclasses import dataclass, field
 
 import torch.nn.functional as F
 from torch import nn
 
+from adapter import ADAPTERS
 from bert import attention
 
 
@@ -94,3 +96,6 @@ class PAL(nn.Module):
     def forward(self, f, x, norm):
         """As Adapter.forward."""
         return norm(f + self.z(f) + x)
+
+
+ADAPTERS["pal"] = PALConfig

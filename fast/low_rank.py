@@ -1,0 +1,125 @@
+"""The two equations of AdapterFusion at a fraction of their cost. Nothing here is in the paper.
+
+`Fusion.textbook` (fusion.py) says what a fusion computes. `low_rank` computes the same for
+bottleneck adapters, and `choose` finds out, for each new fusion, whether it really does."""
+
+import contextlib
+from copy import deepcopy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def low_rank(fusion, h, adapters, form, many_tokens=None):
+    """h [B, T, d] -> o [B, T, d], without ever forming the d numbers of a z_n, which is
+    U_n a_n + b_n with an a_n of only r numbers. For each token that takes about 3·d² + 3·N·r·d
+    multiply-adds in place of (2·N + 1)·d² + 2·N·r·d. Three matrices hold all adapters side by side,
+    see docs/figures/low_rank.svg. R = Σ r_n + N counts the columns of every U_n, and then one for
+    each b_n.
+
+        a           [B, T, R]  a_1 … a_N of each token, then a 1 for each b_n
+        U           [d, R]     U_1 … U_N, then b_1 … b_N
+        membership  [R, N]     1 where that column of U belongs to adapter n
+
+    So z_n is U (a ⊙ column n of membership), and with q = Q h + b_Q
+
+        q·(K z_n + b_K)  =  ((Uᵀ Kᵀ q) ⊙ a)·(column n of membership) + q·b_K
+        Σ_n s_n V z_n    =  V U (a ⊙ (membership s))
+
+    q·b_K is the same for every n. The softmax ignores that, but the dropout before it does not.
+
+    form         "joint": one product for all D_n, and one activation; "apart": each adapter's own
+                 `bottleneck`
+    many_tokens  whether K U and V U are formed first, which is cheaper where there are more tokens
+                 than columns, the default"""
+    if form == "joint":
+        downs = [adapter.down for adapter in adapters]
+        D, b_D = torch.cat([D_n.weight for D_n in downs]), torch.cat([D_n.bias for D_n in downs])
+        a = adapters[0].act(F.linear(h, D, b_D))  # [B, T, R - N]
+    else:
+        a = torch.cat([adapter.bottleneck(h) for adapter in adapters], -1)  # [B, T, R - N]
+    a = F.pad(a, (0, len(adapters)), value=1.0)  # [B, T, R]
+    ups = [adapter.up for adapter in adapters]
+    U = torch.cat([up.weight for up in ups] + [up.bias[:, None] for up in ups], 1).to(a.dtype)
+    # A product with membership sums over the columns of each adapter. A product with its transpose
+    # repeats each adapter's number for all of its columns.
+    identity = torch.eye(len(ups), dtype=a.dtype, device=a.device)  # [N, N]
+    owners = [identity[n].expand(up.in_features, -1) for n, up in enumerate(ups)]  # [r_n, N] each
+    membership = torch.cat([*owners, identity])  # [R, N]
+    K, V, b_K = fusion.key.weight, fusion.value.weight, fusion.key.bias  # [d, d], [d, d], [d]
+    if many_tokens is None:
+        many_tokens = h.shape[0] * h.shape[1] > U.shape[1]
+    q = fusion.query(h)  # Q h + b_Q: [B, T, d]
+    q_K_U = q @ (K @ U) if many_tokens else q @ K @ U  # [B, T, R]
+    scores = (q_K_U * a) @ membership + (q @ b_K)[..., None]  # q·(K z_n + b_K): [B, T, N]
+    s = fusion.softmax(scores)  # [B, T, N]
+    s_a = (s.to(a.dtype) @ membership.T) * a  # every a_n times its s_n: [B, T, R]
+    return s_a @ (V @ U).T if many_tokens else s_a @ U.T @ V.T  # Σ_n s_n V z_n: [B, T, d]
+
+
+@torch.no_grad()
+def choose(modules):
+    """The form in which a fusion is to be computed: "joint" or "apart" (each `bottleneck` by
+    itself) of `low_rank`, if it gives what `textbook` gives, or else None. Both are computed for
+    random h, at weights close to these, in training and in evaluation. In training they must also
+    draw equally many random numbers. modules: a copy that may be changed, on the CPU, of the fusion
+    and then its adapters"""
+    random = torch.Generator().manual_seed(0)  # so that a run decides the same when it is loaded
+    for tensor in [*modules.parameters(), *modules.buffers()]:
+        if tensor.is_floating_point():  # a new one may start at a value that has no effect
+            tensor += 0.01 * torch.randn(tensor.shape, generator=random, dtype=tensor.dtype)
+    d = modules[-1].up.out_features
+    h = torch.randn(2, 8, d, generator=random, dtype=torch.float32)  # [B, T, d]
+    weights = {id(p): p for p in modules.parameters()}
+
+    def results(form, *given):
+        """[(o, the generator's state behind it)] in training and in evaluation"""
+        found = []
+        for is_training in (True, False):
+            # a form may change buffers, and so each has its own
+            fusion, *adapters = deepcopy(modules, {**weights}).train(is_training)
+            torch.default_generator.manual_seed(0)
+            o = form(fusion, h, adapters, *given)
+            found.append((o, torch.get_rng_state()))
+        return found
+
+    with torch.random.fork_rng(devices=[]):  # training draws what it would without this
+        for form in ("joint", "apart"):
+            # what fails, in whatever way, is an edit for which this form is not made
+            with contextlib.suppress(Exception):
+                if form == "joint" and len({adapter.act for adapter in modules[1:]}) > 1:
+                    continue
+                right = results(type(modules[0]).textbook)
+                if all(
+                    all(map(agree, right, results(low_rank, form, many_tokens)))
+                    for many_tokens in (False, True)
+                ):
+                    return form
+    return None
+
+
+def agree(right, found):
+    """Whether two pairs of (o, the generator's state) are the same."""
+    return is_near(right[0], found[0]) and torch.equal(right[1], found[1])
+
+
+def is_near(right, found):
+    """To a relative 1e-4 of the largest number. NaN is near nothing."""
+    return bool((found - right).abs().max() <= 1e-4 * right.abs().max())
+
+
+def copy_in_fp32(modules):
+    """A copy on the CPU of all that the modules reach: also of a parameter that they share through
+    a tuple, which `Module.float` does not see."""
+    registered = [*modules.parameters(), *modules.buffers()]
+    reached = {id(tensor): tensor for tensor in registered}  # {id of an original: its copy}
+    deepcopy(modules, reached)  # which adds the others
+    copies = {}
+    for key, tensor in reached.items():
+        if isinstance(tensor, torch.Tensor):
+            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+            copy = tensor.detach().to("cpu", dtype, copy=True)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            copies[key] = nn.Parameter(copy, tensor.requires_grad) if is_parameter else copy
+    return deepcopy(modules, copies)

@@ -1,0 +1,142 @@
+"""--cuda-graphs: steps that are recorded once and then replayed, so that the GPU does not wait for
+Python (ms before and after: docs/benchmarks.md)."""
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from runtime.processes import on_device
+
+AGAIN = "start it again with --overwrite and without --cuda-graphs"
+MULTIPLE = 16  # lengths are rounded up to it, so that there are few shapes to record
+
+
+class Recorded:
+    """`gradients` of train.py, as a CUDA graph for each shape of a batch. The first batch of a
+    shape is computed as ever, which warms up; the second is recorded; from then on the graph is
+    replayed.
+
+    A replay repeats what Python decided when the step was recorded. So one call in `every` is
+    compared with the function: loss and norm of the gradients must be the same, to a relative 1e-3
+    where products are in bf16.
+
+    A graph adds to gradients at addresses that stay. So each parameter has one tensor for its
+    gradient, which is 0 where a step begins; what a step does not use has None, as ever."""
+
+    def __init__(self, function, parameters, dtype, steps_per_epoch):
+        self.function, self.parameters = function, [*parameters]
+        self.rel_tol = 1e-3 if dtype == "bfloat16" else 1e-5
+        self.every = min(steps_per_epoch, 500)
+        self.graphs = {}  # {shape: None, or (graph, the batch that it reads, its loss, used)}
+        self.gradients = {}  # {parameter: its tensor}
+        self.pool, self.stream = None, torch.cuda.Stream()
+        self.calls, self.is_due = 0, True
+
+    def __call__(self, model, task, args, batch, share):
+        """As the function. A graph reads the batch, and this part's share of it, from tensors."""
+        batch = {**padded(batch, model.bert), "share": torch.tensor(share)}
+        batch = on_device(batch, model.bert.device)
+
+        def step(batch):
+            # a graph would go on using weights as autocast had cast them when it was recorded
+            with torch.autocast(model.bert.device.type, enabled=False, cache_enabled=False):
+                return self.function(model, task, args, batch, batch["share"])
+
+        self.is_due |= self.calls % self.every == 0
+        self.calls += 1
+        shape = tuple(tensor.shape for tensor in batch.values())
+        if shape not in self.graphs:
+            self.graphs[shape] = None
+            return self.eager(step, batch)[0]
+        if is_new := self.graphs[shape] is None:
+            static = {name: tensor.clone() for name, tensor in batch.items()}
+            (graph, loss), used = self.into_gradients(self.record, step, static)
+            self.graphs[shape] = graph, static, loss, used
+        graph, static, loss, used = self.graphs[shape]
+        for name, tensor in batch.items():
+            static[name].copy_(tensor)
+        if self.is_due and not is_new:  # a new graph would be compared with itself
+            self.is_due = False
+            self.compare(step, batch, *self.graphs[shape])
+        else:
+            self.replay(graph, used)
+        return loss
+
+    def into_gradients(self, compute, *given):
+        """(what it returns, the parameters that it gives a gradient), which is added to the one
+        that is there, or to 0, in the parameter's own tensor."""
+        idle, used = {p for p in self.parameters if p.grad is None}, set()
+        self.start_at_zero(idle)
+        hooks = [p.register_post_accumulate_grad_hook(used.add) for p in self.parameters]
+        result = compute(*given)
+        for hook in hooks:
+            hook.remove()
+        for p in idle - used:
+            p.grad = None
+        return result, used
+
+    def start_at_zero(self, parameters):
+        for p in parameters:
+            if p not in self.gradients:
+                self.gradients[p] = torch.empty_like(p)
+            p.grad = self.gradients[p].zero_()
+
+    def eager(self, step, batch):
+        """The step itself, on the stream on which it is recorded."""
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            result = self.into_gradients(step, batch)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        return result
+
+    def record(self, step, batch):
+        """(graph, the loss that it writes). Nothing is computed."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+                loss = step(batch)
+        except Exception as e:  # PyTorch is then in a state from which one cannot go on
+            if isinstance(reason := e.__context__ or e, torch.OutOfMemoryError):
+                raise reason from None
+            raise ValueError(f"a step cannot be recorded: {reason}; {AGAIN}") from e
+        self.pool = self.pool or graph.pool()
+        return graph, loss
+
+    def replay(self, graph, used):
+        self.start_at_zero([p for p in used if p.grad is None])
+        graph.replay()
+
+    def compare(self, step, batch, graph, static, loss, used):
+        """Computes the step, and then replays it from the same random numbers and gradients."""
+        random = torch.cuda.get_rng_state()
+        before = {p: None if p.grad is None else p.grad.clone() for p in self.parameters}
+
+        def norm():
+            added = [
+                p.grad if grad is None else p.grad - grad
+                for p, grad in before.items()
+                if p.grad is not None
+            ]
+            return torch.stack([grad.norm() for grad in added]).norm().item()
+
+        eager = self.eager(step, batch)[0].item(), norm()
+        torch.cuda.set_rng_state(random)
+        for p, grad in before.items():
+            if grad is None:
+                p.grad = None
+            else:
+                p.grad.copy_(grad)
+        self.replay(graph, used)
+        for now, then in zip(eager, (loss.item(), norm()), strict=True):
+            is_same = math.isclose(now, then, rel_tol=self.rel_tol, abs_tol=1e-6)
+            if not is_same and math.isfinite(now):  # `Run` says what is not finite
+                raise ValueError(f"what a step computes has changed since it was recorded; {AGAIN}")
+
+
+def padded(batch, bert):
+    """A batch whose length is a multiple, if the encoder takes as much; what is added is masked."""
+    T = batch["input_ids"].shape[1]
+    more = max(min(math.ceil(T / MULTIPLE) * MULTIPLE, bert.max_length) - T, 0)
+    values = {"input_ids": bert.config.pad_token_id, "token_type_ids": 0, "attention_mask": 0}
+    return {**batch, **{n: F.pad(batch[n], (0, more), value=v) for n, v in values.items()}}

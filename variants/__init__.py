@@ -1,1 +1,0 @@
-"""The other adapters of the paper's tables, and our additions."""
