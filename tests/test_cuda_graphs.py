@@ -1,7 +1,11 @@
-"""--cuda-graphs: a recorded step is the step. Only where there is a GPU of NVIDIA's."""
+"""--cuda-graphs: a recorded step is the step. Without a GPU of NVIDIA's, a graph is a function that
+is called again, and the rest is as it is there."""
 
+import contextlib
 import random
 import signal
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -9,15 +13,44 @@ import torch
 import child
 import train
 from adapter import Adapter
-from conftest import assert_equal
+from conftest import assert_equal, thorough_after_first
+from fast.recorded import Recorded, padded
 from runtime.run import Run
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA")
 
 # batches of 20 and 16 pairs of up to 27 tokens: several shapes, in turn
-COMMON = "--task rte --batch-size 20 --epochs 4 --device cuda --cuda-graphs --grad-accumulation"
+COMMON = f"--task rte --batch-size 20 --epochs 4 --device {DEVICE} --cuda-graphs"
+COMMON += " --grad-accumulation"
 STAGES = ["adapter", "fusion", "head", "full"]
 Z = Adapter.z
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch):
+    """Where there is no GPU: for what records and replays."""
+    if DEVICE == "cuda":
+        return
+    choose_device = train.choose_device
+    monkeypatch.setattr(train, "choose_device", lambda *given: choose_device(*given[:2]))
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
+    monkeypatch.setattr(Recorded, "record", record)
+
+
+def record(self, step, batch):
+    """As of a graph: Python runs, nothing is computed."""
+    random = torch.get_rng_state()
+    before = [p.grad.clone() for p in self.parameters]
+    loss = step(batch).clone()
+    for p, grad in zip(self.parameters, before, strict=True):
+        p.grad.copy_(grad)
+    torch.set_rng_state(random)
+    return SimpleNamespace(replay=lambda: loss.copy_(step(batch))), loss
 
 
 @pytest.fixture
@@ -27,7 +60,7 @@ def words(command):
 
 
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", thorough_after_first("float32", "bfloat16"))
 @pytest.mark.parametrize("stage", STAGES)
 def test_recorded_losses_are_the_eager_ones(stage, dtype, parts, words, tmp_path, monkeypatch):
     """And so are all files of both runs; no digit differs in 20 steps."""
@@ -39,10 +72,40 @@ def test_recorded_losses_are_the_eager_ones(stage, dtype, parts, words, tmp_path
 
     monkeypatch.setattr(Run, "after_step", keep)
     train.main(words(stage, tmp_path / "recorded", f"{parts} --dtype {dtype}"))
-    monkeypatch.setattr(train, "Recorded", lambda function, *_: function)  # with the same lengths
+    monkeypatch.setattr(train, "Recorded", lambda *_: eager)
     train.main(words(stage, tmp_path / "eager", f"{parts} --dtype {dtype}"))
     assert len(losses) == 40 and losses[:20] == losses[20:] and len({*losses}) == 20
     assert_equal(tmp_path / "recorded", tmp_path / "eager")
+
+
+def eager(model, task, args, batch, share):
+    return train.gradients(model, task, args, padded(batch, model.bert), share)
+
+
+def test_a_gradient_has_one_tensor_and_what_is_not_used_has_none():
+    """In each step; parts of a batch are added up. Tokens that are added are no real ones."""
+    p, q = (torch.ones(1, device=DEVICE, requires_grad=True) for _ in range(2))
+    seen, places = [], set()
+
+    def function(model, task, args, batch, share):
+        seen.append({name: [*tensor.shape] for name, tensor in batch.items()})
+        loss = share * p.sum() * (batch["input_ids"] * batch["attention_mask"]).sum()
+        loss.backward()
+        return loss.detach()
+
+    config = SimpleNamespace(pad_token_id=7)
+    bert = SimpleNamespace(config=config, max_length=24, device=torch.device(DEVICE))
+    model, compute = SimpleNamespace(bert=bert), Recorded(function, [p, q], "float32", 2)
+    for length, T in ((15, 16), (17, 24), (16, 16), (17, 24), (3, 16), (24, 24), (1, 16), (30, 30)):
+        for _ in range(2):
+            ids = torch.ones(2, length, dtype=torch.long)
+            batch = {"input_ids": ids, "token_type_ids": ids, "attention_mask": ids}
+            loss = compute(model, None, None, batch, 0.5)
+            assert loss.item() == length and seen[-1]["input_ids"] == [2, T]
+        assert p.grad.item() == 2 * length and q.grad is None
+        places.add(p.grad.data_ptr())
+        p.grad = None
+    assert len(places) == 1
 
 
 def test_a_run_that_was_interrupted_has_the_same_files(words, tmp_path, monkeypatch):
@@ -88,6 +151,7 @@ def ask_for_a_number():
     Adapter.z = lambda adapter, h: Z(adapter, h) * h.mean().abs().item()
 
 
+@needs_gpu
 def test_what_cannot_be_recorded(words, tmp_path):
     """In a process of its own, which cannot go on."""
     status, _, error = child.ends(words("adapter", tmp_path), (ask_for_a_number,))
