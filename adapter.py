@@ -239,13 +239,12 @@ def activate(bert, active=None):
     """Chooses what is computed: None, plain BERT; the name of an adapter; or a tuple of names, the
     fusion of these adapters in its order. A slot where none of them sits computes plain BERT.
     `requires_grad` is not changed."""
-    names = () if active is None else (active,)
-    if isinstance(active, (tuple, list)):
-        names = active = tuple(active)
-    found = {name: adapter_modules(bert, name) for name in names}  # raises ValueError
-    here = {key: [name for name in names if key in found[name]] for key in bert.slots}  # by slot
+    active = tuple(active) if isinstance(active, list) else active
+    names = active if isinstance(active, tuple) else [active] * (active is not None)
     if active == ():
         raise ValueError("a fusion needs at least one adapter")
+    found = {name: adapter_modules(bert, name) for name in names}  # raises ValueError
+    here = {key: [name for name in names if key in found[name]] for key in bert.slots}
     for key, slot in bert.slots.items():
         fused = slot.fusion.adapter_names if slot.fusion else []
         if isinstance(active, tuple) and here[key] != fused:

@@ -155,53 +155,46 @@ def new_modules(bert, names, fusion_class, dropout, fields):
             if bert.device.type != "meta":
                 norm, *copies = copy_in_fp32(nn.ModuleList([slot.norm, fusion, *here.values()]))
                 check_adapters([*here], copies[1:], norm)
-                fusion.fast_form = fast_form(copies)
+                fusion.fast_form = fast_form(*copies)
             modules[key] = fusion.train(bert.training)
     return modules
 
 
 @torch.no_grad()
 def check_adapters(names, adapters, norm):
-    """Compares the adapters of one AddNorm, for random f and x. Raises ValueError if the `forward`
-    of one is not what a fusion takes of it (`norm_after` aside, which a fusion leaves out, as
-    adapters 1.3 does), or if one reads something else than the last one, which decides for all. If
-    both are AdapterHub's kinds, the latter is only noted."""
-    random, last = torch.Generator().manual_seed(0), adapters[-1]
-    size, dtype = (2, 3, len(norm.weight)), norm.weight.dtype
-    f, x = (torch.randn(size, generator=random, dtype=dtype) for _ in range(2))
-
-    def around_z(adapter):  # [3, 2, 3, d]; h stands for z
-        h, residual = adapter.h_and_residual(f, x, norm)
-        return torch.stack([h, residual, adapter.close(h + residual, x, norm)])
-
+    """For random f and x. Raises ValueError for an adapter whose `forward` is not what a fusion
+    takes of it (`norm_after` aside, which a fusion leaves out, as adapters 1.3 does), or that would
+    read something else than the last one, which decides for all. If both are of AdapterHub's kinds,
+    the latter is only noted."""
+    random, shape = torch.Generator().manual_seed(0), (2, 3, len(norm.weight))
+    f, x = (torch.randn(shape, generator=random, dtype=torch.float32) for _ in range(2))
+    around_z = []  # of each adapter: [3, B, T, d]
     for name, adapter in zip(names, adapters, strict=True):
-        adapter.eval()
+        h, residual = adapter.eval().h_and_residual(f, x, norm)
+        around_z.append(torch.stack([h, residual, adapter.close(h + residual, x, norm)]))
         if isinstance(adapter, Adapter) and getattr(adapter, "norm_after", None) is None:
-            h, residual = adapter.h_and_residual(f, x, norm)
             fused = adapter.close(adapter.z(h) + residual, x, norm)
             if not is_near(fused, adapter(f, x, norm)):
                 parts = "close(z(h) + residual, x, norm), with h and residual from `h_and_residual`"
-                problem = "its `forward` must be what a fusion computes"
-                raise ValueError(f"adapter {name!r}: {problem}, {parts}")
-        if not is_near(around_z(last), around_z(adapter)):
-            problem = f"adapters {name!r} and {names[-1]!r} differ in what is around z"
-            if not {type(adapter), type(last)} <= {Adapter, GridAdapter}:
-                raise ValueError(f"{problem}, which is their input, residual, or LayerNorm")
-            note(
-                f"{problem}: for both it is as in {names[-1]!r}, the last one (so in adapters 1.3)"
-            )
+                raise ValueError(f"adapter {name!r}: its `forward` must be {parts}, as in a fusion")
+    for name, adapter, found in zip(names, adapters, around_z, strict=True):
+        if not is_near(around_z[-1], found):
+            problem = f"adapters {name!r} and {names[-1]!r} have another input, residual, or end"
+            if not {type(adapter), type(adapters[-1])} <= {Adapter, GridAdapter}:
+                raise ValueError(f"{problem}, so a fusion cannot mix them")
+            note(f"{problem}: in their fusion both have those of the last one, as in adapters 1.3")
 
 
-def fast_form(modules):
-    """The form of fast/low_rank.py that computes what `textbook` does, or None. modules: a copy of
-    a fusion, and of its adapters. A class with a `textbook`, `z` or `up` of its own is not
-    compared: its parameters may have an effect only once they have moved."""
-    fusion, *adapters = modules
-    is_ours = type(fusion).textbook is Fusion.textbook
+def fast_form(fusion, *adapters):
+    """The form of fast/low_rank.py that computes what `textbook` does, or None; of copies that may
+    be changed. A class with a `textbook`, `z` or `up` of its own is not compared: its parameters
+    may have an effect only once they have moved."""
+    if type(fusion).textbook is not Fusion.textbook:
+        return None
     for one in adapters:
-        is_ours &= getattr(type(one), "z", None) is Adapter.z and type(one.up) is nn.Linear
-    form = choose(nn.ModuleList(modules)) if is_ours else None
-    if is_ours and form is None:
+        if getattr(type(one), "z", None) is not Adapter.z or type(one.up) is not nn.Linear:
+            return None
+    if (form := choose(nn.ModuleList([fusion, *adapters]))) is None:
         note("`low_rank` does not compute what `textbook` does, which is used and is slower")
     return form
 

@@ -2,6 +2,8 @@
 
 import shutil
 import socket
+import subprocess
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +14,7 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 from torch import nn
 
+import bert as bert_file
 import formats.hub
 from bert import ENCODERS, Bert, BertConfig
 from conftest import change
@@ -79,6 +82,36 @@ def test_what_does_not_fit_is_named(added, left_out, message, tmp_path):
     path = write_hub(tmp_path, {**kept, **added}) / "config.json"
     write_json(path, {n: v for n, v in read_json(path).items() if n != "type_vocab_size"})
     fails(tmp_path, "model.safetensors", message)
+
+
+@pytest.mark.parametrize("prefix", ["bert.", ""])
+def test_bert_py_alone(prefix, tmp_path):
+    """In a folder of its own, on what safetensors reads."""
+    shutil.copy(bert_file.__file__, tmp_path)
+    tensors = {f"{prefix}{n}": tensor for n, tensor in golden_tensors().items()}
+    save_file({**tensors, "cls.x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    fields = read_json(SAFETENSORS / "config.json")
+    code = f"""
+import torch
+from bert import Bert, BertConfig
+from safetensors.torch import load_file
+known = {{n: v for n, v in {fields}.items() if n in BertConfig.__dataclass_fields__}}
+tensors = load_file("model.safetensors")
+bert = Bert.from_tensors(BertConfig(**known), tensors)
+torch.save(bert(torch.tensor([[2, 7, 3]])), "h.pt")
+del tensors["{prefix}encoder.layer.1.output.dense.bias"]
+Bert.from_tensors(BertConfig(**known), tensors)"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert "ValueError: it lacks encoder.layer.1.output.dense.bias\n" in done.stderr
+    h = Bert.from_pretrained(SAFETENSORS)(torch.tensor([[2, 7, 3]]))
+    assert torch.equal(torch.load(tmp_path / "h.pt"), h)
+
+
+@pytest.mark.parametrize("p, expected", [(0.5, {0, 2}), (1, {0}), (1 - 1e-9, {0}), (1e-9, {1})])
+def test_dropout_of_extreme_probabilities(p, expected):
+    assert {*bert_file.dropout(torch.ones(1000), p, True).tolist()} == expected
 
 
 KINDS_OF_2019 = [  # architectures in config.json, a prefix in the file, whether that is BERT

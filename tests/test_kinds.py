@@ -21,7 +21,7 @@ from torch import nn
 import child
 import train
 from adapter import ADAPTERS, HEADS, Adapter, Head, activate, add_adapter
-from bert import ENCODERS, Bert
+from bert import ACTIVATIONS, ENCODERS, Bert
 from conftest import WORDS, assert_equal, cli, interrupt, main, randomize, tiny_encoder
 from data import TASKS
 from experiments import evaluate
@@ -270,6 +270,17 @@ def test_one_state_says_what_is_computed(encoder, kind):
     assert torch.equal(copy.deepcopy(bert)(*inputs()), h)
 
 
+def test_an_activation_with_parameters(encoder, monkeypatch):
+    """Each adapter has its own; a fusion then has no common one."""
+    monkeypatch.setitem(ACTIVATIONS, "prelu", nn.PReLU())
+    bert = Bert.from_pretrained(encoder)
+    for name in "ab":
+        add_adapter(bert, name, ADAPTERS["pfeiffer"](non_linearity="prelu"))
+    assert len({id(p) for n, p in bert.named_parameters() if ".act." in n}) == 4
+    add_fusion(bert, "ab")
+    assert {fusion.fast_form for fusion in active_fusions(bert).values()} == {"apart"}
+
+
 class Parallel(Adapter):
     """It reads x, as He et al. (2022) have it."""
 
@@ -280,7 +291,7 @@ class Parallel(Adapter):
         return x, f
 
 
-@pytest.mark.parametrize("other, said", [("bapna", "the last one"), (Parallel, "which is their")])
+@pytest.mark.parametrize("other, said", [("bapna", "the last one"), (Parallel, "cannot mix")])
 def test_adapters_that_read_different_inputs(encoder, other, said, capsys):
     """Of AdapterHub's kinds it is noted that the last one decides; an own class is refused."""
     bert, config = new_bert(encoder, "pfeiffer", "a", torch.bfloat16), ADAPTERS["pfeiffer"]()

@@ -69,9 +69,13 @@ def test_bert_n_pals_optimizer(launch, tmp_path, monkeypatch):
         def step(self):
             rates.append(self.param_groups[0]["lr"])
             idle = [p for p in self.state if p.grad is not None and not p.grad.any()]
-            before = [p.detach().clone() for p in idle]
+            new = [p for group in self.param_groups for p in group["params"] if p not in self.state]
+            new = [p for p in new if p.grad is None]  # of tasks that were not drawn yet
+            before = [p.detach().clone() for p in [*idle, *new]]
             super().step()
-            moved.extend(not torch.equal(*pair) for pair in zip(idle, before, strict=True))
+            same = [*map(torch.equal, [*idle, *new], before)]
+            assert all(same[len(idle) :])  # no weight decay
+            moved.extend(not one for one in same[: len(idle)])
 
     monkeypatch.setattr(torch.optim, "AdamW", Watched)
     monkeypatch.setattr(multitask, "WARMUP", 0.25)

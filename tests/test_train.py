@@ -64,6 +64,21 @@ def test_the_environment_and_earlier_runs_name_the_encoder(runs, encoder, monkey
     assert resumed.model == str(encoder)  # its own
 
 
+@pytest.mark.parametrize(
+    "scores, losses, best, last",
+    [("5555555", "9577777", 2, 4), ("5655555", "9999111", 2, 4), ("5556665", "3211129", 4, 6)],
+)
+def test_the_best_epoch(scores, losses, best, last, command, tmp_path, monkeypatch):
+    """Of equal scores that with the smaller loss. --patience begins there."""
+    found = iter(
+        [{"accuracy": int(a), "loss": int(b)} for a, b in zip(scores, losses, strict=True)]
+    )
+    monkeypatch.setattr(train, "evaluate", lambda *_: next(found))
+    result = main(command("head", tmp_path / "run", epochs=7, patience=2))
+    assert result["best_epoch"] == best and result["accuracy"] == int(scores[best - 1])
+    assert len((tmp_path / "run" / "log.jsonl").read_text().splitlines()) == last
+
+
 def test_groups_of_parameters(command, tmp_path, monkeypatch):
     """Each learns at its rate; what an optimizer keeps in them is resumed."""
     changes = []
