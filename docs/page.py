@@ -28,9 +28,10 @@ from experiments.fusion_weights import heat_map
 from experiments.load_run import load_run
 from experiments.report import markdown
 from experiments.skills import build_tasks
+from fast.low_rank import low_rank
 from formats.rows import Source
 from formats.tokenizer import load_tokenizer
-from fusion import Fusion, add_fusion, fusion_regularization, low_rank
+from fusion import Fusion, add_fusion, fusion_regularization
 
 plt.rcParams["figure.dpi"] = 90
 torch.set_printoptions(precision=3, sci_mode=False, linewidth=110)
