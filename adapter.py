@@ -308,9 +308,9 @@ class Head(nn.Module):
         self.config = config = adapterhub.head_options(config)  # with AdapterHub's defaults
         is_multiple_choice = config["head_type"] == "multiple_choice"
         self.num_outputs = config["num_choices" if is_multiple_choice else "num_labels"]  # K
-        p = bert_config.hidden_dropout_prob
-        for more_specific in (bert_config.classifier_dropout, config["dropout_prob"]):
-            p = p if more_specific is None else more_specific
+        p = config["dropout_prob"]
+        p = bert_config.classifier_dropout if p is None else p
+        p = bert_config.hidden_dropout_prob if p is None else p
         d = bert_config.hidden_size
         # Classification has one output for each label. Each choice of a multiple-choice example is
         # an input of its own, and the same single output scores all of them.

@@ -229,16 +229,14 @@ class Bert(nn.Module):
         Raises ValueError for tensors that are missing, or of another shape than config says."""
         bert = ENCODERS[config.model_type](config)
         found = {name.removeprefix(f"{config.model_type}."): t for name, t in tensors.items()}
-        theta = bert.own_parameters()
-        names = {name: bert.hub_name(name) for name in theta}
-        if missing := {*names.values()} - {*found}:
-            raise ValueError(f"it lacks {', '.join(sorted(missing)):.300}")
+        theta = bert.hub_tensors()
+        if missing := sorted(theta.keys() - found.keys()):
+            raise ValueError(f"it lacks {', '.join(missing):.300}")
         for name, p in theta.items():
-            if (shape := found[names[name]].shape) != p.shape:
+            if (shape := found[name].shape) != p.shape:
                 says = "the configuration (or its default) says"
-                raise ValueError(f"{names[name]} is {list(shape)}, {says} {list(p.shape)}")
-        loaded = {name: found[names[name]].float() for name in theta}
-        bert.load_state_dict(loaded, strict=False, assign=True)
+                raise ValueError(f"{name} is {list(shape)}, {says} {list(p.shape)}")
+            p.data = found[name].float()
         return bert.requires_grad_(False).eval()
 
     @staticmethod
@@ -258,11 +256,10 @@ class Bert(nn.Module):
             look_up(ENCODERS, config.model_type, "model_type")
         with error_prefix(checkpoint.weights_path):
             bert = Bert.from_tensors(config, checkpoint.tensors)
-            tensors = bert.hub_tensors()
-            checkpoint.check(tensors)
+            checkpoint.check(bert.hub_tensors())
         bert.source, bert.directory = str(source), checkpoint.directory
         bert.hub_config = checkpoint.config
-        bert.sha256 = encoder.sha256_of(tensors, asdict(config))
+        bert.sha256 = encoder.sha256_of(bert.hub_tensors(), asdict(config))
         return bert
 
     def hub_tensors(self):
@@ -275,9 +272,9 @@ class Bert(nn.Module):
         what config.json says about evaluation."""
         from formats import encoder
 
-        tensors = self.hub_tensors()
-        encoder.write_encoder(directory, {**self.hub_config, **asdict(self.config)}, tensors)
-        return encoder.sha256_of(tensors, asdict(self.config))
+        config = asdict(self.config)
+        encoder.write_encoder(directory, {**self.hub_config, **config}, self.hub_tensors())
+        return encoder.sha256_of(self.hub_tensors(), config)
 
     def own_parameters(self):
         """{name: parameter} of Θ: those to which HUB_NAMES gives a name, and nothing plugged in."""

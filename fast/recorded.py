@@ -48,7 +48,7 @@ class Recorded:
         shape = tuple(tensor.shape for tensor in batch.values())
         if shape not in self.graphs:
             self.graphs[shape] = None
-            return self.eager(step, batch)[0]
+            return self.eager(step, batch)
         if is_new := self.graphs[shape] is None:
             static = {name: tensor.clone() for name, tensor in batch.items()}
             (graph, loss), used = self.into_gradients(self.record, step, static)
@@ -58,14 +58,21 @@ class Recorded:
             static[name].copy_(tensor)
         if self.is_due and not is_new:  # a new graph would be compared with itself
             self.is_due = False
-            self.compare(step, batch, *self.graphs[shape])
+            self.compare(step, batch, lambda: self.replay(graph, loss, used))
         else:
-            self.replay(graph, used)
+            self.replay(graph, loss, used)
         return loss
 
+    def start_at_zero(self, parameters):
+        """Gives those that have no gradient their tensor."""
+        for p in parameters:
+            if p not in self.gradients:
+                self.gradients[p] = torch.empty_like(p)
+            if p.grad is None:
+                p.grad = self.gradients[p].zero_()
+
     def into_gradients(self, compute, *given):
-        """(what it returns, the parameters that it gives a gradient), which is added to the one
-        that is there, or to 0, in the parameter's own tensor."""
+        """(what it returns, the parameters to whose gradients it adds)"""
         idle, used = {p for p in self.parameters if p.grad is None}, set()
         self.start_at_zero(idle)
         hooks = [p.register_post_accumulate_grad_hook(used.add) for p in self.parameters]
@@ -76,19 +83,13 @@ class Recorded:
             p.grad = None
         return result, used
 
-    def start_at_zero(self, parameters):
-        for p in parameters:
-            if p not in self.gradients:
-                self.gradients[p] = torch.empty_like(p)
-            p.grad = self.gradients[p].zero_()
-
     def eager(self, step, batch):
-        """The step itself, on the stream on which it is recorded."""
+        """The loss of the step itself, on the stream on which it is recorded."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            result = self.into_gradients(step, batch)
+            loss, _ = self.into_gradients(step, batch)
         torch.cuda.current_stream().wait_stream(self.stream)
-        return result
+        return loss
 
     def record(self, step, batch):
         """(graph, the loss that it writes). Nothing is computed."""
@@ -103,32 +104,24 @@ class Recorded:
         self.pool = self.pool or graph.pool()
         return graph, loss
 
-    def replay(self, graph, used):
-        self.start_at_zero([p for p in used if p.grad is None])
+    def replay(self, graph, loss, used):
+        self.start_at_zero(used)
         graph.replay()
+        return loss
 
-    def compare(self, step, batch, graph, static, loss, used):
+    def compare(self, step, batch, replay):
         """Computes the step, and then replays it from the same random numbers and gradients."""
-        random = torch.cuda.get_rng_state()
+        random, found = torch.cuda.get_rng_state(), []
         before = {p: None if p.grad is None else p.grad.clone() for p in self.parameters}
-
-        def norm():
-            added = [
-                p.grad if grad is None else p.grad - grad
-                for p, grad in before.items()
-                if p.grad is not None
-            ]
-            return torch.stack([grad.norm() for grad in added]).norm().item()
-
-        eager = self.eager(step, batch)[0].item(), norm()
-        torch.cuda.set_rng_state(random)
-        for p, grad in before.items():
-            if grad is None:
-                p.grad = None
-            else:
-                p.grad.copy_(grad)
-        self.replay(graph, used)
-        for now, then in zip(eager, (loss.item(), norm()), strict=True):
+        for compute in (lambda: self.eager(step, batch), replay):
+            torch.cuda.set_rng_state(random)
+            for p, grad in before.items():
+                p.grad = None if grad is None else p.grad.copy_(grad)
+            loss = compute().item()
+            new = {p: p.grad for p in self.parameters if p.grad is not None}
+            added = [g if before[p] is None else g - before[p] for p, g in new.items()]
+            found += [(loss, torch.stack([grad.norm() for grad in added]).norm().item())]
+        for now, then in zip(*found, strict=True):
             is_same = math.isclose(now, then, rel_tol=self.rel_tol, abs_tol=1e-6)
             if not is_same and math.isfinite(now):  # `Run` says what is not finite
                 raise ValueError(f"what a step computes has changed since it was recorded; {AGAIN}")
