@@ -191,11 +191,8 @@ class AdapterConfig:
 
 # --adapter NAME: a function that takes the fields in --adapter-config and returns a configuration.
 # A configuration is an AdapterConfig, or a dataclass of your own with a method `modules`.
-ADAPTERS = {
-    "pfeiffer": AdapterConfig.pfeiffer,
-    "houlsby": AdapterConfig.houlsby,
-    "bapna": AdapterConfig.bapna,
-}
+ADAPTERS = {"pfeiffer": AdapterConfig.pfeiffer, "houlsby": AdapterConfig.houlsby}
+ADAPTERS["bapna"] = AdapterConfig.bapna
 
 
 def add_adapter(bert, name, config):
@@ -223,8 +220,8 @@ def new_modules(bert, name, config):
     if not (modules := config.modules(bert)):
         raise ValueError(f"adapter {name!r} is in no layer: its configuration leaves all out")
     for module in modules.values():
-        module.to(bert.device, torch.promote_types(bert.dtype, torch.float32))  # fp64 in tests
-        module.train(bert.training)
+        dtype = torch.promote_types(bert.dtype, torch.float32)  # float64 in an encoder of float64
+        module.to(bert.device, dtype).train(bert.training)
     return modules
 
 
@@ -254,16 +251,11 @@ def activate(bert, active=None):
     bert.active = active
 
 
-# ---- Files ---------------------------------------------------------------------------------------
-
-
 def save_adapter(bert, name, directory):
     """Writes adapter_config.json and adapter.safetensors."""
     config = bert.adapter_configs[name]
     tensors = adapterhub.slot_tensors(adapter_modules(bert, name))
-    options = {**adapterhub.NOT_IN_THE_PAPER, **vars(config)}  # with all fields that AdapterHub has
-    if type(config) is not AdapterConfig or not adapterhub.is_known(vars(config), tensors):
-        options = adapterhub.own_kind(config, vars(config))  # AdapterHub's library refuses it
+    options = adapterhub.adapter_options(config, type(config) is AdapterConfig, tensors)
     adapterhub.write(directory, adapterhub.ADAPTER, name, options, tensors, bert)
 
 
@@ -287,9 +279,6 @@ def load_adapter(bert, source, name=None):
         module.requires_grad_(False)
     insert(bert, name, config, modules)
     return name
-
-
-# ---- Prediction heads ----------------------------------------------------------------------------
 
 
 class Head(nn.Module):

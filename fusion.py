@@ -109,9 +109,9 @@ def fusion_weights(bert):
         raise ValueError("no fusion is active in this encoder")
     result = {}
     for key, fusion in fusions.items():
-        if fusion.s is not None:
-            result[key] = fusion.s.new_zeros(*fusion.s.shape[:-1], len(bert.active))  # [B, T, N]
-            result[key][..., [bert.active.index(n) for n in fusion.adapter_names]] = fusion.s
+        if (s := fusion.s) is not None:
+            result[key] = s.new_zeros(*s.shape[:-1], len(bert.active))  # [B, T, N]
+            result[key][..., [bert.active.index(n) for n in fusion.adapter_names]] = s
     if not result:
         raise ValueError("no fusion weights yet: run a batch through the encoder first")
     return result
@@ -199,21 +199,14 @@ def fast_form(fusion, *adapters):
     return form
 
 
-# ---- Files ---------------------------------------------------------------------------------------
-
-
 def save_fusion(bert, directory):
     """Writes adapter_fusion_config.json and model_adapter_fusion.safetensors of the active one."""
     if not (modules := active_fusions(bert)):
         raise ValueError("no fusion is active in this encoder")
     one = next(iter(modules.values()))
     tensors = adapterhub.slot_tensors(modules)
-    options = adapterhub.FUSION_CONFIG
-    parts = {part.split(".")[0] for _, part in tensors}  # tensors: {(slot, part): tensor}
-    if type(one) is not Fusion or one.fields or parts != {"query", "key", "value"}:
-        options = adapterhub.own_kind(one, one.fields)  # AdapterHub's library refuses it
-    name = ",".join(bert.active)
-    adapterhub.write(directory, adapterhub.FUSION, name, options, tensors, bert)
+    options = adapterhub.fusion_options(one, type(one) is Fusion, tensors)
+    adapterhub.write(directory, adapterhub.FUSION, ",".join(bert.active), options, tensors, bert)
 
 
 def load_fusion(bert, directory):

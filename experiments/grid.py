@@ -25,9 +25,9 @@ from experiments import multitask, report
 from formats.adapterhub import ADAPTER, read, read_run
 from formats.files import read_json
 from formats.rows import source_of
+from formats.sources import encoder_of, named
 from runtime import command
 from runtime.processes import deferred_signals
-from runtime.sources import encoder_of, named
 
 # Runs are forked from a process that has imported all of this: 3 seconds less for each. A script of
 # your own that calls a grid needs `if __name__ == "__main__":`, as always with multiprocessing.

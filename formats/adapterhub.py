@@ -76,18 +76,28 @@ def bottleneck_options(options, metadata):
     return {field: v for field, v in options.items() if field in THE_PAPERS}
 
 
-def is_known(fields, tensors):
-    """Whether AdapterHub's library has all of these fields of a bottleneck adapter, and its parts:
-    {(slot, part): tensor}"""
-    parts = {theirs for theirs, _ in NAMES_WITH_NORM_BEFORE}
-    has_others = any(part.rpartition(".")[0] not in parts for _, part in tensors)
-    return fields.keys() == {*THE_PAPERS} and not has_others
-
-
 def own_kind(one, fields):
     """The options in the file of something that AdapterHub's library would compute otherwise: it
     refuses a file with an architecture. fields: the arguments with which its class is called"""
     return {"architecture": type(one).__name__, "fields": fields}
+
+
+def adapter_options(config, is_ours, tensors):
+    """The options in an adapter's file, all that AdapterHub's library has, unless the class of the
+    configuration is another than ours, or it has parts, {(slot, part): tensor}, of its own."""
+    parts = {theirs for theirs, _ in NAMES_WITH_NORM_BEFORE}
+    has_others = any(part.rpartition(".")[0] not in parts for _, part in tensors)
+    if is_ours and vars(config).keys() == {*THE_PAPERS} and not has_others:
+        return {**NOT_IN_THE_PAPER, **vars(config)}
+    return own_kind(config, vars(config))
+
+
+def fusion_options(fusion, is_ours, tensors):
+    """The same of a fusion's file."""
+    parts = {part.split(".")[0] for _, part in tensors}
+    if is_ours and not fusion.fields and parts == {"query", "key", "value"}:
+        return FUSION_CONFIG
+    return own_kind(fusion, fusion.fields)
 
 
 def slot_tensors(modules):

@@ -42,13 +42,6 @@ def has_bf16(device):
     return found.get("avx512_bf16", False) or found.get("amx_bf16", False)
 
 
-def on_device(batch, device):
-    """{name: tensor} there. A copy to a GPU does not wait for it: it starts from pinned memory."""
-    is_cuda = device.type == "cuda"
-    pinned = {n: x.pin_memory() if is_cuda and not x.is_cuda else x for n, x in batch.items()}
-    return {name: tensor.to(device, non_blocking=is_cuda) for name, tensor in pinned.items()}
-
-
 def set_deterministic(device):
     """The same bits twice on a GPU, too; for training, before its first product. An operation that
     has no such form raises RuntimeError, which names it."""

@@ -16,10 +16,10 @@ from tqdm import tqdm
 
 from formats.adapterhub import ADAPTER, FUSION, HEAD, read_run
 from formats.files import atomic_write, note, read_json, read_tensors, write_json
+from formats.sources import named
 from formats.tokenizer import TOKENIZER_FILES
 from runtime.processes import all_reduce, deferred_signals, gather, ranks, start_processes
 from runtime.record import first_difference
-from runtime.sources import named
 
 SAVE_MINUTES = 5  # between two checkpoints within an epoch
 # What a run clears, in this order. Its run.json stays until it is replaced: without one, a
@@ -181,7 +181,9 @@ class Run:
             self.bar = tqdm(None, "training", steps, leave=False, disable=self.rank > 0 or None)
         self.bar.update(self.step - self.bar.n)
         if self.step % 10 == 0 or self.step == steps:
-            self.check_finite("loss", self.loss.item())  # this waits for a GPU
+            mean = self.loss.item() / self.step  # this waits for a GPU
+            self.check_finite("loss", mean)
+            self.bar.set_postfix(loss=f"{mean:.4f}")
         due = time.monotonic() - self.saved >= 60 * SAVE_MINUTES
         stop, due = all_reduce(torch.tensor([len(self.signals), due])).tolist()
         if stop or due:

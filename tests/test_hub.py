@@ -10,9 +10,9 @@ from adapter import load_adapter
 from bert import Bert
 from data import TASKS, get_task, load_split
 from formats.rows import Source
+from formats.sources import find_adapters
 from formats.tokenizer import load_tokenizer
 from fusion import add_fusion, fusion_weights
-from runtime.sources import find_adapters
 
 pytestmark = pytest.mark.skipif("HUB_TESTS" not in os.environ, reason="needs a network")
 
