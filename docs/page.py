@@ -23,7 +23,7 @@ import train
 from adapter import Adapter, AdapterConfig, Head, add_adapter
 from bert import AddNorm, Bert, Layer
 from data import batches, collate, get_task, load_split
-from experiments import composition, demo
+from experiments import demo, study
 from experiments.fusion_weights import heat_map
 from experiments.load_run import load_run
 from experiments.report import markdown

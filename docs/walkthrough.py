@@ -351,7 +351,7 @@ print(f"the target with one skill: about {one:.0%}, with both: about {both:.0%}"
 # performance stays the same.
 
 # %%
-tabulate(*composition.table(rows))
+tabulate(*study.table(rows))
 print(demo.verdict(rows))
 
 # %% [markdown]
@@ -366,7 +366,7 @@ print(demo.verdict(rows))
 # trained.
 
 # %%
-run = load_run(RUNS / "runs" / "fusion-240-0")
+run = load_run(RUNS / "runs" / "fusion-both-240-0")
 found = run.fusion_weights(run.split())
 at_cls = torch.stack([torch.stack([s[0] for s in one["weights"]["output"]]) for one in found])
 layers = [f"layer {i + 1}" for i in range(at_cls.shape[1])]

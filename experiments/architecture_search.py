@@ -1,20 +1,20 @@
 """The architecture search of appendix A.2 (Figures 5, 7, 8 and 9): where the adapter sits, and
 which LayerNorms are around it.
 
-    python -m experiments.architecture_search --tasks sst2 --data-dir DATA --out runs/search --plan
+    python -m experiments.architecture_search --data-dir DATA --out runs/search --plan
     python -m experiments.architecture_search --tasks sst2 ... -- --epochs 10 --dtype bfloat16
 
-What follows "--" goes to each run. For each task, step by step: position of the adapter,
-BERT's own LayerNorms, new LayerNorms, the residual, the non-linearity. Every option of a step is
-trained at every reduction factor, in OUT/runs (experiments/grid.py); the one with the best mean
+What follows "--" goes to each run. Step by step: position of the adapter (with Houlsby's and
+Bapna's), BERT's own LayerNorms, new LayerNorms, the residual, the non-linearity. Every option of a
+step is trained on each task at every reduction factor, in OUT/runs; the one with the best mean
 accuracy is kept for the steps after it. What has not been searched yet is as in the paper's
 outcome, the first option of each step. After each step, OUT/search.md, search.csv and a figure for
 each task are written of what is there. A run that diverges in its first epoch counts as 0 %."""
 
 import pandas as pd
 
-from adapter import AdapterConfig
-from experiments import grid, report
+from adapter import ADAPTERS, AdapterConfig
+from experiments import grid, report, study
 from runtime.command import run_command
 
 # {step: {option: what it sets}}, the paper's outcome first
@@ -50,7 +50,7 @@ STEPS = {
     "non-linearity": {n: dict(non_linearity=n) for n in ("relu", "leakyrelu", "swish")},
 }
 REDUCTION_FACTORS = 2, 8, 16, 64
-COLUMNS = "task step option reduction_factor seed".split()
+OTHERS = "houlsby", "bapna"  # of adapter.ADAPTERS, beside the positions
 
 
 def options_of(step, best):
@@ -76,58 +76,61 @@ def changes(config):
     return [f"{name}={str(value).lower()}" for name, value in given if value != default[name]]
 
 
-def cells_of(args, task, step, best):
-    """{a place in COLUMNS: its run} of a step, with full fine-tuning in the first"""
-    cells = {}
-    for seed in args.seeds:
-        own = ["--task", task, "--seed", str(seed)]
-        for option, config in options_of(step, best).items():
+def add_systems(step, best):
+    """Puts each option of a step, at each reduction factor, into study.SYSTEMS. Returns {system:
+    (step, option, factor)}; with the first step come the architectures of others, and Full."""
+    found, configs = {}, options_of(step, best)
+    if step == "position":
+        found["full"] = "full", "", 0
+        configs |= {name: ADAPTERS[name]() for name in OTHERS}
+    for option, config in configs.items():
+        for r in REDUCTION_FACTORS:
             words = changes(config)
-            name = "-".join([task, *(words or ["pfeiffer"])])
+            name = "-".join([*(words or ["pfeiffer"]), f"{r:g}"])
             words = ["--adapter-config", *words] if words else []
-            for r in REDUCTION_FACTORS:
-                given = [*words, "--reduction-factor", f"{r:g}", *own]
-                cell = grid.make_cell(args, f"{name}-{r:g}-{seed}", "adapter", given)
-                cells[task, step, option, r, seed] = cell
-        if step == "position":
-            full = grid.make_cell(args, f"{task}-full-{seed}", "full", own)
-            cells[task, "full", "", None, seed] = full
-    return cells
+            words = " ".join([*words, "--reduction-factor", f"{r:g}"])
+            study.SYSTEMS[name] = f"{option}, r = {r:g}", "adapter", words, ""
+            found[name] = step, option, r
+    return found
 
 
 def points_of(rows, step):
     """(means, deviations) in % over the seeds: a row for each option, a column for each factor"""
     rows = rows[rows["step"] == step]
     of = rows.groupby(["option", "reduction_factor"])["accuracy"]
-    order = [option for option in STEPS[step] if option in {*rows["option"]}]
+    order = [option for option in (*STEPS[step], *OTHERS) if option in {*rows["option"]}]
     return [100 * values.unstack().loc[order] for values in (of.mean(), of.std())]
 
 
 def table(rows, step, winner):
-    """(rows, header): the accuracies of each option; in bold the winner"""
+    """(rows, header): the accuracies of each option on a task; in bold the winner over all tasks.
+    At equal size, an option with two adapters a layer has half as large ones."""
     (means, deviations), lines = points_of(rows, step), []
     for option, mean in means.mean(axis=1).items():
         name = option + " (the paper's)" * (option == [*STEPS[step]][0])
         pairs = zip(means.loc[option], deviations.loc[option], strict=True)
         values = [report.with_deviation(*pair) for pair in pairs]
-        lines.append([f"**{name}**" if option == winner else name, *values, mean])
-    return lines, ["", *(f"r = {r:g}" for r in means), "mean"]
+        equal = means.at[option, 16 if option in ("both", "houlsby") else 8]
+        values += [mean, equal if step == "position" else None]
+        lines.append([f"**{name}**" if option == winner else name, *values])
+    return lines, ["", *(f"r = {r:g}" for r in means), "mean", "at equal size"]
 
 
-def write_results(args, found):
-    """All files in OUT, of what is finished. found: {task: (rows, {step: its winner})}"""
+def write_results(args, rows, winners):
+    """All files in OUT, of what is finished. winners: {step: its winner}"""
     parts = [
-        "Each step keeps what was best in those before it (bold: the highest mean over the "
-        "reduction factors) and has the paper's outcome for those after it."
+        "Each step keeps what was best in those before it (bold: the highest mean over tasks and "
+        "reduction factors) and has the paper's outcome for those after it. At equal size: r = 16 "
+        "where a layer has two adapters, r = 8 where it has one."
     ]
-    for task, (rows, winners) in found.items():
-        full = 100 * rows[rows["step"] == "full"]["accuracy"]
+    for task, of in rows.groupby("task", sort=False):
+        full = 100 * of[of["step"] == "full"]["accuracy"]
         text = report.with_deviation(full.mean(), full.std())
         parts.append(f"## {task}\n\nFull fine-tuning: {text}.\n\n![]({task}.png)")
         for step, winner in winners.items():
-            parts += [f"### {step}", report.markdown(*table(rows, step, winner))]
-        figure(args.out / f"{task}.png", rows, [*winners], full.mean())
-    grid.write_results(args, "search", pd.concat([rows for rows, _ in found.values()]), parts)
+            parts += [f"### {step}", report.markdown(*table(of, step, winner))]
+        figure(args.out / f"{task}.png", of, [*winners], full.mean())
+    study.write_results(args, "search", rows, parts)
 
 
 def figure(path, rows, steps, full):
@@ -143,33 +146,34 @@ def figure(path, rows, steps, full):
 
 
 def main(argv=None):
-    """Task after task and step after step, and writes the results after each."""
-    parser = grid.make_parser("architecture_search", __doc__, ["adapter", "full"])
-    tasks = "each is searched by itself; the paper's: sst2 argument commonsense_qa"
-    parser.add_argument("--tasks", nargs="+", required=True, help=tasks)
-    args = grid.parse(parser, argv)
-    grid.train_examples(args, args.tasks)  # data that are not there are missed now
+    """Step after step, and writes the results after each."""
+    parser, words = study.make_parser("architecture_search", __doc__, argv)
+    parser.add_argument("--tasks", nargs="+", default="sst2 argument commonsense_qa".split())
+    args = parser.parse_args(words)
+    owned = [*study.OWNED, "--adapter", "--adapter-config", "--reduction-factor"]
+    study.check(args, owned)
     if args.plan:  # as if each step ended as in the paper; `run` exits
-        cells = [cells_of(args, task, step, {}) for task in args.tasks for step in STEPS]
-        grid.run(args, COLUMNS, {place: cell for of in cells for place, cell in of.items()})
-    found, lost = {}, {}  # lost: {name of a run: why}
-    for task in args.tasks:
-        frames, best, winners = [], {}, {}
-        for step, options in STEPS.items():
-            print(f"{task}, {step}", flush=True)
-            cells = cells_of(args, task, step, best)
-            rows, failed = grid.run(args, COLUMNS, cells)
-            diverged = {name for name, why in failed.items() if "not finite in epoch 1:" in why}
-            zeros = [[*place, 0.0] for place, cell in cells.items() if cell.name in diverged]
-            frames += [rows, pd.DataFrame(zeros, columns=[*COLUMNS, "accuracy"])]
-            lost |= failed
-            if failed.keys() - diverged:
-                break  # nothing is built on a step that lacks a run
-            rows = pd.concat(frames)
-            winners[step] = points_of(rows, step)[0].mean(axis=1).idxmax()
-            best |= options[winners[step]]
-            found[task] = rows, winners
-            write_results(args, found)
+        args.systems = [*dict.fromkeys(name for step in STEPS for name in add_systems(step, {}))]
+        study.run(args)
+    frames, best, winners, lost = [], {}, {}, {}
+    for step, options in STEPS.items():
+        print(step, flush=True)
+        places = add_systems(step, best)
+        args.systems = [*places]
+        rows, failed = study.run(args)
+        lost |= failed
+        if study.not_diverged(failed):
+            break  # nothing is built on a step that lacks a run
+        every = [(*place, 0.0) for place in study.cells_of(args, args.seeds)]
+        zeros = pd.DataFrame(every, columns=[*study.COLUMNS, "accuracy"])
+        rows = pd.concat([rows, zeros]).drop_duplicates(study.COLUMNS)  # 0 of a run that diverged
+        rows[["step", "option", "reduction_factor"]] = [places[name] for name in rows["system"]]
+        frames.append(rows)
+        rows = pd.concat(frames)
+        means = points_of(rows, step)[0].mean(axis=1)
+        winners[step] = means[means.index.isin(options)].idxmax()
+        best |= options[winners[step]]
+        write_results(args, rows, winners)
     grid.end(lost)
 
 

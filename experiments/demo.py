@@ -20,14 +20,14 @@ import shlex
 import sys
 from pathlib import Path
 
-from experiments import composition, grid, report
+from experiments import composition, grid, report, study
 from experiments.skills import SKILLS, build_tasks
 from formats.encoder import find_minilm
 from formats.rows import read_rows
 from runtime.command import Parser, run_command
 
 COMMAND = """--model minilm --target both --seeds 0 1 2 --train-examples 240 --overwrite
-    --systems own head_on_match head_on_order fusion
+    --sources match order --systems own head_on_ fusion --source-options='--lr 1e-3 --epochs 2'
     --adapter-options='--lr 1e-3 --epochs 8 --patience 8'
     --head-options='--lr 2e-3 --epochs 4 --patience 4'
     --fusion-options='--lr 5e-4 --epochs 6 --patience 6'"""
@@ -37,30 +37,23 @@ COMMON = "-- --max-length 40 --batch-size 16 --limit-dev 160 --device cpu"
 def parse(out):
     """The options of experiments.composition: the runs of the demo are a part of its."""
     words = shlex.split(COMMAND) + ["--data-dir", str(out / "data"), "--out", str(out)]
-    words += ["--sources", *(str(out / "runs" / skill) for skill in SKILLS)]
     words += ["--jobs", str(min(os.cpu_count(), 8)), *COMMON.split()]
     return composition.parse(words)
 
 
 def train_all(args):
-    """The skills' adapters, and the study. Returns {skill: accuracy}, and the study's rows."""
-    last, skills, study = "--seed 0 --epochs 2".split(), {}, composition.cells_of(args)
-    for skill in SKILLS:
-        cell = grid.make_cell(args, skill, "adapter", ["--task", skill, *last])
-        skills[skill, "skill", None, 0] = cell
-    for place, cell in study.items():
-        if "--adapters" in cell.words:
-            study[place] = cell._replace(needs=[*skills.values()])
-    print(f"\ntraining {len({**skills, **study})} runs, {args.jobs} at a time", flush=True)
-    rows, failed = grid.run(args, composition.COLUMNS, {**skills, **study})
+    """The study, and the adapters of the skills, which it needs. Returns {skill: accuracy}, and the
+    study's rows."""
+    cells = grid.with_needs(study.cells_of(args, args.seeds).values())
+    print(f"\ntraining {len(cells)} runs, {args.jobs} at a time", flush=True)
+    rows, failed = study.run(args)
     grid.end(failed)
-    is_skill = rows["system"] == "skill"
-    return rows[is_skill].set_index("task")["accuracy"].to_dict(), rows[~is_skill]
+    return {n: grid.row_of({}, cells[f"source-{n}-0"])["accuracy"] for n in args.sources}, rows
 
 
 def next_commands(out):
     """{why: the words behind `python`} of what fits that which the demo has left in `out`"""
-    fusion, picture = out / "runs" / "fusion-240-0", out / "example.png"
+    fusion, picture = out / "runs" / "fusion-both-240-0", out / "example.png"
     example = "Return the sum of the array elements", "sum"
     ask = ["-m", "experiments.predict", fusion, *example, "--picture", picture]
     draw = ["-m", "experiments.fusion_weights", fusion, "--out", out / "weights"]
@@ -72,10 +65,10 @@ def next_commands(out):
 
 def verdict(rows):
     """What follows from the table, in a sentence."""
-    points = composition.points_of(rows)
+    points = study.points_of(rows)
     least = {n: (points["fusion"] - points[n]).min() for n in points if n != "fusion"}
     nearest = min(least, key=least.get)
-    title = grid.system(nearest)[0]
+    title = study.system(nearest)[0]
     if least[nearest] <= 0:
         return f"The fusion is not ahead with every seed: {title} equals or beats it."
     lead = f"by {least[nearest]:.1f} points at the least ({title})"
@@ -103,7 +96,7 @@ The skills, each on its own task: match {match:.1%}, order {order:.1%}.
 On the target, one of them can be expected to give about {one:.0%}, half of its own accuracy,
 because the other question is guessed; both together about {both:.0%}.
 """)
-    print(report.markdown(*composition.table(rows)))
+    print(report.markdown(*study.table(rows)))
     print(verdict(rows))
     for why, words in next_commands(out).items():
         print(f"\n{why}\n{shlex.join(map(str, [os.path.relpath(sys.executable), *words]))}")

@@ -18,6 +18,20 @@ def with_deviation(mean, deviation):
     return " ± ".join(filter(None, (two_decimals(mean), two_decimals(deviation, ""))))
 
 
+T975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160]
+
+
+def with_interval(values):
+    """1.38 (0.01 to 2.75): the mean, and its 95 % interval by t; the mean alone of a single one."""
+    values = values.dropna()
+    n = len(values)
+    if n < 2:
+        return two_decimals(values.mean())
+    t = T975[n - 2] if n - 2 < len(T975) else 1.96 + 2.45 / (n - 1)  # right to 0.01
+    half, mean = t * values.std() / math.sqrt(n), values.mean()
+    return f"{two_decimals(mean)} ({two_decimals(mean - half)} to {two_decimals(mean + half)})"
+
+
 def markdown(rows, header):
     """A table in Markdown, one text. A float has two decimals, None is –; columns without texts are
     flush right."""

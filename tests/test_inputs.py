@@ -59,8 +59,9 @@ composition: {BOX} --target rte --sources rtee | unknown task 'rtee'
 composition: {MINE} a/rte b/RTE {FILE} | two adapters would be called 'rte'
 composition: {MINE} a/rte sst2 {FILE} | --train-file is of mine, sst2 would be trained on it
 composition: {MINE} runs/rte --test --train-examples 72 {FILE} | --test needs --train-examples below
-composition: {MINE} runs/rte --train-examples 73 {FILE} | mine has only 72
-composition: {MINE} runs/rte {FILE} --limit-train 7 | not belong behind --, nor into the options of
+composition: {MINE} runs/rte --head-options '--lr 1' '--lr 2' {FILE} | need --choose-seeds
+composition: {MINE} runs/rte --systems fusio {FILE} | there are head, full
+composition: {MINE} runs/rte {FILE} --seed 7 | not belong behind --, nor into the options of
 composition: {MINE} runs/rte is/not/there --plan {FILE} | no adapter in is/not/there
 evaluate: runs/fusion-rte --task sst2 | a run on rte, not on 'sst2'
 evaluate: runs/rte --model data | no encoder in data
