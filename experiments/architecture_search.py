@@ -11,6 +11,8 @@ accuracy is kept for the steps after it. What has not been searched yet is as in
 outcome, the first option of each step. After each step, OUT/search.md, search.csv and a figure for
 each task are written of what is there. A run that diverges in its first epoch counts as 0 %."""
 
+import itertools
+
 import pandas as pd
 
 from adapter import ADAPTERS, AdapterConfig
@@ -83,66 +85,56 @@ def add_systems(step, best):
     if step == "position":
         found["full"] = "full", "", 0
         configs |= {name: ADAPTERS[name]() for name in OTHERS}
-    for option, config in configs.items():
-        for r in REDUCTION_FACTORS:
-            words = changes(config)
-            name = "-".join([*(words or ["pfeiffer"]), f"{r:g}"])
-            words = ["--adapter-config", *words] if words else []
-            words = " ".join([*words, "--reduction-factor", f"{r:g}"])
-            study.SYSTEMS[name] = f"{option}, r = {r:g}", "adapter", words, ""
-            found[name] = step, option, r
+    for (option, config), r in itertools.product(configs.items(), REDUCTION_FACTORS):
+        words = ["--adapter-config", *changes(config)] if changes(config) else []
+        name = "-".join([*(words[1:] or ["pfeiffer"]), f"{r:g}"])
+        words = " ".join([*words, f"--reduction-factor {r:g}"])
+        study.SYSTEMS[name] = f"{option}, r = {r:g}", "adapter", words, ""
+        found[name] = step, option, r
     return found
 
 
 def points_of(rows, step):
-    """(means, deviations) in % over the seeds: a row for each option, a column for each factor"""
+    """Accuracies in %, {(option, reduction factor): those of all seeds and tasks}"""
     rows = rows[rows["step"] == step]
-    of = rows.groupby(["option", "reduction_factor"])["accuracy"]
-    order = [option for option in (*STEPS[step], *OTHERS) if option in {*rows["option"]}]
-    return [100 * values.unstack().loc[order] for values in (of.mean(), of.std())]
+    return (100 * rows["accuracy"]).groupby([rows["option"], rows["reduction_factor"]], sort=False)
 
 
 def table(rows, step, winner):
-    """(rows, header): the accuracies of each option on a task; in bold the winner over all tasks.
-    At equal size, an option with two adapters a layer has half as large ones."""
-    (means, deviations), lines = points_of(rows, step), []
-    for option, mean in means.mean(axis=1).items():
-        name = option + " (the paper's)" * (option == [*STEPS[step]][0])
-        pairs = zip(means.loc[option], deviations.loc[option], strict=True)
-        values = [report.with_deviation(*pair) for pair in pairs]
-        equal = means.at[option, 16 if option in ("both", "houlsby") else 8]
-        values += [mean, equal if step == "position" else None]
-        lines.append([f"**{name}**" if option == winner else name, *values])
-    return lines, ["", *(f"r = {r:g}" for r in means), "mean", "at equal size"]
+    """The accuracies of each option on a task; in bold the winner over all tasks."""
+    of = points_of(rows, step)
+    texts, means = of.agg(report.with_deviation).unstack(), of.mean().unstack()
+    texts = texts.rename(columns="r = {:g}".format).assign(mean=means.mean(axis=1))
+    if step == "position":
+        equal = [means.at[name, 16 if name in ("both", "houlsby") else 8] for name in means.index]
+        texts = texts.assign(**{"at equal size": equal})
+    mark = {winner: f"**{winner}**"}
+    return texts.rename(
+        index=lambda n: mark.get(n, n) + " (the paper's)" * (n == [*STEPS[step]][0])
+    )
 
 
 def write_results(args, rows, winners):
     """All files in OUT, of what is finished. winners: {step: its winner}"""
     parts = [
-        "Each step keeps what was best in those before it (bold: the highest mean over tasks and "
-        "reduction factors) and has the paper's outcome for those after it. At equal size: r = 16 "
-        "where a layer has two adapters, r = 8 where it has one."
+        """Each step keeps what was best in those before it (bold: the highest mean over tasks
+and reduction factors) and has the paper's outcome for those after it. At equal size: r = 16 where a
+layer has two adapters, r = 8 where it has one."""
     ]
+    options = {"sharey": True, "squeeze": False}
     for task, of in rows.groupby("task", sort=False):
         full = 100 * of[of["step"] == "full"]["accuracy"]
-        text = report.with_deviation(full.mean(), full.std())
-        parts.append(f"## {task}\n\nFull fine-tuning: {text}.\n\n![]({task}.png)")
-        for step, winner in winners.items():
-            parts += [f"### {step}", report.markdown(*table(of, step, winner))]
-        figure(args.out / f"{task}.png", of, [*winners], full.mean())
+        text = f"Full fine-tuning: {report.with_deviation(full)}."
+        parts.append(f"## {task}\n\n{text}\n\n![]({task}.png)")
+        picture, panels = report.subplots(1, len(winners), (4.3 * len(winners), 4), **options)
+        for panel, (step, winner) in zip(panels.flat, winners.items(), strict=True):
+            parts.append(f"### {step}\n\n{report.frame(table(of, step, winner))}")
+            curves = points_of(of, step).mean().unstack().T.rename(index="r = {:g}".format)
+            curves.plot(ax=panel, title=step, marker="o", xlabel="", ylabel="accuracy, %")
+            panel.axhline(full.mean(), color="black", alpha=0.4, label="full fine-tuning")
+            panel.legend()
+        report.save_figure(picture, args.out / f"{task}.png")
     study.write_results(args, "search", rows, parts)
-
-
-def figure(path, rows, steps, full):
-    """Accuracy over the reduction factor: a panel for each step, a curve for each option."""
-    options = {"sharey": True, "squeeze": False}
-    picture, panels = report.subplots(1, len(steps), (4.3 * len(steps), 4), **options)
-    for panel, step in zip(panels.flat, steps, strict=True):
-        means = points_of(rows, step)[0].T.rename(index="r = {:g}".format)
-        means.plot(ax=panel, title=step, marker="o", xlabel="", ylabel="accuracy, %")
-        panel.axhline(full, color="black", alpha=0.4, label="full fine-tuning")
-        panel.legend()
-    report.save_figure(picture, path)
 
 
 def main(argv=None):
@@ -170,7 +162,7 @@ def main(argv=None):
         rows[["step", "option", "reduction_factor"]] = [places[name] for name in rows["system"]]
         frames.append(rows)
         rows = pd.concat(frames)
-        means = points_of(rows, step)[0].mean(axis=1)
+        means = points_of(rows, step).mean().unstack().mean(axis=1)
         winners[step] = means[means.index.isin(options)].idxmax()
         best |= options[winners[step]]
         write_results(args, rows, winners)

@@ -5,9 +5,9 @@ section 6 reads from them, as tables.
 
 Every RUN is a finished fusion run and becomes a row of each panel: the weights that it gives to its
 adapters, averaged over its task's development set and over all tokens but the padding, as in the
-paper; in the last layer over [CLS], the one token of it that adapter.Head reads. DIR gets
-figure4.png and figure6.png, weights.csv with a row for each adapter, and summary.txt, which is also
-printed. Layers are counted from 1."""
+paper; with --cls, in the last layer over [CLS], the one token of it that adapter.Head reads, so the
+only one for which the fusion there was trained. DIR gets figure4.png and figure6.png, weights.csv
+with a row for each adapter, and summary.txt, which is also printed. Layers are counted from 1."""
 
 import math
 from collections import Counter, defaultdict
@@ -16,11 +16,10 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from adapter import Head
 from data import batches, collate
 from experiments.load_run import load_run, make_parser, read_finished
 from experiments.report import markdown, save_figure, subplots, write_text
-from formats.adapterhub import FUSION, read_run
+from formats.adapterhub import ADAPTER, FUSION, read, read_run
 from formats.files import read_json
 from fusion import active_fusions
 from runtime.command import import_modules, run_command
@@ -29,29 +28,33 @@ from runtime.command import import_modules, run_command
 # middle black and white text have the same contrast.
 COLOURS, MIDDLE = "cividis", 0.465
 # Columns of weights.csv, whose rows are those of a layer's adapters
-COLUMNS = "run target own accuracy layer location adapter weight".split()
-LEGEND = """weight: mean over the layers and the tokens that are read: all of them, but in the last
-layer [CLS] alone where the head is AdapterHub's, which reads no other token.
+COLUMNS = """run target own accuracy own_accuracy layer location is_distribution adapter
+    weight""".split()
+LEGEND = """weight: mean over the layers and the tokens.
 own: the adapter that was trained on the target's task, by its run.json, or without one by its name.
-accuracy: the fusion's on the development set, in %."""
+accuracy: the fusion's on the development set, in %.
+gain: accuracy minus that of the own adapter's run, if it is still there, unchanged.
+spread: e to the entropy of the mean weights, as many adapters as would share evenly: in the mean of
+the layers before the last; in the last layer."""
 
 
 @torch.inference_mode()
-def mean_weights(run, examples):
-    """{(layer, location): [N]}: the fusion weights of a LoadedRun, averaged over the tokens of
-    [Example] that what follows reads: all but the padding, and in the last layer, where the head is
-    AdapterHub's, [CLS] alone. N is in the order of run.adapters, and 0 for an adapter that is not
-    in the layer."""
-    sums, counts = defaultdict(float), Counter()
-    last = len(run.bert.layers) - 1 if type(run.model.head) is Head else None
+def mean_weights(run, examples, cls=False):
+    """{(layer, location): ([N], whether s is a distribution at every token)}: the fusion weights of
+    a LoadedRun, averaged over all tokens of [Example] but the padding; cls: in the last layer, over
+    [CLS]. N is in the order of run.adapters, and 0 for an adapter that is not in the layer."""
+    sums, counts, others = defaultdict(float), Counter(), set()
+    last = len(run.bert.layers) - 1 if cls else None
     for indices in batches(examples, 64):
         batch = collate([examples[i] for i in indices], run.bert.config.pad_token_id)
         is_token = batch["attention_mask"].bool()  # [B, T]
-        for (layer, location), s in run.weights_of(batch).items():  # [B, T, N]
-            of_read = s[:, 0] if layer == last else s.cpu()[is_token]
-            sums[layer, location] += of_read.double().sum(0).cpu()
-            counts[layer, location] += len(of_read)
-    return {slot: sums[slot] / counts[slot] for slot in sums}
+        for slot, s in run.weights_of(batch).items():  # [B, T, N]
+            of_read = (s[:, 0] if slot[0] == last else s.cpu()[is_token]).double().cpu()
+            sums[slot] += of_read.sum(0)
+            counts[slot] += len(of_read)
+            if (of_read < 0).any() or (of_read.sum(-1) - 1).abs().max() > 0.02:  # s may be bf16
+                others.add(slot)
+    return {slot: (sums[slot] / counts[slot], slot not in others) for slot in sums}
 
 
 def own_adapter(run):
@@ -64,22 +67,32 @@ def own_adapter(run):
     return None
 
 
-def rows_of(run, target, examples):
+def own_accuracy(run, own):
+    """The development accuracy of the own adapter's run, if that is where it was, and unchanged."""
+    out = Path(read_run(run.directory / "adapters" / str(own)).get("options", {}).get("out", ""))
+    if own is None or not (out / "metrics.json").is_file() or not (out / ADAPTER.config).is_file():
+        return math.nan
+    is_same = read(out, ADAPTER).sha256() == run.record["inputs"][f"adapter {own}"]
+    return read_json(out / "metrics.json").get("accuracy", math.nan) if is_same else math.nan
+
+
+def rows_of(run, target, means):
     """A row for each layer, location, and adapter there, as a DataFrame of COLUMNS"""
-    means, rows = mean_weights(run, examples), []
+    own, rows = own_adapter(run), []
     accuracy = read_json(run.directory / "metrics.json").get("accuracy", math.nan)
-    place = [str(run.directory), target, own_adapter(run), accuracy]
+    place = [str(run.directory), target, own, accuracy, own_accuracy(run, own)]
     for (layer, location), fusion in active_fusions(run.bert).items():
-        s = dict(zip(run.adapters, means[layer, location].tolist(), strict=True))
+        s, is_distribution = means[layer, location]
+        s = dict(zip(run.adapters, s.tolist(), strict=True))
         for name in fusion.adapter_names:
-            rows.append([*place, layer + 1, location, name, s[name]])
+            rows.append([*place, layer + 1, location, is_distribution, name, s[name]])
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def heat_map(axes, values, rows, columns, top=1.0):
-    """Draws fusion weights, a tensor [rows, columns] of 0 .. top, with the number in every cell; a
-    cell is blank where it has NaN. Returns the image, for a colour bar."""
-    image = axes.imshow(values.numpy(), cmap=COLOURS, vmin=0, vmax=top, aspect="auto")
+def heat_map(axes, values, rows, columns, top=1.0, least=0.0):
+    """Draws fusion weights, a tensor [rows, columns] of least .. top, with their numbers; a cell is
+    blank where it has NaN. Returns the image, for a colour bar."""
+    image = axes.imshow(values.numpy(), cmap=COLOURS, vmin=least, vmax=top, aspect="auto")
     for y, row in enumerate(values.tolist()):
         for x, value in enumerate(row):
             if not math.isnan(value):
@@ -91,7 +104,7 @@ def heat_map(axes, values, rows, columns, top=1.0):
     return image
 
 
-def heat_maps(panels, rows, columns, top=1.0):
+def heat_maps(panels, rows, columns, top=1.0, least=0.0):
     """A figure with a heat map for each of {title: tensor [rows, columns]}."""
     across = math.ceil(math.sqrt(len(panels)))
     down = math.ceil(len(panels) / across)
@@ -99,7 +112,7 @@ def heat_maps(panels, rows, columns, top=1.0):
     shared = {"sharex": True, "sharey": True, "squeeze": False}  # names at the outer panels alone
     figure, axes = subplots(down, across, (width + 3.5, height + 2.5), **shared)  # in inches
     for i, (title, values) in enumerate(panels.items()):
-        image = heat_map(axes.flat[i], values, rows, columns, top)
+        image = heat_map(axes.flat[i], values, rows, columns, top, least)
         axes.flat[i].set_title(title, fontsize=9)
         axes.flat[i].tick_params(labelbottom=i + across >= len(panels))  # also above a gap
     for panel in axes.flat[len(panels) :]:
@@ -122,6 +135,7 @@ def draw(rows, out):
     on the diagonal."""
     names = [*dict.fromkeys([*rows["own"].dropna(), *rows["adapter"]])]
     labels, top = rows["target"].unique(), math.ceil(10 * rows["weight"].max()) / 10
+    least = min(0, math.floor(10 * rows["weight"].min()) / 10)
     some = rows[rows["layer"].isin(figure_4_layers(rows["layer"].max()))]
     for name, shown in (("figure4", some), ("figure6", rows)):
         panels = {}
@@ -129,7 +143,7 @@ def draw(rows, out):
             values = of.pivot(index="target", columns="adapter", values="weight")
             values = values.reindex(index=labels, columns=names)
             panels[title_of(*slot)] = torch.tensor(values.to_numpy().copy())
-        figure = heat_maps(panels, labels, names, top)
+        figure = heat_maps(panels, labels, names, top, least)
         figure.suptitle("Mean weight of each adapter", fontsize=10)
         figure.supylabel("target task", fontsize=9)
         figure.supxlabel("adapter (blank: not in this layer of this target)", fontsize=9)
@@ -140,12 +154,29 @@ def strengths_table(rows):
     """(rows, header) of summary.txt, a row for each target; see LEGEND"""
     lines = []
     for target, of in rows.groupby("target", sort=False):
-        s = of.pivot(index=["layer", "location"], columns="adapter", values="weight")
-        own, accuracy = of[["own", "accuracy"]].iloc[0]
-        means = s.fillna(0).mean()
-        line = [target, means.idxmax(), means.max(), own, means.get(own)]
-        lines.append([*line, 100 * accuracy])
-    return lines, "target,strongest,its weight,own,own weight,accuracy".split(",")
+        s = of.pivot(index=["layer", "location"], columns="adapter", values="weight").fillna(0)
+        own, accuracy, of_own = of[["own", "accuracy", "own_accuracy"]].iloc[0]
+        means, is_last = s.mean(), s.index.get_level_values("layer") == of["layer"].max()
+        spread = (s * -s.where(s > 0, 1).map(math.log)).sum(axis=1).map(math.exp)
+        spread = spread if of["is_distribution"].all() else spread * math.nan
+        line = [target, means.idxmax(), means.max(), own, means.get(own), 100 * accuracy]
+        line += [100 * (accuracy - of_own), spread[~is_last].mean(), spread[is_last].mean()]
+        lines.append(line)
+    names = "target,strongest,its weight,own,own weight,accuracy,gain,spread,in the last layer"
+    return lines, names.split(",")
+
+
+def remarks(rows, lines):
+    """What the table cannot say: where s is no distribution; section 6's own weight against gain"""
+    for target, of in rows.groupby("target", sort=False):
+        if not of["is_distribution"].all():
+            sums = of.groupby(["layer", "location"])["weight"].sum()
+            where = f"its mean weights add up to {sums.min():.2f} to {sums.max():.2f}"
+            yield f"{target}: s is NO DISTRIBUTION ({where}): not to be compared with a softmax's"
+    pairs = pd.DataFrame([(line[4], line[6]) for line in lines], dtype=float).dropna()
+    if len(pairs) > 2:
+        r = pairs.corr().iloc[0, 1]
+        yield f"Own weight and gain, over {len(pairs)} targets: correlation {r:.2f}"
 
 
 def main(argv=None):
@@ -154,6 +185,7 @@ def main(argv=None):
     add("runs", nargs="+", metavar="RUN", help="finished fusion runs, a row each")
     add("--out", required=True, type=Path, metavar="DIR", help="for figures, CSV and summary")
     add("--data-dir", help="where the data are now, if not where the runs had them")
+    add("--cls", action="store_true", help="in the last layer, only what adapter.Head reads")
     args = parser.parse_args(argv)
     import_modules(args.imports)
     tasks, frames, out = [], [], args.out
@@ -165,11 +197,13 @@ def main(argv=None):
         print(f"{directory}: fusion weights on its development set", flush=True)
         run = load_run(directory, args.device, args.model, args.task, args.columns)
         target = task if tasks.count(task) == 1 else f"{task} ({directory})"
-        frames.append(rows_of(run, target, run.split(data_dir=args.data_dir)))
+        means = mean_weights(run, run.split(data_dir=args.data_dir), args.cls)
+        frames.append(rows_of(run, target, means))
     rows = pd.concat(frames)
     draw(rows, out)
     write_text(out / "weights.csv", rows.to_csv(index=False))
-    text = f"{markdown(*strengths_table(rows))}\n{LEGEND}\n"
+    lines, header = strengths_table(rows)
+    text = "\n".join([markdown(lines, header), *remarks(rows, lines), LEGEND, ""])
     print(text)
     print(write_text(out / "summary.txt", text).parent)
 

@@ -13,9 +13,9 @@ def two_decimals(value, missing="–"):
     return missing if value is None or math.isnan(value) else f"{value:z.2f}"  # z: never -0.00
 
 
-def with_deviation(mean, deviation):
-    """71.04 ± 0.52; the deviation is left out where there is none."""
-    return " ± ".join(filter(None, (two_decimals(mean), two_decimals(deviation, ""))))
+def with_deviation(values):
+    """71.04 ± 0.52, of a Series; the deviation is left out where there is none."""
+    return " ± ".join(filter(None, (two_decimals(values.mean()), two_decimals(values.std(), ""))))
 
 
 T975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160]
@@ -39,6 +39,11 @@ def markdown(rows, header):
     rows = [[v if isinstance(v, (str, int)) else two_decimals(v) for v in row] for row in rows]
     align = ["left" if text else "right" for text in is_text]
     return tabulate(rows, header, "pipe", colalign=align, disable_numparse=True) + "\n"
+
+
+def frame(values, corner=""):
+    """A DataFrame as such a table."""
+    return markdown([[*row] for row in values.itertuples()], [corner, *map(str, values)])
 
 
 def write_text(path, text):

@@ -46,7 +46,7 @@ SYSTEMS = {
     "mt_a": ("MT-A", "multitask", "--adapter pal", ""),
     "mt_a_top": ("MT-A of section 2.2.3", "multitask", "--adapter pfeiffer", ""),
     "fusion_st_a": ("Fusion w/ ST-A", "fusion", "", "all own"),
-    "fusion_mt_a": ("Fusion w/ MT-A", "fusion", "", "mt_a"),
+    "fusion_mt_a": ("Fusion w/ MT-A", "fusion", "--import experiments.pal", "mt_a"),
     "fusion_mt_a_top": ("Fusion w/ MT-A of section 2.2.3", "fusion", "", "mt_a_top"),
     # without adapters (section 2.1)
     "multitask": ("multi-task learning", "multitask", "--without-adapters", ""),
@@ -261,7 +261,7 @@ def table(rows, reference="fusion"):
         first, values = rows[rows["system"] == name].iloc[0], points[name].dropna()
         line = [system(name)[0], f"{first['lr']:g}", str(first["epochs"])]
         line += [f"{first['trained_parameters']:,}", ", ".join(f"{v:.1f}" for v in values)]
-        line.append(report.with_deviation(values.mean(), values.std()))
+        line.append(report.with_deviation(values))
         is_compared = name != reference and reference in points
         lead = report.with_interval(points[reference] - values) if is_compared else None
         lines.append([*line, lead, *[on_dev[name]] * ("test_accuracy" in rows)])

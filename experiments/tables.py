@@ -37,8 +37,8 @@ def parse(argv=None):
     add("--systems", nargs="+", default=SYSTEMS, metavar="SYSTEM", help=known)
     parser.set_defaults(seeds=[0, 1, 2], paired=True, own="st_a_16", maker="st_a_16")
     args = parser.parse_args(words)
-    place, tasks = args.data_dir, data.TASKS
-    there = [t for t in tasks if (Path(place, t).is_dir() if place else tasks[t].hub)]
+    place, all_16 = args.data_dir, data.TASKS.items()
+    there = [n for n, task in all_16 if (Path(place, n).is_dir() if place else task.hub)]
     args.tasks, args.systems = ([*dict.fromkeys(x)] for x in (args.tasks or there, args.systems))
     if not args.tasks:
         raise ValueError(f"{args.data_dir} has none of the paper's tasks: name yours with --tasks")
@@ -47,7 +47,7 @@ def parse(argv=None):
     return args
 
 
-# Results: DataFrames of accuracies in %, a row for each task and a column for each system
+# Accuracies in %, a row for each task and a column for each system
 
 
 def with_mean(values, args):
@@ -63,45 +63,31 @@ def paper_values(args, encoder):
     texts = pd.read_csv(PAPER, index_col="task", dtype=str)  # BERT-base, and RoBERTa-base (Table 4)
     texts = texts[texts["encoder"].str.startswith(encoder)].drop(columns="encoder")
     means = with_mean(texts.replace(" .*", "", regex=True).astype(float), args)
-    return means, texts.reindex_like(means).fillna(means.map("{:.2f}".format))
-
-
-def accuracy_table(args, rows, ours, texts):
-    """(rows, header) of Tables 1, 3 and 4: mean ± standard deviation (the paper's)"""
-    of, lines = rows.groupby(["task", "system"])["accuracy"], []
-    deviations, counts = 100 * of.std(), of.count()
-    for task in ours.index:
-        seeds = " or ".join(map(str, sorted({*counts.get(task, [])})))
-        line = [task, args.sizes.get(task, ""), seeds]  # "": of the mean
-        for name in args.systems:
-            text = report.with_deviation(ours.at[task, name], deviations.get((task, name)))
-            line.append(f"{text} ({texts.at[task, name]})".removesuffix(" (nan)"))
-        lines.append(line)
-    titles = [study.system(name)[0] for name in args.systems]
-    return lines, ["task", "training examples", "seeds", *titles]
+    return means, texts.reindex_like(means).fillna(means.map(report.two_decimals))
 
 
 def budgets(rows):
-    """(rows, header): the learning rate and the epochs of each system"""
+    """Learning rate and epochs of each system, and how many runs it has."""
     of = rows.assign(lr=rows["lr"].map("{:g}".format)).groupby("system", sort=False)
     found = of[["lr", "epochs"]].agg(lambda values: ", ".join(map(str, sorted({*values}))))
-    return [[study.system(n)[0], *of] for n, *of in found.itertuples()], ["", "lr", "epochs"]
+    return found.assign(runs=of.size()).rename(index=lambda name: study.system(name)[0])
 
 
 def differences(values, pairs):
     """A column "one − other" for each of the pairs of systems that are there; rounded as printed,
     so that a table's arrows agree with its numbers."""
-    values, found = values.drop(MEAN).round(2), {}
-    for pair in pairs:
-        if {*pair} <= {*values}:
-            one, other = (values[name] for name in pair)
-            found[" − ".join(study.system(name)[0] for name in pair)] = (one - other).round(2)
+    values = values.drop(MEAN).round(2)
+    pairs = [pair for pair in pairs if {*pair} <= {*values}]
+    found = {
+        " − ".join(study.system(name)[0] for name in (a, b)): (values[a] - values[b]).round(2)
+        for a, b in pairs
+    }
     return pd.DataFrame(found, index=values.index)
 
 
 def arrows(values):
-    """Table 2's, of differences: better or worse by more than 0.3 points, or the same; and how
-    often each of them, and the mean of the differences with its interval over tasks."""
+    """Table 2's, of differences: better or worse by more than 0.3 points, or the same; how often
+    each of them, and the mean of the differences with its interval over tasks."""
     signs = values.map(
         lambda v: "–" if pd.isna(v) else "↗" if v > 0.3 else "↘" if v < -0.3 else "→"
     )
@@ -109,39 +95,31 @@ def arrows(values):
     return pd.concat([signs, pd.DataFrame({**counts, MEAN: values.apply(report.with_interval)}).T])
 
 
-def figure3(path, ours, theirs):
-    """Bars of differences to full fine-tuning, and below them the paper's."""
-    figure, panels = report.subplots(2, 1, (max(6.5, 0.75 * len(ours)), 7), sharex=True)
-    for axes, title, values in zip(panels, ("here", "the paper's"), (ours, theirs), strict=True):
-        style = {"title": title, "ylabel": "accuracy, points", "width": 0.8}
-        differences(values, BARS).plot.bar(ax=axes, **style)
-    report.save_figure(figure, path)
-
-
-def pages(args, rows, encoder):
-    """[text] of the tables of one size; figure3.png is drawn"""
-    column = "test_accuracy" if args.test else "accuracy"
-    rows = rows.assign(accuracy=rows[column])
-    ours = with_mean(100 * rows.pivot_table("accuracy", "task", "system"), args)
-    theirs, texts = paper_values(args, encoder)
-    size = rows["limit_train"].iloc[0] if len(rows) else 0
-    suffix = f"-{size}" if size else ""
-    yield (
-        f"## {'Table 4' if encoder == 'roberta' else 'Tables 1 and 3'}"
-        + f", {size} examples" * bool(size)
-    )
-    yield "In brackets: the paper's. The means, too, are over the tasks listed here."
-    yield report.markdown(*accuracy_table(args, rows, ours, texts))
-    yield report.markdown(*budgets(rows))
-    found = arrows(differences(ours, COMPARISONS))
-    if not found.empty:
-        found += " (" + arrows(differences(theirs, COMPARISONS)) + ")"
-        yield "## Table 2: fusion compared to adapters alone"
-        yield report.markdown(found.reset_index().to_numpy().tolist(), ["compared", *found])
-        yield """↗ better by more than 0.3 points, ↘ worse by more than 0.3, → between; how often
-        each, and the mean over the tasks. In brackets: the same of the paper's accuracies."""
+def page(args, rows, encoder):
+    """[text] of the tables of one size; draws figure3.png, of differences to full fine-tuning."""
+    size = rows["limit_train"].iloc[0]
+    suffix, column = f"-{size}" * bool(size), "test_accuracy" if args.test else "accuracy"
+    of = (100 * rows[column]).groupby([rows["task"], rows["system"]])
+    ours, (theirs, printed) = with_mean(of.mean().unstack(), args), paper_values(args, encoder)
+    texts = of.agg(report.with_deviation).unstack().reindex_like(ours)
+    texts = texts.fillna(ours.map(report.two_decimals)) + " (" + printed + ")"
+    texts.columns = [study.system(name)[0] for name in texts]
+    texts.insert(0, "training examples", [min(size or n, n) for n in args.sizes.values()] + [""])
+    yield f"""## {"Table 4" if encoder == "roberta" else "Tables 1 and 3"}\n
+In brackets: the paper's. The means, too, are over the tasks listed here."""
+    yield report.frame(texts.map(lambda text: str(text).removesuffix(" (–)")))
+    yield report.frame(budgets(rows))
+    if not (found := differences(ours, COMPARISONS)).empty:
+        yield """## Table 2: fusion compared to adapters alone\n
+↗ better by more than 0.3 points, ↘ worse by more than 0.3, → between; how often each, and the mean
+over the tasks. In brackets: the same of the paper's accuracies."""
+        yield report.frame(arrows(found) + " (" + arrows(differences(theirs, COMPARISONS)) + ")")
     if not differences(ours, BARS).empty:
-        figure3(args.out / f"figure3{suffix}.png", ours, theirs)
+        figure, panels = report.subplots(2, 1, (max(6.5, 0.75 * len(ours)), 7), sharex=True)
+        for axes, values in zip(panels, (ours, theirs), strict=True):
+            title = "here" if values is ours else "the paper's"
+            differences(values, BARS).plot.bar(ax=axes, title=title, ylabel="points", width=0.8)
+        report.save_figure(figure, args.out / f"figure3{suffix}.png")
         yield f"## Figure 3: difference to full fine-tuning\n\n![](figure3{suffix}.png)"
 
 
@@ -149,7 +127,7 @@ def main(argv=None):
     args = parse(argv)
     encoder = Bert.from_pretrained(args.model).config.model_type  # if it is damaged, found now
     rows, failed = study.run(args)
-    parts = [text for _, of in rows.groupby("limit_train") for text in pages(args, of, encoder)]
+    parts = [text for _, of in rows.groupby("limit_train") for text in page(args, of, encoder)]
     study.write_results(args, "results", rows, parts)
     grid.end(failed)
 

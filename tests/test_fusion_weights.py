@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import re
 from types import SimpleNamespace
 
 import pandas as pd
@@ -12,56 +11,79 @@ import torch
 from conftest import cli
 from experiments import fusion_weights
 from experiments.load_run import load_run
-from formats.files import read_json, write_json
+from formats.files import write_json
 
 
 def test_the_weights_are_means_over_real_tokens(runs, loud_fusion, launch, tmp_path):
-    """In the last layer over each [CLS]. One run has two fusions a layer, and less in layer 2."""
+    """With --cls, in the last layer over each [CLS]. One run has two fusions a layer, and less in
+    layer 2. What is no distribution at one token is found out."""
     out, second = tmp_path / "out", tmp_path / "second"
     rte, sst2, words = tmp_path / "rte", tmp_path / "sst2", "--stage adapter --adapter houlsby"
     launch(f"{words} --epochs 1 --task rte --adapter-config leave_out=[1]", out=rte)
-    launch(f"{words} --epochs 1 --task sst2", out=sst2)
-    launch("--stage fusion --task sst2 --epochs 1", adapters=[rte, sst2], out=second)
-    fusion_weights.main([str(loud_fusion), str(second), *cli("--device cpu", out=out)])
+    own = launch(f"{words} --epochs 1 --task sst2", out=sst2)
+    fused = launch("--stage fusion --task sst2 --epochs 1", adapters=[rte, sst2], out=second)
+    for option, first in (("", slice(None)), ("--cls", slice(1))):
+        words = [str(loud_fusion), str(second), *cli(f"{option} --device cpu", out=out)]
+        fusion_weights.main(words)
+        rows, count = pd.read_csv(out / "weights.csv"), 0
+        found = dict([*rows.groupby(["run", "layer", "location"])])
+        assert [*found[str(second), 2, "output"]["adapter"]] == ["sst2"]  # rte is not there
+        for directory in (loud_fusion, second):
+            run = load_run(directory)
+            seen = [example["weights"] for example in run.fusion_weights(run.split())]
+            for location, layer in itertools.product(seen[0], (0, 1)):
+                read = first if layer == 1 else slice(None)
+                s = torch.cat([weights[location][layer][read] for weights in seen])  # [T, N]
+                of = found[str(directory), layer + 1, location]
+                weights = of.set_index("adapter")["weight"].reindex(run.adapters).fillna(0)
+                assert weights.tolist() == pytest.approx(s.mean(0).tolist(), abs=1e-5)
+                count += len(of)
+        assert count == len(rows) and rows["is_distribution"].all()
     files = "figure4.png figure6.png summary.txt weights.csv"
     assert sorted(path.name for path in out.iterdir()) == files.split()
-    rows, count = pd.read_csv(out / "weights.csv"), 0
-    found = dict([*rows.groupby(["run", "layer", "location"])])
-    assert [*found[str(second), 2, "output"]["adapter"]] == ["sst2"]  # rte is not there
-    for directory in (loud_fusion, second):
-        run = load_run(directory)
-        seen = [example["weights"] for example in run.fusion_weights(run.split())]
-        for location, layer in itertools.product(seen[0], (0, 1)):
-            read = slice(1) if layer == 1 else slice(None)  # [CLS], or all
-            s = torch.cat([weights[location][layer][read] for weights in seen])  # [T, N]
-            of = found[str(directory), layer + 1, location]
-            weights = of.set_index("adapter")["weight"].reindex(run.adapters).fillna(0)
-            assert weights.tolist() == pytest.approx(s.mean(0).tolist(), abs=1e-5)
-            count += len(of)
-    assert count == len(rows)
-    accuracy = read_json(loud_fusion / "metrics.json")["accuracy"]
-    assert re.search(rf"\| +{100 * accuracy:.2f} \|\n", (out / "summary.txt").read_text())
+    gain = 100 * (fused["accuracy"] - own["accuracy"])
+    assert f"| {100 * fused['accuracy']:.2f} | {gain:.2f} |" in " ".join(
+        (out / "summary.txt").read_text().split()
+    )
+    weights_of = run.weights_of
+    run.weights_of = lambda batch: {slot: s * 1.1 for slot, s in weights_of(batch).items()}
+    assert not any(same for _, same in fusion_weights.mean_weights(run, run.split()).values())
 
 
 @pytest.mark.parametrize("other", ["mnli", *fusion_weights.COLUMNS])
 def test_what_section_6_reads(other, tmp_path):
-    """Three targets, one of them without an own adapter. An adapter may have any name."""
-    weights = [  # target, its own adapter, accuracy, layer, {adapter: weight}
-        ("cb", "mine", 0.8, 1, {other: 0.9, "mine": 0.1}),
-        ("cb", "mine", 0.8, 2, {other: 0.5, "mine": 0.5}),
-        ("rte", other, math.nan, 1, {other: 0.9, "mine": 0.1}),
-        ("rte", other, math.nan, 2, {other: 0.8, "mine": 0.2}),
-        ("cb (2)", None, math.nan, 2, {other: 1.0}),
+    """Four targets, one of them without an own adapter. An adapter may have any name."""
+    weights = [  # target, its own adapter, accuracies, layer, is it a distribution?, the weights
+        ("cb", "mine", 0.8, 0.7, 1, True, {other: 0.9, "mine": 0.1}),
+        ("cb", "mine", 0.8, 0.7, 2, True, {other: 0.5, "mine": 0.5}),
+        ("rte", other, 0.9, 0.6, 1, True, {other: 0.9, "mine": 0.1}),
+        ("rte", other, 0.9, 0.6, 2, True, {other: 1.0, "mine": 0.0}),
+        ("sick", other, 0.9, 0.8, 2, False, {other: 0.9, "mine": 0.9}),
+        ("cb (2)", None, math.nan, math.nan, 2, True, {other: 1.0}),
     ]
-    rows = [["run", *key, "output", *pair] for *key, of in weights for pair in of.items()]
+    rows = [  # the columns in the order of COLUMNS
+        ["run", target, own, accuracy, of_own, layer, "output", is_one, *pair]
+        for target, own, accuracy, of_own, layer, is_one, of in weights
+        for pair in of.items()
+    ]
     rows = pd.DataFrame(rows, columns=fusion_weights.COLUMNS)
     found, header = fusion_weights.strengths_table(rows)
-    assert [line[:5] for line in found[:2]] == [
-        ["cb", other, pytest.approx(0.7), "mine", pytest.approx(0.3)],
-        ["rte", other, pytest.approx(0.85), other, pytest.approx(0.85)],
+    shared = math.exp(-0.9 * math.log(0.9) - 0.1 * math.log(0.1))
+    expected = [
+        ["cb", other, 0.7, "mine", 0.3, 80, 10, shared, 2],
+        ["rte", other, 0.95, other, 0.95, 90, 30, shared, 1],
+        ["sick", other, 0.9, other, 0.9, 90, 10, math.nan, math.nan],
+        ["cb (2)", other, 1, None, None, math.nan, math.nan, math.nan, 1],
     ]
-    assert found[2][:3] == ["cb (2)", other, 1] and found[2][4] is None
-    assert found[0][5] == pytest.approx(80) and len(header) == 6
+    for line, values in zip(found, expected, strict=True):
+        near = [pytest.approx(v, nan_ok=True) if type(v) in (int, float) else v for v in values]
+        assert line == near and len(line) == len(header)
+    notes = [*fusion_weights.remarks(rows, found)]
+    r = torch.corrcoef(torch.tensor([[0.3, 0.95, 0.9], [10.0, 30.0, 10.0]]))[0, 1]
+    assert notes[0].startswith(
+        "sick: s is NO DISTRIBUTION (its mean weights add up to 1.80 to 1.80)"
+    )
+    assert notes[1:] == [f"Own weight and gain, over 3 targets: correlation {r:.2f}"]
     if other == "adapter":
         fusion_weights.draw(rows, tmp_path)
     assert fusion_weights.figure_4_layers(12) == {1, 7, 9, 12}
