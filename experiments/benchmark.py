@@ -144,7 +144,7 @@ def main(argv=None):
     from experiments.report import markdown  # needs what the reference's has not
 
     parser = Parser("python -m experiments.benchmark", description=__doc__)
-    add, reference = parser.add_argument, "experiments/requirements-peer.txt"
+    add, reference = parser.add_argument, "requirements-peer.txt"
     add("--peer-python", help=f"a Python with {reference}; without it only ours is measured")
     add("--rows", nargs="+", default=[""], help="only rows with one of these texts in their names")
     add("--repeats", type=count, default=5)
