@@ -1,5 +1,5 @@
 #!/bin/sh
-# The rows and pictures of search_sst2 and search_scitail. DATA as in results/README.md.
+# The rows of search_sst2 and search_scitail. DATA as in results/README.md.
 set -e
 search="python -m experiments.architecture_search --model minilm --data-dir DATA --jobs 2"
 $search --tasks sst2 --out runs/search-sst2 --adapter-options '--lr 5e-4' --full-options '--lr 5e-5' \

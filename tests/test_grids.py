@@ -14,6 +14,7 @@ from unittest.mock import Mock, patch
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from filelock import FileLock
 
 import child
@@ -432,3 +433,18 @@ def test_the_encoder_is_that_of_the_sources(runs, encoder, data_dir, monkeypatch
     args = composition.parse([*words, *cli(data_dir=data_dir)])
     cells = study.cells_of(args, args.seeds)
     assert {cell.options().model for cell in cells.values()} == {str(encoder)}
+
+
+def test_what_is_forgotten(launch, tmp_path, monkeypatch):
+    """docs/tables.md: the head of the first task, on the Θ of the second"""
+    page = (child.ROOT / "docs" / "tables.md").read_text()
+    (code,) = re.findall(r"^```python\n(import train\n.*?)^```", page, re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    first, second = "runs/full-mnli", "runs/full-rte"
+    launch("--stage full --task pick --epochs 1", out=first)
+    launch("--stage full --task rte --epochs 1", out=second, model=first)
+    exec(code, found := {})
+    before, later, run = load_run(first), load_run(second), found["run"]
+    for ours, theirs in ((run.model.head, before.model.head), (run.bert, later.bert)):
+        assert all(map(torch.equal, ours.state_dict().values(), theirs.state_dict().values()))
+    assert not torch.equal(before.bert.layers[0].query.weight, run.bert.layers[0].query.weight)
