@@ -154,7 +154,7 @@ def main(argv=None):
         args.systems = [*places]
         rows, failed = study.run(args)
         lost |= failed
-        if study.not_diverged(failed):
+        if grid.not_diverged(failed):
             break  # nothing is built on a step that lacks a run
         every = [(*place, 0.0) for place in study.cells_of(args, args.seeds)]
         zeros = pd.DataFrame(every, columns=[*study.COLUMNS, "accuracy"])

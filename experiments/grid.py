@@ -202,6 +202,10 @@ def row_of(place, cell):
     return {**place, "accuracy": accuracy, **{name: found.get(name) for name in MEASURED}}
 
 
+def not_diverged(failed):
+    return {name: why for name, why in failed.items() if "not finite in epoch 1:" not in why}
+
+
 def end(failed):
     """The last lines, and exit status 1 where runs have failed."""
     for name, reason in failed.items():

@@ -80,22 +80,21 @@ def system(name):
 
 
 def make_parser(name, description, argv):
-    """(the parser of a study, with the options that all have; the words before and behind --).
-    Imports what --import names: it may add a stage."""
+    """(the parser of a study, with the options that all have; the words before --). Imports what
+    --import names, which may add a stage."""
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
-    first = command.Parser(add_help=False)
+    first, prog = command.Parser(add_help=False), f"python -m experiments.{name}"
     first.add_argument("--import", dest="imports", nargs="+", default=[], metavar="MODULE")
     command.import_modules(first.parse_known_args(given[:end])[0].imports)
-    prog = f"python -m experiments.{name}"
     parser = command.Parser(prog, description=description, parents=[first])
     add, environment = parser.add_argument, os.environ.get
+    seeds = {"type": command.seed, "nargs": "+"}
     # fmt: off
     add("--model", default=environment("ADAPTERFUSION_MODEL"), help="encoder, as for train.py")
     add("--data-dir", default=environment("ADAPTERFUSION_DATA_DIR"), help="as for train.py")
-    add("--seeds", type=command.seed, nargs="+", default=[0])
-    add("--choose-seeds", type=command.seed, nargs="+", default=[], help="of a stage with several "
-        "options: of the runs that choose among them")
+    add("--seeds", default=[0], **seeds)
+    add("--choose-seeds", default=[], help="to choose among several options of a stage", **seeds)
     add("--train-examples", type=command.count, nargs="+", default=[0], metavar="N", help="at most "
         "so many of each target's, drawn with the seed; default all")
     add("--test", nargs="?", const="left over", metavar="DIR", help="also on the training examples "
@@ -116,28 +115,31 @@ def make_parser(name, description, argv):
 
 
 def check(args, owned=OWNED):
-    """Reads the data: args.sizes, {task: its training examples}, and args.joint, the tasks of a
-    multi-task run. Without --model the encoder is that of the adapters in args.sources. Raises
-    ValueError for what would give a wrong result."""
+    """Reads the data: args.sizes, {task: its training examples}. Without --model the encoder is
+    that of the adapters in args.sources. Raises ValueError for what would give a wrong result."""
     args.settings = {stage: getattr(args, f"{stage}_options") for stage in train.STAGES}
     args.settings["source"] = args.source_options or args.settings["adapter"]
-    every = [args.train_options, *(one for several in args.settings.values() for one in several)]
-    if found := {word.split("=")[0] for words in every for word in words} & {*owned}:
+    several = [*args.settings.values()]
+    every = {
+        word.split("=")[0] for words in [args.train_options, *sum(several, [])] for word in words
+    }
+    if found := every & {*owned}:
         where = "does not belong behind --, nor into the options of a stage"
         raise ValueError(f"{min(found)} {where}: the study sets it for each run")
-    is_several = any(len(several) > 1 for several in args.settings.values())
-    if {*args.seeds} & {*args.choose_seeds} or (is_several and not args.choose_seeds):
+    if {*args.seeds} & {*args.choose_seeds} or (
+        not args.choose_seeds and max(map(len, several)) > 1
+    ):
         raise ValueError("several options of a stage need --choose-seeds, other ones than --seeds")
-    places = [place for place in args.sources.values() if place]
-    args.model = args.model or encoder_of(places) or "google-bert/bert-base-uncased"
-    trained_here = [name for name, place in args.sources.items() if not place]
-    args.joint, args.sizes = [*dict.fromkeys([*args.tasks, *trained_here])], {}
+    encoder = encoder_of([place for place in args.sources.values() if place])
+    args.model = args.model or encoder or "google-bert/bert-base-uncased"
+    names = [*args.tasks, *(name for name, place in args.sources.items() if not place)]
+    args.sizes = dict.fromkeys(names, 0)  # of the targets, and of the sources that are trained here
     options = grid.make_cell(args, "data", "full", ["--task", args.tasks[0]]).options()
-    source, least = source_of(options), math.inf
-    if options.train_file and len(args.joint) > 1:
-        problem = f"--train-file is of {args.joint[0]}, {args.joint[1]} would be trained on it, too"
-        raise ValueError(f"{problem}: take a finished run as the source, runs/{args.joint[1]}")
-    for name in args.joint:  # or an error: a run is named with a slash
+    if options.train_file and len(args.sizes) > 1:
+        problem = f"--train-file is of {names[0]}, {names[-1]} would be trained on it, too"
+        raise ValueError(f"{problem}: take a finished run as the source, runs/{names[-1]}")
+    source = source_of(options)
+    for name in args.sizes:  # or an error: a run is named with a slash
         args.sizes[name] = len(source.read_split(get_task(name, source), "train")[1])
     least = min(args.sizes[name] for name in args.tasks)
     if args.test == "left over" and not 0 < max(args.train_examples) < least:
@@ -150,31 +152,27 @@ def cell_of(args, name, task, size, seed, setting=None):
     _, stage, words, which, one = system(name)
     settings = args.settings["source" if name == "source" else stage]
     setting = args.chosen.get((name, task, size), 0) if setting is None else setting
-    others, needs, adapters = [n for n in args.sources if n != task], [], []
-    if one and one not in others:
-        return None
+    others, is_joint = [n for n in args.sources if n != task], stage == "multitask"
+    largest = sorted({*args.tasks} - {task}, key=args.sizes.get)[-1:]
     taken = {"one": [one], "others": [n for n in others if n != one], "all": others}
-    taken |= {"own": [task], "all own": [*others, task]}
-    for n in taken.get(which, []):
+    taken |= {"own": [task], "all own": [*others, task], "largest": largest, "": []}
+    if (one and one not in others) or (which and not taken.get(which, True)):
+        return None
+    needs, adapters, theta = [], [], []
+    if which not in taken or which == "largest":  # a multi-task system's Θ′ and adapters, or Θ
+        place = (which, task, size) if which not in taken else ("full", *largest, 0)
+        needs = [cell_of(args, *place, seed)]
+        theta = ["--model", str(needs[0].out)]
+        adapters = [f"{needs[0].out}/adapters/{n}" for n in args.sizes if which != "largest"]
+    for n in taken[which] if not theta else []:
+        place = args.sources.get(n)
         if n == task:
             needs.append(cell_of(args, args.own, n, size, seed))
-        elif args.sources[n] is None:
-            of_seed = seed if args.paired else args.seeds[0]
-            needs.append(cell_of(args, args.maker, n, 0, of_seed))
-        adapters.append(f"{n}={args.sources[n]}" if args.sources.get(n) else str(needs[-1].out))
-    if which == "largest":
-        *_, first = ["", *sorted({*args.tasks} - {task}, key=args.sizes.get)]
-        needs = [cell_of(args, "full", first, 0, seed)] if first else []
-    elif which and which not in taken:  # a multi-task system
-        needs = [cell_of(args, which, task, size, seed)]
-        adapters = [f"{needs[0].out}/adapters/{n}" for n in args.joint]
-    if which and not needs and not adapters:
-        return None
-    words = [*settings[setting], *words]
-    if which and which not in taken:  # Θ′
-        words += ["--model", str(needs[0].out)]
-    is_joint = stage == "multitask"
-    words += ["--tasks", *args.joint] if is_joint else ["--task", task]
+        elif not place:
+            needs.append(cell_of(args, args.maker, n, 0, seed if args.paired else args.seeds[0]))
+        adapters.append(f"{n}={place}" if place else str(needs[-1].out))
+    words = [*settings[setting], *words, *theta]
+    words += ["--tasks", *args.sizes] if is_joint else ["--task", task]
     words += ["--adapters", *adapters] if adapters else []
     is_part = 0 < size < (max(args.sizes.values()) if is_joint else args.sizes[task])
     words += ["--limit-train", str(size)] if is_part else []
@@ -210,7 +208,7 @@ def run(args):
         grid.plan([cell for of in every for cell in of.values()])
     for has_needs in (False, True):
         rows, failed = grid.run(args, CHOICES, candidates(args, has_needs))
-        grid.end(not_diverged(failed))
+        grid.end(grid.not_diverged(failed))
         sums = rows.pivot_table("accuracy", CHOICES[:3], "setting", "sum")  # a lost run counts 0
         args.chosen |= sums.idxmax(axis=1).to_dict() if len(sums) else {}
     cells = cells_of(args, args.seeds)
@@ -221,18 +219,14 @@ def run(args):
     return rows, failed
 
 
-def not_diverged(failed):
-    return {name: why for name, why in failed.items() if "not finite in epoch 1:" not in why}
-
-
 def held_out_accuracy(args, cell, task):
     """On examples that the run was not given; computed once, and kept in a file."""
     path, metrics = args.out / "test" / f"{cell.name}-{task}.json", cell.out / "metrics.json"
     of = {"run": read_json(metrics), "on": args.test}
     if path.is_file() and (kept := read_json(path))["of"] == of:
         return kept["accuracy"]
-    run, is_left_over = load_run(cell.out, task=task), args.test == "left over"
-    examples = run.left_over() if is_left_over else run.split("validation", args.test)
+    run = load_run(cell.out, task=task)
+    examples = run.left_over() if args.test == "left over" else run.split(data_dir=args.test)
     scores = train.evaluate(run.model, run.task, examples, run.args)
     accuracy = scores.get("accuracy", math.nan)
     print(f"{cell.name}: {100 * accuracy:.2f} % of {len(examples)} held-out examples", flush=True)
@@ -246,25 +240,25 @@ def held_out_accuracy(args, cell, task):
 # Results of one task and size, and their files
 
 
-def points_of(rows, column=None):
-    """Accuracies in %, a row for each seed and a column for each system. column: default that of
-    the held-out examples where they were asked for, else that of the development set"""
-    column = column or ("test_accuracy" if "test_accuracy" in rows else "accuracy")
+def points_of(rows):
+    """Accuracies in %, a row for each seed and a column for each system: of the held-out examples
+    where they were asked for, else of the development set"""
+    column = "test_accuracy" if "test_accuracy" in rows else "accuracy"
     points = 100 * rows.pivot(index="seed", columns="system", values=column)
     return points[rows["system"].unique()]
 
 
 def table(rows, reference="fusion"):
     """(rows, header): each system, and the reference minus it, paired by seed"""
-    points, on_dev, lines = points_of(rows), points_of(rows, "accuracy").mean(), []
-    for name in points:
-        first, values = rows[rows["system"] == name].iloc[0], points[name].dropna()
+    points, lines = points_of(rows), []
+    for name, of in rows.groupby("system", sort=False):
+        first, values = of.iloc[0], points[name].dropna()
         line = [system(name)[0], f"{first['lr']:g}", str(first["epochs"])]
         line += [f"{first['trained_parameters']:,}", ", ".join(f"{v:.1f}" for v in values)]
-        line.append(report.with_deviation(values))
         is_compared = name != reference and reference in points
         lead = report.with_interval(points[reference] - values) if is_compared else None
-        lines.append([*line, lead, *[on_dev[name]] * ("test_accuracy" in rows)])
+        line += [report.with_deviation(values), lead]
+        lines.append([*line, *[100 * of["accuracy"].mean()] * ("test_accuracy" in rows)])
     header = f"system,lr,epochs,trained parameters,by seed,mean,{reference} minus it".split(",")
     return lines, [*header, *["development set"] * ("test_accuracy" in rows)]
 

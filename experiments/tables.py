@@ -66,23 +66,16 @@ def paper_values(args, encoder):
     return means, texts.reindex_like(means).fillna(means.map(report.two_decimals))
 
 
-def budgets(rows):
-    """Learning rate and epochs of each system, and how many runs it has."""
-    of = rows.assign(lr=rows["lr"].map("{:g}".format)).groupby("system", sort=False)
-    found = of[["lr", "epochs"]].agg(lambda values: ", ".join(map(str, sorted({*values}))))
-    return found.assign(runs=of.size()).rename(index=lambda name: study.system(name)[0])
-
-
 def differences(values, pairs):
     """A column "one − other" for each of the pairs of systems that are there; rounded as printed,
     so that a table's arrows agree with its numbers."""
     values = values.drop(MEAN).round(2)
-    pairs = [pair for pair in pairs if {*pair} <= {*values}]
-    found = {
-        " − ".join(study.system(name)[0] for name in (a, b)): (values[a] - values[b]).round(2)
-        for a, b in pairs
-    }
-    return pd.DataFrame(found, index=values.index)
+    found = pd.DataFrame(index=values.index)
+    for one, other in pairs:
+        if {one, other} <= {*values}:
+            title = f"{study.system(one)[0]} − {study.system(other)[0]}"
+            found[title] = (values[one] - values[other]).round(2)
+    return found
 
 
 def arrows(values):
@@ -103,12 +96,16 @@ def page(args, rows, encoder):
     ours, (theirs, printed) = with_mean(of.mean().unstack(), args), paper_values(args, encoder)
     texts = of.agg(report.with_deviation).unstack().reindex_like(ours)
     texts = texts.fillna(ours.map(report.two_decimals)) + " (" + printed + ")"
-    texts.columns = [study.system(name)[0] for name in texts]
-    texts.insert(0, "training examples", [min(size or n, n) for n in args.sizes.values()] + [""])
+    for name in ("lr", "epochs"):  # of each system
+        found = rows.groupby("system")[name]
+        texts.loc[f"*{name}*"] = found.agg(lambda values: ", ".join(f"{v:g}" for v in {*values}))
+    texts.loc["*runs*"] = rows.groupby("system").size().map(str)
+    texts = texts.rename(columns=lambda name: study.system(name)[0])
+    sizes = pd.Series(args.sizes).clip(upper=size or None).map(str)
+    texts.insert(0, "training examples", sizes)
     yield f"""## {"Table 4" if encoder == "roberta" else "Tables 1 and 3"}\n
 In brackets: the paper's. The means, too, are over the tasks listed here."""
-    yield report.frame(texts.map(lambda text: str(text).removesuffix(" (–)")))
-    yield report.frame(budgets(rows))
+    yield report.frame(texts.fillna("").map(lambda text: str(text).removesuffix(" (–)")))
     if not (found := differences(ours, COMPARISONS)).empty:
         yield """## Table 2: fusion compared to adapters alone\n
 ↗ better by more than 0.3 points, ↘ worse by more than 0.3, → between; how often each, and the mean

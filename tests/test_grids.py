@@ -176,7 +176,7 @@ def test_tables_of_a_whole_grid(made_up, started, encoder, data_dir, tmp_path, c
     for (task, _), of in points.groupby(["task", "system"]):
         assert re.search(rf"\| {task} .* {of.mean():.2f} ± {of.std():.2f} ", page)
     assert re.search(r"\| rte .*\(65.41 ± 0.90\).*\(71.04 ± 1.62\)", page)
-    assert re.search(r"\| MT-A +\| 2e-05 +\| 25 +\|", page)
+    assert re.search(r"\| \*lr\* +\| +\| 0.001 +\| 2e-05 +\| 0.0001 ", page)
     assert (out / "figure3.png").stat().st_size > 5000
 
 
