@@ -33,21 +33,17 @@ def parse(argv=None):
     known = f"default {' '.join(SYSTEMS)}; a wrong one lists all. _ stands for each source"
     add("--systems", nargs="+", default=SYSTEMS, metavar="SYSTEM", help=known)
     args = parser.parse_args(words)
-    # {name: the place of an adapter, which has a slash, or None for a task}
-    sources = [named(source) if "/" in source else (source, None) for source in args.sources]
-    sources = [(name or Path(place).name, place) for name, place in sources]
-    names = [*args.tasks, *(name for name, place in sources if place or name not in args.tasks)]
-    names = [name.lower() for name in names]
-    if twice := [name for name in names if names.count(name) > 1]:
-        advice = "NAME=DIR gives a source another name"
-        raise ValueError(f"two adapters would be called {twice[0]!r}: {advice}")
-    args.sources = dict(sources)
-    each = [[s + n for n in args.sources] if s[-1] == "_" else [s] for s in args.systems]
-    args.systems = [name for names in each for name in names]
-    for name in args.systems:
-        study.system(name)  # or an error that lists them
+    found, args.sources = args.sources, {}  # {name: the place of an adapter, or None for a task}
+    for name, place in [named(one) if "/" in one else (one, None) for one in found]:
+        name = name or Path(place).name
+        if name.lower() in [n.lower() for n in (*args.sources, *(args.tasks if place else ()))]:
+            advice = "NAME=DIR gives a source another name"
+            raise ValueError(f"two adapters would be called {name.lower()!r}: {advice}")
+        args.sources[name] = place
+    names = args.sources
+    args.systems = [s + n for s in args.systems for n in (names if s[-1] == "_" else [""])]
     study.check(args)
-    if adapters := [f"{name}={place}" for name, place in sources if place]:
+    if adapters := [f"{name}={place}" for name, place in names.items() if place]:
         bert = Bert.from_pretrained(args.model)  # they must all be there, and for the encoder
         for name, found in find_adapters(adapters, bert.config.model_type).items():
             load_adapter(bert, found, name)

@@ -156,7 +156,9 @@ def cell_of(args, name, task, size, seed, setting=None):
     largest = sorted({*args.tasks} - {task}, key=args.sizes.get)[-1:]
     taken = {"one": [one], "others": [n for n in others if n != one], "all": others}
     taken |= {"own": [task], "all own": [*others, task], "largest": largest, "": []}
-    if (one and one not in others) or (which and not taken.get(which, True)):
+    if one and one not in args.sources:
+        raise ValueError(f"--systems {name}: {one} is none of the sources")
+    if (one and one == task) or (which and not taken.get(which, True)):
         return None
     needs, adapters, theta = [], [], []
     if which not in taken or which == "largest":  # a multi-task system's Θ′ and adapters, or Θ
