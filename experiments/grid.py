@@ -1,11 +1,10 @@
-"""Grids of training runs, for the studies (experiments/study.py).
+"""Grids of training runs, for the studies (experiments/study.py): commands, `python train.py ...`
+or `python -m experiments.multitask ...`, some of which take an adapter, or the encoder, of others.
 
 OUT/runs/NAME       the run directory of a cell
 OUT/logs/NAME.txt   what the run has printed
 
-A grid is a list of commands, `python train.py ...` or `python -m experiments.multitask ...`. Those
-that take an adapter, or the encoder, of others come after them. The same command again runs what is
-not finished, and continues what was interrupted."""
+The same command again runs what is not finished, and continues what was interrupted."""
 
 import math
 import multiprocessing
@@ -34,16 +33,14 @@ forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload([__name__, "torch._dynamo"])
 
 # What is in the tables' files beside the accuracy
-MEASURED = """train_examples dev_examples best_epoch trained_parameters epochs lr processor
-    commit""".split()
+SIZES = "train_examples dev_examples best_epoch trained_parameters".split()
+MEASURED = [*SIZES, "epochs", "lr", "processor", "commit"]
 
 
 class Cell(NamedTuple):
-    """A run of the grid."""
-
     name: str
     out: Path
-    stage: str  # of train.py, or "multitask"
+    stage: str
     words: list  # the arguments of its program
     needs: list  # the cells whose adapter, or encoder, it takes
     key: tuple = ()  # what it is in a study
@@ -85,9 +82,10 @@ def is_finished(cell):
         return False
     record = read_run(cell.out)
     made_by = shlex.split(record["machine"]["command"])[1:]
-    if made_by[:-1] != cell.words[:-1]:  # the last is --resume or --overwrite
-        if cell.words[-1] == "--overwrite":
-            return False
+    is_same = made_by[:-1] == cell.words[:-1]  # the last is --resume or --overwrite
+    if not is_same and cell.words[-1] == "--overwrite":
+        return False
+    if not is_same:
         i = max(1, len(os.path.commonprefix([made_by, cell.words])))  # the first that differs
         theirs, ours = (" ".join(words[i - 1 : i + 1]) for words in (made_by, cell.words))
         problem = f"{cell.out} is a finished run with {theirs}, not {ours}"
@@ -117,10 +115,10 @@ def plan(cells):
 
 
 def run(args, columns, cells):
-    """Runs the cells that are not finished, and those that they need, --jobs at a time. cells:
-    {place: its cell}, where a place has a value for each of `columns`. Returns (a DataFrame with a
-    row for each finished place, {name: reason} of failed cells). After a signal, raises
-    KeyboardInterrupt once the runs have saved their state."""
+    """Runs what is not finished of {place: its cell}, and of what these need, --jobs at a time. A
+    place has a value for each of `columns`. Returns (a DataFrame with a row for each finished
+    place, {name: reason} of failed cells). After a signal, raises KeyboardInterrupt once the runs
+    have saved their state."""
     todo = unfinished(cells.values())
     for cell in todo:
         cell.options()  # what a run would refuse is refused before any begins
@@ -157,7 +155,7 @@ def run_all(todo, jobs, signals):
             cell, process, number = running.pop(sentinel)
             process.join()
             free.append(number)
-            said = outcome(cell, process.exitcode, failed)
+            said = f"{cell.name}: {outcome(cell, process.exitcode, failed)}"
             done = len(todo) - len(waiting) - len(running)
             print(f"{said}; {done} of {len(todo)} after {time.time() - started:.0f} s", flush=True)
     for _, process, _ in running.values():
@@ -186,10 +184,9 @@ def outcome(cell, status, failed):
     """How a run has ended, in words. If it is not finished, `failed` gets its name, and why."""
     last = cell.log.read_text(encoding="utf-8", errors="replace").strip().split("\n")[-1]
     if is_finished(cell):  # also one that diverged: its best epoch is kept, and its status is 2
-        accuracy, note = row_of({}, cell)["accuracy"], f", {last}" * (status != 0)
-        return f"{cell.name}: {100 * accuracy:.2f} %{note}"
+        return f"{100 * row_of({}, cell)['accuracy']:.2f} %" + f", {last}" * (status != 0)
     failed[cell.name] = f"{last} (status {status}, {cell.log})"
-    return f"{cell.name}: FAILED, {last}"
+    return f"FAILED, {last}"
 
 
 def row_of(place, cell):
