@@ -17,8 +17,8 @@ from pathlib import Path
 from adapter import load_adapter
 from bert import Bert
 from experiments import grid, report, study
-from runtime.command import run_command
 from formats.sources import find_adapters, named
+from runtime.command import run_command
 
 SYSTEMS = """head head_on_ own full mean mean_with_own fusion fusion_with_own fusion_of_own
     fusion_without_""".split()

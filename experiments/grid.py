@@ -23,9 +23,9 @@ import train
 from experiments import multitask
 from formats.adapterhub import ADAPTER, read, read_run
 from formats.files import read_json
+from formats.sources import named
 from runtime import command
 from runtime.processes import deferred_signals
-from formats.sources import named
 
 # Runs are forked from a process that has imported all of this: 3 seconds less for each. A script of
 # your own that calls a grid needs `if __name__ == "__main__":`, as always with multiprocessing.

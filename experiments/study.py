@@ -26,9 +26,9 @@ from experiments.load_run import load_run
 from formats.adapterhub import read_run
 from formats.files import read_json, write_json
 from formats.rows import source_of
+from formats.sources import encoder_of
 from runtime import command
 from runtime.record import share_trained_on
-from formats.sources import encoder_of
 
 EVEN_WEIGHTS = "--import examples.mean_fusion --fusion mean"
 # {system: (title, stage, options, which adapters it takes)}. A name that ends in _ is followed by
