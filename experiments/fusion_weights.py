@@ -28,8 +28,7 @@ from runtime.command import import_modules, run_command
 # middle black and white text have the same contrast.
 COLOURS, MIDDLE = "cividis", 0.465
 # Columns of weights.csv, whose rows are those of a layer's adapters
-COLUMNS = """run target own accuracy own_accuracy layer location is_distribution adapter
-    weight""".split()
+COLUMNS = "run target own accuracy own_accuracy layer location adapter weight".split()
 LEGEND = """weight: mean over the layers and the tokens.
 own: the adapter that was trained on the target's task, by its run.json, or without one by its name.
 accuracy: the fusion's on the development set, in %.
@@ -40,21 +39,19 @@ the layers before the last; in the last layer."""
 
 @torch.inference_mode()
 def mean_weights(run, examples, cls=False):
-    """{(layer, location): ([N], whether s is a distribution at every token)}: the fusion weights of
-    a LoadedRun, averaged over all tokens of [Example] but the padding; cls: in the last layer, over
-    [CLS]. N is in the order of run.adapters, and 0 for an adapter that is not in the layer."""
-    sums, counts, others = defaultdict(float), Counter(), set()
+    """{(layer, location): [N]}: the fusion weights of a LoadedRun, averaged over all tokens of
+    [Example] but the padding; cls: in the last layer, over [CLS]. N is in the order of
+    run.adapters, and 0 for an adapter that is not in the layer."""
+    sums, counts = defaultdict(float), Counter()
     last = len(run.bert.layers) - 1 if cls else None
     for indices in batches(examples, 64):
         batch = collate([examples[i] for i in indices], run.bert.config.pad_token_id)
         is_token = batch["attention_mask"].bool()  # [B, T]
-        for slot, s in run.weights_of(batch).items():  # [B, T, N]
-            of_read = (s[:, 0] if slot[0] == last else s.cpu()[is_token]).double().cpu()
-            sums[slot] += of_read.sum(0)
-            counts[slot] += len(of_read)
-            if (of_read < 0).any() or (of_read.sum(-1) - 1).abs().max() > 0.02:  # s may be bf16
-                others.add(slot)
-    return {slot: (sums[slot] / counts[slot], slot not in others) for slot in sums}
+        for (layer, location), s in run.weights_of(batch).items():  # [B, T, N]
+            of_read = s[:, 0] if layer == last else s.cpu()[is_token]
+            sums[layer, location] += of_read.double().sum(0).cpu()
+            counts[layer, location] += len(of_read)
+    return {slot: sums[slot] / counts[slot] for slot in sums}
 
 
 def own_adapter(run):
@@ -82,10 +79,9 @@ def rows_of(run, target, means):
     accuracy = read_json(run.directory / "metrics.json").get("accuracy", math.nan)
     place = [str(run.directory), target, own, accuracy, own_accuracy(run, own)]
     for (layer, location), fusion in active_fusions(run.bert).items():
-        s, is_distribution = means[layer, location]
-        s = dict(zip(run.adapters, s.tolist(), strict=True))
+        s = dict(zip(run.adapters, means[layer, location].tolist(), strict=True))
         for name in fusion.adapter_names:
-            rows.append([*place, layer + 1, location, is_distribution, name, s[name]])
+            rows.append([*place, layer + 1, location, name, s[name]])
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
@@ -150,33 +146,33 @@ def draw(rows, out):
         save_figure(figure, out / f"{name}.png")
 
 
-def strengths_table(rows):
-    """(rows, header) of summary.txt, a row for each target; see LEGEND"""
-    lines = []
+def summary(rows):
+    """(rows, header) of summary.txt, a row for each target, see LEGEND; and [what a table cannot
+    say]: where s is no distribution, and section 6's own weight against gain"""
+    lines, notes = [], []
     for target, of in rows.groupby("target", sort=False):
         s = of.pivot(index=["layer", "location"], columns="adapter", values="weight").fillna(0)
         own, accuracy, of_own = of[["own", "accuracy", "own_accuracy"]].iloc[0]
         means, is_last = s.mean(), s.index.get_level_values("layer") == of["layer"].max()
-        spread = (s * -s.where(s > 0, 1).map(math.log)).sum(axis=1).map(math.exp)
-        spread = spread if of["is_distribution"].all() else spread * math.nan
-        line = [target, means.idxmax(), means.max(), own, means.get(own), 100 * accuracy]
-        line += [100 * (accuracy - of_own), spread[~is_last].mean(), spread[is_last].mean()]
-        lines.append(line)
-    names = "target,strongest,its weight,own,own weight,accuracy,gain,spread,in the last layer"
-    return lines, names.split(",")
-
-
-def remarks(rows, lines):
-    """What the table cannot say: where s is no distribution; section 6's own weight against gain"""
-    for target, of in rows.groupby("target", sort=False):
-        if not of["is_distribution"].all():
-            sums = of.groupby(["layer", "location"])["weight"].sum()
+        spread, sums = (
+            (s * -s.where(s > 0, 1).map(math.log)).sum(axis=1).map(math.exp),
+            s.sum(axis=1),
+        )
+        if (s < 0).any(axis=None) or (sums - 1).abs().max() > 0.02:  # which is more than rounding
+            spread *= math.nan
             where = f"its mean weights add up to {sums.min():.2f} to {sums.max():.2f}"
-            yield f"{target}: s is NO DISTRIBUTION ({where}): not to be compared with a softmax's"
+            notes.append(
+                f"{target}: s is NO DISTRIBUTION, {where}: do not compare with a softmax's"
+            )
+        line = [target, means.idxmax(), means.max(), own, means.get(own), 100 * accuracy]
+        gain = 100 * (accuracy - of_own)
+        lines.append([*line, gain, spread[~is_last].mean(), spread[is_last].mean()])
     pairs = pd.DataFrame([(line[4], line[6]) for line in lines], dtype=float).dropna()
     if len(pairs) > 2:
         r = pairs.corr().iloc[0, 1]
-        yield f"Own weight and gain, over {len(pairs)} targets: correlation {r:.2f}"
+        notes.append(f"Own weight and gain, over {len(pairs)} targets: correlation {r:.2f}")
+    names = "target,strongest,its weight,own,own weight,accuracy,gain,spread,in the last layer"
+    return (lines, names.split(",")), notes
 
 
 def main(argv=None):
@@ -202,8 +198,8 @@ def main(argv=None):
     rows = pd.concat(frames)
     draw(rows, out)
     write_text(out / "weights.csv", rows.to_csv(index=False))
-    lines, header = strengths_table(rows)
-    text = "\n".join([markdown(lines, header), *remarks(rows, lines), LEGEND, ""])
+    table, notes = summary(rows)
+    text = "\n".join([markdown(*table), *notes, LEGEND, ""])
     print(text)
     print(write_text(out / "summary.txt", text).parent)
 

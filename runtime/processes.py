@@ -38,8 +38,13 @@ def has_bf16(device):
     float32 is faster."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    found = torch.cpu.get_capabilities() if device == "cpu" else {}
+    found = cpu_capabilities() if device == "cpu" else {}
     return found.get("avx512_bf16", False) or found.get("amx_bf16", False)
+
+
+def cpu_capabilities():
+    """{name: whether the processor has it}; {} with a PyTorch that is too old to say it, as 2.9"""
+    return getattr(torch.cpu, "get_capabilities", dict)()
 
 
 def set_deterministic(device):

@@ -22,6 +22,7 @@ import torch
 
 from formats.files import note
 from formats.tokenizer import tokenizer_sha256
+from runtime.processes import cpu_capabilities
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = "torch numpy tokenizers safetensors".split()
@@ -133,7 +134,7 @@ def describe(args, model, tokenizer, adapters, data):
 def machine(device):
     """Where a run was computed, and with what. commit: of this repository, with -dirty behind it
     where changes are not committed; None without one."""
-    amx = ", AMX" if torch.cpu.get_capabilities().get("amx_bf16") else ""
+    amx = ", AMX" if cpu_capabilities().get("amx_bf16") else ""
     command = "git --git-dir=.git --work-tree=. --no-optional-locks describe --always --dirty"
     command = [*command.split(), "--abbrev=40", "--exclude=*"]
     commit = None

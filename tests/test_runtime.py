@@ -291,7 +291,7 @@ def test_auto_is_bfloat16_where_the_hardware_has_it(monkeypatch):
         ({"amx_bf16": True}, torch.bfloat16),
         ({"avx2": True, "avx512_bf16": False}, torch.float32),
     ):
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found, False)
         assert choose_device("cpu", "auto") == (torch.device("cpu"), dtype)
     emulated = lambda including_emulation=True: including_emulation  # noqa: E731  (on a T4)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", emulated)
