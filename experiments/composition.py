@@ -14,6 +14,8 @@ composition.md with the tables, and composition.png."""
 
 from pathlib import Path
 
+import pandas as pd
+
 from adapter import load_adapter
 from bert import Bert
 from experiments import grid, report, study
@@ -54,10 +56,17 @@ def main(argv=None):
     args = parse(argv)
     rows, failed = study.run(args)
     parts = ["Measured on held-out examples, but in the last column."] * bool(args.test)
-    for (task, size), of in rows.groupby(["task", "limit_train"], sort=False):
-        title = f"## {task}, {size or 'all'} training examples"
-        parts += [title, report.markdown(*study.table(of))]
-    study.figure(args.out / "composition.png", rows)
+    groups = {  # of one target and size
+        f"{task}, {size or 'all'} training examples": of
+        for (task, size), of in rows.groupby(["task", "limit_train"], sort=False)
+    }
+    if groups:
+        study.figure(args.out / "composition.png", rows)
+        means = {n: study.points_of(of).apply(report.with_deviation) for n, of in groups.items()}
+        systems = pd.DataFrame(means, rows["system"].unique()).fillna("")
+        parts.append(report.frame(systems.rename(lambda name: study.system(name)[0])))
+    for title, of in groups.items():
+        parts += [f"## {title}", report.markdown(*study.table(of))]
     study.write_results(args, "composition", rows, parts)
     grid.end(failed)
 

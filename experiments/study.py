@@ -211,6 +211,10 @@ def run(args):
     for has_needs in (False, True):
         rows, failed = grid.run(args, CHOICES, candidates(args, has_needs))
         grid.end(grid.not_diverged(failed))
+        if rows["accuracy"].isna().any():
+            raise ValueError(
+                "a task without accuracy: the options of a stage cannot be chosen by it"
+            )
         sums = rows.pivot_table("accuracy", CHOICES[:3], "setting", "sum")  # a lost run counts 0
         args.chosen |= sums.idxmax(axis=1).to_dict() if len(sums) else {}
     cells = cells_of(args, args.seeds)

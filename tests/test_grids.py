@@ -218,6 +218,8 @@ def test_options_are_chosen_on_other_seeds(made_up, started, tmp_path):
     assert "fusion-rte-setting2-6" in started.names and "fusion-rte-setting2-1" not in started.names
     assert {"source-sst2-setting2-0", "source-sst2-setting2-1"} < {*started.names}
     assert (tmp_path / "out" / "composition.png").stat().st_size > 5000
+    page = " ".join((tmp_path / "out" / "composition.md").read_text().split())
+    assert "| fusion of the sources | 50.00 ± 0.00 | 50.00 ± 0.00 |" in page
 
 
 def test_what_counts_as_finished(started, encoder, data_dir, tmp_path, copy, capsys):
