@@ -98,7 +98,9 @@ def page(args, rows, encoder):
     texts = texts.fillna(ours.map(report.two_decimals)) + " (" + printed + ")"
     for name in ("lr", "epochs"):  # of each system
         found = rows.groupby("system")[name]
-        texts.loc[f"*{name}*"] = found.agg(lambda values: ", ".join(f"{v:g}" for v in {*values}))
+        texts.loc[f"*{name}*"] = found.agg(
+            lambda values: ", ".join(f"{v:g}" for v in sorted({*values}))
+        )
     texts.loc["*runs*"] = rows.groupby("system").size().map(str)
     texts = texts.rename(columns=lambda name: study.system(name)[0])
     sizes = pd.Series(args.sizes).clip(upper=size or None).map(str)
