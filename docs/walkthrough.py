@@ -19,6 +19,8 @@
 # says, its equation, and the lines that compute it, read live from the repository. What is printed
 # under a cell was computed by it. `make walkthrough` runs the page, in minutes on a laptop.
 #
+# ![Stage 1 trains adapters, stage 2 their fusion; all else is frozen](figures/two_stages.svg)
+#
 # **Notation.** $B$ examples, $T$ tokens, $d$ the hidden size, $r$ the size of an adapter's
 # bottleneck, $N$ adapters. $\Theta$ is the encoder, $\Theta_0$ its weights as pretrained, $\Phi_n$
 # the adapter of task $n$, $\Psi$ the fusion.
@@ -179,8 +181,7 @@ print(f"`order` after one epoch on 800 examples: {right:.1%} of 200 development 
 #
 # Where, how many, which LayerNorms, residual, $r$, non-linearity? The paper's grid search has the
 # same winner on three tasks: one adapter after the feed-forward sub-layer, between BERT's own
-# LayerNorm applied twice. `experiments/architecture_search.py` repeats the search. Small ones on
-# MiniLM (two tasks, two epochs, one seed) do not single it out: [results.md](results.md).
+# LayerNorm applied twice. Two small ones (`experiments/architecture_search.py`) have no clear one.
 #
 # ## 3 AdapterFusion
 #
