@@ -49,6 +49,7 @@ def main():
     read = {path.stem: pd.read_csv(path) for path in HERE.glob("*.csv")}
     paper = pd.read_csv(HERE.parent / "experiments" / "paper_results.csv")
     paper = paper[paper["encoder"] == "bert-base-uncased"].set_index("task").drop(columns="encoder")
+    paper = paper.replace(" ±.*", "", regex=True).astype(float)  # without deviations
     table = points(read["minilm_table1"], "task")
     control = points(pd.concat([read["minilm_table1"], read["minilm_control"]]), "task")
     of_tasks = {"minilm_table1": table, "minilm_table1 without cb": table.drop("cb")}
