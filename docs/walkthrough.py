@@ -19,6 +19,8 @@
 # says, its equation, and the lines that compute it, read live from the repository. What is printed
 # under a cell was computed by it. `make walkthrough` runs the page, in minutes on a laptop.
 #
+# ![Stage 1 trains adapters, stage 2 their fusion; all else is frozen](figures/two_stages.svg)
+#
 # **Notation.** $B$ examples, $T$ tokens, $d$ the hidden size, $r$ the size of an adapter's
 # bottleneck, $N$ adapters. $\Theta$ is the encoder, $\Theta_0$ its weights as pretrained, $\Phi_n$
 # the adapter of task $n$, $\Psi$ the fusion.
@@ -179,7 +181,7 @@ print(f"`order` after one epoch on 800 examples: {right:.1%} of 200 development 
 #
 # Where, how many, which LayerNorms, residual, $r$, non-linearity? The paper's grid search has the
 # same winner on three tasks: one adapter after the feed-forward sub-layer, between BERT's own
-# LayerNorm applied twice. `experiments/architecture_search.py` repeats the search.
+# LayerNorm applied twice. Two small ones (`experiments/architecture_search.py`) have no clear one.
 #
 # ## 3 AdapterFusion
 #
@@ -332,7 +334,7 @@ show(train.minimize, first="for model, task, examples", last="run.after_step(los
 #
 # - *The target's own adapter*: what its few examples give by themselves.
 # - *A new head on* `match`, *or on* `order`: that adapter stays frozen; nothing is composed.
-# - *The fusion* of the two.
+# - *The fusion* of the two. The paper's also has the target's own adapter (section 3.1).
 #
 # Accuracies are on 160 development examples, which also choose the best epoch. A model that answers
 # one question with accuracy $a$ and guesses the other is right in about $a / 2$ of the cases, one
@@ -390,9 +392,9 @@ plt.show()
 # %% [markdown]
 # ## 8.2 Fewer adapters
 #
-# The outlook reports that adapters with small weights can be removed after training with almost no
-# loss. To remove one is to build a fusion of the others with the same $Q$, $K$, $V$. Neither can be
-# spared here:
+# The outlook cites Rücklé et al. (2020): adapters with small weights can be removed after training
+# with almost no loss. To remove one is to build a fusion of the others with the same $Q$, $K$, $V$.
+# Neither can be spared here:
 
 # %%
 examples = run.split()
