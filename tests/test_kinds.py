@@ -330,7 +330,7 @@ def test_what_cannot_be_fused_is_refused_by_name(encoder, kind):
 @every_adapter
 @pytest.mark.parametrize("encoder_kind", ENCODER_KINDS)
 def test_padding_and_other_examples_change_nothing(encoders, encoder_kind, kind):
-    """Of an adapter alone and of each kind of fusion, before each kind of head."""
+    """Of an adapter alone and of each kind of fusion; and of each kind of head behind them."""
     bert = new_bert(encoders[encoder_kind], kind)
     heads = [new_head(name, task, bert).double() for name in HEADS for task in TASK_KINDS]
     for fusion_kind in (None, *(FUSION_KINDS if kind in FUSED else ())):
@@ -340,7 +340,7 @@ def test_padding_and_other_examples_change_nothing(encoders, encoder_kind, kind)
         h, long = bert(ids, types, mask), bert(*inputs(padding=9))[:, :7]
         assert close(h[mask.bool()], long[mask.bool()])
         assert close(h[1:2, :4], bert(ids[1:2, :4], types[1:2, :4], mask[1:2, :4]))
-        for head in heads:
+        for head in heads if fusion_kind in (None, "attention") else ():
             model = train.Model(bert, head).eval()
             for padding in (0, 5):
                 ours = model(dict(zip(FIELDS, inputs(padding), strict=True)))
