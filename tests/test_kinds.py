@@ -357,7 +357,8 @@ def test_all_is_computed_on_one_device(encoder, kind, fusion_kind):
     bert = new_bert(encoder, kind, dtype=torch.float32, device="meta")
     if fusion_kind:
         fuse(bert, "ab", fusion_kind)
-    for name, task in itertools.product(HEADS, TASK_KINDS):
+    pairs = [*itertools.product(HEADS, TASK_KINDS)]
+    for name, task in pairs if fusion_kind in (None, "attention") else pairs[:1]:
         model = train.Model(bert, new_head(name, task, bert)).train()
         logits = model(dict(zip(FIELDS, inputs(), strict=True)))
         labels = torch.zeros(len(logits), device="meta")
