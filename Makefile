@@ -14,7 +14,7 @@ test-all: .venv/dev
 	THOROUGH=1 $(PYTEST)
 
 demo: .venv/installed
-	@echo "demo: PyTorch is being loaded, then three tasks are made of docstrings"
+	@echo "demo: PyTorch is being loaded, then tasks are made of docstrings"
 	.venv/bin/python -m experiments.demo
 
 # the paper section by section: runs docs/walkthrough.py from nothing and writes the executed page (NOTEBOOK=docs/walkthrough.ipynb: the published one)

@@ -187,6 +187,7 @@ class Bert(nn.Module):
         for slot in self.slots.values():
             if slot.fusion is not None:
                 slot.fusion.s = None  # the last batch's weights, see fusion_weights in fusion.py
+                slot.fusion.mask = attention_mask  # for one that tells real tokens from padding
         x = self.word_embeddings(input_ids) + self.position_embeddings(self.positions(input_ids))
         if self.config.type_vocab_size:
             types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids

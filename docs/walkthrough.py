@@ -49,7 +49,7 @@ RUNS = Path("runs/walkthrough")
 # teaches one skill, and the target needs both.
 
 # %%
-build_tasks(RUNS / "data", random.Random(0), demo.SKILLS)
+build_tasks(RUNS / "data", random.Random(0))
 rows = []
 for name in ("match", "order", "both"):
     lines = (RUNS / "data" / name / "train.jsonl").read_text(encoding="utf-8").splitlines()
@@ -327,14 +327,16 @@ show(train.build, train.gradients)
 show(train.minimize, first="for model, task, examples", last="run.after_step(loss)")
 
 # %% [markdown]
-# The next cell trains the 14 models of `make demo`, each by `train.py` in a process of its own. Two
-# are the sources' adapters (stage 1, 2,400 examples each, two epochs). Twelve are four systems on
-# the target, with three seeds; a seed draws 240 examples, the same for all four. Their logs are in
+# The next cell trains the 17 models of `make demo`, each by `train.py` in a process of its own. Two
+# are the sources' adapters (stage 1, 1,000 examples each, two epochs). Fifteen are five systems on
+# the target, with three seeds; a seed draws 240 examples, the same for all five. Their logs are in
 # `runs/walkthrough/logs`.
 #
-# - *The target's own adapter*: what its few examples give by themselves.
-# - *A new head on* `match`, *or on* `order`: that adapter stays frozen; nothing is composed.
-# - *The fusion* of the two. The paper's also has the target's own adapter (section 3.1).
+# - *The target's own adapter*: what its few examples give by themselves. In section 3.1 it is one of
+#   the adapters that are fused; here it is not.
+# - *A new head on* `order`: that adapter stays frozen; nothing is composed.
+# - *The sum* of the two, $o = \sum_n z_n$, of which only the head is trained; *even weights*,
+#   $o = V \frac1N \sum_n z_n$; and their *fusion*.
 #
 # Accuracies are on 160 development examples, which also choose the best epoch. A model that answers
 # one question with accuracy $a$ and guesses the other is right in about $a / 2$ of the cases, one

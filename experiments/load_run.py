@@ -214,7 +214,11 @@ def read_finished(directory):
     """The run.json of a finished run. Raises FileNotFoundError for a directory that holds none."""
     record = read_run(directory)
     if not record or not Path(directory, "metrics.json").is_file():
-        raise FileNotFoundError(f"no finished run in {directory}: it has no metrics.json")
+        problem = "it has no metrics.json"
+        kinds = adapterhub.ADAPTER, adapterhub.FUSION
+        if not record and any(Path(directory, kind.config).is_file() for kind in kinds):
+            problem = "what was saved alone is for --adapters, or load_adapter and load_fusion"
+        raise FileNotFoundError(f"no finished run in {directory}: {problem}")
     return record
 
 

@@ -1,5 +1,10 @@
-"""The demo's tasks (experiments/demo.py): single skills, each of which sees one fault of an
-example, and a target, `both`, which needs all. Half of the examples have a fault, independently."""
+"""Tasks made of docstrings, so that no data are needed: single skills, targets that need them, and
+tasks that no target needs. An example is a sentence and a name. Two faults are independent, each in
+half of the examples: the name is another docstring's, or the sentence's words are shuffled.
+
+    match, order    is this fault there? (Python's library and PyTorch, as OTHERS)
+    both            which are there, a label for each of the four cases (NumPy, as the next one)
+    asked           is the fault there that the second text names? (`order: cumsum`)"""
 
 import ast
 import importlib.util
@@ -11,6 +16,16 @@ from experiments.report import write_text
 
 # {skill: (label without its fault, with it)}
 SKILLS = {"match": ("right", "wrong"), "order": ("intact", "shuffled")}
+TARGETS = ["both", "asked"]
+# {task: whether the answer is yes, of a sentence and a name without faults}
+OTHERS = {
+    "long": lambda sentence, name: len(sentence.split()) > 7,
+    "the": lambda sentence, name: "the" in sentence.lower().split(),
+    "of": lambda sentence, name: "of" in sentence.split(),
+    "two_words": lambda sentence, name: " " in name,
+    "vowel": lambda sentence, name: name[0] in "aeiou",
+    "plural": lambda sentence, name: name.endswith("s"),
+}
 SIZES = {"source": (2400, 400), "target": (960, 400)}  # (rows for training, for development)
 FILES = {  # enough of each library, so that reading takes seconds
     "std": "*.py asyncio/*.py email/*.py http/*.py json/*.py logging/*.py multiprocessing/*.py "
@@ -53,32 +68,33 @@ def sentences(text):
     return result
 
 
-def build_tasks(out, rng, skills):
-    """Writes the task of each skill, and the target: OUT/TASK/train.jsonl and validation.jsonl."""
+def build_tasks(out, rng):
+    """Writes all tasks: OUT/TASK/train.jsonl and validation.jsonl."""
     named = {"source": {}, "target": {}}
     for origin in FILES:
         for name, texts in docstrings(origin):
             # short ones are quicker; __init__ and its like say nothing
-            if texts and len(texts[0].split()) <= 14 and not name.startswith("__"):
+            if texts and len(texts[0].split()) <= 10 and not name.startswith("__"):
                 pool = named["target" if origin == "numpy" else "source"]
                 pool[texts[0].rstrip(".")] = words_of(name)
-    for task in (*skills, "both"):
-        role, asked = ("source", [task]) if task in skills else ("target", skills)
+    for task in (*SKILLS, *TARGETS, *OTHERS):
+        role = "target" if task in TARGETS else "source"
         texts, sizes = list(named[role].items()), SIZES[role]
         rng.shuffle(texts)
         held_out = len(texts) // 4  # the development set is of other docstrings
         pools = texts[held_out:], texts[:held_out]
         for split, pool, n in zip(("train", "validation"), pools, sizes, strict=True):
-            lines = [json.dumps(row) for row in rows_of(asked, skills, pool, n, rng)]
-            write_text(out / task / f"{split}.jsonl", "\n".join(lines) + "\n")
+            rows = other_rows(task, pool, n, rng) if task in OTHERS else rows_of(task, pool, n, rng)
+            rng.shuffle(rows)
+            write_text(out / task / f"{split}.jsonl", "\n".join(map(json.dumps, rows)) + "\n")
 
 
-def rows_of(asked, skills, pool, n, rng):
-    """n rows, with every combination of faults equally often. asked: the skills that the label asks
-    for; skills: those whose faults occur; pool: [(sentence, its name)]"""
+def rows_of(task, pool, n, rng):
+    """n rows of a skill or a target, with every combination of faults equally often, and in `asked`
+    of faults and questions. pool: [(sentence, its name)]"""
     rows = []
     for i in range(n):
-        faults = {skill for k, skill in enumerate(skills) if i // 2**k % 2}
+        faults = {skill for k, skill in enumerate(SKILLS) if i // 2**k % 2}
         (text, name), (_, other) = rng.sample(pool, 2)
         while other == name:
             _, other = rng.choice(pool)
@@ -87,8 +103,20 @@ def rows_of(asked, skills, pool, n, rng):
             while " ".join(words) == text:
                 rng.shuffle(words)
             text = " ".join(words)
-        label = ", ".join(SKILLS[skill][skill in faults] for skill in asked)
         name = other if "match" in faults else name
+        asked = {"both": [*SKILLS], "asked": [[*SKILLS][i // 4 % 2]]}.get(task, [task])
+        label = ", ".join(SKILLS[skill][skill in faults] for skill in asked)
+        if task == "asked":
+            name, label = f"{asked[0]}: {name}", "yes" if asked[0] in faults else "no"
         rows.append({"text_a": text, "text_b": name, "label": label})
-    rng.shuffle(rows)
+    return rows
+
+
+def other_rows(task, pool, n, rng):
+    """n rows of one of OTHERS, each answer in half of them."""
+    pools = [[pair for pair in pool if OTHERS[task](*pair) == answer] for answer in (False, True)]
+    rows = []
+    for i in range(n):
+        text, name = rng.choice(pools[i % 2])
+        rows.append({"text_a": text, "text_b": name, "label": ("no", "yes")[i % 2]})
     return rows

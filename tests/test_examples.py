@@ -5,20 +5,24 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import test_kinds  # noqa: F401  (first: it notes what there is without examples)
 import train
-from adapter import activate, adapter_modules, add_adapter
+from adapter import AdapterConfig, activate, adapter_modules, add_adapter
 from bert import Bert
 from conftest import cli, randomize, tiny_encoder
 from data import TASKS
+from examples import composing
 from examples.sts_b import pearson
 from experiments import evaluate, predict
 from experiments.load_run import load_run
 from experiments.pal import PALConfig
+from fusion import FUSIONS, add_fusion, fusion_regularization
 from test_kinds import examples, inputs, new_bert  # noqa: F401  (a fixture for all tests here)
 
 
@@ -54,6 +58,73 @@ def test_lora_is_a_product_added_to_the_weights(encoder):
     assert (bert(*inputs()) - merged(*inputs())).abs().max() < 1e-12
     activate(bert)
     assert (bert(*inputs()) - merged(*inputs())).abs().max() > 0.1
+
+
+def test_what_the_fusions_compute():
+    """For each token o, by its equation."""
+    torch.manual_seed(0)
+    h, M = torch.randn(2, 3, 8), torch.randn(4, 8, 8)
+    z = torch.einsum("btd,nde->btne", h, M)  # [B, T, N, d]
+    adapters = [SimpleNamespace(z=lambda h, M_n=M_n: h @ M_n) for M_n in M]
+    found, scores, V_z = {}, {}, {}
+    for kind in "sum average scalearn scalearn_uniform router gates scaled top_one".split():
+        fusion = FUSIONS[kind]([*"abcd"], 8, 0.1).eval().requires_grad_(False)
+        for p in fusion.parameters():
+            p += 0.3 * torch.randn_like(p)
+        found[kind] = fusion, fusion.textbook(h, adapters)
+        if hasattr(fusion, "query"):
+            scores[kind] = (fusion.query(h)[:, :, None] * fusion.key(z)).sum(-1)  # [B, T, N]
+            V_z[kind] = z @ fusion.value.weight.T
+    largest = scores["top_one"].argmax(-1)[..., None, None].expand(2, 3, 1, 8)
+    router = torch.softmax(h @ found["router"][0].gate.weight.T, -1)[..., None]
+    omega, omega_1 = (found[kind][0].omega for kind in ("scalearn", "scalearn_uniform"))
+    expected = {
+        "sum": z.sum(2),
+        "average": z.mean(2),
+        "scalearn": torch.einsum("nd,btnd->btd", omega, z),
+        "scalearn_uniform": torch.einsum("n,btnd->btd", omega_1[:, 0], z),
+        "router": (router * z).sum(2),
+        "gates": (2 / (1 + (-scores["gates"][..., None]).exp()) * V_z["gates"]).sum(2),
+        "scaled": ((scores["scaled"] / 8**0.5).softmax(-1)[..., None] * V_z["scaled"]).sum(2),
+        "top_one": V_z["top_one"].gather(2, largest)[:, :, 0],
+    }
+    for kind, o in expected.items():
+        assert torch.allclose(found[kind][1], o, atol=1e-5), kind
+
+
+def test_the_balance_of_a_router(encoder):
+    """0 where all adapters are given the same; of padding it knows nothing."""
+    bert = new_bert(encoder, "pfeiffer", "ab").train()
+    add_fusion(bert, "ab", FUSIONS["router"])
+    bert(*inputs())
+    assert fusion_regularization(bert).item() == pytest.approx(0, abs=1e-12)
+    randomize(bert.eval(), ".fusion.")
+    bert(*inputs())
+    penalty = fusion_regularization(bert)
+    bert(*inputs(padding=5))
+    assert penalty > 1e-4 and torch.allclose(fusion_regularization(bert), penalty, rtol=1e-9)
+
+
+def test_a_soup(encoder, launch, runs, refused, command, tmp_path):
+    """The average of the weights, which is an adapter for --adapters."""
+    words = command("soup", tmp_path / "x", adapters=[runs / "rte", runs / "pick"])
+    refused(words, "of one architecture")
+    bert = new_bert(encoder, "pfeiffer", "a")
+    add_adapter(bert, "b", AdapterConfig.pfeiffer())
+    randomize(bert, ".adapters.b.")
+    composing.soup(None, bert, SimpleNamespace(name="rte"))
+    for slot in bert.slots.values():
+        if slot.adapters:
+            a, b, mean = (slot.adapters[name].state_dict() for name in ("a", "b", "rte"))
+            assert all(torch.equal(mean[part], (a[part] + b[part]) / 2) for part in mean)
+    out, sources = tmp_path / "soup", [runs / "rte", f"again={runs / 'rte'}"]
+    launch("--stage soup --task sst2 --epochs 1", adapters=sources, out=out)
+    launch("--stage head --task rte --epochs 1", adapters=[out], out=tmp_path / "head")
+    name = "adapter.safetensors"
+    copied, original = (
+        load_file(p / name) for p in (tmp_path / "head/adapters/sst2", runs / "rte")
+    )
+    assert all(map(torch.equal, copied.values(), original.values())) and len(copied) == 8
 
 
 def test_a_regression(launch, tmp_path, capsys):

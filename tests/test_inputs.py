@@ -87,6 +87,7 @@ CASES += [
     ("", "absolute position", {CONFIG: ('"absolute"', '"relative_key"')}),
     (FUSE, "not finite", {"runs/rte/adapter.safetensors": times(NAN, "down.0.weight")}),
     (FUSE, "trained on an encoder with other weights, or another config", {WEIGHTS: times(1.5)}),
+    ("evaluate: merged", "saved alone is for --adapters", {"merged/adapter_config.json": "{}"}),
     ("evaluate: runs/rte --model model", "another encoder", {WEIGHTS: times(1.5)}),
     ("evaluate: runs/rte --model model", "tokenizer", {TOKENS: ("red\ngreen", "green\nred")}),
     (f"composition: {MINE} runs/rte --plan {FILE}", "encoder with other", {WEIGHTS: times(1.5)}),

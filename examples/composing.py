@@ -1,0 +1,148 @@
+"""Other ways to compose N frozen adapters: the equation, the paper, and how it starts.
+
+    python train.py --import examples.composing --stage fusion --task rte --fusion sum \
+        --adapters runs/mnli runs/qqp
+    python train.py --import examples.composing --stage soup --task rte \
+        --adapters runs/mnli runs/qqp
+
+As in fusion.py, z_n is the output of adapter n without its residual, which is added once, to o, and
+h is what the adapters read. Kinds without Q and K keep as s what a token gives to each adapter, for
+`fusion_weights`; where no softmax makes it, it does not sum to 1. Even weights with V are in
+examples/mean_fusion.py."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import train
+from adapter import adapter_modules, add_adapter
+from fusion import FUSIONS, Fusion, add_fusion
+
+
+class Sum(Fusion):
+    """o = Σ_n z_n: as in task arithmetic (Ilharco et al., 2023), but of outputs, not of weights.
+    Only the head is trained."""
+
+    def __init__(self, adapter_names, hidden_size, dropout):
+        nn.Module.__init__(self)  # without Q, K and V
+        self.adapter_names, self.s, self.mask = adapter_names, None, None
+
+    def textbook(self, h, adapters):
+        z = torch.stack([adapter.z(h) for adapter in adapters], 2)  # [B, T, N, d]
+        weights = self.weights(h)
+        self.s = weights.detach().mean(-1).expand(z.shape[:-1])  # [B, T, N]
+        return (weights * z).sum(2)  # [B, T, d]
+
+    def weights(self, h):
+        """What z is multiplied by, [B, T, N, d], or any shape that is broadcast to it"""
+        return h.new_ones(len(self.adapter_names), 1)
+
+
+class Average(Sum):
+    """o = (1/N) Σ_n z_n: an ensemble of the adapters in every layer. Only the head is trained."""
+
+    def weights(self, h):
+        return super().weights(h) / len(self.adapter_names)
+
+
+class ScaLearn(Sum):
+    """o = Σ_n ω_n ⊙ z_n, with a trained ω_n of d numbers (Frohmann et al., 2024). As in their code,
+    ω starts as N(2/N, 0.001²), and dropout of 0.3 is applied to it."""
+
+    def __init__(self, adapter_names, hidden_size, dropout):
+        super().__init__(adapter_names, hidden_size, dropout)
+        self.omega = nn.Parameter(torch.empty(len(adapter_names), hidden_size))  # [N, d]
+        nn.init.normal_(self.omega, 2 / len(adapter_names), 0.001)
+        self.dropout = nn.Dropout(0.3)
+
+    def weights(self, h):
+        return self.dropout(self.omega)
+
+
+class ScaLearnUniform(ScaLearn):
+    """The same with one number for each adapter: o = Σ_n ω_n z_n."""
+
+    def __init__(self, adapter_names, hidden_size, dropout):
+        super().__init__(adapter_names, 1, dropout)  # ω: [N, 1]
+
+
+class Router(Sum):
+    """o = Σ_n s_n z_n with s = softmax(W h): the gate of a mixture of experts, which does not see
+    z (Shazeer et al., 2017, without noise and top k). As theirs, W starts at 0, and s at 1/N."""
+
+    def __init__(self, adapter_names, hidden_size, dropout):
+        super().__init__(adapter_names, hidden_size, dropout)
+        self.gate = nn.Linear(hidden_size, len(adapter_names), bias=False)  # W
+        nn.init.zeros_(self.gate.weight)
+
+    def weights(self, h):
+        self.h = h.detach()  # for `penalty`
+        return self.gate(h).softmax(-1)[..., None]  # [B, T, N, 1]
+
+    def penalty(self):
+        """Their balance term, w · CV² of what each adapter is given in a batch, over real tokens,
+        with w = 0.01. It is 0 if all are given the same, and trains this W alone."""
+        s = self.gate(self.h.to(self.gate.weight.dtype)).softmax(-1)  # [B, T, N]
+        is_real = torch.ones_like(s[..., 0]) if self.mask is None else self.mask  # [B, T]
+        share = (s * is_real[..., None]).sum((0, 1)) / is_real.sum()  # [N], which sum to 1
+        return 0.01 * (len(share) * share.square().sum() - 1)
+
+
+class Gates(Fusion):
+    """s_n = 2 σ(score of n): the adapters do not compete (sigmoids for experts: Csordás et al.,
+    2023). The scores start near 0, and s near 1, at the sum. There is no dropout of scores."""
+
+    def softmax(self, scores):
+        s = 2 * scores.sigmoid()
+        self.s = s.detach()
+        return s
+
+
+class Scaled(Fusion):
+    """Scores over √d (Vaswani et al., 2017), which the paper leaves out. It starts as attention
+    does, near 1/N, and nearer."""
+
+    def softmax(self, scores):
+        return super().softmax(scores / self.query.in_features**0.5)
+
+
+class TopOne(Fusion):
+    """o = V z_k with the largest s_k. The gradient is that of all s, straight through the choice
+    (Bengio et al., 2013)."""
+
+    def softmax(self, scores):
+        s = super().softmax(scores)
+        self.s = F.one_hot(s.argmax(-1), s.shape[-1]).to(s.dtype)
+        return self.s + (s - s.detach())
+
+
+FUSIONS |= {"sum": Sum, "average": Average, "gates": Gates, "scaled": Scaled, "top_one": TopOne}
+FUSIONS |= {"scalearn": ScaLearn, "scalearn_uniform": ScaLearnUniform, "router": Router}
+
+
+def soup(args, bert, task):
+    """AdapterSoup (Chronopoulou et al., 2023): one adapter whose weights are the average of the
+    others', here of all that are given. Only the head is trained; the adapter is saved."""
+    sources = [adapter_modules(bert, name) for name in bert.adapter_configs]
+    configs = [*bert.adapter_configs.values()]
+    if not configs or any(config != configs[0] for config in configs):
+        raise ValueError("--stage soup needs --adapters, all of one architecture")
+    add_adapter(bert, task.name, configs[0])
+    for key, module in adapter_modules(bert, task.name).items():
+        states = [source[key].state_dict() for source in sources]
+        mean = {name: torch.stack([s[name] for s in states]).mean(0) for name in states[0]}
+        module.load_state_dict(mean)
+        module.requires_grad_(False)
+
+
+def joint(args, bert, task):
+    """Φ_1..N and Ψ are trained together, from the adapters that are given and a new Ψ."""
+    add_fusion(bert, [*bert.adapter_configs], FUSIONS[args.fusion], **args.fusion_config)
+    for name, p in bert.named_parameters():
+        if ".adapters." in name:
+            p.requires_grad_(True)
+
+
+OF_FUSION = train.STAGES["fusion"]["options"]
+train.STAGES["soup"] = {"lr": 1e-3, "epochs": 30, "build": soup, "options": ["adapters"]}
+train.STAGES["joint"] = {"lr": 5e-5, "epochs": 10, "build": joint, "options": OF_FUSION}

@@ -1,0 +1,91 @@
+"""The demo's tasks, the runs that it plans, and what it concludes from their rows."""
+
+import json
+import random
+import sys
+from collections import Counter
+from unittest.mock import patch
+
+import pandas as pd
+import pytest
+
+import train
+from experiments import demo, skills, study
+from experiments.grid import with_needs
+from fusion import FUSIONS
+
+WORDS = "a list of the items is given back in this function to every array with shape".split()
+
+
+def bag(words):
+    return tuple(sorted(words))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """(the demo's directory with its tasks, made of random sentences; {sentence: its name})"""
+    rng, out = random.Random(0), tmp_path_factory.mktemp("demo")
+    bags = {bag(rng.sample(WORDS, rng.randint(5, 10))) for _ in range(400)}
+    texts = [" ".join(rng.sample(one, len(one))) for one in sorted(bags)]
+    names = {text: rng.choice(["sum", "eye of two", "tests", "is nan"]) for text in texts}
+    found = [(name.replace(" ", "_"), [text]) for text, name in names.items()]
+    with patch.object(skills, "docstrings", lambda library: found):
+        skills.build_tasks(out / "data", random.Random(0))
+    return out, names
+
+
+def test_what_a_label_says(made):
+    """Each label, and in `asked` each question with each answer, is equally frequent."""
+    out, names = made
+    of_words = {bag(text.split()): name for text, name in names.items()}
+    for task in [*skills.SKILLS, *skills.TARGETS, *skills.OTHERS]:
+        counts = Counter()
+        for line in (out / "data" / task / "train.jsonl").read_text().splitlines():
+            text, name, label = json.loads(line).values()
+            question, _, name = name.rpartition(": ")
+            counts[question, label] += 1
+            faults = of_words[bag(text.split())] != name, text not in names
+            said = {n: two[f] for (n, two), f in zip(skills.SKILLS.items(), faults, strict=True)}
+            if task == "both":
+                assert label == ", ".join(said.values())
+            elif task == "asked":
+                assert (label == "yes") == faults[["match", "order"].index(question)]
+            elif task in said:
+                assert label == said[task]
+            else:
+                assert not any(faults) and (label == "yes") == skills.OTHERS[task](text, name)
+        assert len(counts) == (4 if task in skills.TARGETS else 2)
+        assert len({*counts.values()}) == 1
+
+
+def test_its_runs(made, monkeypatch):
+    """Five systems with three seeds, and the sources; their options are right."""
+    for name in ("examples.composing", "examples.mean_fusion"):  # imported as in a new process
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with patch.dict(FUSIONS), patch.dict(train.STAGES):
+        args = demo.parse(made[0])
+        cells = with_needs(study.cells_of(args, args.seeds).values())
+        tasks = Counter(cell.options().task for cell in cells.values())
+    assert tasks == {"match": 1, "order": 1, "both": 5 * 3}
+    for words in demo.next_commands(made[0]).values():
+        assert words[2].name in cells
+
+
+@pytest.mark.parametrize(
+    "lead, said", [(0.02, "not separated"), (0.2, "separated"), (-0.2, "separated")]
+)
+def test_its_verdict(lead, said):
+    """A standard error of the difference is about 0.05 with 160 examples."""
+    means = {"own": 0.35, "head_on_order": 0.4, "sum": 0.6, "even": 0.48, "fusion": 0.6 + lead}
+    rows = [
+        {"system": name, "seed": seed, "accuracy": mean, "dev_examples": 160}
+        for name, mean in means.items()
+        for seed in range(3)
+    ]
+    rows = pd.DataFrame(rows)
+    first, of_sum, _ = demo.verdict(rows).splitlines()
+    assert of_sum.endswith(f": {said}.") and f"{100 * lead:+.1f} points" in of_sum
+    assert "sum of the sources" in first and "even" not in first  # 0.48 is within two errors
+    assert ("fusion" in first) == (lead > 0)
+    rows.loc[rows["system"] == "fusion", "accuracy"] += [-0.1, 0, 0.1]
+    assert "Its own seeds differ as much" in demo.verdict(rows)
