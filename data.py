@@ -24,6 +24,8 @@ from tqdm import tqdm
 
 from formats.adapterhub import check_name
 from formats.files import error_prefix, note
+from formats.rows import drawn, plain_label
+from formats.tokenizer import encode_pairs
 from runtime.record import note_unseen_classes
 from runtime.scores import CLASS_SCORES, accuracy
 
@@ -59,7 +61,7 @@ class Task:
     name: str = ""  # `get_task` fills it in
 
     def __post_init__(self):
-        self.indices = {label.strip().lower(): i for i, label in enumerate(self.labels)}
+        self.indices = {plain_label(label): i for i, label in enumerate(self.labels)}
         if self.scores is None:
             self.scores = dict(CLASS_SCORES)
             if len(self.labels) != 2:
@@ -74,9 +76,8 @@ class Task:
 
     def label_index(self, value):
         """The index of a label as the data write it."""
-        text = str(value).strip()
-        if text.lower() in self.indices:
-            return self.indices[text.lower()]
+        if (text := plain_label(value)) in self.indices:
+            return self.indices[text]
         # the hub's integers; labels made of digits are names, not indices
         if self.hub and not self.labels[0].isdigit() and text in map(str, range(len(self.labels))):
             found = ", ".join(f"{i} = {label}" for i, label in enumerate(self.labels))
@@ -204,14 +205,12 @@ def load_split(task, source, split, tokenizer, limit=None, seed=0):
     --dev-fraction. limit: keep only this many, drawn with `seed`. Raises FileNotFoundError if the
     data are not there, ValueError naming the file and the row for one that does not fit."""
     where, rows = source.read_split(task, split)  # {number of a row: row}
-    numbers, examples, empty = [*rows], [], 0
-    if limit is not None and limit < len(rows):
-        numbers = np.array(numbers)[np.random.default_rng(seed).permutation(len(rows))[:limit]]
-    for number in numbers:
-        row = rows[number]
+    examples, empty, every = [], 0, [*rows.items()]
+    for number, row in (every[i] for i in drawn(len(rows), limit, seed)):
         with error_prefix(f"{where}: row {number}"):
             examples.append((task.candidates_of(row), task.label_index(row[task.label])))
-        empty += sum(row[column] == "" for column in task.columns)
+        cells = (row[column] for column in task.columns)
+        empty += sum((cell if isinstance(cell, list) else [cell]).count("") for cell in cells)
     if empty:
         note(f"{where}, {split}: empty cells are read as empty texts, {empty} of them")
     result = encode(tokenizer, examples, f"tokenizing {task.name} {split}")
@@ -220,19 +219,18 @@ def load_split(task, source, split, tokenizer, limit=None, seed=0):
 
 
 def encode(tokenizer, examples, title):
-    """[(candidates, label)] -> [Example]. The tokenizer uses all cores."""
+    """[(candidates, label)] -> [Example]. The tokenizer uses all cores; without it, no ids."""
     result = []
     for start in tqdm(range(0, len(examples), 1000), title, leave=False, disable=None):
         chunk = examples[start : start + 1000]
         pairs = [pair for candidates, _ in chunk for pair in candidates]
-        encodings = iter(tokenizer.encode_batch([a if b is None else (a, b) for a, b in pairs]))
+        found = encode_pairs(tokenizer, pairs) if tokenizer else [((), (), False)] * len(pairs)
+        encodings = iter(found)
         for candidates, label in chunk:
-            found = [next(encodings) for _ in candidates]
+            ids, types, is_cut = zip(*(next(encodings) for _ in candidates), strict=True)
             digest = hashlib.sha256(repr((candidates, label)).encode()).digest()
-            ids = [np.array(encoding.ids, np.int32) for encoding in found]
-            types = [np.array(encoding.type_ids, np.int32) for encoding in found]
-            is_cut = any(encoding.overflowing for encoding in found)
-            result.append(Example(ids, types, label, int.from_bytes(digest[:8], "little"), is_cut))
+            digest = int.from_bytes(digest[:8], "little")
+            result.append(Example(ids, types, label, digest, any(is_cut)))
     return result
 
 

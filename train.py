@@ -28,7 +28,7 @@ from bert import Bert
 from data import batches, collate, get_task, load_split
 from fast.recorded import Recorded
 from formats import adapterhub
-from formats.files import forget_notes, write_json, write_tensors
+from formats.files import write_json, write_tensors
 from formats.rows import source_of
 from formats.sources import encoder_of, find_adapters
 from formats.tokenizer import copy_tokenizer, load_tokenizer
@@ -382,8 +382,8 @@ def save(model, task, out, record, own):
 
 def main(argv=None):
     """Runs a command line; argv: a list of words. Returns what the last line prints."""
-    forget_notes()
-    return train(parse(argv))
+    with command.alone():
+        return train(parse(argv))
 
 
 if __name__ == "__main__":

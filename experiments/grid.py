@@ -20,12 +20,15 @@ import pandas as pd
 import torch
 
 import train
+from data import get_task, load_split
 from experiments import multitask
 from formats.adapterhub import ADAPTER, read, read_run
 from formats.files import read_json
+from formats.rows import drawn, source_of
 from formats.sources import named
 from runtime import command
 from runtime.processes import deferred_signals
+from runtime.record import data_inputs, hashes_of
 
 # Runs are forked from a process that has imported all of this: 3 seconds less for each. A script of
 # your own that calls a grid needs `if __name__ == "__main__":`, as always with multiprocessing.
@@ -35,6 +38,8 @@ forks.set_forkserver_preload([__name__, "torch._dynamo"])
 # What is in the tables' files beside the accuracy
 SIZES = "train_examples dev_examples best_epoch trained_parameters".split()
 MEASURED = [*SIZES, "epochs", "lr", "processor", "commit"]
+
+HASHES = {}  # {where a task's data are, and since when: hashes of training and development set}
 
 
 class Cell(NamedTuple):
@@ -75,9 +80,9 @@ def with_needs(cells):
 
 
 def is_finished(cell):
-    """Whether the run has its metrics.json, and was made from the adapters, and the run whose
-    encoder it takes, as they are now. Raises ValueError for another command's run, unless it is to
-    be overwritten."""
+    """Whether the run has its metrics.json, and was made from the data, the adapters, and the run
+    whose encoder it takes, as they are now. Raises ValueError for another command's run, unless it
+    is to be overwritten."""
     if not (cell.out / "metrics.json").is_file():
         return False
     record = read_run(cell.out)
@@ -94,7 +99,22 @@ def is_finished(cell):
     now = {"encoder": read_run(options["model"]).get("encoder", then["encoder"])}
     for name, source in zip(record["adapters"], options["adapters"], strict=True):
         now[f"adapter {name}"] = read(named(source)[1], ADAPTER).sha256()
+    for name in record["tasks"]:
+        now |= data_now(cell.options(), name)
     return {**then, **now} == then
+
+
+def data_now(options, name):
+    """What run.json says of a task's data, by the data as they are now. A file is read once."""
+    source, splits = source_of(options), ("train", "validation")
+    paths = [path for split in splits for path in source.paths(name, split) or ()]
+    key = repr((source, name, [(path, path.stat().st_mtime_ns) for path in paths]))
+    if key not in HASHES:
+        task = get_task(name, source)
+        HASHES[key] = [hashes_of(load_split(task, source, split, None)) for split in splits]
+    train_set, dev_set = HASHES[key]
+    train_set = train_set[drawn(len(train_set), options.limit_train, options.seed)]
+    return data_inputs(name, train_set, dev_set[drawn(len(dev_set), options.limit_dev, 0)])
 
 
 def unfinished(cells):

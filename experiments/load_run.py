@@ -27,7 +27,7 @@ from fusion import fusion_weights
 from runtime import command
 from runtime.own import hold_frozen_in, own_names, parts_of, without_file
 from runtime.processes import choose_device, has_bf16, reseed
-from runtime.record import examples_sha256
+from runtime.record import examples_sha256, hashes_of
 
 # A fusion keeps the weights of its last forward, so one thread at a time computes and reads them.
 # It is no field of a run: that can be pickled, for other processes.
@@ -122,7 +122,7 @@ class LoadedRun:
         """Whether these are the run's own examples, as its run.json says."""
         kind = "training" if name == "train" else "development"
         recorded = self.record["inputs"][f"{kind} examples of {self.task.name}"]
-        return recorded == examples_sha256(examples)
+        return recorded == examples_sha256(hashes_of(examples))
 
     def left_over(self):
         """The training examples that --limit-train has not drawn: nothing was chosen on them."""
@@ -192,7 +192,8 @@ def load_run(directory, device="cpu", model=None, task=None, columns=None):
     args.model = str(model or (directory if has_own else record["trained_on"]))
     copies = {name: directory / "adapters" / name for name in record["adapters"]}
     adapters = {n: adapterhub.read(copy, adapterhub.ADAPTER) for n, copy in copies.items()}
-    with torch.random.fork_rng(devices=[]):  # as in training, for what is drawn and not saved
+    # as in training, for what is drawn and not saved
+    with command.alone(is_run=False), torch.random.fork_rng(devices=[]):
         reseed(args.seed)
         bert = Bert.from_pretrained(args.model).to(device)
         reseed(args.seed)

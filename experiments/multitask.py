@@ -26,7 +26,7 @@ from bert import Bert
 from data import batches, get_task
 from experiments import pal  # noqa: F401  (its adapters, the default)
 from formats import adapterhub
-from formats.files import forget_notes, write_json, write_tensors
+from formats.files import write_json, write_tensors
 from formats.rows import source_of
 from formats.tokenizer import copy_tokenizer
 from runtime import command
@@ -217,8 +217,8 @@ def save(whole, out, record, own):
 
 
 def main(argv=None):
-    forget_notes()
-    return train_jointly(parse(argv))
+    with command.alone():
+        return train_jointly(parse(argv))
 
 
 if __name__ == "__main__":

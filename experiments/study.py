@@ -12,6 +12,7 @@ Where a stage has several options, --choose-seeds run them all, and for each sys
 those with the best mean accuracy on the development set are run with --seeds. It also chooses the
 best epoch; --test asks examples on which nothing was chosen."""
 
+import argparse
 import itertools
 import math
 import os
@@ -228,7 +229,10 @@ def run(args):
 def held_out_accuracy(args, cell, task):
     """On examples that the run was not given; computed once, and kept in a file."""
     path, metrics = args.out / "test" / f"{cell.name}-{task}.json", cell.out / "metrics.json"
-    of = {"run": read_json(metrics), "on": args.test}
+    whole = argparse.Namespace(**{**vars(cell.options()), "limit_train": None})
+    since = [file.stat().st_mtime for file in sorted(Path(args.test, task).glob("*"))]
+    of = {"run": read_json(metrics), "on": args.test, "since": since}
+    of["data"] = grid.data_now(whole, task)
     if path.is_file() and (kept := read_json(path))["of"] == of:
         return kept["accuracy"]
     run = load_run(cell.out, task=task)

@@ -56,6 +56,12 @@ def check_name(name):
         raise ValueError(f"{name!r:.120} cannot be an adapter's name, nor its task's: {rule}")
 
 
+def whole_id(name):
+    """roberta-base -> FacebookAI/roberta-base, as the hub has it since 2024; others as they are"""
+    owner = {"bert": "google-bert", "roberta": "FacebookAI"}.get(name.split("-")[0])
+    return f"{owner}/{name}" if owner and "/" not in name else name
+
+
 def slot_path(key):
     """(3, "attention") -> encoder.layer.3.attention.output; (None, "a.b"), of no layer -> a.b"""
     layer, location = key
@@ -156,17 +162,18 @@ class Saved:
     run: dict  # the run.json beside it; empty without one
 
     def check_encoder(self, bert):
-        """Raises ValueError if the file is for another encoder than `bert`. The name of an
-        encoder's local directory says little: another one is only noted."""
+        """Raises ValueError if the file is for another encoder than `bert`. Without a run, only a
+        name says which that is: where one is a directory's, or has no owner, it is noted."""
         if bert.sha256 and self.run.get("encoder", bert.sha256) != bert.sha256:
             problem = f"with other weights, or another configuration, than {bert.source}"
             raise ValueError(f"it was trained on an encoder {problem}: {self.run['trained_on']}")
-        trained_on = Path(str(self.metadata.get("model_name") or bert.source)).name
-        if not self.run and bert.source and trained_on != Path(bert.source).name:
-            problem = f"made for {trained_on!r:.100}, the encoder is {bert.source}"
-            if not Path(bert.source).is_dir():
+        ours, theirs = bert.source, str(self.metadata.get("model_name") or "")
+        if not self.run and ours and theirs and whole_id(theirs) != whole_id(ours):
+            problem = f"made for {theirs!r:.100}, the encoder is {ours}"
+            is_other = Path(theirs).name != Path(ours).name
+            if not Path(ours).is_dir() and (is_other or whole_id(theirs).count("/") == 1):
                 raise ValueError(problem)
-            files.note(f"{self.directory} was {problem}")
+            files.note(f"{self.directory if is_other else 'an adapter'} was {problem}")
         theirs = self.metadata.get("model_type", bert.config.model_type)
         if theirs != (ours := bert.config.model_type):
             raise ValueError(f"made for model_type {theirs!r:.50}, the encoder has {ours!r}")

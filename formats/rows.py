@@ -1,9 +1,11 @@
 """Rows as others wrote them, from files or from the hub; they are handed out under our names."""
 
+import contextlib
 import csv
 import io
 import json
 import re
+import unicodedata
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +18,9 @@ from formats.hub import hub_library
 csv.field_size_limit(10**9)  # texts may be longer than its 131,072 characters
 OWN_COLUMNS = ("text_a", "text_b", "choices")  # of your own task
 LISTS = ("choices", "endings")  # columns that hold a list of texts
+INTEGER = r"[-+]?\d+"
+DECIMAL = re.compile(r"[-+]?(\d*[.,]\d+|(\d*[.,])?\d+e[-+]?\d+|inf(inity)?)", re.IGNORECASE)
+LIST = re.compile(r"""\[.*[,'" ].*\]|\{.*[,:].*\}""", re.DOTALL)  # as a CSV file has it
 # What other copies of a data set call its columns, {task: {our name: theirs}}, and its labels
 SCITAIL = {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}
 OTHER_COLUMNS = {"scitail": SCITAIL, "boolq": {"label": "answer"}}
@@ -108,6 +113,12 @@ def source_of(args):
     """The Source that a command names, by the options of train.py."""
     files = {"train": args.train_file, "validation": args.dev_file} if args.train_file else {}
     return Source(None if files else args.data_dir, files, args.columns, args.dev_fraction)
+
+
+def drawn(count, limit, seed):
+    """Which of so many examples a limit keeps, in their order."""
+    few = limit is not None and limit < count
+    return np.random.default_rng(seed).permutation(count)[:limit] if few else range(count)
 
 
 def our_rows(rows, names, task_name, columns=None, label="label", has_label=True):
@@ -212,13 +223,16 @@ def csv_rows(path):
         note(f"{path}: its columns are read as separated by semicolons")
     lines = []
     try:
-        for cells in csv.reader(io.StringIO(text, newline=""), strict=True, **options):
-            lines += [cells] if cells else []
+        for cells in csv.reader(
+            io.StringIO(text.rstrip("\r\n"), newline=""), strict=True, **options
+        ):
+            # an empty line is no row, but of one column an empty text
+            lines += [cells or [""]] if cells or lines and len(lines[0]) == 1 else []
     except csv.Error as e:
         problem = f"a quotation mark is not closed, or not doubled ({e})"
         raise ValueError(f"row {len(lines)}: {problem}") from e
     header, *rows = lines or [[]]
-    header = [name if header.count(name) == 1 else f"{name} (twice)" for name in header]
+    header = unique(header)
     for number, row in enumerate(rows, 1):
         if len(row) != len(header):
             found = f"row {number} has {len(row)} fields, the first line {len(header)}"
@@ -226,17 +240,27 @@ def csv_rows(path):
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 
+def unique(names):
+    return [name if names.count(name) == 1 else f"{name} (twice)" for name in names]
+
+
 def parquet_rows(path):
     """Labels that the file has as numbers beside their names, a ClassLabel of `datasets`, are read
     by name: the file's order is its own. A hidden one, -1, has no name, and is empty."""
     import pyarrow.parquet
 
+    def cells(column):  # what Python has no value for is refused where it is needed
+        with contextlib.suppress(ArithmeticError, ImportError, NotImplementedError, ValueError):
+            return column.to_pylist()
+        return [column.type] * len(column)
+
     table = pyarrow.parquet.ParquetFile(path).read()
-    rows = table.to_pylist()
+    columns, names = map(cells, table.columns), unique(table.column_names)
+    rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
     described = json.loads((table.schema.metadata or {}).get(b"huggingface", "{}"))
     for column, feature in described.get("info", {}).get("features", {}).items():
         is_class = isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
-        if is_class and column in table.column_names:
+        if is_class and column in names:
             classes = dict(enumerate(feature["names"]))
             for row in rows:
                 row[column] = classes.get(row[column])
@@ -261,18 +285,32 @@ def hub_rows(task, split):
     return found[task.hub_dev if split == "validation" else split].to_list()
 
 
+def plain_label(value):
+    """What decides which class a label is: not case, blanks, characters that cannot be seen, or
+    zeros before an integer; nor which of two ways Unicode has for the same text."""
+    text = unicodedata.normalize("NFKC", str(value)).lower()
+    hidden = {c for c in text if unicodedata.category(c) in ("Cc", "Cf") and not c.isspace()}
+    hidden |= {chr(i) for i in range(0xFE00, 0xFE10)}  # which choose a form of what is before them
+    text = " ".join("".join(c for c in text if c not in hidden).split())
+    return str(int(text)) if re.fullmatch(INTEGER, text) else text
+
+
 def own_labels(values):
-    """The classes of your own task, sorted: numbers, or texts. Raises ValueError for decimals, and
-    for labels that `Task.label_index` would take for the same class. Notes what was found."""
-    if decimals := [value for value in values if re.fullmatch(r"[-+]?\d*[.,]\d+", str(value))]:
-        advice = "classes are texts or integers; for a regression see examples/sts_b.py"
-        raise ValueError(f"a label is {decimals[0]!r}: {advice}")
+    """The classes of your own task, sorted: numbers, or texts. Raises ValueError for decimals, for
+    what is neither, and for several labels that are one by `plain_label`. Notes what was found."""
+    for value in values:
+        is_one = isinstance(value, (str, int, float)) and not LIST.fullmatch(str(value))
+        if not is_one or DECIMAL.fullmatch(str(value)):
+            problem = "several of them (multi-label) are not supported"
+            problem = "for a regression see examples/sts_b.py" if is_one else problem
+            raise ValueError(f"a label is {value!r:.100}: classes are texts or integers; {problem}")
     counts = Counter(map(str, values))
-    alike = Counter(label.strip().lower() for label in counts)
-    if several := [label for label in counts if alike[label.strip().lower()] > 1]:
-        problem = "labels differ in case, or in blanks at their ends"
-        raise ValueError(f"{problem}: make them one: {', '.join(map(ascii, several)):.300}")
-    are_numbers = all(re.fullmatch(r"[-+]?\d+", label) for label in counts)
+    alike = Counter(map(plain_label, counts))
+    if several := [label for label in counts if alike[plain_label(label)] > 1]:
+        problem = "labels differ in case, in blanks, or in what cannot be seen"
+        shown = ", ".join(map(ascii, several)).replace("  ", r" \x20")
+        raise ValueError(f"{problem}: make them one: {shown:.300}")
+    are_numbers = all(re.fullmatch(INTEGER, label) for label in counts)
     if "-1" in counts and not are_numbers:
         raise ValueError("labels are names, and -1, which is a hidden label")
     names = sorted(counts, key=int if are_numbers else None)

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 from tokenizers import AddedToken, BertWordPieceTokenizer, Tokenizer
 from tokenizers.normalizers import BertNormalizer
 
@@ -45,6 +46,32 @@ def load_tokenizer(directory, max_length, config=None):
             raise ValueError(f"the tokenizer in {directory} has {found}, more than the encoder")
     tokenizer.enable_truncation(max_length, strategy="longest_first")
     return tokenizer
+
+
+def encode_pairs(tokenizer, pairs):
+    """[(ids [T], types of segments [T], whether it is cut)] of [(text, text or None)], as by
+    `tokenizer.encode`. That, of two long texts, also returns each part that is cut off one beside
+    each that is cut off the other: it grows with the square of their lengths."""
+    pairs = [[text for text in pair if text is not None] for pair in pairs]
+    texts = [text for pair in pairs for text in pair]
+    found = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
+    result, frames = [], {}  # [(number of a text, or None, a token, its type)], a text's one alone
+    for count in (1, 2):
+        one = tokenizer.encode(*["a"] * count)
+        parts = enumerate(zip(one.sequence_ids, one.ids, one.type_ids, strict=True))
+        frames[count] = {(part[0], i * (part[0] is None)): part for i, part in parts}.values()
+    for count in map(len, pairs):
+        texts = [next(found) for _ in range(count)]
+        size = tokenizer.truncation["max_length"] - tokenizer.num_special_tokens_to_add(count > 1)
+        lengths = [len(text) + sum(map(len, text.overflowing)) for text in texts]
+        kept = [min(n, size - min(sum(lengths) - n, size // 2)) for n in lengths]
+        if sum(kept) > size:  # of an odd number the longer text has one more
+            kept[lengths[0] > lengths[1]] -= 1
+        parts = [([i] if n is None else texts[n].ids[: kept[n]], t) for n, i, t in frames[count]]
+        ids = np.concatenate([ids for ids, _ in parts]).astype(np.int32)
+        types = np.concatenate([[t] * len(ids) for ids, t in parts]).astype(np.int32)
+        result.append((ids, types, kept != lengths))
+    return result
 
 
 def tokenizer_sha256(tokenizer):

@@ -2,16 +2,19 @@
 as one line of JSON."""
 
 import argparse
+import contextlib
 import importlib
 import json
 import math
 import os
 import sys
+import threading
 import time
 import traceback
 
 import torch.distributed as dist
 
+from formats.files import forget_notes
 from runtime.processes import is_one_of_several
 
 WRONG = ValueError, OSError, FloatingPointError  # their messages are for users
@@ -93,6 +96,24 @@ def import_modules(names):
     """Imports the modules that --import names, which add to dictionaries such as ADAPTERS."""
     for name in names:
         importlib.import_module(name)
+
+
+GENERATOR = threading.RLock()  # of torch's random numbers, which all threads of a process share
+
+
+@contextlib.contextmanager
+def alone(is_run=True):
+    """For a training, or what draws beside one: other threads wait. Raises ValueError if another
+    one is still at work after half a minute."""
+    if not GENERATOR.acquire(timeout=30):
+        problem = "another thread of this process is training, and shares torch's random numbers"
+        raise ValueError(f"{problem}: wait for its end, or start another process")
+    try:
+        if is_run:
+            forget_notes()
+        yield
+    finally:
+        GENERATOR.release()
 
 
 def run_command(name, main, argv=None):

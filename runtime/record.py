@@ -48,9 +48,15 @@ def hashes_of(examples):
     return np.array([example.hash for example in examples], np.uint64)
 
 
-def examples_sha256(examples):
-    """SHA-256 of [Example], by the texts and the labels."""
-    return hashlib.sha256(hashes_of(examples).tobytes()).hexdigest()
+def examples_sha256(hashes):
+    """SHA-256 of examples by their `hashes_of`: by the texts and the labels."""
+    return hashlib.sha256(hashes.tobytes()).hexdigest()
+
+
+def data_inputs(task_name, train_hashes, dev_hashes):
+    """The inputs in run.json that are a task's data."""
+    sets = {"training": train_hashes, "development": dev_hashes}
+    return {f"{n} examples of {task_name}": examples_sha256(hashes) for n, hashes in sets.items()}
 
 
 def sketch(examples):
@@ -72,11 +78,13 @@ def share_trained_on(run, examples):
 
 
 def note_unseen_classes(place, task, examples):
-    """Notes that a class has no example. place: of [Example], for the note"""
+    """Notes that a class has no example, or a choice is never right. place: of [Example]"""
     seen = {example.label for example in examples}
     unseen = [repr(name) for i, name in enumerate(task.labels) if i not in seen]
-    if unseen and not task.is_multiple_choice and all(isinstance(label, int) for label in seen):
-        note(f"{place}: no example of {task.name} is {' or '.join(unseen):.300}")
+    if unseen and all(isinstance(label, int) for label in seen):
+        is_choice, name = task.is_multiple_choice, task.name
+        what = f"the right choice of {name} is never" if is_choice else f"no example of {name} is"
+        note(f"{place}: {what} {' or '.join(unseen):.300}")
 
 
 def describe(args, model, tokenizer, adapters, data):
@@ -91,8 +99,7 @@ def describe(args, model, tokenizer, adapters, data):
             raise ValueError(f"{saved.directory} was trained with another tokenizer")
     tasks = {}
     for task, train_set, dev_set in data:
-        inputs[f"training examples of {task.name}"] = examples_sha256(train_set)
-        inputs[f"development examples of {task.name}"] = examples_sha256(dev_set)
+        inputs |= data_inputs(task.name, hashes_of(train_set), hashes_of(dev_set))
         if (cut := sum(example.is_cut for example in train_set) / len(train_set)) > 0.1:
             note(f"{cut:.0%} of {task.name}'s training examples are cut to --max-length tokens")
         if not {example.hash for example in dev_set} - {example.hash for example in train_set}:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 from functools import partial
 from unittest.mock import Mock
@@ -130,14 +131,18 @@ def test_values_of_numpy_are_texts_and_numbers():
 
 
 def test_columns_that_the_task_does_not_use(tmp_path):
-    """They may hold anything, or be gone; of labels in Parquet the names decide."""
+    """They may hold anything, also what Python has no value for, or be gone; of labels in Parquet
+    the names decide."""
     label, texts = datasets.ClassLabel(names=["1", "0"]), datasets.Value("string")
     features = {"text_a": texts, "label": label, "gone": label, "people": {"names": texts}}
     columns = {"text_a": [*"abc"], "gone": [0, 0, 0], "people": [{"names": "x"}] * 3}
     for name, labels in (("own", [0, 1, 0]), ("hidden", [0, 1, -1])):
         rows = datasets.Dataset.from_dict({**columns, "label": labels}, datasets.Features(features))
         rows.to_parquet(path := tmp_path / name / "train.parquet")
-        pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).drop_columns("gone"), path)
+        table = pyarrow.parquet.read_table(path).drop_columns("gone")
+        for kind in (pyarrow.date32(), pyarrow.timestamp("s", "Nowhere/None")):
+            table = table.append_column(str(kind), pyarrow.array([3_000_000] * 3, kind))
+        pyarrow.parquet.write_table(table, path)
     task = get_task("own", source := Source(tmp_path))
     expected = [{"text_a": a, "label": label} for a, label in zip("abc", "101", strict=True)]
     assert task.labels == ["0", "1"] and [*source.read_split(task, "train")[1].values()] == expected
@@ -175,6 +180,24 @@ def test_empty_cells_and_half_characters(tokenizer, tmp_path, capsys):
     assert run.candidates(rows) == [[("cat", text)] for text in texts[1:]]
 
 
+def test_an_empty_line_of_one_column_is_a_row(tmp_path):
+    """But not at the end; with several columns it is none."""
+    for text, ours in (
+        ("\n\nred\n\n\n", ["", "red"]),
+        (",label\n\nred,x\n\nblue,y", ["red", "blue"]),
+    ):
+        (tmp_path / "a.csv").write_text(f"text_a{text}")
+        assert [row["text_a"] for row in read_rows(tmp_path / "a.csv")] == ours
+
+
+def test_choices_that_are_filled_up(tokenizer, tmp_path, capsys):
+    rows = [{"choices": ["red", "", "a", ""], "label": 2 * i} for i in (0, 1)]
+    write_rows(tmp_path / "own/train.jsonl", rows)
+    load_split(get_task("own", source := Source(tmp_path)), source, "train", tokenizer)
+    said = capsys.readouterr().out
+    assert "empty texts, 4 of them" in said and "right choice of own is never '1' or '3'" in said
+
+
 def test_columns_have_the_files_names():
     """Which may be ours in another place; in prediction, too. A row may leave out a column."""
     rows = [{"text_a": "a", "label": 0}, {"text_b": "b", "label": 1}]
@@ -191,21 +214,6 @@ def test_columns_have_the_files_names():
         run.candidates(ours)
 
 
-def test_columns_and_classes_of_your_own_task(tmp_path):
-    """Columns are those that any row has, classes are sorted."""
-    a, choice = {"text_a": "a"}, {"choices": ["x", "y"]}
-    for rows, labels, columns, classes in (
-        ([{**a, "text_b": None}, a, {}], [10, 9, 2], "text_a", "2 9 10"),
-        ([a, {**a, "text_b": "b"}], ["b", "a"], "text_a text_b", "a b"),
-        ([choice, {**choice, **a}], [0, 1], "text_a choices", "0 1"),
-    ):
-        rows = [{**row, "label": label} for row, label in zip(rows, labels, strict=True)]
-        write_rows(tmp_path / "own/train.jsonl", rows)
-        task = get_task("own", Source(tmp_path))
-        assert ([*task.columns], [*task.labels]) == (columns.split(), classes.split())
-        assert [task.labels[task.label_index(x)] for x in labels] == [str(x) for x in labels]
-
-
 LABELS = [  # in a training file, and the classes, or what is wrong
     (["10", "9", "-1", "9"], ["-1", "9", "10"]),
     (["None", "for", "against"], ["None", "against", "for"]),
@@ -213,7 +221,17 @@ LABELS = [  # in a training file, and the classes, or what is wrong
     (["0", "1", "nan"], ["0", "1", "nan"]),
     (["neg", "pos", "NEG"], "labels differ in case, .* make them one: 'neg', 'NEG'"),
     (["x", "y", "x "], "make them one: 'x', 'x '"),
+    (["a b", "y", "a  b"], r"make them one: 'a b', 'a \\x20b'"),
+    (["\xe8", "e\u0300", "y"], r"make them one: '\\xe8', 'e\\u0300'"),
+    *[([f"a{c}b", "y", "ab"], "cannot be seen") for c in "\u200b\xad\ufeff\ufe0f\0"],
+    (["a\xa0b", "y", "a b"], "cannot be seen"),
+    (["01", 1, 2], "make them one: '01', '1'"),
     ([0, 1, float("nan")], "row 3: the label is empty"),
+    *[
+        ([0, 1, v], "a label is .*: classes are texts or int")
+        for v in (1e-9, math.inf, "1e-3", ".5")
+    ],
+    *[([0, v], "multi-label") for v in ([0, 1], {"a": 1}, [], "['x', 'y']", "[0 1]")],
     (["neg", "pos", "-1"], "-1, which is a hidden label"),
 ]
 

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -135,7 +136,9 @@ def made_up(started, encoder, data_dir, tmp_path):
             raise ValueError("this one fails")
         record = {"machine": {"command": shlex.join(sys.argv)}, "inputs": {"encoder": "Θ"}}
         options = vars(cell.options()) | {"adapters": [], "model": "M"}
-        write_json(cell.out / "run.json", {**record, "options": options, "adapters": []})
+        write_json(
+            cell.out / "run.json", {**record, "options": options, "adapters": [], "tasks": []}
+        )
         each = {task: made_up.accuracy(cell, task) for task in TASKS}
         accuracy = {"accuracy": sum(each.values()) / 3, "accuracies": each, "trained_parameters": 9}
         write_json(cell.out / "metrics.json", accuracy)
@@ -223,9 +226,10 @@ def test_options_are_chosen_on_other_seeds(made_up, started, tmp_path):
 
 
 def test_what_counts_as_finished(started, encoder, data_dir, tmp_path, copy, capsys):
-    """A run of the same command, made from the adapters and the encoder that lie there. Another
+    """A run of the same command, made from the data, adapters and encoder that lie there. Another
     command's is refused; --overwrite replaces it, and all that was made from it."""
     adapter, fusion = names = "st_a_16-rte-0", "fusion_st_a-rte-0"
+    data_dir = shutil.copytree(data_dir, tmp_path / "data")
     words = cli("--tasks rte --systems fusion_st_a --seeds 0", model=copy(encoder))
 
     def starts(*names, epochs=1, options=""):
@@ -239,6 +243,14 @@ def test_what_counts_as_finished(started, encoder, data_dir, tmp_path, copy, cap
     row, out = pd.read_csv(tmp_path / "out" / "results.csv").iloc[0], tmp_path / "out" / "runs"
     metrics = read_json(out / fusion / "metrics.json")
     assert (row["accuracy"], row["train_examples"]) == (metrics["accuracy"], 90)
+    for file, split in (("train", "training"), ("validation", "development")):
+        before = (path := data_dir / "rte" / f"{file}.jsonl").read_text()
+        path.write_text(before.replace('label": 1', 'label": 0'))
+        with pytest.raises(SystemExit):
+            starts(adapter)
+        assert f"holds a run with {split} examples of rte = " in capsys.readouterr().out
+        path.write_text(before)
+    starts()
     with pytest.raises(ValueError, match="is a finished run with --epochs 1, not --epochs 2: "):
         starts(epochs=2)
     starts(*names, epochs=2, options="--overwrite")

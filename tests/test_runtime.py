@@ -24,6 +24,8 @@ import child
 import train
 from bert import attention, dropout
 from conftest import assert_equal, change, interrupt, main, read_lines, thorough_after_first, times
+from experiments.load_run import load_run
+from formats.adapterhub import Saved
 from formats.files import read_json
 from reference import difference
 from runtime.command import run_command
@@ -285,6 +287,22 @@ def test_what_adapters_have_seen(launch, runs, data_dir, tmp_path, capsys):
         )
 
 
+def test_the_whole_name_of_an_encoder_counts(capsys):
+    """Of an adapter without a run. What is not known for sure is said; . is a directory."""
+    for theirs, ours, said in (
+        ("bert-base-cased", "google-bert/bert-base-cased", ""),
+        ("bert-base-cased", "dbmdz/bert-base-cased", None),
+        ("a/x", "b/x", None),
+        ("x", "b/x", "note: an adapter was made for 'x', the encoder is b/x"),
+        ("a/x", ".", "note: place was made for 'a/x', the encoder is ."),
+    ):
+        saved = Saved("place", {"model_name": theirs}, {}, "x", [], {}, {})
+        bert = SimpleNamespace(source=ours, sha256=None, config=SimpleNamespace(model_type="bert"))
+        with pytest.raises(ValueError) if said is None else contextlib.nullcontext():
+            saved.check_encoder(bert)
+        assert capsys.readouterr().out.strip() == (said or "")
+
+
 def test_auto_is_bfloat16_where_the_hardware_has_it(monkeypatch):
     for found, dtype in (
         ({"avx512_bf16": True, "amx_bf16": False}, torch.bfloat16),
@@ -300,21 +318,22 @@ def test_auto_is_bfloat16_where_the_hardware_has_it(monkeypatch):
 
 def test_random_numbers_are_a_function_of_all_integers():
     """Also of those that 32 bits cannot hold side by side."""
-
-    def draw(*numbers):
-        reseed(*numbers)
-        return torch.rand(()).item()
-
-    numbers = [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2**31, 1, 2), (0, 1, 2**20 + 2)]
-    assert len({draw(*one) for one in numbers}) == 5
-    assert draw(0, 1, 2) == draw(0, 1, 2)
+    numbers = [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2**31, 1, 2), (0, 1, 2**20 + 2), (0, 1, 2)]
+    drawn = [reseed(*one) or torch.rand(()).item() for one in numbers]
+    assert len({*drawn}) == 5 and drawn[0] == drawn[-1]
 
 
-def test_a_thread_trains(launch, tmp_path):
-    """Without hearing signals, which Python gives to the main thread alone."""
-    with ThreadPoolExecutor() as pool:
-        words = "--stage head --task rte --epochs 1"
-        assert pool.submit(launch, words, out=tmp_path / "run").result()["best_epoch"] == 1
+def test_threads_train_one_after_another(launch, whole, command, tmp_path, monkeypatch):
+    """Without hearing signals, which Python gives to the main thread alone. A run that is loaded
+    meanwhile waits, too, but not for long."""
+    out, place = [tmp_path / str(i) for i in (0, 1)], whole("head")
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(main, [command("head", one) for one in out])]
+        for one in out:
+            assert_equal(one, place)
+    monkeypatch.setattr("runtime.command.GENERATOR", Mock(acquire=lambda timeout: timeout > 60))
+    with pytest.raises(ValueError, match="another thread of this process is training"):
+        load_run(place)
 
 
 def test_any_stream_is_written_to(monkeypatch):

@@ -1,11 +1,12 @@
 """Every kind of vocabulary, and the files beside it, give the ids of transformers."""
 
 import json
+import random
 import re
 
 import pytest
 
-from formats.tokenizer import CONFIG, copy_tokenizer, load_tokenizer
+from formats.tokenizer import CONFIG, copy_tokenizer, encode_pairs, load_tokenizer
 from reference import GOLDEN
 
 TOKENIZERS = GOLDEN / "tokenizers"
@@ -20,6 +21,22 @@ def test_ids_and_truncation_are_those_of_transformers(kind):
     for texts, max_length, ids, type_ids in EXPECTED[kind]:
         encoding = load_tokenizer(TOKENIZERS / kind, max_length).encode(*texts)
         assert (encoding.ids, encoding.type_ids) == (ids, type_ids), (texts, max_length)
+
+
+@pytest.mark.parametrize("kind", EXPECTED)
+def test_long_texts_are_cut_as_the_tokenizer_cuts_them(kind):
+    """One or two, of random lengths: the same ids and types, and whether there were more."""
+    rng = random.Random(0)
+    for length in [8, 9, 20, 31] * 10:
+        tokenizer = load_tokenizer(TOKENIZERS / kind, length)
+        texts = [
+            " ".join(rng.choices(["the", "a [SEP] b", "x"], k=rng.randrange(30))) for _ in "ab"
+        ]
+        pairs = [(a, b) for a in texts for b in (*texts, None)]
+        for pair, (ids, types, is_cut) in zip(pairs, encode_pairs(tokenizer, pairs), strict=True):
+            one = tokenizer.encode(*[text for text in pair if text is not None])
+            assert (ids.tolist(), types.tolist()) == (one.ids, one.type_ids)
+            assert is_cut == bool(one.overflowing)
 
 
 def write(directory, words, files):
