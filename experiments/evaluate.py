@@ -19,6 +19,7 @@ import train
 from data import load_split
 from experiments.load_run import load_run, make_parser
 from experiments.report import markdown
+from formats.adapterhub import read_run
 from formats.files import read_json
 from runtime import command, record
 from runtime.processes import choose_device, set_deterministic
@@ -78,6 +79,13 @@ def main(argv=None):
         examples = load_split(task, source, split, run.tokenizer)
     else:
         examples = run.split(split, args.data_dir)
+    seen = {"the run": run.record}
+    for name in run.record["adapters"]:
+        seen[f"adapter {name}"] = read_run(run.directory / "adapters" / name)
+    for name, of_run in seen.items() if split != "train" else ():
+        if share := record.share_trained_on(of_run, examples):
+            problem = f"{name} was TRAINED on {share:.0%} of these examples"
+            print(f"WARNING: {problem}, or on equal ones: scores say little")
     labels, predictions, loss = train.predict(run.model, task, examples, run.args)
     scores = {name: score(labels, predictions) for name, score in task.scores.items()}
     result = {"stage": "eval", "run": args.run, "task": task.name, "split": split}

@@ -51,8 +51,7 @@ def make_parser(name, description):
 class LoadedRun:
     """A finished run, frozen, in eval mode; precision and active parts are as in its training. Its
     methods take inputs: one, or a list of them. An input is a text; a tuple or list of the texts in
-    the order of the task's columns; or a row of the run's files, {column: text}. In a list all are
-    rows, or none."""
+    the order of the task's columns; or a row of the run's files, {column: text}."""
 
     model: train.Model
     task: Task  # of a multi-task run the one that was asked for
@@ -61,6 +60,9 @@ class LoadedRun:
     args: argparse.Namespace  # its options
     record: dict  # its run.json
     directory: Path
+
+    def __repr__(self):
+        return f"<{self.args.stage} on {self.task.name}, a finished run in {self.directory}>"
 
     @property
     def bert(self):
@@ -74,12 +76,20 @@ class LoadedRun:
     def candidates(self, inputs):
         """[[(text_a, text_b or None)]] of inputs, as in training. Raises ValueError for what is no
         input of the task."""
-        task, names = self.task, self.source.column_names
-        rows = inputs if isinstance(inputs, list) else [inputs]
-        if not all(isinstance(row, dict) for row in rows):
-            rows, names = [self.row_of(texts) for texts in rows], {}
+        inputs = inputs if isinstance(inputs, list) else [inputs]
+        texts = [self.row_of(one) for one in inputs if not isinstance(one, dict)]
+        of_texts = self.candidates_of(texts, {})
+        rows = [one for one in inputs if isinstance(one, dict)]
+        of_rows = self.candidates_of(rows, self.source.column_names)
+        return [next(of_rows if isinstance(one, dict) else of_texts) for one in inputs]
+
+    def candidates_of(self, rows, names):
+        """The candidates of each row. names: {our name of a column: theirs}"""
+        task = self.task
         rows = our_rows(rows, names, task.name, task.columns, task.label, has_label=False)
-        return [task.candidates_of(row) for row in rows]
+        for number, row in enumerate(rows, 1):
+            with error_prefix(f"row {number}"):
+                yield task.candidates_of(row)
 
     def row_of(self, texts):
         """{column: text} of a text, or of texts in the order of the columns."""

@@ -78,6 +78,14 @@ def note_unseen_classes(place, task, examples):
         note(f"{place}: no example of {task.name} is {' or '.join(unseen):.300}")
 
 
+def never_predicted(task, labels, predictions):
+    """{"never_predicted": [class that some examples have, and none is predicted as]}, or {}"""
+    if labels.ndim != 1 or labels.dtype != torch.long or task.is_multiple_choice:
+        return {}  # they are no classes
+    missed = sorted({*labels.tolist()} - {*predictions.tolist()})
+    return {"never_predicted": [task.labels[k] for k in missed]} if missed else {}
+
+
 def describe(args, model, tokenizer, adapters, data):
     """What run.json is to say. adapters: {name: Saved} of --adapters; data: [(task, training set,
     development set)]. Says what is strange about the data, also if an adapter has seen development
