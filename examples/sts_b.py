@@ -1,15 +1,14 @@
-r"""STS-B of GLUE (Cer et al., 2017), a regression: how alike are two sentences, from 0 to 5?
+"""STS-B of GLUE (Cer et al., 2017), a regression: how alike are two sentences, from 0 to 5?
 
     python train.py --import examples.sts_b --stage adapter --task sts_b
     python -m experiments.evaluate runs/sts_b --import examples.sts_b
     python -m experiments.predict runs/sts_b "A man sleeps." "A dog runs." --import examples.sts_b
 
 The loss is the squared error, as in GLUE's baselines; the epoch with the highest Pearson
-correlation is kept. Numbers of your own, of one text and in any range, are scaled to a few units,
-since predictions start near 0, and then
+correlation is kept. Your own numbers may have any range, but predictions start near 0: scale them
+to a few units. Of one text:
 
-    python train.py --import examples.sts_b --stage adapter --task regression \
-        --train-file mine.csv --columns text_a=review label=stars --dev-fraction 0.2"""
+    python train.py --import examples.sts_b --stage adapter --task regression --train-file my.csv"""
 
 import math
 
@@ -54,7 +53,6 @@ class Similarity(Regression):
 
 OF_NUMBERS = {"labels": ["score"], "loss": squared_error, "predict": number_of}
 OF_NUMBERS["scores"] = {"pearson": pearson}
-TASKS["sts_b"] = Similarity(
-    ("nyu-mll/glue", "stsb", None), ["sentence1", "sentence2"], **OF_NUMBERS
-)
+STS_B = ("nyu-mll/glue", "stsb", None)
+TASKS["sts_b"] = Similarity(STS_B, ["sentence1", "sentence2"], **OF_NUMBERS)
 TASKS["regression"] = Regression(None, ["text_a"], **OF_NUMBERS)  # or ["text_a", "text_b"]

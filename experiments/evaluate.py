@@ -79,11 +79,10 @@ def main(argv=None):
         examples = load_split(task, source, split, run.tokenizer)
     else:
         examples = run.split(split, args.data_dir)
-    seen = {"the run": run.record}
-    for name in run.record["adapters"]:
-        seen[f"adapter {name}"] = read_run(run.directory / "adapters" / name)
-    for name, of_run in seen.items() if split != "train" else ():
-        if share := record.share_trained_on(of_run, examples):
+    runs = {n: read_run(run.directory / "adapters" / n) for n in run.record["adapters"]}
+    for name, of_run in {"this run": run.record, **runs}.items():
+        share = record.share_trained_on(of_run, examples)
+        if share and split != "train":
             problem = f"{name} was TRAINED on {share:.0%} of these examples"
             print(f"WARNING: {problem}, or on equal ones: scores say little")
     labels, predictions, loss = train.predict(run.model, task, examples, run.args)

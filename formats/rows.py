@@ -271,9 +271,7 @@ def own_labels(values):
     """The classes of your own task, sorted: numbers, or texts. Raises ValueError for decimals, and
     for labels that `Task.label_index` would take for the same class. Notes what was found."""
     if decimals := [value for value in values if re.fullmatch(r"[-+]?\d*[.,]\d+", str(value))]:
-        advice = "classes are texts or integers; for a regression see examples/sts_b.py"
-        if all(re.fullmatch(r"[-+]?\d+[.,]0+", str(value)) for value in decimals):
-            advice = "write classes as integers, or texts"
+        advice = "classes are texts, or integers (0, not 0.0); for a regression: examples/sts_b.py"
         raise ValueError(f"a label is {decimals[0]!r}: {advice}")
     counts = Counter(map(str, values))
     alike = Counter(label.strip().lower() for label in counts)

@@ -46,11 +46,9 @@ def check_there(place):
     """Raises FileNotFoundError for a directory without an adapter."""
     directory = Path(place)
     if (directory.is_dir() or is_local(place)) and not (directory / ADAPTER.config).is_file():
-        advice = "--stage adapter, or --resume, makes one"
+        advice = "--stage adapter, or --resume, makes one; a hub id is OWNER/NAME"
         if inside := sorted(path.parent for path in directory.glob(f"*/{ADAPTER.config}")):
             advice = f"there are {', '.join(map(str, inside)):.300}"
-        elif not directory.exists() and not directory.parent.is_dir():
-            advice += "; a hub id has two parts, OWNER/NAME"
         raise FileNotFoundError(f"no adapter in {place}: {advice}")
 
 

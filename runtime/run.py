@@ -28,23 +28,17 @@ RUN_FILES = "resume.pt metrics.json log.jsonl adapters heads model.safetensors c
 RUN_FILES += [n for kind in (ADAPTER, HEAD, FUSION) for n in (kind.weights[0], kind.config)]
 RUN_FILES += ["own.safetensors", *TOKENIZER_FILES]
 TEMPORARY = [f"{name}.tmp" for name in [*RUN_FILES, "run.json"]]  # of a write that was killed
+DAMAGED = "the file is damaged: --overwrite starts anew"
 STATE = "epoch step best_epoch best_scores best history".split()  # fields of Run in a checkpoint
-
-
-@contextlib.contextmanager
-def said_if_damaged():
-    """Says of a ValueError, which names a run's file, what helps."""
-    try:
-        yield
-    except ValueError as e:
-        raise ValueError(f"{e}; the file is damaged: --overwrite starts anew") from e
 
 
 def is_begun(out):
     """Whether a directory holds a run that is finished, or that can be continued."""
     files = Path(out, "resume.pt"), Path(out, "metrics.json")
-    with said_if_damaged():
+    try:
         return bool(read_run(out)) and any(path.is_file() for path in files)
+    except ValueError as e:
+        raise ValueError(f"{e}; {DAMAGED}") from e
 
 
 def check_out(args):
@@ -163,8 +157,10 @@ class Run:
                 print(f"{self.out} is finished already; its result:", flush=True)
                 clear(self.out, ["resume.pt"])  # a kill may have come before it was removed
                 return
-            with said_if_damaged():
+            try:
                 saved = read_tensors(self.out / "resume.pt")
+            except ValueError as e:
+                raise ValueError(f"{e}; {DAMAGED}") from e
             self.restore(saved)
         if len({*gather((self.epoch, self.step))}) > 1:
             raise ValueError(f"--out {self.out} must be one directory for all processes")

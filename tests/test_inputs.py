@@ -52,7 +52,7 @@ multitask: {BOX} --tasks rte sst2 --cuda-graphs | --cuda-graphs is for a run on 
 {FUSE} x=runs/sst2 y=runs/sst2 X=runs/sst2 | two adapters are called 'X'
 {FUSE} runs/fusion-rte | no adapter in runs/fusion-rte: --stage adapter, or --resume
 {FUSE} runs | no adapter in runs: there are runs/pick, runs/rte, runs/sst2
-{FUSE} AdapterHub/bert/sst2 | a hub id has two parts, OWNER/NAME
+{FUSE} AdapterHub/bert/sst2 | makes one; a hub id is OWNER/NAME
 {FUSE} --out runs/rte --overwrite | would replace
 multitask: {BOX} --tasks rte rte | one task twice
 multitask: {BOX} --tasks rte --adapters runs/rte | --stage multitask takes no --adapters
@@ -107,7 +107,11 @@ X, Y = {"choices": ["a", "b"], "label": 0}, {"choices": ["a", "b"], "label": 1}
 for file, content, say in [  # the training file of a task of one's own: rows, or all of it
     ("train.jsonl", [A, A], "leaves nothing to learn"),
     ("train.jsonl", [{**A, "label": 0.5}, {**B, "label": 1}], "a label is 0.5"),
-    ("train.jsonl", [{**A, "label": 0.0}, {**B, "label": 1.0}], "0.0: write classes as integers"),
+    (
+        "train.jsonl",
+        [{**A, "label": 0.0}, {**B, "label": 1.0}],
+        "0.0: classes are texts, or integers (0, not",
+    ),
     ("train.jsonl", [X, {**Y, "choices": ["a"]}], "row 2: 1 choices, expected 2"),
     ("train.jsonl", '{"text_a": "a", "label": "x"}\n{"text_a"', "line 2: "),
     ("train.jsonl", "null\n", "a row is no JSON object"),
@@ -115,7 +119,7 @@ for file, content, say in [  # the training file of a task of one's own: rows, o
     ("train.csv", 'text_a,label\n"a\nb",x\n\n"b,y\n', "row 2: a quotation mark is not closed"),
     ("train.csv", lambda p: p.write_bytes(b"a\n" * 9999 + b"\x92"), "line 10000 is not UTF-8"),
     ("train.csv", "label,label\na,x\n", "it has label (twice)"),
-    ("train.csv", "a film,1\na play,0\n", "text_a=NAME says which one it is; a .csv or .tsv needs a header"),
+    ("train.csv", "a film,1\na play,0\n", "which one it is; a .csv or .tsv needs a header"),
 ]:
     CASES.append(("--task mine", say, {f"data/mine/{file}": content}))
 both = {"data/mine/train.jsonl": [A, B], "data/mine/validation.jsonl": [{**A, "text_b": "b"}]}

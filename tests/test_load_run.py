@@ -89,9 +89,8 @@ def test_classes_are_counted():
         ["1 y", 0, 0, 1, "1 as 0"],
         ["2 z", None, 0, 2, "2 as 1"],
     ]
-    task = Task(None, [], [*"xyzw"])
-    assert never_predicted(task, labels, predictions) == {"never_predicted": ["z"]}
-    assert never_predicted(task, predictions, labels) == {}
+    found = never_predicted(Task(None, [], [*"xyzw"]), labels, predictions)
+    assert found == {"never_predicted": ["z"]}
 
 
 def test_which_rows_are_evaluated(launch, refused, data_dir, tmp_path, capsys):
@@ -110,9 +109,8 @@ def test_which_rows_are_evaluated(launch, refused, data_dir, tmp_path, capsys):
     renamed = [{**row, "sentence1": row["idx"], "claim": row["sentence1"]} for row in rows[:50]]
     write_rows(tmp_path / "mine.jsonl", renamed)
     words = ["--file", tmp_path / "mine.jsonl", "--columns", "sentence1=claim"]
-    capsys.readouterr()
     assert of_split["examples"] == 50 and of_split["loss"] == evaluate(run, *words)["loss"]
-    assert "WARNING: the run was TRAINED on " in capsys.readouterr().out
+    assert "WARNING: this run was TRAINED on " in capsys.readouterr().out
     words = ["--file", file, "--columns", "sentence1=gone"]
     refused([run, *words], f"{file}: no column 'gone'", main=predict.main)
     refused([run, "--file", "x", "--split", "test"], "in place of", main=evaluation.main)
@@ -193,6 +191,9 @@ def test_the_precision_is_that_of_the_training(has_bf16, copy, runs, monkeypatch
     assert seen == 3 * [(has_bf16, torch.bfloat16 if has_bf16 else torch.float32)]
     assert ("computes it in float32" in capsys.readouterr().out) != has_bf16
     assert weights["tokens"] == "[CLS] red cat [SEP] cat [SEP]".split()
+    monkeypatch.setattr("torch.get_default_dtype", lambda: torch.float64)
+    with pytest.raises(ValueError, match="set_default_dtype was called: here it has to be"):
+        load_run(path)
 
 
 NO_INPUTS = {  # one text of two, two inputs of one text each, and the like

@@ -92,7 +92,8 @@ def test_what_a_page_names_is_there(page):
     """What it imports (not the reference library), or takes from a module or a run; the lines in
     the README's table; links, and files whose room is named before them, in backticks."""
     code, names = "".join(blocks(page, "python")), {"run": load_run.LoadedRun(*[Mock()] * 7)}
-    exec("\n".join(re.findall(r"^(?:import|from) (?!adapters\b|transformers\b).*", code, re.MULTILINE)), names)
+    imports = re.findall(r"^(?:import|from) (?!adapters|transformers).*", code, re.MULTILINE)
+    exec("\n".join(imports), names)
     for name, attribute in re.findall(r"\b(\w+)\.(\w+)", code):
         assert name not in names or hasattr(names[name], attribute), f"{name}.{attribute}"
     quoted = re.findall(r"\| `(\w+\.py)`: `(.+)` \|", PAGES[page])
