@@ -75,16 +75,15 @@ def main(argv=None):
     run = load_run(args.run, args.device, args.model, args.task, args.columns)
     task, split = run.task, args.file or args.split or "validation"
     if args.file:
-        source = replace(run.source, files={split: args.file})
-        examples = load_split(task, source, split, run.tokenizer)
+        source = replace(run.source, files={"file": args.file})
+        examples = load_split(task, source, "file", run.tokenizer)
     else:
         examples = run.split(split, args.data_dir)
-    runs = {n: read_run(run.directory / "adapters" / n) for n in run.record["adapters"]}
-    for name, of_run in {"this run": run.record, **runs}.items():
-        share = record.share_trained_on(of_run, examples)
+    places = {f"adapter {n}": run.directory / "adapters" / n for n in run.record["adapters"]}
+    for name, place in {"this run": run.directory, **places}.items():
+        share = record.share_trained_on(read_run(place), examples)
         if share and split != "train":
-            problem = f"{name} was TRAINED on {share:.0%} of these examples"
-            print(f"WARNING: {problem}, or on equal ones: scores say little")
+            print(f"WARNING: {name} was TRAINED on {share:.0%} of these examples, or on equal ones")
     labels, predictions, loss = train.predict(run.model, task, examples, run.args)
     scores = {name: score(labels, predictions) for name, score in task.scores.items()}
     result = {"stage": "eval", "run": args.run, "task": task.name, "split": split}

@@ -77,11 +77,10 @@ class LoadedRun:
         """[[(text_a, text_b or None)]] of inputs, as in training. Raises ValueError for what is no
         input of the task."""
         inputs = inputs if isinstance(inputs, list) else [inputs]
-        texts = [self.row_of(one) for one in inputs if not isinstance(one, dict)]
-        of_texts = self.candidates_of(texts, {})
-        rows = [one for one in inputs if isinstance(one, dict)]
-        of_rows = self.candidates_of(rows, self.source.column_names)
-        return [next(of_rows if isinstance(one, dict) else of_texts) for one in inputs]
+        texts = self.candidates_of([self.row_of(x) for x in inputs if not isinstance(x, dict)], {})
+        rows = [x for x in inputs if isinstance(x, dict)]
+        rows = self.candidates_of(rows, self.source.column_names)
+        return [next(rows if isinstance(x, dict) else texts) for x in inputs]
 
     def candidates_of(self, rows, names):
         """The candidates of each row. names: {our name of a column: theirs}"""
@@ -240,7 +239,7 @@ def recorded_task(record, directory, name=None):
     found = record["tasks"][name]
     if name in TASKS:
         return replace(TASKS[name], name=name, labels=found["labels"])
-    if {*found["columns"]} - {*OWN_COLUMNS}:
+    if {*found["columns"]} - {*OWN_COLUMNS} or len(found["labels"]) < 2:
         advice = "if it is a module of yours that adds it to data.TASKS, --import MODULE names that"
         raise ValueError(f"{directory} is a run on {name!r:.50}, which is not known: {advice}")
     return data.own_task(name, found["columns"], found["labels"])

@@ -9,9 +9,9 @@
 Texts are given in the order of the task's columns, choices at the end.
 
 --file reads what training reads, .jsonl, .json, .csv, .tsv or .parquet, with the columns of the
-task's training data; the label may be missing, or hidden (-1). --json prints one object a line:
-the input's number from 1, label, probability, all probabilities, and whether the text was longer
-than in training and therefore cut. --picture draws the fusion weights of every token."""
+task's training data; the label may be missing, or hidden (-1). --json prints one object a line: the
+input's number, from 1, label, probability, all probabilities, and whether the text was longer than
+in training, and cut. --picture draws the fusion weights of every token."""
 
 import contextlib
 import json

@@ -80,9 +80,8 @@ def note_unseen_classes(place, task, examples):
 
 def never_predicted(task, labels, predictions):
     """{"never_predicted": [class that some examples have, and none is predicted as]}, or {}"""
-    if labels.ndim != 1 or labels.dtype != torch.long or task.is_multiple_choice:
-        return {}  # they are no classes
-    missed = sorted({*labels.tolist()} - {*predictions.tolist()})
+    are_classes = labels.ndim == 1 and labels.dtype == torch.long and not task.is_multiple_choice
+    missed = sorted({*labels.tolist()} - {*predictions.tolist()}) if are_classes else []
     return {"never_predicted": [task.labels[k] for k in missed]} if missed else {}
 
 

@@ -227,10 +227,12 @@ def test_pictures(runs, tmp_path, refused):
 
 
 def test_head_ends_it_quietly(runs, tmp_path):
-    """`| head` closes the pipe before all is written, and `| true` before the first line."""
+    """`| head` closes the pipe before all is written, and `| true` before the first line. What only
+    pictures need may not be installed."""
+    (tmp_path / "matplotlib.py").write_text("raise ImportError")
     write_rows(tmp_path / "rows.jsonl", [{"sentence": "red cat"}] * 600)
     program = f"{sys.executable} -m experiments.predict {runs / 'sst2'} --device cpu"
-    buffered = os.environ | {"PYTHONUNBUFFERED": ""}  # so that little is written at the very end
+    buffered = os.environ | {"PYTHONUNBUFFERED": "", "PYTHONPATH": tmp_path}  # little comes last
     for words in (f"--json --file {tmp_path}/rows.jsonl | head -n 1", "cat | true"):
         command = ["bash", "-c", f"set -o pipefail; {program} {words}"]
         done = subprocess.run(command, capture_output=True, text=True, env=buffered)
