@@ -36,7 +36,7 @@ from fusion import FUSIONS, add_fusion, fusion_regularization, save_fusion
 from runtime import command
 from runtime.own import hold_frozen_in, own_names, parts_of, without_file
 from runtime.processes import choose_device, gather, ranks, reseed, set_deterministic, sum_gradients
-from runtime.record import describe
+from runtime.record import describe, never_predicted
 from runtime.run import check_out, is_begun, open_run
 
 # Section 4.1 and appendix A.2: single-task adapters are trained at a learning rate of 1e-4 for at
@@ -331,7 +331,7 @@ def evaluate(model, task, examples, args):
     """{score: value} of a split, and the mean loss. Whatever else is returned here is logged."""
     labels, predictions, loss = predict(model, task, examples, args)
     scores = {name: score(labels, predictions) for name, score in task.scores.items()}
-    return {**scores, "loss": loss}
+    return {**scores, "loss": loss, **never_predicted(task, labels, predictions)}
 
 
 def settle(args, task, bert, dtype):

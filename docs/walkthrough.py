@@ -130,7 +130,8 @@ show(Head.forward)
 # %% [markdown]
 # Here is that argmin in a few lines. `train()` in `train.py` adds a schedule, early stopping,
 # clipping and checkpoints, and keeps dropout on in the frozen $\Theta$, as the authors' library
-# does; in `fit` the head alone has dropout.
+# does; in `fit` the head alone has dropout. These 50 steps are too few for `order`, which stays
+# near chance; section 4 takes 300.
 
 
 # %%
@@ -231,16 +232,25 @@ print(f"Ψ has {psi:,} parameters, a Φ {phi:,}, the head {of_head:,}")
 #
 # $\otimes$ is the dot product. The paper multiplies rows, $h^\top Q$, and `nn.Linear` columns, $Wh$
 # with $W = Q^\top$: in the code, and from here on, $Q$, $K$ and $V$ are these $W$.
+#
+# First one token, with two adapters and $d = 2$. This $Q$ asks for the first dimension:
 
 # %%
-show(Fusion.textbook, Fusion.softmax, Fusion.forward)
-show(Adapter.h_and_residual, Adapter.close)  # the two halves of an adapter's own `forward`
+h, z_1, z_2 = torch.tensor([1.0, 0.5]), torch.tensor([0.8, 0.2]), torch.tensor([-0.4, 0.6])
+Q, K, V = torch.tensor([[2.0, 0.0], [0.0, 0.0]]), torch.eye(2), torch.eye(2)
+scores = torch.stack([(Q @ h) @ (K @ z) for z in (z_1, z_2)])  # of each adapter one
+s = scores.softmax(0)
+o = s[0] * (V @ z_1) + s[1] * (V @ z_2)
+steps = {"h": h, "z_1": z_1, "z_2": z_2, "Q h": Q @ h, "scores": scores, "s": s, "o": o}
+tabulate([[name, *x.tolist()] for name, x in steps.items()], ["", "first", "second"])
 
 # %% [markdown]
-# `h_and_residual` decides what the query is: read literally, the text's "output of the feedforward
-# sub-layer" is $f$; the authors' library and this code take $\mathrm{LN}(f + x)$, as the text does
-# if a sub-layer includes its Add & Norm.
-#
+# $z_1$ has more of it, so $o$ is mostly $z_1$. All tokens and $N$ adapters at once:
+
+# %%
+show(Fusion.textbook, Fusion.softmax)
+
+# %% [markdown]
 # $V$ starts as the identity (1e-6 off its diagonal), so $o$ starts as $\sum_n s_n z_n$, a mixture
 # of what the adapters put out. $Q$ and $K$ start at random, and so does $s$: nearly even where $d$
 # is small, but not in a wide encoder, since the scores grow with $d$, and nothing divides them by
@@ -262,13 +272,22 @@ tabulate(rows, ["d", "s", "‖o − Σ s z‖ / ‖o‖"])
 # without its residual, which is added after the fusion; $Q$ and $K$ have biases; dropout is applied
 # to the scores. More: [silent.md](silent.md).
 #
+# In the encoder, `forward` finds $h$, and closes the sub-layer with the two halves of an adapter's
+# own `forward`. `h_and_residual` decides what the query is: read literally, the text's "output of
+# the feedforward sub-layer" is $f$; the authors' library and this code take $\mathrm{LN}(f + x)$, as
+# the text does if a sub-layer includes its Add & Norm.
+
+# %%
+show(Fusion.forward, Adapter.h_and_residual, Adapter.close)
+
+# %% [markdown]
 # ### The same function, without the price of $N$ adapters
 #
 # *This is not in the paper, and can be skipped: section 4 does not need it. It is why `forward`
-# above may call `low_rank`: wherever that gives what `textbook` gives.* As written, $K$ and $V$ are multiplied with every $z_n$: $2Nd^2$
-# multiply-adds a token. But a dot product lets $K$ move to the query, a sum lets $V$ move behind
-# it, and $z_n$ has only $r$ dimensions of its own. So $K$ and $V$ are applied once, and no $z_n$ is
-# formed:
+# above may call `low_rank`: wherever that gives what `textbook` gives.* As written, $K$ and $V$ are
+# multiplied with every $z_n$: $2Nd^2$ multiply-adds a token. But a dot product lets $K$ move to the
+# query, a sum lets $V$ move behind it, and $z_n$ has only $r$ dimensions of its own. So $K$ and $V$
+# are applied once, and no $z_n$ is formed:
 #
 # $$(Qh) \cdot (K z_n) = (K^\top Q h) \cdot z_n, \qquad \sum_n s_n V z_n = V \sum_n s_n z_n, \qquad z_n = U_n a_n + b_n$$
 #

@@ -5,7 +5,12 @@
     python -m experiments.predict runs/sts_b "A man sleeps." "A dog runs." --import examples.sts_b
 
 The loss is the squared error, as in GLUE's baselines; the epoch with the highest Pearson
-correlation is kept."""
+correlation is kept. Your own numbers may have any range, but predictions start near 0: scale them
+to a few units. Of one text:
+
+    python train.py --import examples.sts_b --stage adapter --task regression --train-file my.csv"""
+
+import math
 
 import torch.nn.functional as F
 
@@ -29,22 +34,25 @@ def number_of(logits):
     return logits[:, 0]
 
 
-class Similarity(Task):
+class Regression(Task):
+    bounds = -math.inf, math.inf
+
     def label_index(self, value):
-        number = float(value)
-        if not 0 <= number <= 5:  # in the hub's test set -1
-            raise ValueError(f"label {value!r:.100} is not a number from 0 to 5")
+        number, (least, most) = float(value), self.bounds
+        if not (math.isfinite(number) and least <= number <= most):
+            raise ValueError(f"label {value!r:.100} is not a number from {least} to {most}")
         return number
 
     def answer(self, logits):
         return {self.labels[0]: logits.item()}
 
 
-TASKS["sts_b"] = Similarity(
-    hub=("nyu-mll/glue", "stsb", None),
-    columns=["sentence1", "sentence2"],
-    labels=["score"],
-    loss=squared_error,
-    predict=number_of,
-    scores={"pearson": pearson},
-)
+class Similarity(Regression):
+    bounds = 0, 5  # in the hub's test set -1
+
+
+OF_NUMBERS = {"labels": ["score"], "loss": squared_error, "predict": number_of}
+OF_NUMBERS["scores"] = {"pearson": pearson}
+STS_B = ("nyu-mll/glue", "stsb", None)
+TASKS["sts_b"] = Similarity(STS_B, ["sentence1", "sentence2"], **OF_NUMBERS)
+TASKS["regression"] = Regression(None, ["text_a"], **OF_NUMBERS)  # or ["text_a", "text_b"]

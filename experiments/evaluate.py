@@ -19,6 +19,7 @@ import train
 from data import load_split
 from experiments.load_run import load_run, make_parser
 from experiments.report import markdown
+from formats.adapterhub import read_run
 from formats.files import read_json
 from runtime import command, record
 from runtime.processes import choose_device, set_deterministic
@@ -74,10 +75,15 @@ def main(argv=None):
     run = load_run(args.run, args.device, args.model, args.task, args.columns)
     task, split = run.task, args.file or args.split or "validation"
     if args.file:
-        source = replace(run.source, files={split: args.file})
-        examples = load_split(task, source, split, run.tokenizer)
+        source = replace(run.source, files={"file": args.file})
+        examples = load_split(task, source, "file", run.tokenizer)
     else:
         examples = run.split(split, args.data_dir)
+    places = {f"adapter {n}": run.directory / "adapters" / n for n in run.record["adapters"]}
+    for name, place in {"this run": run.directory, **places}.items():
+        share = record.share_trained_on(read_run(place), examples)
+        if share and split != "train":
+            print(f"WARNING: {name} was TRAINED on {share:.0%} of these examples, or on equal ones")
     labels, predictions, loss = train.predict(run.model, task, examples, run.args)
     scores = {name: score(labels, predictions) for name, score in task.scores.items()}
     result = {"stage": "eval", "run": args.run, "task": task.name, "split": split}

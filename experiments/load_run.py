@@ -51,8 +51,7 @@ def make_parser(name, description):
 class LoadedRun:
     """A finished run, frozen, in eval mode; precision and active parts are as in its training. Its
     methods take inputs: one, or a list of them. An input is a text; a tuple or list of the texts in
-    the order of the task's columns; or a row of the run's files, {column: text}. In a list all are
-    rows, or none."""
+    the order of the task's columns; or a row of the run's files, {column: text}."""
 
     model: train.Model
     task: Task  # of a multi-task run the one that was asked for
@@ -61,6 +60,9 @@ class LoadedRun:
     args: argparse.Namespace  # its options
     record: dict  # its run.json
     directory: Path
+
+    def __repr__(self):
+        return f"<{self.args.stage} on {self.task.name}, a finished run in {self.directory}>"
 
     @property
     def bert(self):
@@ -74,12 +76,19 @@ class LoadedRun:
     def candidates(self, inputs):
         """[[(text_a, text_b or None)]] of inputs, as in training. Raises ValueError for what is no
         input of the task."""
-        task, names = self.task, self.source.column_names
-        rows = inputs if isinstance(inputs, list) else [inputs]
-        if not all(isinstance(row, dict) for row in rows):
-            rows, names = [self.row_of(texts) for texts in rows], {}
+        inputs = inputs if isinstance(inputs, list) else [inputs]
+        texts = self.candidates_of([self.row_of(x) for x in inputs if not isinstance(x, dict)], {})
+        rows = [x for x in inputs if isinstance(x, dict)]
+        rows = self.candidates_of(rows, self.source.column_names)
+        return [next(rows if isinstance(x, dict) else texts) for x in inputs]
+
+    def candidates_of(self, rows, names):
+        """The candidates of each row. names: {our name of a column: theirs}"""
+        task = self.task
         rows = our_rows(rows, names, task.name, task.columns, task.label, has_label=False)
-        return [task.candidates_of(row) for row in rows]
+        for number, row in enumerate(rows, 1):
+            with error_prefix(f"row {number}"):
+                yield task.candidates_of(row)
 
     def row_of(self, texts):
         """{column: text} of a text, or of texts in the order of the columns."""
@@ -235,7 +244,7 @@ def recorded_task(record, directory, name=None):
     found = record["tasks"][name]
     if name in TASKS:
         return replace(TASKS[name], name=name, labels=found["labels"])
-    if {*found["columns"]} - {*OWN_COLUMNS}:
+    if {*found["columns"]} - {*OWN_COLUMNS} or len(found["labels"]) < 2:
         advice = "if it is a module of yours that adds it to data.TASKS, --import MODULE names that"
         raise ValueError(f"{directory} is a run on {name!r:.50}, which is not known: {advice}")
     return data.own_task(name, found["columns"], found["labels"])

@@ -135,7 +135,7 @@ def evaluate(models, data, args):
     found = {}
     for task, _, dev_set in data:
         found[task.name] = train.evaluate(models[task.name], task, dev_set, args)
-    shared = set.intersection(*map(set, found.values()))
+    shared = set.intersection(*map(set, found.values())) - {"never_predicted"}
     means = {name: sum(of[name] for of in found.values()) / len(found) for name in sorted(shared)}
     accuracies = {name: of["accuracy"] for name, of in found.items() if "accuracy" in of}
     return {**means, "accuracies": accuracies}

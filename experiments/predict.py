@@ -9,9 +9,9 @@
 Texts are given in the order of the task's columns, choices at the end.
 
 --file reads what training reads, .jsonl, .json, .csv, .tsv or .parquet, with the columns of the
-task's training data; the label may be missing, or hidden (-1). --json prints one object a line:
-label, probability, all probabilities, and whether the text was longer than in training and
-therefore cut. --picture draws the fusion weights of every token."""
+task's training data; the label may be missing, or hidden (-1). --json prints one object a line: the
+input's number, from 1, label, probability, all probabilities, and whether the text was longer than
+in training, and cut. --picture draws the fusion weights of every token."""
 
 import contextlib
 import json
@@ -22,6 +22,7 @@ from pathlib import Path
 from experiments.fusion_weights import heat_maps, title_of
 from experiments.load_run import load_run, make_parser
 from experiments.report import save_figure
+from formats.files import error_prefix
 from formats.rows import LISTS, read_rows
 from runtime.command import import_modules, run_command
 
@@ -66,13 +67,16 @@ def main(argv=None):
     task, last = run.task, len(run.task.columns) - 1
     if args.texts and task.columns[last] in LISTS:  # all texts that are left are choices
         inputs = [[*args.texts[:last], args.texts[last:]]]
-    examples = run.encode(inputs)
-    for candidates, answer in zip(run.candidates(inputs), run.predict(examples), strict=True):
+    with error_prefix(args.file or "TEXT"):
+        of_inputs, examples = run.candidates(inputs), run.encode(inputs)
+    answers = zip(of_inputs, run.predict(examples), strict=True)
+    for number, (candidates, answer) in enumerate(answers, 1):
         best = task.labels.index(answer["label"]) if task.is_multiple_choice else 0
         if args.picture:
             draw(run, run.fusion_weights(examples)[best], args.picture)
             print(f"the weights of each token are drawn in {args.picture}", file=sys.stderr)
-        print(json.dumps(answer) if args.json else line_of_text(answer, candidates[best]))
+        line = json.dumps({"input": number, **answer}) if args.json else ""
+        print(line or line_of_text(answer, candidates[best]))
     cut = sum(example.is_cut for example in examples)
     if cut and not args.json:
         print(f"note: {cut} of {len(inputs)} inputs were cut, see --max-length", file=sys.stderr)

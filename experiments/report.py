@@ -3,8 +3,6 @@ file replaces an earlier one only once it is complete."""
 
 import math
 
-from tabulate import tabulate
-
 from formats.files import atomic_write
 
 
@@ -35,10 +33,15 @@ def with_interval(values):
 def markdown(rows, header):
     """A table in Markdown, one text. A float has two decimals, None is –; columns without texts are
     flush right."""
-    is_text = [any(isinstance(row[i], str) for row in rows) for i in range(len(header))]
-    rows = [[v if isinstance(v, (str, int)) else two_decimals(v) for v in row] for row in rows]
-    align = ["left" if text else "right" for text in is_text]
-    return tabulate(rows, header, "pipe", colalign=align, disable_numparse=True) + "\n"
+    columns = []
+    for title, *cells in zip(header, *rows, strict=True):
+        is_text = any(isinstance(cell, str) for cell in cells)
+        cells = [str(c) if isinstance(c, (str, int)) else two_decimals(c) for c in cells]
+        width, align = max(map(len, [f"{title}  ", *cells])), "<" if is_text else ">"
+        rule = "-" * (width + 1)
+        lines = [f" {cell:{align}{width}} " for cell in (title, *cells)]
+        columns.append([lines[0], f":{rule}" if is_text else f"{rule}:", *lines[1:]])
+    return "".join(f"|{'|'.join(line)}|\n" for line in zip(*columns, strict=True))
 
 
 def frame(values, corner=""):

@@ -211,10 +211,12 @@ def read(source, kind):
     if not directory.is_dir():
         directory = download(source, "run.json", kind.config, *kind.weights)
     config_path = directory / kind.config
+    metadata = files.read_json(config_path) if files.is_file(config_path) else {}
+    if peft := metadata.get("peft_type"):
+        raise ValueError(f"{source} is an adapter of the peft library, {peft}: not supported")
     paths = [directory / name for name in kind.weights if files.is_file(directory / name)]
-    if not files.is_file(config_path) or not paths:
+    if not metadata or not paths:
         raise FileNotFoundError(f"{source} has no {kind.config} with {' or '.join(kind.weights)}")
-    metadata = files.read_json(config_path)
     options, name = metadata.get("config", {}), metadata.get("name")
     names = metadata.get("adapter_names") or name  # old files of fusions have nothing else
     names = names.split(",") if isinstance(names, str) else names

@@ -131,6 +131,9 @@ def our_rows(rows, names, task_name, columns=None, label="label", has_label=True
     there = dict.fromkeys(name for row in rows for name in row)
     others = OTHER_COLUMNS.get(task_name, {}).items()
     names = {our: other for our, other in others if our not in there and other in there} | names
+    for name in {*names.values()} - {*there}:
+        if (outer := name.partition(".")[0]) in there:
+            raise ValueError(f"no column {name!r}: make a column of what is in {outer!r}")
     ours = [*(columns or ()), label, *OWN_COLUMNS]
     # a column that --columns gives one of our names is not read under its own any more
     theirs = {name: name for name in ours if name not in names.values()} | names
@@ -139,7 +142,8 @@ def our_rows(rows, names, task_name, columns=None, label="label", has_label=True
     for column in [*columns, label] if has_label else columns:
         if theirs.get(column) not in there:
             problem = f"no column {names.get(column, column)!r}; it has {', '.join(there):.200}"
-            raise ValueError(f"{problem}: --columns {column}=NAME says which one it is")
+            advice = f"--columns {column}=NAME says which one it is"
+            raise ValueError(f"{problem}: {advice}; a .csv or .tsv needs a header")
     if unknown := names.keys() - {*columns, label}:
         problem = f"the task, or its files, have only {', '.join([*columns, label])}"
         raise ValueError(f"--columns {min(unknown)}=...: {problem}")
@@ -218,6 +222,8 @@ def csv_rows(path):
     first_line = text.partition("\n")[0]
     if path.suffix.lower() == ".tsv":
         options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
+    elif found := re.fullmatch(r'"?sep=(.)"?\r?', first_line):  # Excel's own line
+        options, text = {"delimiter": found[1]}, text.partition("\n")[2]
     elif first_line.count(";") > first_line.count(","):  # Excel's, where the comma is a decimal one
         options = {"delimiter": ";"}
         note(f"{path}: its columns are read as separated by semicolons")
@@ -303,7 +309,8 @@ def own_labels(values):
         if not is_one or DECIMAL.fullmatch(str(value)):
             problem = "several of them (multi-label) are not supported"
             problem = "for a regression see examples/sts_b.py" if is_one else problem
-            raise ValueError(f"a label is {value!r:.100}: classes are texts or integers; {problem}")
+            classes = "classes are texts, or integers (0, not 0.0)"
+            raise ValueError(f"a label is {value!r:.100}: {classes}; {problem}")
     counts = Counter(map(str, values))
     alike = Counter(map(plain_label, counts))
     if several := [label for label in counts if alike[plain_label(label)] > 1]:

@@ -46,7 +46,10 @@ def check_there(place):
     """Raises FileNotFoundError for a directory without an adapter."""
     directory = Path(place)
     if (directory.is_dir() or is_local(place)) and not (directory / ADAPTER.config).is_file():
-        raise FileNotFoundError(f"no adapter in {place}: --stage adapter, or --resume, makes one")
+        advice = "--stage adapter, or --resume, makes one; a hub id is OWNER/NAME"
+        if inside := sorted(path.parent for path in directory.glob(f"*/{ADAPTER.config}")):
+            advice = f"there are {', '.join(map(str, inside)):.300}"
+        raise FileNotFoundError(f"no adapter in {place}: {advice}")
 
 
 def encoder_of(sources):

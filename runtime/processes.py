@@ -14,7 +14,9 @@ from formats.files import error_prefix
 
 def choose_device(device, dtype, cuda_graphs=False):
     """("auto", "auto") -> (torch.device, torch.dtype), and PyTorch set up for it. Raises ValueError
-    for a device that is not there, or that cannot record."""
+    for a device that is not there, or that cannot record, and for another default dtype."""
+    if torch.get_default_dtype() != torch.float32:  # another library may have set it
+        raise ValueError("torch.set_default_dtype was called: here it has to be torch.float32")
     available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     available |= {"cpu": True}
     if device == "auto":

@@ -87,6 +87,13 @@ def note_unseen_classes(place, task, examples):
         note(f"{place}: {what} {' or '.join(unseen):.300}")
 
 
+def never_predicted(task, labels, predictions):
+    """{"never_predicted": [class that some examples have, and none is predicted as]}, or {}"""
+    are_classes = labels.ndim == 1 and labels.dtype == torch.long and not task.is_multiple_choice
+    missed = sorted({*labels.tolist()} - {*predictions.tolist()}) if are_classes else []
+    return {"never_predicted": [task.labels[k] for k in missed]} if missed else {}
+
+
 def describe(args, model, tokenizer, adapters, data):
     """What run.json is to say. adapters: {name: Saved} of --adapters; data: [(task, training set,
     development set)]. Says what is strange about the data, also if an adapter has seen development

@@ -28,13 +28,17 @@ RUN_FILES = "resume.pt metrics.json log.jsonl adapters heads model.safetensors c
 RUN_FILES += [n for kind in (ADAPTER, HEAD, FUSION) for n in (kind.weights[0], kind.config)]
 RUN_FILES += ["own.safetensors", *TOKENIZER_FILES]
 TEMPORARY = [f"{name}.tmp" for name in [*RUN_FILES, "run.json"]]  # of a write that was killed
+DAMAGED = "the file is damaged: --overwrite starts anew"
 STATE = "epoch step best_epoch best_scores best history".split()  # fields of Run in a checkpoint
 
 
 def is_begun(out):
     """Whether a directory holds a run that is finished, or that can be continued."""
     files = Path(out, "resume.pt"), Path(out, "metrics.json")
-    return bool(read_run(out)) and any(path.is_file() for path in files)
+    try:
+        return bool(read_run(out)) and any(path.is_file() for path in files)
+    except ValueError as e:
+        raise ValueError(f"{e}; {DAMAGED}") from e
 
 
 def check_out(args):
@@ -156,7 +160,7 @@ class Run:
             try:
                 saved = read_tensors(self.out / "resume.pt")
             except ValueError as e:
-                raise ValueError(f"{e}; the file is damaged: --overwrite starts anew") from e
+                raise ValueError(f"{e}; {DAMAGED}") from e
             self.restore(saved)
         if len({*gather((self.epoch, self.step))}) > 1:
             raise ValueError(f"--out {self.out} must be one directory for all processes")
@@ -251,6 +255,8 @@ class Run:
         last, losses = self.epoch - 1, [line["dev_loss"] for line in self.history]
         if result.get("accuracy", math.inf) <= majority:
             note("the accuracy is no better than that of the most frequent label")
+        if missed := ", ".join(map(repr, result.get("never_predicted", ()))):
+            note(f"no development example is predicted as {missed:.300}, but some are labelled so")
         if self.best_epoch == last or losses[-1] == min(losses):
             advice = "a larger --lr, more --epochs or --patience may help"
             note(f"at the end the score was still rising, or the loss still falling: {advice}")

@@ -104,6 +104,7 @@ WRITERS = {  # others' code
     "json": partial(pandas.DataFrame.to_json, orient="records", indent=2),
     "csv": partial(pandas.DataFrame.to_csv, index=False, encoding="utf-8-sig"),  # with a BOM
     "CSV": partial(pandas.DataFrame.to_csv, index=False, sep=";"),  # where 1,5 is a decimal number
+    "cSV": lambda rows, path: path.write_text("sep=;\r\n" + rows.to_csv(index=False, sep=";")),
     "tsv": partial(pandas.DataFrame.to_csv, index=False, sep="\t", quoting=csv.QUOTE_NONE),
     "parquet": pandas.DataFrame.to_parquet,
 }

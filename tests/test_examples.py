@@ -15,7 +15,7 @@ import test_kinds  # noqa: F401  (first: it notes what there is without examples
 import train
 from adapter import AdapterConfig, activate, adapter_modules, add_adapter
 from bert import Bert
-from conftest import cli, randomize, tiny_encoder
+from conftest import cli, randomize, tiny_encoder, write_rows
 from data import TASKS
 from examples import composing
 from examples.sts_b import pearson
@@ -127,7 +127,8 @@ def test_a_soup(encoder, launch, runs, refused, command, tmp_path):
     assert all(map(torch.equal, copied.values(), original.values())) and len(copied) == 8
 
 
-def test_a_regression(launch, tmp_path, capsys):
+def test_a_regression(encoder, tmp_path, monkeypatch, capsys):
+    """As a user trains it, from another directory, on numbers of any range."""
     x, y = torch.tensor([1.0, 2.0, 3.0, 5.0]), torch.tensor([2.0, 1.0, 4.0, 90.0])
     assert pearson(x, y) == pytest.approx(torch.corrcoef(torch.stack([x, y]))[0, 1].item())
     assert pearson(x, torch.ones(4)) == 0.0
@@ -135,21 +136,21 @@ def test_a_regression(launch, tmp_path, capsys):
     for label in (math.nan, -1, "5.1"):
         with pytest.raises(ValueError, match=f"{label!r} is not a number from 0 to 5"):
             TASKS["sts_b"].label_index(label)
-    launch("--stage adapter --task sts_b --epochs 1", out=tmp_path / "run")
-    capsys.readouterr()
-    predict.main([str(tmp_path / "run"), "red cat", "red dog", "--device", "cpu", "--json"])
-    (score,) = load_run(tmp_path / "run").predict([["red cat", "red dog"]])
-    assert json.loads(capsys.readouterr().out)["score"] == pytest.approx(score["score"])
-
-
-def test_an_example_is_imported(encoder, data_dir, tmp_path):
-    """As a user trains with it, from another directory."""
-    words = cli("--stage adapter --task rte --adapter lora --adapter-config r=2 --epochs 1")
-    words += cli("--import examples.lora --device cpu", model=encoder, data_dir=data_dir)
-    command = [sys.executable, Path(train.__file__).resolve(), *words, "--out", tmp_path / "run"]
+    rows = [{"text_a": "red", "label": f"{20 * n - 200}.5"} for n in range(20)]
+    write_rows(tmp_path / "own.jsonl", rows)
+    words = cli("--stage adapter --task regression --epochs 1 --dev-fraction 0.25", model=encoder)
+    words += cli("--import examples.sts_b --device cpu --train-file own.jsonl --out run")
+    command = [sys.executable, Path(train.__file__).resolve(), *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["trained_parameters"] == 2 * 256 + 1122
+    assert json.loads(done.stdout.splitlines()[-1])["dev_loss"] > 1000
+    monkeypatch.chdir(tmp_path)  # the run has its file's name as it was given
+    predict.main(["run", "red cat", "--device", "cpu", "--json"])
+    (score,) = load_run("run").predict(["red cat"])
+    assert json.loads(capsys.readouterr().out)["score"] == pytest.approx(score["score"])
+    monkeypatch.delitem(TASKS, "regression")
+    with pytest.raises(ValueError, match="'regression', which is not known: .*--import"):
+        load_run("run")
 
 
 def test_mpnet(launch, refused, tmp_path):

@@ -51,6 +51,8 @@ multitask: {BOX} --tasks rte sst2 --cuda-graphs | --cuda-graphs is for a run on 
 --out model --overwrite | holds other files
 {FUSE} x=runs/sst2 y=runs/sst2 X=runs/sst2 | two adapters are called 'X'
 {FUSE} runs/fusion-rte | no adapter in runs/fusion-rte: --stage adapter, or --resume
+{FUSE} runs | no adapter in runs: there are runs/pick, runs/rte, runs/sst2
+{FUSE} AdapterHub/bert/sst2 | makes one; a hub id is OWNER/NAME
 {FUSE} --out runs/rte --overwrite | would replace
 multitask: {BOX} --tasks rte rte | one task twice
 multitask: {BOX} --tasks rte --adapters runs/rte | --stage multitask takes no --adapters
@@ -76,6 +78,7 @@ DEV = "data/rte/validation.jsonl"
 A, B = {"text_a": "a", "label": "x"}, {"text_a": "b", "label": "y"}
 CSV = {"mine.csv": "Review (raw),id,gold\na,1,x\nb,2,y\n"}
 COLUMNS = "--task mine --train-file mine.csv --dev-fraction 0.5 --columns"
+PEFT = '{"peft_type": "LORA", "r": 8}'
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 CASES += [
     ("", "row 1: the label is hidden (-1)", {RTE: ('"label": 1', '"label": -1')}),
@@ -85,12 +88,14 @@ CASES += [
     ("", "30 tokens and 2 types", {TOKENS: ("red\n", "red\nx\n")}),
     ("", "'distilbert' is not known: there are bert", {CONFIG: ('e": "bert', 'e": "distilbert')}),
     ("", "absolute position", {CONFIG: ('"absolute"', '"relative_key"')}),
+    (FUSE, "of the peft library, LORA: not supp", {"runs/rte/adapter_config.json": PEFT}),
     (FUSE, "not finite", {"runs/rte/adapter.safetensors": times(NAN, "down.0.weight")}),
     (FUSE, "trained on an encoder with other weights, or another config", {WEIGHTS: times(1.5)}),
     ("evaluate: merged", "saved alone is for --adapters", {"merged/adapter_config.json": "{}"}),
     ("evaluate: runs/rte --model model", "another encoder", {WEIGHTS: times(1.5)}),
     ("evaluate: runs/rte --model model", "tokenizer", {TOKENS: ("red\ngreen", "green\nred")}),
     (f"composition: {MINE} runs/rte --plan {FILE}", "encoder with other", {WEIGHTS: times(1.5)}),
+    (f"{COLUMNS} choices=x.text", "make a column of what is in 'x'", {"mine.csv": "x,y\n1,2"}),
     # the messages have the file's own names, whatever is renamed
     (f"{COLUMNS} text_a=Review label=gold", "no column 'Review'; it has Review (raw)", CSV),
     (f"{COLUMNS} labl=gold text_a=id", "no column 'label'; it has Review (raw), id, gold", CSV),
@@ -104,6 +109,11 @@ X, Y = {"choices": ["a", "b"], "label": 0}, {"choices": ["a", "b"], "label": 1}
 for file, content, say in [  # the training file of a task of one's own: rows, or all of it
     ("train.jsonl", [A, A], "leaves nothing to learn"),
     ("train.jsonl", [{**A, "label": 0.5}, {**B, "label": 1}], "a label is 0.5"),
+    (
+        "train.jsonl",
+        [{**A, "label": 0.0}, {**B, "label": 1.0}],
+        "0.0: classes are texts, or integers (0, not",
+    ),
     ("train.jsonl", [X, {**Y, "choices": ["a"]}], "row 2: 1 choices, expected 2"),
     ("train.jsonl", '{"text_a": "a", "label": "x"}\n{"text_a"', "line 2: "),
     ("train.jsonl", "null\n", "a row is no JSON object"),
@@ -111,6 +121,7 @@ for file, content, say in [  # the training file of a task of one's own: rows, o
     ("train.csv", 'text_a,label\n"a\nb",x\n\n"b,y\n', "row 2: a quotation mark is not closed"),
     ("train.csv", lambda p: p.write_bytes(b"a\n" * 9999 + b"\x92"), "line 10000 is not UTF-8"),
     ("train.csv", "label,label\na,x\n", "it has label (twice)"),
+    ("train.csv", "a film,1\na play,0\n", "which one it is; a .csv or .tsv needs a header"),
 ]:
     CASES.append(("--task mine", say, {f"data/mine/{file}": content}))
 both = {"data/mine/train.jsonl": [A, B], "data/mine/validation.jsonl": [{**A, "text_b": "b"}]}

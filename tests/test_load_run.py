@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from conftest import change, cli, read_lines, write_rows
-from data import get_task
+from data import Task, get_task
 from experiments import evaluate as evaluation
 from experiments import fusion_weights, predict
 from experiments.load_run import load_run
 from formats.files import read_json, write_json
 from formats.rows import Source
+from runtime.record import never_predicted
 
 
 def evaluate(run, *options):
@@ -88,6 +89,8 @@ def test_classes_are_counted():
         ["1 y", 0, 0, 1, "1 as 0"],
         ["2 z", None, 0, 2, "2 as 1"],
     ]
+    found = never_predicted(Task(None, [], [*"xyzw"]), labels, predictions)
+    assert found == {"never_predicted": ["z"]}
 
 
 def test_which_rows_are_evaluated(launch, refused, data_dir, tmp_path, capsys):
@@ -107,7 +110,10 @@ def test_which_rows_are_evaluated(launch, refused, data_dir, tmp_path, capsys):
     write_rows(tmp_path / "mine.jsonl", renamed)
     words = ["--file", tmp_path / "mine.jsonl", "--columns", "sentence1=claim"]
     assert of_split["examples"] == 50 and of_split["loss"] == evaluate(run, *words)["loss"]
-    refused([run, *words, "--split", "test"], "in place of --split", main=evaluation.main)
+    assert "WARNING: this run was TRAINED on " in capsys.readouterr().out
+    words = ["--file", file, "--columns", "sentence1=gone"]
+    refused([run, *words], f"{file}: no column 'gone'", main=predict.main)
+    refused([run, "--file", "x", "--split", "test"], "in place of", main=evaluation.main)
     write_rows(file, rows[1:])
     refused([run, "--split", "train"], "held out cannot be told", main=evaluation.main)
     assert note(capsys, run) == "note: these are not the development examples of the training"
@@ -136,7 +142,9 @@ def test_every_kind_of_input_says_the_same(name, task, runs, data_dir, tmp_path,
     file.write_text(of_rows, encoding="utf-8", newline="")
     answers = run.predict(lists)
     assert [i for i, answer in enumerate(answers) if answer["truncated"]] == [3]
-    assert [*map(json.loads, predicted(capsys, runs / name, "--json", "--file", file))] == answers
+    numbered = [{"input": number, **answer} for number, answer in enumerate(answers, 1)]
+    assert [*map(json.loads, predicted(capsys, runs / name, "--json", "--file", file))] == numbered
+    assert run.predict([*rows[:5], *lists[5:]]) == answers
     write_rows(file, [{f"my {column}": value for column, value in row.items()} for row in rows])
     names = [f"{column}=my {column}" for column in task.columns]
     lines = predicted(capsys, runs / name, "--file", file, "--columns", *names)
@@ -183,6 +191,9 @@ def test_the_precision_is_that_of_the_training(has_bf16, copy, runs, monkeypatch
     assert seen == 3 * [(has_bf16, torch.bfloat16 if has_bf16 else torch.float32)]
     assert ("computes it in float32" in capsys.readouterr().out) != has_bf16
     assert weights["tokens"] == "[CLS] red cat [SEP] cat [SEP]".split()
+    monkeypatch.setattr("torch.get_default_dtype", lambda: torch.float64)
+    with pytest.raises(ValueError, match="set_default_dtype was called: here it has to be"):
+        load_run(path)
 
 
 NO_INPUTS = {  # one text of two, two inputs of one text each, and the like
@@ -190,7 +201,7 @@ NO_INPUTS = {  # one text of two, two inputs of one text each, and the like
     "pick": ["red", ("red", "a", "b", "c"), ("red", ["a", "b"]), ("red", ["a", "b", 3])],
     "sst2": [("red", "cat"), [("red", "cat")], {"sentence": ["red"]}, {"red"}, 5],
 }
-NO_INPUTS["sst2"] += [[["red"], []], [{"sentence": "red"}, "cat"]]
+NO_INPUTS["sst2"] += [[["red"], []], [{"sentence": "red"}, ("cat", "cat")]]
 
 
 @pytest.mark.parametrize("name", NO_INPUTS)
@@ -216,10 +227,12 @@ def test_pictures(runs, tmp_path, refused):
 
 
 def test_head_ends_it_quietly(runs, tmp_path):
-    """`| head` closes the pipe before all is written, and `| true` before the first line."""
+    """`| head` closes the pipe before all is written, and `| true` before the first line. What only
+    pictures need may not be installed."""
+    (tmp_path / "matplotlib.py").write_text("raise ImportError")
     write_rows(tmp_path / "rows.jsonl", [{"sentence": "red cat"}] * 600)
     program = f"{sys.executable} -m experiments.predict {runs / 'sst2'} --device cpu"
-    buffered = os.environ | {"PYTHONUNBUFFERED": ""}  # so that little is written at the very end
+    buffered = os.environ | {"PYTHONUNBUFFERED": "", "PYTHONPATH": tmp_path}  # little comes last
     for words in (f"--json --file {tmp_path}/rows.jsonl | head -n 1", "cat | true"):
         command = ["bash", "-c", f"set -o pipefail; {program} {words}"]
         done = subprocess.run(command, capture_output=True, text=True, env=buffered)
