@@ -229,7 +229,7 @@ LABELS = [  # in a training file, and the classes, or what is wrong
     (["01", 1, 2], "make them one: '01', '1'"),
     ([0, 1, float("nan")], "row 3: the label is empty"),
     *[
-        ([0, 1, v], "a label is .*: classes are texts or int")
+        ([0, 1, v], "a label is .*: classes are texts, or int")
         for v in (1e-9, math.inf, "1e-3", ".5")
     ],
     *[([0, v], "multi-label") for v in ([0, 1], {"a": 1}, [], "['x', 'y']", "[0 1]")],
