@@ -29,12 +29,12 @@ from data import batches, collate, get_task, load_split
 from fast.recorded import Recorded
 from formats import adapterhub
 from formats.files import write_json, write_tensors
+from formats.own import hold_frozen_in, own_names, parts_of, without_file
 from formats.rows import source_of
 from formats.sources import encoder_of, find_adapters
 from formats.tokenizer import copy_tokenizer, load_tokenizer
 from fusion import FUSIONS, add_fusion, fusion_regularization, save_fusion
 from runtime import command
-from runtime.own import hold_frozen_in, own_names, parts_of, without_file
 from runtime.processes import choose_device, gather, ranks, reseed, set_deterministic, sum_gradients
 from runtime.record import describe, never_predicted
 from runtime.run import check_out, is_begun, open_run

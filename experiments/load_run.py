@@ -21,11 +21,11 @@ from data import TASKS, Task, batches, collate, load_split
 from formats import adapterhub
 from formats.adapterhub import read_run
 from formats.files import check_names, error_prefix, note, read_tensors
+from formats.own import hold_frozen_in, own_names, parts_of, without_file
 from formats.rows import OWN_COLUMNS, Source, our_rows, source_of
 from formats.tokenizer import load_tokenizer, tokenizer_sha256
 from fusion import fusion_weights
 from runtime import command
-from runtime.own import hold_frozen_in, own_names, parts_of, without_file
 from runtime.processes import choose_device, has_bf16, reseed
 from runtime.record import examples_sha256, hashes_of
 

@@ -27,10 +27,10 @@ from data import batches, get_task
 from experiments import pal  # noqa: F401  (its adapters, the default)
 from formats import adapterhub
 from formats.files import write_json, write_tensors
+from formats.own import without_file
 from formats.rows import source_of
 from formats.tokenizer import copy_tokenizer
 from runtime import command
-from runtime.own import without_file
 from runtime.processes import choose_device, reseed, set_deterministic
 from runtime.record import describe
 from runtime.run import open_run
