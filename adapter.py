@@ -269,10 +269,10 @@ def load_adapter(bert, source, name=None):
     name = name or saved.name
     with error_prefix(saved.directory):
         saved.check_encoder(bert)
-        config_class, fields = saved.kind(AdapterConfig, ADAPTERS)
-        if fields is None:  # it is in AdapterHub's own format
-            fields = adapterhub.bottleneck_options(saved.options, saved.metadata)
-        config = config_class(**fields)
+        config_class, options = saved.kind(AdapterConfig, ADAPTERS)
+        if options is None:  # it is in AdapterHub's own format
+            options = adapterhub.bottleneck_options(saved.options, saved.metadata)
+        config = config_class(**options)
         modules = new_modules(bert, name, config)
         saved.copy_into(adapterhub.slot_tensors(modules))
     for module in modules.values():

@@ -265,7 +265,7 @@ class Bert(nn.Module):
 
     def hub_tensors(self):
         """{name in Hugging Face's files: parameter} of Θ"""
-        return {self.hub_name(name): p for name, p in self.own_parameters().items()}
+        return {self.hub_name(name): p for name, p in self.theta().items()}
 
     def save_pretrained(self, directory):
         """Writes config.json and model.safetensors (Θ alone) as Hugging Face does, so that
@@ -277,7 +277,7 @@ class Bert(nn.Module):
         encoder.write_encoder(directory, {**self.hub_config, **config}, self.hub_tensors())
         return encoder.sha256_of(self.hub_tensors(), config)
 
-    def own_parameters(self):
+    def theta(self):
         """{name: parameter} of Θ: those to which HUB_NAMES gives a name, and nothing plugged in."""
         return {n: p for n, p in self.named_parameters() if self.hub_name(n) is not None}
 

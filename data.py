@@ -52,7 +52,7 @@ class Task:
     max_length: int = 128  # in tokens; longer pairs are cut
     is_multiple_choice: bool = False  # the labels then name the choices
     loss: Callable = F.cross_entropy  # of logits [B, K] and labels [B], the mean of the batch
-    predict: Callable = most_probable  # logits [B, K] -> predictions [B]
+    prediction: Callable = most_probable  # logits [B, K] -> predictions [B]
     # {name: function of labels and predictions}, by default those of classes; larger is better, and
     # the first one chooses the best epoch
     scores: dict | None = None
@@ -89,11 +89,11 @@ class Task:
 
     def collect(self, logits, batch):
         """What evaluation collects of a batch, for the scores: (labels, predictions)."""
-        return batch["labels"], self.predict(logits)
+        return batch["labels"], self.prediction(logits)
 
     def answer(self, logits):
         """What is said of one example, by its logits [K]; JSON can hold it."""
-        best = self.labels[self.predict(logits[None]).item()]
+        best = self.labels[self.prediction(logits[None]).item()]
         each = dict(zip(self.labels, logits.softmax(-1).tolist(), strict=True))
         return {"label": best, "probability": each[best], "probabilities": each}
 

@@ -140,8 +140,8 @@ def new_modules(bert, names, fusion_class, dropout, fields):
         raise ValueError(f"a fusion needs at least one adapter, and each of them once, not {names}")
     found = {name: adapter_modules(bert, name) for name in names}
     for name in names:
-        parts = ("h_and_residual", "z", "close")
-        if not all(hasattr(module, part) for module in found[name].values() for part in parts):
+        methods = ("h_and_residual", "z", "close")
+        if not all(hasattr(module, m) for module in found[name].values() for m in methods):
             raise ValueError(f"adapter {name!r} has no output z that a fusion could mix")
         if {where for _, where in found[name]} != {where for _, where in found[names[0]]}:
             pair = f"{names[0]!r} and {name!r}"
@@ -175,8 +175,8 @@ def check_adapters(names, adapters, norm):
         if isinstance(adapter, Adapter) and getattr(adapter, "norm_after", None) is None:
             fused = adapter.close(adapter.z(h) + residual, x, norm)
             if not is_near(fused, adapter(f, x, norm)):
-                parts = "close(z(h) + residual, x, norm), with h and residual from `h_and_residual`"
-                raise ValueError(f"adapter {name!r}: its `forward` must be {parts}, as in a fusion")
+                fused = "close(z(h) + residual, x, norm), with h and residual from `h_and_residual`"
+                raise ValueError(f"adapter {name!r}: its `forward` must be {fused}, as in a fusion")
     for name, adapter, found in zip(names, adapters, around_z, strict=True):
         if not is_near(around_z[-1], found):
             problem = f"adapters {name!r} and {names[-1]!r} have another input, residual, or end"

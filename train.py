@@ -29,7 +29,7 @@ from data import batches, collate, get_task, load_split
 from fast.recorded import Recorded
 from formats import adapterhub
 from formats.files import write_json, write_tensors
-from formats.own import hold_frozen_in, own_names, parts_of, without_file
+from formats.own import files_of, hold_frozen_in, own_names, without_file
 from formats.rows import source_of
 from formats.sources import encoder_of, find_adapters
 from formats.tokenizer import copy_tokenizer, load_tokenizer
@@ -266,7 +266,9 @@ def minimize(run, steps, schedule, evaluation):
                 for group, lr in zip(optimizer.param_groups, lrs, strict=True):
                     group["lr"] = lr * schedule(done)
                 loss = torch.zeros((), device=bert.device)
-                for part in parts(examples[run.rank :: run.world_size], args.grad_accumulation):
+                for part in micro_batches(
+                    examples[run.rank :: run.world_size], args.grad_accumulation
+                ):
                     batch = collate(part, bert.config.pad_token_id)
                     loss += compute(model, task, args, batch, len(part) / len(examples))
                 sum_gradients(trainable)  # over all processes (torchrun)
@@ -291,7 +293,7 @@ def minimize(run, steps, schedule, evaluation):
     run.model.load_state_dict(run.best, strict=False)
 
 
-def parts(examples, count):
+def micro_batches(examples, count):
     """At most `count` parts of the examples, none of them empty, for less memory."""
     size = max(math.ceil(len(examples) / count), 1)
     return [examples[i : i + size] for i in range(0, len(examples), size)]
@@ -308,7 +310,7 @@ def gradients(model, task, args, batch, share):
     return loss.detach()
 
 
-def predict(model, task, examples, args):
+def predictions(model, task, examples, args):
     """(labels, predictions, mean loss) of a split: what task.collect returns, in the order of
     `batches`. Every process computes some of them. Leaves the model in eval mode."""
     model.eval()
@@ -323,15 +325,15 @@ def predict(model, task, examples, args):
             found[number] = (*task.collect(logits, batch), loss)
     for of_another_process in gather(found):
         found |= of_another_process
-    labels, predictions, losses = zip(*(found[n] for n in sorted(found)), strict=True)
-    return torch.cat(labels), torch.cat(predictions), sum(losses) / len(examples)
+    labels, predicted, losses = zip(*(found[n] for n in sorted(found)), strict=True)
+    return torch.cat(labels), torch.cat(predicted), sum(losses) / len(examples)
 
 
 def evaluate(model, task, examples, args):
     """{score: value} of a split, and the mean loss. Whatever else is returned here is logged."""
-    labels, predictions, loss = predict(model, task, examples, args)
-    scores = {name: score(labels, predictions) for name, score in task.scores.items()}
-    return {**scores, "loss": loss, **never_predicted(task, labels, predictions)}
+    labels, predicted, loss = predictions(model, task, examples, args)
+    scores = {name: score(labels, predicted) for name, score in task.scores.items()}
+    return {**scores, "loss": loss, **never_predicted(task, labels, predicted)}
 
 
 def settle(args, task, bert, dtype):
@@ -360,7 +362,7 @@ def save(model, task, out, record, own):
     """Writes what is the run's own; the frozen --adapters have been copied already. What
     AdapterHub's and Hugging Face's files have no place for goes into own.safetensors. Returns the
     record for run.json: if Θ was trained, it names `out` as the encoder of this run's adapters."""
-    bert, out, found = model.bert, Path(out), parts_of(model, record["adapters"])
+    bert, out, found = model.bert, Path(out), files_of(model, record["adapters"])
     if "encoder" in found:
         sha256 = bert.save_pretrained(out)  # it is a checkpoint now, which --model accepts
         copy_tokenizer(bert.directory, out)

@@ -109,7 +109,7 @@ show(Adapter.forward, Adapter.z, Adapter.bottleneck)
 add_adapter(bert, "order", AdapterConfig.pfeiffer(reduction_factor=16))
 with torch.no_grad():
     change = (bert(ids, types) - plain).norm() / plain.norm()
-theta = sum(p.numel() for p in bert.own_parameters().values())
+theta = sum(p.numel() for p in bert.theta().values())
 phi = sum(p.numel() for p in bert.parameters() if p.requires_grad)
 print(f"a new adapter in every layer changes the output by {change:.1%}")
 print(f"Θ has {theta:,} parameters, Φ {phi:,} ({phi / theta:.1%})")
@@ -206,7 +206,7 @@ add_fusion(bert, ["match", "order"])
 before = {name: p.clone() for name, p in bert.named_parameters()}
 head, _ = fit_on("both", limit=240)
 moved = {name for name, p in bert.named_parameters() if not torch.equal(p, before[name])}
-rows = [["Θ", len(bert.own_parameters()), len(moved & bert.own_parameters().keys())]]
+rows = [["Θ", len(bert.theta()), len(moved & bert.theta().keys())]]
 for part, mark in (("Φ of match", ".match."), ("Φ of order", ".order."), ("Ψ", ".fusion.")):
     names = [name for name in before if mark in name]
     rows.append([part, len(names), len(moved.intersection(names))])

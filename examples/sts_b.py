@@ -51,7 +51,7 @@ class Similarity(Regression):
     bounds = 0, 5  # in the hub's test set -1
 
 
-OF_NUMBERS = {"labels": ["score"], "loss": squared_error, "predict": number_of}
+OF_NUMBERS = {"labels": ["score"], "loss": squared_error, "prediction": number_of}
 OF_NUMBERS["scores"] = {"pearson": pearson}
 STS_B = ("nyu-mll/glue", "stsb", None)
 TASKS["sts_b"] = Similarity(STS_B, ["sentence1", "sentence2"], **OF_NUMBERS)

@@ -84,7 +84,7 @@ def main(argv=None):
         share = record.share_trained_on(read_run(place), examples)
         if share and split != "train":
             print(f"WARNING: {name} was TRAINED on {share:.0%} of these examples, or on equal ones")
-    labels, predictions, loss = train.predict(run.model, task, examples, run.args)
+    labels, predictions, loss = train.predictions(run.model, task, examples, run.args)
     scores = {name: score(labels, predictions) for name, score in task.scores.items()}
     result = {"stage": "eval", "run": args.run, "task": task.name, "split": split}
     result |= {"examples": len(examples), **scores, "loss": loss}

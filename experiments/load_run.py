@@ -21,7 +21,7 @@ from data import TASKS, Task, batches, collate, load_split
 from formats import adapterhub
 from formats.adapterhub import read_run
 from formats.files import check_names, error_prefix, note, read_tensors
-from formats.own import hold_frozen_in, own_names, parts_of, without_file
+from formats.own import files_of, hold_frozen_in, own_names, without_file
 from formats.rows import OWN_COLUMNS, Source, our_rows, source_of
 from formats.tokenizer import load_tokenizer, tokenizer_sha256
 from fusion import fusion_weights
@@ -210,7 +210,7 @@ def load_run(directory, device="cpu", model=None, task=None, columns=None):
     if bert.sha256 != record["encoder"]:
         raise ValueError(f"{directory} was trained with another encoder than {args.model}")
     own = own_names(built, adapters)
-    restore(built, task, directory, own, parts_of(built, adapters))
+    restore(built, task, directory, own, files_of(built, adapters))
     hold_frozen_in(built, own, getattr(torch, args.dtype))
     length = record["tasks"][task.name]["max_length"]
     tokenizer = load_tokenizer(bert.directory, length, bert.config)

@@ -198,7 +198,7 @@ def train_jointly(args):
 def save(whole, out, record, own):
     """A checkpoint of Θ′; of each task the adapter and the head; in own.safetensors the rest."""
     bert, out = whole.bert, Path(out)
-    parts = {"encoder": bert.own_parameters()}
+    parts = {"encoder": bert.theta()}
     sha256, bert.source = bert.save_pretrained(out), str(out.resolve())
     record = {**record, "encoder": sha256, "trained_on": bert.source}  # what adapters belong to
     copy_tokenizer(bert.directory, out)

@@ -3,7 +3,7 @@
 from formats.adapterhub import head_tensors, slot_tensors
 
 
-def parts_of(model, given):
+def files_of(model, given):
     """{"adapter NAME" | "fusion" | "head" | "encoder": {name in its file: tensor}} of what a run
     writes in the files of AdapterHub and Hugging Face: each adapter but those of --adapters in
     which nothing is trained, the fusion, the head, and Θ if all of it is trained. given: the names
@@ -19,7 +19,7 @@ def parts_of(model, given):
         modules = {k: slot.fusion for k, slot in bert.slots.items() if slot.fusion is not None}
         found["fusion"] = slot_tensors(modules)
     found["head"] = head_tensors(model.head)
-    theta = bert.own_parameters()
+    theta = bert.theta()
     return found | ({"encoder": theta} if all(p.requires_grad for p in theta.values()) else {})
 
 
@@ -31,7 +31,7 @@ def is_trained(tensors):
 def own_names(model, given):
     """The names, in the model's state, of what a run must keep: all but the frozen parameters of Θ
     and of the adapters in `given`, the names of --adapters."""
-    frozen = {*model.bert.own_parameters().values()}
+    frozen = {*model.bert.theta().values()}
     for slot in model.bert.slots.values():
         for name in {*given} & {*slot.adapters}:
             frozen |= {*slot.adapters[name].parameters()}
@@ -49,7 +49,7 @@ def without_file(model, own, parts):
 
 def hold_frozen_in(model, own, dtype):
     """Θ, unless some of it is trained, and every frozen Φ are held in `dtype` in place of fp32."""
-    theta = model.bert.own_parameters()
+    theta = model.bert.theta()
     frozen = [] if is_trained(theta) else [*theta.values()]
     frozen += [p for n, p in model.named_parameters() if ".adapters." in n and n not in own]
     for p in frozen:

@@ -64,7 +64,7 @@ def row_of(directory, held_out):
     if not kept.is_file():
         run = load_run(directory)
         examples = run.split("validation", held_out)
-        labels, predictions, _ = train.predict(run.model, run.task, examples, run.args)
+        labels, predictions, _ = train.predictions(run.model, run.task, examples, run.args)
         right = (labels == predictions).int().tolist()
         found = {"held_out": sum(right) / len(right), "held_out_examples": len(right)}
         write_json(kept, {**found, "right": "".join(map(str, right))})

@@ -124,7 +124,7 @@ def describe(args, model, tokenizer, adapters, data):
     train = sum(len(train_set) for _, train_set, _ in data)
     dev = sum(len(dev_set) for _, _, dev_set in data)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    millions = sum(p.numel() for p in bert.own_parameters().values()) / 1e6
+    millions = sum(p.numel() for p in bert.theta().values()) / 1e6
     summary = f"{args.stage} on {args.task}: encoder {args.model} ({millions:.1f} M parameters), "
     summary += f"{trained:,} parameters are trained, on {bert.device.type} in {args.dtype}, "
     summary += f"with --lr {args.lr:g} for at most {args.epochs} epochs; "

@@ -78,7 +78,7 @@ class Gated(torch.nn.Module):
 def build_own(args, bert, task):
     """An adapter, all biases, a prompt, a module of a fork's own, and a frozen helper."""
     adapter.add_adapter(bert, task.name, adapter.ADAPTERS[args.adapter](**args.adapter_config))
-    for name, p in bert.own_parameters().items():
+    for name, p in bert.theta().items():
         p.requires_grad_(name.endswith("bias"))
     bert.prompt = torch.nn.Parameter(torch.randn(1, 1, bert.config.hidden_size))
     bert.embeddings_norm.register_forward_hook(lambda module, given, x: x + bert.prompt)

@@ -364,7 +364,7 @@ def test_all_is_computed_on_one_device(encoder, kind, fusion_kind):
         labels = torch.zeros(len(logits), device="meta")
         loss = task.loss(logits, labels if len(task.labels) == 1 else labels.long())
         (loss + train.fusion_regularization(bert)).backward()
-        assert task.predict(logits).shape == labels.shape
+        assert task.prediction(logits).shape == labels.shape
 
 
 # Runs: {name: (stage, other options)}, and the parts of the names of what a stage trains

@@ -157,7 +157,7 @@ def test_every_kind_of_input_says_the_same(name, task, runs, data_dir, tmp_path,
     for answer in (json.loads(line), *run.predict(one), *run.predict(rows[0])):
         assert answer["probability"] == pytest.approx(answers[0]["probability"], abs=1e-5)
 
-    run.task.predict = lambda logits: logits.argmin(-1)  # a task's own, not the most probable
+    run.task.prediction = lambda logits: logits.argmin(-1)  # a task's own, not the most probable
     (found,) = run.predict(rows[:1])
     least = min(found["probabilities"].values())
     assert found["probability"] == found["probabilities"][found["label"]] == least
