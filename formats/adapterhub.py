@@ -167,11 +167,13 @@ class Saved:
         if bert.sha256 and self.run.get("encoder", bert.sha256) != bert.sha256:
             problem = f"with other weights, or another configuration, than {bert.source}"
             raise ValueError(f"it was trained on an encoder {problem}: {self.run['trained_on']}")
-        ours, theirs = bert.source, str(self.metadata.get("model_name") or "")
-        if not self.run and ours and theirs and whole_id(theirs) != whole_id(ours):
-            problem = f"made for {theirs!r:.100}, the encoder is {ours}"
+        ours, theirs = bert.source or "", str(self.metadata.get("model_name") or "")
+        is_here = Path(ours).is_dir()  # a clone, perhaps, whose name says no owner
+        known = ours if is_here else whole_id(ours)
+        if not self.run and ours and theirs and whole_id(theirs) != known:
+            problem = f"made for {theirs!r:.100}, the encoder is {'in ' * is_here}{ours}"
             is_other = Path(theirs).name != Path(ours).name
-            if not Path(ours).is_dir() and (is_other or whole_id(theirs).count("/") == 1):
+            if not is_here and (is_other or whole_id(theirs).count("/") == 1):
                 raise ValueError(problem)
             files.note(f"{self.directory if is_other else 'an adapter'} was {problem}")
         theirs = self.metadata.get("model_type", bert.config.model_type)

@@ -21,6 +21,7 @@ LISTS = ("choices", "endings")  # columns that hold a list of texts
 INTEGER = r"[-+]?\d+"
 DECIMAL = re.compile(r"[-+]?(\d*[.,]\d+|(\d*[.,])?\d+e[-+]?\d+|inf(inity)?)", re.IGNORECASE)
 LIST = re.compile(r"""\[.*[,'" ].*\]|\{.*[,:].*\}""", re.DOTALL)  # as a CSV file has it
+MULTI_LABEL = "several labels of one example (multi-label) are not supported"
 # What other copies of a data set call its columns, {task: {our name: theirs}}, and its labels
 SCITAIL = {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}
 OTHER_COLUMNS = {"scitail": SCITAIL, "boolq": {"label": "answer"}}
@@ -227,17 +228,17 @@ def csv_rows(path):
     elif first_line.count(";") > first_line.count(","):  # Excel's, where the comma is a decimal one
         options = {"delimiter": ";"}
         note(f"{path}: its columns are read as separated by semicolons")
-    lines = []
+    lines, whole = [], text.rstrip("\r\n")
     try:
-        for cells in csv.reader(
-            io.StringIO(text.rstrip("\r\n"), newline=""), strict=True, **options
-        ):
+        for cells in csv.reader(io.StringIO(whole, newline=""), strict=True, **options):
             # an empty line is no row, but of one column an empty text
             lines += [cells or [""]] if cells or lines and len(lines[0]) == 1 else []
     except csv.Error as e:
         problem = f"a quotation mark is not closed, or not doubled ({e})"
         raise ValueError(f"row {len(lines)}: {problem}") from e
     header, *rows = lines or [[]]
+    if len(header) == 1 and (count := text.count("\n", len(whole)) - 1) > 0:
+        note(f"{path}: empty lines at its end are not read as empty texts, {count} of them")
     header = unique(header)
     for number, row in enumerate(rows, 1):
         if len(row) != len(header):
@@ -294,10 +295,11 @@ def hub_rows(task, split):
 def plain_label(value):
     """What decides which class a label is: not case, blanks, characters that cannot be seen, or
     zeros before an integer; nor which of two ways Unicode has for the same text."""
-    text = unicodedata.normalize("NFKC", str(value)).lower()
+    text = str(value).lower()
     hidden = {c for c in text if unicodedata.category(c) in ("Cc", "Cf") and not c.isspace()}
     hidden |= {chr(i) for i in range(0xFE00, 0xFE10)}  # which choose a form of what is before them
-    text = " ".join("".join(c for c in text if c not in hidden).split())
+    text = unicodedata.normalize("NFKC", "".join(c for c in text if c not in hidden))
+    text = " ".join(text.lower().split())
     return str(int(text)) if re.fullmatch(INTEGER, text) else text
 
 
@@ -307,8 +309,7 @@ def own_labels(values):
     for value in values:
         is_one = isinstance(value, (str, int, float)) and not LIST.fullmatch(str(value))
         if not is_one or DECIMAL.fullmatch(str(value)):
-            problem = "several of them (multi-label) are not supported"
-            problem = "for a regression see examples/sts_b.py" if is_one else problem
+            problem = "for a regression see examples/sts_b.py" if is_one else MULTI_LABEL
             classes = "classes are texts, or integers (0, not 0.0)"
             raise ValueError(f"a label is {value!r:.100}: {classes}; {problem}")
     counts = Counter(map(str, values))
@@ -317,6 +318,10 @@ def own_labels(values):
         problem = "labels differ in case, in blanks, or in what cannot be seen"
         shown = ", ".join(map(ascii, several)).replace("  ", r" \x20")
         raise ValueError(f"{problem}: make them one: {shown:.300}")
+    for label in counts:
+        parts = re.split("[,;|]", label)
+        if len(parts) > 1 and all(plain_label(part) in alike for part in parts):
+            raise ValueError(f"the label {label!r:.100} is several others: {MULTI_LABEL}")
     are_numbers = all(re.fullmatch(INTEGER, label) for label in counts)
     if "-1" in counts and not are_numbers:
         raise ValueError("labels are names, and -1, which is a hidden label")

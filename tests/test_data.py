@@ -181,14 +181,15 @@ def test_empty_cells_and_half_characters(tokenizer, tmp_path, capsys):
     assert run.candidates(rows) == [[("cat", text)] for text in texts[1:]]
 
 
-def test_an_empty_line_of_one_column_is_a_row(tmp_path):
-    """But not at the end; with several columns it is none."""
+def test_an_empty_line_of_one_column_is_a_row(tmp_path, capsys):
+    """But not at the end, which is said; with several columns it is none."""
     for text, ours in (
         ("\n\nred\n\n\n", ["", "red"]),
         (",label\n\nred,x\n\nblue,y", ["red", "blue"]),
     ):
         (tmp_path / "a.csv").write_text(f"text_a{text}")
         assert [row["text_a"] for row in read_rows(tmp_path / "a.csv")] == ours
+    assert capsys.readouterr().out.count("not read as empty texts, 2 of them") == 1
 
 
 def test_choices_that_are_filled_up(tokenizer, tmp_path, capsys):
@@ -225,6 +226,10 @@ LABELS = [  # in a training file, and the classes, or what is wrong
     (["a b", "y", "a  b"], r"make them one: 'a b', 'a \\x20b'"),
     (["\xe8", "e\u0300", "y"], r"make them one: '\\xe8', 'e\\u0300'"),
     *[([f"a{c}b", "y", "ab"], "cannot be seen") for c in "\u200b\xad\ufeff\ufe0f\0"],
+    (["e\u200b\u0301", "\xe9", "y"], "cannot be seen"),
+    (["joy", "anger", "joy, anger"], "the label 'joy, anger' is several others: .*multi-label"),
+    (["3", "7", "9", "3,7,9"], "multi-label"),
+    (["red, white", "red"], ["red", "red, white"]),
     (["a\xa0b", "y", "a b"], "cannot be seen"),
     (["01", 1, 2], "make them one: '01', '1'"),
     ([0, 1, float("nan")], "row 3: the label is empty"),

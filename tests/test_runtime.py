@@ -287,14 +287,18 @@ def test_what_adapters_have_seen(launch, runs, data_dir, tmp_path, capsys):
         )
 
 
-def test_the_whole_name_of_an_encoder_counts(capsys):
-    """Of an adapter without a run. What is not known for sure is said; . is a directory."""
+def test_the_whole_name_of_an_encoder_counts(tmp_path, monkeypatch, capsys):
+    """Of an adapter without a run. What is not known for sure is said; . and bert-x are directories
+    here, the latter perhaps a clone of another owner's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bert-x").mkdir()
     for theirs, ours, said in (
         ("bert-base-cased", "google-bert/bert-base-cased", ""),
         ("bert-base-cased", "dbmdz/bert-base-cased", None),
         ("a/x", "b/x", None),
         ("x", "b/x", "note: an adapter was made for 'x', the encoder is b/x"),
-        ("a/x", ".", "note: place was made for 'a/x', the encoder is ."),
+        ("a/x", ".", "note: place was made for 'a/x', the encoder is in ."),
+        ("bert-x", "bert-x", "note: an adapter was made for 'bert-x', the encoder is in bert-x"),
     ):
         saved = Saved("place", {"model_name": theirs}, {}, "x", [], {}, {})
         bert = SimpleNamespace(source=ours, sha256=None, config=SimpleNamespace(model_type="bert"))
