@@ -48,7 +48,7 @@ class Adapter(nn.Module):
         return self.act(self.down(h))
 
     # A fusion, which mixes the z of several adapters, calls the next two in place of `forward`:
-    # `add_fusion` checks that forward(f, x, norm) equals close(z(h) + residual, x, norm).
+    # its `check_adapters` sees that forward(f, x, norm) equals close(z(h) + residual, x, norm).
 
     def h_and_residual(self, f, x, norm):
         """What the adapter reads, and what is added to its z: [B, T, d] each"""
@@ -237,9 +237,9 @@ def activate(bert, active=None):
     fusion of these adapters in its order. A slot where none of them sits computes plain BERT.
     `requires_grad` is not changed."""
     active = tuple(active) if isinstance(active, list) else active
-    names = active if isinstance(active, tuple) else [active] * (active is not None)
     if active == ():
         raise ValueError("a fusion needs at least one adapter")
+    names = active if isinstance(active, tuple) else () if active is None else (active,)
     found = {name: adapter_modules(bert, name) for name in names}  # raises ValueError
     here = {key: [name for name in names if key in found[name]] for key in bert.slots}
     for key, slot in bert.slots.items():
@@ -269,12 +269,12 @@ def load_adapter(bert, source, name=None):
     name = name or saved.name
     with error_prefix(saved.directory):
         saved.check_encoder(bert)
-        config_class, options = saved.kind(AdapterConfig, ADAPTERS)
-        if options is None:  # it is in AdapterHub's own format
+        config_class, options = saved.kind(AdapterConfig, ADAPTERS)  # its class, what that is given
+        if options is None:  # of a file in AdapterHub's own format
             options = adapterhub.bottleneck_options(saved.options, saved.metadata)
         config = config_class(**options)
         modules = new_modules(bert, name, config)
-        saved.copy_into(adapterhub.slot_tensors(modules))
+        saved.copy_into(adapterhub.slot_tensors(modules))  # {(slot, name in the file): tensor}
     for module in modules.values():
         module.requires_grad_(False)
     insert(bert, name, config, modules)

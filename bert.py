@@ -71,7 +71,7 @@ def dropout(x, p, training):
 def attention(q, k, v, mask, p):
     """softmax(q kᵀ / √(d/H) + mask) v, where each weight is dropped with probability p. q, k, v:
     [B, H, T, d/H]; mask: see `Bert.mask` -> [B, H, T, d/H]"""
-    if p == 0 or q.device.type != "cpu":  # except for dropout on a CPU, PyTorch's own is faster
+    if p == 0 or q.device.type != "cpu":  # PyTorch's own is faster, except on a CPU with dropout
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
     scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)  # [B, H, T, T]
     if mask is not None:
@@ -99,7 +99,7 @@ class AddNorm(nn.Module):
         if self.active is None:
             return self.norm(f + x)
         if isinstance(self.active, tuple):
-            return self.fusion(f, x, self)  # which needs the adapters, too
+            return self.fusion(f, x, self)  # Ψ reads the adapters of this AddNorm
         return self.adapters[self.active](f, x, self.norm)
 
 
@@ -226,7 +226,7 @@ class Bert(nn.Module):
     @staticmethod
     def from_tensors(config, tensors):
         """The encoder of {name in Hugging Face's files: tensor}, frozen (no parameter requires a
-        gradient) and in eval mode. The prefix "bert." may be missing; further tensors are ignored.
+        gradient) and in eval mode. The prefix (bert., roberta.) may be missing; others are ignored.
         Raises ValueError for tensors that are missing, or of another shape than config says."""
         bert = ENCODERS[config.model_type](config)
         found = {name.removeprefix(f"{config.model_type}."): t for name, t in tensors.items()}
@@ -250,14 +250,14 @@ class Bert(nn.Module):
         from formats.files import error_prefix
         from runtime.command import look_up
 
-        checkpoint = encoder.open_encoder(source)
+        checkpoint = encoder.open_encoder(source)  # its files: what config.json says, and tensors
         known = [field.name for field in fields(BertConfig)]
         with error_prefix(checkpoint.config_path):
             config = BertConfig(**{n: v for n, v in checkpoint.config.items() if n in known})
             look_up(ENCODERS, config.model_type, "model_type")
         with error_prefix(checkpoint.weights_path):
             bert = Bert.from_tensors(config, checkpoint.tensors)
-            checkpoint.check(bert.hub_tensors())
+            checkpoint.check(bert.hub_tensors())  # no tensor is left over, every number is finite
         bert.source, bert.directory = str(source), checkpoint.directory
         bert.hub_config = checkpoint.config
         bert.sha256 = encoder.sha256_of(bert.hub_tensors(), asdict(config))
@@ -270,7 +270,7 @@ class Bert(nn.Module):
     def save_pretrained(self, directory):
         """Writes config.json and model.safetensors (Θ alone) as Hugging Face does, so that
         `transformers` and `from_pretrained` read them. Returns a SHA-256 of the weights, and of
-        what config.json says about evaluation."""
+        the fields of the configuration that matter in evaluation."""
         from formats import encoder
 
         config = asdict(self.config)

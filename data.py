@@ -193,8 +193,8 @@ def own_task(name, columns, labels):
 
 
 class Example(NamedTuple):
-    input_ids: list  # of C candidates, int32 [T] each
-    token_type_ids: list
+    input_ids: tuple  # of C candidates, NumPy int32 [T] each
+    token_type_ids: tuple
     label: int  # in another kind of task a float, or a tuple; None where it is not known
     hash: int  # of texts and label: has an adapter been trained on it? (runtime/record.py)
     is_cut: bool  # whether a text was longer than --max-length

@@ -25,7 +25,9 @@ class Fusion(nn.Module):
     and h is what the adapters read; the h of section 3.2 is the feed-forward output, f here
     (docs/silent.md)."""
 
-    fast_form = None  # `add_fusion` sets it, where fast/low_rank.py computes the same as `textbook`
+    fast_form = (
+        None  # "joint" or "apart" of fast/low_rank.py, where that gives what `textbook` does
+    )
 
     def __init__(self, adapter_names, hidden_size, dropout):
         super().__init__()
@@ -125,10 +127,10 @@ def add_fusion(bert, names, fusion_class=Fusion, **fields):
     p = bert.config.attention_probs_dropout_prob
     modules = new_modules(bert, names, fusion_class, p, fields)
     bert.requires_grad_(False)  # all but the new modules, which are not in it yet
-    insert(bert, names, modules)
+    put_in_place(bert, names, modules)
 
 
-def insert(bert, names, modules):
+def put_in_place(bert, names, modules):
     for key, slot in bert.slots.items():
         slot.fusion = modules.get(key)
     activate(bert, tuple(names))
@@ -152,20 +154,20 @@ def new_modules(bert, names, fusion_class, dropout, fields):
             fusion = fusion_class([*here], bert.config.hidden_size, dropout, **fields)
             fusion.fields = fields  # for `save_fusion`
             fusion.to(bert.device, torch.promote_types(bert.dtype, torch.float32))
-            if bert.device.type != "meta":
+            if bert.device.type != "meta":  # where nothing can be computed
                 norm, *copies = copy_in_fp32(nn.ModuleList([slot.norm, fusion, *here.values()]))
                 check_adapters([*here], copies[1:], norm)
-                fusion.fast_form = fast_form(*copies)
+                fusion.fast_form = fast_form(*copies)  # for weights near these, and for loaded ones
             modules[key] = fusion.train(bert.training)
     return modules
 
 
 @torch.no_grad()
 def check_adapters(names, adapters, norm):
-    """For random f and x. Raises ValueError for an adapter whose `forward` is not what a fusion
-    takes of it (`norm_after` aside, which a fusion leaves out, as adapters 1.3 does), or that would
-    read something else than the last one, which decides for all. If both are of AdapterHub's kinds,
-    the latter is only noted."""
+    """Compares them on random f and x. Raises ValueError for an `Adapter` whose `forward` is not
+    what a fusion takes of it (`norm_after` aside, which a fusion leaves out, as adapters 1.3 does),
+    and for one that reads something else than the last one, which decides for all. If both are of
+    AdapterHub's kinds, the latter is only noted."""
     random, shape = torch.Generator().manual_seed(0), (2, 3, len(norm.weight))
     f, x = (torch.randn(shape, generator=random, dtype=torch.float32) for _ in range(2))
     around_z = []  # of each adapter: [3, B, T, d]
@@ -173,8 +175,8 @@ def check_adapters(names, adapters, norm):
         h, residual = adapter.eval().h_and_residual(f, x, norm)
         around_z.append(torch.stack([h, residual, adapter.close(h + residual, x, norm)]))
         if isinstance(adapter, Adapter) and getattr(adapter, "norm_after", None) is None:
-            fused = adapter.close(adapter.z(h) + residual, x, norm)
-            if not is_near(fused, adapter(f, x, norm)):
+            in_fusion = adapter.close(adapter.z(h) + residual, x, norm)
+            if not is_near(in_fusion, adapter(f, x, norm)):
                 fused = "close(z(h) + residual, x, norm), with h and residual from `h_and_residual`"
                 raise ValueError(f"adapter {name!r}: its `forward` must be {fused}, as in a fusion")
     for name, adapter, found in zip(names, adapters, around_z, strict=True):
@@ -227,4 +229,4 @@ def load_fusion(bert, directory):
         saved.copy_into(adapterhub.slot_tensors(modules), unused)
     for module in modules.values():
         module.requires_grad_(False)
-    insert(bert, saved.adapter_names, modules)
+    put_in_place(bert, saved.adapter_names, modules)

@@ -41,8 +41,8 @@ from runtime.run import check_out, is_begun, open_run
 
 # Section 4.1 and appendix A.2: single-task adapters are trained at a learning rate of 1e-4 for at
 # most 30 epochs, fusion at 5e-5 for at most 10. The paper gives no values for the two baselines:
-# these are ours. "options": which of those named here a stage takes; all, if it says nothing. A
-# stage of your own has a "build", a function of (args, bert, task): see `build`.
+# these are ours. "options": which of these and of --adapters it takes; without it, all. A stage of
+# your own has a "build", a function of (args, bert, task): see `build`.
 OF_ADAPTER = ["adapter", "reduction_factor", "adapter_config"]
 OF_FUSION = ["fusion", "fusion_config"]
 STAGES = {
@@ -193,7 +193,7 @@ def new_head(args, task, bert):
 
 
 def autocast(args, device):
-    """With --dtype bfloat16, PyTorch computes in it what needs no more, above all products."""
+    """With --dtype bfloat16, what needs no more precision is computed in it: products, above all."""
     return torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
@@ -229,8 +229,7 @@ def train(args):
     def evaluation():
         return evaluate(model, task, dev_set, args)
 
-    # With --resume, the run's own tensors and its position are those of the checkpoint.
-    with open_run(args, record, model, own, optimizer) as run:
+    with open_run(args, record, model, own, optimizer) as run:  # --resume: as the checkpoint has it
         if run.result:
             return run.result  # it is finished already
         if run.rank == 0:  # Θ is not copied: run.json has its name and SHA-256
@@ -266,16 +265,15 @@ def minimize(run, steps, schedule, evaluation):
                 for group, lr in zip(optimizer.param_groups, lrs, strict=True):
                     group["lr"] = lr * schedule(done)
                 loss = torch.zeros((), device=bert.device)
-                for part in micro_batches(
-                    examples[run.rank :: run.world_size], args.grad_accumulation
-                ):
+                mine = examples[run.rank :: run.world_size]  # of this process
+                for part in micro_batches(mine, args.grad_accumulation):
                     batch = collate(part, bert.config.pad_token_id)
                     loss += compute(model, task, args, batch, len(part) / len(examples))
                 sum_gradients(trainable)  # over all processes (torchrun)
                 nn.utils.clip_grad_norm_(trainable, 1.0)  # as in Google's BERT
                 optimizer.step()
                 optimizer.zero_grad()
-                run.after_step(loss)  # counts; saves when due; on Ctrl-C it saves, and raises
+                run.after_step(loss)  # run.step += 1; raises on Ctrl-C, or if loss is not finite
 
             reseed(args.seed, run.epoch, run.step, run.rank)  # for a fork whose evaluation draws
             found, best = evaluation(), run.best_scores
@@ -285,7 +283,7 @@ def minimize(run, steps, schedule, evaluation):
             if not best or (found[args.score], -found["loss"]) > (best[args.score], -best["loss"]):
                 run.best_epoch, run.best_scores = run.epoch, found
                 run.best = {name: t.cpu().clone() for name, t in run.own_tensors().items()}
-            run.after_epoch(found)  # a line of the log, a checkpoint; the next epoch
+            run.after_epoch(found)  # log and checkpoint; run.epoch += 1, run.step = 0
     except FloatingPointError as e:  # a loss, or a score, is not finite
         if not run.best:
             raise
@@ -300,8 +298,8 @@ def micro_batches(examples, count):
 
 
 def gradients(model, task, args, batch, share):
-    """Adds the gradients of a part of a batch to those that are there. share: that of the batch's
-    examples which this part has. Returns share · loss."""
+    """Adds the gradients of a part of a batch to those that are there. share: this part's share of
+    the batch's examples. Returns share · loss."""
     with autocast(args, model.bert.device):
         logits = model(batch)  # [B, K]
     loss = task.loss(logits, batch["labels"].to(logits.device))
