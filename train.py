@@ -193,7 +193,7 @@ def new_head(args, task, bert):
 
 
 def autocast(args, device):
-    """With --dtype bfloat16, what needs no more precision is computed in it: products, above all."""
+    """With --dtype bfloat16, products, and what needs no more precision, are computed in it."""
     return torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
 
 
