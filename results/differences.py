@@ -66,8 +66,7 @@ def main():
     for name, value in {"composition": "accuracy", "base_size": "test_accuracy"}.items():
         for (target, size), rows in read[name].groupby(["target", "train_examples"]):
             of_seeds[f"{name}, {target}, {size}"] = points(rows, "seed", value)
-    if "one_source" in read:
-        of_seeds["one_source"] = points(read["one_source"], "seed", "held_out")
+    of_seeds["one_source"] = points(read["one_source"], "seed", "held_out")
     lines = [line for study in of_tasks for line in differences(study, of_tasks[study], "tasks")]
     lines += [line for study in of_seeds for line in differences(study, of_seeds[study], "seeds")]
     header = "study difference over n mean low high least greatest".split()
