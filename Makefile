@@ -33,6 +33,10 @@ test-peers: .venv/dev .venv-peer/installed
 test-hub: .venv/dev
 	HUB_TESTS=1 .venv/bin/python -m pytest -q tests/test_hub.py
 
+# with a network and a GPU: test-hub, the GPU's tests, and BERT-base on three tasks (--plan says more)
+verify: .venv/dev
+	.venv/bin/python -m experiments.verify
+
 .venv/installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
@@ -49,4 +53,4 @@ test-hub: .venv/dev
 	.venv-peer/bin/python $(PIP) -r requirements-peer.txt
 	touch $@
 
-.PHONY: test test-all demo walkthrough test-peers test-hub
+.PHONY: test test-all demo walkthrough test-peers test-hub verify

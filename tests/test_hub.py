@@ -3,42 +3,66 @@
 import os
 
 import datasets
+import huggingface_hub
 import pytest
 import torch
 
 from adapter import load_adapter
 from bert import Bert
+from conftest import randomize
 from data import TASKS, get_task, load_split
-from formats.rows import Source
+from formats.adapterhub import paper_adapters
+from formats.rows import Source, plain_label
 from formats.sources import find_adapters
 from formats.tokenizer import load_tokenizer
-from fusion import add_fusion, fusion_weights
+from fusion import active_fusions, add_fusion, fusion_weights
 
 pytestmark = pytest.mark.skipif("HUB_TESTS" not in os.environ, reason="needs a network")
 
 
 @pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.hub is not None])
-def test_a_data_set(name, tokenizer):
-    """Its rows have the columns of the task, and its labels are in the task's order."""
+def test_a_data_set(name, tokenizer, record_property):
+    """It is where TASKS says. Its rows have the columns of the task, and its labels are in the
+    task's order; where they are texts, they are all of the task's."""
     task = get_task(name, source := Source())
     candidates = len(task.labels) if task.is_multiple_choice else 1
+    repository, configuration, revision = task.hub
+    found = huggingface_hub.dataset_info(repository, revision=revision)
+    assert found.id == repository, f"{repository} has moved to {found.id}"
+    record_property(f"{repository} {revision or 'main'}", found.sha)
+    rows = datasets.load_dataset(repository, configuration, revision=revision)["train"]
+    names = [feature.names for feature in rows.features.values() if hasattr(feature, "names")]
+    assert names in ([], [task.labels]), f"{repository} has the labels {names}, not {task.labels}"
     for split in ("train", "validation"):
         examples = load_split(task, source, split, tokenizer, limit=20)
         assert [len(example.input_ids) for example in examples] == [candidates] * 20
-    repository, configuration, revision = task.hub
-    rows = datasets.load_dataset(repository, configuration, revision=revision)["train"]
-    names = [feature.names for feature in rows.features.values() if hasattr(feature, "names")]
-    assert names in ([], [task.labels])
+    if not names:
+        rows = source.read_split(task, "train")[1].values()
+        labels = {plain_label(row[task.label]) for row in rows}
+        assert labels == {*task.indices}, f"{repository} has the labels {labels}"
 
 
 @pytest.mark.parametrize("name", ["google-bert/bert-base-uncased", "FacebookAI/roberta-base"])
 @torch.inference_mode()
-def test_an_encoder(name):
-    """With all of the paper's adapters, under a fusion."""
+def test_an_encoder(name, record_property):
+    """With all of the paper's adapters, under a fusion: the equations of section 3.2, from the
+    adapters' own weights in float64."""
     bert = Bert.from_pretrained(name)
+    for repository in (name, *paper_adapters(bert.config.model_type).values()):
+        record_property(repository, huggingface_hub.model_info(repository).sha)
     for task, directory in find_adapters(["paper"], bert.config.model_type).items():
         load_adapter(bert, directory, task)
-    add_fusion(bert, bert.adapter_configs)
+    add_fusion(bert, [*bert.adapter_configs])
     tokens = load_tokenizer(bert.directory, 32, bert.config).encode("It rains.", "It is wet.")
     assert bert(torch.tensor([tokens.ids]), torch.tensor([tokens.type_ids])).isfinite().all()
     assert all(s.shape[-1] == 16 for s in fusion_weights(bert).values())
+    randomize(bert, ".fusion.")
+    for key, fusion in active_fusions(bert.double()).items():
+        slot, Q, K = bert.slots[key], fusion.query, fusion.key
+        f, x = torch.randn(2, 2, 5, bert.config.hidden_size, dtype=torch.float64)
+        h = slot.norm(f + x)
+        z = [a.up(a.down(h).relu()) for a in map(slot.adapters.__getitem__, bert.adapter_configs)]
+        s = torch.stack([(Q(h) * K(z_n)).sum(-1) for z_n in z]).softmax(0)[..., None]
+        o = (s * torch.stack(z)).sum(0) @ fusion.value.weight.T
+        error = (slot(f, x) - slot.norm(f + o + x)).abs().max()
+        assert error < 1e-9, f"layer {key}: the fusion is {error:.1e} from its equations"
