@@ -51,7 +51,7 @@ def tests(name, words):
         check = found[f"{name}: {case.get('name')}"] = {"outcome": "passed", "commits": commits}
         for problem in (part for part in case if part.tag in ("failure", "error", "skipped")):
             check["outcome"] = "not checked" if problem.tag == "skipped" else "failed"
-            check["message"] = problem.get("message").partition("\n")[0][:300]
+            check["message"] = " ".join(problem.get("message").split())[:300]
     return found
 
 
