@@ -25,9 +25,7 @@ class Fusion(nn.Module):
     and h is what the adapters read; the h of section 3.2 is the feed-forward output, f here
     (docs/silent.md)."""
 
-    fast_form = (
-        None  # "joint" or "apart" of fast/low_rank.py, where that gives what `textbook` does
-    )
+    fast_form = None  # "joint" or "apart": `low_rank` in that form gives what `textbook` does
 
     def __init__(self, adapter_names, hidden_size, dropout):
         super().__init__()

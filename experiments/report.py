@@ -3,6 +3,8 @@ file replaces an earlier one only once it is complete."""
 
 import math
 
+from tabulate import tabulate
+
 from formats.files import atomic_write
 
 
@@ -16,32 +18,33 @@ def with_deviation(values):
     return " ± ".join(filter(None, (two_decimals(values.mean()), two_decimals(values.std(), ""))))
 
 
-T975 = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160]
+# Student's t, 97.5 %, by degrees of freedom from 1
+T975 = "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131"
+
+
+def half_width(values):
+    """Of the 95 % interval, by t, of the mean of a Series of at least two."""
+    n, t = len(values), [float(quantile) for quantile in T975.split()]
+    factor = t[n - 2] if n - 2 < len(t) else 1.96 + 2.45 / (n - 1)  # right to 0.01
+    return factor * values.std() / math.sqrt(n)
 
 
 def with_interval(values):
     """1.38 (0.01 to 2.75): the mean, and its 95 % interval by t; the mean alone of a single one."""
     values = values.dropna()
-    n = len(values)
-    if n < 2:
+    if len(values) < 2:
         return two_decimals(values.mean())
-    t = T975[n - 2] if n - 2 < len(T975) else 1.96 + 2.45 / (n - 1)  # right to 0.01
-    half, mean = t * values.std() / math.sqrt(n), values.mean()
+    half, mean = half_width(values), values.mean()
     return f"{two_decimals(mean)} ({two_decimals(mean - half)} to {two_decimals(mean + half)})"
 
 
 def markdown(rows, header):
     """A table in Markdown, one text. A float has two decimals, None is –; columns without texts are
     flush right."""
-    columns = []
-    for title, *cells in zip(header, *rows, strict=True):
-        is_text = any(isinstance(cell, str) for cell in cells)
-        cells = [str(c) if isinstance(c, (str, int)) else two_decimals(c) for c in cells]
-        width, align = max(map(len, [f"{title}  ", *cells])), "<" if is_text else ">"
-        rule = "-" * (width + 1)
-        lines = [f" {cell:{align}{width}} " for cell in (title, *cells)]
-        columns.append([lines[0], f":{rule}" if is_text else f"{rule}:", *lines[1:]])
-    return "".join(f"|{'|'.join(line)}|\n" for line in zip(*columns, strict=True))
+    is_text = [any(isinstance(row[i], str) for row in rows) for i in range(len(header))]
+    rows = [[v if isinstance(v, (str, int)) else two_decimals(v) for v in row] for row in rows]
+    align = ["left" if text else "right" for text in is_text]
+    return tabulate(rows, header, "pipe", colalign=align, disable_numparse=True) + "\n"
 
 
 def frame(values, corner=""):

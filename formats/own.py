@@ -40,9 +40,9 @@ def own_names(model, given):
     return {name for name, tensor in state.items() if tensor not in frozen}
 
 
-def without_file(model, own, parts):
-    """{name: tensor} of what is a run's own, and in none of its parts."""
-    in_files = {id(tensor) for tensors in parts.values() for tensor in tensors.values()}
+def without_file(model, own, files):
+    """{name: tensor} of what is a run's own, and in none of the files that `files_of` names."""
+    in_files = {id(tensor) for tensors in files.values() for tensor in tensors.values()}
     state = model.state_dict(keep_vars=True)
     return {name: t for name, t in state.items() if name in own and id(t) not in in_files}
 

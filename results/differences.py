@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pandas as pd
 
+from experiments.report import half_width
+
 HERE = Path(__file__).parent
-T = "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131"
-T = [float(quantile) for quantile in T.split()]  # Student's, 97.5 %, by degrees of freedom from 1
 OVER_TASKS = """fusion_st_a-st_a_16 fusion_st_a-full fusion_st_a-mt_a fusion_st_a-multitask
     fusion_st_a-fusion_of_own fusion_mt_a-mt_a fusion_mt_a-st_a_16 st_a_16-full mt_a-full"""
 OVER_SEEDS = """fusion-own fusion-closest_head fusion-full fusion-full_12 fusion-mean
@@ -40,7 +40,7 @@ def differences(study, table, over):
         a, b = pair.split("-", 1)
         if a in table and b in table:
             found = (table[a] - table[b]).dropna()
-            half = T[len(found) - 2] * found.std() / len(found) ** 0.5
+            half = half_width(found)
             bounds = (found.mean() - half, found.mean() + half, found.min(), found.max())
             yield study, f"{a} - {b}", over, len(found), found.mean(), *bounds
 
