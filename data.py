@@ -61,14 +61,14 @@ class Task:
     name: str = ""  # `get_task` fills it in
 
     def __post_init__(self):
+        # upper and lower case, blanks, and what cannot be seen make no difference
         self.indices = {plain_label(label): i for i, label in enumerate(self.labels)}
-        if self.scores is None:
-            self.scores = dict(CLASS_SCORES)
-            if len(self.labels) != 2:
-                del self.scores["f1"]  # which is that of the positive class, the second of two
+        if self.scores is None:  # f1 is that of the positive class, the second of two
+            is_binary = len(self.labels) == 2
+            self.scores = {n: s for n, s in CLASS_SCORES.items() if is_binary or n != "f1"}
 
     def candidates_of(self, row):
-        """[(text_a, text_b or None)] of a row, as formats/rows.py hands it out."""
+        """[(text_a, text_b or None)] of a row, {column: its text, or a list of texts}."""
         candidates = self.candidates(*(row[column] for column in self.columns))
         if self.is_multiple_choice and len(candidates) != len(self.labels):
             raise ValueError(f"{len(candidates)} choices, expected {len(self.labels)}")
@@ -81,7 +81,7 @@ class Task:
         # the hub's integers; labels made of digits are names, not indices
         if self.hub and not self.labels[0].isdigit() and text in map(str, range(len(self.labels))):
             found = ", ".join(f"{i} = {label}" for i, label in enumerate(self.labels))
-            note(f"{self.name}: integers are read as {found}")  # once
+            note(f"{self.name}: integers are read as {found}")  # which is printed only once
             return int(text)
         if text == "-1":
             raise ValueError("the label is hidden (-1): experiments.predict takes such rows")
@@ -177,7 +177,7 @@ def get_task(name, source):
     if name in TASKS:
         return replace(TASKS[name], name=name)
     if source.files or is_there:
-        return own_task(name, *source.read_own(name))
+        return own_task(name, *source.columns_and_labels(name))
     place = f"{directory or 'DIR'}/{name}/train.jsonl"
     needed = f"your own needs --train-file FILE, or --data-dir DIR with {place}"
     raise ValueError(f"unknown task {name!r}: there are {', '.join(TASKS)}; {needed}")
@@ -196,14 +196,15 @@ class Example(NamedTuple):
     input_ids: tuple  # of C candidates, NumPy int32 [T] each
     token_type_ids: tuple
     label: int  # in another kind of task a float, or a tuple; None where it is not known
-    hash: int  # of texts and label: has an adapter been trained on it? (runtime/record.py)
+    hash: int  # of texts and label: with it run.json says on what an adapter was trained
     is_cut: bool  # whether a text was longer than --max-length
 
 
 def load_split(task, source, split, tokenizer, limit=None, seed=0):
     """[Example] of a split, tokenised. "train" and "validation" are parts of the training file with
-    --dev-fraction. limit: keep only this many, drawn with `seed`. Raises FileNotFoundError if the
-    data are not there, ValueError naming the file and the row for one that does not fit."""
+    --dev-fraction. limit: keep only this many, drawn with `seed`. Without a tokenizer (None) they
+    have no ids, for their hashes alone. Raises FileNotFoundError if the data are not there, and
+    ValueError naming the file and the row for one that does not fit."""
     where, rows = source.read_split(task, split)  # {number of a row: row}
     examples, empty, every = [], 0, [*rows.items()]
     for number, row in (every[i] for i in drawn(len(rows), limit, seed)):
@@ -219,7 +220,7 @@ def load_split(task, source, split, tokenizer, limit=None, seed=0):
 
 
 def encode(tokenizer, examples, title):
-    """[(candidates, label)] -> [Example]. The tokenizer uses all cores; without it, no ids."""
+    """[(candidates, label)] -> [Example]. The tokenizer uses all cores."""
     result = []
     for start in tqdm(range(0, len(examples), 1000), title, leave=False, disable=None):
         chunk = examples[start : start + 1000]
@@ -257,8 +258,8 @@ def batches(examples, batch_size, seed=None):
 
 def collate(examples, pad_token_id):
     """B examples -> LongTensors input_ids, token_type_ids, attention_mask [B·C, T], an example's
-    candidates one after another; and labels [B], class indices, or the floats of a regression, if
-    the examples have any. T is the length of the longest."""
+    candidates one after another; and, if the examples have any, labels [B]: class indices, or the
+    floats of a regression; [B, k] of tuples. T is the length of the longest."""
     ids = [ids for example in examples for ids in example.input_ids]
     types = [types for example in examples for types in example.token_type_ids]
     input_ids = torch.full((len(ids), max(map(len, ids))), pad_token_id)

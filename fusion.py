@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from adapter import Adapter, GridAdapter, activate, adapter_modules
-from fast.low_rank import choose, copy_in_fp32, is_near, low_rank
+from fast.low_rank import choose, copy_to_cpu, is_near, low_rank
 from formats import adapterhub
 from formats.files import error_prefix, note
 
@@ -25,7 +25,9 @@ class Fusion(nn.Module):
     and h is what the adapters read; the h of section 3.2 is the feed-forward output, f here
     (docs/silent.md)."""
 
-    fast_form = None  # "joint" or "apart": `low_rank` in that form gives what `textbook` does
+    # "joint" or "apart", with one product for all D_n or with one for each, if `low_rank` computes
+    # in that way what `textbook` does; None if it cannot
+    fast_form = None
 
     def __init__(self, adapter_names, hidden_size, dropout):
         super().__init__()
@@ -73,6 +75,11 @@ class Fusion(nn.Module):
         self.s = s.detach()
         return s
 
+    def begin_batch(self, mask):
+        """The encoder calls this before each batch. A kind of your own may keep the mask: [B, T],
+        1 on real tokens, 0 on padding, or None if all are real."""
+        self.s = None
+
     def penalty(self):
         """0.01 · ‖V − I‖²_F, which is added to the loss (section 4.1: "l2-norm" on V; in the form
         of adapters 1.3). 0 for a subclass without V."""
@@ -117,13 +124,14 @@ def fusion_weights(bert):
     return result
 
 
-def add_fusion(bert, names, fusion_class=Fusion, **fields):
+def add_fusion(bert, names, fusion_class=Fusion, **arguments):
     """Adds a new fusion over adapters of the encoder wherever one of them sits, in place of an
     existing one, and activates it. Its parameters are then the only ones that require a gradient.
-    fields: further arguments of a class of your own. Raises ValueError, and changes nothing, if the
-    adapters sit at different locations (as adapters 1.3 does), or if one has no output z."""
+    arguments: further ones of a class of your own. Raises ValueError, and changes nothing, for a
+    name that is unknown or there twice, for adapters at different locations (as adapters 1.3 does),
+    for one without an output z, and for what `check_adapters` refuses."""
     p = bert.config.attention_probs_dropout_prob
-    modules = new_modules(bert, names, fusion_class, p, fields)
+    modules = new_modules(bert, names, fusion_class, p, arguments)
     bert.requires_grad_(False)  # all but the new modules, which are not in it yet
     put_in_place(bert, names, modules)
 
@@ -134,7 +142,7 @@ def put_in_place(bert, names, modules):
     activate(bert, tuple(names))
 
 
-def new_modules(bert, names, fusion_class, dropout, fields):
+def new_modules(bert, names, fusion_class, dropout, arguments):
     """{(layer, location): module} of a new fusion, not yet in the encoder."""
     if not names or len({*names}) < len(names):
         raise ValueError(f"a fusion needs at least one adapter, and each of them once, not {names}")
@@ -149,23 +157,25 @@ def new_modules(bert, names, fusion_class, dropout, fields):
     modules = {}
     for key, slot in bert.slots.items():
         if here := {name: found[name][key] for name in names if key in found[name]}:
-            fusion = fusion_class([*here], bert.config.hidden_size, dropout, **fields)
-            fusion.fields = fields  # for `save_fusion`
+            fusion = fusion_class([*here], bert.config.hidden_size, dropout, **arguments)
+            fusion.arguments = arguments  # for `save_fusion`
             fusion.to(bert.device, torch.promote_types(bert.dtype, torch.float32))
-            if bert.device.type != "meta":  # where nothing can be computed
-                norm, *copies = copy_in_fp32(nn.ModuleList([slot.norm, fusion, *here.values()]))
+            if bert.device.type != "meta":  # tensors without numbers: there is nothing to compare
+                norm, *copies = copy_to_cpu(nn.ModuleList([slot.norm, fusion, *here.values()]))
                 check_adapters([*here], copies[1:], norm)
-                fusion.fast_form = fast_form(*copies)  # for weights near these, and for loaded ones
+                # compared before training, or before saved weights are copied into it: formulas
+                # that agree for the weights it starts with do so for others
+                fusion.fast_form = choose_form(*copies)
             modules[key] = fusion.train(bert.training)
     return modules
 
 
 @torch.no_grad()
 def check_adapters(names, adapters, norm):
-    """Compares them on random f and x. Raises ValueError for an `Adapter` whose `forward` is not
-    what a fusion takes of it (`norm_after` aside, which a fusion leaves out, as adapters 1.3 does),
-    and for one that reads something else than the last one, which decides for all. If both are of
-    AdapterHub's kinds, the latter is only noted."""
+    """Compares them on random f and x, to a relative 1e-4. Raises ValueError for an `Adapter` whose
+    `forward` is not what a fusion takes of it (`norm_after` aside, which a fusion leaves out, as
+    adapters 1.3 does), and for one that reads something else than the last one, which decides for
+    all. If both are of AdapterHub's kinds, the latter is only noted."""
     random, shape = torch.Generator().manual_seed(0), (2, 3, len(norm.weight))
     f, x = (torch.randn(shape, generator=random, dtype=torch.float32) for _ in range(2))
     around_z = []  # of each adapter: [3, B, T, d]
@@ -185,10 +195,10 @@ def check_adapters(names, adapters, norm):
             note(f"{problem}: in their fusion both have those of the last one, as in adapters 1.3")
 
 
-def fast_form(fusion, *adapters):
-    """The form of fast/low_rank.py that computes what `textbook` does, or None; of copies that may
-    be changed. A class with a `textbook`, `z` or `up` of its own is not compared: its parameters
-    may have an effect only once they have moved."""
+def choose_form(fusion, *adapters):
+    """`Fusion.fast_form` of these, which are copies that may be changed. A class with a `textbook`,
+    `z` or `up` of its own is not compared: its parameters may have an effect only once they have
+    moved."""
     if type(fusion).textbook is not Fusion.textbook:
         return None
     for one in adapters:
@@ -205,7 +215,9 @@ def save_fusion(bert, directory):
         raise ValueError("no fusion is active in this encoder")
     one = next(iter(modules.values()))
     tensors = adapterhub.slot_tensors(modules)
-    options = adapterhub.fusion_options(one, type(one) is Fusion, tensors)
+    options = {"architecture": type(one).__name__, "fields": one.arguments}  # see `save_adapter`
+    if type(one) is Fusion and not one.arguments and adapterhub.is_attention(tensors):
+        options = adapterhub.FUSION_CONFIG  # the paper's, in the library's fields
     adapterhub.write(directory, adapterhub.FUSION, ",".join(bert.active), options, tensors, bert)
 
 
@@ -216,12 +228,12 @@ def load_fusion(bert, directory):
     saved = adapterhub.read(directory, adapterhub.FUSION)
     with error_prefix(saved.directory):
         saved.check_encoder(bert)
-        fusion_class, fields = saved.kind(Fusion, FUSIONS)
-        if fields is None:  # it is in AdapterHub's own format
+        fusion_class, arguments = saved.kind(Fusion, FUSIONS)
+        if arguments is None:  # it is in AdapterHub's own format
             adapterhub.check_fusion(saved.options)
         # a dropout of 0.0 counts as unset, as in adapters 1.3
         p = saved.options.get("dropout_prob") or bert.config.attention_probs_dropout_prob
-        modules = new_modules(bert, saved.adapter_names, fusion_class, p, fields or {})
+        modules = new_modules(bert, saved.adapter_names, fusion_class, p, arguments or {})
         # AdapterHub's files also hold layers in which all adapters are left out
         unused = [adapterhub.slot_path(key) for key in bert.slots if key not in modules]
         saved.copy_into(adapterhub.slot_tensors(modules), unused)

@@ -25,7 +25,7 @@ class Sum(Fusion):
 
     def __init__(self, adapter_names, hidden_size, dropout):
         nn.Module.__init__(self)  # without Q, K and V
-        self.adapter_names, self.s, self.mask = adapter_names, None, None
+        self.adapter_names, self.s = adapter_names, None
 
     def textbook(self, h, adapters):
         z = torch.stack([adapter.z(h) for adapter in adapters], 2)  # [B, T, N, d]
@@ -75,8 +75,12 @@ class Router(Sum):
         self.gate = nn.Linear(hidden_size, len(adapter_names), bias=False)  # W
         nn.init.zeros_(self.gate.weight)
 
+    def begin_batch(self, mask):
+        super().begin_batch(mask)
+        self.mask = mask  # for `penalty`, as h is
+
     def weights(self, h):
-        self.h = h.detach()  # for `penalty`
+        self.h = h.detach()
         return self.gate(h).softmax(-1)[..., None]  # [B, T, N, 1]
 
     def penalty(self):

@@ -63,7 +63,7 @@ def choose(modules):
     """The form of `low_rank` that gives what `textbook` gives, "joint" or else "apart", or None.
     Both are computed for random h, at weights close to these, in training and in evaluation, and
     must draw equally many random numbers. modules: a copy, which is changed, of the fusion and
-    then its adapters, as `copy_in_fp32` makes it"""
+    then its adapters, as `copy_to_cpu` makes it"""
     random = torch.Generator().manual_seed(0)  # so that a run decides the same when it is loaded
     for tensor in [*modules.parameters(), *modules.buffers()]:
         if tensor.is_floating_point():  # a new one may start at a value that has no effect
@@ -97,9 +97,9 @@ def is_near(right, found):
     return bool((found - right).abs().max() <= 1e-4 * right.abs().max())
 
 
-def copy_in_fp32(modules):
-    """A copy on the CPU of all that the modules reach: also of a parameter that they share through
-    a tuple, which `Module.float` does not see."""
+def copy_to_cpu(modules):
+    """A copy in fp32 of all that the modules reach: also of a parameter that they share through a
+    tuple, which `Module.float` does not see."""
     reached = {}  # {id of an original: its copy}
     deepcopy(modules, reached)
     for key, x in [*reached.items()]:

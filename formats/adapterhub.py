@@ -82,28 +82,15 @@ def bottleneck_options(options, metadata):
     return {field: v for field, v in options.items() if field in THE_PAPERS}
 
 
-def own_kind(one, fields):
-    """The options in the file of something that AdapterHub's library would compute otherwise: it
-    refuses a file with an architecture. fields: the arguments with which its class is called"""
-    return {"architecture": type(one).__name__, "fields": fields}
-
-
-def adapter_options(config, is_ours, tensors):
-    """The options in an adapter's file, all that AdapterHub's library has, unless the class of the
-    configuration is another than ours, or it has parts, {(slot, part): tensor}, of its own."""
+def is_bottleneck(fields, tensors):
+    """Whether AdapterHub's bottleneck adapters have these fields, and {(slot, part): tensor}."""
     parts = {theirs for theirs, _ in NAMES_WITH_NORM_BEFORE}
-    has_others = any(part.rpartition(".")[0] not in parts for _, part in tensors)
-    if is_ours and vars(config).keys() == {*THE_PAPERS} and not has_others:
-        return {**NOT_IN_THE_PAPER, **vars(config)}
-    return own_kind(config, vars(config))
+    return fields.keys() == {*THE_PAPERS} and {p.rpartition(".")[0] for _, p in tensors} <= parts
 
 
-def fusion_options(fusion, is_ours, tensors):
-    """The same of a fusion's file."""
-    parts = {part.split(".")[0] for _, part in tensors}
-    if is_ours and not fusion.fields and parts == {"query", "key", "value"}:
-        return FUSION_CONFIG
-    return own_kind(fusion, fusion.fields)
+def is_attention(tensors):
+    """Whether {(slot, part): tensor} are those of AdapterHub's fusion."""
+    return {part.split(".")[0] for _, part in tensors} == {"query", "key", "value"}
 
 
 def slot_tensors(modules):
@@ -135,7 +122,7 @@ def check_fusion(options):
             raise ValueError(f"a fusion with {field} = {value!r:.50} is not supported")
 
 
-def head_options(config):
+def check_head(config):
     """A head's options, complete. Raises ValueError for a head that is not supported here."""
     config = {"activation_function": "tanh", "dropout_prob": None, "use_pooler": False, **config}
     supported = {"head_type": ("classification", "multiple_choice"), "layers": (1, 2)}
@@ -181,8 +168,8 @@ class Saved:
             raise ValueError(f"made for model_type {theirs!r:.50}, the encoder has {ours!r}")
 
     def kind(self, ours, entries):
-        """(the class of what is saved, the fields with which it was made): `ours`, and None; or
-        what `own_kind` wrote, of a class that is ours or one of the entries of a dictionary."""
+        """(the class that the file names as its "architecture", what it was made with), a class
+        that is ours or an entry of a dictionary; (ours, None) for a file that names none."""
         if "architecture" not in self.options:
             return ours, None
         classes = {one.__name__: one for one in (ours, *entries.values()) if isinstance(one, type)}

@@ -57,7 +57,7 @@ def sha256_of(tensors, config=None):
     return digest.hexdigest()
 
 
-def open_encoder(source):
+def read_encoder(source):
     """The Checkpoint at `source`: a directory with one of the pairs in FILES, minilm, a hub id."""
     directory = Path(source)
     if not directory.is_dir():
@@ -85,7 +85,7 @@ def open_encoder(source):
 
 def read_pooler(directory):
     """{"weight": [d, d], "bias": [d]} of the pretrained pooler, which the encoder does not need."""
-    tensors, names = open_encoder(directory).tensors, ("weight", "bias")
+    tensors, names = read_encoder(directory).tensors, ("weight", "bias")
     if "pooler.dense.weight" not in tensors:
         raise ValueError(f"{directory}: it has no pooler, which the head is to read")
     return {name: tensors[f"pooler.dense.{name}"].float() for name in names}

@@ -97,10 +97,10 @@ class Source:
         drawn = drawn[:n] if split == "validation" else drawn[n:]
         return where, {i + 1: rows[i] for i in sorted(drawn)}
 
-    def read_own(self, name):
-        """(columns, labels) of your own task, by its training file: `text_a`, `text_b` (optional)
-        and `label`, whose sorted values are the classes; or `text_a` (optional), `choices`, a list
-        of as many texts in every row, and `label`, the index of the right one, from 0."""
+    def columns_and_labels(self, name):
+        """Those of your own task, by its training file: `text_a`, `text_b` (optional) and `label`,
+        whose sorted values are the classes; or `text_a` (optional), `choices`, a list of as many
+        texts in every row, and `label`, the index of the right one, from 0."""
         where, rows = self.read_files(name, "train")
         with error_prefix(where):
             rows = our_rows(rows, self.column_names, name)
