@@ -212,16 +212,15 @@ def insert(bert, name, config, modules):
 
 
 def new_modules(bert, name, config):
-    """{(layer, location): module} of a new adapter, not yet in the encoder; in fp32 even where the
-    encoder is held in bf16."""
+    """{(layer, location): module} of a new adapter, not yet in the encoder; in fp32 even where that
+    is held in bf16, but in fp64 if that is."""
     adapterhub.check_name(name)
     if name in bert.adapter_configs:
         raise ValueError(f"there is already an adapter called {name!r}")
     if not (modules := config.modules(bert)):
         raise ValueError(f"adapter {name!r} is in no layer: its configuration leaves all out")
     for module in modules.values():
-        dtype = torch.promote_types(bert.dtype, torch.float32)  # float64 in an encoder of float64
-        module.to(bert.device, dtype).train(bert.training)
+        module.to(bert.device, torch.promote_types(bert.dtype, torch.float32)).train(bert.training)
     return modules
 
 

@@ -269,8 +269,7 @@ class Bert(nn.Module):
 
     def save_pretrained(self, directory):
         """Writes config.json and model.safetensors (Θ alone) as Hugging Face does, so that
-        `transformers` and `from_pretrained` read them. Returns a SHA-256 of the weights, and of
-        the fields of the configuration that matter in evaluation."""
+        `transformers` and `from_pretrained` read them. Returns what is then their `sha256`."""
         from formats import encoder
 
         config = asdict(self.config)

@@ -14,12 +14,13 @@ softmax over their scores.
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from formats.adapterhub import check_name
@@ -34,11 +35,6 @@ def as_pair(text_a, text_b=None):
     return [(text_a, text_b)]
 
 
-def most_probable(logits):
-    """[B, K] -> [B]"""
-    return logits.argmax(-1)
-
-
 @dataclass
 class Task:
     """One task: how a row becomes candidates and a label, and what logits say. A regression, or
@@ -46,13 +42,13 @@ class Task:
 
     hub: tuple | None  # repository, configuration, revision on the hub; None: it is not there
     columns: list  # text columns, in the order in which `candidates` takes them
-    labels: list  # the classes, in the order of their indices, as the hub writes them
+    labels: list  # the names of the classes, in the order of their indices
     candidates: Callable = as_pair  # the texts of `columns` -> [(text_a, text_b or None)]
     label: str = "label"  # the column of the label
     max_length: int = 128  # in tokens; longer pairs are cut
     is_multiple_choice: bool = False  # the labels then name the choices
     loss: Callable = F.cross_entropy  # of logits [B, K] and labels [B], the mean of the batch
-    prediction: Callable = most_probable  # logits [B, K] -> predictions [B]
+    prediction: Callable = partial(torch.argmax, dim=-1)  # logits [B, K] -> predictions [B]
     # {name: function of labels and predictions}, by default those of classes; larger is better, and
     # the first one chooses the best epoch
     scores: dict | None = None
@@ -86,10 +82,6 @@ class Task:
         if text == "-1":
             raise ValueError("the label is hidden (-1): experiments.predict takes such rows")
         raise ValueError(f"label {value!r:.100} is not one of {', '.join(self.labels):.200}")
-
-    def collect(self, logits, batch):
-        """What evaluation collects of a batch, for the scores: (labels, predictions)."""
-        return batch["labels"], self.prediction(logits)
 
     def answer(self, logits):
         """What is said of one example, by its logits [K]; JSON can hold it."""
@@ -168,17 +160,13 @@ TASKS = {
 
 def get_task(name, source):
     """The paper's task of that name, or your own: any other name, with data in the `source`. Raises
-    ValueError for an unknown task, FileNotFoundError for a missing directory or file."""
+    ValueError for an unknown task."""
     check_name(name)  # its adapter has the same
-    directory = source.data_dir
-    if directory is not None and not Path(directory).is_dir():
-        raise FileNotFoundError(f"--data-dir {directory} is not a directory")
-    is_there = directory and Path(directory, name).is_dir()
     if name in TASKS:
         return replace(TASKS[name], name=name)
-    if source.files or is_there:
+    if source.paths(name, "train"):  # files
         return own_task(name, *source.columns_and_labels(name))
-    place = f"{directory or 'DIR'}/{name}/train.jsonl"
+    place = f"{source.data_dir or 'DIR'}/{name}/train.jsonl"
     needed = f"your own needs --train-file FILE, or --data-dir DIR with {place}"
     raise ValueError(f"unknown task {name!r}: there are {', '.join(TASKS)}; {needed}")
 
@@ -260,16 +248,11 @@ def collate(examples, pad_token_id):
     """B examples -> LongTensors input_ids, token_type_ids, attention_mask [B·C, T], an example's
     candidates one after another; and, if the examples have any, labels [B]: class indices, or the
     floats of a regression; [B, k] of tuples. T is the length of the longest."""
-    ids = [ids for example in examples for ids in example.input_ids]
-    types = [types for example in examples for types in example.token_type_ids]
-    input_ids = torch.full((len(ids), max(map(len, ids))), pad_token_id)
-    token_type_ids, attention_mask = torch.zeros_like(input_ids), torch.zeros_like(input_ids)
-    for i, length in enumerate(map(len, ids)):
-        input_ids[i, :length] = torch.from_numpy(ids[i])
-        token_type_ids[i, :length] = torch.from_numpy(types[i])
-        attention_mask[i, :length] = 1
-    batch = {"input_ids": input_ids, "token_type_ids": token_type_ids}
-    batch["attention_mask"] = attention_mask
+    ids = [torch.from_numpy(x).long() for example in examples for x in example.input_ids]
+    types = [torch.from_numpy(x).long() for example in examples for x in example.token_type_ids]
+    batch = {"input_ids": pad_sequence(ids, True, pad_token_id)}
+    batch["token_type_ids"] = pad_sequence(types, True)  # True: [B·C, T], not [T, B·C]
+    batch["attention_mask"] = pad_sequence([torch.ones_like(x) for x in ids], True)
     if examples[0].label is not None:
         batch["labels"] = torch.tensor([example.label for example in examples])
     return batch

