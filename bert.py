@@ -199,8 +199,8 @@ class Bert(nn.Module):
         return x
 
     def mask(self, x, attention_mask):
-        """What is added to the scores of attention: 0 for real tokens, and for padding a number so
-        low that its weight becomes 0. [B, T] -> [B, 1, 1, T], or None without a mask"""
+        """What is added to the attention scores: 0 for real tokens, and for padding a number so low
+        that its weight becomes 0. [B, T] -> [B, 1, 1, T], or None without a mask"""
         if attention_mask is None:
             return None
         return -1e30 * (1 - attention_mask.to(x.dtype))[:, None, None]

@@ -2,7 +2,7 @@
 
 Every example becomes C candidates, pairs (text_a, text_b or None), and a label. Classification has
 one candidate per example and a K-way head; multiple choice has one candidate per choice, and a
-softmax over their scores.
+softmax over their logits.
 
     source = Source(data_dir)                               # of formats.rows
     task = get_task("rte", source)                          # or your own, see `own_task`
@@ -160,11 +160,12 @@ TASKS = {
 
 def get_task(name, source):
     """The paper's task of that name, or your own: any other name, with data in the `source`. Raises
-    ValueError for an unknown task."""
+    ValueError for an unknown task, FileNotFoundError for a missing directory."""
     check_name(name)  # its adapter has the same
+    files = source.paths(name, "train")  # None: on the hub
     if name in TASKS:
         return replace(TASKS[name], name=name)
-    if source.paths(name, "train"):  # files
+    if files:
         return own_task(name, *source.columns_and_labels(name))
     place = f"{source.data_dir or 'DIR'}/{name}/train.jsonl"
     needed = f"your own needs --train-file FILE, or --data-dir DIR with {place}"

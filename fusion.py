@@ -25,8 +25,8 @@ class Fusion(nn.Module):
     and h is what the adapters read; the h of section 3.2 is the feed-forward output, f here
     (docs/silent.md)."""
 
-    # "joint" or "apart", with one product for all D_n or with one for each, if `low_rank` computes
-    # in that way what `textbook` does; None if it cannot
+    # None: o is that of `textbook`; else that of `low_rank`, which is the same, "joint": with one
+    # product for all D_n, or "apart": with one for each
     fast_form = None
 
     def __init__(self, adapter_names, hidden_size, dropout):
@@ -66,8 +66,8 @@ class Fusion(nn.Module):
         return torch.einsum("btn,btnd->btd", s, self.value(z))  # o = Σ_n s_n V z_n
 
     def softmax(self, scores):
-        """s of the scores, [B, T, N] -> [B, T, N], which is kept for `fusion_weights`. As in
-        adapters 1.3, dropout is applied to the raw scores. A subclass may set a score to -∞, to
+        """s of the attention scores, [B, T, N] -> [B, T, N], which is kept for `fusion_weights`. As
+        in adapters 1.3, dropout is applied to the raw scores. A subclass may set a score to -∞, to
         leave an adapter out: dropout must not make that 0 · -∞, which is NaN."""
         if self.training:
             scores = self.dropout(scores).masked_fill(scores == -torch.inf, -torch.inf)
@@ -172,10 +172,10 @@ def new_modules(bert, names, fusion_class, arguments, dropout=None):
 
 @torch.no_grad()
 def check_adapters(names, adapters, norm):
-    """Compares them on random f and x, to a relative 1e-4. Raises ValueError for an `Adapter` whose
-    `forward` is not what a fusion takes of it (`norm_after` aside, which a fusion leaves out, as
-    adapters 1.3 does), and for one that reads something else than the last one, which decides for
-    all. If both are of AdapterHub's kinds, the latter is only noted."""
+    """Compares them, in fp32, on random f and x, to a relative 1e-4. Raises ValueError for an
+    `Adapter` whose `forward` is not what a fusion takes of it (`norm_after` aside, which a fusion
+    leaves out, as adapters 1.3 does), and for one that reads something else than the last one,
+    which decides for all. If both are of AdapterHub's kinds, the latter is only noted."""
     random, shape = torch.Generator().manual_seed(0), (2, 3, len(norm.weight))
     f, x = (torch.randn(shape, generator=random, dtype=torch.float32) for _ in range(2))
     around_z = []  # of each adapter: [3, B, T, d]

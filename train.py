@@ -252,7 +252,7 @@ def minimize(run, steps, schedule, evaluation):
     trainable = [p for p in run.model.parameters() if p.requires_grad]
     lrs = [group["lr"] for group in optimizer.param_groups]
     compute = gradients
-    if args.cuda_graphs:  # recorded on a GPU; compared once in an epoch, in bf16 more loosely
+    if args.cuda_graphs:  # recorded on a GPU; compared in each epoch, more loosely in bf16
         compute = Recorded(gradients, trainable, args.dtype, run.record["steps_per_epoch"])
     try:
         # early stopping, after --patience epochs without a better one
@@ -330,7 +330,7 @@ def predictions(model, task, examples, args):
 
 
 def evaluate(model, task, examples, args):
-    """{score: value} of a split, and the mean loss. Whatever else is returned here is logged."""
+    """{score: value} of a split, its "loss", and what else is logged: classes never predicted."""
     labels, predicted, loss = predictions(model, task, examples, args)
     scores = {name: score(labels, predicted) for name, score in task.scores.items()}
     return {**scores, "loss": loss, **never_predicted(task, labels, predicted)}

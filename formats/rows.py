@@ -38,16 +38,14 @@ class Source:
     dev_fraction: float | None = None  # the share of the training examples that is held out
     rows: dict = field(default_factory=dict, init=False)  # {path, or a split of the hub: its rows}
 
-    def __post_init__(self):
-        if self.data_dir is not None and not Path(self.data_dir).is_dir():
-            raise FileNotFoundError(f"--data-dir {self.data_dir} is not a directory")
-
     def paths(self, name, split):
         """[path] of the files with a task's split, of UKP's several; None: it is on the hub."""
         if self.files:
             return [Path(self.files[split])] if self.files.get(split) else []
         if not self.data_dir:
             return None
+        if not Path(self.data_dir).is_dir():
+            raise FileNotFoundError(f"--data-dir {self.data_dir} is not a directory")
         directory = Path(self.data_dir, name)
         if name == "argument" and not [*directory.glob("train.*")]:
             return sorted(directory.glob("*.tsv"))
