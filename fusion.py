@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from adapter import Adapter, GridAdapter, activate, adapter_modules
-from fast.low_rank import choose, copy_to_cpu, is_near, low_rank
+from fast.low_rank import compare_forms, copy_to_cpu, is_near, low_rank
 from formats import adapterhub
 from formats.files import error_prefix, note
 
@@ -203,7 +203,7 @@ def choose_form(fusion, *adapters):
     known += [type(fusion).textbook is Fusion.textbook]
     if not all(known) or any(type(one.up) is not nn.Linear for one in adapters):
         return None
-    if (form := choose(nn.ModuleList([fusion, *adapters]))) is None:
+    if (form := compare_forms(nn.ModuleList([fusion, *adapters]))) is None:
         note("`low_rank` does not compute what `textbook` does, which is used and is slower")
     return form
 

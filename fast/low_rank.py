@@ -1,7 +1,7 @@
 """The two equations of AdapterFusion at a fraction of their cost. Nothing here is in the paper.
 
 `Fusion.textbook` (fusion.py) says what a fusion computes. `low_rank` computes the same for
-bottleneck adapters, and `choose` finds out, for each new fusion, whether it really does."""
+bottleneck adapters, and `compare_forms` sees, for each new fusion, whether it really does."""
 
 import contextlib
 from copy import deepcopy
@@ -59,7 +59,7 @@ def low_rank(fusion, h, adapters, form, many_tokens=None):
 
 
 @torch.no_grad()
-def choose(modules):
+def compare_forms(modules):
     """The form of `low_rank` that gives what `textbook` gives, "joint" or else "apart", or None.
     Both are computed for random h, at weights close to these, in training and in evaluation, and
     must draw equally many random numbers. modules: a copy, which is changed, of the fusion and

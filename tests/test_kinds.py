@@ -236,7 +236,7 @@ def test_an_edit_acts_in_both_stages(quiet_encoder, owner, name, edit, form, mon
     assert [*map(torch.equal, before, after)] == [owner is Fusion, False]
     assert {fusion.fast_form for fusion in active_fusions(bert).values()} == {form}
     assert ("is slower" in capsys.readouterr().out) == (form is None)
-    monkeypatch.setattr("fusion.choose", lambda *_: form)
+    monkeypatch.setattr("fusion.compare_forms", lambda *_: form)
     assert all(map(torch.equal, after, alone_and_fused()))
 
 
