@@ -60,8 +60,7 @@ class Adapter(nn.Module):
 
 
 class GridAdapter(Adapter):
-    """All other points of the paper's grid (Figure 5), by the fields of AdapterConfig. It has its
-    own `forward`, `bottleneck`, `h_and_residual` and `close`."""
+    """All other points of the paper's grid (Figure 5), by the fields of AdapterConfig."""
 
     def __init__(self, config, hidden_size, bottleneck_size):
         super().__init__(config, hidden_size, bottleneck_size)
@@ -189,8 +188,8 @@ class AdapterConfig:
         }
 
 
-# --adapter NAME: a function that takes the fields in --adapter-config and returns a configuration.
-# A configuration is an AdapterConfig, or a dataclass of your own with a method `modules`.
+# --adapter NAME: a function that takes the fields in --adapter-config and returns an AdapterConfig;
+# or a dataclass of your own with a method `modules`: loading finds it here, by its class's name.
 ADAPTERS = {"pfeiffer": AdapterConfig.pfeiffer, "houlsby": AdapterConfig.houlsby}
 ADAPTERS["bapna"] = AdapterConfig.bapna
 
@@ -251,8 +250,9 @@ def activate(bert, active=None):
 
 
 def save_adapter(bert, name, directory):
-    """Writes adapter_config.json and adapter.safetensors, as AdapterHub's library does. What it
-    would compute otherwise, a fork's, it refuses by the word "architecture"."""
+    """Writes adapter_config.json and adapter.safetensors, in AdapterHub's format where its library
+    computes the same. A fork's adapter (another class, field or parameter) is written with an
+    "architecture", which the library refuses."""
     config = bert.adapter_configs[name]
     tensors = adapterhub.slot_tensors(adapter_modules(bert, name))  # by their names in the file
     options = {"architecture": type(config).__name__, "fields": vars(config)}

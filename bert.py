@@ -178,7 +178,7 @@ class Bert(nn.Module):
         self.source = None  # what `from_pretrained` was given
         self.directory = None  # where its files are
         self.hub_config = {}  # all that config.json says
-        self.sha256 = None  # of Θ, and of all in the configuration that evaluation depends on
+        self.sha256 = None  # of Θ and its configuration: an adapter trained on another is refused
 
     def forward(self, input_ids, token_type_ids=None, attention_mask=None):
         """LongTensors [B, T], in this order (in `transformers` the mask is second); attention_mask

@@ -140,7 +140,7 @@ TASKS = {
                       "context question answer0 answer1 answer2 answer3".split(), "0 1 2 3".split(),
                       answers, max_length=256, **CHOICE),
     "scitail": Task(("allenai/scitail", "snli_format", None), "premise hypothesis".split(),
-                    "entails neutral".split()),
+                    "entails neutral".split()),  # there sentence1, ...: see formats/rows.py
     "argument": Task(None, "topic sentence".split(), UKP, label="annotation"),
     "commonsense_qa": Task(("tau/commonsense_qa", None, None), "question choices".split(),
                            "A B C D E".split(), with_choices, "answerKey", **CHOICE),

@@ -164,7 +164,7 @@ def new_modules(bert, names, fusion_class, arguments, dropout=None):
             if bert.device.type != "meta":  # tensors without numbers: there is nothing to compare
                 norm, *copies = copy_to_cpu(nn.ModuleList([slot.norm, fusion, *here.values()]))
                 check_adapters([*here], copies[1:], norm)
-                # formulas that agree at new weights do so later, trained or loaded
+                # formulas that agree near the new weights do so later, trained or loaded
                 fusion.fast_form = choose_form(*copies)
             modules[key] = fusion.train(bert.training)
     return modules
@@ -196,9 +196,9 @@ def check_adapters(names, adapters, norm):
 
 
 def choose_form(fusion, *adapters):
-    """`Fusion.fast_form`, by comparing `low_rank` with `textbook` on random h; of copies, which are
-    changed. A class with a `textbook`, `z` or `up` of its own is not compared: its parameters may
-    have an effect only once they have moved."""
+    """`Fusion.fast_form`: the form of `low_rank` that gives what `textbook` gives on random h, at
+    the weights of these copies, moved a little. A class with a `textbook`, `z` or `up` of its own
+    has None: `low_rank` does not call these, so it could not follow them."""
     known = [getattr(type(one), "z", None) is Adapter.z for one in adapters]
     known += [type(fusion).textbook is Fusion.textbook]
     if not all(known) or any(type(one.up) is not nn.Linear for one in adapters):

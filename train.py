@@ -224,7 +224,7 @@ def train(args):
         order = batches(train_set, args.batch_size, (args.seed, epoch))
         return [(model, task, [train_set[i] for i in indices]) for indices in order]
 
-    with open_run(args, record, model, own, optimizer) as run:  # --resume: as the checkpoint has it
+    with open_run(args, record, model, own, optimizer) as run:  # --resume: from a checkpoint
         if run.result:
             return run.result  # it is finished already
         if run.rank == 0:  # Θ is not copied: run.json has its name and SHA-256
@@ -250,9 +250,9 @@ def minimize(run, steps, schedule, evaluation):
     evaluation()     {score: value} of the development set, its "loss" among them"""
     args, bert, optimizer = run.args, run.model.bert, run.optimizer
     trainable = [p for p in run.model.parameters() if p.requires_grad]
-    lrs = [group["lr"] for group in optimizer.param_groups]
+    lrs = [group["lr"] for group in optimizer.param_groups]  # the initial ones, also with --resume
     compute = gradients
-    if args.cuda_graphs:  # recorded on a GPU; compared in each epoch, more loosely in bf16
+    if args.cuda_graphs:  # on a GPU: replays a recording, which is compared with it once in a while
         compute = Recorded(gradients, trainable, args.dtype, run.record["steps_per_epoch"])
     try:
         # early stopping, after --patience epochs without a better one
@@ -274,7 +274,7 @@ def minimize(run, steps, schedule, evaluation):
                 optimizer.step()
                 optimizer.zero_grad()
                 # run.step += 1, a checkpoint if it is time; raises KeyboardInterrupt after Ctrl-C,
-                # and FloatingPointError if the loss is not finite
+                # FloatingPointError in all processes if the sum of their losses is not finite
                 run.after_step(loss)
 
             reseed(args.seed, run.epoch, run.step, run.rank)  # for a fork whose evaluation draws
