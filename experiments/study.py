@@ -276,12 +276,12 @@ def table(rows, reference="fusion"):
 def figure(path, rows):
     """A panel for each task and size: a line for each system, a dot for each seed, and the mean"""
     groups, names = [*rows.groupby(["task", "limit_train"], sort=False)], rows["system"].unique()
-    size = 3 * len(groups) + 2.5, 0.3 * len(names) + 1
+    size = 2.4 * len(groups) + 2.5, 0.3 * len(names) + 1
     picture, panels = report.subplots(1, len(groups), size, sharey=True, squeeze=False)
     for panel, ((task, limit), of) in zip(panels.flat, groups, strict=True):
         points = points_of(of).reindex(columns=names[::-1])
         y = range(len(names))
-        panel.plot(points.T, y, "o", alpha=0.6)
+        panel.plot(points.T, y, "o", markersize=4, alpha=0.7)
         panel.plot(points.mean(), y, "k|", markersize=14)
         panel.set_yticks(y, [system(name)[0] for name in points])
         panel.set(title=f"{task}, {limit or 'all'} examples", xlabel="accuracy, %")
