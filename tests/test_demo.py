@@ -58,17 +58,20 @@ def test_what_a_label_says(made):
         assert len({*counts.values()}) == 1
 
 
-def test_its_runs(made, monkeypatch):
-    """Five systems with three seeds, and the sources; their options are right."""
+@pytest.mark.parametrize("target, systems", [("both", 5), ("asked", 3)])
+def test_its_runs(made, monkeypatch, target, systems):
+    """The systems with three seeds, and the sources; their options are right."""
     for name in ("examples.composing", "examples.mean_fusion"):  # imported as in a new process
         monkeypatch.delitem(sys.modules, name, raising=False)
-    with patch.dict(FUSIONS), patch.dict(train.STAGES):
-        args = demo.parse(made[0])
+    with patch.dict(FUSIONS), patch.dict(train.STAGES), patch.dict(study.SYSTEMS):
+        args = demo.parse(made[0], target)
         cells = with_needs(study.cells_of(args, args.seeds).values())
-        tasks = Counter(cell.options().task for cell in cells.values())
-    assert tasks == {"match": 1, "order": 1, "both": 5 * 3}
-    for words in demo.next_commands(made[0]).values():
-        assert words[2].name in cells
+        options = [cell.options() for cell in cells.values()]
+    assert Counter(one.task for one in options) == {"match": 1, "order": 1, target: systems * 3}
+    if target == "asked":
+        assert {one.epochs for one in options if one.task == target} == {6}
+    *words, _ = demo.next_commands(made[0], target).values()
+    assert all(each[2].name in cells for each in words)
 
 
 @pytest.mark.parametrize(
@@ -89,3 +92,5 @@ def test_its_verdict(lead, said):
     assert ("fusion" in first) == (lead > 0)
     rows.loc[rows["system"] == "fusion", "accuracy"] += [-0.1, 0, 0.1]
     assert "Its own seeds differ as much" in demo.verdict(rows)
+    without = rows[rows["system"].isin(demo.WAYS)]
+    assert demo.verdict(rows).splitlines()[1:] == demo.verdict(without).splitlines()
