@@ -156,32 +156,30 @@ def main(argv=None):
     args, lines = parser.parse_args(argv), []
     for dtype in args.dtype:
         choose_device(args.device, dtype, args.cuda_graphs)  # or an error
-    pythons = {"ours": sys.executable}
-    pythons |= {"recorded": sys.executable} if args.cuda_graphs else {}
-    pythons |= {"textbook": sys.executable} if args.textbook else {}
-    pythons |= {"peer": args.peer_python} if args.peer_python else {}
+    sides = ["ours", *["recorded"] * args.cuda_graphs, *["textbook"] * args.textbook]
+    sides += ["peer"] * bool(args.peer_python)
     for row in [row for row in ROWS if any(text in row for text in args.rows)]:
         print(row, file=sys.stderr, flush=True)
         batch = max(args.batch // 4, 1) if ROWS[row] == 64 else args.batch
-        found = {(side, dtype): [] for dtype in args.dtype for side in pythons}
+        found = {(side, dtype): [] for dtype in args.dtype for side in sides}
         with tempfile.TemporaryDirectory() as root:
             ours(row, Path(root), save=True)
             for side, dtype in [*found] * args.repeats:
-                one = run(pythons[side], side, row, root, batch, args.device, dtype)
+                python = args.peer_python if side == "peer" else sys.executable
+                one = run(python, side, row, root, batch, args.device, dtype)
                 found[side, dtype].append(one)
         losses = [one["loss"] for results in found.values() for one in results]
         if not max(losses) - min(losses) <= (1e-5 if args.dtype == ["float32"] else 0.1):
             raise ValueError(f"{row}: all sides must have one loss, not {losses}")
         for (side, dtype), results in found.items():
-            line = [row, side, dtype, spread([one["seconds"] for one in results])]
-            for other in args.dtype:  # a ratio is that of two steps which followed each other
-                pairs = zip(results, found["ours", other], strict=True)
-                line.append(spread([a["seconds"] / b["seconds"] for a, b in pairs]))
-            lines.append([*line, max(one["memory"] for one in results) / 1e9])
-    ratios = [f"ratio to ours in {dtype}" for dtype in args.dtype]
-    print(markdown(lines, ["row", "side", "dtype", "seconds", *ratios, "peak memory, GB"]))
-    about = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {args.batch} × 128"
-    print(f"{about} tokens, {args.device}")
+            seconds = [one["seconds"] for one in results]
+            pairs = zip(results, found["ours", dtype], strict=True)  # which followed each other
+            ratios = [a["seconds"] / b["seconds"] for a, b in pairs]
+            memory = max(one["memory"] for one in results) / 1e9
+            lines.append([row, side, dtype, spread(seconds), spread(ratios), memory])
+    print(markdown(lines, "row,side,dtype,seconds,ratio to ours,peak memory in GB".split(",")))
+    threads = torch.get_num_threads()
+    print(f"torch {torch.__version__}, {threads} threads, {args.batch} × 128 tokens, {args.device}")
 
 
 if __name__ == "__main__":

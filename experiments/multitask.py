@@ -81,22 +81,6 @@ class OneOfSeveral(train.Model):
         return super().forward(batch)
 
 
-class Several(nn.Module):
-    """All that is trained: the encoder with every adapter, and {task: head}."""
-
-    def __init__(self, bert, heads):
-        super().__init__()
-        self.bert, self.heads = bert, nn.ModuleDict(heads)
-
-
-def build(args, bert, tasks):
-    heads = {}
-    for task in tasks:
-        add_parts(args, bert, task)
-        heads[task.name] = train.new_head(args, task, bert)
-    return Several(bert, heads)
-
-
 def task_probabilities(sizes, epoch, epochs):
     """The probability of each task to be the next, by the sizes of their training sets. Stickland
     and Murray (2019), section 3.3: size^α, where α falls from 1 to 0.2 over the epochs."""
@@ -130,53 +114,48 @@ def schedule(done):
     return done / WARMUP if done < WARMUP else 1 - done
 
 
-def evaluate(models, data, args):
-    """{score: its mean over the tasks} where all have it, and "accuracies" {task: its accuracy}"""
-    found = {}
-    for task, _, dev_set in data:
-        found[task.name] = train.evaluate(models[task.name], task, dev_set, args)
-    shared = set.intersection(*map(set, found.values())) - {"never_predicted"}
-    means = {name: sum(of[name] for of in found.values()) / len(found) for name in sorted(shared)}
-    accuracies = {name: of["accuracy"] for name, of in found.items() if "accuracy" in of}
-    return {**means, "accuracies": accuracies}
-
-
 def train_jointly(args):
     """As train.train, on all tasks."""
     device, dtype = choose_device(args.device, args.dtype)
     set_deterministic(device)
     reseed(args.seed)
     bert = Bert.from_pretrained(args.model).to(device)
-    source, tasks, data = source_of(args), [], []
+    whole = nn.Module()  # all that is trained: the encoder with every adapter, and {task: head}
+    whole.bert, whole.heads = bert, nn.ModuleDict()
+    source, models, data = source_of(args), {}, []
+    reseed(args.seed)
     for name in args.tasks:
         settled, task = train.settle(args, get_task(name, source), bert, dtype)
         args.score = settled.score  # the first task's, which the others must have, too
-        tasks.append(task)
-    args.dtype = settled.dtype  # but not its max_length: each task has one of its own
-    reseed(args.seed)
-    whole = build(args, bert, tasks)
-    for task in tasks:
+        add_parts(args, bert, task)
+        whole.heads[name] = train.new_head(args, task, bert)
+        models[name] = OneOfSeveral(bert, whole.heads[name], name)
         tokenizer, *sets = train.load_data(args, task, source, bert)
         data.append((task, *sets))
-    models = {name: OneOfSeveral(bert, head, name) for name, head in whole.heads.items()}
+    args.dtype = settled.dtype  # but not its max_length: each task has one of its own
     own = {*whole.state_dict()}
     trainable = [p for p in whole.parameters() if p.requires_grad]
-    decayed = [p for p in trainable if p.ndim > 1]  # no biases, no LayerNorms
-    spared = [p for p in trainable if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": spared}]
+    groups = [{"params": [p for p in trainable if p.ndim > 1], "weight_decay": WEIGHT_DECAY}]
+    groups += [{"params": [p for p in trainable if p.ndim <= 1]}]  # biases, and LayerNorms
     fused = device.type != "mps"
     optimizer = torch.optim.AdamW(groups, lr=args.lr, weight_decay=0.0, fused=fused)
     record = describe(args, whole, tokenizer, {}, data)
     record["steps_per_epoch"] = args.steps_per_epoch
     train_sets = {task.name: train_set for task, train_set, _ in data}
-    by_name = {task.name: task for task in tasks}
+    tasks = {task.name: task for task, *_ in data}
 
     def steps(epoch):
         drawn = multitask_batches(args, train_sets, epoch)
-        return [(models[n], by_name[n], [train_sets[n][i] for i in found]) for n, found in drawn]
+        return [(models[n], tasks[n], [train_sets[n][i] for i in found]) for n, found in drawn]
 
-    def evaluation():
-        return evaluate(models, data, args)
+    def evaluation():  # the mean over the tasks of each score that all of them have
+        found = {t.name: train.evaluate(models[t.name], t, dev_set, args) for t, _, dev_set in data}
+        shared = set.intersection(*map(set, found.values())) - {"never_predicted"}
+        means = {
+            name: sum(of[name] for of in found.values()) / len(found) for name in sorted(shared)
+        }
+        accuracies = {name: of["accuracy"] for name, of in found.items() if "accuracy" in of}
+        return {**means, "accuracies": accuracies}
 
     # Once its task was drawn, Adam's momentum goes on moving an idle adapter, as in Stickland and
     # Murray's code, whose gradients are 0 in between.
