@@ -1,15 +1,12 @@
 """The architecture search of appendix A.2 (Figures 5, 7, 8 and 9): where the adapter sits, and
 which LayerNorms are around it.
 
-    python -m experiments.architecture_search --data-dir DATA --out runs/search --plan
-    python -m experiments.architecture_search --tasks sst2 ... -- --epochs 10 --dtype bfloat16
+    python -m experiments.architecture_search --tasks sst2 argument commonsense_qa -- --epochs 10
 
-What follows "--" goes to each run. Step by step: position of the adapter (with Houlsby's and
-Bapna's), BERT's own LayerNorms, new LayerNorms, the residual, the non-linearity. Every option of a
-step is trained on each task at every reduction factor, in OUT/runs; the one with the best mean
+Every option of a step is trained on each task at every reduction factor; the one with the best mean
 accuracy is kept for the steps after it. What has not been searched yet is as in the paper's
-outcome, the first option of each step. After each step, OUT/search.md, search.csv and a figure for
-each task are written of what is there. A run that diverges in its first epoch counts as 0 %."""
+outcome, the first option of each step. OUT gets search.md, search.csv and a figure for each step,
+after each. A run that diverges in its first epoch counts as 0 %."""
 
 import contextlib
 import itertools
@@ -52,85 +49,60 @@ STEPS = {
 }
 REDUCTION_FACTORS = 2, 8, 16, 64
 OTHERS = "houlsby", "bapna"  # of adapter.ADAPTERS, beside the positions
-DEFAULT = vars(AdapterConfig())
+NOTE = """Bold: the highest mean over tasks and reduction factors, which the steps after it keep.
+The first option is the paper's outcome, which steps have before they are searched. At equal size:
+r = 16 where a layer has two adapters, r = 8 where it has one."""
 
 
 def add_systems(step, best):
-    """Puts each option of a step, at each reduction factor, into study.SYSTEMS. Returns {system:
-    (step, option, factor)}; with the first step come the architectures of others, and Full. best:
+    """Puts each option of a step, at each reduction factor, into study.SYSTEMS; with the first step
+    also the architectures of others, and Full. Returns {system: (step, option, factor)}. best:
     [FIELD=VALUE] of the steps before; what is impossible with that, or changes nothing, is not
     there."""
-    options, found = {}, {}
+    options, found, default = {}, {}, vars(AdapterConfig())
     for option, words in STEPS[step].items():
         with contextlib.suppress(ValueError):  # f + x, where the adapter reads f
             c = AdapterConfig(**dict(map(name_and_value, [*best, *words.split()])))
             reads_f = not c.residual_before_ln and not c.original_ln_before  # as in the first one
             if not reads_f and (c.ln_after or not c.adapter_residual_before_ln):
-                changed = {n: v for n, v in vars(c).items() if v != DEFAULT[n]}
-                changed = [f"{n}={str(v).lower()}" for n, v in changed.items()]
+                changed = [f"{n}={str(v).lower()}" for n, v in vars(c).items() if v != default[n]]
                 told = " ".join(["--adapter-config", *changed]) if changed else ""
                 options[option] = "-".join(changed) or "pfeiffer", told
     if step == "position":
-        found["full"] = "full", "", 0
+        found["full"] = step, "full", None
         options |= {name: (name, f"--adapter {name}") for name in OTHERS}
     for (option, (name, told)), r in itertools.product(options.items(), REDUCTION_FACTORS):
-        words = f"{told} --reduction-factor {r:g}"
-        study.SYSTEMS[f"{name}-{r:g}"] = f"{option}, r = {r:g}", "adapter", words, ""
-        found[f"{name}-{r:g}"] = step, option, r
+        words = f"{told} --reduction-factor {r}"
+        study.SYSTEMS[f"{name}-{r}"] = f"{option}, r = {r}", "adapter", words, ""
+        found[f"{name}-{r}"] = step, option, r
     return found
 
 
-def points_of(rows, step):
-    """Accuracies in %, {(option, reduction factor): those of all seeds and tasks}"""
-    rows = rows[rows["step"] == step]
-    return (100 * rows["accuracy"]).groupby([rows["option"], rows["reduction_factor"]], sort=False)
-
-
-def table(rows, step, winner):
-    """The accuracies of each option on a task; in bold the winner over all tasks."""
-    of, first = points_of(rows, step), [*STEPS[step]][0]
-    texts, means = of.agg(report.with_deviation).unstack(), of.mean().unstack()
-    texts = texts.rename(columns="r = {:g}".format).assign(mean=means.mean(axis=1))
-    if step == "position":
-        equal = [means.at[name, 16 if name in ("both", "houlsby") else 8] for name in means.index]
-        texts["at equal size"] = equal
-    texts.index = [f"**{n}**" if n == winner else n for n in texts.index]
-    return texts.rename(index={n: f"{n} (the paper's)" for n in (first, f"**{first}**")})
-
-
-def write_results(args, rows, winners):
-    """All files in OUT, of what is finished. winners: {step: its winner}"""
-    parts = [
-        """Each step keeps what was best in those before it (bold: the highest mean over tasks
-and reduction factors) and has the paper's outcome for those after it. At equal size: r = 16 where a
-layer has two adapters, r = 8 where it has one."""
-    ]
-    size = {"figsize": (4.3 * len(winners), 4), "sharey": True, "squeeze": False}
-    for task, of in rows.groupby("task", sort=False):
-        full = 100 * of[of["step"] == "full"]["accuracy"]
-        text = report.with_deviation(full)
-        parts.append(f"## {task}\n\nFull fine-tuning: {text}.\n\n![]({task}.png)")
-        picture, panels = report.subplots(1, len(winners), **size)
-        for panel, (step, winner) in zip(panels.flat, winners.items(), strict=True):
-            parts.append(f"### {step}\n\n{report.frame(table(of, step, winner))}")
-            curves = points_of(of, step).mean().unstack().T.rename(index="r = {:g}".format)
-            curves.plot(ax=panel, title=step, marker="o", xlabel="", ylabel="accuracy, %")
-            panel.axhline(full.mean(), color="black", alpha=0.4, label="full fine-tuning")
-            panel.legend()
-        report.save_figure(picture, args.out / f"{task}.png")
-    study.write_results(args, "search", rows, parts)
+def page(args, step, rows, winner):
+    """[text] of the tables of a step, a task each; draws its figure, with a panel for each task."""
+    size = 4.3 * len(args.tasks), 4
+    figure, panels = report.subplots(1, len(args.tasks), size, sharey=True, squeeze=False)
+    for panel, (task, of) in zip(panels.flat, rows.groupby("task", sort=False), strict=True):
+        points = 100 * of.set_index(["option", "reduction_factor"])["accuracy"]
+        found = points.groupby(level=[0, 1], sort=False)  # without Full, which has no factor
+        means, texts = found.mean().unstack(), found.agg(report.with_deviation).unstack()
+        means.T.plot(ax=panel, title=f"{step}, {task}", marker="o", logx=True, ylabel="accuracy, %")
+        texts = texts.rename(columns="r = {:g}".format).assign(mean=means.mean(axis=1))
+        if step == "position":
+            yield f"{task}: full fine-tuning {report.with_deviation(points['full'])}."
+            equal = {name: 16 if name in ("both", "houlsby") else 8 for name in means.index}
+            texts["at equal size"] = [means.at[place] for place in equal.items()]
+        yield f"## {step}, {task}\n\n{report.frame(texts.rename({winner: f'**{winner}**'}))}"
+    report.save_figure(figure, args.out / f"{step.replace(' ', '_')}.png")
 
 
 def main(argv=None):
     """Step after step, and writes the results after each."""
-    parser, words = study.make_parser("architecture_search", __doc__, argv)
-    parser.add_argument("--tasks", nargs="+", default="sst2 argument commonsense_qa".split())
-    args = parser.parse_args(words)
-    study.check(args, [*study.OWNED, "--adapter", "--adapter-config", "--reduction-factor"])
+    args = study.parse("architecture_search", __doc__, argv, ["full"])
     if args.plan:  # as if each step ended as in the paper; `run` exits
         args.systems = [*dict.fromkeys(name for step in STEPS for name in add_systems(step, []))]
         study.run(args)
-    frames, best, winners, lost = [], [], {}, {}
+    frames, parts, best, lost = [], [NOTE], [], {}
     for step, options in STEPS.items():
         print(step, flush=True)
         places = add_systems(step, best)
@@ -139,16 +111,15 @@ def main(argv=None):
         lost |= failed
         if grid.not_diverged(failed):
             break  # nothing is built on a step that lacks a run
-        zeros = pd.DataFrame(study.cells_of(args, args.seeds).keys(), columns=study.COLUMNS)
-        rows = pd.concat([rows, zeros.assign(accuracy=0.0)])  # of a run that diverged
-        rows = rows.drop_duplicates(study.COLUMNS)
+        every = pd.DataFrame(study.cells_of(args, args.seeds).keys(), columns=study.COLUMNS)
+        rows = every.merge(rows, how="left").fillna({"accuracy": 0.0})  # of a run that diverged
         rows[["step", "option", "reduction_factor"]] = [places[name] for name in rows["system"]]
+        means = rows.groupby("option", sort=False)["accuracy"].mean()
+        winner = means[means.index.isin(options)].idxmax()
+        best += options[winner].split()
         frames.append(rows)
-        rows = pd.concat(frames)
-        means = points_of(rows, step).mean().unstack().mean(axis=1)
-        winners[step] = means[means.index.isin(options)].idxmax()
-        best += options[winners[step]].split()
-        write_results(args, rows, winners)
+        parts += page(args, step, rows, winner)
+        study.write_results(args, "search", pd.concat(frames), parts)
     grid.end(lost)
 
 

@@ -1,14 +1,12 @@
 """How good is a finished run: on any split, with other data.
 
-    python -m experiments.evaluate runs/rte
     python -m experiments.evaluate runs/rte --split test --data-dir elsewhere
     python -m experiments.evaluate runs/rte --file mine.csv --columns sentence1=premise label=gold
     python -m experiments.evaluate runs/multitask --task rte
 
 Prints the task's scores, and of each class precision, recall and as which classes its examples were
-predicted; the last line is one JSON object. What is not given is as it was in the run's training.
-On the development set of the training it says where the result is no longer what metrics.json has.
-It writes nothing."""
+predicted; the last line is one JSON object. What is not given is as it was in the run's training,
+whose development set is the default: there it says where metrics.json has another result."""
 
 from collections import Counter
 from dataclasses import replace
@@ -19,7 +17,6 @@ import train
 from data import load_split
 from experiments.load_run import load_run, make_parser
 from experiments.report import markdown
-from formats.adapterhub import read_run
 from formats.files import read_json
 from runtime import command, record
 from runtime.processes import choose_device, set_deterministic
@@ -47,11 +44,10 @@ def differences(run, scores):
     before = {"loss": metrics["dev_loss"]} | metrics
     if "accuracies" in metrics:  # of several tasks
         before = {"accuracy": metrics["accuracies"].get(run.task.name)}
-    rounding, here = 0, record.machine(run.bert.device)
-    trained_in = run.record["options"]["dtype"]
-    is_elsewhere = any(machine[name] != here[name] for name in ("device", "processor", "threads"))
-    if is_elsewhere or run.args.dtype != trained_in:
-        rounding = 1e-2 if trained_in == "bfloat16" else 1e-4
+    here, dtype = record.machine(run.bert.device), run.record["options"]["dtype"]
+    is_same = all(machine[name] == here[name] for name in ("device", "processor", "threads"))
+    rounding = 1e-2 if dtype == "bfloat16" else 1e-4
+    rounding = 0 if is_same and run.args.dtype == dtype else rounding
     found = []
     for name, now in scores.items():
         then = before.get(name, now)
@@ -79,11 +75,8 @@ def main(argv=None):
         examples = load_split(task, source, "file", run.tokenizer)
     else:
         examples = run.split(split, args.data_dir)
-    places = {f"adapter {n}": run.directory / "adapters" / n for n in run.record["adapters"]}
-    for name, place in {"this run": run.directory, **places}.items():
-        share = record.share_trained_on(read_run(place), examples)
-        if share and split != "train":
-            print(f"WARNING: {name} was TRAINED on {share:.0%} of these examples, or on equal ones")
+    for name, share in run.trained_on(examples).items() if split != "train" else ():
+        print(f"WARNING: {name} was TRAINED on {share:.0%} of these examples, or on equal ones")
     labels, predictions, loss = train.predictions(run.model, task, examples, run.args)
     scores = {name: score(labels, predictions) for name, score in task.scores.items()}
     result = {"stage": "eval", "run": args.run, "task": task.name, "split": split}

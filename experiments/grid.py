@@ -1,10 +1,8 @@
 """Grids of training runs, for the studies (experiments/study.py): commands, `python train.py ...`
 or `python -m experiments.multitask ...`, some of which take an adapter, or the encoder, of others.
 
-OUT/runs/NAME       the run directory of a cell
-OUT/logs/NAME.txt   what the run has printed
-
-The same command again runs what is not finished, and continues what was interrupted."""
+OUT/runs has the run directories, OUT/logs what the runs have printed. The same command again runs
+what is not finished, and continues what was interrupted."""
 
 import math
 import multiprocessing
@@ -36,9 +34,8 @@ forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload([__name__, "torch._dynamo"])
 
 # What is in the tables' files beside the accuracy
-SIZES = "train_examples dev_examples best_epoch trained_parameters".split()
-MEASURED = [*SIZES, "epochs", "lr", "processor", "commit"]
-
+MEASURED = """train_examples dev_examples best_epoch trained_parameters epochs lr processor
+    commit""".split()
 HASHES = {}  # {where a task's data are, and since when: hashes of training and development set}
 
 
@@ -59,18 +56,6 @@ class Cell(NamedTuple):
         return (multitask if self.stage == "multitask" else train).parse(self.words)
 
 
-def make_cell(args, name, stage, words, needs=()):
-    """words: the options that make this run what it is, after those for every run, so that these
-    win. args: the encoder, the data, and where to"""
-    out = args.out / "runs" / name
-    if stage != "multitask":
-        words = ["--stage", stage, *words]
-    data_dir = ["--data-dir", args.data_dir] if args.data_dir else []
-    mode = "--overwrite" if args.overwrite else "--resume"
-    words = ["--model", args.model, *data_dir, *args.train_options, *words, "--out", str(out), mode]
-    return Cell(name, out, stage, words, [*needs])
-
-
 def with_needs(cells):
     """{name: cell} of cells and of all that they need, which comes first"""
     every = {}
@@ -85,14 +70,13 @@ def is_finished(cell):
     is to be overwritten."""
     if not (cell.out / "metrics.json").is_file():
         return False
-    record = read_run(cell.out)
-    made_by = shlex.split(record["machine"]["command"])[1:]
-    is_same = made_by[:-1] == cell.words[:-1]  # the last is --resume or --overwrite
-    if not is_same and cell.words[-1] == "--overwrite":
-        return False
-    if not is_same:
-        i = max(1, len(os.path.commonprefix([made_by, cell.words])))  # the first that differs
-        theirs, ours = (" ".join(words[i - 1 : i + 1]) for words in (made_by, cell.words))
+    record, words = read_run(cell.out), cell.words[:-1]  # the last is --resume or --overwrite
+    made_by = shlex.split(record["machine"]["command"])[1:-1]
+    if made_by != words:
+        if cell.words[-1] == "--overwrite":
+            return False
+        i = max(1, len(os.path.commonprefix([made_by, words])))  # the first that differs
+        theirs, ours = (" ".join(of[i - 1 : i + 1]) for of in (made_by, words))
         problem = f"{cell.out} is a finished run with {theirs}, not {ours}"
         raise ValueError(f"{problem}: --overwrite trains it again, another --out keeps it")
     options, then = record["options"], record["inputs"]
@@ -145,10 +129,9 @@ def run(args, columns, cells):
     with deferred_signals("stopping; the runs save their state") as signals:
         failed = run_all(todo, args.jobs or torch.cuda.device_count() or 1, signals)
     if signals:
-        then = "begins the interrupted runs again" if args.overwrite else "goes on from here"
-        raise KeyboardInterrupt(f"interrupted; the same command {then}")
-    finished = {place: cell for place, cell in cells.items() if cell.name not in failed}
-    rows = [row_of(dict(zip(columns, p, strict=True)), cell) for p, cell in finished.items()]
+        raise KeyboardInterrupt("interrupted; the same command goes on with what is not finished")
+    finished = [(place, cell) for place, cell in cells.items() if cell.name not in failed]
+    rows = [row_of(dict(zip(columns, place, strict=True)), cell) for place, cell in finished]
     return pd.DataFrame(rows, columns=[*columns, "accuracy", *MEASURED]), failed
 
 
@@ -175,9 +158,15 @@ def run_all(todo, jobs, signals):
             cell, process, number = running.pop(sentinel)
             process.join()
             free.append(number)
-            said = f"{cell.name}: {outcome(cell, process.exitcode, failed)}"
-            done = len(todo) - len(waiting) - len(running)
-            print(f"{said}; {done} of {len(todo)} after {time.time() - started:.0f} s", flush=True)
+            last = cell.log.read_text(encoding="utf-8", errors="replace").strip().split("\n")[-1]
+            if is_finished(cell):  # also one that diverged: its best epoch is kept
+                said = f"{100 * row_of({}, cell)['accuracy']:.2f} %"
+                said += f", {last}" * (process.exitcode != 0)
+            else:
+                said = f"FAILED, {last}"
+                failed[cell.name] = f"{last} (status {process.exitcode}, {cell.log})"
+            done = f"{len(todo) - len(waiting) - len(running)} of {len(todo)}"
+            print(f"{cell.name}: {said}; {done} after {time.time() - started:.0f} s", flush=True)
     for _, process, _ in running.values():
         process.terminate()  # it saves its state
     for _, process, _ in running.values():
@@ -198,15 +187,6 @@ def work(cell, gpu, threads):
     sys.argv = [name, *cell.words]
     print(f"\n$ {shlex.join(sys.argv)}", flush=True)
     command.run_command(name, program.main)
-
-
-def outcome(cell, status, failed):
-    """How a run has ended, in words. If it is not finished, `failed` gets its name, and why."""
-    last = cell.log.read_text(encoding="utf-8", errors="replace").strip().split("\n")[-1]
-    if is_finished(cell):  # also one that diverged: its best epoch is kept, and its status is 2
-        return f"{100 * row_of({}, cell)['accuracy']:.2f} %" + f", {last}" * (status != 0)
-    failed[cell.name] = f"{last} (status {status}, {cell.log})"
-    return f"FAILED, {last}"
 
 
 def row_of(place, cell):

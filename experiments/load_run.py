@@ -22,12 +22,12 @@ from formats import adapterhub
 from formats.adapterhub import read_run
 from formats.files import check_names, error_prefix, note, read_tensors
 from formats.own import files_of, hold_frozen_in, own_names, without_file
-from formats.rows import OWN_COLUMNS, Source, our_rows, source_of
+from formats.rows import OWN_COLUMNS, Source, drawn, our_rows, source_of
 from formats.tokenizer import load_tokenizer, tokenizer_sha256
 from fusion import fusion_weights
 from runtime import command
 from runtime.processes import choose_device, has_bf16, reseed
-from runtime.record import examples_sha256, hashes_of
+from runtime.record import examples_sha256, hashes_of, share_trained_on
 
 # A fusion keeps the weights of its last forward, so one thread at a time computes and reads them.
 # It is no field of a run: that can be pickled, for other processes.
@@ -61,9 +61,6 @@ class LoadedRun:
     record: dict  # its run.json
     directory: Path
 
-    def __repr__(self):
-        return f"<{self.args.stage} on {self.task.name}, a finished run in {self.directory}>"
-
     @property
     def bert(self):
         return self.model.bert
@@ -76,27 +73,23 @@ class LoadedRun:
     def candidates(self, inputs):
         """[[(text_a, text_b or None)]] of inputs, as in training. Raises ValueError for what is no
         input of the task."""
+        task, names, found = self.task, self.source.column_names, []
         inputs = inputs if isinstance(inputs, list) else [inputs]
-        texts = self.candidates_of([self.row_of(x) for x in inputs if not isinstance(x, dict)], {})
-        rows = [x for x in inputs if isinstance(x, dict)]
-        rows = self.candidates_of(rows, self.source.column_names)
-        return [next(rows if isinstance(x, dict) else texts) for x in inputs]
-
-    def candidates_of(self, rows, names):
-        """The candidates of each row. names: {our name of a column: theirs}"""
-        task = self.task
-        rows = our_rows(rows, names, task.name, task.columns, task.label, has_label=False)
+        rows = [x if isinstance(x, dict) else self.row_of(x) for x in inputs]
+        if rows:
+            rows = our_rows(rows, names, task.name, task.columns, task.label, has_label=False)
         for number, row in enumerate(rows, 1):
             with error_prefix(f"row {number}"):
-                yield task.candidates_of(row)
+                found.append(task.candidates_of(row))
+        return found
 
     def row_of(self, texts):
-        """{column: text} of a text, or of texts in the order of the columns."""
-        columns, values = self.task.columns, [texts] if isinstance(texts, str) else texts
-        if not isinstance(values, (tuple, list)) or len(values) != len(columns):
-            names = [self.source.column_names.get(column, column) for column in columns]
+        """{the files' name of a column: text} of a text, or of texts in the order of the columns"""
+        names = [self.source.column_names.get(column, column) for column in self.task.columns]
+        values = [texts] if isinstance(texts, str) else texts
+        if not isinstance(values, (tuple, list)) or len(values) != len(names):
             raise ValueError(f"{self.task.name} takes {' and '.join(names)}, not {texts!r:.200}")
-        return dict(zip(columns, values, strict=True))
+        return dict(zip(names, values, strict=True))
 
     def encode(self, inputs):
         """[Example] of inputs, without labels; or what `encode` or `split` has returned."""
@@ -105,20 +98,15 @@ class LoadedRun:
         examples = [(candidates, None) for candidates in self.candidates(inputs)]
         return data.encode(self.tokenizer, examples, "tokenizing")
 
-    def source_in(self, data_dir=None):
-        """The Source of the task's data in `data_dir`, or else where they were. The examples that
-        --dev-fraction held out are the same in a copy, unless it has a file for development."""
+    def split(self, name="validation", data_dir=None):
+        """[Example] of a split as in training, from its data unless there is a `data_dir`. The
+        examples that --dev-fraction held out are the same in a copy, unless it has a file for
+        development. Raises ValueError for training examples that cannot be told from those."""
         source = replace(self.source)  # without any rows
         if data_dir:
             source.data_dir, source.files = data_dir, {}
             if source.paths(self.task.name, "validation"):
                 source.dev_fraction = None
-        return source
-
-    def split(self, name="validation", data_dir=None):
-        """[Example] of a split as in training, from its data unless there is a `data_dir`. Raises
-        ValueError for training examples that cannot be told from those that were held out."""
-        source = self.source_in(data_dir)
         limit = self.args.limit_dev if name == "validation" else None
         examples = load_split(self.task, source, name, self.tokenizer, limit)
         has_held_out = name == "train" and source.dev_fraction
@@ -135,10 +123,16 @@ class LoadedRun:
 
     def left_over(self):
         """The training examples that --limit-train has not drawn: nothing was chosen on them."""
-        source, limit, seed = self.source_in(), self.args.limit_train, self.args.seed
-        drawn = load_split(self.task, source, "train", self.tokenizer, limit, seed)
-        known = {example.hash for example in drawn}
-        return [example for example in self.split("train") if example.hash not in known]
+        examples, args = self.split("train"), self.args
+        known = {examples[i].hash for i in drawn(len(examples), args.limit_train, args.seed)}
+        return [example for example in examples if example.hash not in known]
+
+    def trained_on(self, examples):
+        """{"this run", "adapter NAME": the share of [Example] on which it was trained}, if any"""
+        places = {f"adapter {n}": self.directory / "adapters" / n for n in self.record["adapters"]}
+        places["this run"] = self.directory
+        found = {n: share_trained_on(read_run(place), examples) for n, place in places.items()}
+        return {name: share for name, share in found.items() if share}
 
     @torch.inference_mode()
     def predict(self, inputs):
@@ -224,11 +218,8 @@ def read_finished(directory):
     """The run.json of a finished run. Raises FileNotFoundError for a directory that holds none."""
     record = read_run(directory)
     if not record or not Path(directory, "metrics.json").is_file():
-        problem = "it has no metrics.json"
-        kinds = adapterhub.ADAPTER, adapterhub.FUSION
-        if not record and any(Path(directory, kind.config).is_file() for kind in kinds):
-            problem = "what was saved alone is for --adapters, or load_adapter and load_fusion"
-        raise FileNotFoundError(f"no finished run in {directory}: {problem}")
+        advice = "it has no metrics.json (what was saved alone is for --adapters)"
+        raise FileNotFoundError(f"no finished run in {directory}: {advice}")
     return record
 
 
@@ -236,11 +227,9 @@ def recorded_task(record, directory, name=None):
     """The Task of a run, with the columns and labels of its training. name: which of several.
     Raises ValueError if the run does not have the task."""
     names = [*record["tasks"]]
-    if name is None and len(names) > 1:
-        raise ValueError(f"{directory} holds several tasks: choose --task from {', '.join(names)}")
-    name = name or names[0]
+    name = names[0] if name is None and len(names) == 1 else name
     if name not in names:
-        raise ValueError(f"{directory} is a run on {', '.join(names)}, not on {name!r:.50}")
+        raise ValueError(f"{directory} is a run on {', '.join(names)}: choose --task from these")
     found = record["tasks"][name]
     if name in TASKS:
         return replace(TASKS[name], name=name, labels=found["labels"])
@@ -252,21 +241,17 @@ def recorded_task(record, directory, name=None):
 
 def restore(model, task, directory, own, parts):
     """Puts all that is the run's own, and was saved, in place, by name."""
-    place = directory
-    for several in ("adapters", "heads"):  # of a multi-task run
-        if (directory / several / task.name / adapterhub.HEAD.config).is_file():
-            place = directory / several / task.name
+    kinds = {"adapter": adapterhub.ADAPTER, "fusion": adapterhub.FUSION, "head": adapterhub.HEAD}
     path = directory / "own.safetensors"
     rest = read_tensors(path) if path.is_file() else {}
     with error_prefix(directory):
-        for name in model.bert.adapter_configs:
-            if f"adapter {name}" in parts:
-                beside = directory / "adapters" / name
-                source = beside if beside.is_dir() else directory
-                adapterhub.read(source, adapterhub.ADAPTER).copy_into(parts[f"adapter {name}"])
-        if "fusion" in parts:
-            adapterhub.read(directory, adapterhub.FUSION).copy_into(parts["fusion"])
-        adapterhub.read(place, adapterhub.HEAD).copy_into(parts["head"])
+        for part, tensors in parts.items():
+            word, _, name = part.partition(" ")
+            if word in kinds:  # the encoder is there already
+                places = [directory / "adapters" / (name or task.name)]  # of a multi-task run, too
+                places += [directory / "heads" / task.name, directory]
+                there = [place for place in places if (place / kinds[word].config).is_file()]
+                adapterhub.read((there or [directory])[0], kinds[word]).copy_into(tensors)
         needed = without_file(model, own, parts)
         check_names(needed.keys(), rest.keys())
         model.load_state_dict(rest, strict=False)

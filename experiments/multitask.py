@@ -151,9 +151,7 @@ def train_jointly(args):
     def evaluation():  # the mean over the tasks of each score that all of them have
         found = {t.name: train.evaluate(models[t.name], t, dev_set, args) for t, _, dev_set in data}
         shared = set.intersection(*map(set, found.values())) - {"never_predicted"}
-        means = {
-            name: sum(of[name] for of in found.values()) / len(found) for name in sorted(shared)
-        }
+        means = {n: sum(of[n] for of in found.values()) / len(found) for n in sorted(shared)}
         accuracies = {name: of["accuracy"] for name, of in found.items() if "accuracy" in of}
         return {**means, "accuracies": accuracies}
 

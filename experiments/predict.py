@@ -1,17 +1,13 @@
 """What does a finished run say about your text?
 
-    python -m experiments.predict runs/rte "It rains." "It is wet."
-    python -m experiments.predict runs/social_i_qa "Kai fell." "Why?" "ice" "fun" "tea"
-    python -m experiments.predict runs/sst2 --file rows.jsonl --json
-    python -m experiments.predict runs/sst2 --file mine.csv --columns sentence=review
     python -m experiments.predict runs/fusion-rte "It rains." "It is wet." --picture weights.png
+    python -m experiments.predict runs/social_i_qa "Kai fell." "Why?" "ice" "fun" "tea"
+    python -m experiments.predict runs/sst2 --file mine.csv --columns sentence=review --json
 
-Texts are given in the order of the task's columns, choices at the end.
-
---file reads what training reads, .jsonl, .json, .csv, .tsv or .parquet, with the columns of the
-task's training data; the label may be missing, or hidden (-1). --json prints one object a line: the
-input's number, from 1, label, probability, all probabilities, and whether the text was longer than
-in training, and cut. --picture draws the fusion weights of every token."""
+Texts are given in the order of the task's columns, choices at the end. --file reads what training
+reads; the label may be missing, or hidden (-1). --json prints one object a line: the input's
+number, from 1, label, probability, all probabilities, and whether the text was longer than in
+training, and cut. --picture draws the fusion weights of every token."""
 
 import contextlib
 import json
@@ -62,8 +58,6 @@ def main(argv=None):
     with contextlib.redirect_stdout(sys.stderr):  # notes; stdout is for predictions
         run = load_run(args.run, args.device, args.model, args.task, args.columns)
         inputs = read_rows(args.file) if args.file else [args.texts]
-    if args.picture and not run.adapters:
-        raise ValueError(f"--picture shows the weights of a fusion, and {args.run} has none")
     task, last = run.task, len(run.task.columns) - 1
     if args.texts and task.columns[last] in LISTS:  # all texts that are left are choices
         inputs = [[*args.texts[:last], args.texts[last:]]]

@@ -22,19 +22,13 @@ def with_deviation(values):
 T975 = "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131"
 
 
-def half_width(values):
-    """Of the 95 % interval, by t, of the mean of a Series of at least two."""
-    n, t = len(values), [float(quantile) for quantile in T975.split()]
-    factor = t[n - 2] if n - 2 < len(t) else 1.96 + 2.45 / (n - 1)  # right to 0.01
-    return factor * values.std() / math.sqrt(n)
-
-
 def with_interval(values):
     """1.38 (0.01 to 2.75): the mean, and its 95 % interval by t; the mean alone of a single one."""
-    values = values.dropna()
-    if len(values) < 2:
-        return two_decimals(values.mean())
-    half, mean = half_width(values), values.mean()
+    values, t = values.dropna(), [float(quantile) for quantile in T975.split()]
+    mean, n = values.mean(), len(values)
+    if n < 2:
+        return two_decimals(mean)
+    half = values.sem() * (t[n - 2] if n - 2 < len(t) else 1.96 + 2.45 / (n - 1))  # right to 0.01
     return f"{two_decimals(mean)} ({two_decimals(mean - half)} to {two_decimals(mean + half)})"
 
 
@@ -47,9 +41,9 @@ def markdown(rows, header):
     return tabulate(rows, header, "pipe", colalign=align, disable_numparse=True) + "\n"
 
 
-def frame(values, corner=""):
+def frame(values):
     """A DataFrame as such a table."""
-    return markdown([[*row] for row in values.itertuples()], [corner, *map(str, values)])
+    return markdown([[*row] for row in values.itertuples()], ["", *map(str, values)])
 
 
 def write_text(path, text):

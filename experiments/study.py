@@ -1,18 +1,11 @@
 """Studies: systems × tasks × sizes of their training sets × seeds, where each place is a training
-run (experiments/grid.py). tables, composition and architecture_search are lists of systems, and
-what each prints.
-
-    python -m experiments.composition --target both --sources match order --seeds 0 1 2 \\
-        --fusion-options '--lr 5e-4' '--lr 2e-3' --choose-seeds 5 6     # the better rate of the two
-    python -m experiments.composition ... --import my_systems --systems own my_system
-
-A file that --import names may add to SYSTEMS, and to the dictionaries of the five files.
+run (experiments/grid.py). composition, tables and architecture_search are lists of systems, and
+what each prints. A file that --import names may add to SYSTEMS, and to other dictionaries.
 
 Where a stage has several options, --choose-seeds run them all, and for each system, task and size
 those with the best mean accuracy on the development set are run with --seeds. It also chooses the
 best epoch; --test asks examples on which nothing was chosen."""
 
-import argparse
 import itertools
 import math
 import os
@@ -24,22 +17,19 @@ import train
 from data import get_task
 from experiments import grid, report
 from experiments.load_run import load_run
-from formats.adapterhub import read_run
 from formats.files import read_json, write_json
 from formats.rows import source_of
-from formats.sources import encoder_of
+from formats.sources import check_there, encoder_of, named
 from runtime import command
-from runtime.record import share_trained_on
 
 EVEN_WEIGHTS = "--import examples.mean_fusion --fusion mean"
 # {system: (title, stage, options, which adapters it takes)}. A name that ends in _ is followed by
 # that of a source. Which: the "one" behind the name; "all" sources, or all "others"; the target's
-# "own"; or, from Θ′ on, those of a multi-task system. "largest": Θ of full fine-tuning on the
-# largest other task.
+# "own"; or, from Θ′ on, those of a multi-task system.
 SYSTEMS = {
     "head": ("new head on Θ", "head", "", ""),
     "full": ("full fine-tuning", "full", "", ""),
-    # adapters of one task, and of several (Tables 1 and 3)
+    # adapters of one task, and of several (Tables 1 and 3); without any (section 2.1.2)
     "st_a_2": ("ST-A r=2", "adapter", "--adapter pfeiffer --reduction-factor 2", ""),
     "st_a_16": ("ST-A", "adapter", "--adapter pfeiffer --reduction-factor 16", ""),
     "st_a_64": ("ST-A r=64", "adapter", "--adapter pfeiffer --reduction-factor 64", ""),
@@ -49,9 +39,7 @@ SYSTEMS = {
     "fusion_st_a": ("Fusion w/ ST-A", "fusion", "", "all own"),
     "fusion_mt_a": ("Fusion w/ MT-A", "fusion", "--import experiments.pal", "mt_a"),
     "fusion_mt_a_top": ("Fusion w/ MT-A of section 2.2.3", "fusion", "", "mt_a_top"),
-    # without adapters (section 2.1)
     "multitask": ("multi-task learning", "multitask", "--without-adapters", ""),
-    "sequential": ("full fine-tuning, first on the largest other task", "full", "", "largest"),
     # what is fused, and what a fusion is compared with (composition)
     "head_on_": ("new head on ", "head", "", "one"),
     "source": ("the source's adapter", "adapter", "", ""),
@@ -64,34 +52,33 @@ SYSTEMS = {
     "fusion_without_": ("fusion without ", "fusion", "", "others"),
 }
 COLUMNS = "task system limit_train seed".split()  # 0: no limit
-CHOICES = "system target limit_train setting seed".split()
 NOTE = """Accuracy in %, mean ± standard deviation over seeds; the best epoch is chosen on the
 development set, as in the paper. Of differences the mean, and its 95 % interval by t."""
-# Options of train.py that a study sets for each run
-OWNED = """--stage --task --tasks --adapters --seed --without-adapters --model --data-dir --out
-    --resume --overwrite""".split()
 
 
 def system(name):
-    """(title, stage, [options], which adapters, the source behind the name)"""
-    ends = [key for key in SYSTEMS if key[-1] == "_" and name.startswith(key)]
-    key = max(ends, key=len) if ends and name not in SYSTEMS else name
-    title, stage, options, which = command.look_up(SYSTEMS, key, "--systems")
-    return title + name.removeprefix(key), stage, options.split(), which, name.removeprefix(key)
+    """(title, stage, options, which adapters)"""
+    return command.look_up(SYSTEMS, name, "--systems")
 
 
-def make_parser(name, description, argv):
-    """(the parser of a study, with the options that all have; the words before --). Imports what
-    --import names, which may add a stage."""
+def parse(name, description, argv, systems, **defaults):
+    """The options of a study, which systems and defaults make what it is. Reads the data:
+    args.sizes, {task: its training examples}. Raises ValueError for what would give a wrong
+    result."""
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
     first, prog = command.Parser(add_help=False), f"python -m experiments.{name}"
     first.add_argument("--import", dest="imports", nargs="+", default=[], metavar="MODULE")
-    command.import_modules(first.parse_known_args(given[:end])[0].imports)
+    command.import_modules(first.parse_known_args(given[:end])[0].imports)  # may add a stage
     parser = command.Parser(prog, description=description, parents=[first])
     add, environment = parser.add_argument, os.environ.get
     seeds = {"type": command.seed, "nargs": "+"}
     # fmt: off
+    add("--tasks", "--target", nargs="+", required=True, help="of the paper, or your own")
+    add("--sources", nargs="+", default=[], help="tasks, or adapters: directories (with a slash: "
+        "./mine) or hub ids; default the tasks")
+    add("--systems", nargs="+", default=systems, metavar="SYSTEM", help=f"default "
+        f"{' '.join(systems)}; a wrong one lists all. _ stands for each source")
     add("--model", default=environment("ADAPTERFUSION_MODEL"), help="encoder, as for train.py")
     add("--data-dir", default=environment("ADAPTERFUSION_DATA_DIR"), help="as for train.py")
     add("--seeds", default=[0], **seeds)
@@ -105,119 +92,126 @@ def make_parser(name, description, argv):
     add("--jobs", type=command.count, help="runs at a time; default one for each GPU, or one")
     add("--overwrite", action="store_true", help="replace runs that another command has made")
     add("--plan", action="store_true", help="list the runs, and run nothing")
-    words = {"type": shlex.split, "nargs": "+", "metavar": "'...'"}
-    for stage in train.STAGES:
-        add(f"--{stage}-options", default=[[]], help="for the runs of this stage", **words)
-    add("--source-options", help="for adapters of sources, in place of --adapter-options", **words)
+    for stage in [*train.STAGES, "source"]:
+        add(f"--{stage}-options", type=shlex.split, nargs="+", metavar="'...'", help="for the runs "
+            "of this stage; of a source's adapter: default those of adapters")
     # fmt: on
-    parser.set_defaults(command=f"{prog} {shlex.join(given)}", train_options=given[end + 1 :])
-    parser.set_defaults(sources={}, chosen={}, own="own", maker="source")
-    return parser, given[:end]
-
-
-def check(args, owned=OWNED):
-    """Reads the data: args.sizes, {task: its training examples}. Without --model the encoder is
-    that of the adapters in args.sources. Raises ValueError for what would give a wrong result."""
-    args.settings = {stage: getattr(args, f"{stage}_options") for stage in train.STAGES}
+    parser.set_defaults(**{"own": "own", "maker": "source", **defaults})
+    args = parser.parse_args(given[:end])
+    args.command, args.chosen = f"{prog} {shlex.join(given)}", {}
+    args.settings = {name: getattr(args, f"{name}_options") or [[]] for name in train.STAGES}
     args.settings["source"] = args.source_options or args.settings["adapter"]
-    several = [*args.settings.values()]
-    every = {
-        word.split("=")[0] for words in [args.train_options, *sum(several, [])] for word in words
-    }
-    if found := every & {*owned}:
-        where = "does not belong behind --, nor into the options of a stage"
-        raise ValueError(f"{min(found)} {where}: the study sets it for each run")
-    if {*args.seeds} & {*args.choose_seeds} or (
-        not args.choose_seeds and max(map(len, several)) > 1
-    ):
+    are_several = max(map(len, args.settings.values())) > 1
+    if {*args.seeds} & {*args.choose_seeds} or (are_several and not args.choose_seeds):
         raise ValueError("several options of a stage need --choose-seeds, other ones than --seeds")
-    encoder = encoder_of([place for place in args.sources.values() if place])
-    args.model = args.model or encoder or "google-bert/bert-base-uncased"
-    names = [*args.tasks, *(name for name, place in args.sources.items() if not place)]
-    args.sizes = dict.fromkeys(names, 0)  # of the targets, and of the sources that are trained here
-    options = grid.make_cell(args, "data", "full", ["--task", args.tasks[0]]).options()
-    if options.train_file and len(args.sizes) > 1:
-        problem = f"--train-file is of {names[0]}, {names[-1]} would be trained on it, too"
-        raise ValueError(f"{problem}: take a finished run as the source, runs/{names[-1]}")
+
+    found, args.sources = args.sources, {}  # {name: the place of an adapter, or None for a task}
+    for name, place in [named(one) if "/" in one else (one, None) for one in found or args.tasks]:
+        name = name or Path(place).name
+        if name.lower() in [n.lower() for n in (*args.sources, *(args.tasks if place else ()))]:
+            advice = "NAME=DIR gives a source another name"
+            raise ValueError(f"two adapters would be called {name.lower()!r}: {advice}")
+        args.sources[name] = place
+    places = [place for place in args.sources.values() if place]
+    for place in places:
+        check_there(place)
+    args.model = args.model or encoder_of(places) or "google-bert/bert-base-uncased"
+    for key in [key for key in SYSTEMS if key[-1] == "_"]:
+        title, *others, which = SYSTEMS[key]
+        for n in args.sources:
+            SYSTEMS[key + n] = (title + n, *others, f"{which} {n}")
+    args.systems = [s + n for s in args.systems for n in (args.sources if s[-1] == "_" else [""])]
+
+    data_dir = ["--data-dir", args.data_dir] if args.data_dir else []
+    args.common = ["--model", args.model, *data_dir, *given[end + 1 :]]  # of every run
+    words = [*args.common, "--stage", "full", "--task", args.tasks[0], "--out", str(args.out / "x")]
+    options = train.parse(words)
+    # the targets, and the sources that are trained here
+    names = dict.fromkeys([*args.tasks, *(n for n, place in args.sources.items() if not place)])
+    if options.train_file and len(names) > 1:
+        advice = "a source is a finished run, with a slash: runs/NAME"
+        raise ValueError(
+            f"--train-file is of {args.tasks[0]} alone, not of {[*names][-1]}: {advice}"
+        )
     source = source_of(options)
-    for name in args.sizes:  # or an error: a run is named with a slash
-        args.sizes[name] = len(source.read_split(get_task(name, source), "train")[1])
-    least = min(args.sizes[name] for name in args.tasks)
-    if args.test == "left over" and not 0 < max(args.train_examples) < least:
-        raise ValueError(f"--test needs --train-examples below {least}: nothing is left over")
+    args.sizes = {n: len(source.read_split(get_task(n, source), "train")[1]) for n in names}
+    most = min(args.sizes[name] for name in args.tasks)
+    if args.test == "left over" and not 0 < max(args.train_examples) < most:
+        raise ValueError(f"--test needs --train-examples below {most}: nothing is left over")
+    return args
 
 
-def cell_of(args, name, task, size, seed, setting=None):
+def cell_of(args, task, name, size, seed, setting=None):
     """The run of a system, with those that it needs; None if it is none for this task. setting: the
     number of its stage's options, default the chosen one"""
-    _, stage, words, which, one = system(name)
+    _, stage, options, which = system(name)
     settings = args.settings["source" if name == "source" else stage]
-    setting = args.chosen.get((name, task, size), 0) if setting is None else setting
-    others, is_joint = [n for n in args.sources if n != task], stage == "multitask"
-    largest = sorted({*args.tasks} - {task}, key=args.sizes.get)[-1:]
-    taken = {"one": [one], "others": [n for n in others if n != one], "all": others}
-    taken |= {"own": [task], "all own": [*others, task], "largest": largest, "": []}
-    if one and one not in args.sources:
-        raise ValueError(f"--systems {name}: {one} is none of the sources")
-    if (one and one == task) or (which and not taken.get(which, True)):
-        return None
+    setting = args.chosen.get((task, name, size), 0) if setting is None else setting
     needs, adapters, theta = [], [], []
-    if which not in taken or which == "largest":  # a multi-task system's Θ′ and adapters, or Θ
-        place = (which, task, size) if which not in taken else ("full", *largest, 0)
-        needs = [cell_of(args, *place, seed)]
+    is_joint = stage == "multitask"  # which is a program of its own
+    others = [n for n in args.sources if n != task]
+    taken = {"": [], "all": others, "own": [task], "all own": [*others, task]}
+    for n in args.sources:
+        taken[f"one {n}"] = [n] * (n != task)
+        taken[f"others {n}"] = [other for other in others if other != n] * (n != task)
+    if which not in taken:  # a multi-task system
+        needs = [cell_of(args, task, which, size, seed)]
+        adapters = [f"{needs[0].out}/adapters/{n}" for n in args.sizes]
         theta = ["--model", str(needs[0].out)]
-        adapters = [f"{needs[0].out}/adapters/{n}" for n in args.sizes if which != "largest"]
-    for n in taken[which] if not theta else []:
+    for n in taken.get(which, []):
         place = args.sources.get(n)
         if n == task:
-            needs.append(cell_of(args, args.own, n, size, seed))
+            needs.append(cell_of(args, n, args.own, size, seed))
         elif not place:
-            needs.append(cell_of(args, args.maker, n, 0, seed if args.paired else args.seeds[0]))
+            needs.append(cell_of(args, n, args.maker, 0, seed if args.paired else args.seeds[0]))
         adapters.append(f"{n}={place}" if place else str(needs[-1].out))
-    words = [*settings[setting], *words, *theta]
+    if which and not adapters:
+        return None
+    words = [*args.common, *([] if is_joint else ["--stage", stage])]
+    words += [*settings[setting], *options.split(), *theta]
     words += ["--tasks", *args.sizes] if is_joint else ["--task", task]
     words += ["--adapters", *adapters] if adapters else []
     is_part = 0 < size < (max(args.sizes.values()) if is_joint else args.sizes[task])
     words += ["--limit-train", str(size)] if is_part else []
     parts = [name, *[task] * (not is_joint), *[size] * is_part]
     parts += [f"setting{setting + 1}"] * (len(settings) > 1)
-    run, words = "-".join(map(str, [*parts, seed])), [*words, "--seed", str(seed)]
-    return grid.make_cell(args, run, stage, words, needs)._replace(key=(name, task, size))
+    out = args.out / "runs" / "-".join(map(str, [*parts, seed]))
+    words += ["--seed", str(seed), "--out", str(out)]
+    words += ["--overwrite" if args.overwrite else "--resume"]
+    return grid.Cell(out.name, out, stage, words, needs, (task, name, size))
 
 
 def cells_of(args, seeds):
     """{a place in COLUMNS: its run}"""
     places = itertools.product(args.tasks, args.systems, args.train_examples, seeds)
-    cells = {(t, name, *rest): cell_of(args, name, t, *rest) for t, name, *rest in places}
+    cells = {place: cell_of(args, *place) for place in places}
     return {place: cell for place, cell in cells.items() if cell}
 
 
 def candidates(args, has_needs):
-    """{a place in CHOICES: its run} of the systems whose stage has several options"""
+    """{(*a place in COLUMNS, setting): its run} of the systems whose stage has several options"""
     found = {}
     for cell in grid.with_needs(cells_of(args, args.choose_seeds).values()).values():
-        count = len(args.settings["source" if cell.key[0] == "source" else cell.stage])
+        count = len(args.settings["source" if cell.key[1] == "source" else cell.stage])
         if count > 1 and bool(cell.needs) == has_needs:
-            for i, seed in itertools.product(range(count), args.choose_seeds):
-                found[*cell.key, i, seed] = cell_of(args, *cell.key, seed, i)
+            for seed, i in itertools.product(args.choose_seeds, range(count)):
+                found[*cell.key, seed, i] = cell_of(args, *cell.key, seed, i)
     return found
 
 
 def run(args):
     """(a DataFrame with a row for each finished place, {name of a run: why it failed})"""
-    cells = cells_of(args, args.seeds)
     if args.plan:  # as if the first options were the best
-        every = [candidates(args, False), candidates(args, True), cells]
-        grid.plan([cell for of in every for cell in of.values()])
+        every = candidates(args, False) | candidates(args, True) | cells_of(args, args.seeds)
+        grid.plan([*every.values()])
     for has_needs in (False, True):
-        rows, failed = grid.run(args, CHOICES, candidates(args, has_needs))
+        rows, failed = grid.run(args, [*COLUMNS, "setting"], candidates(args, has_needs))
         grid.end(grid.not_diverged(failed))
         if rows["accuracy"].isna().any():
-            raise ValueError(
-                "a task without accuracy: the options of a stage cannot be chosen by it"
-            )
-        sums = rows.pivot_table("accuracy", CHOICES[:3], "setting", "sum")  # a lost run counts 0
-        args.chosen |= sums.idxmax(axis=1).to_dict() if len(sums) else {}
+            raise ValueError("options cannot be chosen for a task without accuracy")
+        sums = rows.groupby([*COLUMNS[:3], "setting"])["accuracy"].sum()  # diverged: as 0
+        best = sums.groupby(level=COLUMNS[:3]).idxmax()
+        args.chosen |= {place[:3]: place[3] for place in best}
     cells = cells_of(args, args.seeds)
     rows, failed = grid.run(args, COLUMNS, cells)
     if args.test:
@@ -228,48 +222,50 @@ def run(args):
 
 def held_out_accuracy(args, cell, task):
     """On examples that the run was not given; computed once, and kept in a file."""
-    path, metrics = args.out / "test" / f"{cell.name}-{task}.json", cell.out / "metrics.json"
-    whole = argparse.Namespace(**{**vars(cell.options()), "limit_train": None})
-    since = [file.stat().st_mtime for file in sorted(Path(args.test, task).glob("*"))]
-    of = {"run": read_json(metrics), "on": args.test, "since": since}
-    of["data"] = grid.data_now(whole, task)
+    path, options = args.out / "test" / f"{cell.name}-{task}.json", cell.options()
+    options.limit_train = None
+    of = {"run": read_json(cell.out / "metrics.json"), "on": args.test}
+    of["since"] = [file.stat().st_mtime for file in sorted(Path(args.test, task).glob("*"))]
+    of["data"] = grid.data_now(options, task)
     if path.is_file() and (kept := read_json(path))["of"] == of:
         return kept["accuracy"]
     run = load_run(cell.out, task=task)
     examples = run.left_over() if args.test == "left over" else run.split(data_dir=args.test)
-    scores = train.evaluate(run.model, run.task, examples, run.args)
-    accuracy = scores.get("accuracy", math.nan)
+    accuracy = train.evaluate(run.model, run.task, examples, run.args).get("accuracy", math.nan)
     print(f"{cell.name}: {100 * accuracy:.2f} % of {len(examples)} held-out examples", flush=True)
-    for name in run.record["adapters"]:
-        if share := share_trained_on(read_run(cell.out / "adapters" / name), examples):
-            print(f"WARNING: {cell.name}: {name} was TRAINED on {share:.0%} of them")
+    for name, share in run.trained_on(examples).items():
+        print(f"WARNING: {cell.name}: {name} was TRAINED on {share:.0%} of them")
     write_json(path, {"accuracy": accuracy, "of": of})
     return accuracy
 
 
-# Results of one task and size, and their files
+# Results, and their files
+
+
+def points(rows):
+    """Accuracies in %, of the held-out examples where they were asked for, else of the development
+    set"""
+    return 100 * rows["test_accuracy" if "test_accuracy" in rows else "accuracy"]
 
 
 def points_of(rows):
-    """Accuracies in %, a row for each seed and a column for each system: of the held-out examples
-    where they were asked for, else of the development set"""
-    column = "test_accuracy" if "test_accuracy" in rows else "accuracy"
-    points = 100 * rows.pivot(index="seed", columns="system", values=column)
-    return points[rows["system"].unique()]
+    """The same of one task and size, a row for each seed and a column for each system"""
+    rows = rows.assign(points=points(rows))
+    return rows.pivot(index="seed", columns="system", values="points")[rows["system"].unique()]
 
 
-def table(rows, reference="fusion"):
-    """(rows, header): each system, and the reference minus it, paired by seed"""
-    points, lines = points_of(rows), []
+def table(rows):
+    """(rows, header): each system, and the fusion minus it, paired by seed"""
+    of_seeds, lines = points_of(rows), []
     for name, of in rows.groupby("system", sort=False):
-        first, values = of.iloc[0], points[name].dropna()
+        first, values = of.iloc[0], of_seeds[name].dropna()
         line = [system(name)[0], f"{first['lr']:g}", str(first["epochs"])]
         line += [f"{first['trained_parameters']:,}", ", ".join(f"{v:.1f}" for v in values)]
-        is_compared = name != reference and reference in points
-        lead = report.with_interval(points[reference] - values) if is_compared else None
+        is_compared = name != "fusion" and "fusion" in of_seeds
+        lead = report.with_interval(of_seeds["fusion"] - values) if is_compared else None
         line += [report.with_deviation(values), lead]
         lines.append([*line, *[100 * of["accuracy"].mean()] * ("test_accuracy" in rows)])
-    header = f"system,lr,epochs,trained parameters,by seed,mean,{reference} minus it".split(",")
+    header = "system,lr,epochs,trained parameters,by seed,mean,fusion minus it".split(",")
     return lines, [*header, *["development set"] * ("test_accuracy" in rows)]
 
 

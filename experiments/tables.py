@@ -1,28 +1,25 @@
 """The paper's Tables 1 to 4 and Figure 3: every system, on your tasks, with your encoder, beside
-the paper's values.
+the paper's values (paper_results.csv).
 
-    python -m experiments.tables --data-dir DATA --tasks mnli sst2 mrpc rte cb --seeds 0 1 2 \\
-        --out runs/table1 --plan
+    python -m experiments.tables --data-dir DATA --tasks mnli sst2 mrpc rte cb --out runs/table1
     python -m experiments.tables --model FacebookAI/roberta-base ...     # Table 4
     python -m experiments.tables ... --train-examples 200 -- --epochs 10
 
-What follows "--" goes to each run. With --train-examples N, targets, and all tasks of a multi-task
-run, have few examples, and the sources of a fusion all of theirs. Each number is a run in OUT/runs.
-OUT gets results.csv with a row for each of them, results.md and figure3.png. The paper's values are
-in paper_results.csv."""
+With --train-examples N, targets, and all tasks of a multi-task run, have few examples, and the
+sources of a fusion all of theirs. OUT gets results.csv, with a row for each run, results.md and
+figure3.png."""
 
 from pathlib import Path
 
 import pandas as pd
 
-import data
 from bert import Bert
 from experiments import grid, report, study
 from runtime.command import run_command
 
-# The columns of Table 1, and the two of section 2.1
+# The columns of Table 1, and section 2.1.2
 SYSTEMS = """head full st_a_2 st_a_16 st_a_64 st_a_houlsby mt_a fusion_st_a fusion_mt_a
-    multitask sequential""".split()
+    multitask""".split()
 PAPER = Path(__file__).parent / "paper_results.csv"  # as arXiv 2005.00247v3 prints them
 COMPARISONS = [(f, a) for f in ("fusion_st_a", "fusion_mt_a") for a in ("st_a_16", "mt_a")]
 BARS = [(s, "full") for s in ("st_a_16", "fusion_st_a", "mt_a", "fusion_mt_a")]  # of Figure 3
@@ -30,21 +27,8 @@ MEAN = "*mean*"  # in italics; no task can be called so
 
 
 def parse(argv=None):
-    parser, words = study.make_parser("tables", __doc__, argv)
-    add = parser.add_argument
-    add("--tasks", nargs="+", help="default: those of the paper's 16 that are in --data-dir")
-    known = f"default {' '.join(SYSTEMS)}; a wrong one lists all"
-    add("--systems", nargs="+", default=SYSTEMS, metavar="SYSTEM", help=known)
-    parser.set_defaults(seeds=[0, 1, 2], paired=True, own="st_a_16", maker="st_a_16")
-    args = parser.parse_args(words)
-    place, all_16 = args.data_dir, data.TASKS.items()
-    there = [n for n, task in all_16 if (Path(place, n).is_dir() if place else task.hub)]
-    args.tasks, args.systems = ([*dict.fromkeys(x)] for x in (args.tasks or there, args.systems))
-    if not args.tasks:
-        raise ValueError(f"{args.data_dir} has none of the paper's tasks: name yours with --tasks")
-    args.sources = dict.fromkeys(args.tasks)
-    study.check(args)
-    return args
+    defaults = {"seeds": [0, 1, 2], "paired": True, "own": "st_a_16", "maker": "st_a_16"}
+    return study.parse("tables", __doc__, argv, SYSTEMS, **defaults)
 
 
 # Accuracies in %, a row for each task and a column for each system
@@ -69,21 +53,19 @@ def paper_values(args, encoder):
 def differences(values, pairs):
     """A column "one − other" for each of the pairs of systems that are there; rounded as printed,
     so that a table's arrows agree with its numbers."""
-    values = values.drop(MEAN).round(2)
-    found = pd.DataFrame(index=values.index)
+    values, found = values.drop(MEAN).round(2), {}
     for one, other in pairs:
         if {one, other} <= {*values}:
             title = f"{study.system(one)[0]} − {study.system(other)[0]}"
-            found[title] = (values[one] - values[other]).round(2)
-    return found
+            found[title] = values[one] - values[other]
+    return pd.DataFrame(found, values.index).round(2)
 
 
 def arrows(values):
     """Table 2's, of differences: better or worse by more than 0.3 points, or the same; how often
     each of them, and the mean of the differences with its interval over tasks."""
-    signs = values.map(
-        lambda v: "–" if pd.isna(v) else "↗" if v > 0.3 else "↘" if v < -0.3 else "→"
-    )
+    signs = values.map(lambda v: "↗" if v > 0.3 else "↘" if v < -0.3 else "→", na_action="ignore")
+    signs = signs.fillna("–")
     counts = {f"*{mark}*": (signs == mark).sum().map(str) for mark in "↗→↘"}
     return pd.concat([signs, pd.DataFrame({**counts, MEAN: values.apply(report.with_interval)}).T])
 
@@ -91,23 +73,18 @@ def arrows(values):
 def page(args, rows, encoder):
     """[text] of the tables of one size; draws figure3.png, of differences to full fine-tuning."""
     size = rows["limit_train"].iloc[0]
-    suffix, column = f"-{size}" * bool(size), "test_accuracy" if args.test else "accuracy"
-    of = (100 * rows[column]).groupby([rows["task"], rows["system"]])
+    suffix = f"-{size}" * bool(size)
+    of = study.points(rows).groupby([rows["task"], rows["system"]])
     ours, (theirs, printed) = with_mean(of.mean().unstack(), args), paper_values(args, encoder)
     texts = of.agg(report.with_deviation).unstack().reindex_like(ours)
     texts = texts.fillna(ours.map(report.two_decimals)) + " (" + printed + ")"
-    for name in ("lr", "epochs"):  # of each system
-        found = rows.groupby("system")[name]
-        texts.loc[f"*{name}*"] = found.agg(
-            lambda values: ", ".join(f"{v:g}" for v in sorted({*values}))
-        )
-    texts.loc["*runs*"] = rows.groupby("system").size().map(str)
+    for name in ("lr", "epochs"):
+        each = rows.groupby("system")[name].unique()
+        texts.loc[f"*{name}*"] = each.map(lambda values: ", ".join(map("{:g}".format, values)))
     texts = texts.rename(columns=lambda name: study.system(name)[0])
-    sizes = pd.Series(args.sizes).clip(upper=size or None).map(str)
-    texts.insert(0, "training examples", sizes)
     yield f"""## {"Table 4" if encoder == "roberta" else "Tables 1 and 3"}\n
 In brackets: the paper's. The means, too, are over the tasks listed here."""
-    yield report.frame(texts.fillna("").map(lambda text: str(text).removesuffix(" (–)")))
+    yield report.frame(texts.fillna("").map(lambda text: text.removesuffix(" (–)")))
     if not (found := differences(ours, COMPARISONS)).empty:
         yield """## Table 2: fusion compared to adapters alone\n
 ↗ better by more than 0.3 points, ↘ worse by more than 0.3, → between; how often each, and the mean
@@ -115,8 +92,7 @@ over the tasks. In brackets: the same of the paper's accuracies."""
         yield report.frame(arrows(found) + " (" + arrows(differences(theirs, COMPARISONS)) + ")")
     if not differences(ours, BARS).empty:
         figure, panels = report.subplots(2, 1, (max(6.5, 0.75 * len(ours)), 7), sharex=True)
-        for axes, values in zip(panels, (ours, theirs), strict=True):
-            title = "here" if values is ours else "the paper's"
+        for axes, title, values in zip(panels, ("here", "paper"), (ours, theirs), strict=True):
             differences(values, BARS).plot.bar(ax=axes, title=title, ylabel="points", width=0.8)
         report.save_figure(figure, args.out / f"figure3{suffix}.png")
         yield f"## Figure 3: difference to full fine-tuning\n\n![](figure3{suffix}.png)"

@@ -3,6 +3,7 @@
 set -e
 python results/cut.py DATA CUT
 python -m experiments.tables --model minilm --data-dir CUT --out runs/table1 --jobs 14 --seeds 0 1 2 \
+    --tasks mnli qqp sst2 winogrande imdb hellaswag social_i_qa cosmos_qa scitail commonsense_qa boolq mrpc rte cb \
     --systems st_a_16 full fusion_st_a head \
     --adapter-options '--lr 5e-4 --epochs 8 --patience 2' --head-options '--lr 1e-3 --epochs 8 --patience 2' \
     --full-options '--lr 5e-5 --epochs 4' --fusion-options '--lr 5e-4 --epochs 4' -- --dtype bfloat16

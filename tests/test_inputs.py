@@ -59,13 +59,12 @@ multitask: {BOX} --tasks rte --adapters runs/rte | --stage multitask takes no --
 multitask: {BOX} --tasks a b --train-file {RTE} | --train-file is of one task, not of a, b
 composition: {BOX} --target rte --sources rtee | unknown task 'rtee'
 composition: {MINE} a/rte b/RTE {FILE} | two adapters would be called 'rte'
-composition: {MINE} a/rte sst2 {FILE} | --train-file is of mine, sst2 would be trained on it
+composition: {MINE} a/rte sst2 {FILE} | --train-file is of mine alone, not of sst2
 composition: {MINE} runs/rte --test --train-examples 72 {FILE} | --test needs --train-examples below
 composition: {MINE} runs/rte --head-options '--lr 1' '--lr 2' {FILE} | need --choose-seeds
 composition: {MINE} runs/rte --systems fusio {FILE} | there are head, full
-composition: {MINE} runs/rte {FILE} --seed 7 | not belong behind --, nor into the options of
 composition: {MINE} runs/rte is/not/there --plan {FILE} | no adapter in is/not/there
-evaluate: runs/fusion-rte --task sst2 | a run on rte, not on 'sst2'
+evaluate: runs/fusion-rte --task sst2 | a run on rte: choose --task from
 evaluate: runs/rte --model data | no encoder in data
 evaluate: runs | no finished run in runs
 """
@@ -94,7 +93,6 @@ CASES += [
     ("evaluate: merged", "saved alone is for --adapters", {"merged/adapter_config.json": "{}"}),
     ("evaluate: runs/rte --model model", "another encoder", {WEIGHTS: times(1.5)}),
     ("evaluate: runs/rte --model model", "tokenizer", {TOKENS: ("red\ngreen", "green\nred")}),
-    (f"composition: {MINE} runs/rte --plan {FILE}", "encoder with other", {WEIGHTS: times(1.5)}),
     (f"{COLUMNS} choices=x.text", "make a column of what is in 'x'", {"mine.csv": "x,y\n1,2"}),
     # the messages have the file's own names, whatever is renamed
     (f"{COLUMNS} text_a=Review label=gold", "no column 'Review'; it has Review (raw)", CSV),

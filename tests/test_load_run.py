@@ -222,7 +222,7 @@ def test_pictures(runs, tmp_path, refused):
     path, words = tmp_path / "weights.png", ("red cat", "cat")
     predict.main([str(runs / "fusion-rte"), *words, *cli("--device cpu", picture=path)])
     assert path.read_bytes().startswith(b"\x89PNG")
-    for more, text in ((words, "has none"), (("--file", "x.csv"), "a single input")):
+    for more, text in ((words, "no fusion is active"), (("--file", "x.csv"), "a single input")):
         refused([runs / "rte", *more, *cli("--device cpu", picture=path)], text, main=predict.main)
 
 
