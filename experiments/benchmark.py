@@ -87,18 +87,17 @@ def measure(side, row, root, batch_size, device, dtype):
     idle, in_bf16 = peak_memory(), dtype == "bfloat16"
     model, loss_of = (peer if side == "peer" else ours)(row, Path(root))
     trained = [p for p in model.parameters() if p.requires_grad]
-    for p in model.parameters():  # the reference has fp32 also under autocast, as in its trainer
-        if side != "peer" and not p.requires_grad:
+    if side != "peer":  # which has fp32 also under autocast, as in its trainer
+        for p in {*model.parameters()} - {*trained}:
             p.data = p.data.to(getattr(torch, dtype))
+    for module in model.modules() if side == "textbook" else ():
+        if hasattr(module, "fast_form"):
+            module.fast_form = None
     model.to(device).eval()
     ids = torch.arange(batch_size * 128, device=device).view(-1, 128) % 1000
     batch = {"input_ids": ids, "token_type_ids": ids * 0, "attention_mask": ids * 0 + 1}
     batch["labels"] = ids[:, 0] % 2
     optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=True)
-
-    for module in model.modules():
-        if side == "textbook" and hasattr(module, "fast_form"):
-            module.fast_form = None
 
     def gradients(model, task, args, batch, share):  # as train.py's
         with torch.autocast(device, torch.bfloat16, in_bf16):

@@ -137,8 +137,7 @@ def train_jointly(args):
     trainable = [p for p in whole.parameters() if p.requires_grad]
     groups = [{"params": [p for p in trainable if p.ndim > 1], "weight_decay": WEIGHT_DECAY}]
     groups += [{"params": [p for p in trainable if p.ndim <= 1]}]  # biases, and LayerNorms
-    fused = device.type != "mps"
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, weight_decay=0.0, fused=fused)
+    optimizer = torch.optim.AdamW(groups, args.lr, weight_decay=0.0, fused=device.type != "mps")
     record = describe(args, whole, tokenizer, {}, data)
     record["steps_per_epoch"] = args.steps_per_epoch
     train_sets = {task.name: train_set for task, train_set, _ in data}

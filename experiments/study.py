@@ -129,10 +129,8 @@ def parse(name, description, argv, systems, **defaults):
     # the targets, and the sources that are trained here
     names = dict.fromkeys([*args.tasks, *(n for n, place in args.sources.items() if not place)])
     if options.train_file and len(names) > 1:
-        advice = "a source is a finished run, with a slash: runs/NAME"
-        raise ValueError(
-            f"--train-file is of {args.tasks[0]} alone, not of {[*names][-1]}: {advice}"
-        )
+        problem = f"--train-file is of {args.tasks[0]} alone, not of {[*names][-1]}"
+        raise ValueError(f"{problem}: take a finished run, with a slash: runs/NAME")
     source = source_of(options)
     args.sizes = {n: len(source.read_split(get_task(n, source), "train")[1]) for n in names}
     most = min(args.sizes[name] for name in args.tasks)
@@ -243,8 +241,7 @@ def held_out_accuracy(args, cell, task):
 
 
 def points(rows):
-    """Accuracies in %, of the held-out examples where they were asked for, else of the development
-    set"""
+    """Accuracies in %: of held-out examples where --test asked for them, or on development sets"""
     return 100 * rows["test_accuracy" if "test_accuracy" in rows else "accuracy"]
 
 
