@@ -1,6 +1,11 @@
 #!/bin/sh
 # One source or several? MRPC with 400 examples on MPNet-base; the rows of one_source.csv. DATA as in results/README.md.
-# It can be stopped; the same command goes on. The first loop chooses a learning rate of each kind, on a draw of its own.
+# It can be stopped; the same command goes on. The first loop chooses a learning rate of each kind, on a draw of its own, seed 5:
+# of 1.5e-4, 5e-4 and 1.5e-3, U has 74.7, 78.0 and 76.0, all of mnli 74.7, 76.7 and 76.3, the fusion of it 79.0, 78.7 and 70.3, whose
+# rate all fusions have. The last 1,000 training examples are held out, each seed draws 400 of the others, and 300 development
+# examples choose the epoch. Sources: one epoch, 9,832 examples (qqp, sst2 4,000, scitail 2,674), 76.4, 77.4, 91.6 and 83.2 %.
+# Permuted: the entries of each tensor of the other three in random order. In seed 3 both fusions of four stay at the most frequent
+# label, 69.7. All runs: two hours on one core of an AMD EPYC, bf16, plus scoring.
 set -e
 MPNET=${MPNET:-sentence-transformers/all-mpnet-base-v2}
 out=runs/one_source
