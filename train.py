@@ -245,7 +245,7 @@ def minimize(run, steps, schedule, evaluation):
                      `best` a copy of own_tensors(), {name: tensor} of all that a run has to save.
                      This is process `rank` of `world_size`. `record` is what run.json says
     steps(epoch)     [(Model, task, a batch of examples)] of an epoch; the Models of several tasks
-                     share what is in run.model (experiments/multitask.py)
+                     share what is in run.model (experiments/multitask.py); --resume calls it again
     schedule(done)   the factor of the learning rate when this share of all steps is done
     evaluation()     {score: value} of the development set, its "loss" among them"""
     args, bert, optimizer = run.args, run.model.bert, run.optimizer

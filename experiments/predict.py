@@ -15,9 +15,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from experiments.fusion_weights import heat_maps, title_of
 from experiments.load_run import load_run, make_parser
-from experiments.report import save_figure
 from formats.files import error_prefix
 from formats.rows import LISTS, read_rows
 from runtime.command import import_modules, run_command
@@ -33,6 +31,9 @@ def line_of_text(answer, candidate):
 
 def draw(run, found, path):
     """A picture of what `run.fusion_weights` found of one input, a panel for each layer."""
+    from experiments.fusion_weights import heat_maps, title_of  # pandas takes most of a second
+    from experiments.report import save_figure
+
     panels = {}
     for layer in range(len(run.bert.layers)):
         for location, weights in found["weights"].items():

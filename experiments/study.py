@@ -123,7 +123,10 @@ def parse(name, description, argv, systems, **defaults):
     args.systems = [s + n for s in args.systems for n in (args.sources if s[-1] == "_" else [""])]
 
     data_dir = ["--data-dir", args.data_dir] if args.data_dir else []
-    args.common = ["--model", args.model, *data_dir, *given[end + 1 :]]  # of every run
+    rest = given[end + 1 :]
+    if found := {"--model", "--data-dir", "--stage", "--task", "--adapters", "--seed"} & {*rest}:
+        raise ValueError(f"{min(found)} does not belong behind --: the study sets it for each run")
+    args.common = ["--model", args.model, *data_dir, *rest]  # of every run
     words = [*args.common, "--stage", "full", "--task", args.tasks[0], "--out", str(args.out / "x")]
     options = train.parse(words)
     # the targets, and the sources that are trained here

@@ -38,6 +38,7 @@ NAMES = [("adapter_down.0", "down"), ("adapter_up", "up"), ("adapter_norm_after"
 NAMES_WITH_NORM_BEFORE = [("adapter_down.0", "norm_before"), ("adapter_norm_before", "norm_before")]
 NAMES_WITH_NORM_BEFORE += [("adapter_down.1", "down"), *NAMES[1:]]
 MODEL_CLASSES = {"bert": "BertAdapterModel", "roberta": "RobertaAdapterModel"}  # of the library
+MINILM = "sentence-transformers/all-MiniLM-L6-v2"  # of which `minilm` is a copy
 
 
 def paper_adapters(model_type):
@@ -58,6 +59,8 @@ def check_name(name):
 
 def whole_id(name):
     """roberta-base -> FacebookAI/roberta-base, as the hub has it since 2024; others as they are"""
+    if name == "minilm":
+        return MINILM
     owner = {"bert": "google-bert", "roberta": "FacebookAI"}.get(name.split("-")[0])
     return f"{owner}/{name}" if owner and "/" not in name else name
 
@@ -234,6 +237,7 @@ def write(directory, kind, name, options, tensors, bert):
     {(slot, part): tensor}, for the encoder `bert`. Without the version, AdapterHub's library reads
     "gelu" as its tanh form."""
     model_type, model_name = bert.config.model_type, bert.source or ""
+    model_name = MINILM if model_name == "minilm" else model_name
     header = {"name": name, "model_type": model_type, "model_name": model_name}
     header |= {"hidden_size": bert.config.hidden_size, "version": "adapters.1.3.0"}
     header["model_class"] = MODEL_CLASSES.get(model_type)

@@ -63,6 +63,7 @@ composition: {MINE} a/rte sst2 {FILE} | --train-file is of mine alone, not of ss
 composition: {MINE} runs/rte --test --train-examples 72 {FILE} | --test needs --train-examples below
 composition: {MINE} runs/rte --head-options '--lr 1' '--lr 2' {FILE} | need --choose-seeds
 composition: {MINE} runs/rte --systems fusio {FILE} | there are head, full
+composition: {MINE} runs/rte {FILE} --seed 7 | --seed does not belong behind --
 composition: {MINE} runs/rte is/not/there --plan {FILE} | no adapter in is/not/there
 evaluate: runs/fusion-rte --task sst2 | a run on rte: choose --task from
 evaluate: runs/rte --model data | no encoder in data

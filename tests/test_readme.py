@@ -13,6 +13,7 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import train
 from experiments import benchmark, demo, fusion_weights, load_run
@@ -116,6 +117,17 @@ def test_the_fork_on_the_page(own_modules, launch, runs, tmp_path):
     fusion = active_fusions(load_run.load_run(tmp_path / "run").bert)[0, "output"]
     scores = torch.tensor([[[3.0, -1.0]]])
     assert torch.allclose(fusion.softmax(scores), (scores / 32**0.5).softmax(-1))
+
+
+def test_the_python_on_the_pages(encoder, tmp_path, monkeypatch):
+    """From train.main on a file that is there to a folder that can be published."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    code = [*blocks("docs/python.md", "python"), blocks("docs/adapterhub.md", "python")[0]]
+    exec("\n".join(code).replace("minilm", str(encoder)), {})
+    fusion = load_file(tmp_path / "published" / "model_adapter_fusion.safetensors")
+    assert {t.dtype for t in fusion.values()} == {torch.float16}
+    assert not [*(tmp_path / "published").rglob("run.json")]
 
 
 EDITED = """
