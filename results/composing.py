@@ -1,7 +1,9 @@
 """`python -m results.composing OUT` writes the tasks of experiments/skills.py into OUT. `--import
 results.composing` lets a study compare every way to compose; results/composing.sh calls both.
-`python -m results.composing` alone draws composing.png of the rows in composing_*.csv."""
+`python -m results.composing` alone, of the rows in composing_*.csv, draws composing.png, and writes
+every difference between two of them, paired by seed, with its 95 % interval."""
 
+import itertools
 import random
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pandas as pd
 
 import examples.composing  # noqa: F401  (its stages)
+from experiments.report import with_interval, write_text
 from experiments.skills import build_tasks
 from experiments.study import SYSTEMS, figure
 
@@ -32,8 +35,12 @@ PANELS = {"two": "both, N = 2", "eight": "both, N = 8", "asked": "asked, N = 2"}
 
 def draw(out):
     """A panel for each target; the systems are sorted by their mean on eight adapters."""
-    for name, title in {"fusion": "attention", "mean": "even weights, V trained"}.items():
-        SYSTEMS[name] = (title, *SYSTEMS[name][1:])
+    titles = {
+        "fusion": "attention",
+        "mean": "even weights, V trained",
+        "head_on_order": "head on order",
+    }
+    SYSTEMS.update({name: (title, "", "", "") for name, title in titles.items()})
     files = {name: out / f"composing_{name}.csv" for name in PANELS}
     rows = {name: pd.read_csv(path) for name, path in files.items() if path.is_file()}
     means = rows["eight"].groupby("system")["accuracy"].mean()
@@ -41,6 +48,12 @@ def draw(out):
         of = of.assign(task=PANELS[name], limit_train=of["train_examples"])
         rows[name] = of.sort_values("system", key=lambda n: n.map(means), ascending=False)
     figure(out / "composing.png", pd.concat(rows.values()))
+    lines = ["target,system,minus,points (95 % interval)"]
+    for name, of in rows.items():
+        points = 100 * of.pivot(index="seed", columns="system", values="accuracy")
+        for one, other in itertools.combinations(of["system"].unique(), 2):
+            lines.append(f"{name},{one},{other},{with_interval(points[one] - points[other])}")
+    write_text(out / "composing_differences.csv", "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
