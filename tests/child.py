@@ -57,25 +57,6 @@ def run_program(words, files, before, environment):
     name = "experiments.multitask" if "--tasks" in words else "train"
     sys.argv = [name, *words]
     runpy.run_module(name, run_name="__main__", alter_sys=True)
-    if operations:
-        print(operations, "file operations", flush=True)
-
-
-OPERATIONS = "open os.rename os.remove os.mkdir os.rmdir os.truncate".split()
-operations = 0
-
-
-def die_at(count, directory):
-    """Kills this process just before its count-th file operation in `directory`; 0: only counts."""
-
-    def hook(event, values):
-        global operations
-        if event in OPERATIONS and str(values[0]).startswith(str(directory)):
-            operations += 1
-            if operations == count:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(hook)
 
 
 def at_step(n, function, *values, put=setattr):

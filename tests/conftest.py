@@ -7,6 +7,7 @@ import shutil
 import signal
 import tempfile
 from functools import partial
+from pathlib import Path
 from unittest.mock import Mock
 
 if "HUB_TESTS" not in os.environ:
@@ -31,18 +32,14 @@ import train  # noqa: E402
 from bert import ENCODERS, BertConfig  # noqa: E402
 from experiments import multitask  # noqa: E402
 from formats.tokenizer import load_tokenizer  # noqa: E402
-from reference import GOLDEN  # noqa: E402
 from runtime.command import run_command  # noqa: E402
 from runtime.record import MAY_DIFFER  # noqa: E402
 
 runtime.run.SAVE_MINUTES = 0  # after every step
 
+GOLDEN = Path(__file__).parent / "golden"  # written by the reference library
+
 thorough = pytest.mark.skipif("THOROUGH" not in os.environ, reason="in `make test-all`: THOROUGH=1")
-
-
-def thorough_after_first(first, *others):
-    """Parameters of a test: the first one always, the others in `make test-all` alone."""
-    return [first, *(pytest.param(other, marks=thorough) for other in others)]
 
 
 WORDS = "red green blue cat dog bird runs sleeps sings the a one two not and . ? yes no".split()
@@ -260,16 +257,15 @@ def assert_equal(run, other):
     assert content(run) == content(other)
 
 
+def same_tensors(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
 def randomize(bert, part):
     """Weights at which an error shows: nothing stays at its default, no softmax is 0 or 1."""
     for name, tensor in bert.state_dict().items():
         if part in name:
             tensor += 0.2 * torch.randn_like(tensor)
-
-
-@pytest.fixture(scope="session")
-def expected():
-    return {path.parent.name: load_file(path) for path in GOLDEN.glob("*/expected.safetensors")}
 
 
 @pytest.fixture

@@ -9,13 +9,12 @@ import torch
 
 from adapter import load_adapter
 from bert import Bert
-from conftest import randomize
 from data import TASKS, get_task, load_split
 from formats.adapterhub import paper_adapters
 from formats.rows import Source, plain_label
 from formats.sources import find_adapters
 from formats.tokenizer import load_tokenizer
-from fusion import active_fusions, add_fusion, fusion_weights
+from fusion import add_fusion, fusion_weights
 
 pytestmark = pytest.mark.skipif("HUB_TESTS" not in os.environ, reason="needs a network")
 
@@ -45,8 +44,7 @@ def test_a_data_set(name, tokenizer, record_property):
 @pytest.mark.parametrize("name", ["google-bert/bert-base-uncased", "FacebookAI/roberta-base"])
 @torch.inference_mode()
 def test_an_encoder(name, record_property):
-    """With all of the paper's adapters, under a fusion: the equations of section 3.2, from the
-    adapters' own weights in float64."""
+    """With all of the paper's adapters, under a fusion."""
     bert = Bert.from_pretrained(name)
     for repository in (name, *paper_adapters(bert.config.model_type).values()):
         record_property(repository, huggingface_hub.model_info(repository).sha)
@@ -56,13 +54,3 @@ def test_an_encoder(name, record_property):
     tokens = load_tokenizer(bert.directory, 32, bert.config).encode("It rains.", "It is wet.")
     assert bert(torch.tensor([tokens.ids]), torch.tensor([tokens.type_ids])).isfinite().all()
     assert all(s.shape[-1] == 16 for s in fusion_weights(bert).values())
-    randomize(bert, ".fusion.")
-    for key, fusion in active_fusions(bert.double()).items():
-        slot, Q, K = bert.slots[key], fusion.query, fusion.key
-        f, x = torch.randn(2, 2, 5, bert.config.hidden_size, dtype=torch.float64)
-        h = slot.norm(f + x)
-        z = [a.up(a.down(h).relu()) for a in map(slot.adapters.__getitem__, bert.adapter_configs)]
-        s = torch.stack([(Q(h) * K(z_n)).sum(-1) for z_n in z]).softmax(0)[..., None]
-        o = (s * torch.stack(z)).sum(0) @ fusion.value.weight.T
-        error = (slot(f, x) - slot.norm(f + o + x)).abs().max()
-        assert error < 1e-9, f"layer {key}: the fusion is {error:.1e} from its equations"

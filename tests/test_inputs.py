@@ -30,29 +30,22 @@ NOTHING_CHANGED = f"""
 --score loss | --score loss: rte has accuracy
 {SET} ln_after=true ln_after=false | one name twice
 {SET} reduction_factor='{{"2":4,"default":2}}' | the encoder has layers 0 to 1, and no 2
-{SET} ln_affter=true | unexpected keyword argument 'ln_affter'
 {SET} non_linearity=elu | non_linearity must be one of gelu, gelu_new, relu, silu, swish, leakyrelu
 --stage adapter --adapters runs/rte | --stage adapter takes no --adapters
 --stage fusion | --stage fusion needs --adapters
---stage distill | there are adapter, fusion, head, full
---epoch=3 | unrecognized arguments: --epoch=3
 --cuda-graphs --device cpu | --cuda-graphs is for a GPU
 multitask: {BOX} --tasks rte sst2 --cuda-graphs | --cuda-graphs is for a run on one task
 --dev-file data/rte/validation.jsonl | --dev-file goes with --train-file
 --dev-fraction 0.5 | --dev-fraction: rte has a development set already
 --columns sentnce2=b | --columns sentnce2=...: the task, or its files, have only sentence1, sent
 --task argument | no train split for task 'argument': there is no data/argument/train.jsonl
---task rtee | unknown task 'rtee'
---task half | 'half' cannot be an adapter's name
 --task a.b | 'a.b' cannot be an adapter's name
 --data-dir nowhere | nowhere is not a directory
 --model ./x | ./x is no directory
 --out model/config.json | is a file
 --out model --overwrite | holds other files
 {FUSE} x=runs/sst2 y=runs/sst2 X=runs/sst2 | two adapters are called 'X'
-{FUSE} runs/fusion-rte | no adapter in runs/fusion-rte: --stage adapter, or --resume
 {FUSE} runs | no adapter in runs: there are runs/pick, runs/rte, runs/sst2
-{FUSE} AdapterHub/bert/sst2 | makes one; a hub id is OWNER/NAME
 {FUSE} --out runs/rte --overwrite | would replace
 multitask: {BOX} --tasks rte rte | one task twice
 multitask: {BOX} --tasks rte --adapters runs/rte | --stage multitask takes no --adapters
@@ -86,7 +79,6 @@ CASES += [
     ("", "config.json has no num_attention_heads", {CONFIG: ("num_attention_heads", "n_heads")}),
     ("", "layer.1.output.dense.weight", {WEIGHTS: times(NAN, "1.output.dense.w")}),
     ("", "30 tokens and 2 types", {TOKENS: ("red\n", "red\nx\n")}),
-    ("", "'distilbert' is not known: there are bert", {CONFIG: ('e": "bert', 'e": "distilbert')}),
     ("", "absolute position", {CONFIG: ('"absolute"', '"relative_key"')}),
     (FUSE, "of the peft library, LORA: not supp", {"runs/rte/adapter_config.json": PEFT}),
     (FUSE, "not finite", {"runs/rte/adapter.safetensors": times(NAN, "down.0.weight")}),
@@ -95,32 +87,23 @@ CASES += [
     ("evaluate: runs/rte --model model", "another encoder", {WEIGHTS: times(1.5)}),
     ("evaluate: runs/rte --model model", "tokenizer", {TOKENS: ("red\ngreen", "green\nred")}),
     (f"{COLUMNS} choices=x.text", "make a column of what is in 'x'", {"mine.csv": "x,y\n1,2"}),
-    # the messages have the file's own names, whatever is renamed
     (f"{COLUMNS} text_a=Review label=gold", "no column 'Review'; it has Review (raw)", CSV),
-    (f"{COLUMNS} labl=gold text_a=id", "no column 'label'; it has Review (raw), id, gold", CSV),
 ]
-for path in (RTE, WEIGHTS, TOKENS, "model/tokenizer_config.json", "runs/rte/adapter.safetensors"):
+for path in (RTE, WEIGHTS, TOKENS, "model/tokenizer_config.json"):
     CASES.append((FUSE, f"{path} is a pointer of git-lfs, not the file", {path: POINTER}))
-for path in (DEV, WEIGHTS, CONFIG, TOKENS, "model/added_tokens.json"):
+for path in (DEV, "model/added_tokens.json"):
     dangle = lambda path: path.unlink(missing_ok=True) or path.symlink_to("gone")  # noqa: E731
     CASES.append(("", f"{path} is a link that leads nowhere", {path: dangle}))
 X, Y = {"choices": ["a", "b"], "label": 0}, {"choices": ["a", "b"], "label": 1}
 for file, content, say in [  # the training file of a task of one's own: rows, or all of it
     ("train.jsonl", [A, A], "leaves nothing to learn"),
-    ("train.jsonl", [{**A, "label": 0.5}, {**B, "label": 1}], "a label is 0.5"),
-    (
-        "train.jsonl",
-        [{**A, "label": 0.0}, {**B, "label": 1.0}],
-        "0.0: classes are texts, or integers (0, not",
-    ),
+    ("train.jsonl", [{**A, "label": 0.0}, {**B, "label": 1.0}], "0.0: classes are texts, or inte"),
     ("train.jsonl", [X, {**Y, "choices": ["a"]}], "row 2: 1 choices, expected 2"),
     ("train.jsonl", '{"text_a": "a", "label": "x"}\n{"text_a"', "line 2: "),
     ("train.jsonl", "null\n", "a row is no JSON object"),
     ("train.csv", "text_a,label\na,x,y\n", "row 1 has 3 fields, the first line 2"),
     ("train.csv", 'text_a,label\n"a\nb",x\n\n"b,y\n', "row 2: a quotation mark is not closed"),
     ("train.csv", lambda p: p.write_bytes(b"a\n" * 9999 + b"\x92"), "line 10000 is not UTF-8"),
-    ("train.csv", "label,label\na,x\n", "it has label (twice)"),
-    ("train.csv", "a film,1\na play,0\n", "which one it is; a .csv or .tsv needs a header"),
 ]:
     CASES.append(("--task mine", say, {f"data/mine/{file}": content}))
 both = {"data/mine/train.jsonl": [A, B], "data/mine/validation.jsonl": [{**A, "text_b": "b"}]}

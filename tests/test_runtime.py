@@ -23,11 +23,9 @@ import torch
 import child
 import train
 from bert import attention, dropout
-from conftest import assert_equal, change, interrupt, main, read_lines, thorough_after_first, times
+from conftest import assert_equal, change, interrupt, main, thorough, times
 from experiments.load_run import load_run
 from formats.adapterhub import Saved
-from formats.files import read_json
-from reference import difference
 from runtime.command import run_command
 from runtime.processes import choose_device, has_bf16, reseed
 from runtime.record import SKETCH, share_trained_on, sketch
@@ -47,47 +45,60 @@ def whole(command, tmp_path_factory):
     return whole
 
 
-@pytest.mark.parametrize("stage", thorough_after_first("fusion", "full", "multitask"))
+OPERATIONS = "open os.rename os.remove os.mkdir os.rmdir os.truncate".split()
+
+
+def die_at(count, directory):
+    """Kills this process just before its count-th file operation in `directory`; each is said."""
+    done = []
+
+    def hook(event, values):
+        if event in OPERATIONS and str(values[0]).startswith(str(directory)):
+            done.append(event)
+            os.write(1, b"(operation)")
+            if len(done) == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+STAGES = ["fusion", *(pytest.param(stage, marks=thorough) for stage in ("full", "multitask"))]
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_killed_before_any_file_operation(stage, command, whole, tmp_path):
     """Opening, renaming or removing a file in --out: the first, some between, and the last ones."""
     out = tmp_path / "whole"
-    status, said, error = child.ends(command(stage, out), (child.die_at, 0, out))
+    status, said, error = child.ends(command(stage, out), (die_at, 0, out))
     assert status == 0, error
     assert_equal(out, whole(stage))  # two runs of one command are equal
-    count = int(said.split()[-3])
+    count = said.count("(operation)")
     for moment in (1, count // 3, 2 * count // 3, count - 3, count - 2, count - 1, count):
         out = tmp_path / str(moment)
-        assert child.ends(command(stage, out), (child.die_at, moment, out))[0] == -signal.SIGKILL
+        assert child.ends(command(stage, out), (die_at, moment, out))[0] == -signal.SIGKILL
         status, _, error = child.ends(command(stage, out, "--resume"))
         assert status == 0, (moment, error)
         assert_equal(out, whole(stage))
 
 
-@pytest.mark.parametrize("name", thorough_after_first("SIGINT", "SIGTERM", "SIGHUP"))
-def test_a_signal_and_a_second_process(name, command, refused, tmp_path):
-    """The one stops a run, which can be continued; the other refuses as long as it is at work."""
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=thorough)])
+def test_a_signal_and_a_second_process(number, command, refused, tmp_path):
+    """The one stops a run, which can be continued; the other refuses as long as it is at work. What
+    nohup ignores is no signal."""
     out = tmp_path / "run"
     words = command("adapter", out, "--epochs 10000 --patience 10000")
-    program = child.Program(words)
+    program = child.Program(words, [(signal.signal, signal.SIGHUP, signal.SIG_IGN)])
     while not (out / "log.jsonl").exists():
         assert program.process.is_alive()
         time.sleep(0.05)
     for option in ("--resume", "--overwrite"):
         refused([*words, option], "another process is at work", str(out))
-    os.kill(program.process.pid, signal.Signals[name])
-    status, said, error = program.finish()
+    os.kill(program.process.pid, signal.SIGHUP)
+    os.kill(program.process.pid, number)
+    status, _, error = program.finish()
     resume = f"--resume --out {out} in the same command"
     assert (status, error) == (130, f"train.py: interrupted, continue with {resume}\n")
-    assert "a second signal stops without saving" in said
     refused(command("adapter", out), "holds a run", "--resume")
-
-
-def test_the_second_signal_ends_at_once(command, tmp_path):
-    """In the middle of a step. What nohup ignores is no signal."""
-    before = [(signal.signal, signal.SIGHUP, signal.SIG_IGN)]
-    before += [(child.at_step, 3, child.stop, signal.SIGHUP), *[(child.at_step, 5, child.stop)] * 2]
-    status, said, error = child.ends(command("adapter", tmp_path / "run"), *before)
-    assert status == -signal.SIGTERM and "stopping after this step" in said and not error
 
 
 def test_a_signal_in_the_last_evaluation(command, tmp_path):
@@ -98,7 +109,7 @@ def test_overwrite(command, whole, tmp_path):
     """Also after a kill while it cleared the old run. Other files, and what links lead to, stay."""
     out, neighbour = shutil.copytree(whole("fusion"), tmp_path / "run"), tmp_path / "neighbour"
     words = command("adapter", out, "--overwrite")
-    assert child.ends(words, (child.die_at, 5, out))[0] == -signal.SIGKILL
+    assert child.ends(words, (die_at, 5, out))[0] == -signal.SIGKILL
     shutil.copytree(whole("fusion") / "adapters", neighbour)
     shutil.rmtree(out / "adapters", ignore_errors=True)
     (out / "adapters").symlink_to(neighbour)
@@ -148,16 +159,13 @@ def test_what_is_not_finite(name, command, refused, monkeypatch, tmp_path):
 
 
 OTHER = [  # options; a copied input, a file in it and its change; what the run says
-    ("--adapters {runs}/rte", None, "adapters = "),
     ("--adapters {runs}/pick {runs}/rte", None, "adapters = "),
-    ("--adapters {runs}/rte {runs}/pick {runs}/sst2", None, "adapters = "),
     ("", ("runs", "rte/adapter.safetensors", times(2)), "holds a run with adapter rte = "),
     ("--grad-accumulation 2", None, ""),
     ("", ("model", "vocab.txt", ("", "")), ""),  # the same files elsewhere
     ("--max-length 9", None, "max_length = 48, not 9"),
     ("", ("data_dir", "sst2/train.jsonl", (": 1", ": 0")), "training examples of sst2"),
     ("", ("data_dir", "sst2/validation.jsonl", (": 1", ": 0")), "development examples of sst2"),
-    ("", ("model", "model.safetensors", times(2)), "was trained on an encoder with other weights"),
     ("", ("model", "config.json", ('heads": 2', 'heads": 4')), "or another configuration"),
     ("", ("model", "config.json", ('dropout_prob": 0.1', 'dropout_prob": 0.2')), ""),
     ("", ("model", "vocab.txt", ("red\ngreen", "green\nred")), "tokenizer"),
@@ -208,16 +216,6 @@ def test_a_file_system_without_locks(number, command, tmp_path, monkeypatch, cap
     assert f"note: {tmp_path / 'run' / '.lock'} cannot be locked" in capsys.readouterr().out
 
 
-def test_the_best_epoch(command, tmp_path, monkeypatch):
-    """--score chooses it, of equal ones the first; --patience epochs later it is over."""
-    scores = [(0.9, 0.2), (0.5, 0.6), (0.8, 0.6), (0.7, 0.5)]
-    found = [{"accuracy": accuracy, "f1": f1, "loss": 1.0} for accuracy, f1 in scores]
-    monkeypatch.setattr(train, "evaluate", Mock(side_effect=found))
-    result = main(command("head", tmp_path, "--epochs 30 --patience 2 --score f1"))
-    assert (result["best_epoch"], result["accuracy"], result["f1"]) == (2, 0.5, 0.6)
-    assert [line["dev_f1"] for line in read_lines(tmp_path / "log.jsonl")] == [0.2, 0.6, 0.6, 0.5]
-
-
 @pytest.mark.parametrize("p", [0.1, 0.5])
 def test_dropout(p):
     torch.manual_seed(0)
@@ -234,6 +232,11 @@ def test_dropout(p):
     assert not torch.equal(dropout(x, p, training=True) != 0, kept)
 
 
+@pytest.mark.parametrize("p, expected", [(0.5, {0, 2}), (1, {0}), (1 - 1e-9, {0}), (1e-9, {1})])
+def test_dropout_of_extreme_probabilities(p, expected):
+    assert {*dropout(torch.ones(1000), p, True).tolist()} == expected
+
+
 @pytest.mark.parametrize("has_mask", [True, False])
 def test_attention_in_training_is_the_one_in_evaluation(has_mask):
     """They are written differently on a CPU; with a dropout of almost nothing they must agree."""
@@ -241,7 +244,7 @@ def test_attention_in_training_is_the_one_in_evaluation(has_mask):
     q, k, v = torch.randn(3, 5, 4, 7, 8, dtype=torch.float64)
     mask = (torch.arange(7) >= torch.tensor([1, 3, 7, 6, 2])[:, None])[:, None, None] * -1e30
     trained, evaluated = (attention(q, k, v, mask if has_mask else None, p) for p in (1e-9, 0.0))
-    assert difference(trained, evaluated) <= 1e-8
+    assert (trained - evaluated).abs().max() <= 1e-8
 
 
 def test_scores():
@@ -270,28 +273,22 @@ def test_what_adapters_have_seen(launch, runs, data_dir, tmp_path, capsys):
     dev, words = tmp_path / "dev", "--stage adapter --task rte --epochs 1"
     launch(words, train_file=dev_file, dev_file=train_file, out=dev)
     assert "all development examples are" not in capsys.readouterr().out
-    launch(f"{words} --limit-train 40 --dev-fraction 0.5", train_file=dev_file, out=tmp_path / "b")
     launch(words, train_file=dev_file, dev_file=dev_file, out=tmp_path / "same")
-    assert capsys.readouterr().out.count("all development examples are training examples") == 1
+    assert "all development examples are training examples" in capsys.readouterr().out
     words, copy = "--stage fusion --task rte --epochs 1", tmp_path / "fusion" / "adapters" / "rte"
     launch(words, adapters=[dev, runs / "sst2"], out=tmp_path / "fusion")
-    assert read_json(copy / "run.json") == read_json(dev / "run.json")
     for adapter in (dev, copy, runs / "rte"):
         capsys.readouterr()
         words = "--stage head --task rte --epochs 1 --overwrite"
-        result = launch(words, adapters=adapter, out=tmp_path / "head")
+        accuracy = launch(words, adapters=adapter, out=tmp_path / "head")["accuracy"]
         text, printed = "WARNING: adapter rte was TRAINED on 100% of this", capsys.readouterr().out
         assert (text in printed) == (adapter != runs / "rte")
-        assert ("no better than that of the most frequent label" in printed) == (
-            result["accuracy"] <= 0.5
-        )
+        assert ("no better than that of the most frequent" in printed) == (accuracy <= 0.5)
 
 
 def test_the_whole_name_of_an_encoder_counts(tmp_path, monkeypatch, capsys):
-    """Of an adapter without a run. What is not known for sure is said; . and bert-x are directories
-    here, the latter perhaps a clone of another owner's."""
+    """Of an adapter without a run. What is not known for sure is said; . is a directory."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "bert-x").mkdir()
     for theirs, ours, said in (
         ("bert-base-cased", "google-bert/bert-base-cased", ""),
         ("bert-base-cased", "dbmdz/bert-base-cased", None),
@@ -299,7 +296,6 @@ def test_the_whole_name_of_an_encoder_counts(tmp_path, monkeypatch, capsys):
         ("a/x", "b/x", None),
         ("x", "b/x", "note: an adapter was made for 'x', the encoder is b/x"),
         ("a/x", ".", "note: place was made for 'a/x', the encoder is in ."),
-        ("bert-x", "bert-x", "note: an adapter was made for 'bert-x', the encoder is in bert-x"),
     ):
         saved = Saved("place", {"model_name": theirs}, {}, "x", [], {}, {})
         bert = SimpleNamespace(source=ours, sha256=None, config=SimpleNamespace(model_type="bert"))
@@ -311,7 +307,6 @@ def test_the_whole_name_of_an_encoder_counts(tmp_path, monkeypatch, capsys):
 def test_auto_is_bfloat16_where_the_hardware_has_it(monkeypatch):
     for found, dtype in (
         ({"avx512_bf16": True, "amx_bf16": False}, torch.bfloat16),
-        ({"amx_bf16": True}, torch.bfloat16),
         ({"avx2": True, "avx512_bf16": False}, torch.float32),
     ):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda found=found: found, False)
