@@ -105,7 +105,7 @@ def describe(args, model, tokenizer, adapters, data):
         if saved.run.get("inputs", inputs)["tokenizer"] != inputs["tokenizer"]:
             raise ValueError(f"{saved.directory} was trained with another tokenizer")
     if args.stage == "fusion":
-        note("the training loss holds the penalty on V, the development loss does not")
+        note("the training loss holds the fusion's penalty, the development loss does not")
     tasks = {}
     for task, train_set, dev_set in data:
         inputs |= data_inputs(task.name, hashes_of(train_set), hashes_of(dev_set))
