@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 # Before PyTorch is imported: how long its threads spin while they wait for each other. By default
-# it is 30 times as long, and a run whose processor another process shares crawls.
+# it is 30 times as long, which costs time where another process shares the processor.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch

@@ -131,7 +131,7 @@ show(Head.forward)
 # Here is that argmin in a few lines. `train()` in `train.py` adds a schedule, early stopping,
 # clipping and checkpoints, and keeps dropout on in the frozen $\Theta$, as the authors' library
 # does; in `fit` the head alone has dropout. These 50 steps are too few for `order`, which stays
-# near chance; section 4 takes 300.
+# near chance; section 4 takes 250.
 
 
 # %%
@@ -253,7 +253,7 @@ show(Fusion.textbook, Fusion.softmax)
 # %% [markdown]
 # $V$ starts as the identity (1e-6 off its diagonal), so $o$ starts as $\sum_n s_n z_n$, a mixture
 # of what the adapters put out. $Q$ and $K$ start at random, and so does $s$: nearly even where $d$
-# is small, but not in a wide encoder, since the scores grow with $d$, and nothing divides them by
+# is small, less so in a wide encoder, since the scores grow with $d$, and nothing divides them by
 # $\sqrt d$. Four new adapters, 100 random tokens:
 
 # %%
@@ -351,7 +351,7 @@ show(train.minimize, first="for model, task, examples", last="run.after_step(los
 # the target, with three seeds; a seed draws 240 examples, the same for all five. Their logs are in
 # `runs/walkthrough/logs`.
 #
-# - *The target's own adapter*: what its few examples give by themselves. In section 3.1 it is one of
+# - *The target's own adapter*: what its few examples give in four epochs. In section 3.1 it is one of
 #   the adapters that are fused; here it is not.
 # - *A new head on* `order`: that adapter stays frozen; nothing is composed.
 # - *The sum* of the two, $o = \sum_n z_n$, of which only the head is trained; *even weights*,
@@ -415,7 +415,7 @@ plt.show()
 #
 # The outlook cites Rücklé et al. (2020): adapters with small weights can be removed after training
 # with almost no loss. To remove one is to build a fusion of the others with the same $Q$, $K$, $V$.
-# Neither can be spared here:
+# In this run, neither can be spared:
 
 # %%
 examples = run.split()

@@ -5,7 +5,7 @@
     python -m experiments.evaluate runs/fusion-rte --import examples.mean_fusion
 
 o = V (1/N) Σ_n z_n, where V is trained as in the paper. AdapterSoup (Chronopoulou et al., 2023)
-averages the adapters' weights instead, which is the same for linear adapters only."""
+averages the adapters' weights instead, which is another function."""
 
 import torch
 
