@@ -19,11 +19,11 @@ def test_order():
 def test_what_fails_is_named(tmp_path, monkeypatch, capsys):
     """The other steps are taken all the same; a commit that has changed since is said."""
     assert verify.main(["--plan"]) is None
-    assert "  fusion_st_a-cb-2: train --stage fusion" in capsys.readouterr().out
+    assert "  table 1: experiments.tables --tasks rte" in capsys.readouterr().out
     monkeypatch.setattr(verify, "OUT", tmp_path)
     monkeypatch.setattr(verify, "RESULTS", tmp_path / "results")
     file = tmp_path / "test_it.py"
-    steps = {"hub": f"pytest {file}", "gpu": "none", "st_a_16-cb-0": "train --stage no --task cb"}
+    steps = {"hub": f"pytest {file}", "gpu": "none", "two": "train --stage no --task cb"}
     monkeypatch.setattr(verify, "STEPS", steps)
     monkeypatch.setattr(verify, "GPUS", 0)
     for commit in ("one", "two"):
@@ -36,5 +36,5 @@ def test_what_fails_is_named(tmp_path, monkeypatch, capsys):
         outcomes = ["passed", "failed", "not checked", "failed"]
         assert [check["outcome"] for check in checks.values()] == outcomes
         assert "FAILED hub: test_order: AssertionError: org/data has the labels [1, 0]" in printed
-        assert "FAILED st_a_16-cb-0: train.py: " in printed and "NOT CHECKED gpu: " in printed
+        assert "FAILED two: exit status 2" in printed and "NOT CHECKED gpu: " in printed
         assert ("moved: {'org/data main': 'one'}" in printed) == (commit == "two")
