@@ -90,9 +90,6 @@ def measure(side, row, root, batch_size, device, dtype):
     if side != "peer":  # which has fp32 also under autocast, as in its trainer
         for p in {*model.parameters()} - {*trained}:
             p.data = p.data.to(getattr(torch, dtype))
-    for module in model.modules() if side == "textbook" else ():
-        if hasattr(module, "fast_form"):
-            module.fast_form = None
     model.to(device).eval()
     ids = torch.arange(batch_size * 128, device=device).view(-1, 128) % 1000
     batch = {"input_ids": ids, "token_type_ids": ids * 0, "attention_mask": ids * 0 + 1}
@@ -134,29 +131,22 @@ def run(python, *given):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def spread(values):
-    """median (smallest–largest)"""
-    return f"{median(values):.3f} ({min(values):.3f}–{max(values):.3f})"
-
-
 def main(argv=None):
     from experiments.report import markdown  # needs what the reference's has not
 
     parser = Parser("python -m experiments.benchmark", description=__doc__)
-    add, reference = parser.add_argument, "requirements-peer.txt"
-    add("--peer-python", help=f"a Python with {reference}; without it only ours is measured")
+    add = parser.add_argument
+    add("--peer-python", help="that of requirements-peer.txt; without it only ours is measured")
     add("--rows", nargs="+", default=[""], help="only rows with one of these texts in their names")
     add("--repeats", type=count, default=5)
     add("--batch", type=count, default=8, help="examples; a quarter of them with 64 adapters")
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
     add("--cuda-graphs", action="store_true", help="also our steps as they are recorded on a GPU")
-    add("--textbook", action="store_true", help="also a fusion by the equations, term by term")
     args, lines = parser.parse_args(argv), []
     for dtype in args.dtype:
         choose_device(args.device, dtype, args.cuda_graphs)  # or an error
-    sides = ["ours", *["recorded"] * args.cuda_graphs, *["textbook"] * args.textbook]
-    sides += ["peer"] * bool(args.peer_python)
+    sides = ["ours", *["recorded"] * args.cuda_graphs, *["peer"] * bool(args.peer_python)]
     for row in [row for row in ROWS if any(text in row for text in args.rows)]:
         print(row, file=sys.stderr, flush=True)
         batch = max(args.batch // 4, 1) if ROWS[row] == 64 else args.batch
@@ -175,7 +165,8 @@ def main(argv=None):
             pairs = zip(results, found["ours", dtype], strict=True)  # which followed each other
             ratios = [a["seconds"] / b["seconds"] for a, b in pairs]
             memory = max(one["memory"] for one in results) / 1e9
-            lines.append([row, side, dtype, spread(seconds), spread(ratios), memory])
+            spread = [f"{median(x):.3f} ({min(x):.3f}–{max(x):.3f})" for x in (seconds, ratios)]
+            lines.append([row, side, dtype, *spread, memory])
     print(markdown(lines, "row,side,dtype,seconds,ratio to ours,peak memory in GB".split(",")))
     threads = torch.get_num_threads()
     print(f"torch {torch.__version__}, {threads} threads, {args.batch} × 128 tokens, {args.device}")

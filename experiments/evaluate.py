@@ -4,36 +4,22 @@
     python -m experiments.evaluate runs/rte --file mine.csv --columns sentence1=premise label=gold
     python -m experiments.evaluate runs/multitask --task rte
 
-Prints the task's scores, and of each class precision, recall and as which classes its examples were
-predicted; the last line is one JSON object. What is not given is as it was in the run's training,
-whose development set is the default: there it says where metrics.json has another result."""
+Prints the task's scores, and how many examples of each class were predicted as which; the last line
+is one JSON object. What is not given is as it was in the run's training, whose development set is
+the default: there it says where metrics.json has another result."""
 
-from collections import Counter
 from dataclasses import replace
 
+import pandas as pd
 import torch
 
 import train
 from data import load_split
 from experiments.load_run import load_run, make_parser
-from experiments.report import markdown
+from experiments.report import frame
 from formats.files import read_json
 from runtime import command, record
 from runtime.processes import choose_device, set_deterministic
-
-
-def by_class(names, labels, predictions):
-    """A row for each class: its name, precision, recall (None without any example), the number of
-    its examples, and as which classes they were predicted, by their indices."""
-    rows = []
-    for k, name in enumerate(names):
-        found = Counter(predictions[labels == k].tolist())
-        right, count, predicted = found[k], found.total(), (predictions == k).sum().item()
-        precision = right / predicted if predicted else None
-        recall = right / count if count else None
-        each = ", ".join(f"{n} as {other}" for other, n in found.most_common())
-        rows.append([f"{k} {name}", precision, recall, count, each])
-    return rows
 
 
 def differences(run, scores):
@@ -92,8 +78,9 @@ def main(argv=None):
         print(f"note: metrics.json has {found}: {why}")
     is_of_classes = labels.ndim == 1 and labels.dtype == torch.long and not task.is_multiple_choice
     if is_of_classes:  # the first and the second choice are none, nor are numbers
-        header = ["label", "precision", "recall", "count", "predicted"]
-        print(f"\n{markdown(by_class(task.labels, labels, predictions), header)}")
+        counts = pd.crosstab(labels.numpy(), predictions.numpy())
+        counts = counts.rename(lambda k: f"{k} {task.labels[k]}")
+        print(f"\nexamples by label (rows) and prediction (columns)\n{frame(counts)}")
     return result
 
 

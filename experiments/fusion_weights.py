@@ -1,13 +1,12 @@
-"""What fusion learned: the paper's Figure 4 (some layers) and Figure 6 (all layers), and what
-section 6 reads from them, as tables.
+"""What fusion learned: the paper's Figure 6 (Figure 4 has four of its layers), and what section 6
+reads from it, as tables.
 
     python -m experiments.fusion_weights runs/fusion-rte runs/fusion-cb ... --out figures
 
-Every RUN is a finished fusion run and becomes a row of each panel: the weights that it gives to its
-adapters, averaged over its task's development set and over all tokens but the padding, as in the
-paper; with --cls, in the last layer over [CLS], the one token of it that adapter.Head reads, so the
-only one for which the fusion there was trained. DIR gets figure4.png and figure6.png, weights.csv
-with a row for each adapter, and summary.txt, which is also printed. Layers are counted from 1."""
+Every RUN becomes a row of each panel: the weights that it gives to its adapters, averaged over its
+task's development set and over all tokens but the padding, as in the paper; with --cls, in the last
+layer over [CLS], the one token of it that adapter.Head reads, so the only one for which the fusion
+there was trained. DIR gets figure6.png, weights.csv and summary.txt. Layers are counted from 1."""
 
 import math
 from collections import Counter, defaultdict
@@ -85,10 +84,10 @@ def rows_of(run, target, means):
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
-def heat_map(axes, values, rows, columns, top=1.0, least=0.0):
-    """Draws fusion weights, a tensor [rows, columns] of least .. top, with their numbers; a cell is
+def heat_map(axes, values, rows, columns, top=1.0):
+    """Draws fusion weights, a tensor [rows, columns] of 0 .. top, with their numbers; a cell is
     blank where it has NaN. Returns the image, for a colour bar."""
-    image = axes.imshow(values.numpy(), cmap=COLOURS, vmin=least, vmax=top, aspect="auto")
+    image = axes.imshow(values.numpy(), cmap=COLOURS, vmin=0, vmax=top, aspect="auto")
     for y, row in enumerate(values.tolist()):
         for x, value in enumerate(row):
             if not math.isnan(value):
@@ -100,7 +99,7 @@ def heat_map(axes, values, rows, columns, top=1.0, least=0.0):
     return image
 
 
-def heat_maps(panels, rows, columns, top=1.0, least=0.0):
+def heat_maps(panels, rows, columns, top=1.0):
     """A figure with a heat map for each of {title: tensor [rows, columns]}."""
     across = math.ceil(math.sqrt(len(panels)))
     down = math.ceil(len(panels) / across)
@@ -108,7 +107,7 @@ def heat_maps(panels, rows, columns, top=1.0, least=0.0):
     shared = {"sharex": True, "sharey": True, "squeeze": False}  # names at the outer panels alone
     figure, axes = subplots(down, across, (width + 3.5, height + 2.5), **shared)  # in inches
     for i, (title, values) in enumerate(panels.items()):
-        image = heat_map(axes.flat[i], values, rows, columns, top, least)
+        image = heat_map(axes.flat[i], values, rows, columns, top)
         axes.flat[i].set_title(title, fontsize=9)
         axes.flat[i].tick_params(labelbottom=i + across >= len(panels))  # also above a gap
     for panel in axes.flat[len(panels) :]:
@@ -121,29 +120,21 @@ def title_of(layer, location):
     return f"layer {layer}" + f", {location}" * (location != "output")
 
 
-def figure_4_layers(count):
-    """The paper's layers 1, 7, 9 and 12 of 12; in other encoders those at their depth."""
-    return {1, math.ceil(count * 7 / 12), math.ceil(count * 9 / 12), count}
-
-
 def draw(rows, out):
-    """Figures 4 and 6. The targets' own adapters come first, in the order of the targets: they lie
-    on the diagonal."""
+    """Figure 6. The targets' own adapters come first, in the order of the targets: they lie on the
+    diagonal."""
     names = [*dict.fromkeys([*rows["own"].dropna(), *rows["adapter"]])]
     labels, top = rows["target"].unique(), math.ceil(10 * rows["weight"].max()) / 10
-    least = min(0, math.floor(10 * rows["weight"].min()) / 10)
-    some = rows[rows["layer"].isin(figure_4_layers(rows["layer"].max()))]
-    for name, shown in (("figure4", some), ("figure6", rows)):
-        panels = {}
-        for slot, of in shown.groupby(["layer", "location"]):
-            values = of.pivot(index="target", columns="adapter", values="weight")
-            values = values.reindex(index=labels, columns=names)
-            panels[title_of(*slot)] = torch.tensor(values.to_numpy().copy())
-        figure = heat_maps(panels, labels, names, top, least)
-        figure.suptitle("Mean weight of each adapter", fontsize=10)
-        figure.supylabel("target task", fontsize=9)
-        figure.supxlabel("adapter (blank: not in this layer of this target)", fontsize=9)
-        save_figure(figure, out / f"{name}.png")
+    panels = {}
+    for slot, of in rows.groupby(["layer", "location"]):
+        values = of.pivot(index="target", columns="adapter", values="weight")
+        values = values.reindex(index=labels, columns=names)
+        panels[title_of(*slot)] = torch.tensor(values.to_numpy().copy())
+    figure = heat_maps(panels, labels, names, top)
+    figure.suptitle("Mean weight of each adapter", fontsize=10)
+    figure.supylabel("target task", fontsize=9)
+    figure.supxlabel("adapter (blank: not in this layer of this target)", fontsize=9)
+    save_figure(figure, out / "figure6.png")
 
 
 def summary(rows):
@@ -154,16 +145,12 @@ def summary(rows):
         s = of.pivot(index=["layer", "location"], columns="adapter", values="weight").fillna(0)
         own, accuracy, of_own = of[["own", "accuracy", "own_accuracy"]].iloc[0]
         means, is_last = s.mean(), s.index.get_level_values("layer") == of["layer"].max()
-        spread, sums = (
-            (s * -s.where(s > 0, 1).map(math.log)).sum(axis=1).map(math.exp),
-            s.sum(axis=1),
-        )
+        sums = s.sum(axis=1)
+        spread = (s * -s.where(s > 0, 1).map(math.log)).sum(axis=1).map(math.exp)
         if (s < 0).any(axis=None) or (sums - 1).abs().max() > 0.02:  # which is more than rounding
             spread *= math.nan
-            where = f"its mean weights add up to {sums.min():.2f} to {sums.max():.2f}"
-            notes.append(
-                f"{target}: s is NO DISTRIBUTION, {where}: do not compare with a softmax's"
-            )
+            found = f"NO DISTRIBUTION, but adds up to {sums.min():.2f} to {sums.max():.2f}"
+            notes.append(f"{target}: s is {found}: do not compare with a softmax's")
         line = [target, means.idxmax(), means.max(), own, means.get(own), 100 * accuracy]
         gain = 100 * (accuracy - of_own)
         lines.append([*line, gain, spread[~is_last].mean(), spread[is_last].mean()])
@@ -179,7 +166,7 @@ def main(argv=None):
     parser = make_parser("fusion_weights", __doc__)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN", help="finished fusion runs, a row each")
-    add("--out", required=True, type=Path, metavar="DIR", help="for figures, CSV and summary")
+    add("--out", required=True, type=Path, metavar="DIR", help="for figure, CSV and summary")
     add("--data-dir", help="where the data are now, if not where the runs had them")
     add("--cls", action="store_true", help="in the last layer, only what adapter.Head reads")
     args = parser.parse_args(argv)
