@@ -1,6 +1,5 @@
 """Rows as others wrote them, from files or from the hub; they are handed out under our names."""
 
-import contextlib
 import csv
 import io
 import json
@@ -134,9 +133,6 @@ def our_rows(rows, names, task_name, columns=None, label="label", has_label=True
     there = dict.fromkeys(name for row in rows for name in row)
     others = OTHER_COLUMNS.get(task_name, {}).items()
     names = {our: other for our, other in others if our not in there and other in there} | names
-    for name in {*names.values()} - {*there}:
-        if (outer := name.partition(".")[0]) in there:
-            raise ValueError(f"no column {name!r}: make a column of what is in {outer!r}")
     ours = [*(columns or ()), label, *OWN_COLUMNS]
     # a column that --columns gives one of our names is not read under its own any more
     theirs = {name: name for name in ours if name not in names.values()} | names
@@ -200,8 +196,7 @@ def read_rows(path):
         try:
             rows = READERS[ending](path)
         except UnicodeDecodeError as e:
-            line = 1 + e.object.count(b"\n", 0, e.start)
-            raise ValueError(f"line {line} is not UTF-8: save it so (Excel: CSV UTF-8)") from e
+            raise ValueError(f"save it as UTF-8 (Excel: CSV UTF-8): {e}") from e
         if not rows or not all(isinstance(row, dict) for row in rows):
             raise ValueError("it is empty, or a row is no JSON object")
     return rows
@@ -225,8 +220,6 @@ def csv_rows(path):
     first_line = text.partition("\n")[0]
     if path.suffix.lower() == ".tsv":
         options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
-    elif found := re.fullmatch(r'"?sep=(.)"?\r?', first_line):  # Excel's own line
-        options, text = {"delimiter": found[1]}, text.partition("\n")[2]
     elif first_line.count(";") > first_line.count(","):  # Excel's, where the comma is a decimal one
         options = {"delimiter": ";"}
         note(f"{path}: its columns are read as separated by semicolons")
@@ -258,21 +251,15 @@ def parquet_rows(path):
     by name: the file's order is its own. A hidden one, -1, has no name, and is empty."""
     import pyarrow.parquet
 
-    def cells(column):  # what Python has no value for is refused where it is needed
-        with contextlib.suppress(ArithmeticError, ImportError, NotImplementedError, ValueError):
-            return column.to_pylist()
-        return [column.type] * len(column)
-
     table = pyarrow.parquet.ParquetFile(path).read()
-    columns, names = map(cells, table.columns), unique(table.column_names)
-    rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+    rows = table.rename_columns(unique(table.column_names)).to_pylist()
     described = json.loads((table.schema.metadata or {}).get(b"huggingface", "{}"))
     for column, feature in described.get("info", {}).get("features", {}).items():
-        is_class = isinstance(feature, dict) and feature.get("_type") == "ClassLabel"
-        if is_class and column in names:
+        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel":
             classes = dict(enumerate(feature["names"]))
             for row in rows:
-                row[column] = classes.get(row[column])
+                if column in row:
+                    row[column] = classes.get(row[column])
     return rows
 
 

@@ -87,7 +87,6 @@ CASES += [
     ("evaluate: merged", "saved alone is for --adapters", {"merged/adapter_config.json": "{}"}),
     ("evaluate: runs/rte --model model", "another encoder", {WEIGHTS: times(1.5)}),
     ("evaluate: runs/rte --model model", "tokenizer", {TOKENS: ("red\ngreen", "green\nred")}),
-    (f"{COLUMNS} choices=x.text", "make a column of what is in 'x'", {"mine.csv": "x,y\n1,2"}),
     (f"{COLUMNS} text_a=Review label=gold", "no column 'Review'; it has Review (raw)", CSV),
 ]
 for path in (RTE, WEIGHTS, TOKENS, "model/tokenizer_config.json"):
@@ -104,7 +103,11 @@ for file, content, say in [  # the training file of a task of one's own: rows, o
     ("train.jsonl", "null\n", "a row is no JSON object"),
     ("train.csv", "text_a,label\na,x,y\n", "row 1 has 3 fields, the first line 2"),
     ("train.csv", 'text_a,label\n"a\nb",x\n\n"b,y\n', "row 2: a quotation mark is not closed"),
-    ("train.csv", lambda p: p.write_bytes(b"a\n" * 9999 + b"\x92"), "line 10000 is not UTF-8"),
+    (
+        "train.csv",
+        lambda p: p.write_bytes(b"a\n" * 9999 + b"\x92"),
+        "save it as UTF-8 (Excel: CSV UTF-8)",
+    ),
 ]:
     CASES.append(("--task mine", say, {f"data/mine/{file}": content}))
 both = {"data/mine/train.jsonl": [A, B], "data/mine/validation.jsonl": [{**A, "text_b": "b"}]}
