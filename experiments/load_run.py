@@ -22,7 +22,7 @@ from formats import adapterhub
 from formats.adapterhub import read_run
 from formats.files import check_names, error_prefix, note, read_tensors
 from formats.own import files_of, hold_frozen_in, own_names, without_file
-from formats.rows import OWN_COLUMNS, Source, drawn, our_rows, source_of
+from formats.rows import OWN_COLUMNS, Source, our_rows, source_of
 from formats.tokenizer import load_tokenizer, tokenizer_sha256
 from fusion import fusion_weights
 from runtime import command
@@ -120,12 +120,6 @@ class LoadedRun:
         kind = "training" if name == "train" else "development"
         recorded = self.record["inputs"][f"{kind} examples of {self.task.name}"]
         return recorded == examples_sha256(hashes_of(examples))
-
-    def left_over(self):
-        """The training examples that --limit-train has not drawn: nothing was chosen on them."""
-        examples, args = self.split("train"), self.args
-        known = {examples[i].hash for i in drawn(len(examples), args.limit_train, args.seed)}
-        return [example for example in examples if example.hash not in known]
 
     def trained_on(self, examples):
         """{"this run", "adapter NAME": the share of [Example] on which it was trained}, if any"""

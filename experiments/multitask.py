@@ -2,15 +2,11 @@
 learning (section 2.1.2): Θ, and an adapter and a head for each task, are trained jointly.
 
     python -m experiments.multitask --tasks mnli qqp sst2 mrpc rte --out runs/mt
-    python -m experiments.multitask --tasks mnli qqp rte --without-adapters
-    python train.py --import experiments.pal --stage fusion --task rte --model runs/mt \\
-        --adapters runs/mt/adapters/* --out runs/fusion-mt-rte
     python -m experiments.evaluate runs/mt --task rte
 
 Θ, Φ_1..N <- argmin Σ_n L(D_n; Θ, Φ_n). The run directory is a checkpoint of the new Θ′, with
 adapters/TASK in AdapterHub's files (heads/TASK without adapters). This is train.py's loop, except
-that each step draws its task. Its defaults are Stickland and Murray's: PALs, 25 epochs of 300 steps
-for each task, lr 2e-5 with a warm-up, weight decay 0.01. Other options are those of train.py."""
+that each step draws its task. Its defaults are Stickland and Murray's; other options train.py's."""
 
 import math
 import sys

@@ -5,9 +5,8 @@
     python -m experiments.predict runs/sst2 --file mine.csv --columns sentence=review --json
 
 Texts are given in the order of the task's columns, choices at the end. --file reads what training
-reads; the label may be missing, or hidden (-1). --json prints one object a line: the input's
-number, from 1, label, probability, all probabilities, and whether the text was longer than in
-training, and cut. --picture draws the fusion weights of every token."""
+reads; the label may be missing, or hidden (-1). --json also has the input's number, from 1, all
+probabilities, and whether the text was longer than in training, and cut."""
 
 import contextlib
 import json

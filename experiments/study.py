@@ -85,8 +85,7 @@ def parse(name, description, argv, systems, **defaults):
     add("--choose-seeds", default=[], help="to choose among several options of a stage", **seeds)
     add("--train-examples", type=command.count, nargs="+", default=[0], metavar="N", help="at most "
         "so many of each target's, drawn with the seed; default all")
-    add("--test", nargs="?", const="left over", metavar="DIR", help="also on the training examples "
-        "that --train-examples leaves out, or on DIR/TASK/validation.*")
+    add("--test", metavar="DIR", help="also on DIR/TASK/validation.*")
     add("--paired", action="store_true", help="train the sources again with each seed")
     add("--out", type=Path, default=Path("runs", name), help=f"default runs/{name}")
     add("--jobs", type=command.count, help="runs at a time; default one for each GPU, or one")
@@ -136,9 +135,6 @@ def parse(name, description, argv, systems, **defaults):
         raise ValueError(f"{problem}: take a finished run, with a slash: runs/NAME")
     source = source_of(options)
     args.sizes = {n: len(source.read_split(get_task(n, source), "train")[1]) for n in names}
-    most = min(args.sizes[name] for name in args.tasks)
-    if args.test == "left over" and not 0 < max(args.train_examples) < most:
-        raise ValueError(f"--test needs --train-examples below {most}: nothing is left over")
     return args
 
 
@@ -223,15 +219,14 @@ def run(args):
 
 def held_out_accuracy(args, cell, task):
     """On examples that the run was not given; computed once, and kept in a file."""
-    path, options = args.out / "test" / f"{cell.name}-{task}.json", cell.options()
-    options.limit_train = None
+    path = args.out / "test" / f"{cell.name}-{task}.json"
     of = {"run": read_json(cell.out / "metrics.json"), "on": args.test}
     of["since"] = [file.stat().st_mtime for file in sorted(Path(args.test, task).glob("*"))]
-    of["data"] = grid.data_now(options, task)
-    if path.is_file() and (kept := read_json(path))["of"] == of:
+    kept = read_json(path) if path.is_file() else {"of": {}}
+    if {**kept["of"], **of} == kept["of"]:
         return kept["accuracy"]
     run = load_run(cell.out, task=task)
-    examples = run.left_over() if args.test == "left over" else run.split(data_dir=args.test)
+    examples = run.split(data_dir=args.test)
     accuracy = train.evaluate(run.model, run.task, examples, run.args).get("accuracy", math.nan)
     print(f"{cell.name}: {100 * accuracy:.2f} % of {len(examples)} held-out examples", flush=True)
     for name, share in run.trained_on(examples).items():

@@ -2,12 +2,9 @@
 the paper's values (paper_results.csv).
 
     python -m experiments.tables --data-dir DATA --tasks mnli sst2 mrpc rte cb --out runs/table1
-    python -m experiments.tables --model FacebookAI/roberta-base ...     # Table 4
-    python -m experiments.tables ... --train-examples 200 -- --epochs 10
 
 With --train-examples N, targets, and all tasks of a multi-task run, have few examples, and the
-sources of a fusion all of theirs. OUT gets results.csv, with a row for each run, results.md and
-figure3.png."""
+sources of a fusion all of theirs. OUT gets results.csv, results.md and figure3.png."""
 
 from pathlib import Path
 

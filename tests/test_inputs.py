@@ -53,7 +53,6 @@ multitask: {BOX} --tasks a b --train-file {RTE} | --train-file is of one task, n
 composition: {BOX} --target rte --sources rtee | unknown task 'rtee'
 composition: {MINE} a/rte b/RTE {FILE} | two adapters would be called 'rte'
 composition: {MINE} a/rte sst2 {FILE} | --train-file is of mine alone, not of sst2
-composition: {MINE} runs/rte --test --train-examples 72 {FILE} | --test needs --train-examples below
 composition: {MINE} runs/rte --head-options '--lr 1' '--lr 2' {FILE} | need --choose-seeds
 composition: {MINE} runs/rte --systems fusio {FILE} | there are head, full
 composition: {MINE} runs/rte {FILE} --seed 7 | --seed does not belong behind --
