@@ -50,8 +50,8 @@ STEPS = {
 REDUCTION_FACTORS = 2, 8, 16, 64
 OTHERS = "houlsby", "bapna"  # of adapter.ADAPTERS, beside the positions
 NOTE = """Bold: the highest mean over tasks and reduction factors, which the steps after it keep.
-The first option is the paper's outcome, which steps have before they are searched. At equal size:
-r = 16 where a layer has two adapters, r = 8 where it has one."""
+The first option is the paper's outcome, which steps have before they are searched. Equal size:
+r = 16 where a layer has two adapters (both, houlsby), r = 8 where it has one."""
 
 
 def add_systems(step, best):
@@ -90,8 +90,6 @@ def page(args, step, rows, winner):
         texts = texts.rename(columns="r = {:g}".format).assign(mean=means.mean(axis=1))
         if step == "position":
             yield f"{task}: full fine-tuning {report.with_deviation(points['full'])}."
-            equal = {name: 16 if name in ("both", "houlsby") else 8 for name in means.index}
-            texts["at equal size"] = [means.at[place] for place in equal.items()]
         yield f"## {step}, {task}\n\n{report.frame(texts.rename({winner: f'**{winner}**'}))}"
     report.save_figure(figure, args.out / f"{step.replace(' ', '_')}.png")
 

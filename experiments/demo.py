@@ -68,11 +68,9 @@ def next_commands(out, target="both"):
     example = "Return the sum of the array elements", {"both": "sum", "asked": "match: sum"}[target]
     ask = ["-m", "experiments.predict", fusion, *example, "--picture", picture]
     draw = ["-m", "experiments.fusion_weights", fusion, "--out", out / "weights"]
-    other = ["-m", "experiments.demo", "--target", {"both": "asked", "asked": "both"}[target]]
     return {
         "Ask the fusion, and see its weights at every token:": ask,
         "See what it takes from each adapter at every layer, in the mean (Figure 6):": draw,
-        "See the other target:": other,
     }
 
 
@@ -100,9 +98,8 @@ def verdict(rows):
         sentences.append(f"{title}: {lead:+.1f} points, standard error {error:.1f}: {said}.")
     of_seeds = rows[rows["system"] == "fusion"]["accuracy"]
     if of_seeds.max() - of_seeds.min() >= 2 * math.sqrt(2 * variance["fusion"]):
-        sentences.append(
-            "Its own seeds differ as much: do its weights keep to one adapter? See below."
-        )
+        why = "do its weights keep to one adapter? See below."
+        sentences.append(f"Its own seeds differ as much: {why}")
     return "\n".join(sentences)
 
 
@@ -112,15 +109,14 @@ def main(argv=None):
     parser.add_argument("--out", type=Path, help="default runs/demo, or runs/demo_asked")
     args = parser.parse_args(argv)
     target = args.target
-    out = args.out or Path({"both": "runs/demo", "asked": "runs/demo_asked"}[target])
+    out = args.out or Path("runs/demo" if target == "both" else "runs/demo_asked")
     find_minilm()  # or an error that says how to install it
     print("reading the docstrings of Python, PyTorch and NumPy", flush=True)
     build_tasks(out / "data", random.Random(0))
     for task in (*SKILLS, target):
-        rows = read_rows(out / "data" / task / "train.jsonl")
+        rows = read_rows(out / "data" / task / "train.jsonl")[:4]
         print(f"\n{task}, for instance")
-        lines = [[row["text_a"], row["text_b"], row["label"]] for row in rows[:4]]
-        print(report.markdown(lines, ["sentence", "name", "label"]), flush=True)
+        print(report.markdown([[*row.values()] for row in rows], ["sentence", "name", "label"]))
 
     skills, rows = train_all(parse(out, target))
     match, order = (skills[skill] for skill in SKILLS)

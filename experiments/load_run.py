@@ -242,10 +242,10 @@ def restore(model, task, directory, own, parts):
         for part, tensors in parts.items():
             word, _, name = part.partition(" ")
             if word in kinds:  # the encoder is there already
-                places = [directory / "adapters" / (name or task.name)]  # of a multi-task run, too
-                places += [directory / "heads" / task.name, directory]
-                there = [place for place in places if (place / kinds[word].config).is_file()]
-                adapterhub.read((there or [directory])[0], kinds[word]).copy_into(tensors)
+                # a multi-task run has its heads there, too
+                places = [f"adapters/{name or task.name}", f"heads/{task.name}", ""]
+                there = [p for p in places if (directory / p / kinds[word].config).is_file()]
+                adapterhub.read(directory / (there or [""])[0], kinds[word]).copy_into(tensors)
         needed = without_file(model, own, parts)
         check_names(needed.keys(), rest.keys())
         model.load_state_dict(rest, strict=False)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch.nn.functional as F
 from torch import nn
 
-from adapter import ADAPTERS
+from adapter import ADAPTERS, Adapter
 from bert import attention
 
 
@@ -74,9 +74,8 @@ class PAL(nn.Module):
     def forget(self, layer, args, output):
         self.layer_x, self.mask = None, None
 
-    def h_and_residual(self, f, x, norm):
-        """What fusion's query reads, and the residual, as in the paper's own adapter."""
-        return norm(f + x), f
+    # what fusion's query reads, the residual, and the end of the sub-layer
+    h_and_residual, close = Adapter.h_and_residual, Adapter.close
 
     def z(self, h):
         """Of the layer's input, whatever h is: [B, T, d]"""
@@ -89,9 +88,6 @@ class PAL(nn.Module):
         p = self.attention_dropout if self.training else 0.0
         y = attention(q, k, v, self.mask, p).transpose(1, 2).flatten(2)  # [B, T, size]
         return F.gelu(up(y))  # [B, T, size] -> [B, T, d]
-
-    def close(self, output, x, norm):
-        return norm(output + x)
 
     def forward(self, f, x, norm):
         """As Adapter.forward."""
