@@ -6,7 +6,7 @@ which LayerNorms are around it.
 Every option of a step is trained on each task at every reduction factor; the one with the best mean
 accuracy is kept for the steps after it. What has not been searched yet is as in the paper's
 outcome, the first option of each step. OUT gets search.md, search.csv and a figure for each step,
-after each. A run that diverges in its first epoch counts as 0 %."""
+after each; --plan lists the first step. A run that diverges in its first epoch counts as 0 %."""
 
 import contextlib
 import itertools
@@ -97,9 +97,6 @@ def page(args, step, rows, winner):
 def main(argv=None):
     """Step after step, and writes the results after each."""
     args = study.parse("architecture_search", __doc__, argv, ["full"])
-    if args.plan:  # as if each step ended as in the paper; `run` exits
-        args.systems = [*dict.fromkeys(name for step in STEPS for name in add_systems(step, []))]
-        study.run(args)
     frames, parts, best, lost = [], [NOTE], [], {}
     for step, options in STEPS.items():
         print(step, flush=True)

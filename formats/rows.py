@@ -65,9 +65,7 @@ class Source:
             rows = [row for row in rows if row.get("set") == wanted]
         if not rows:
             advice = f"there is no {self.data_dir}/{name}/{split}.jsonl"
-            if self.files:
-                is_dev = split == "validation"
-                advice = "--dev-file or --dev-fraction gives one" if is_dev else "--file names one"
+            advice = "--dev-file, --dev-fraction or --file gives one" if self.files else advice
             raise FileNotFoundError(f"no {split} split for task {name!r}: {advice}")
         return str(paths[0] if len(paths) == 1 else Path(self.data_dir, name)), rows
 
