@@ -169,12 +169,9 @@ class LoadedRun:
 
 def load_run(directory, device="cpu", model=None, task=None, columns=None):
     """The LoadedRun of a finished run: train.py's `build` with the recorded options, and then the
-    saved tensors.
-
-    model: where the encoder is now, if not where run.json says; task: which of a multi-task run's
-    is meant; columns: {our name: that in the files}, if not the run's. Raises FileNotFoundError or
-    ValueError for a directory that is not a finished run, and for an encoder or a tokenizer that is
-    not the one of its training."""
+    saved tensors. model, task, columns: see `make_parser`. Raises FileNotFoundError or ValueError
+    for a directory that is not a finished run, and for an encoder or a tokenizer that is not the
+    one of its training."""
     directory = Path(directory)
     record = read_finished(directory)
     args = argparse.Namespace(**record["options"])

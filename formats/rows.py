@@ -97,9 +97,7 @@ class Source:
         return where, {i + 1: rows[i] for i in sorted(drawn)}
 
     def columns_and_labels(self, name):
-        """Those of your own task, by its training file: `text_a`, `text_b` (optional) and `label`,
-        whose sorted values are the classes; or `text_a` (optional), `choices`, a list of as many
-        texts in every row, and `label`, the index of the right one, from 0."""
+        """Those of your own task, by its training file (docs/python.md)."""
         where, rows = self.read_files(name, "train")
         with error_prefix(where):
             rows = our_rows(rows, self.column_names, name)

@@ -122,8 +122,7 @@ def alone(is_run=True):
 
 def run_command(name, main, argv=None):
     """Calls main(argv), and prints what it returns, unless None, as one line of JSON. Any exception
-    ends the command with one line on stderr and exit status 2, Ctrl-C with another line and 130.
-    ADAPTERFUSION_TRACEBACK=1 in the environment shows tracebacks, too."""
+    ends the command with one line on stderr and exit status 2, Ctrl-C with another line and 130."""
     rank = int(os.environ.get("RANK", 0)) if is_one_of_several() else 0
     if rank > 0 or sys.stdout is None:  # the first process prints for all; >&- closes an output
         sys.stdout = open(os.devnull, "w")
