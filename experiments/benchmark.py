@@ -80,12 +80,11 @@ def peak_memory():
 def measure(side, row, root, batch_size, device, dtype):
     """Prints the loss, seconds, and bytes above the imported libraries, as JSON."""
     __import__("adapters" if side == "peer" else "train")  # before `idle` is measured
-    if side != "peer":
-        choose_device(device, dtype)  # sets PyTorch up, as in train.py
     idle, in_bf16 = peak_memory(), dtype == "bfloat16"
     model, loss_of = (peer if side == "peer" else ours)(row, Path(root))
     trained = [p for p in model.parameters() if p.requires_grad]
     if side != "peer":  # which has fp32 also under autocast, as in its trainer
+        choose_device(device, dtype)  # sets PyTorch up, as in train.py
         for p in {*model.parameters()} - {*trained}:
             p.data = p.data.to(getattr(torch, dtype))
     model.to(device).eval()

@@ -11,7 +11,6 @@ the default: there it says where metrics.json has another result."""
 from dataclasses import replace
 
 import pandas as pd
-import torch
 
 import train
 from data import load_split
@@ -76,8 +75,7 @@ def main(argv=None):
         since = f"has changed since (commit {run.record['machine']['commit']})"
         why = f"the code, a library, or a value that is not saved {since}"
         print(f"note: metrics.json has {found}: {why}")
-    is_of_classes = labels.ndim == 1 and labels.dtype == torch.long and not task.is_multiple_choice
-    if is_of_classes:  # the first and the second choice are none, nor are numbers
+    if "macro_f1" in scores:  # labels are classes, not choices' numbers, or a regression's
         counts = pd.crosstab(labels.numpy(), predictions.numpy())
         counts = counts.rename(lambda k: f"{k} {task.labels[k]}")
         print(f"\nexamples by label (rows) and prediction (columns)\n{frame(counts)}")

@@ -35,9 +35,8 @@ SKETCH = 1000
 
 def first_difference(before, now):
     """ "NAME = VALUE, not VALUE" of the first option or input in which two runs differ, or None."""
-    old, new = (
-        {**run["options"], "adapters": run["adapters"], **run["inputs"]} for run in (before, now)
-    )
+    old = {**before["options"], "adapters": before["adapters"], **before["inputs"]}
+    new = {**now["options"], "adapters": now["adapters"], **now["inputs"]}
     for name in {**old, **new}:
         if name not in MAY_DIFFER and old.get(name) != new.get(name):
             return f"{name} = {old.get(name)}, not {new.get(name)}"
