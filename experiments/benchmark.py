@@ -87,6 +87,9 @@ def measure(side, row, root, batch_size, device, dtype):
         choose_device(device, dtype)  # sets PyTorch up, as in train.py
         for p in {*model.parameters()} - {*trained}:
             p.data = p.data.to(getattr(torch, dtype))
+    for module in model.modules() if side == "textbook" else ():
+        if hasattr(module, "fast_form"):
+            module.fast_form = None
     model.to(device).eval()
     ids = torch.arange(batch_size * 128, device=device).view(-1, 128) % 1000
     batch = {"input_ids": ids, "token_type_ids": ids * 0, "attention_mask": ids * 0 + 1}
@@ -140,10 +143,12 @@ def main(argv=None):
     add("--device", default="cpu", choices=["cpu", "cuda"])
     add("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
     add("--cuda-graphs", action="store_true", help="also our steps as they are recorded on a GPU")
+    add("--textbook", action="store_true", help="also a fusion by the equations, term by term")
     args, lines = parser.parse_args(argv), []
     for dtype in args.dtype:
         choose_device(args.device, dtype, args.cuda_graphs)  # or an error
-    sides = ["ours", *["recorded"] * args.cuda_graphs, *["peer"] * bool(args.peer_python)]
+    sides = ["ours", *["recorded"] * args.cuda_graphs, *["textbook"] * args.textbook]
+    sides += ["peer"] * bool(args.peer_python)
     for row in [row for row in ROWS if any(text in row for text in args.rows)]:
         print(row, file=sys.stderr, flush=True)
         batch = max(args.batch // 4, 1) if ROWS[row] == 64 else args.batch

@@ -63,41 +63,42 @@ def train_all(args):
 
 def next_commands(out, target="both"):
     """{why: the words behind `python`} of what fits that which the demo has left in `out`"""
-    name = {"both": "fusion-both-240-0", "asked": "fusion-asked-0"}[target]
-    fusion, picture = out / "runs" / name, out / "example.png"
+    name = {"both": "fusion-both-240", "asked": "fusion-asked"}[target]
+    fusions = [out / "runs" / f"{name}-{seed}" for seed in range(3)]
     example = "Return the sum of the array elements", {"both": "sum", "asked": "match: sum"}[target]
-    ask = ["-m", "experiments.predict", fusion, *example, "--picture", picture]
-    draw = ["-m", "experiments.fusion_weights", fusion, "--out", out / "weights"]
+    ask = ["-m", "experiments.predict", fusions[0], *example, "--picture", out / "example.png"]
+    draw = ["-m", "experiments.fusion_weights", *fusions, "--out", out / "weights"]
     return {
         "Ask the fusion, and see its weights at every token:": ask,
-        "See what it takes from each adapter at every layer, in the mean (Figure 6):": draw,
+        "See what all three take from each adapter, in the mean of a layer (Figure 6):": draw,
     }
 
 
 def verdict(rows):
-    """What follows from the table, in sentences. Two standard errors separate two systems. Seeds
-    share their development examples, so that three of them do not make the error smaller."""
-    accuracy = rows.groupby("system")["accuracy"].mean()
-    variance = accuracy * (1 - accuracy) / rows["dev_examples"].iloc[0]
+    """What follows from the table, in sentences. Two systems are separated if the lead is above two
+    standard errors of the development examples, which the seeds share, and its 95 % interval over
+    seeds does not hold 0."""
+    points = 100 * rows.pivot(index="seed", columns="system", values="accuracy")
+    variance = points.mean() * (100 - points.mean()) / rows["dev_examples"].iloc[0]
 
-    def compare(one, other):
-        """(the lead of one, its standard error), in points"""
-        error = math.sqrt(variance[one] + variance[other])
-        return 100 * (accuracy[one] - accuracy[other]), 100 * error
+    def lead(one, other):
+        """(in points, with its interval, as a text; 1 or -1 if separated, else 0)"""
+        found, error = points[one] - points[other], math.sqrt(variance[one] + variance[other])
+        is_clear = abs(found.mean()) > max(2 * error, report.half_interval(found))
+        said = f"{report.with_interval(found)}, standard error {error:.1f}"
+        return said, math.copysign(is_clear, found.mean())
 
     sentences = []
-    if "own" in accuracy:
-        leads = {way: [compare(way, control) for control in CONTROLS] for way in WAYS}
-        ahead = [way for way in WAYS if all(lead >= 2 * error for lead, error in leads[way])]
+    if "own" in points:
+        ahead = [way for way in WAYS if all(lead(way, control)[1] > 0 for control in CONTROLS)]
         found = ", ".join(study.system(way)[0] for way in ahead) or "no way to compose"
         sentences.append(f"Separated from both controls, and ahead of them: {found}.")
     for other in WAYS[:-1]:
-        lead, error = compare("fusion", other)
-        said = "not separated" if abs(lead) < 2 * error else "separated"
+        said, sign = lead("fusion", other)
         title = f"The fusion (attention) minus {study.system(other)[0]}"
-        sentences.append(f"{title}: {lead:+.1f} points, standard error {error:.1f}: {said}.")
+        sentences.append(f"{title}: {said}: {'separated' if sign else 'not separated'}.")
     of_seeds = rows[rows["system"] == "fusion"]["accuracy"]
-    if of_seeds.max() - of_seeds.min() >= 2 * math.sqrt(2 * variance["fusion"]):
+    if 100 * (of_seeds.max() - of_seeds.min()) >= 2 * math.sqrt(2 * variance["fusion"]):
         why = "do its weights keep to one adapter? See below."
         sentences.append(f"Its own seeds differ as much: {why}")
     return "\n".join(sentences)

@@ -22,13 +22,17 @@ def with_deviation(values):
 T975 = "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131"
 
 
+def half_interval(values):
+    """Half the width of the mean's 95 % interval by t; NaN of a single value."""
+    t, n = [float(quantile) for quantile in T975.split()], values.count()
+    return values.sem() * (t[n - 2] if n - 2 < len(t) else 1.96 + 2.45 / (n - 1))  # right to 0.01
+
+
 def with_interval(values):
-    """1.38 (0.01 to 2.75): the mean, and its 95 % interval by t; the mean alone of a single one."""
-    values, t = values.dropna(), [float(quantile) for quantile in T975.split()]
-    mean, n = values.mean(), len(values)
-    if n < 2:
+    """1.38 (0.01 to 2.75): the mean, and that interval; the mean alone of a single one."""
+    mean, half = values.mean(), half_interval(values)
+    if math.isnan(half):
         return two_decimals(mean)
-    half = values.sem() * (t[n - 2] if n - 2 < len(t) else 1.96 + 2.45 / (n - 1))  # right to 0.01
     return f"{two_decimals(mean)} ({two_decimals(mean - half)} to {two_decimals(mean + half)})"
 
 

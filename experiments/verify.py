@@ -1,21 +1,23 @@
 """`make verify`: is what this project names on the hub still as it was, do the GPU's tests pass on
 this machine, and what does BERT-base reach beside the paper's Table 1? With --plan it only says
-what it would do. After an interruption the same command goes on. A directory in results/verified/
-gets the machine and the outcome of each step, pytest's reports (hub.xml has the hub's commits), and
-the table. A training passes if it ends: whether its accuracy is near the paper's is for you to
-judge. The exit status is 1 if a step failed."""
+what it would do. After an interruption the same command goes on. A file in results/verified/ gets
+the outcome of each check. A training passes if it ends: whether its accuracy is near the paper's is
+for you to judge. The exit status is 1 if a check failed."""
 
+import json
 import os
 import subprocess
 import sys
 from datetime import date
+from hashlib import sha256
 from pathlib import Path
+from xml.etree import ElementTree
 
+import pandas as pd
 import torch
 
-from experiments import report, study, tables
-from formats.adapterhub import paper_adapters
-from formats.files import write_json
+from experiments import report
+from formats.files import read_json, write_json
 from runtime import command
 from runtime.record import machine
 
@@ -28,31 +30,41 @@ STEPS = {  # {name: what stands behind python -m}
     "reference": "pytest tests/test_reference.py",
     "hub": "pytest tests/test_hub.py",
     "gpu": "pytest tests/test_cuda_graphs.py tests/test_processes.py::test_a_gpu",
-    "two-gpus": "torch.distributed.run --nproc_per_node=2 -m train --stage adapter --task cb "
-    f"--out {OUT}/two-gpus --overwrite",
-    "table 1": "experiments.tables --tasks rte mrpc cb --systems st_a_16 fusion_st_a "
-    f"--seeds 0 1 2 --out {OUT}",  # but here the authors' adapters are fused
 }
-NEEDED = {"gpu": 1, "two-gpus": 2}  # of NVIDIA's GPUs
+TASKS, SYSTEMS = ("rte", "mrpc", "cb"), {"st_a_16": "adapter", "fusion_st_a": "fusion"}  # Table 1
+for seed, task, system in [(i, task, s) for i in range(3) for task in TASKS for s in SYSTEMS]:
+    words = f"train --stage {SYSTEMS[system]} --task {task} --seed {seed}"
+    STEPS[f"{system}-{task}-{seed}"] = words + " --adapters paper" * (system == "fusion_st_a")
+STEPS["two-gpus"] = f"torch.distributed.run --nproc_per_node=2 -m {STEPS['st_a_16-cb-0']}"
+STEPS |= {f"{name}-again": STEPS[name] for name in ("st_a_16-cb-0", "two-gpus")}  # the same bits
 
 
-def take(name, words, target):
-    """What became of a step: "passed", or what is wrong. Its files go into `target`."""
-    if GPUS < (needed := NEEDED.get(name, 0)):
-        return f"not checked, NVIDIA GPUs needed: {needed}"
-    if name == "table 1":
-        adapters = " ".join(f"{task}={hub}" for task, hub in paper_adapters("bert").items())
-        study.SYSTEMS["fusion_st_a"] = "fusion of the 16", "fusion", f"--adapters {adapters}", ""
-        args = tables.parse(words.split()[1:])
-        rows, failed = study.run(args)
-        report.write_text(target / "table1.csv", rows.to_csv(index=False))
-        print(*tables.page(args, rows, "bert"), sep="\n\n")
-        return f"failed: {failed}" if failed else "passed"
+def tests(name, words):
+    """{test: its check}, with the commits of the hub that it has seen"""
+    words, found = f"{words} -q --tb=no --junit-xml={OUT}/{name}.xml -o junit_family=xunit1", {}
     words = [sys.executable, "-m", *words.split()]
-    if "pytest" in words:  # which names what has failed, and what was skipped
-        words += ["-q", "--tb=line", "-rs", f"--junit-xml={target / name}.xml"]
-    status = subprocess.run(words, env=os.environ | {"HUB_TESTS": "1"}).returncode
-    return f"failed, exit status {status}" if status else "passed"
+    done = subprocess.run(words, env=os.environ | {"HUB_TESTS": "1"} if name == "hub" else None)
+    if done.returncode not in (0, 1):
+        return {name: {"outcome": "failed", "message": f"pytest: exit status {done.returncode}"}}
+    for case in ElementTree.parse(OUT / f"{name}.xml").iter("testcase"):
+        commits = {p.get("name"): p.get("value") for p in case.iter("property")}
+        check = found[f"{name}: {case.get('name')}"] = {"outcome": "passed", "commits": commits}
+        for problem in (part for part in case if part.tag in ("failure", "error", "skipped")):
+            check["outcome"] = "not checked" if problem.tag == "skipped" else "failed"
+            check["message"] = " ".join(problem.get("message").split())[:300]
+    return found
+
+
+def training(name, words):
+    """{name: what the last line of a run says, and the SHA-256 of its tensors}"""
+    print(f"{name}: its epochs are in {OUT / name}/log.jsonl", flush=True)
+    words = [sys.executable, "-m", *words.split(), "--out", str(OUT / name), "--resume"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        return {name: {"outcome": "failed", "message": done.stderr[-300:].strip()}}
+    bits = [sha256(f.read_bytes()).hexdigest() for f in sorted((OUT / name).glob("*.safetensors"))]
+    found = json.loads(done.stdout.splitlines()[-1]) | {"outcome": "passed", "bits": bits}
+    return {name: found | {"machine": read_json(OUT / name / "run.json")["machine"]}}
 
 
 def main(argv=None):
@@ -64,13 +76,34 @@ def main(argv=None):
         return
     for name in ("ADAPTERFUSION_MODEL", "ADAPTERFUSION_DATA_DIR"):  # it is about the hub's
         os.environ.pop(name, None)
-    here, outcomes = machine(torch.device("cuda" if GPUS else "cpu")), {}
-    target = RESULTS / f"{date.today()}-{str(here['commit'])[:7]}"
+    files, here = sorted(RESULTS.glob("*.json")), machine(torch.device("cuda" if GPUS else "cpu"))
+    before = read_json(files[-1])["checks"] if files else {}
+    target, checks = RESULTS / f"{date.today()}-{str(here['commit'])[:7]}.json", {}
     for name, words in STEPS.items():
-        outcomes[name] = take(name, words, target)
-        write_json(target / "verified.json", {"machine": here, "outcomes": outcomes})
-    print("", *(f"{name}: {outcome}" for name, outcome in outcomes.items()), target, sep="\n")
-    sys.exit(any(outcome.startswith("failed") for outcome in outcomes.values()))
+        if GPUS < (needed := {"gpu": 1, "two": 2}.get(name.split("-")[0], 0)):
+            found = {name: {"outcome": "not checked", "message": f"NVIDIA GPUs needed: {needed}"}}
+        else:
+            found = (tests if words.startswith("pytest") else training)(name, words)
+        for test, check in found.items():
+            first = checks.get(name.removesuffix("-again"), check)
+            if "bits" in check and check["bits"] != first.get("bits"):
+                check |= {"outcome": "failed", "message": "the first run ended in other bits"}
+            was, now = before.get(test, check).get("commits"), check.get("commits")
+            if was and was != now and "message" not in check:
+                check["message"] = f"moved: {was} in {files[-1]}, now {now}"
+        checks |= found
+        write_json(target, {"machine": here, "checks": checks})
+    for name, check in checks.items():
+        if "message" in check:
+            print(f"{check['outcome'].upper()} {name}: {check['message']}")
+    paper = pd.read_csv("experiments/paper_results.csv").set_index(["encoder", "task"])
+    rows = [[task] for task in TASKS]
+    for row, system in [(row, system) for row in rows for system in SYSTEMS]:
+        runs = [checks.get(f"{system}-{row[0]}-{i}", {}).get("accuracy") for i in range(3)]
+        ours = report.with_deviation(100 * pd.Series(runs, dtype=float).dropna())
+        row += [ours, paper[system]["bert-base-uncased", row[0]]]
+    print(report.markdown(rows, ["", "ST-A", "Table 1", "fusion of the 16", "Table 1"]), target)
+    sys.exit(any(check["outcome"] == "failed" for check in checks.values()))
 
 
 if __name__ == "__main__":

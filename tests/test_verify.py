@@ -8,7 +8,7 @@ from experiments import verify
 from formats.files import read_json
 
 FILE = """def test_right(record_property):
-    record_property("org/data main", "0123abc")
+    record_property("org/data main", "{commit}")
 
 
 def test_order():
@@ -16,23 +16,25 @@ def test_order():
 """
 
 
-def test_what_fails_is_named(tmp_path, monkeypatch, capfd):
-    """The other steps are taken all the same; the commits of the hub are kept."""
+def test_what_fails_is_named(tmp_path, monkeypatch, capsys):
+    """The other steps are taken all the same; a commit that has changed since is said."""
     assert verify.main(["--plan"]) is None
-    assert "  table 1: experiments.tables --tasks rte" in capfd.readouterr().out
+    assert "  fusion_st_a-cb-2: train --stage fusion" in capsys.readouterr().out
+    monkeypatch.setattr(verify, "OUT", tmp_path)
     monkeypatch.setattr(verify, "RESULTS", tmp_path / "results")
     file = tmp_path / "test_it.py"
-    file.write_text(FILE)
-    steps = {"hub": f"pytest {file}", "gpu": "none", "two": "train --stage no --task cb"}
+    steps = {"hub": f"pytest {file}", "gpu": "none", "st_a_16-cb-0": "train --stage no --task cb"}
     monkeypatch.setattr(verify, "STEPS", steps)
     monkeypatch.setattr(verify, "GPUS", 0)
-    with pytest.raises(SystemExit) as e:
-        verify.main([])
-    (target,), printed = (tmp_path / "results").iterdir(), capfd.readouterr().out
-    found = read_json(target / "verified.json")
-    assert e.value.code == 1 and found["machine"]["versions"]["python"] in sys.version
-    one, two, three = found["outcomes"].values()
-    assert (one, three) == ("failed, exit status 1", "failed, exit status 2")
-    assert two.startswith("not checked, ") and f"gpu: {two}" in printed
-    assert "AssertionError: org/data has the labels [1, 0]" in printed
-    assert 'name="org/data main" value="0123abc"' in (target / "hub.xml").read_text()
+    for commit in ("one", "two"):
+        file.write_text(FILE.format(commit=commit))
+        with pytest.raises(SystemExit) as e:
+            verify.main([])
+        (path,), printed = (tmp_path / "results").glob("*.json"), capsys.readouterr().out
+        found, checks = read_json(path), read_json(path)["checks"]
+        assert e.value.code == 1 and found["machine"]["versions"]["python"] in sys.version
+        outcomes = ["passed", "failed", "not checked", "failed"]
+        assert [check["outcome"] for check in checks.values()] == outcomes
+        assert "FAILED hub: test_order: AssertionError: org/data has the labels [1, 0]" in printed
+        assert "FAILED st_a_16-cb-0: train.py: " in printed and "NOT CHECKED gpu: " in printed
+        assert ("moved: {'org/data main': 'one'}" in printed) == (commit == "two")
