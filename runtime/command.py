@@ -96,9 +96,7 @@ def import_modules(names):
     """Imports the modules that --import names, which add to dictionaries such as ADAPTERS."""
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")):
-            raise ValueError(
-                f"{name!r:.50} is no module: --import takes all that follows, so put it last"
-            )
+            raise ValueError(f"{name!r:.50} is no module's name: --import comes last")
         importlib.import_module(name)
 
 
