@@ -125,8 +125,9 @@ class Layer(nn.Module):
 
     def forward(self, x, mask):
         """x: [B, T, d]; mask: see `Bert.mask` -> [B, T, d]"""
-        linears = self.query, self.key, self.value
-        q, k, v = (self.split_heads(linear(x)) for linear in linears)  # [B, H, T, d/H] each
+        q = self.split_heads(self.query(x))  # [B, H, T, d/H]
+        k = self.split_heads(self.key(x))
+        v = self.split_heads(self.value(x))
         p = self.attention_dropout if self.training else 0.0
         context = attention(q, k, v, mask, p).transpose(1, 2).reshape(x.shape)  # [B, T, d]
         f = dropout(self.attention_dense(context), self.hidden_dropout, self.training)

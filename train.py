@@ -208,8 +208,7 @@ def train(args):
     reseed(args.seed)  # before Θ, too, for what a fork adds to it
     bert = Bert.from_pretrained(args.model).to(device)  # Θ, frozen
     args, task = settle(args, task, bert, dtype)  # copies, which stay fixed from here on
-    # {name: what its files hold}; "paper" has others for BERT and for RoBERTa
-    adapters = find_adapters(args.adapters, bert.config.model_type)
+    adapters = find_adapters(args.adapters, bert.config.model_type)  # {name: what its files hold}
     reseed(args.seed)
     model = build(args, bert, task, adapters)
     tokenizer, train_set, dev_set = load_data(args, task, source, bert)

@@ -82,21 +82,24 @@ def verdict(rows):
     variance = points.mean() * (100 - points.mean()) / rows["dev_examples"].iloc[0]
 
     def lead(one, other):
-        """(in points, with its interval, as a text; 1 or -1 if separated, else 0)"""
+        """(the mean over seeds, in points; whether it separates the two; both as a text)"""
         found, error = points[one] - points[other], math.sqrt(variance[one] + variance[other])
         is_clear = abs(found.mean()) > max(2 * error, report.half_interval(found))
-        said = f"{report.with_interval(found)}, standard error {error:.1f}"
-        return said, math.copysign(is_clear, found.mean())
+        said = "separated" if is_clear else "not separated"
+        said = f"{report.with_interval(found)}, standard error {error:.1f}: {said}."
+        return found.mean(), is_clear, said
 
     sentences = []
     if "own" in points:
-        ahead = [way for way in WAYS if all(lead(way, control)[1] > 0 for control in CONTROLS)]
+        leads = {way: [lead(way, control) for control in CONTROLS] for way in WAYS}
+        ahead = [
+            way for way in WAYS if all(is_clear and mean > 0 for mean, is_clear, _ in leads[way])
+        ]
         found = ", ".join(study.system(way)[0] for way in ahead) or "no way to compose"
         sentences.append(f"Separated from both controls, and ahead of them: {found}.")
     for other in WAYS[:-1]:
-        said, sign = lead("fusion", other)
         title = f"The fusion (attention) minus {study.system(other)[0]}"
-        sentences.append(f"{title}: {said}: {'separated' if sign else 'not separated'}.")
+        sentences.append(f"{title}: {lead('fusion', other)[2]}")
     of_seeds = rows[rows["system"] == "fusion"]["accuracy"]
     if 100 * (of_seeds.max() - of_seeds.min()) >= 2 * math.sqrt(2 * variance["fusion"]):
         why = "do its weights keep to one adapter? See below."

@@ -222,8 +222,7 @@ def held_out_accuracy(args, cell, task):
     path = args.out / "test" / f"{cell.name}-{task}.json"
     of = {"run": read_json(cell.out / "metrics.json"), "on": args.test}
     of["since"] = [file.stat().st_mtime for file in sorted(Path(args.test, task).glob("*"))]
-    kept = read_json(path) if path.is_file() else {"of": {}}
-    if {**kept["of"], **of} == kept["of"]:
+    if path.is_file() and (kept := read_json(path))["of"] == of:
         return kept["accuracy"]
     run = load_run(cell.out, task=task)
     examples = run.split(data_dir=args.test)
