@@ -138,7 +138,8 @@ def our_rows(rows, names, task_name, columns=None, label="label", has_label=True
         if theirs.get(column) not in there:
             problem = f"no column {names.get(column, column)!r}; it has {', '.join(there):.200}"
             advice = f"--columns {column}=NAME says which one it is"
-            raise ValueError(f"{problem}: {advice}; a .csv or .tsv needs a header")
+            header = "a .csv (commas or semicolons) or .tsv (tabs) needs a header"
+            raise ValueError(f"{problem}: {advice}; {header}")
     if unknown := names.keys() - {*columns, label}:
         problem = f"the task, or its files, have only {', '.join([*columns, label])}"
         raise ValueError(f"--columns {min(unknown)}=...: {problem}")

@@ -272,9 +272,12 @@ def test_what_adapters_have_seen(launch, runs, data_dir, tmp_path, capsys):
     train_file, dev_file = (data_dir / "rte" / f"{name}.jsonl" for name in ("train", "validation"))
     dev, words = tmp_path / "dev", "--stage adapter --task rte --epochs 1"
     launch(words, train_file=dev_file, dev_file=train_file, out=dev)
-    assert "all development examples are" not in capsys.readouterr().out
-    launch(words, train_file=dev_file, dev_file=dev_file, out=tmp_path / "same")
-    assert "all development examples are training examples" in capsys.readouterr().out
+    assert "are training examples, too" not in capsys.readouterr().out
+    half = tmp_path / "half.jsonl"
+    lines = [path.read_text().splitlines(True)[:4] for path in (train_file, dev_file)]
+    half.write_text("".join(sum(lines, [])))
+    launch(words, train_file=dev_file, dev_file=half, out=tmp_path / "half")
+    assert "50% of the development examples are training examples" in capsys.readouterr().out
     words, copy = "--stage fusion --task rte --epochs 1", tmp_path / "fusion" / "adapters" / "rte"
     launch(words, adapters=[dev, runs / "sst2"], out=tmp_path / "fusion")
     for adapter in (dev, copy, runs / "rte"):
