@@ -142,16 +142,20 @@ def cell_of(args, task, name, size, seed, setting=None):
     """The run of a system, with those that it needs; None if it is none for this task. setting: the
     number of its stage's options, default the chosen one"""
     _, stage, options, which = system(name)
-    settings = args.settings["source" if name == "source" else stage]
-    setting = args.chosen.get((task, name, size), 0) if setting is None else setting
+    is_joint = stage == "multitask"  # which is a program of its own, and trains all tasks
     needs, adapters, theta = [], [], []
-    is_joint = stage == "multitask"  # which is a program of its own
     others = [n for n in args.sources if n != task]
     taken = {"": [], "all": others, "own": [task], "all own": [*others, task]}
     for n in args.sources:
         taken[f"one {n}"] = [n] * (n != task)
         taken[f"others {n}"] = [other for other in others if other != n] * (n != task)
-    if which not in taken:  # a multi-task system
+    is_of_all = is_joint or which not in taken  # a multi-task system, or what takes from one
+    if size >= (max(args.sizes.values()) if is_of_all else args.sizes[task]):
+        size = 0  # all
+    key = "" if is_joint else task, name, size  # a joint run is chosen once, by its mean
+    settings = args.settings["source" if name == "source" else stage]
+    setting = args.chosen.get(key, 0) if setting is None else setting
+    if which not in taken:
         needs = [cell_of(args, task, which, size, seed)]
         adapters = [f"{needs[0].out}/adapters/{n}" for n in args.sizes]
         theta = ["--model", str(needs[0].out)]
@@ -168,14 +172,13 @@ def cell_of(args, task, name, size, seed, setting=None):
     words += [*settings[setting], *options.split(), *theta]
     words += ["--tasks", *args.sizes] if is_joint else ["--task", task]
     words += ["--adapters", *adapters] if adapters else []
-    is_part = 0 < size < (max(args.sizes.values()) if is_joint else args.sizes[task])
-    words += ["--limit-train", str(size)] if is_part else []
-    parts = [name, *[task] * (not is_joint), *[size] * is_part]
+    words += ["--limit-train", str(size)] if size else []
+    parts = [name, *[task] * (not is_joint), *[size] * (size > 0)]
     parts += [f"setting{setting + 1}"] * (len(settings) > 1)
     out = args.out / "runs" / "-".join(map(str, [*parts, seed]))
     words += ["--seed", str(seed), "--out", str(out)]
     words += ["--overwrite" if args.overwrite else "--resume"]
-    return grid.Cell(out.name, out, stage, words, needs, (task, name, size))
+    return grid.Cell(out.name, out, stage, words, needs, key)
 
 
 def cells_of(args, seeds):
