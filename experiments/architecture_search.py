@@ -97,6 +97,8 @@ def page(args, step, rows, winner):
 def main(argv=None):
     """Step after step, and writes the results after each."""
     args = study.parse("architecture_search", __doc__, argv, ["full"])
+    if args.test or len(args.train_examples) > 1:
+        raise ValueError("the search takes one of --train-examples, and no --test")
     frames, parts, best, lost = [], [NOTE], [], {}
     for step, options in STEPS.items():
         print(step, flush=True)

@@ -43,7 +43,7 @@ def make_parser(name, description):
     columns = {"type": command.name_and_text, "action": command.Pairs, "metavar": "OURS=THEIRS"}
     add("--columns", help="of the data, if not those of the run", **columns)
     add("--device", default="auto", choices="auto cpu cuda mps".split())
-    add("--import", dest="imports", nargs="+", default=[], metavar="MODULE")
+    add("--import", dest="imports", nargs="+", action="extend", default=[], metavar="MODULE")
     return parser
 
 

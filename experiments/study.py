@@ -54,6 +54,7 @@ SYSTEMS = {
 COLUMNS = "task system limit_train seed".split()  # 0: no limit
 NOTE = """Accuracy in %, mean ± standard deviation over seeds; the best epoch is chosen on the
 development set, as in the paper. Of differences the mean, and its 95 % interval by t."""
+HELD_OUT = "Measured on held-out examples (--test), but in a column `development set`."
 
 
 def system(name):
@@ -68,7 +69,7 @@ def parse(name, description, argv, systems, **defaults):
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
     first, prog = command.Parser(add_help=False), f"python -m experiments.{name}"
-    first.add_argument("--import", dest="imports", nargs="+", default=[], metavar="MODULE")
+    first.add_argument("--import", dest="imports", nargs="+", action="extend", default=[])
     command.import_modules(first.parse_known_args(given[:end])[0].imports)  # may add a stage
     parser = command.Parser(prog, description=description, parents=[first])
     add, environment = parser.add_argument, os.environ.get
@@ -103,6 +104,10 @@ def parse(name, description, argv, systems, **defaults):
     are_several = max(map(len, args.settings.values())) > 1
     if {*args.seeds} & {*args.choose_seeds} or (are_several and not args.choose_seeds):
         raise ValueError("several options of a stage need --choose-seeds, other ones than --seeds")
+    if args.source_options and args.maker != "source":
+        raise ValueError("--source-options: here a source's adapter has --adapter-options")
+    if args.test and args.data_dir and Path(args.test).samefile(args.data_dir):
+        raise ValueError("--test must not be --data-dir, whose development sets choose")
 
     found, args.sources = args.sources, {}  # {name: the place of an adapter, or None for a task}
     for name, place in [named(one) if "/" in one else (one, None) for one in found or args.tasks]:
@@ -228,6 +233,7 @@ def held_out_accuracy(args, cell, task):
     if path.is_file() and (kept := read_json(path))["of"] == of:
         return kept["accuracy"]
     run = load_run(cell.out, task=task)
+    run.args.limit_dev = None  # it is about development sets
     examples = run.split(data_dir=args.test)
     accuracy = train.evaluate(run.model, run.task, examples, run.args).get("accuracy", math.nan)
     print(f"{cell.name}: {100 * accuracy:.2f} % of {len(examples)} held-out examples", flush=True)
@@ -284,5 +290,6 @@ def figure(path, rows):
 def write_results(args, name, rows, parts):
     """OUT/NAME.csv, and OUT/NAME.md of the parts, a text each, which is printed."""
     report.write_text(args.out / f"{name}.csv", rows.to_csv(index=False))
-    text = "\n\n".join([f"    {args.command}", NOTE, *map(str.strip, parts)])
+    parts = [NOTE, *[HELD_OUT] * bool(args.test), *map(str.strip, parts)]
+    text = "\n\n".join([f"    {args.command}", *parts])
     print("", text, report.write_text(args.out / f"{name}.md", f"{text}\n"), sep="\n", flush=True)

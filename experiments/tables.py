@@ -70,7 +70,7 @@ def arrows(values):
 def page(args, rows, encoder):
     """[text] of the tables of one size; draws figure3.png, of differences to full fine-tuning."""
     size = rows["limit_train"].iloc[0]
-    suffix = f"-{size}" * bool(size)
+    suffix, of_size = f"-{size}" * bool(size), f" of {size} training examples" * bool(size)
     of = study.points(rows).groupby([rows["task"], rows["system"]])
     ours, (theirs, printed) = with_mean(of.mean().unstack(), args), paper_values(args, encoder)
     texts = of.agg(report.with_deviation).unstack().reindex_like(ours)
@@ -79,7 +79,7 @@ def page(args, rows, encoder):
         each = rows.groupby("system")[name].unique()
         texts.loc[f"*{name}*"] = each.map(lambda values: ", ".join(map("{:g}".format, values)))
     texts = texts.rename(columns=lambda name: study.system(name)[0])
-    yield f"""## {"Table 4" if encoder == "roberta" else "Tables 1 and 3"}\n
+    yield f"""## {"Table 4" if encoder == "roberta" else "Tables 1 and 3"}{of_size}\n
 In brackets: the paper's. The means, too, are over the tasks listed here."""
     yield report.frame(texts.fillna("").map(lambda text: text.removesuffix(" (–)")))
     if not (found := differences(ours, COMPARISONS)).empty:

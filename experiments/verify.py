@@ -21,7 +21,10 @@ from formats.files import read_json, write_json
 from runtime import command
 from runtime.record import machine
 
-OUT, RESULTS, GPUS = Path("runs/verify"), Path("results/verified"), torch.cuda.device_count()
+RESULTS, GPUS = Path("results/verified"), torch.cuda.device_count()
+HERE = machine(torch.device("cuda" if GPUS else "cpu"))
+COMMIT = str(HERE["commit"])[:7]
+OUT = Path("runs/verify", COMMIT)  # of this code alone
 PLAN = """Estimated from docs/benchmarks.md, not measured: training takes half an hour on an H200,
 30 hours on two CPU cores; then tests, and downloads of 2 GB to HF_HOME (BERT-base, RoBERTa-base, 32
 adapters of the authors, 15 tasks). Not checked: UKP's arguments, which are not on the hub; the rest
@@ -76,9 +79,9 @@ def main(argv=None):
         return
     for name in ("ADAPTERFUSION_MODEL", "ADAPTERFUSION_DATA_DIR"):  # it is about the hub's
         os.environ.pop(name, None)
-    files, here = sorted(RESULTS.glob("*.json")), machine(torch.device("cuda" if GPUS else "cpu"))
+    files = sorted(RESULTS.glob("*.json"))
     before = read_json(files[-1])["checks"] if files else {}
-    target, checks = RESULTS / f"{date.today()}-{str(here['commit'])[:7]}.json", {}
+    target, checks = RESULTS / f"{date.today()}-{COMMIT}.json", {}
     for name, words in STEPS.items():
         if GPUS < (needed := {"gpu": 1, "two": 2}.get(name.split("-")[0], 0)):
             found = {name: {"outcome": "not checked", "message": f"NVIDIA GPUs needed: {needed}"}}
@@ -92,7 +95,7 @@ def main(argv=None):
             if was and was != now and "message" not in check:
                 check["message"] = f"moved: {was} in {files[-1]}, now {now}"
         checks |= found
-        write_json(target, {"machine": here, "checks": checks})
+        write_json(target, {"machine": HERE, "checks": checks})
     for name, check in checks.items():
         if "message" in check:
             print(f"{check['outcome'].upper()} {name}: {check['message']}")
