@@ -14,3 +14,6 @@ python -m experiments.tables --model minilm --data-dir FEW --test DATA --out run
     '--lr 1.5e-4 --epochs 6 --steps-per-epoch 250' \
   --fusion-options '--lr 5e-5 --epochs 8' '--lr 3e-4 --epochs 8' '--lr 1e-3 --epochs 8' \
   -- --limit-train 500 --patience 3 --max-length 128 --batch-size 16 --dtype bfloat16
+cp runs/central/results.csv results/central.csv
+python -m results.central
+python -m experiments.fusion_weights runs/central/runs/fusion_st_a-*-0 --out runs/central/weights  # Figures 4 and 6
