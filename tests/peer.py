@@ -1,5 +1,5 @@
 """What AdapterHub's own library computes of adapters, fusions and runs that this project wrote: the
-other side of the tests with PEER_PYTHON, which has requirements-peer.txt.
+other side of the tests with PEER_PYTHON, which has tests/requirements-peer.txt.
 
 python tests/peer.py DIRECTORY reads plan.json there, and writes read.safetensors: the hidden states
 of an adapter or a fusion, the logits of a run, and nothing of what that library refuses."""
