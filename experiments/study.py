@@ -69,7 +69,8 @@ def parse(name, description, argv, systems, **defaults):
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
     first, prog = command.Parser(add_help=False), f"python -m experiments.{name}"
-    first.add_argument("--import", dest="imports", nargs="+", action="extend", default=[])
+    several = {"dest": "imports", "nargs": "+", "action": "extend", "default": []}
+    first.add_argument("--import", metavar="MODULE", **several)
     command.import_modules(first.parse_known_args(given[:end])[0].imports)  # may add a stage
     parser = command.Parser(prog, description=description, parents=[first])
     add, environment = parser.add_argument, os.environ.get

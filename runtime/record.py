@@ -107,10 +107,11 @@ def describe(args, model, tokenizer, adapters, data):
         note("the training loss holds the fusion's penalty, the development loss does not")
     tasks = {}
     for task, train_set, dev_set in data:
-        inputs |= data_inputs(task.name, hashes_of(train_set), hashes_of(dev_set))
+        train_hashes, dev_hashes = hashes_of(train_set), hashes_of(dev_set)
+        inputs |= data_inputs(task.name, train_hashes, dev_hashes)
         if (cut := sum(example.is_cut for example in train_set) / len(train_set)) > 0.1:
             note(f"{cut:.0%} of {task.name}'s training examples are cut to --max-length tokens")
-        if (both := np.isin(hashes_of(dev_set), hashes_of(train_set)).mean()) >= 0.05:
+        if (both := np.isin(dev_hashes, train_hashes).mean()) >= 0.05:
             problem = f"{both:.0%} of the development examples are training examples, too"
             note(f"{task.name}: {problem}: of these, the scores say nothing about other texts")
         own = {"columns": task.columns, "labels": task.labels, "max_length": task.max_length}

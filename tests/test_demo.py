@@ -69,7 +69,8 @@ def test_its_runs(made, monkeypatch, target, systems):
         cells = with_needs(study.cells_of(args, args.seeds).values())
         options = [cell.options() for cell in cells.values()]
     assert Counter(one.task for one in options) == {"match": 1, "order": 1, target: systems * 3}
-    assert len({one.epochs for one in options if one.stage == "fusion"}) == 1  # a fair comparison
+    epochs = {one.epochs for one in options if one.stage == "fusion"}  # of all ways the same
+    assert epochs == {{"both": 4, "asked": 6}[target]}
     words = demo.next_commands(made[0], target).values()
     assert all(each[2].name in cells for each in words)
 
