@@ -9,7 +9,6 @@ from functools import partial
 import datasets
 import numpy as np
 import pandas
-import pyarrow.parquet
 import pytest
 
 from conftest import GOLDEN, change, write_rows
@@ -81,18 +80,17 @@ def test_hub_columns(name, row, candidates, label, tokenizer, tmp_path, monkeypa
         assert asked == {task.hub}
 
 
-@pytest.mark.parametrize("topics", [["abortion"], ["abortion", "school_uniforms"]])
-def test_argument_as_distributed(topics, tokenizer, tmp_path):
+def test_argument_as_distributed(tokenizer, tmp_path):
     """Eight topic files, quoting off, the split in a column."""
     labels = {"train": "NoArgument", "val": "Argument_for", "test": "Argument_against"}
-    for topic in topics:
+    for topic in ("abortion", "school_uniforms"):
         text = "topic\turl\tsentence\tannotation\tset\n"
         text += "".join(f'{topic}\tu\t"{part} is open\t{labels[part]}\t{part}\n' for part in labels)
         change(tmp_path / "argument" / f"{topic}.tsv", text)
     source = Source(tmp_path)
     for i, split in enumerate(("train", "test", "validation")):
         found = load_split(get_task("argument", source), source, split, tokenizer)
-        assert [example.label for example in found] == [i] * len(topics)
+        assert [example.label for example in found] == [i] * 2
     assert [*found[0].input_ids[0]] == tokenizer.encode("abortion", '"val is open').ids
 
 
@@ -121,25 +119,23 @@ def test_file_formats(ending, tmp_path, capsys):
     assert (said in capsys.readouterr().out) == (ending == "CSV")
 
 
-def test_columns_that_the_task_does_not_use(tmp_path):
-    """They may hold anything, or be gone; of labels in Parquet the names decide."""
-    label, texts = datasets.ClassLabel(names=["1", "0"]), datasets.Value("string")
-    features = {"text_a": texts, "label": label, "gone": label, "people": {"names": texts}}
-    columns = {"text_a": [*"abc"], "gone": [0, 0, 0], "people": [{"names": "x"}] * 3}
+def test_the_names_of_labels_in_parquet_decide(tmp_path):
+    label = datasets.ClassLabel(names=["1", "0"])
+    features = datasets.Features({"text_a": datasets.Value("string"), "label": label})
     for name, labels in (("own", [0, 1, 0]), ("hidden", [0, 1, -1])):
-        rows = datasets.Dataset.from_dict({**columns, "label": labels}, datasets.Features(features))
-        rows.to_parquet(path := tmp_path / name / "train.parquet")
-        table = pyarrow.parquet.read_table(path).drop_columns("gone")
-        table = table.append_column("people", pyarrow.array([1, 2, 3]))  # one name twice
-        pyarrow.parquet.write_table(table, path)
+        rows = datasets.Dataset.from_dict({"text_a": [*"abc"], "label": labels}, features)
+        rows.to_parquet(tmp_path / name / "train.parquet")
     task = get_task("own", source := Source(tmp_path))
-    expected = [{"text_a": a, "label": label} for a, label in zip("abc", "101", strict=True)]
-    assert task.labels == ["0", "1"] and [*source.read_split(task, "train")[1].values()] == expected
+    found = [row["label"] for row in source.read_split(task, "train")[1].values()]
+    assert (task.labels, found) == (["0", "1"], ["1", "0", "1"])
     with pytest.raises(ValueError, match="hidden/train.parquet: row 3: the label is empty"):
         get_task("hidden", source)
-    (tmp_path / "hidden/train.parquet").unlink()
-    (tmp_path / "hidden/train.CSV").write_text("text_a,label,,,note,note\na,x,,,1,2\nb,y,,,3,4\n")
-    assert get_task("hidden", Source(tmp_path)).labels == ["x", "y"]
+
+
+def test_columns_that_the_task_does_not_use(tmp_path):
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/train.csv").write_text("text_a,label,,,note,note\na,x,,,1,2\nb,y,,,3,4\n")
+    assert get_task("own", Source(tmp_path)).labels == ["x", "y"]
 
 
 def test_what_is_in_a_cell(tokenizer, tmp_path, capsys):
@@ -159,22 +155,13 @@ def test_what_is_in_a_cell(tokenizer, tmp_path, capsys):
     assert run.candidates(rows) == [[("cat", text)] for text in texts[1:]]
     numpy = [*np.array(["red", "7"]), np.int64(7), np.float64("nan")]
     assert [text_of(value, "text_a") for value in numpy] == ["red", "7", "7", ""]
-    choices = [{"choices": ["red", "", "a", ""], "label": 2 * i} for i in (0, 1)]
-    write_rows(tmp_path / "pick/train.jsonl", choices)
-    load_split(get_task("pick", source := Source(tmp_path)), source, "train", tokenizer)
-    said = capsys.readouterr().out
-    assert "empty texts, 4 of them" in said and "right choice of pick is never '1' or '3'" in said
 
 
-def test_an_empty_line_of_one_column_is_a_row(tmp_path, capsys):
-    """But not at the end, which is said; with several columns it is none."""
-    for text, ours in (
-        ("\n\nred\n\n\n", ["", "red"]),
-        (",label\n\nred,x\n\nblue,y", ["red", "blue"]),
-    ):
-        (tmp_path / "a.csv").write_text(f"text_a{text}")
-        assert [row["text_a"] for row in read_rows(tmp_path / "a.csv")] == ours
-    assert capsys.readouterr().out.count("not read as empty texts, 2 of them") == 1
+@pytest.mark.parametrize("text, ours", [("\n\na\n\n\n", ["", "a"]), (",label\n\na,x\n", ["a"])])
+def test_an_empty_line_of_one_column_is_a_row(text, ours, tmp_path):
+    """But not at the end; with several columns it is none."""
+    (tmp_path / "a.csv").write_text(f"text_a{text}")
+    assert [row["text_a"] for row in read_rows(tmp_path / "a.csv")] == ours
 
 
 def test_columns_have_the_files_names():
@@ -199,7 +186,7 @@ LABELS = [  # in a training file, and the classes, or what is wrong
     (["neg", "pos", "NEG"], "labels differ in case, .* make them one: 'neg', 'NEG'"),
     (["a b", "y", "a  b"], r"make them one: 'a b', 'a \\x20b'"),
     (["\xe8", "e\u0300", "y"], r"make them one: '\\xe8', 'e\\u0300'"),
-    *[([f"a{c}b", "y", "ab"], "cannot be seen") for c in "\u200b\ufe0f\0"],
+    (["a\u200bb", "y", "ab"], "cannot be seen"),
     (["joy", "anger", "joy, anger"], "the label 'joy, anger' is several others: .*multi-label"),
     (["01", 1, 2], "make them one: '01', '1'"),
     ([0, 1, float("nan")], "row 3: the label is empty"),
@@ -210,11 +197,9 @@ LABELS = [  # in a training file, and the classes, or what is wrong
 
 
 @pytest.mark.parametrize("values, expected", LABELS)
-def test_labels_that_only_look_different_are_one_too_many(values, expected, capsys):
+def test_labels_that_only_look_different_are_one_too_many(values, expected):
     if isinstance(expected, list):
         assert own_labels(values) == expected
-        found = [f"{label} ({[*map(str, values)].count(label)} examples)" for label in expected]
-        assert f"{len(found)} classes: {', '.join(found)}" in capsys.readouterr().out
     else:
         rows = [{"text_a": "a", "label": value} for value in values]
         with pytest.raises(ValueError, match=expected):

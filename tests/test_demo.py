@@ -61,7 +61,7 @@ def test_what_a_label_says(made):
 
 @pytest.mark.parametrize("target, systems", [("both", 5), ("asked", 3)])
 def test_its_runs(made, monkeypatch, target, systems):
-    """The systems with three seeds, and the sources; their options are right."""
+    """The systems with three seeds, and the sources; all ways to compose have as many epochs."""
     for name in ("examples.composing", "examples.mean_fusion"):  # imported as in a new process
         monkeypatch.delitem(sys.modules, name, raising=False)
     with patch.dict(FUSIONS), patch.dict(train.STAGES), patch.dict(study.SYSTEMS):
@@ -69,25 +69,25 @@ def test_its_runs(made, monkeypatch, target, systems):
         cells = with_needs(study.cells_of(args, args.seeds).values())
         options = [cell.options() for cell in cells.values()]
     assert Counter(one.task for one in options) == {"match": 1, "order": 1, target: systems * 3}
-    epochs = {one.epochs for one in options if one.stage == "fusion"}  # of all ways the same
-    assert epochs == {{"both": 4, "asked": 6}[target]}
+    assert len({one.epochs for one in options if one.stage == "fusion"}) == 1
     words = demo.next_commands(made[0], target).values()
     assert all(each[2].name in cells for each in words)
 
 
-@pytest.mark.parametrize("lead, said", [(0.02, "not separated"), (-0.2, "separated")])
-def test_its_verdict(lead, said):
-    """A standard error of the difference is about 0.05 with 160 examples; seeds may add to it."""
+LEADS = [  # of attention over the sum: the mean, how far its seeds are from it, the verdict
+    (0.02, 0.0, "2.00 (2.00 to 2.00), standard error 5.5: not separated."),
+    (-0.2, 0.0, "-20.00 (-20.00 to -20.00), standard error 5.5: separated."),
+    (-0.2, 0.1, "-20.00 (-44.84 to 4.84), standard error 5.5: not separated."),
+]
+
+
+@pytest.mark.parametrize("lead, spread, said", LEADS)
+def test_its_verdict(lead, spread, said):
     means = {"own": 0.35, "head_on_order": 0.4, "sum": 0.6, "even": 0.48, "fusion": 0.6 + lead}
     table = itertools.product(means, range(3), [160])
     rows = pd.DataFrame(table, columns=["system", "seed", "dev_examples"])
     rows["accuracy"] = rows["system"].map(means)
-    first, of_sum, _ = demo.verdict(rows).splitlines()
-    assert of_sum.endswith(f": {said}.") and f": {100 * lead:.2f} (" in of_sum
+    rows.loc[rows["system"] == "fusion", "accuracy"] += [-spread, 0, spread]
+    first, of_sum, *_ = demo.verdict(rows).splitlines()
     assert ("fusion" in first) == (lead > 0) and "even" not in first  # 0.48: within two errors
-    rows.loc[rows["system"] == "fusion", "accuracy"] += [-0.1, 0, 0.1]
-    first, of_sum, _, last = demo.verdict(rows).splitlines()
-    assert "fusion" not in first and of_sum.endswith(": not separated.")
-    assert "Its own seeds differ as much" in last
-    without = rows[rows["system"].isin(demo.WAYS)]
-    assert demo.verdict(rows).splitlines()[1:] == demo.verdict(without).splitlines()
+    assert of_sum.endswith(f": {said}")

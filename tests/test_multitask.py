@@ -10,9 +10,8 @@ import train
 from bert import Bert
 from conftest import cli
 from data import Example
-from experiments import evaluate, multitask
+from experiments import multitask
 from experiments.load_run import load_run
-from formats.files import write_json
 
 TASKS = ["sst2", "rte", "pick"]
 
@@ -45,7 +44,7 @@ def test_every_task_goes_through_all_of_its_examples():
         assert len(turns) > 1 and all(len({*turn}) == len(turn) for turn in turns)
 
 
-def test_a_run_and_fusion_over_it(launch, tmp_path, capsys):
+def test_a_run_and_fusion_over_it(launch, tmp_path):
     """On Θ′, which its adapters belong to, and not on Θ."""
     out = tmp_path / "run"
     result = launch("--epochs 1 --steps-per-epoch 9 --lr 2e-3", tasks=TASKS, out=out)
@@ -54,11 +53,6 @@ def test_a_run_and_fusion_over_it(launch, tmp_path, capsys):
     assert result["accuracy"] == pytest.approx(sum(accuracies.values()) / 3)
     with pytest.raises(ValueError, match="on sst2, rte, pick: choose --task from"):
         load_run(out)
-    write_json(out / "metrics.json", {**result, "accuracies": {**accuracies, "rte": 2}})
-    for task in TASKS:
-        evaluate.main(cli("--device cpu", task=task) + [str(out)])
-        found = f"has accuracy 2, now {accuracies[task]}:" in capsys.readouterr().out
-        assert found == (task == "rte")
     adapters, fuse = [out / "adapters" / task for task in TASKS], "--stage fusion --task rte"
     assert train.parse(cli(fuse, adapters=adapters)).model == str(out)  # which their runs recorded
     launch(f"{fuse} --epochs 1", adapters=adapters, out=tmp_path / "fusion", model=out)

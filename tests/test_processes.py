@@ -96,7 +96,6 @@ def test_what_processes_exchange():
     with ProcessPoolExecutor(2, child.context) as pool:
         found = [*pool.map(exchange, range(2), [environment(2)] * 2)]
     assert found == [([{"rank": 0}, {"rank": 1}], [[2, 6], [4, 8]], [[1, 1], [1, 1]])] * 2
-    assert gather("alone") == ["alone"]
 
 
 def test_resume(command, quietly, tmp_path):

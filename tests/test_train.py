@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import adapter
-import fusion
 import train
 from bert import AddNorm, Bert
 from conftest import assert_equal, cli, interrupt, main, read_lines, write_tasks
@@ -59,7 +58,6 @@ def test_the_environment_and_earlier_runs_name_the_encoder(runs, encoder, monkey
     monkeypatch.setenv("ADAPTERFUSION_DATA_DIR", "data")
     args = train.parse(fusion)
     assert (args.model, args.data_dir) == ("another", "data")
-    assert train.parse([*fusion, "--model", "one"]).model == "one"
     resumed = train.parse([*fusion, "--resume", "--out", str(runs / "fusion-rte")])
     assert resumed.model == str(encoder)  # its own
 
@@ -81,26 +79,24 @@ def test_the_best_epoch(score, scores, losses, best, last, command, tmp_path, mo
 
 def test_groups_of_parameters(command, tmp_path, monkeypatch):
     """Each learns at its rate; what an optimizer keeps in them is resumed."""
-    changes = []
+    rates = []
 
     class Counting(torch.optim.AdamW):
         def __init__(self, groups, **options):
-            self.params = groups[0]["params"]
-            slow, fast = {"params": self.params[:2], "lr": 1e-4}, {"params": self.params[2:]}
+            params = groups[0]["params"]
+            slow, fast = {"params": params[:2], "lr": 1e-4}, {"params": params[2:]}
             super().__init__([slow, fast], **{**options, "lr": 1e-3})
 
         def step(self):
-            before = [p.detach().clone() for p in self.params]
+            rates.append([group["lr"] for group in self.param_groups])
             for group in self.param_groups:
                 group["k"] = group.get("k", 0) + 1
                 group["lr"] /= group["k"]
             super().step()
-            pairs = zip(self.params, before, strict=True)
-            changes.append([(p - q).abs().max().item() for p, q in pairs])
 
     monkeypatch.setattr(torch.optim, "AdamW", Counting)
     main(command("head", tmp_path / "whole"))
-    assert changes[0] == pytest.approx([1e-4, 1e-4, 1e-3, 1e-3], rel=0.05)  # Adam's first step
+    assert rates[0] == [1e-4, 1e-3] and rates[12] == pytest.approx([5e-5, 5e-4])  # of 24 steps
     interrupt(command("head", tmp_path / "cut"), 9)
     main(command("head", tmp_path / "cut", "--resume"))
     assert_equal(tmp_path / "cut", tmp_path / "whole")
@@ -110,11 +106,9 @@ def test_an_adapter_that_is_not_all_of_its_run(launch, runs, tmp_path, capsys):
     """What else the run has trained is not taken along, and that is said."""
     run = shutil.copytree(runs / "rte", tmp_path / "rte")
     write_tensors(run / "own.safetensors", {"bert.layers.0.query.bias": torch.zeros(32)})
-    words = "--stage head --task rte --epochs 1"
-    for adapter_of, is_said in ((run, True), (runs / "rte", False)):
-        launch(words, adapters=adapter_of, out=tmp_path / f"head-{is_said}")
-        said = "which is used here without bert.layers.0.query.bias"
-        assert (said in capsys.readouterr().out) == is_said
+    launch("--stage head --task rte --epochs 1", adapters=run, out=tmp_path / "head")
+    said = "which is used here without bert.layers.0.query.bias"
+    assert said in capsys.readouterr().out
 
 
 @dataclass
@@ -122,32 +116,15 @@ class AdapterConfig(adapter.AdapterConfig):
     scaling: float = 1.0  # which AdapterHub's library has, too, as something else
 
 
-class Fusion(fusion.Fusion):
-    def __init__(self, *given, power=1.0):
-        super().__init__(*given)
-        self.power = power
-        self.register_buffer("mean", torch.zeros(1))
-
-
-def test_fields_and_buffers_of_an_edit_come_back(runs, encoder, tmp_path, monkeypatch):
-    """Of AdapterConfig and Fusion themselves."""
+def test_fields_of_an_edit_come_back(runs, encoder, tmp_path, monkeypatch):
+    """Of AdapterConfig itself."""
     monkeypatch.setattr(adapter, "AdapterConfig", AdapterConfig)
-    monkeypatch.setattr(fusion, "Fusion", Fusion)
-    monkeypatch.setitem(fusion.FUSIONS, "attention", Fusion)
-    bert, again = Bert.from_pretrained(encoder), Bert.from_pretrained(encoder)
-    adapter.load_adapter(bert, runs / "rte")  # which is older than the edit
+    bert = Bert.from_pretrained(encoder)
     adapter.add_adapter(bert, "a", AdapterConfig.pfeiffer(scaling=3.0))
-    fusion.add_fusion(bert, ["rte", "a"], Fusion, power=9.0)
-    for one in fusion.active_fusions(bert).values():
-        one.mean.fill_(5.0)
-    adapter.save_adapter(bert, "a", tmp_path / "a")
-    fusion.save_fusion(bert, tmp_path)
-    for directory in (runs / "rte", tmp_path / "a"):
-        adapter.load_adapter(again, directory)
-    fusion.load_fusion(again, tmp_path)
-    assert [config.scaling for config in again.adapter_configs.values()] == [1, 3]
-    for one in fusion.active_fusions(again).values():
-        assert (one.power, one.mean.item()) == (9, 5)
+    adapter.save_adapter(bert, "a", tmp_path)
+    adapter.load_adapter(bert, tmp_path, "again")
+    adapter.load_adapter(bert, runs / "rte")  # which is older than the edit
+    assert [config.scaling for config in bert.adapter_configs.values()] == [3, 3, 1]
 
 
 def test_what_no_gradient_reaches_is_named(launch, tmp_path, monkeypatch, capsys):
