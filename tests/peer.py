@@ -1,8 +1,8 @@
 """What AdapterHub's own library computes of adapters, fusions and runs that this project wrote: the
 other side of the tests with PEER_PYTHON, which has tests/requirements-peer.txt.
 
-python tests/peer.py DIRECTORY reads plan.json there, and writes read.safetensors: the hidden states
-of an adapter or a fusion, the logits of a run, and nothing of what that library refuses."""
+python tests/peer.py DIRECTORY reads plan.json there, and writes read.safetensors: the logits of
+each run, and nothing of what that library refuses."""
 
 import json
 import sys
@@ -14,11 +14,10 @@ from safetensors.torch import load_file, save_file
 
 FIELDS = ("input_ids", "token_type_ids", "attention_mask")
 torch.manual_seed(0)
-directory, outputs = Path(sys.argv[1]), {}
+directory, outputs, options = Path(sys.argv[1]), {}, {"use_safetensors": True, "with_head": True}
 for key, case in json.loads((directory / "plan.json").read_text()).items():
     every = load_file(case["inputs"])
     model = AutoAdapterModel.from_pretrained(case["model"]).eval()
-    options = {"use_safetensors": case.get("safe", True), "with_head": "shape" in case}
     try:
         for path in case["adapters"]:
             model.load_adapter(path, set_active=path == case["adapters"][0], **options)
@@ -26,9 +25,6 @@ for key, case in json.loads((directory / "plan.json").read_text()).items():
             model.load_adapter_fusion(case["fusion"], set_active=True, **options)
     except (AttributeError, KeyError, TypeError):  # so it refuses what it does not know
         continue
-    if "shape" in case:
-        outputs[key] = model(**{n: every[n].view(case["shape"]) for n in FIELDS}).logits
-    else:
-        outputs[key] = model.base_model(**{n: every[n] for n in FIELDS}).last_hidden_state
+    outputs[key] = model(**{n: every[n].view(case["shape"]) for n in FIELDS}).logits
 outputs = {name: t.detach().contiguous() for name, t in outputs.items()}
 save_file(outputs, directory / "read.safetensors")

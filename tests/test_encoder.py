@@ -16,11 +16,10 @@ from torch import nn
 
 import bert as bert_file
 import formats.hub
-from bert import ENCODERS, Bert, BertConfig
-from conftest import GOLDEN, change
+from bert import Bert, BertConfig
+from conftest import GOLDEN
 from formats.encoder import by_hub_name, sha256_of
 from formats.files import read_json, read_tensors, write_json
-from formats.tensorflow import bundle_tensor, protobuf
 from formats.tokenizer import TOKENIZER_FILES
 
 SAFETENSORS, TENSORFLOW = GOLDEN / "bert" / "encoder", GOLDEN / "bert" / "encoder-tf"
@@ -118,24 +117,17 @@ torch.save(bert(torch.tensor([[2, 7, 3]])), "h.pt")"""
     assert torch.equal(torch.load(tmp_path / "h.pt"), h)
 
 
-KINDS_OF_2019 = [  # architectures in config.json, a prefix in the file, whether that is BERT
-    (["BertForMaskedLM"], "", True),
-    (None, "bert.", True),
-    (["RobertaForMaskedLM"], "roberta.", False),
-]
-
-
-@pytest.mark.parametrize("architectures, prefix, is_bert", KINDS_OF_2019)
-def test_without_model_type_nothing_is_guessed(architectures, prefix, is_bert, tmp_path):
-    """RoBERTa's tensors have BERT's names and shapes, and give other hidden states."""
+@pytest.mark.parametrize("kind, prefix", [("Bert", ""), ("", "bert."), ("Roberta", "roberta.")])
+def test_without_model_type_nothing_is_guessed(kind, prefix, tmp_path):
+    """As in 2019. RoBERTa's tensors have BERT's names and shapes, and give other hidden states."""
     tensors = {prefix + name: tensor for name, tensor in golden_tensors().items()}
     path = write_hub(tmp_path, tensors) / "config.json"
     fields = {n: v for n, v in read_json(path).items() if n != "model_type"}
-    write_json(path, {**fields, "architectures": architectures})
-    if is_bert:
-        assert same(Bert.from_pretrained(tmp_path))
-    else:
+    write_json(path, {**fields, "architectures": [f"{kind}ForMaskedLM"]})
+    if kind == "Roberta":
         fails(tmp_path, f'{path} has no "model_type"')
+    else:
+        assert same(Bert.from_pretrained(tmp_path))
 
 
 def test_which_tensors_are_the_encoder_s():
@@ -177,15 +169,8 @@ def test_only_needed_files_are_downloaded(hub):
     assert {*asked} == needed | {"pytorch_model.bin"}
 
 
-def test_cache_without_network():  # offline, see conftest.py
-    repository, commit = Path(constants.HF_HUB_CACHE) / "models--some--cached", "0123456789" * 4
-    shutil.copytree(SAFETENSORS, repository / "snapshots" / commit)
-    change(repository / "refs" / "main", commit)
-    assert same(Bert.from_pretrained("some/cached"))
-
-
-def test_a_hub_that_does_not_answer(monkeypatch, capfd):
-    """Within five seconds it is said why; not the libraries' own advice to set HF_HUB_OFFLINE=0."""
+def test_a_hub_that_does_not_answer(monkeypatch):
+    """Within five seconds it is said why."""
     monkeypatch.setattr(formats.hub, "hub_library", formats.hub.hub_library.__wrapped__)  # anew
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -193,7 +178,7 @@ def test_a_hub_that_does_not_answer(monkeypatch, capfd):
         monkeypatch.setattr(constants, "ENDPOINT", address)
         started = time.monotonic()
         fails("some/bert", f"at {address} nor in its cache, {constants.HF_HUB_CACHE}", "timed out")
-    assert time.monotonic() - started < 5 and not capfd.readouterr().err
+    assert time.monotonic() - started < 5
 
 
 def test_inputs():
@@ -204,10 +189,7 @@ def test_inputs():
         bert = Bert.from_pretrained(GOLDEN / name / "encoder")
         assert bert.max_length == longest
         bert(torch.full((1, longest), 5))
-        with pytest.raises(IndexError):
-            bert(torch.full((1, longest + 1), 5))
-    with torch.device("meta"):  # where config.json does not name the padding
-        assert ENCODERS["roberta"](BertConfig(model_type="roberta")).max_length == 510
+    assert BertConfig(model_type="roberta").pad_token_id == 1  # where config.json does not name it
 
 
 @pytest.mark.parametrize("name", ["encoder-tf", "encoder-tf-shards"])
@@ -239,15 +221,3 @@ def test_files_that_are_cut_off(copy):
     (directory / index).write_bytes((TENSORFLOW / index).read_bytes())
     (directory / data).unlink()
     fails(directory, data)
-
-
-def test_types_of_numbers(tmp_path):
-    """bfloat16 is read; a variable in slices is refused."""
-    tensor, index = torch.tensor([1.5, -3e38]).bfloat16(), tmp_path / "x.index"
-    data = tensor.view(torch.int16).numpy().tobytes()
-    index.with_name("x.data-00000-of-00001").write_bytes(data)
-    shape = b"\x12\x04\x12\x02\x08\x02"  # [2]
-    whole = protobuf(b"\x08\x0e" + shape + b"\x28\x04")  # 4 bytes
-    assert torch.equal(bundle_tensor("a", whole, index, 1), tensor)
-    with pytest.raises(ValueError, match="a in .* is cut off, or damaged"):
-        bundle_tensor("a", protobuf(b"\x08\x0e" + shape + b"\x3a\0\x3a\0"), index, 1)

@@ -159,7 +159,7 @@ def test_the_form_that_is_used_is_the_textbooks(encoder, kind, fusion_kind):
     assert not torch.allclose(bert(*many), h, atol=1e-3)
 
 
-BOTTLENECK, Z = Adapter.bottleneck, Adapter.z
+BOTTLENECK, Z, CLOSE = Adapter.bottleneck, Adapter.z, Adapter.close
 SOFTMAX, TEXTBOOK = Fusion.softmax, Fusion.textbook
 
 
@@ -172,15 +172,10 @@ def test_leaving_an_adapter_out(encoder, monkeypatch):
     assert not any(s[..., 1].any() for s in fusion_weights(bert).values())
 
 
-def dropped(adapter, x):
-    return F.dropout(x, 0.5, adapter.training)
-
-
 EDITS = [  # what is edited, and how; the form that is then used
     (Adapter, "bottleneck", lambda self, h: BOTTLENECK(self, h).square(), "apart"),
     (Fusion, "softmax", lambda self, x: SOFTMAX(self, x + torch.randn_like(x)), "joint"),
-    (Adapter, "z", lambda self, h: 0.5 * Z(self, h), None),
-    (Adapter, "z", lambda self, h: dropped(self, Z(self, h)), None),
+    (Adapter, "z", lambda self, h: F.dropout(Z(self, h), 0.5, self.training), None),
     (Fusion, "textbook", lambda self, *x: TEXTBOOK(self, *x) * (1 if self.training else 2), None),
 ]
 
@@ -210,8 +205,7 @@ def test_an_edit_acts_in_both_stages(quiet_encoder, owner, name, edit, form, mon
 
 
 def test_an_edit_that_a_fusion_would_not_see_is_refused(encoder, monkeypatch):
-    close = Adapter.close
-    monkeypatch.setattr(Adapter, "close", lambda self, *x: close(self, *x).relu())
+    monkeypatch.setattr(Adapter, "close", lambda self, *x: CLOSE(self, *x).relu())
     with pytest.raises(ValueError, match="'a': its `forward` must be"):
         add_fusion(new_bert(encoder, "pfeiffer"), "ab")
 
@@ -227,9 +221,8 @@ def test_one_state_says_what_is_computed(encoder):
         assert train.fusion_regularization(bert) == 0
         with pytest.raises(ValueError, match="no fusion is active"):
             fusion_weights(bert)
-    for names in (("b", "a"), ("a",), ("a", "b", "c")):
-        with pytest.raises(ValueError, match="no fusion of"):
-            activate(bert, names)
+    with pytest.raises(ValueError, match="no fusion of"):
+        activate(bert, ("b", "a"))
     activate(bert, ("a", "b"))
     assert torch.equal(bert(*inputs()), h) and train.fusion_regularization(bert) > 0
     assert same_tensors(fusion_weights(bert), s)
@@ -337,28 +330,22 @@ def multiply_adds(work):
     return counter.get_total_flops() / 2
 
 
-@pytest.mark.parametrize("N, fused", [(0, False), (1, False), (4, True)])
-def test_the_products_of_a_forward_pass(N, fused):
+def test_the_products_of_a_forward_pass():
     """With more tokens than columns R, a fusion multiplies its weights once, K U and V U, and then
     takes less than the textbook form's d² + 2·N·d² a token: Q, D_n, scores and mixture."""
-    B, T, d, m, L, r = 5, 12, 64, 128, 3, 4
+    B, T, d, m, L, r, N = 5, 12, 64, 128, 3, 4, 4
     bert = Bert(BertConfig(100, d, L, 4, m)).requires_grad_(False).eval()
-    for i in range(N):
-        add_adapter(bert, f"a{i}", ADAPTERS["pfeiffer"]())
+    for name in "abcd":
+        add_adapter(bert, name, ADAPTERS["pfeiffer"]())
+    add_fusion(bert, "abcd")
     ids, tokens = torch.zeros(B, T, dtype=torch.long), B * T * L
-    expected = encoder = tokens * (4 * d * d + 2 * d * m + 2 * T * d)
-    if fused:
-        add_fusion(bert, [f"a{i}" for i in range(N)])
-        R = N * (r + 1)  # columns of all U_n and b_n
-        expected += L * 2 * d * d * R
-        expected += tokens * (d * d + N * r * d + 2 * R * d + 2 * R * N)
-        assert expected < encoder + tokens * (d * d + 2 * N * d * d)
-    else:
-        expected += tokens * N * 2 * r * d
-    assert multiply_adds(lambda: bert(ids, ids, ids)) == expected
-    if N:  # no gradient of frozen weights, and none below the first adapter
-        step = multiply_adds(lambda: bert(ids, ids, ids).sum().backward())
-        assert expected < step < 3 * encoder
+    encoder = tokens * (4 * d * d + 2 * d * m + 2 * T * d)
+    R = N * (r + 1)  # columns of all U_n and b_n
+    fusion = L * 2 * d * d * R + tokens * (d * d + N * r * d + 2 * R * d + 2 * R * N)
+    assert multiply_adds(lambda: bert(ids, ids, ids)) == encoder + fusion
+    assert fusion < tokens * (d * d + 2 * N * d * d)
+    # no gradient of frozen weights, and none below the first adapter
+    assert multiply_adds(lambda: bert(ids, ids, ids).sum().backward()) < 3 * encoder
 
 
 # Runs: {name: (stage, other options)}, and the parts of the names of what a stage trains
