@@ -26,43 +26,35 @@ from experiments.load_run import load_run
 from formats.files import read_json, write_json
 from fusion import FUSIONS
 
-# options of tables: what some of its runs are told; those on several tasks are of multitask
-GRIDS = {
-    "--seeds 1 --systems st_a_64 fusion_mt_a multitask -- --epochs 3": """
-st_a_64-small-1: adapter --epochs 3 --adapter pfeiffer --reduction-factor 64 --task small --seed 1
-mt_a-1: --epochs 3 --adapter pal --tasks big middle small --seed 1
-fusion_mt_a-small-1: fusion --epochs 3 --import experiments.pal --model runs/mt_a-1
-    --task small --adapters runs/mt_a-1/adapters/big runs/mt_a-1/adapters/middle
-    runs/mt_a-1/adapters/small --seed 1
-multitask-1: --epochs 3 --without-adapters --tasks big middle small --seed 1
-""",
-    "--systems fusion_st_a multitask --seeds 0 --train-examples 7": """
-st_a_16-middle-7-0: adapter --adapter pfeiffer --reduction-factor 16 --task middle --limit-train 7
-    --seed 0
-fusion_st_a-middle-7-0: fusion --task middle --adapters runs/st_a_16-big-0 runs/st_a_16-small-0
-    runs/st_a_16-middle-7-0 --limit-train 7 --seed 0
-fusion_st_a-small-0: fusion --task small --adapters runs/st_a_16-big-0 runs/st_a_16-middle-0
-    runs/st_a_16-small-0 --seed 0
-multitask-7-0: --without-adapters --tasks big middle small --limit-train 7 --seed 0
-""",
-}
+OPTIONS = "--systems st_a_64 fusion_st_a fusion_mt_a multitask --seeds 1 --train-examples 7"
+RUNS = """
+st_a_64-middle-7-1: --stage adapter --adapter pfeiffer --reduction-factor 64 --task middle
+    --limit-train 7
+fusion_st_a-middle-7-1: --stage fusion --task middle
+    --adapters runs/st_a_16-big-1 runs/st_a_16-small-1 runs/st_a_16-middle-7-1 --limit-train 7
+fusion_st_a-small-1: --stage fusion --task small
+    --adapters runs/st_a_16-big-1 runs/st_a_16-middle-1 runs/st_a_16-small-1
+mt_a-7-1: --adapter pal --tasks big middle small --limit-train 7
+fusion_mt_a-small-7-1: --stage fusion --import experiments.pal --model runs/mt_a-7-1 --task small
+    --adapters runs/mt_a-7-1/adapters/big runs/mt_a-7-1/adapters/middle
+    runs/mt_a-7-1/adapters/small --limit-train 7
+multitask-7-1: --without-adapters --tasks big middle small --limit-train 7
+"""  # some of those that tables plans with these options; the last size is that of `small`
 
 
-@pytest.mark.parametrize("options", GRIDS)
-def test_every_system_is_the_run_it_is_meant_to_be(options, tmp_path):
+def test_every_system_is_the_run_it_is_meant_to_be(tmp_path):
     for task, size in {"big": 9, "middle": 8, "small": 7}.items():
         rows = [{"text_a": "a", "label": i % 2} for i in range(size)]
         write_rows(tmp_path / task / "train.jsonl", rows)
     place = cli(tasks=["big", "middle", "small"], model="M", data_dir=tmp_path, out=".")
-    args = tables.parse([*place, *options.split()])
+    args = tables.parse([*place, *OPTIONS.split(), *"-- --epochs 3".split()])
     found = grid.with_needs(study.cells_of(args, args.seeds).values())
-    for line in GRIDS[options].replace("\n    ", " ").strip().splitlines():
-        name, expected = line.split(": ")
-        stage, cell = re.match(r"\w+ |", expected)[0], found[name]
-        assert cell.stage == (stage.strip() or "multitask")
-        words = " ".join(cell.words).replace(f"--stage {stage}", "")
-        common = f"--model M --data-dir {tmp_path} "
-        assert f"{stage}{words.removeprefix(common)}" == f"{expected} --out runs/{name} --resume"
+    common = f"--model M --data-dir {tmp_path} --epochs 3"
+    for line in RUNS.replace("\n    ", " ").strip().splitlines():
+        name, words = line.split(": ")
+        expected = f"{common} {words} --seed 1 --out runs/{name} --resume"
+        assert " ".join(found[name].words) == expected
+        assert found[name].stage in words or found[name].stage == "multitask"
 
 
 def test_table_2_of_the_papers_accuracies():

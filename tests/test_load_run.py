@@ -176,8 +176,8 @@ def test_the_weights_are_means_over_real_tokens(runs, loud_fusion, launch, tmp_p
     out, second = tmp_path / "out", tmp_path / "second"
     rte, sst2, words = tmp_path / "rte", tmp_path / "sst2", "--stage adapter --adapter houlsby"
     launch(f"{words} --epochs 1 --task rte --adapter-config leave_out=[1]", out=rte)
-    own = launch(f"{words} --epochs 1 --task sst2", out=sst2)
-    fused = launch("--stage fusion --task sst2 --epochs 1", adapters=[rte, sst2], out=second)
+    launch(f"{words} --epochs 1 --task sst2", out=sst2)
+    launch("--stage fusion --task sst2 --epochs 1", adapters=[rte, sst2], out=second)
     for option, first in (("", slice(None)), ("--cls", slice(1))):
         words = [str(loud_fusion), str(second), *cli(f"{option} --device cpu", out=out)]
         fusion_weights.main(words)
@@ -193,8 +193,6 @@ def test_the_weights_are_means_over_real_tokens(runs, loud_fusion, launch, tmp_p
                 of = found[str(directory), layer + 1, location]
                 weights = of.set_index("adapter")["weight"].reindex(run.adapters).fillna(0)
                 assert weights.tolist() == pytest.approx(s.mean(0).tolist(), abs=1e-5)
-    gain, text = 100 * (fused["accuracy"] - own["accuracy"]), (out / "summary.txt").read_text()
-    assert f"| {100 * fused['accuracy']:.2f} | {gain:.2f} |" in " ".join(text.split())
 
 
 def test_what_section_6_reads():
