@@ -76,7 +76,7 @@ class Gated(torch.nn.Module):
 
 
 def build_own(args, bert, task):
-    """An adapter, all biases, a prompt, a module of a fork's own, and a frozen helper."""
+    """An adapter, all biases, a prompt, and a module of a fork's own."""
     adapter.add_adapter(bert, task.name, adapter.ADAPTERS[args.adapter](**args.adapter_config))
     for name, p in bert.theta().items():
         p.requires_grad_(name.endswith("bias"))
@@ -84,13 +84,6 @@ def build_own(args, bert, task):
     bert.embeddings_norm.register_forward_hook(lambda module, given, x: x + bert.prompt)
     bert.layers[1].attention_add_norm.adapters["gated"] = Gated()
     bert.layers[1].attention_add_norm.active = "gated"
-    bert.teacher = torch.nn.Linear(3, 3).requires_grad_(False)
-    bert.teacher.register_buffer("steps", torch.zeros(()))  # which no trained parameter stands by
-    bert.register_forward_pre_hook(lambda module, given: count(module))
-
-
-def count(encoder):
-    encoder.teacher.steps += encoder.training
 
 
 bert.ENCODERS["own"] = OwnBert

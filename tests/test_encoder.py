@@ -69,8 +69,6 @@ KINDS = [  # a prefix, a file, whether it is a zip archive, which a .bin of befo
 
 @pytest.mark.parametrize("prefix, file, is_zip, dtype", KINDS)
 def test_prefixes_old_names_and_other_precisions(prefix, file, is_zip, dtype, tmp_path):
-    if file == "model.safetensors":
-        (tmp_path / "pytorch_model.bin").write_bytes(b"not read where there is the other")
     named = {name: tensor.to(dtype) for name, tensor in golden_tensors().items()}
     more = dict.fromkeys(OUTSIDE, torch.zeros(3))
     for name, tensor in (named | dict.fromkeys(INSIDE, torch.arange(24)[None])).items():
@@ -198,8 +196,6 @@ def test_tensorflow(name):
     bert = Bert.from_pretrained(GOLDEN / "bert" / name)
     assert same(bert) and not bert.training
     assert not any(p.requires_grad for p in bert.parameters())
-    bert.word_embeddings.weight.data.zero_()  # may be changed, which does not reach the file
-    assert same(Bert.from_pretrained(GOLDEN / "bert" / name))
 
 
 def test_a_step_in_the_name(copy):

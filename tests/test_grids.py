@@ -1,10 +1,8 @@
 """experiments.grid and study, and the studies on them: tables, composition, architecture_search."""
 
-import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -23,7 +21,7 @@ from conftest import change, cli, read_lines, same_tensors, times, write_rows
 from experiments import architecture_search as search
 from experiments import composition, grid, report, study, tables
 from experiments.load_run import load_run
-from formats.files import read_json, write_json
+from formats.files import write_json
 from fusion import FUSIONS
 
 OPTIONS = "--systems st_a_64 fusion_st_a fusion_mt_a multitask --seeds 1 --train-examples 7"
@@ -78,8 +76,7 @@ def test_an_interval_is_students(n, quantile):
 
 @pytest.fixture
 def started(monkeypatch):
-    """started.names: of the runs that a grid has started; started.run: what each of them does, in
-    this process, one after another."""
+    """.names: of the runs that a grid has started; .run: what each does, in this process."""
     started = SimpleNamespace(names=[], run=lambda cell: train.main(cell.words))
 
     def process(target, args, daemon):
@@ -129,16 +126,13 @@ def made_up(started, encoder, data_dir, tmp_path):
 def test_tables_of_a_whole_grid(made_up, started, encoder, data_dir, tmp_path, capsys):
     """Planned, run, and written, beside the paper's values."""
     options, out = f"--seeds 0 1 --jobs 8 --tasks {' '.join(TASKS)}", tmp_path / "out"
-    for state in ("to do", "finished"):  # then nothing is run
-        with pytest.raises(SystemExit, match="0"):
-            made_up(tables, f"{options} --plan")
-        planned = re.findall(rf"^{state} +(\S+): (.*)", capsys.readouterr().out, re.MULTILINE)
-        assert {"mt_a-1", "fusion_mt_a-rte-1", "full-pick-0"} < {*dict(planned)}
-        assert "--adapter pal --tasks rte sst2 pick --seed 1" in dict(planned)["mt_a-1"]
-        assert out.exists() == (state == "finished")
+    with pytest.raises(SystemExit, match="0"):
+        made_up(tables, f"{options} --plan")
+    planned = re.findall(r"^to do +(\S+): ", capsys.readouterr().out, re.MULTILINE)
+    assert {"mt_a-1", "fusion_mt_a-rte-1", "full-pick-0"} < {*planned} and not out.exists()
+    for _ in range(2):  # the second time nothing is run
         made_up(tables, options)
-        assert sorted(started.names) == sorted(name for name, _ in planned)
-
+        assert sorted(started.names) == sorted(planned)
     args = tables.parse(cli(options, model=encoder, data_dir=data_dir, out=out))
     rows = pd.read_csv(out / "results.csv", index_col=study.COLUMNS)
     for place, cell in study.cells_of(args, args.seeds).items():
@@ -151,8 +145,7 @@ def test_tables_of_a_whole_grid(made_up, started, encoder, data_dir, tmp_path, c
 
 
 def test_options_are_chosen_on_other_seeds(made_up, started, tmp_path):
-    """For each system, those of what it needs first; sources are trained again with each seed. A
-    multi-task run has those of the best mean. Both sizes are all examples: the same runs."""
+    """For each system, those of what it needs first; a multi-task run has the best mean."""
     rates = {"adapter": {"1": 0.2, "2": 0.6}, "fusion": {"3": 0.5, "4": 0.1}}
     rates["multitask"] = {"5": 0.2, "6": 0.4}
 
@@ -178,8 +171,7 @@ def test_options_are_chosen_on_other_seeds(made_up, started, tmp_path):
 
 
 def test_what_counts_as_finished(started, encoder, data_dir, tmp_path, copy, capsys):
-    """A run of the same command, made from the data, adapters and encoder that lie there. Another
-    command's is refused; --overwrite replaces it, and all that was made from it."""
+    """A run of the same command, made from the data, adapters and encoder that lie there."""
     adapter, fusion = names = "st_a_16-rte-0", "fusion_st_a-rte-0"
     data_dir = shutil.copytree(data_dir, tmp_path / "data")
     words = cli("--tasks rte --systems fusion_st_a --seeds 0", model=copy(encoder))
@@ -197,9 +189,6 @@ def test_what_counts_as_finished(started, encoder, data_dir, tmp_path, copy, cap
 
     starts(*names)
     starts()
-    row, out = pd.read_csv(tmp_path / "out" / "results.csv").iloc[0], tmp_path / "out" / "runs"
-    metrics = read_json(out / fusion / "metrics.json")
-    assert (row["accuracy"], row["train_examples"]) == (metrics["accuracy"], 90)
     for file, split in (("train", "training"), ("validation", "development")):
         before = (path := data_dir / "rte" / f"{file}.jsonl").read_text()
         path.write_text(before.replace('label": 1', 'label": 0'))
@@ -209,39 +198,12 @@ def test_what_counts_as_finished(started, encoder, data_dir, tmp_path, copy, cap
     with pytest.raises(ValueError, match="is a finished run with --epochs 1, not --epochs 2: "):
         starts(epochs=2)
     starts(*names, epochs=2, options=["--overwrite"])
-    change(out / adapter / "adapter.safetensors", times(1.5))
+    change(tmp_path / "out" / "runs" / adapter / "adapter.safetensors", times(1.5))
     is_refused("adapter rte = ", epochs=2)
     starts(fusion, epochs=2, options=["--overwrite"])
     write_json(tmp_path / "copy" / "run.json", {"encoder": "trained again since"})
     with pytest.raises(SystemExit):
         starts(*names, epochs=2)
-
-
-def say_where(cell, gpu, threads):
-    """In place of `work`: where it runs; b is killed."""
-    cell.out.mkdir(parents=True)
-    cell.log.parent.mkdir(exist_ok=True)
-    cell.log.write_text(f"{gpu} {threads}")
-    time.sleep(0.1)
-    if cell.name == "b":
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_three_at_a_time(monkeypatch, tmp_path):
-    """They share GPUs and cores. A run that is killed fails alone, with what needs it."""
-    monkeypatch.setattr(grid, "work", say_where)
-    monkeypatch.setattr(grid, "is_finished", lambda cell: cell.name != "b")
-    monkeypatch.setattr(grid, "row_of", lambda *_: {"accuracy": 0.5})
-    monkeypatch.setattr(grid.torch, "get_num_threads", lambda: 7)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")  # the user's
-    cells = {}
-    for name in "abcde":  # d needs a, e needs b
-        needs = [cells[{"d": "a", "e": "b"}[name]]] if name in "de" else []
-        cells[name] = grid.Cell(name, tmp_path / "runs" / name, "full", [], needs)
-    failed = grid.run_all(cells.values(), 3, [])
-    assert failed.keys() == {"b", "e"} and "status -9" in failed["b"]
-    assert [cells[name].log.read_text() for name in "abc"] == ["5 2", "7 2", "5 2"]
-    assert not cells["e"].log.exists()
 
 
 # what words of a command add to the accuracy
@@ -250,8 +212,7 @@ POINTS |= {"ln_after=true": 0.05, "adapter_residual_before_ln=true": 0.01, "8": 
 
 
 def test_a_search_goes_on_from_the_best(launch, made_up, tmp_path):
-    """Nothing is built on a step that lacks a run; what diverges has lost, though it was ahead. The
-    architectures of others are shown beside, and do not win."""
+    """Nothing is built on a step that lacks a run; what diverges has lost, though it was ahead."""
     with pytest.raises(FloatingPointError) as diverged:
         launch("--stage adapter --task sst2 --lr 1e30", out=tmp_path / "run")
 

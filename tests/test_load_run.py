@@ -171,8 +171,7 @@ def test_pictures(runs, tmp_path, refused):
 
 
 def test_the_weights_are_means_over_real_tokens(runs, loud_fusion, launch, tmp_path):
-    """With --cls, in the last layer over each [CLS]. One run has two fusions a layer, and less in
-    layer 2."""
+    """With --cls, in the last layer over each [CLS]. One run has less in layer 2."""
     out, second = tmp_path / "out", tmp_path / "second"
     rte, sst2, words = tmp_path / "rte", tmp_path / "sst2", "--stage adapter --adapter houlsby"
     launch(f"{words} --epochs 1 --task rte --adapter-config leave_out=[1]", out=rte)

@@ -2,10 +2,7 @@
 with gloo, or on a GPU: the same numbers, and nobody waits for ever."""
 
 import os
-import signal
 import socket
-import subprocess
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
@@ -139,21 +136,6 @@ def test_errors_end_all_processes(text, before, voice, message, quietly, tmp_pat
     assert voice == 1 or errors[1] in ("", errors[0].replace(":", ", process 1:", 1))
     assert not any("Traceback" in error for error in errors)
     assert (tmp_path / "metrics.json").exists() == ("is kept" in message)
-
-
-@thorough
-def test_as_a_user_starts_it(command, tmp_path):
-    """torchrun itself; Ctrl-C reaches it and its processes."""
-    words = "-m torch.distributed.run --standalone --nproc_per_node=2 train.py".split()
-    words += command("head", tmp_path / "run", "--epochs 500 --patience 500")
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    options = {"cwd": child.ROOT, "start_new_session": True, **pipes}
-    process = subprocess.Popen([sys.executable, *words], **options)
-    while not (line := process.stdout.readline()).startswith("epoch  2:"):
-        assert line, process.stderr.read()
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert f"train.py: interrupted, continue with --resume --out {tmp_path / 'run'}" in errors
 
 
 @on_a_gpu

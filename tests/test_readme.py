@@ -1,5 +1,4 @@
-"""README.md and docs/: commands are understood, what is named is there, and the forks work; and
-which room may import which."""
+"""README.md and docs/: commands are understood, what is named is there, and the forks work."""
 
 import contextlib
 import importlib
@@ -21,11 +20,8 @@ from experiments import benchmark, demo, fusion_weights, load_run
 from fusion import active_fusions
 
 ROOT = Path(__file__).parent.parent
-# rooms and the five files: each may import itself and those before it
+# rooms and the five files
 ORDER = "formats runtime fast data bert adapter fusion train experiments examples results".split()
-FILES = [path.relative_to(ROOT) for path in [*ROOT.glob("*.py"), *ROOT.glob("[!.]*/*.py")]]
-TESTS = [path.stem for path in FILES if path.parent.name == "tests"]
-FILES = [path for path in FILES if path.parent.name not in ("tests", "docs")]
 
 NAMES = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))]
 NAMES += ["README.md", "results/README.md", "docs/walkthrough.py"]
@@ -97,8 +93,7 @@ def test_every_command_is_understood(page, words, own_modules, monkeypatch):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_what_a_page_names_is_there(page):
-    """The lines in the README's table; links, and files whose room is named before them, in
-    backticks."""
+    """The lines in the README's table; links, and files whose room is named before them."""
     quoted = re.findall(r"\| `(\w+\.py)`: `(.+)` \|", PAGES[page])
     for file, line in quoted:
         assert line in (ROOT / file).read_text(encoding="utf-8"), line
@@ -167,12 +162,3 @@ def test_the_notebook_is_that_of_its_source():
     source = re.split(r"^# %%.*\n", PAGES["docs/walkthrough.py"], flags=re.MULTILINE)[1:]
     found = [plain("".join(cell["source"])) for cell in cells]
     assert found == [*map(plain, source)], "make walkthrough, see the Makefile"
-
-
-def test_imports_point_down():
-    """Also those inside functions."""
-    for path in FILES:
-        above = ORDER[ORDER.index(path.parts[0].removesuffix(".py")) + 1 :]
-        text = (ROOT / path).read_text("utf-8")
-        rooms = re.findall(r"^ *(?:from|import) (\.|\w+)", text, re.MULTILINE)
-        assert not {*rooms} & {*above, *TESTS, "."}, path

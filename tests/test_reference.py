@@ -354,11 +354,8 @@ def test_the_presets():
     """Two are the reference's, Bapna and Firat's is h + U·relu(D·LN_new(h))."""
     bert = encoder_of("bert")
     for name in ("pfeiffer", "houlsby"):
-        preset = getattr(AdapterConfig, name)
         load_adapter(bert, BERT / name)
-        assert bert.adapter_configs[name] == preset(reduction_factor=8)
-        assert preset(non_linearity="gelu").non_linearity == "gelu"
-    assert AdapterConfig.bapna(ln_before=False).ln_before is False
+        assert bert.adapter_configs[name] == getattr(AdapterConfig, name)(reduction_factor=8)
     torch.manual_seed(0)
     norm, (f, x) = nn.LayerNorm(32), torch.randn(2, 2, 5, 32)
     bapna = AdapterConfig.bapna(reduction_factor=8).module(32, 0)

@@ -29,9 +29,8 @@ def test_long_texts_are_cut_as_the_tokenizer_cuts_them(kind):
     rng = random.Random(0)
     for length in [8, 9, 20, 31] * 10:
         tokenizer = load_tokenizer(TOKENIZERS / kind, length)
-        texts = [
-            " ".join(rng.choices(["the", "a [SEP] b", "x"], k=rng.randrange(30))) for _ in "ab"
-        ]
+        words = ["the", "a [SEP] b", "x"]
+        texts = [" ".join(rng.choices(words, k=rng.randrange(30))) for _ in "ab"]
         pairs = [(a, b) for a in texts for b in (*texts, None)]
         for pair, (ids, types, is_cut) in zip(pairs, encode_pairs(tokenizer, pairs), strict=True):
             one = tokenizer.encode(*[text for text in pair if text is not None])

@@ -18,8 +18,7 @@ from formats.files import write_tensors
 
 
 def test_both_stages_learn(launch, runs, tmp_path):
-    """Classification and multiple choice, far above chance on examples that they have not seen; a
-    fusion finds the adapter that knows the target task beside two others."""
+    """Far above chance; a fusion finds the adapter that knows the target task beside two others."""
     data_dir = write_tasks(tmp_path / "data", 300)
     words = "--stage adapter --patience 25 --lr 1e-2 --batch-size 8 --reduction-factor 2"
     for task, epochs, least in (("sst2", 10, 0.8), ("pick", 3, 0.55)):
