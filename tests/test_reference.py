@@ -256,7 +256,7 @@ def test_old_fusion_has_only_a_name(copy, expected):
     assert torch.equal(run(bert, expected["bert"]), h)
 
 
-def test_the_paper_s_adapters_are_fused(hub, launch, encoder, tmp_path, capsys):
+def test_the_paper_s_adapters_are_fused(hub, launch, encoder, tmp_path):
     """They have old files, and names that are not their tasks': here two for all, one unusable."""
     assert paper_adapters("roberta")["sst2"] == "AdapterHub/roberta-base-sst_pfeiffer"
     with pytest.raises(ValueError, match="not for mpnet"):
@@ -271,8 +271,6 @@ def test_the_paper_s_adapters_are_fused(hub, launch, encoder, tmp_path, capsys):
         tensors = load_file(tmp_path / "new" / task / "adapter.safetensors")
         source[task] = {key.replace(".x.", f".{task}."): t for key, t in tensors.items()}
     launch("--stage fusion --task rte --epochs 1 --adapters paper", out=tmp_path / "run")
-    notes = re.findall(r"note: .*made for 'bert-base-uncased'", capsys.readouterr().out)
-    assert len(notes) == 16 and "AdapterHub/bert-base-uncased_nli_rte_pfeiffer" in notes[-2]
     shutil.rmtree(root)
     finished = load_run(tmp_path / "run")
     assert finished.adapters == list(TASKS)
