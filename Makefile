@@ -27,7 +27,7 @@ walkthrough: .venv/dev
 
 # what the tests compare with, where it is there: the reference library, in an environment of its own
 test-peers: .venv/dev .venv-peer/installed
-	PEER_PYTHON=$(CURDIR)/.venv-peer/bin/python $(PYTEST) $$(grep -lE 'needs_peer|PEER_PYTHON' tests/test_*.py)
+	PEER_PYTHON=$(CURDIR)/.venv-peer/bin/python $(PYTEST) $$(grep -l PEER_PYTHON tests/test_*.py)
 
 # with a network: the data sets, encoders and adapters that this project names, as the hub has them today
 test-hub: .venv/dev

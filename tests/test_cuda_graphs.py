@@ -17,7 +17,6 @@ from fast.recorded import Recorded, padded
 from runtime.run import Run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-needs_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA")
 
 # batches of 20 and 16 pairs of up to 27 tokens: several shapes, in turn
 COMMON = f"--task rte --batch-size 20 --epochs 4 --device {DEVICE} --cuda-graphs"
@@ -120,7 +119,7 @@ def ask_for_a_number():
     Adapter.z = lambda adapter, h: Z(adapter, h) * h.mean().abs().item()
 
 
-@needs_gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA")
 def test_what_cannot_be_recorded(words, tmp_path):
     """In a process of its own, which cannot go on."""
     status, _, error = child.ends(words("adapter", tmp_path), (ask_for_a_number,))

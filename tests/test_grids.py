@@ -3,13 +3,16 @@
 import re
 import shlex
 import shutil
+import subprocess
 import sys
+import time
 import zlib
 from types import SimpleNamespace
 from unittest.mock import Mock, patch
 
 import pandas as pd
 import pytest
+from filelock import FileLock
 
 import child
 import data
@@ -233,6 +236,24 @@ def test_a_search_goes_on_from_the_best(launch, made_up, tmp_path):
     upon = 0.4 + 0.1 + 0.02 + 0.05 + 0.01 + 0.03  # what was best before
     assert found["accuracy"].tolist() == 4 * [pytest.approx(upon)]
     assert (out / "new_LayerNorm.png").is_file()
+
+
+def test_no_run_is_left_behind(encoder, data_dir, tmp_path):
+    """They have saved what they had, and give one piece of advice."""
+    words = cli("--tasks rte --systems full --seeds 0 1 --jobs 2", model=encoder, out=tmp_path)
+    words += [*cli(data_dir=data_dir), *cli("-- --epochs 9999 --patience 9999 --device cpu")]
+    command, pipe = [sys.executable, "-m", "experiments.tables", *words], subprocess.PIPE
+    process = subprocess.Popen(command, cwd=child.ROOT, stdout=pipe, stderr=pipe, text=True)
+    while sum("epoch  2:" in path.read_text() for path in tmp_path.glob("logs/*")) < 2:
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    output, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and error.count("\n") == 1
+    assert "the same command goes on" in error and "--resume" not in output
+    for saved in (tmp_path / "runs" / f"full-rte-{seed}" / "resume.pt" for seed in (0, 1)):
+        assert saved.is_file()
+        FileLock(saved.with_name(".lock"), timeout=0).acquire()  # which a run would hold
 
 
 CONTROLS = """head= head_on_sst2=sst2 head_on_pick=pick own= full= mean=sst2,pick

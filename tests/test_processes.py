@@ -15,8 +15,6 @@ import train
 from conftest import assert_equal, content, interrupt, main, thorough
 from runtime.processes import gather, start_processes, sum_gradients
 
-on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-
 
 @pytest.fixture
 def quietly(command, quiet_encoder):
@@ -138,7 +136,7 @@ def test_errors_end_all_processes(text, before, voice, message, quietly, tmp_pat
     assert (tmp_path / "metrics.json").exists() == ("is kept" in message)
 
 
-@on_a_gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("stage", train.STAGES)
 def test_a_gpu(stage, command, quietly, tmp_path):
     """It trains as a CPU does. In bf16, its default, and with the dropout of its own random numbers

@@ -34,7 +34,6 @@ FIELDS = ("input_ids", "token_type_ids", "attention_mask")
 TOLERANCE = 1e-5  # of what float64 computes here, against fp32 outputs of the reference
 OF_ENCODERS = {"bert": 1e-5, "roberta": 1e-5, "mpnet": 1e-10}  # of fp32 and float64 outputs
 PEER = os.environ.get("PEER_PYTHON")
-needs_peer = pytest.mark.skipif(not PEER, reason="PEER_PYTHON, with the reference library")
 
 
 def directories(file):
@@ -376,7 +375,7 @@ def test_fusions_of_different_adapters(name, expected):
 
 
 @torch.no_grad()
-@needs_peer
+@pytest.mark.skipif(not PEER, reason="needs PEER_PYTHON, with the reference library")
 def test_the_reference_reads_our_runs(runs, loud_fusion, encoder, tmp_path):
     """And computes the same; own classes are refused."""
     ids = torch.tensor([[2, 7, 8, 9, 10, 3], [2, 11, 3, 0, 0, 0], [2, 12, 13, 14, 3, 0]])
