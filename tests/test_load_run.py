@@ -73,8 +73,10 @@ def test_which_rows_are_evaluated(launch, refused, data_dir, tmp_path, capsys):
     assert evaluate(run)["examples"] == 24 and evaluate(run)["accuracy"] == accuracy
     write_rows(there / "rte" / "test.jsonl", rows[:50])
     of_split = evaluate(run, "--split", "test", "--data-dir", there)
-    of_file = evaluate(run, "--file", there / "rte" / "test.jsonl")
-    assert of_split["examples"] == 50 and of_split["loss"] == of_file["loss"]
+    renamed = [{**row, "sentence1": row["idx"], "claim": row["sentence1"]} for row in rows[:50]]
+    write_rows(tmp_path / "mine.jsonl", renamed)
+    words = ["--file", tmp_path / "mine.jsonl", "--columns", "sentence1=claim"]
+    assert of_split["examples"] == 50 and of_split["loss"] == evaluate(run, *words)["loss"]
     assert "WARNING: this run was TRAINED on " in capsys.readouterr().out
     write_rows(file, rows[1:])
     refused([run, "--split", "train"], "held out cannot be told", main=evaluation.main)
@@ -83,8 +85,8 @@ def test_which_rows_are_evaluated(launch, refused, data_dir, tmp_path, capsys):
 
 @pytest.mark.parametrize("name, task", [("pick", "pick"), ("fusion-rte", "rte"), ("sst2", "sst2")])
 def test_every_kind_of_input_says_the_same(name, task, runs, data_dir, tmp_path, capsys):
-    """A file, the words of a command, and Python: the answers are those that were counted in
-    training. What is too long is cut, and it says so."""
+    """A file, with empty lines, which are passed over, the words of a command, and Python: the
+    answers are those that were counted in training. What is too long is cut, and it says so."""
     run, task = load_run(runs / name), get_task(task, Source(data_dir))
     rows = read_lines(data_dir / task.name / "validation.jsonl")
     answers, right = run.predict(rows), 0
@@ -97,7 +99,8 @@ def test_every_kind_of_input_says_the_same(name, task, runs, data_dir, tmp_path,
 
     rows[3][task.columns[0]] = " ".join(["red"] * 100)
     lists, file = [[row[column] for column in task.columns] for row in rows], tmp_path / "a.jsonl"
-    write_rows(file, rows)
+    of_rows = "\ufeff" + "\r\n\r\n".join(map(json.dumps, rows))
+    file.write_text(of_rows, encoding="utf-8", newline="")
     answers = run.predict(lists)
     assert [i for i, answer in enumerate(answers) if answer["truncated"]] == [3]
     assert run.predict([*rows[:5], *lists[5:]]) == answers

@@ -80,14 +80,16 @@ def test_killed_before_any_file_operation(stage, command, whole, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=thorough)])
 def test_a_signal_and_a_second_process(number, command, refused, tmp_path):
-    """The one stops a run, which can be continued; the other refuses as long as it is at work."""
+    """The one stops a run, which can be continued; the other refuses as long as it is at work. What
+    nohup ignores is no signal."""
     out = tmp_path / "run"
     words = command("adapter", out, "--epochs 10000 --patience 10000")
-    program = child.Program(words)
+    program = child.Program(words, [(signal.signal, signal.SIGHUP, signal.SIG_IGN)])
     while not (out / "log.jsonl").exists():
         assert program.process.is_alive()
         time.sleep(0.05)
     refused([*words, "--resume"], "another process is at work", str(out))
+    os.kill(program.process.pid, signal.SIGHUP)
     os.kill(program.process.pid, number)
     status, _, error = program.finish()
     resume = f"--resume --out {out} in the same command"
