@@ -1,8 +1,10 @@
 """experiments.grid and study, and the studies on them: tables, composition, architecture_search."""
 
+import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -204,6 +206,33 @@ def test_what_counts_as_finished(started, encoder, data_dir, tmp_path, copy, cap
     write_json(tmp_path / "copy" / "run.json", {"encoder": "trained again since"})
     with pytest.raises(SystemExit):
         starts(*names, epochs=2)
+
+
+def say_where(cell, gpu, threads):
+    """In place of `work`: where it runs; b is killed."""
+    cell.out.mkdir(parents=True)
+    cell.log.parent.mkdir(exist_ok=True)
+    cell.log.write_text(f"{gpu} {threads}")
+    time.sleep(0.1)
+    if cell.name == "b":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_three_at_a_time(monkeypatch, tmp_path):
+    """They share GPUs and cores. A run that is killed fails alone, with what needs it."""
+    monkeypatch.setattr(grid, "work", say_where)
+    monkeypatch.setattr(grid, "is_finished", lambda cell: cell.name != "b")
+    monkeypatch.setattr(grid, "row_of", lambda *_: {"accuracy": 0.5})
+    monkeypatch.setattr(grid.torch, "get_num_threads", lambda: 7)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")  # the user's
+    cells = {}
+    for name in "abcde":  # d needs a, e needs b
+        needs = [cells[{"d": "a", "e": "b"}[name]]] if name in "de" else []
+        cells[name] = grid.Cell(name, tmp_path / "runs" / name, "full", [], needs)
+    failed = grid.run_all(cells.values(), 3, [])
+    assert failed.keys() == {"b", "e"} and "status -9" in failed["b"]
+    assert [cells[name].log.read_text() for name in "abc"] == ["5 2", "7 2", "5 2"]
+    assert not cells["e"].log.exists()
 
 
 # what words of a command add to the accuracy

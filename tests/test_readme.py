@@ -1,4 +1,5 @@
-"""README.md and docs/: commands are understood, what is named is there, and the forks work."""
+"""README.md and docs/: commands are understood, what is named is there, and the forks work; and
+which room may import which."""
 
 import contextlib
 import importlib
@@ -20,8 +21,11 @@ from experiments import benchmark, demo, fusion_weights, load_run
 from fusion import active_fusions
 
 ROOT = Path(__file__).parent.parent
-# rooms and the five files
+# rooms and the five files: each may import itself and those before it
 ORDER = "formats runtime fast data bert adapter fusion train experiments examples results".split()
+FILES = [path.relative_to(ROOT) for path in [*ROOT.glob("*.py"), *ROOT.glob("[!.]*/*.py")]]
+TESTS = [path.stem for path in FILES if path.parent.name == "tests"]
+FILES = [path for path in FILES if path.parent.name not in ("tests", "docs")]
 
 NAMES = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "docs").glob("*.md"))]
 NAMES += ["README.md", "results/README.md", "docs/walkthrough.py"]
@@ -162,3 +166,12 @@ def test_the_notebook_is_that_of_its_source():
     source = re.split(r"^# %%.*\n", PAGES["docs/walkthrough.py"], flags=re.MULTILINE)[1:]
     found = [plain("".join(cell["source"])) for cell in cells]
     assert found == [*map(plain, source)], "make walkthrough, see the Makefile"
+
+
+def test_imports_point_down():
+    """Also those inside functions."""
+    for path in FILES:
+        above = ORDER[ORDER.index(path.parts[0].removesuffix(".py")) + 1 :]
+        text = (ROOT / path).read_text("utf-8")
+        rooms = re.findall(r"^ *(?:from|import) (\.|\w+)", text, re.MULTILINE)
+        assert not {*rooms} & {*above, *TESTS, "."}, path
