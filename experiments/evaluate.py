@@ -51,7 +51,6 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.file and (args.split or args.data_dir):
         raise ValueError("--file is in place of --split and --data-dir")
-    command.import_modules(args.imports)
     set_deterministic(choose_device(args.device, "auto")[0])  # as in training
     run = load_run(args.run, args.device, args.model, args.task, args.columns)
     task, split = run.task, args.file or args.split or "validation"

@@ -21,7 +21,7 @@ from experiments.report import markdown, save_figure, subplots, write_text
 from formats.adapterhub import ADAPTER, FUSION, read, read_run
 from formats.files import read_json
 from fusion import active_fusions
-from runtime.command import import_modules, run_command
+from runtime.command import run_command
 
 # Lightness rises with the weight, so it can be read in grey and with any colour vision. In the
 # middle black and white text have the same contrast.
@@ -170,7 +170,6 @@ def main(argv=None):
     add("--data-dir", help="where the data are now, if not where the runs had them")
     add("--cls", action="store_true", help="in the last layer, only what adapter.Head reads")
     args = parser.parse_args(argv)
-    import_modules(args.imports)
     tasks, frames, out = [], [], args.out
     for run in args.runs:
         tasks.append(read_finished(run)["options"]["task"])

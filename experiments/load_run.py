@@ -36,14 +36,14 @@ LOCK = threading.Lock()
 
 def make_parser(name, description):
     """The options of every command that reads runs."""
-    parser = command.Parser(prog=f"python -m experiments.{name}", description=description)
+    prog = f"python -m experiments.{name}"
+    parser = command.Parser(prog=prog, description=description, parents=[command.IMPORT])
     add = parser.add_argument
     add("--task", help="which task of a multi-task run")
     add("--model", help="where the encoder is now, if not where the run found it")
     columns = {"type": command.name_and_text, "action": command.Pairs, "metavar": "OURS=THEIRS"}
     add("--columns", help="of the data, if not those of the run", **columns)
     add("--device", default="auto", choices="auto cpu cuda mps".split())
-    add("--import", dest="imports", nargs="+", action="extend", default=[], metavar="MODULE")
     return parser
 
 

@@ -68,11 +68,9 @@ def parse(name, description, argv, systems, **defaults):
     result."""
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
-    first, prog = command.Parser(add_help=False), f"python -m experiments.{name}"
-    several = {"dest": "imports", "nargs": "+", "action": "extend", "default": []}
-    first.add_argument("--import", metavar="MODULE", **several)
-    command.import_modules(first.parse_known_args(given[:end])[0].imports)  # may add a stage
-    parser = command.Parser(prog, description=description, parents=[first])
+    prog = f"python -m experiments.{name}"
+    command.IMPORT.parse_known_args(given[:end])  # may add a stage, and so an option
+    parser = command.Parser(prog, description=description, parents=[command.IMPORT])
     add, environment = parser.add_argument, os.environ.get
     seeds = {"type": command.seed, "nargs": "+"}
     # fmt: off
