@@ -33,9 +33,9 @@ test-peers: .venv/dev .venv-peer/installed
 test-hub: .venv/dev
 	HUB_TESTS=1 .venv/bin/python -m pytest -q tests/test_hub.py
 
-# with a network and a GPU: test-hub, the GPU's tests, and BERT-base on three tasks (--plan says more)
+# with a network and a GPU: test-hub, the GPU's tests, and BERT-base on three tasks
 verify: .venv/dev
-	.venv/bin/python -m experiments.verify
+	PATH="$(CURDIR)/.venv/bin:$$PATH" sh results/verify.sh
 
 .venv/installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
