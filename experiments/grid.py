@@ -1,8 +1,6 @@
 """Grids of training runs, for the studies (experiments/study.py): commands, `python train.py ...`
 or `python -m experiments.multitask ...`, some of which take an adapter, or the encoder, of others.
-
-OUT/runs has the run directories, OUT/logs what the runs have printed. The same command again runs
-what is not finished, and continues what was interrupted."""
+The same command again runs what is not finished, and continues what was interrupted."""
 
 import math
 import multiprocessing
@@ -33,9 +31,8 @@ from runtime.record import data_inputs, hashes_of
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload([__name__, "torch._dynamo"])
 
-# What is in the tables' files beside the accuracy
 MEASURED = """train_examples dev_examples best_epoch trained_parameters epochs lr processor
-    commit""".split()
+    commit""".split()  # of a row, beside the accuracy
 HASHES = {}  # {where a task's data are, and since when: hashes of training and development set}
 
 
@@ -112,9 +109,9 @@ def unfinished(cells):
 
 def plan(cells):
     """Lists the runs, and ends the command."""
-    todo = [cell.name for cell in unfinished(cells)]
+    todo = unfinished(cells)
     for name, cell in with_needs(cells).items():
-        print(f"{'to do' if name in todo else 'finished':8} {name}: {shlex.join(cell.words)}")
+        print(f"{'to do' if cell in todo else 'finished':8} {name}: {shlex.join(cell.words)}")
     sys.exit(0)
 
 
@@ -123,7 +120,9 @@ def run(args, columns, cells):
     place has a value for each of `columns`. Returns (a DataFrame with a row for each finished
     place, {name: reason} of failed cells). After a signal, raises KeyboardInterrupt once the runs
     have saved their state."""
-    todo = unfinished(cells.values())
+    todo, every = unfinished(cells.values()), with_needs(cells.values())
+    if every:
+        print(f"{len(todo)} runs to do, {len(every) - len(todo)} are finished and kept", flush=True)
     for cell in todo:
         cell.options()  # what a run would refuse is refused before any begins
     with deferred_signals("stopping; the runs save their state") as signals:
