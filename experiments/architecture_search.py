@@ -57,8 +57,7 @@ r = 16 where a layer has two adapters (both, houlsby), r = 8 where it has one.""
 def add_systems(step, best):
     """Puts each option of a step, at each reduction factor, into study.SYSTEMS; with the first step
     also the architectures of others, and Full. Returns {system: (step, option, factor)}. best:
-    [FIELD=VALUE] of the steps before; what is impossible with that, or changes nothing, is not
-    there."""
+    [FIELD=VALUE] of the steps before, with which an option must be possible and change something"""
     options, found, default = {}, {}, vars(AdapterConfig())
     for option, words in STEPS[step].items():
         with contextlib.suppress(ValueError):  # f + x, where the adapter reads f
@@ -91,7 +90,6 @@ def page(step, rows, winner):
 
 
 def main(argv=None):
-    """Step after step, and writes the results after each."""
     args = study.parse("architecture_search", __doc__, argv, ["full"])
     if args.test or len(args.train_examples) > 1:
         raise ValueError("the search takes one of --train-examples, and no --test")

@@ -42,8 +42,7 @@ def parse(out):
 
 
 def train_all(args):
-    """The study, and the adapters of the skills, which it needs. Returns {skill: accuracy}, and the
-    study's rows."""
+    """({skill: accuracy} of the adapters that the study needs, its rows)"""
     rows, failed = study.run(args)
     grid.end(failed)
     cells = grid.with_needs(study.cells_of(args, args.seeds).values())
@@ -84,11 +83,9 @@ def verdict(rows):
     for other in WAYS[:-1]:
         found, error, is_clear = lead("fusion", other)
         title = f"The fusion (attention) minus {study.system(other)[0]}"
-        said = "separated" if is_clear else "not separated"
-        said = f"{report.with_interval(found)}, standard error {error:.1f}: {said}."
-        sentences.append(f"{title}: {said}")
-    of_seeds = points["fusion"]
-    if of_seeds.max() - of_seeds.min() >= 2 * math.sqrt(2 * variance["fusion"]):
+        said = f"{report.with_interval(found)}, standard error {error:.1f}"
+        sentences.append(f"{title}: {said}: {'not ' * (not is_clear)}separated.")
+    if points["fusion"].max() - points["fusion"].min() >= 2 * math.sqrt(2 * variance["fusion"]):
         why = "do its weights keep to one adapter? See below."
         sentences.append(f"Its own seeds differ as much: {why}")
     return "\n".join(sentences)

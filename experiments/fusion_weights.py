@@ -66,10 +66,10 @@ def own_adapter(run):
 def own_accuracy(run, own):
     """The development accuracy of the own adapter's run, if that is where it was, and unchanged."""
     out = Path(read_run(run.directory / "adapters" / str(own)).get("options", {}).get("out", ""))
-    if own is None or not (out / "metrics.json").is_file() or not (out / ADAPTER.config).is_file():
-        return math.nan
-    is_same = read(out, ADAPTER).sha256() == run.record["inputs"][f"adapter {own}"]
-    return read_json(out / "metrics.json").get("accuracy", math.nan) if is_same else math.nan
+    if (out / "metrics.json").is_file() and (out / ADAPTER.config).is_file():
+        if read(out, ADAPTER).sha256() == run.record["inputs"][f"adapter {own}"]:
+            return read_json(out / "metrics.json").get("accuracy", math.nan)
+    return math.nan
 
 
 def rows_of(run, target, means):
@@ -121,8 +121,7 @@ def title_of(layer, location):
 
 
 def draw(rows, out):
-    """Figure 6. The targets' own adapters come first, in the order of the targets: they lie on the
-    diagonal."""
+    """Figure 6. The own adapters come first, in the order of the targets: on the diagonal."""
     names = [*dict.fromkeys([*rows["own"].dropna(), *rows["adapter"]])]
     labels, top = rows["target"].unique(), math.ceil(10 * rows["weight"].max()) / 10
     panels = {}
@@ -138,8 +137,8 @@ def draw(rows, out):
 
 
 def summary(rows):
-    """(rows, header) of summary.txt, a row for each target, see LEGEND; and [what a table cannot
-    say]: where s is no distribution, and section 6's own weight against gain"""
+    """(rows, header) of summary.txt, a row for each target, see LEGEND; and [a note for each target
+    whose s is no distribution]"""
     lines, notes = [], []
     for target, of in rows.groupby("target", sort=False):
         s = of.pivot(index=["layer", "location"], columns="adapter", values="weight").fillna(0)
@@ -154,10 +153,6 @@ def summary(rows):
         line = [target, means.idxmax(), means.max(), own, means.get(own), 100 * accuracy]
         gain = 100 * (accuracy - of_own)
         lines.append([*line, gain, spread[~is_last].mean(), spread[is_last].mean()])
-    pairs = pd.DataFrame([(line[4], line[6]) for line in lines], dtype=float).dropna()
-    if len(pairs) > 2:
-        r = pairs.corr().iloc[0, 1]
-        notes.append(f"Own weight and gain, over {len(pairs)} targets: correlation {r:.2f}")
     names = "target,strongest,its weight,own,own weight,accuracy,gain,spread,in the last layer"
     return (lines, names.split(",")), notes
 
@@ -170,11 +165,11 @@ def main(argv=None):
     add("--data-dir", help="where the data are now, if not where the runs had them")
     add("--cls", action="store_true", help="in the last layer, only what adapter.Head reads")
     args = parser.parse_args(argv)
-    tasks, frames, out = [], [], args.out
+    tasks = [read_finished(run)["options"]["task"] for run in args.runs]
     for run in args.runs:
-        tasks.append(read_finished(run)["options"]["task"])
         if not Path(run, FUSION.config).is_file():
             raise ValueError(f"{run} has no fusion")
+    frames, out = [], args.out
     for directory, task in zip(args.runs, tasks, strict=True):
         print(f"{directory}: fusion weights on its development set", flush=True)
         run = load_run(directory, args.device, args.model, args.task, args.columns)

@@ -122,7 +122,8 @@ def run(args, columns, cells):
     have saved their state."""
     todo, every = unfinished(cells.values()), with_needs(cells.values())
     if every:
-        print(f"{len(todo)} runs to do, {len(every) - len(todo)} are finished and kept", flush=True)
+        counts = f"{len(todo)} of {len(every)} runs to do"
+        print(f"{counts}; what is finished stays, also after an edit of code", flush=True)
     for cell in todo:
         cell.options()  # what a run would refuse is refused before any begins
     with deferred_signals("stopping; the runs save their state") as signals:
@@ -157,13 +158,12 @@ def run_all(todo, jobs, signals):
             cell, process, number = running.pop(sentinel)
             process.join()
             free.append(number)
-            last = cell.log.read_text(encoding="utf-8", errors="replace").strip().split("\n")[-1]
             if is_finished(cell):  # also one that diverged: its best epoch is kept
                 said = f"{100 * row_of({}, cell)['accuracy']:.2f} %"
-                said += f", {last}" * (process.exitcode != 0)
             else:
-                said = f"FAILED, {last}"
-                failed[cell.name] = f"{last} (status {process.exitcode}, {cell.log})"
+                lines = cell.log.read_text(encoding="utf-8", errors="replace").strip().split("\n")
+                failed[cell.name] = f"{lines[-1]} (status {process.exitcode}, {cell.log})"
+                said = f"FAILED, {failed[cell.name]}"
             done = f"{len(todo) - len(waiting) - len(running)} of {len(todo)}"
             print(f"{cell.name}: {said}; {done} after {time.time() - started:.0f} s", flush=True)
     for _, process, _ in running.values():

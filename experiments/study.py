@@ -54,7 +54,6 @@ SYSTEMS = {
 COLUMNS = "task system limit_train seed".split()  # 0: no limit
 NOTE = """Accuracy in %, mean ± standard deviation over seeds; the best epoch is chosen on the
 development set, as in the paper. Of differences the mean, and its 95 % interval by t."""
-HELD_OUT = "Measured on held-out examples (--test)."
 
 
 def system(name):
@@ -63,9 +62,7 @@ def system(name):
 
 
 def parse(name, description, argv, systems, **defaults):
-    """The options of a study, which systems and defaults make what it is. Reads the data:
-    args.sizes, {task: its training examples}. Raises ValueError for what would give a wrong
-    result."""
+    """The options of a study. Reads the data: args.sizes, {task: its training examples}."""
     argv = sys.argv[1:] if argv is None else argv
     end = argv.index("--") if "--" in argv else len(argv)
     given, rest = argv[:end], argv[end + 1 :]
@@ -105,6 +102,8 @@ def parse(name, description, argv, systems, **defaults):
         raise ValueError("several options of a stage need --choose-seeds, other ones than --seeds")
     if args.source_options and args.maker != "source":
         raise ValueError("--source-options: here a source's adapter has --adapter-options")
+    if args.test and args.data_dir and Path(args.test).samefile(args.data_dir):
+        raise ValueError("--test must not be --data-dir, whose development sets choose")
 
     found, args.sources = args.sources or args.tasks, {}  # {name: an adapter's place, or None}
     for name, place in [named(one) if "/" in one else (one, None) for one in found]:
@@ -206,8 +205,9 @@ def run(args):
     for has_needs in (False, True):
         rows, failed = grid.run(args, [*COLUMNS, "setting"], candidates(args, has_needs))
         grid.end(grid.not_diverged(failed))
-        of_options = rows.groupby([*COLUMNS[:3], "setting"])["accuracy"]
-        sums = of_options.sum(min_count=1)  # diverged: as 0; of a regression NaN, an error below
+        if rows["accuracy"].isna().any():
+            raise ValueError("options cannot be chosen for a task without accuracy")
+        sums = rows.groupby([*COLUMNS[:3], "setting"])["accuracy"].sum()  # diverged: as 0
         best = sums.groupby(level=COLUMNS[:3]).idxmax()
         args.chosen |= {place[:3]: place[3] for place in best}
     cells = cells_of(args, args.seeds)
@@ -234,9 +234,6 @@ def held_out_accuracy(args, cell, task):
         print(f"WARNING: {cell.name}: {name} was TRAINED on {share:.0%} of them")
     write_json(path, {"accuracy": accuracy, "of": of})
     return accuracy
-
-
-# Results, and their files
 
 
 def points(rows):
@@ -281,6 +278,6 @@ def figure(path, rows):
 def write_results(args, name, rows, parts):
     """OUT/NAME.csv, and OUT/NAME.md of the parts, a text each, which is printed."""
     report.write_text(args.out / f"{name}.csv", rows.to_csv(index=False))
-    parts = [NOTE, *[HELD_OUT] * bool(args.test), *map(str.strip, parts)]
-    text = "\n\n".join([f"    {args.command}", *parts])
+    held_out = ["Measured on held-out examples (--test)."] * bool(args.test)
+    text = "\n\n".join([f"    {args.command}", NOTE, *held_out, *map(str.strip, parts)])
     print("", text, report.write_text(args.out / f"{name}.md", f"{text}\n"), sep="\n", flush=True)
