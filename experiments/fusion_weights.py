@@ -66,7 +66,7 @@ def own_adapter(run):
 def own_accuracy(run, own):
     """The development accuracy of the own adapter's run, if that is where it was, and unchanged."""
     out = Path(read_run(run.directory / "adapters" / str(own)).get("options", {}).get("out", ""))
-    if (out / "metrics.json").is_file() and (out / ADAPTER.config).is_file():
+    if own is not None and (out / "metrics.json").is_file() and (out / ADAPTER.config).is_file():
         if read(out, ADAPTER).sha256() == run.record["inputs"][f"adapter {own}"]:
             return read_json(out / "metrics.json").get("accuracy", math.nan)
     return math.nan
