@@ -54,7 +54,7 @@ STAGES = {
 
 
 def make_parser(prog="train.py", description=__doc__):
-    parser = command.Parser(prog=prog, description=description)
+    parser = command.Parser(prog=prog, description=description, parents=[command.IMPORT])
     add = parser.add_argument
     as_pairs = {"action": command.Pairs, "metavar": "NAME=VALUE"}  # a dictionary; {} by default
     rates = ", ".join(f"{stage['lr']:g} {name}" for name, stage in STAGES.items())
@@ -101,8 +101,6 @@ def make_parser(prog="train.py", description=__doc__):
     add("--cuda-graphs", action="store_true", help="on a GPU: record each step, and replay it")
     add("--dtype", default="auto", choices="auto float32 bfloat16".split(), help="of matrix "
         "products and frozen weights; auto: bfloat16 where the hardware has it")
-    add("--import", dest="imports", nargs="+", action="extend", default=[], metavar="MODULE",
-        help="files of your own, as modules, that add to a dictionary such as ADAPTERS")
     # fmt: on
     return parser
 
@@ -112,7 +110,6 @@ def parse(argv=None, parser=None):
     options that do not fit together."""
     parser = parser or make_parser()
     args = parser.parse_args(argv)
-    command.import_modules(args.imports)
     if args.reduction_factor is not None:
         if "reduction_factor" in args.adapter_config:
             raise ValueError("--reduction-factor is given, and again in --adapter-config")

@@ -1,12 +1,12 @@
-"""The architecture search of appendix A.2 (Figures 5, 7, 8 and 9): where the adapter sits, and
-which LayerNorms are around it.
+"""The architecture search of appendix A.2: where the adapter sits, and which LayerNorms are around
+it (Figure 5).
 
     python -m experiments.architecture_search --tasks sst2 argument commonsense_qa -- --epochs 10
 
 Every option of a step is trained on each task at every reduction factor; the one with the best mean
 accuracy is kept for the steps after it. What has not been searched yet is as in the paper's
-outcome, the first option of each step. OUT gets search.md, search.csv and a figure for each step,
-after each; --plan lists the first step. A run that diverges in its first epoch counts as 0 %."""
+outcome, the first option of each step. OUT gets search.md and search.csv, after each step; --plan
+lists the first one. A run that diverges in its first epoch counts as 0 %."""
 
 import contextlib
 import itertools
@@ -57,8 +57,7 @@ r = 16 where a layer has two adapters (both, houlsby), r = 8 where it has one.""
 def add_systems(step, best):
     """Puts each option of a step, at each reduction factor, into study.SYSTEMS; with the first step
     also the architectures of others, and Full. Returns {system: (step, option, factor)}. best:
-    [FIELD=VALUE] of the steps before; what is impossible with that, or changes nothing, is not
-    there."""
+    [FIELD=VALUE] of the steps before, with which an option must be possible and change something"""
     options, found, default = {}, {}, vars(AdapterConfig())
     for option, words in STEPS[step].items():
         with contextlib.suppress(ValueError):  # f + x, where the adapter reads f
@@ -78,24 +77,19 @@ def add_systems(step, best):
     return found
 
 
-def page(args, step, rows, winner):
-    """[text] of the tables of a step, a task each; draws its figure, with a panel for each task."""
-    size = 4.3 * len(args.tasks), 4
-    figure, panels = report.subplots(1, len(args.tasks), size, sharey=True, squeeze=False)
-    for panel, (task, of) in zip(panels.flat, rows.groupby("task", sort=False), strict=True):
+def page(step, rows, winner):
+    """[text] of the tables of a step, one for each task"""
+    for task, of in rows.groupby("task", sort=False):
         points = 100 * of.set_index(["option", "reduction_factor"])["accuracy"]
         found = points.groupby(level=[0, 1], sort=False)  # without Full, which has no factor
-        means, texts = found.mean().unstack(), found.agg(report.with_deviation).unstack()
-        means.T.plot(ax=panel, title=f"{step}, {task}", marker="o", logx=True, ylabel="accuracy, %")
-        texts = texts.rename(columns="r = {:g}".format).assign(mean=means.mean(axis=1))
+        texts = found.agg(report.with_deviation).unstack().rename(columns="r = {:g}".format)
+        texts["mean"] = found.mean().unstack().mean(axis=1)
         if step == "position":
             yield f"{task}: full fine-tuning {report.with_deviation(points['full'])}."
         yield f"## {step}, {task}\n\n{report.frame(texts.rename({winner: f'**{winner}**'}))}"
-    report.save_figure(figure, args.out / f"{step.replace(' ', '_')}.png")
 
 
 def main(argv=None):
-    """Step after step, and writes the results after each."""
     args = study.parse("architecture_search", __doc__, argv, ["full"])
     if args.test or len(args.train_examples) > 1:
         raise ValueError("the search takes one of --train-examples, and no --test")
@@ -115,7 +109,7 @@ def main(argv=None):
         winner = means[means.index.isin(options)].idxmax()
         best += options[winner].split()
         frames.append(rows)
-        parts += page(args, step, rows, winner)
+        parts += page(step, rows, winner)
         study.write_results(args, "search", pd.concat(frames), parts)
     grid.end(lost)
 

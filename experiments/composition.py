@@ -24,13 +24,9 @@ def main(argv=None):
     parts = []
     if len(rows):
         study.figure(args.out / "composition.png", rows)
-        titles = rows["system"].map(lambda name: study.system(name)[0])
-        sizes = rows["limit_train"].map(lambda size: f", {size or 'all'} training examples")
-        places = rows["task"] + sizes
-        of = study.points(rows).groupby([titles, places], sort=False)
-        parts.append(report.frame(of.agg(report.with_deviation).unstack(sort=False).fillna("")))
-        for title, of in rows.groupby(places, sort=False):
-            parts += [f"## {title}", report.markdown(*study.table(of))]
+        for (task, size), of in rows.groupby(["task", "limit_train"], sort=False):
+            parts.append(f"## {task}, {size or 'all'} training examples")
+            parts.append(report.markdown(*study.table(of)))
     study.write_results(args, "composition", rows, parts)
     grid.end(failed)
 

@@ -48,15 +48,10 @@ def parse(out, target="both"):
 
 
 def train_all(args):
-    """The study, and the adapters of the skills, which it needs. Returns {skill: accuracy}, and the
-    study's rows."""
-    cells = grid.with_needs(study.cells_of(args, args.seeds).values())
-    todo = len(grid.unfinished(cells.values()))
-    advice = "are finished and kept: after an edit of code, choose another --out"
-    kept = f" ({len(cells) - todo} {advice})" * (todo < len(cells))
-    print(f"\ntraining {todo} runs, {args.jobs} at a time{kept}", flush=True)
+    """({skill: accuracy} of the adapters that the study needs, its rows)"""
     rows, failed = study.run(args)
     grid.end(failed)
+    cells = grid.with_needs(study.cells_of(args, args.seeds).values())
     return {n: grid.row_of({}, cells[f"source-{n}-0"])["accuracy"] for n in args.sources}, rows
 
 

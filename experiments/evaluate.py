@@ -22,9 +22,8 @@ from runtime.processes import choose_device, set_deterministic
 
 
 def differences(run, scores):
-    """Where {score: value} and metrics.json differ: "accuracy 1.0, now 0.2", or "" if nowhere. What
-    is computed as in training is the same to the bit; elsewhere sums are taken in another order,
-    which in bf16 makes more of a difference."""
+    """Where {score: value} and metrics.json differ: "accuracy 1.0, now 0.2", or "". On the machine
+    of the training all is the same to the bit; elsewhere sums are taken in another order."""
     metrics, machine = read_json(run.directory / "metrics.json"), run.record["machine"]
     before = {"loss": metrics["dev_loss"]} | metrics
     if "accuracies" in metrics:  # of several tasks
@@ -32,7 +31,8 @@ def differences(run, scores):
     here, dtype = record.machine(run.bert.device), run.record["options"]["dtype"]
     is_same = all(machine[name] == here[name] for name in ("device", "processor", "threads"))
     rounding = 1e-2 if dtype == "bfloat16" else 1e-4
-    rounding = 0 if is_same and run.args.dtype == dtype else rounding
+    if is_same and run.args.dtype == dtype:
+        rounding = 0
     found = []
     for name, now in scores.items():
         then = before.get(name, now)
@@ -49,9 +49,6 @@ def main(argv=None):
     add("--data-dir", help="directory with TASK/SPLIT.jsonl")
     add("--file", help="with labels, in place of a split")
     args = parser.parse_args(argv)
-    if args.file and (args.split or args.data_dir):
-        raise ValueError("--file is in place of --split and --data-dir")
-    command.import_modules(args.imports)
     set_deterministic(choose_device(args.device, "auto")[0])  # as in training
     run = load_run(args.run, args.device, args.model, args.task, args.columns)
     task, split = run.task, args.file or args.split or "validation"

@@ -21,7 +21,7 @@ from experiments.report import markdown, save_figure, subplots, write_text
 from formats.adapterhub import ADAPTER, FUSION, read, read_run
 from formats.files import read_json
 from fusion import active_fusions
-from runtime.command import import_modules, run_command
+from runtime.command import run_command
 
 # Lightness rises with the weight, so it can be read in grey and with any colour vision. In the
 # middle black and white text have the same contrast.
@@ -66,10 +66,10 @@ def own_adapter(run):
 def own_accuracy(run, own):
     """The development accuracy of the own adapter's run, if that is where it was, and unchanged."""
     out = Path(read_run(run.directory / "adapters" / str(own)).get("options", {}).get("out", ""))
-    if own is None or not (out / "metrics.json").is_file() or not (out / ADAPTER.config).is_file():
-        return math.nan
-    is_same = read(out, ADAPTER).sha256() == run.record["inputs"][f"adapter {own}"]
-    return read_json(out / "metrics.json").get("accuracy", math.nan) if is_same else math.nan
+    if own is not None and (out / "metrics.json").is_file() and (out / ADAPTER.config).is_file():
+        if read(out, ADAPTER).sha256() == run.record["inputs"][f"adapter {own}"]:
+            return read_json(out / "metrics.json").get("accuracy", math.nan)
+    return math.nan
 
 
 def rows_of(run, target, means):
@@ -121,8 +121,7 @@ def title_of(layer, location):
 
 
 def draw(rows, out):
-    """Figure 6. The targets' own adapters come first, in the order of the targets: they lie on the
-    diagonal."""
+    """Figure 6. The own adapters come first, in the order of the targets: on the diagonal."""
     names = [*dict.fromkeys([*rows["own"].dropna(), *rows["adapter"]])]
     labels, top = rows["target"].unique(), math.ceil(10 * rows["weight"].max()) / 10
     panels = {}
@@ -170,12 +169,11 @@ def main(argv=None):
     add("--data-dir", help="where the data are now, if not where the runs had them")
     add("--cls", action="store_true", help="in the last layer, only what adapter.Head reads")
     args = parser.parse_args(argv)
-    import_modules(args.imports)
-    tasks, frames, out = [], [], args.out
+    tasks = [read_finished(run)["options"]["task"] for run in args.runs]
     for run in args.runs:
-        tasks.append(read_finished(run)["options"]["task"])
         if not Path(run, FUSION.config).is_file():
             raise ValueError(f"{run} has no fusion")
+    frames, out = [], args.out
     for directory, task in zip(args.runs, tasks, strict=True):
         print(f"{directory}: fusion weights on its development set", flush=True)
         run = load_run(directory, args.device, args.model, args.task, args.columns)

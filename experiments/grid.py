@@ -1,8 +1,6 @@
 """Grids of training runs, for the studies (experiments/study.py): commands, `python train.py ...`
 or `python -m experiments.multitask ...`, some of which take an adapter, or the encoder, of others.
-
-OUT/runs has the run directories, OUT/logs what the runs have printed. The same command again runs
-what is not finished, and continues what was interrupted."""
+The same command again runs what is not finished, and continues what was interrupted."""
 
 import math
 import multiprocessing
@@ -33,9 +31,8 @@ from runtime.record import data_inputs, hashes_of
 forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload([__name__, "torch._dynamo"])
 
-# What is in the tables' files beside the accuracy
 MEASURED = """train_examples dev_examples best_epoch trained_parameters epochs lr processor
-    commit""".split()
+    commit""".split()  # of a row, beside the accuracy
 HASHES = {}  # {where a task's data are, and since when: hashes of training and development set}
 
 
@@ -112,9 +109,9 @@ def unfinished(cells):
 
 def plan(cells):
     """Lists the runs, and ends the command."""
-    todo = [cell.name for cell in unfinished(cells)]
+    todo = unfinished(cells)
     for name, cell in with_needs(cells).items():
-        print(f"{'to do' if name in todo else 'finished':8} {name}: {shlex.join(cell.words)}")
+        print(f"{'to do' if cell in todo else 'finished':8} {name}: {shlex.join(cell.words)}")
     sys.exit(0)
 
 
@@ -123,7 +120,10 @@ def run(args, columns, cells):
     place has a value for each of `columns`. Returns (a DataFrame with a row for each finished
     place, {name: reason} of failed cells). After a signal, raises KeyboardInterrupt once the runs
     have saved their state."""
-    todo = unfinished(cells.values())
+    todo, every = unfinished(cells.values()), with_needs(cells.values())
+    if every:
+        counts = f"{len(todo)} of {len(every)} runs to do"
+        print(f"{counts}; what is finished stays, also after an edit of code", flush=True)
     for cell in todo:
         cell.options()  # what a run would refuse is refused before any begins
     with deferred_signals("stopping; the runs save their state") as signals:
@@ -158,13 +158,12 @@ def run_all(todo, jobs, signals):
             cell, process, number = running.pop(sentinel)
             process.join()
             free.append(number)
-            last = cell.log.read_text(encoding="utf-8", errors="replace").strip().split("\n")[-1]
             if is_finished(cell):  # also one that diverged: its best epoch is kept
                 said = f"{100 * row_of({}, cell)['accuracy']:.2f} %"
-                said += f", {last}" * (process.exitcode != 0)
             else:
-                said = f"FAILED, {last}"
-                failed[cell.name] = f"{last} (status {process.exitcode}, {cell.log})"
+                lines = cell.log.read_text(encoding="utf-8", errors="replace").strip().split("\n")
+                failed[cell.name] = f"{lines[-1]} (status {process.exitcode}, {cell.log})"
+                said = f"FAILED, {failed[cell.name]}"
             done = f"{len(todo) - len(waiting) - len(running)} of {len(todo)}"
             print(f"{cell.name}: {said}; {done} after {time.time() - started:.0f} s", flush=True)
     for _, process, _ in running.values():

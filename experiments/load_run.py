@@ -36,14 +36,14 @@ LOCK = threading.Lock()
 
 def make_parser(name, description):
     """The options of every command that reads runs."""
-    parser = command.Parser(prog=f"python -m experiments.{name}", description=description)
+    prog = f"python -m experiments.{name}"
+    parser = command.Parser(prog=prog, description=description, parents=[command.IMPORT])
     add = parser.add_argument
     add("--task", help="which task of a multi-task run")
     add("--model", help="where the encoder is now, if not where the run found it")
     columns = {"type": command.name_and_text, "action": command.Pairs, "metavar": "OURS=THEIRS"}
     add("--columns", help="of the data, if not those of the run", **columns)
     add("--device", default="auto", choices="auto cpu cuda mps".split())
-    add("--import", dest="imports", nargs="+", action="extend", default=[], metavar="MODULE")
     return parser
 
 
@@ -71,8 +71,7 @@ class LoadedRun:
         return [*self.bert.active] if isinstance(self.bert.active, tuple) else []
 
     def candidates(self, inputs):
-        """[[(text_a, text_b or None)]] of inputs, as in training. Raises ValueError for what is no
-        input of the task."""
+        """[[(text_a, text_b or None)]] of inputs, as in training"""
         task, names, found = self.task, self.source.column_names, []
         inputs = inputs if isinstance(inputs, list) else [inputs]
         rows = [x if isinstance(x, dict) else self.row_of(x) for x in inputs]
@@ -101,7 +100,7 @@ class LoadedRun:
     def split(self, name="validation", data_dir=None):
         """[Example] of a split as in training, from its data unless there is a `data_dir`. The
         examples that --dev-fraction held out are the same in a copy, unless it has a file for
-        development. Raises ValueError for training examples that cannot be told from those."""
+        development."""
         source = replace(self.source)  # without any rows
         if data_dir:
             source.data_dir, source.files = data_dir, {}
@@ -154,7 +153,7 @@ class LoadedRun:
     def fusion_weights(self, inputs):
         """[{"tokens": T texts, "weights": {location: for every layer a tensor [T, N], or None where
         there is no fusion}}] of inputs; with multiple choice one for each of their choices. The N
-        adapters are in the order of `adapters`. Raises ValueError for a run without a fusion."""
+        adapters are in the order of `adapters`."""
         result = []
         for example in self.encode(inputs):
             s = self.weights_of(collate([example], self.bert.config.pad_token_id))
@@ -169,9 +168,8 @@ class LoadedRun:
 
 def load_run(directory, device="cpu", model=None, task=None, columns=None):
     """The LoadedRun of a finished run: train.py's `build` with the recorded options, and then the
-    saved tensors. model, task, columns: see `make_parser`. Raises FileNotFoundError or ValueError
-    for a directory that is not a finished run, and for an encoder or a tokenizer that is not the
-    one of its training."""
+    saved tensors. model, task, columns: see `make_parser`. Encoder and tokenizer must be those of
+    its training."""
     directory = Path(directory)
     record = read_finished(directory)
     args = argparse.Namespace(**record["options"])
@@ -206,7 +204,7 @@ def load_run(directory, device="cpu", model=None, task=None, columns=None):
 
 
 def read_finished(directory):
-    """The run.json of a finished run. Raises FileNotFoundError for a directory that holds none."""
+    """The run.json of a finished run"""
     record = read_run(directory)
     if not record or not Path(directory, "metrics.json").is_file():
         advice = "it has no metrics.json (what was saved alone is for --adapters)"
@@ -215,8 +213,7 @@ def read_finished(directory):
 
 
 def recorded_task(record, directory, name=None):
-    """The Task of a run, with the columns and labels of its training. name: which of several.
-    Raises ValueError if the run does not have the task."""
+    """The Task of a run, with the columns and labels of its training. name: which of several"""
     names = [*record["tasks"]]
     name = names[0] if name is None and len(names) == 1 else name
     if name not in names:

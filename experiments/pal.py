@@ -13,17 +13,12 @@ from bert import attention
 
 @dataclass
 class PALConfig:
-    """Projected attention layers, 1.1 times BERT-base's parameters for eight tasks.
+    """Projected attention layers, 1.1 times BERT-base's parameters for eight tasks. All layers
+    share the projections from d to `size`, and back."""
 
-    size        the dimension in which it attends
-    num_heads   attention heads there
-    leave_out   layers (from 0) without one
-
-    All layers share the projections from d to that size, and back."""
-
-    size: int = 204
+    size: int = 204  # the dimension in which it attends
     num_heads: int = 6  # as their code has it; 12 in their paper
-    leave_out: list = field(default_factory=list)
+    leave_out: list = field(default_factory=list)  # layers (from 0) without one
 
     def __post_init__(self):
         if self.size % self.num_heads:

@@ -17,7 +17,7 @@ from pathlib import Path
 from experiments.load_run import load_run, make_parser
 from formats.files import error_prefix
 from formats.rows import LISTS, read_rows
-from runtime.command import import_modules, run_command
+from runtime.command import run_command
 
 
 def line_of_text(answer, candidate):
@@ -50,11 +50,8 @@ def main(argv=None):
     add("--json", action="store_true", help="one JSON object a line")
     add("--picture", metavar="FILE.png", help="of a fusion's weights")
     args = parser.parse_intermixed_args(argv)
-    import_modules(args.imports)
     if bool(args.file) == bool(args.texts):
         raise ValueError("give either texts, or --file")
-    if args.picture and args.file:
-        raise ValueError("--picture draws a single input: give its texts in place of --file")
     with contextlib.redirect_stdout(sys.stderr):  # notes; stdout is for predictions
         run = load_run(args.run, args.device, args.model, args.task, args.columns)
         inputs = read_rows(args.file) if args.file else [args.texts]

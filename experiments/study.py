@@ -1,6 +1,6 @@
 """Studies: systems × tasks × sizes of their training sets × seeds, where each place is a training
 run (experiments/grid.py). composition, tables and architecture_search are lists of systems, and
-what each prints. A file that --import names may add to SYSTEMS, and to other dictionaries.
+what each prints. A file that --import names may add to SYSTEMS.
 
 Where a stage has several options, --choose-seeds run them all, and for each system, task and size
 those with the best mean accuracy on the development set are run with --seeds. It also chooses the
@@ -54,7 +54,6 @@ SYSTEMS = {
 COLUMNS = "task system limit_train seed".split()  # 0: no limit
 NOTE = """Accuracy in %, mean ± standard deviation over seeds; the best epoch is chosen on the
 development set, as in the paper. Of differences the mean, and its 95 % interval by t."""
-HELD_OUT = "Measured on held-out examples (--test), but in a column `development set`."
 
 
 def system(name):
@@ -63,26 +62,22 @@ def system(name):
 
 
 def parse(name, description, argv, systems, **defaults):
-    """The options of a study, which systems and defaults make what it is. Reads the data:
-    args.sizes, {task: its training examples}. Raises ValueError for what would give a wrong
-    result."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    end = given.index("--") if "--" in given else len(given)
-    first, prog = command.Parser(add_help=False), f"python -m experiments.{name}"
-    several = {"dest": "imports", "nargs": "+", "action": "extend", "default": []}
-    first.add_argument("--import", metavar="MODULE", **several)
-    command.import_modules(first.parse_known_args(given[:end])[0].imports)  # may add a stage
-    parser = command.Parser(prog, description=description, parents=[first])
-    add, environment = parser.add_argument, os.environ.get
-    seeds = {"type": command.seed, "nargs": "+"}
+    """The options of a study. Reads the data: args.sizes, {task: its training examples}."""
+    argv = sys.argv[1:] if argv is None else argv
+    end = argv.index("--") if "--" in argv else len(argv)
+    given, rest = argv[:end], argv[end + 1 :]
+    prog = f"python -m experiments.{name}"
+    command.IMPORT.parse_known_args(given)  # may add a stage, and so an option
+    parser = command.Parser(prog, description=description, parents=[command.IMPORT])
+    add, seeds = parser.add_argument, {"type": command.seed, "nargs": "+"}
     # fmt: off
     add("--tasks", "--target", nargs="+", required=True, help="of the paper, or your own")
-    add("--sources", nargs="+", default=[], help="tasks, or adapters: directories (with a slash: "
-        "./mine) or hub ids; default the tasks")
+    add("--sources", nargs="+", help="tasks, or adapters: directories (with a slash: ./mine) or "
+        "hub ids; default the tasks")
     add("--systems", nargs="+", default=systems, metavar="SYSTEM", help=f"default "
         f"{' '.join(systems)}; a wrong one lists all. _ stands for each source")
-    add("--model", default=environment("ADAPTERFUSION_MODEL"), help="encoder, as for train.py")
-    add("--data-dir", default=environment("ADAPTERFUSION_DATA_DIR"), help="as for train.py")
+    add("--model", default=os.environ.get("ADAPTERFUSION_MODEL"), help="as for train.py")
+    add("--data-dir", default=os.environ.get("ADAPTERFUSION_DATA_DIR"), help="as for train.py")
     add("--seeds", default=[0], **seeds)
     add("--choose-seeds", default=[], help="to choose among several options of a stage", **seeds)
     add("--train-examples", type=command.count, nargs="+", default=[0], metavar="N", help="at most "
@@ -98,8 +93,8 @@ def parse(name, description, argv, systems, **defaults):
             "of this stage; of a source's adapter: default those of adapters")
     # fmt: on
     parser.set_defaults(**{"own": "own", "maker": "source", **defaults})
-    args = parser.parse_args(given[:end])
-    args.command, args.chosen = f"{prog} {shlex.join(given)}", {}
+    args = parser.parse_args(given)
+    args.command, args.chosen = f"{prog} {shlex.join(argv)}", {}
     args.settings = {name: getattr(args, f"{name}_options") or [[]] for name in train.STAGES}
     args.settings["source"] = args.source_options or args.settings["adapter"]
     are_several = max(map(len, args.settings.values())) > 1
@@ -110,8 +105,8 @@ def parse(name, description, argv, systems, **defaults):
     if args.test and args.data_dir and Path(args.test).samefile(args.data_dir):
         raise ValueError("--test must not be --data-dir, whose development sets choose")
 
-    found, args.sources = args.sources, {}  # {name: the place of an adapter, or None for a task}
-    for name, place in [named(one) if "/" in one else (one, None) for one in found or args.tasks]:
+    found, args.sources = args.sources or args.tasks, {}  # {name: an adapter's place, or None}
+    for name, place in [named(one) if "/" in one else (one, None) for one in found]:
         name = name or Path(place).name
         if name.lower() in [n.lower() for n in (*args.sources, *(args.tasks if place else ()))]:
             advice = "NAME=DIR gives a source another name"
@@ -120,17 +115,16 @@ def parse(name, description, argv, systems, **defaults):
     places = [place for place in args.sources.values() if place]
     for place in places:
         check_there(place)
-    args.model = args.model or encoder_of(places) or "google-bert/bert-base-uncased"
     for key in [key for key in SYSTEMS if key[-1] == "_"]:
         title, *others, which = SYSTEMS[key]
         for n in args.sources:
             SYSTEMS[key + n] = (title + n, *others, f"{which} {n}")
     args.systems = [s + n for s in args.systems for n in (args.sources if s[-1] == "_" else [""])]
 
-    data_dir = ["--data-dir", args.data_dir] if args.data_dir else []
-    rest = given[end + 1 :]
+    args.model = args.model or encoder_of(places) or "google-bert/bert-base-uncased"
     if found := {"--model", "--data-dir", "--stage", "--task", "--adapters", "--seed"} & {*rest}:
         raise ValueError(f"{min(found)} does not belong behind --: the study sets it for each run")
+    data_dir = ["--data-dir", args.data_dir] if args.data_dir else []
     args.common = ["--model", args.model, *data_dir, *rest]  # of every run
     words = [*args.common, "--stage", "full", "--task", args.tasks[0], "--out", str(args.out / "x")]
     options = train.parse(words)
@@ -244,9 +238,6 @@ def held_out_accuracy(args, cell, task):
     return accuracy
 
 
-# Results, and their files
-
-
 def points(rows):
     """Accuracies in %: of held-out examples where --test asked for them, or on development sets"""
     return 100 * rows["test_accuracy" if "test_accuracy" in rows else "accuracy"]
@@ -267,10 +258,8 @@ def table(rows):
         line += [f"{first['trained_parameters']:,}", ", ".join(f"{v:.1f}" for v in values)]
         is_compared = name != "fusion" and "fusion" in of_seeds
         lead = report.with_interval(of_seeds["fusion"] - values) if is_compared else None
-        line += [report.with_deviation(values), lead]
-        lines.append([*line, *[100 * of["accuracy"].mean()] * ("test_accuracy" in rows)])
-    header = "system,lr,epochs,trained parameters,by seed,mean,fusion minus it".split(",")
-    return lines, [*header, *["development set"] * ("test_accuracy" in rows)]
+        lines.append([*line, report.with_deviation(values), lead])
+    return lines, "system,lr,epochs,trained parameters,by seed,mean,fusion minus it".split(",")
 
 
 def figure(path, rows):
@@ -291,6 +280,6 @@ def figure(path, rows):
 def write_results(args, name, rows, parts):
     """OUT/NAME.csv, and OUT/NAME.md of the parts, a text each, which is printed."""
     report.write_text(args.out / f"{name}.csv", rows.to_csv(index=False))
-    parts = [NOTE, *[HELD_OUT] * bool(args.test), *map(str.strip, parts)]
-    text = "\n\n".join([f"    {args.command}", *parts])
+    held_out = ["Measured on held-out examples (--test)."] * bool(args.test)
+    text = "\n\n".join([f"    {args.command}", NOTE, *held_out, *map(str.strip, parts)])
     print("", text, report.write_text(args.out / f"{name}.md", f"{text}\n"), sep="\n", flush=True)

@@ -3,8 +3,7 @@ the paper's values (paper_results.csv).
 
     python -m experiments.tables --data-dir DATA --tasks mnli sst2 mrpc rte cb --out runs/table1
 
-With --train-examples N, targets, and all tasks of a multi-task run, have few examples, and the
-sources of a fusion all of theirs. OUT gets results.csv, results.md and figure3.png."""
+OUT gets results.csv, results.md and figure3.png."""
 
 from pathlib import Path
 
@@ -28,12 +27,9 @@ def parse(argv=None):
     return study.parse("tables", __doc__, argv, SYSTEMS, **defaults)
 
 
-# Accuracies in %, a row for each task and a column for each system
-
-
 def with_mean(values, args):
-    """The tasks and systems of the options, and the mean of each system that has a value for each
-    task: means over different tasks cannot be compared."""
+    """Accuracies in %, a row for each task and a column for each system of the options; and the
+    mean of a system that has a value for each task: others could not be compared."""
     values = values.reindex(index=args.tasks, columns=args.systems).astype(float)
     values.loc[MEAN] = values.mean(skipna=False)
     return values

@@ -35,14 +35,10 @@ PANELS = {"two": "both, N = 2", "eight": "both, N = 8", "asked": "asked, N = 2"}
 
 def draw(out):
     """A panel for each target; the systems are sorted by their mean on eight adapters."""
-    titles = {
-        "fusion": "attention",
-        "mean": "even weights, V trained",
-        "head_on_order": "head on order",
-    }
-    SYSTEMS.update({name: (title, "", "", "") for name, title in titles.items()})
-    files = {name: out / f"composing_{name}.csv" for name in PANELS}
-    rows = {name: pd.read_csv(path) for name, path in files.items() if path.is_file()}
+    titles = {"fusion": "attention", "mean": "even weights, V trained"}
+    for name, title in {**titles, "head_on_order": "head on order"}.items():
+        SYSTEMS[name] = (title, "", "", "")
+    rows = {name: pd.read_csv(out / f"composing_{name}.csv") for name in PANELS}
     means = rows["eight"].groupby("system")["accuracy"].mean()
     for name, of in rows.items():
         of = of.assign(task=PANELS[name], limit_train=of["train_examples"])

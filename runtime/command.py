@@ -92,12 +92,22 @@ def look_up(table, name, what):
     return table[name]
 
 
-def import_modules(names):
-    """Imports the modules that --import names, which add to dictionaries such as ADAPTERS."""
-    for name in names:
-        if not all(part.isidentifier() for part in name.split(".")):
-            raise ValueError(f"{name!r:.50} is no module's name: --import comes last")
-        importlib.import_module(name)
+class Import(argparse.Action):
+    """--import MODULE ...: imports them at once, since they may add to what other options take."""
+
+    def __call__(self, parser, args, names, option):
+        for name in names:
+            if not all(part.isidentifier() for part in name.split(".")):
+                parser.error(f"{name!r:.50} is no module's name: --import comes last")
+            importlib.import_module(name)
+        setattr(args, self.dest, [*getattr(args, self.dest), *names])
+
+
+IMPORT = Parser(add_help=False)  # one of the `parents` of a command's parser
+# fmt: off
+IMPORT.add_argument("--import", dest="imports", nargs="+", action=Import, default=[],
+    metavar="MODULE", help="files of your own, that add to a dictionary such as ADAPTERS")
+# fmt: on
 
 
 GENERATOR = threading.RLock()  # of torch's random numbers, which all threads of a process share

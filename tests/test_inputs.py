@@ -47,7 +47,6 @@ multitask: {BOX} --tasks rte sst2 --cuda-graphs | --cuda-graphs is for a run on 
 {FUSE} x=runs/sst2 y=runs/sst2 X=runs/sst2 | two adapters are called 'X'
 {FUSE} runs | no adapter in runs: there are runs/pick, runs/rte, runs/sst2
 {FUSE} --out runs/rte --overwrite | would replace
-multitask: {BOX} --tasks rte rte | one task twice
 multitask: {BOX} --tasks rte --adapters runs/rte | --stage multitask takes no --adapters
 multitask: {BOX} --tasks a b --train-file {RTE} | --train-file is of one task, not of a, b
 composition: {BOX} --target rte --sources rtee | unknown task 'rtee'
@@ -58,7 +57,6 @@ composition: {MINE} runs/rte --systems fusio {FILE} | there are head, full
 composition: {BOX} --target rte --sources sst2 --test data | --test must not be --data-dir
 tables: {BOX} --tasks rte --source-options '--lr 1' | here a source's adapter has --adapter-options
 architecture_search: {BOX} --tasks rte --train-examples 5 6 | the search takes one
-composition: {MINE} runs/rte {FILE} --seed 7 | --seed does not belong behind --
 composition: {MINE} runs/rte is/not/there --plan {FILE} | no adapter in is/not/there
 evaluate: runs/fusion-rte --task sst2 | a run on rte: choose --task from
 evaluate: runs/rte --model data | no encoder in data

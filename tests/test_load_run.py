@@ -5,6 +5,7 @@ import json
 import math
 import re
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -223,3 +224,22 @@ def test_what_section_6_reads():
     r = torch.corrcoef(torch.tensor([[0.3, 1.0, 0.9], [10.0, 30.0, 10.0]]))[0, 1]
     assert notes[0].startswith("sick: s is NO DISTRIBUTION")
     assert notes[1:] == [f"Own weight and gain, over 3 targets: correlation {r:.2f}"]
+
+
+OWN = [  # {the name of an adapter here: the tasks in its run.json}, and the own one
+    ({"rte": "sst2", "mine": "rte"}, "mine"),  # two that were renamed
+    ({"sst2": "sst2 rte", "rte": "sst2 rte"}, "rte"),  # of a multi-task run
+    ({"pick": "pick", "rte": None}, "rte"),  # of the hub, without a run.json
+    ({"pick": "pick", "sst2": "sst2"}, None),
+]
+
+
+@pytest.mark.parametrize("adapters, own", OWN)
+def test_the_own_adapter_is_known_by_its_training(adapters, own, tmp_path):
+    for name, tasks in adapters.items():
+        if tasks:
+            path = tmp_path / "adapters" / name / "run.json"
+            write_json(path, {"tasks": {task: {} for task in tasks.split()}})
+    task = SimpleNamespace(name="rte")
+    run = SimpleNamespace(directory=tmp_path, adapters=[*adapters], task=task)
+    assert fusion_weights.own_adapter(run) == own
