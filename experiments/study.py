@@ -74,7 +74,7 @@ def parse(name, description, argv, systems, **defaults):
     command.import_modules(first.parse_known_args(given[:end])[0].imports)  # may add a stage
     parser = command.Parser(prog, description=description, parents=[first])
     add, environment = parser.add_argument, os.environ.get
-    seeds = {"type": command.seed, "nargs": "+"}
+    seeds = {"type": int, "nargs": "+"}
     # fmt: off
     add("--tasks", "--target", nargs="+", required=True, help="of the paper, or your own")
     add("--sources", nargs="+", default=[], help="tasks, or adapters: directories (with a slash: "

@@ -8,7 +8,6 @@ from copy import deepcopy
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 
 def low_rank(fusion, h, adapters, form, many_tokens=None):
@@ -68,14 +67,14 @@ def compare_forms(modules):
     for tensor in [*modules.parameters(), *modules.buffers()]:
         if tensor.is_floating_point():  # a new one may start at a value that has no effect
             tensor += 0.01 * torch.randn(tensor.shape, generator=random, dtype=tensor.dtype)
-    shape, weights = (2, 8, modules[-1].up.out_features), {id(p): p for p in modules.parameters()}
+    shape = 2, 8, modules[-1].up.out_features
     h = torch.randn(shape, generator=random, dtype=torch.float32)  # [B, T, d]
 
     def results(compute, *form):
         """[o, where the generator then stands] in training, and then in evaluation"""
         found = []
         for is_training in (True, False):  # each with buffers of its own, which may change
-            fusion, *adapters = deepcopy(modules, {**weights}).train(is_training)
+            fusion, *adapters = deepcopy(modules).train(is_training)
             torch.default_generator.manual_seed(0)
             found += [compute(fusion, h, adapters, *form), torch.get_rng_state().float()]
         return found
@@ -101,12 +100,8 @@ def copy_to_cpu(modules):
     """A copy in fp32 of all that the modules reach: also of a parameter that they share through a
     tuple, which `Module.float` does not see."""
     reached = {}  # {id of an original: its copy}
-    deepcopy(modules, reached)
-    for key, x in [*reached.items()]:
+    copies = deepcopy(modules, reached)
+    for x in reached.values():
         if isinstance(x, torch.Tensor):
-            cast = x.detach().to("cpu", torch.float32 if x.is_floating_point() else x.dtype)
-            is_parameter = isinstance(x, nn.Parameter)
-            reached[key] = nn.Parameter(cast, x.requires_grad) if is_parameter else cast
-        else:
-            del reached[key]
-    return deepcopy(modules, reached)
+            x.data = x.data.to("cpu", torch.float32 if x.is_floating_point() else x.dtype)
+    return copies

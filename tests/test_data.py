@@ -163,7 +163,7 @@ def test_what_is_in_a_cell(tokenizer, tmp_path, capsys):
     write_rows(tmp_path / "pick/train.jsonl", choices)
     load_split(get_task("pick", source := Source(tmp_path)), source, "train", tokenizer)
     said = capsys.readouterr().out
-    assert "empty texts, 4 of them" in said and "right choice of pick is never '1' or '3'" in said
+    assert "empty texts, 4 of them" in said and "no example of pick is '1' or '3'" in said
 
 
 def test_an_empty_line_of_one_column_is_a_row(tmp_path, capsys):

