@@ -176,7 +176,7 @@ class Bert(nn.Module):
             self.slots[i, "output"] = layer.output_add_norm
         self.adapter_configs = {}  # {name: configuration} of the adapters in the slots (adapter.py)
         self.active = None  # what `activate` of adapter.py was given
-        self.source = None  # what `from_pretrained` was given
+        self.source = None  # the hub id, or the directory, of what `from_pretrained` was given
         self.directory = None  # where its files are
         self.hub_config = {}  # all that config.json says
         self.sha256 = None  # of Θ and its configuration: an adapter trained on another is refused
@@ -259,7 +259,7 @@ class Bert(nn.Module):
         with error_prefix(checkpoint.weights_path):
             bert = Bert.from_tensors(config, checkpoint.tensors)
             checkpoint.check(bert.hub_tensors())  # no tensor is left over, every number is finite
-        bert.source, bert.directory = str(source), checkpoint.directory
+        bert.source, bert.directory = checkpoint.source, checkpoint.directory
         bert.hub_config = checkpoint.config
         bert.sha256 = encoder.sha256_of(bert.hub_tensors(), asdict(config))
         return bert

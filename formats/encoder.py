@@ -16,6 +16,7 @@ from formats.tokenizer import TOKENIZER_FILES
 FILES = [("config.json", "model.safetensors"), ("config.json", "pytorch_model.bin")]
 FILES += [("bert_config.json", "*model.ckpt*.index")]
 NEEDED = ", or ".join(" and ".join(pair) for pair in FILES) + ", one alone, with its data files"
+MINILM = "sentence-transformers/all-MiniLM-L6-v2"  # of which `minilm` is a copy
 # the hub's names of an encoder's tensors; anything else in a file belongs to some head
 OF_THE_ENCODER = re.compile(r"(embeddings|encoder)\.(?!.*\bposition_ids$)")
 
@@ -27,6 +28,7 @@ PLAINLY_BERT = re.compile(r"bert_config\.json|Bert(For|Model)|bert\.embeddings\.
 class Checkpoint:
     """An encoder's files, found and read."""
 
+    source: str  # its hub id, or its directory
     directory: Path
     config_path: Path
     weights_path: Path
@@ -59,9 +61,10 @@ def sha256_of(tensors, config=None):
 
 def read_encoder(source):
     """The Checkpoint at `source`: a directory with one of the pairs in FILES, minilm, a hub id."""
-    directory = Path(source)
+    source, directory = str(source), Path(source)
     if not directory.is_dir():
-        directory = find_minilm() if str(source) == "minilm" else fetch_encoder(source)
+        directory = find_minilm() if source == "minilm" else fetch_encoder(source)
+        source = MINILM if source == "minilm" else source
     for name, pattern in FILES:
         config_path, found = directory / name, [p for p in directory.iterdir() if p.match(pattern)]
         if files.is_file(config_path) and len(found) == 1 and files.is_file(found[0]):
@@ -80,7 +83,7 @@ def read_encoder(source):
         config["model_type"] = "bert"
     with files.error_prefix(path):
         tensors = by_hub_name(tensors, config["model_type"])
-    return Checkpoint(directory, config_path, path, config, tensors)
+    return Checkpoint(source, directory, config_path, path, config, tensors)
 
 
 def read_pooler(directory):

@@ -20,7 +20,8 @@ LISTS = ("choices", "endings")  # columns that hold a list of texts
 INTEGER = r"[-+]?\d+"
 DECIMAL = re.compile(r"[-+]?(\d*[.,]\d+|(\d*[.,])?\d+e[-+]?\d+|inf(inity)?)", re.IGNORECASE)
 LIST = re.compile(r"""\[.*[,'" ].*\]|\{.*[,:].*\}""", re.DOTALL)  # as a CSV file has it
-MULTI_LABEL = "several labels of one example (multi-label) are not supported"
+CLASSES = "classes are texts, or integers (0, not 0.0); examples/sts_b.py is a regression; several "
+CLASSES += "labels of one example (multi-label) are not supported"
 # What other copies of a data set call its columns, {task: {our name: theirs}}, and its labels
 SCITAIL = {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}
 OTHER_COLUMNS = {"scitail": SCITAIL, "boolq": {"label": "answer"}}
@@ -43,8 +44,6 @@ class Source:
             return [Path(self.files[split])] if self.files.get(split) else []
         if not self.data_dir:
             return None
-        if not Path(self.data_dir).is_dir():
-            raise FileNotFoundError(f"--data-dir {self.data_dir} is not a directory")
         directory = Path(self.data_dir, name)
         if name == "argument" and not [*directory.glob("train.*")]:
             return sorted(directory.glob("*.tsv"))
@@ -137,9 +136,8 @@ def our_rows(rows, names, task_name, columns=None, label="label", has_label=True
     for column in [*columns, label] if has_label else columns:
         if theirs.get(column) not in there:
             problem = f"no column {names.get(column, column)!r}; it has {', '.join(there):.200}"
-            advice = f"--columns {column}=NAME says which one it is"
-            header = "a .csv (commas or semicolons) or .tsv (tabs) needs a header"
-            raise ValueError(f"{problem}: {advice}; {header}")
+            advice = f"--columns {column}=NAME says which one it is, by the file's header"
+            raise ValueError(f"{problem}: {advice}")
     if unknown := names.keys() - {*columns, label}:
         problem = f"the task, or its files, have only {', '.join([*columns, label])}"
         raise ValueError(f"--columns {min(unknown)}=...: {problem}")
@@ -187,8 +185,7 @@ def read_rows(path):
     path, ending = Path(path), Path(path).suffix.lower()
     if ending not in READERS:
         raise ValueError(f"{path}: only {', '.join(READERS)} can be read")
-    if not is_file(path):
-        raise FileNotFoundError(f"{path} is not a file")
+    is_file(path)  # or says why not
     with error_prefix(path):
         try:
             rows = READERS[ending](path)
@@ -213,6 +210,7 @@ def json_rows(path):
 
 
 def csv_rows(path):
+    """Empty lines do not count."""
     text, options = path.read_bytes().decode("utf-8-sig"), {}
     first_line = text.partition("\n")[0]
     if path.suffix.lower() == ".tsv":
@@ -220,27 +218,20 @@ def csv_rows(path):
     elif first_line.count(";") > first_line.count(","):  # Excel's, where the comma is a decimal one
         options = {"delimiter": ";"}
         note(f"{path}: its columns are read as separated by semicolons")
-    lines, whole = [], text.rstrip("\r\n")
+    lines = []
     try:
-        for cells in csv.reader(io.StringIO(whole, newline=""), strict=True, **options):
-            # an empty line is no row, but of one column an empty text
-            lines += [cells or [""]] if cells or lines and len(lines[0]) == 1 else []
+        for cells in csv.reader(io.StringIO(text, newline=""), strict=True, **options):
+            lines += [cells] if cells else []
     except csv.Error as e:
         problem = f"a quotation mark is not closed, or not doubled ({e})"
         raise ValueError(f"row {len(lines)}: {problem}") from e
     header, *rows = lines or [[]]
-    if len(header) == 1 and (count := text.count("\n", len(whole)) - 1) > 0:
-        note(f"{path}: empty lines at its end are not read as empty texts, {count} of them")
-    header = unique(header)
+    header = [name if header.count(name) == 1 else f"{name} (twice)" for name in header]
     for number, row in enumerate(rows, 1):
         if len(row) != len(header):
             found = f"row {number} has {len(row)} fields, the first line {len(header)}"
             raise ValueError(f"{found}, if {options.get('delimiter', ',')!r} separates them")
     return [dict(zip(header, row, strict=True)) for row in rows]
-
-
-def unique(names):
-    return [name if names.count(name) == 1 else f"{name} (twice)" for name in names]
 
 
 def parquet_rows(path):
@@ -249,7 +240,7 @@ def parquet_rows(path):
     import pyarrow.parquet
 
     table = pyarrow.parquet.ParquetFile(path).read()
-    rows = table.rename_columns(unique(table.column_names)).to_pylist()
+    rows = table.to_pylist()
     described = json.loads((table.schema.metadata or {}).get(b"huggingface", "{}"))
     for column, feature in described.get("info", {}).get("features", {}).items():
         if isinstance(feature, dict) and feature.get("_type") == "ClassLabel":
@@ -295,9 +286,7 @@ def own_labels(values):
     for value in values:
         is_one = isinstance(value, (str, int, float)) and not LIST.fullmatch(str(value))
         if not is_one or DECIMAL.fullmatch(str(value)):
-            problem = "for a regression see examples/sts_b.py" if is_one else MULTI_LABEL
-            classes = "classes are texts, or integers (0, not 0.0)"
-            raise ValueError(f"a label is {value!r:.100}: {classes}; {problem}")
+            raise ValueError(f"a label is {value!r:.100}: {CLASSES}")
     counts = Counter(map(str, values))
     alike = Counter(map(plain_label, counts))
     if several := [label for label in counts if alike[plain_label(label)] > 1]:
@@ -307,7 +296,7 @@ def own_labels(values):
     for label in counts:
         parts = re.split("[,;|]", label)
         if len(parts) > 1 and all(plain_label(part) in alike for part in parts):
-            raise ValueError(f"the label {label!r:.100} is several others: {MULTI_LABEL}")
+            raise ValueError(f"the label {label!r:.100} is several others: {CLASSES}")
     are_numbers = all(re.fullmatch(INTEGER, label) for label in counts)
     if "-1" in counts and not are_numbers:
         raise ValueError("labels are names, and -1, which is a hidden label")

@@ -4,7 +4,6 @@ from pathlib import Path
 
 from formats.adapterhub import ADAPTER, paper_adapters, read, read_run
 from formats.files import note, read_tensors
-from formats.hub import is_local
 
 
 def find_adapters(sources, model_type):
@@ -43,9 +42,10 @@ def named(source):
 
 
 def check_there(place):
-    """Raises FileNotFoundError for a directory without an adapter."""
-    directory = Path(place)
-    if (directory.is_dir() or is_local(place)) and not (directory / ADAPTER.config).is_file():
+    """Raises FileNotFoundError for a directory without an adapter, or what can be no hub id."""
+    directory, parts = Path(place), Path(place).parts
+    is_hub_id = len(parts) == 2 and parts[0] != "runs" and not Path(parts[0]).is_dir()
+    if not is_hub_id and not (directory / ADAPTER.config).is_file():
         advice = "--stage adapter, or --resume, makes one; a hub id is OWNER/NAME"
         if inside := sorted(path.parent for path in directory.glob(f"*/{ADAPTER.config}")):
             advice = f"there are {', '.join(map(str, inside)):.300}"

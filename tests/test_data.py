@@ -130,7 +130,6 @@ def test_columns_that_the_task_does_not_use(tmp_path):
         rows = datasets.Dataset.from_dict({**columns, "label": labels}, datasets.Features(features))
         rows.to_parquet(path := tmp_path / name / "train.parquet")
         table = pyarrow.parquet.read_table(path).drop_columns("gone")
-        table = table.append_column("people", pyarrow.array([1, 2, 3]))  # one name twice
         pyarrow.parquet.write_table(table, path)
     task = get_task("own", source := Source(tmp_path))
     expected = [{"text_a": a, "label": label} for a, label in zip("abc", "101", strict=True)]
@@ -164,17 +163,6 @@ def test_what_is_in_a_cell(tokenizer, tmp_path, capsys):
     load_split(get_task("pick", source := Source(tmp_path)), source, "train", tokenizer)
     said = capsys.readouterr().out
     assert "empty texts, 4 of them" in said and "no example of pick is '1' or '3'" in said
-
-
-def test_an_empty_line_of_one_column_is_a_row(tmp_path, capsys):
-    """But not at the end, which is said; with several columns it is none."""
-    for text, ours in (
-        ("\n\nred\n\n\n", ["", "red"]),
-        (",label\n\nred,x\n\nblue,y", ["red", "blue"]),
-    ):
-        (tmp_path / "a.csv").write_text(f"text_a{text}")
-        assert [row["text_a"] for row in read_rows(tmp_path / "a.csv")] == ours
-    assert capsys.readouterr().out.count("not read as empty texts, 2 of them") == 1
 
 
 def test_columns_have_the_files_names():

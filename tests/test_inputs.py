@@ -38,7 +38,7 @@ multitask: {BOX} --tasks rte sst2 --cuda-graphs | --cuda-graphs is for a run on 
 --columns sentnce2=b | --columns sentnce2=...: the task, or its files, have only sentence1, sent
 --task argument | no train split for task 'argument': there is no data/argument/train.jsonl
 --task a.b | 'a.b' cannot be an adapter's name
---data-dir nowhere | nowhere is not a directory
+--data-dir nowhere | there is no nowhere/rte/train.jsonl
 --model ./x | ./x is no directory
 --out model/config.json | Not a directory
 --out model --overwrite | holds other files

@@ -294,7 +294,6 @@ def test_the_whole_name_of_an_encoder_counts(tmp_path, monkeypatch, capsys):
     for theirs, ours, said in (
         ("bert-base-cased", "google-bert/bert-base-cased", ""),
         ("bert-base-cased", "dbmdz/bert-base-cased", None),
-        ("sentence-transformers/all-MiniLM-L6-v2", "minilm", ""),
         ("a/x", "b/x", None),
         ("x", "b/x", "note: an adapter was made for 'x', the encoder is b/x"),
         ("a/x", ".", "note: place was made for 'a/x', the encoder is in ."),
