@@ -131,8 +131,7 @@ def check_head(config):
         supported["activation_function"] = ("tanh",)
     for field, values in supported.items():
         if (value := config.get(field)) not in values:
-            only = " or ".join(map(str, values))
-            raise ValueError(f"a head with {field} = {value!r:.50} is not supported, only {only}")
+            raise ValueError(f"a head with {field} = {value!r:.50} is not supported, only {values}")
     return config if config["head_type"] == "multiple_choice" else {"bias": True, **config}
 
 

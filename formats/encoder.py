@@ -72,10 +72,7 @@ def read_encoder(source):
     else:
         raise FileNotFoundError(f"no encoder in {directory}: it needs {NEEDED}")
     config, path = files.read_json(config_path), found[0]
-    if path.suffix == ".index":
-        tensors = read_tensorflow(path)
-    else:
-        tensors = files.read_tensors(path)
+    tensors = read_tensorflow(path) if path.suffix == ".index" else files.read_tensors(path)
     if "model_type" not in config:  # a RoBERTa of 2019 has none, and positions of its own
         said = [name, *(config.get("architectures") or []), *tensors]
         if not any(map(PLAINLY_BERT.match, said)):
@@ -120,8 +117,8 @@ def by_hub_name(tensors, model_type):
         found = ", ".join(sorted(prefix or "none" for prefix in prefixes))
         raise ValueError(f"it holds several encoders, prefixes {found}, and none of them is {own}")
     prefix = own if own in prefixes else next(iter(prefixes), "")
-    names = [name for name in hub if hub[name].startswith(prefix)]
-    return {hub[name].removeprefix(prefix): tensors[name] for name in names}
+    hub = {name: today for name, today in hub.items() if today.startswith(prefix)}
+    return {today.removeprefix(prefix): tensors[name] for name, today in hub.items()}
 
 
 def find_minilm():

@@ -20,8 +20,6 @@ LISTS = ("choices", "endings")  # columns that hold a list of texts
 INTEGER = r"[-+]?\d+"
 DECIMAL = re.compile(r"[-+]?(\d*[.,]\d+|(\d*[.,])?\d+e[-+]?\d+|inf(inity)?)", re.IGNORECASE)
 LIST = re.compile(r"""\[.*[,'" ].*\]|\{.*[,:].*\}""", re.DOTALL)  # as a CSV file has it
-CLASSES = "classes are texts, or integers (0, not 0.0); examples/sts_b.py is a regression; several "
-CLASSES += "labels of one example (multi-label) are not supported"
 # What other copies of a data set call its columns, {task: {our name: theirs}}, and its labels
 SCITAIL = {"premise": "sentence1", "hypothesis": "sentence2", "label": "gold_label"}
 OTHER_COLUMNS = {"scitail": SCITAIL, "boolq": {"label": "answer"}}
@@ -119,12 +117,11 @@ def drawn(count, limit, seed):
 
 
 def our_rows(rows, names, task_name, columns=None, label="label", has_label=True):
-    """[row] with these columns alone, under our names; texts are as `text_of` reads them.
-
-    names: {our name: theirs}, all replaced at the same time, so that two columns can change places;
-    columns: default those of your own task that are not empty. What a row leaves out is empty: so
-    databases write null. Raises ValueError for a column that no row has, for a name that the task
-    does not have, and for a column of your own task that would go unread."""
+    """[row] with these columns alone, under our names; texts are as `text_of` reads them. names:
+    {our name: theirs}, all replaced at the same time, so that two columns can change places;
+    columns: default those of your own task that are not empty. Raises ValueError for a column that
+    no row has, a name that the task does not have, and a column of your own that would go unread.
+    What a row leaves out is empty: so databases write null."""
     there = dict.fromkeys(name for row in rows for name in row)
     others = OTHER_COLUMNS.get(task_name, {}).items()
     names = {our: other for our, other in others if our not in there and other in there} | names
@@ -136,11 +133,10 @@ def our_rows(rows, names, task_name, columns=None, label="label", has_label=True
     for column in [*columns, label] if has_label else columns:
         if theirs.get(column) not in there:
             problem = f"no column {names.get(column, column)!r}; it has {', '.join(there):.200}"
-            advice = f"--columns {column}=NAME says which one it is, by the file's header"
-            raise ValueError(f"{problem}: {advice}")
+            raise ValueError(f"{problem}: --columns {column}=NAME, as in the file's header")
     if unknown := names.keys() - {*columns, label}:
-        problem = f"the task, or its files, have only {', '.join([*columns, label])}"
-        raise ValueError(f"--columns {min(unknown)}=...: {problem}")
+        only = ", ".join([*columns, label])
+        raise ValueError(f"--columns {min(unknown)}=...: the task, or its files, have only {only}")
     if {*columns} < {*OWN_COLUMNS} and (unread := {*found} - {*columns}):
         raise ValueError(f"column {min(unread)!r} is none of {', '.join(columns)}")
     result, other_labels = [], OTHER_LABELS.get(task_name, {})
@@ -223,8 +219,7 @@ def csv_rows(path):
         for cells in csv.reader(io.StringIO(text, newline=""), strict=True, **options):
             lines += [cells] if cells else []
     except csv.Error as e:
-        problem = f"a quotation mark is not closed, or not doubled ({e})"
-        raise ValueError(f"row {len(lines)}: {problem}") from e
+        raise ValueError(f"row {len(lines)}: a quotation mark is not closed ({e})") from e
     header, *rows = lines or [[]]
     header = [name if header.count(name) == 1 else f"{name} (twice)" for name in header]
     for number, row in enumerate(rows, 1):
@@ -286,17 +281,14 @@ def own_labels(values):
     for value in values:
         is_one = isinstance(value, (str, int, float)) and not LIST.fullmatch(str(value))
         if not is_one or DECIMAL.fullmatch(str(value)):
-            raise ValueError(f"a label is {value!r:.100}: {CLASSES}")
+            classes = "classes are texts, or integers (0, not 0.0); no lists (multi-label)"
+            raise ValueError(f"a label is {value!r:.100}: {classes}; regression: examples/sts_b.py")
     counts = Counter(map(str, values))
     alike = Counter(map(plain_label, counts))
     if several := [label for label in counts if alike[plain_label(label)] > 1]:
         problem = "labels differ in case, in blanks, or in what cannot be seen"
         shown = ", ".join(map(ascii, several)).replace("  ", r" \x20")
         raise ValueError(f"{problem}: make them one: {shown:.300}")
-    for label in counts:
-        parts = re.split("[,;|]", label)
-        if len(parts) > 1 and all(plain_label(part) in alike for part in parts):
-            raise ValueError(f"the label {label!r:.100} is several others: {CLASSES}")
     are_numbers = all(re.fullmatch(INTEGER, label) for label in counts)
     if "-1" in counts and not are_numbers:
         raise ValueError("labels are names, and -1, which is a hidden label")

@@ -188,7 +188,6 @@ LABELS = [  # in a training file, and the classes, or what is wrong
     (["a b", "y", "a  b"], r"make them one: 'a b', 'a \\x20b'"),
     (["\xe8", "e\u0300", "y"], r"make them one: '\\xe8', 'e\\u0300'"),
     *[([f"a{c}b", "y", "ab"], "cannot be seen") for c in "\u200b\ufe0f\0"],
-    (["joy", "anger", "joy, anger"], "the label 'joy, anger' is several others: .*multi-label"),
     (["01", 1, 2], "make them one: '01', '1'"),
     ([0, 1, float("nan")], "row 3: the label is empty"),
     *[([0, 1, v], "a label is .*: classes are texts, or int") for v in (1e-9, math.inf, ".5")],
