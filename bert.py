@@ -250,7 +250,7 @@ class Bert(nn.Module):
         from formats.files import error_prefix
         from runtime.command import look_up
 
-        # its directory, .config (all that config.json says), .tensors (by Hugging Face's names)
+        # its files, .config (all that config.json says), .tensors (by Hugging Face's names)
         checkpoint = encoder.read_encoder(source)
         known = asdict(BertConfig())
         with error_prefix(checkpoint.config_path):
@@ -258,8 +258,8 @@ class Bert(nn.Module):
             look_up(ENCODERS, config.model_type, "model_type")  # or raises ValueError
         with error_prefix(checkpoint.weights_path):
             bert = Bert.from_tensors(config, checkpoint.tensors)
-            checkpoint.check(bert.hub_tensors())  # no tensor is left over, every number is finite
-        bert.source, bert.directory = checkpoint.source, checkpoint.directory
+            encoder.check(checkpoint.tensors, bert.hub_tensors())  # none left over, all finite
+        bert.source, bert.directory = checkpoint.source, checkpoint.config_path.parent
         bert.hub_config = checkpoint.config
         bert.sha256 = encoder.sha256_of(bert.hub_tensors(), asdict(config))
         return bert

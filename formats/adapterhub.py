@@ -50,9 +50,8 @@ def paper_adapters(model_type):
 
 def check_name(name):
     """Raises ValueError for what no directory, part of a tensor's name or fusion can be called."""
-    right = isinstance(name, str) and re.fullmatch(r"[\w@+=-][\w@+= -]{0,99}", name)
-    if not right or hasattr(torch.nn.ModuleDict(), name):
-        rule = "up to 100 letters, digits, blanks, _-@+=, and no method of PyTorch's, like 'half'"
+    if not isinstance(name, str) or not re.fullmatch(r"[\w@+=-][\w@+= -]{0,99}", name):
+        rule = "up to 100 letters, digits, blanks, _-@+="
         raise ValueError(f"{name!r:.120} cannot be an adapter's name, nor its task's: {rule}")
 
 
@@ -227,9 +226,8 @@ def read_run(directory):
 
 
 def write(directory, kind, name, options, tensors, bert):
-    """Writes an adapter, a head or a fusion (name: those of its adapters, with commas): options and
-    {(slot, part): tensor}, for the encoder `bert`. Without the version, AdapterHub's library reads
-    "gelu" as its tanh form."""
+    """Writes an adapter, a head or a fusion (name: those of its adapters, with commas), for the
+    encoder `bert`. Without the version, AdapterHub's library reads "gelu" as its tanh form."""
     model_type = bert.config.model_type
     header = {"name": name, "model_type": model_type, "model_name": bert.source or ""}
     header |= {"hidden_size": bert.config.hidden_size, "version": "adapters.1.3.0"}

@@ -4,7 +4,7 @@ format, tensors are looked up by the names that the Hugging Face hub uses today.
 import hashlib
 import importlib.util
 import re
-from dataclasses import dataclass
+from collections import namedtuple
 from pathlib import Path, PurePosixPath
 
 from formats import files
@@ -24,25 +24,17 @@ OF_THE_ENCODER = re.compile(r"(embeddings|encoder)\.(?!.*\bposition_ids$)")
 PLAINLY_BERT = re.compile(r"bert_config\.json|Bert(For|Model)|bert\.embeddings\.")
 
 
-@dataclass
-class Checkpoint:
-    """An encoder's files, found and read."""
+# An encoder's files, found and read. source: its hub id, or its directory; config: what config.json
+# says; tensors: {the hub's name of today: tensor}
+Checkpoint = namedtuple("Checkpoint", "source config_path weights_path config tensors")
 
-    source: str  # its hub id, or its directory
-    directory: Path
-    config_path: Path
-    weights_path: Path
-    config: dict  # what config.json says
-    tensors: dict  # {the hub's name of today: tensor}
 
-    def check(self, used):
-        """Raises ValueError for what {the hub's name: tensor} has left out, and for numbers that
-        are not finite."""
-        files.check_names({*used}, {name for name in self.tensors if OF_THE_ENCODER.match(name)})
-        for name, tensor in used.items():
-            files.check_tensor(name, self.tensors[name], tensor.shape, "it must be")
-        if "num_attention_heads" not in self.config:  # which no shape would tell
-            raise ValueError(f"{self.config_path} has no num_attention_heads")
+def check(tensors, used):
+    """Raises ValueError for tensors of an encoder that are not in `used`, {the hub's name: tensor},
+    and for numbers that are not finite."""
+    files.check_names({*used}, {name for name in tensors if OF_THE_ENCODER.match(name)})
+    for name, tensor in used.items():
+        files.check_tensor(name, tensors[name], tensor.shape, "it must be")
 
 
 def sha256_of(tensors, config=None):
@@ -80,7 +72,7 @@ def read_encoder(source):
         config["model_type"] = "bert"
     with files.error_prefix(path):
         tensors = by_hub_name(tensors, config["model_type"])
-    return Checkpoint(source, directory, config_path, path, config, tensors)
+    return Checkpoint(source, config_path, path, config, tensors)
 
 
 def read_pooler(directory):

@@ -77,7 +77,6 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 CASES += [
     ("", "row 1: the label is hidden (-1)", {RTE: ('"label": 1', '"label": -1')}),
     ("", "two files for one split, validation: ", {"data/rte/validation.csv": "sentence1"}),
-    ("", "config.json has no num_attention_heads", {CONFIG: ("num_attention_heads", "n_heads")}),
     ("", "layer.1.output.dense.weight", {WEIGHTS: times(NAN, "1.output.dense.w")}),
     ("", "30 tokens and 2 types", {TOKENS: ("red\n", "red\nx\n")}),
     ("", "absolute position", {CONFIG: ('"absolute"', '"relative_key"')}),
