@@ -50,8 +50,9 @@ def paper_adapters(model_type):
 
 def check_name(name):
     """Raises ValueError for what no directory, part of a tensor's name or fusion can be called."""
-    if not isinstance(name, str) or not re.fullmatch(r"[\w@+=-][\w@+= -]{0,99}", name):
-        rule = "up to 100 letters, digits, blanks, _-@+="
+    right = isinstance(name, str) and re.fullmatch(r"[\w@+=-][\w@+= -]{0,99}", name)
+    if not right or hasattr(torch.nn.ModuleDict(), name):
+        rule = "up to 100 letters, digits, blanks, _-@+=, and no method of PyTorch's, like 'half'"
         raise ValueError(f"{name!r:.120} cannot be an adapter's name, nor its task's: {rule}")
 
 

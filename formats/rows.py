@@ -45,8 +45,7 @@ class Source:
         directory = Path(self.data_dir, name)
         if name == "argument" and not [*directory.glob("train.*")]:
             return sorted(directory.glob("*.tsv"))
-        paths = sorted(directory.glob(f"{split}.*"))
-        paths = [path for path in paths if path.suffix.lower() in READERS]
+        paths = sorted(p for p in directory.glob(f"{split}.*") if p.suffix.lower() in READERS)
         if len(paths) > 1:
             raise ValueError(f"two files for one split, {split}: {paths[0]} and {paths[1]}")
         return paths
@@ -89,9 +88,8 @@ class Source:
         n = min(size, len(rows) // 2) if isinstance(size, int) else round(size * len(rows))
         if not 0 < n < len(rows):
             raise ValueError(f"the development set would be {n} of {len(rows)} training examples")
-        drawn = np.random.default_rng(0).permutation(len(rows)).tolist()
-        drawn = drawn[:n] if split == "validation" else drawn[n:]
-        return where, {i + 1: rows[i] for i in sorted(drawn)}
+        held_out, is_dev = {*drawn(len(rows), n, 0)}, split == "validation"
+        return where, {i + 1: row for i, row in enumerate(rows) if (i in held_out) == is_dev}
 
     def columns_and_labels(self, name):
         """Those of your own task, by its training file (docs/python.md)."""
