@@ -60,15 +60,14 @@ def low_rank(fusion, h, adapters, form, many_tokens=None):
 @torch.no_grad()
 def compare_forms(modules):
     """The form of `low_rank` that gives what `textbook` gives, "joint" or else "apart", or None.
-    Both are computed for random h, at weights close to these, in training and in evaluation, and
-    must draw equally many random numbers. modules: a copy, which is changed, of the fusion and
+    Both are computed for random h [B, T, d], at weights close to these, in training and evaluation,
+    and must draw equally many random numbers. modules: a copy, which is changed, of the fusion and
     then its adapters, as `copy_to_cpu` makes it"""
     random = torch.Generator().manual_seed(0)  # so that a run decides the same when it is loaded
     for tensor in [*modules.parameters(), *modules.buffers()]:
         if tensor.is_floating_point():  # a new one may start at a value that has no effect
             tensor += 0.01 * torch.randn(tensor.shape, generator=random, dtype=tensor.dtype)
-    shape = 2, 8, modules[-1].up.out_features
-    h = torch.randn(shape, generator=random, dtype=torch.float32)  # [B, T, d]
+    h = torch.randn(2, 8, modules[-1].up.out_features, generator=random, dtype=torch.float32)
 
     def results(compute, *form):
         """[o, where the generator then stands] in training, and then in evaluation"""

@@ -155,7 +155,8 @@ class Saved:
             raise ValueError(f"it was trained on an encoder {problem}: {self.run['trained_on']}")
         ours, theirs = bert.source or "", self.metadata.get("model_name") or ""
         is_here = Path(ours).is_dir()  # a clone, perhaps, whose name says no owner
-        if not self.run and ours and theirs and whole_id(theirs) != whole_id(ours):
+        known = ours if is_here else whole_id(ours)
+        if not self.run and ours and theirs and whole_id(theirs) != known:
             problem = f"made for {theirs!r:.100}, the encoder is {'in ' * is_here}{ours}"
             is_other = Path(theirs).name != Path(ours).name
             if not is_here and (is_other or whole_id(theirs).count("/") == 1):

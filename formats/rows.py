@@ -204,7 +204,7 @@ def json_rows(path):
 
 
 def csv_rows(path):
-    """Empty lines do not count."""
+    """Empty lines do not count, but in a file of one column, where each is an empty text."""
     text, options = path.read_bytes().decode("utf-8-sig"), {}
     first_line = text.partition("\n")[0]
     if path.suffix.lower() == ".tsv":
@@ -215,7 +215,8 @@ def csv_rows(path):
     lines = []
     try:
         for cells in csv.reader(io.StringIO(text, newline=""), strict=True, **options):
-            lines += [cells] if cells else []
+            if cells or (lines and len(lines[0]) == 1):
+                lines.append(cells or [""])
     except csv.Error as e:
         raise ValueError(f"row {len(lines)}: a quotation mark is not closed ({e})") from e
     header, *rows = lines or [[]]

@@ -17,6 +17,8 @@ CPU = getattr(torch.cpu, "get_capabilities", dict)()
 
 def choose_device(device, dtype, cuda_graphs=False):
     """("auto", "auto") -> (torch.device, torch.dtype), and PyTorch set up. May raise ValueError."""
+    if torch.get_default_dtype() != torch.float32:  # another library may have set it
+        raise ValueError("torch.set_default_dtype was called: here it has to be torch.float32")
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if device == "auto":
         device = "cuda" if cuda else "mps" if mps else "cpu"

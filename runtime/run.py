@@ -214,7 +214,6 @@ class Run:
     def finish(self, record):
         """Makes the run a finished one, once the files of the best epoch are there. Returns the
         closing line; for a run that has diverged it raises the error. record: run.json's content"""
-        args = self.args
         shown = "stage task seed model train_examples dev_examples trained_parameters".split()
         known = {**record, **record["options"]}
         result = {name: known[name] for name in shown} | {"best_epoch": self.best_epoch}
@@ -228,7 +227,7 @@ class Run:
         if self.diverged:
             kept = f"epoch {self.best_epoch} is kept in {self.out}"
             raise FloatingPointError(f"{self.diverged}; {kept}")
-        majority = record["tasks"].get(args.task, {}).get("majority", -math.inf)
+        majority = record["tasks"].get(self.args.task, {}).get("majority", -math.inf)
         last, losses = self.epoch - 1, [line["dev_loss"] for line in self.history]
         if result.get("accuracy", math.inf) <= majority:
             note("the accuracy is no better than that of the most frequent label")
@@ -237,8 +236,8 @@ class Run:
         if self.best_epoch == last or losses[-1] == min(losses):
             advice = "a larger --lr, more --epochs or --patience may help"
             note(f"at the end the score was still rising, or the loss still falling: {advice}")
-        best = f"best epoch: {self.best_epoch}, dev {args.score} {result[args.score]:.4f}"
-        print(f"{best}; stopped after epoch {last} of at most {args.epochs}", flush=True)
+        best = f"best epoch: {self.best_epoch}, dev {self.args.score} {result[self.args.score]:.4f}"
+        print(f"{best}; stopped after epoch {last} of at most {self.args.epochs}", flush=True)
         return result
 
     def write_log(self):

@@ -165,6 +165,16 @@ def test_what_is_in_a_cell(tokenizer, tmp_path, capsys):
     assert "empty texts, 4 of them" in said and "no example of pick is '1' or '3'" in said
 
 
+def test_an_empty_line_of_one_column_is_a_row(tmp_path):
+    """With several columns it is none."""
+    for text, ours in (
+        ("\n\nred\n\n", ["", "red", ""]),
+        (",label\n\nred,x\n\nblue,y", ["red", "blue"]),
+    ):
+        (tmp_path / "a.csv").write_text(f"text_a{text}")
+        assert [row["text_a"] for row in read_rows(tmp_path / "a.csv")] == ours
+
+
 def test_columns_have_the_files_names():
     """Which may be ours in another place; in prediction, too. A row may leave out a column."""
     rows = [{"text_a": "a", "label": 0}, {"text_b": "b", "label": 1}]

@@ -163,6 +163,9 @@ def test_the_precision_is_that_of_the_training(has_bf16, copy, runs, monkeypatch
     fusion_weights.mean_weights(run, run.split()[:2])
     assert seen == 3 * [(has_bf16, torch.bfloat16 if has_bf16 else torch.float32)]
     assert ("computes it in float32" in capsys.readouterr().out) != has_bf16
+    monkeypatch.setattr("torch.get_default_dtype", lambda: torch.float64)
+    with pytest.raises(ValueError, match="set_default_dtype was called: here it has to be"):
+        load_run(path)
 
 
 NO_INPUTS = {  # one text of two, two inputs of one text each, and the like
