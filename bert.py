@@ -176,7 +176,7 @@ class Bert(nn.Module):
             self.slots[i, "output"] = layer.output_add_norm
         self.adapter_configs = {}  # {name: configuration} of the adapters in the slots (adapter.py)
         self.active = None  # what `activate` of adapter.py was given
-        self.source = None  # what `from_pretrained` was given
+        self.source = None  # the hub id, or the directory, of what `from_pretrained` was given
         self.directory = None  # where its files are
         self.hub_config = {}  # all that config.json says
         self.sha256 = None  # of Θ and its configuration: an adapter trained on another is refused
@@ -250,7 +250,7 @@ class Bert(nn.Module):
         from formats.files import error_prefix
         from runtime.command import look_up
 
-        # its directory, .config (all that config.json says), .tensors (by Hugging Face's names)
+        # its files, .config (all that config.json says), .tensors (by Hugging Face's names)
         checkpoint = encoder.read_encoder(source)
         known = asdict(BertConfig())
         with error_prefix(checkpoint.config_path):
@@ -258,8 +258,8 @@ class Bert(nn.Module):
             look_up(ENCODERS, config.model_type, "model_type")  # or raises ValueError
         with error_prefix(checkpoint.weights_path):
             bert = Bert.from_tensors(config, checkpoint.tensors)
-            checkpoint.check(bert.hub_tensors())  # no tensor is left over, every number is finite
-        bert.source, bert.directory = str(source), checkpoint.directory
+            encoder.check(checkpoint.tensors, bert.hub_tensors())  # none left over, all finite
+        bert.source, bert.directory = checkpoint.source, checkpoint.config_path.parent
         bert.hub_config = checkpoint.config
         bert.sha256 = encoder.sha256_of(bert.hub_tensors(), asdict(config))
         return bert

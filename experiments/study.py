@@ -69,7 +69,7 @@ def parse(name, description, argv, systems, **defaults):
     prog = f"python -m experiments.{name}"
     command.IMPORT.parse_known_args(given)  # may add a stage, and so an option
     parser = command.Parser(prog, description=description, parents=[command.IMPORT])
-    add, seeds = parser.add_argument, {"type": command.seed, "nargs": "+"}
+    add, seeds = parser.add_argument, {"type": int, "nargs": "+"}
     # fmt: off
     add("--tasks", "--target", nargs="+", required=True, help="of the paper, or your own")
     add("--sources", nargs="+", help="tasks, or adapters: directories (with a slash: ./mine) or "

@@ -8,7 +8,6 @@ from copy import deepcopy
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 
 def low_rank(fusion, h, adapters, form, many_tokens=None):
@@ -61,21 +60,20 @@ def low_rank(fusion, h, adapters, form, many_tokens=None):
 @torch.no_grad()
 def compare_forms(modules):
     """The form of `low_rank` that gives what `textbook` gives, "joint" or else "apart", or None.
-    Both are computed for random h, at weights close to these, in training and in evaluation, and
-    must draw equally many random numbers. modules: a copy, which is changed, of the fusion and
+    Both are computed for random h [B, T, d], at weights close to these, in training and evaluation,
+    and must draw equally many random numbers. modules: a copy, which is changed, of the fusion and
     then its adapters, as `copy_to_cpu` makes it"""
     random = torch.Generator().manual_seed(0)  # so that a run decides the same when it is loaded
     for tensor in [*modules.parameters(), *modules.buffers()]:
         if tensor.is_floating_point():  # a new one may start at a value that has no effect
             tensor += 0.01 * torch.randn(tensor.shape, generator=random, dtype=tensor.dtype)
-    shape, weights = (2, 8, modules[-1].up.out_features), {id(p): p for p in modules.parameters()}
-    h = torch.randn(shape, generator=random, dtype=torch.float32)  # [B, T, d]
+    h = torch.randn(2, 8, modules[-1].up.out_features, generator=random, dtype=torch.float32)
 
     def results(compute, *form):
         """[o, where the generator then stands] in training, and then in evaluation"""
         found = []
         for is_training in (True, False):  # each with buffers of its own, which may change
-            fusion, *adapters = deepcopy(modules, {**weights}).train(is_training)
+            fusion, *adapters = deepcopy(modules).train(is_training)
             torch.default_generator.manual_seed(0)
             found += [compute(fusion, h, adapters, *form), torch.get_rng_state().float()]
         return found
@@ -101,12 +99,8 @@ def copy_to_cpu(modules):
     """A copy in fp32 of all that the modules reach: also of a parameter that they share through a
     tuple, which `Module.float` does not see."""
     reached = {}  # {id of an original: its copy}
-    deepcopy(modules, reached)
-    for key, x in [*reached.items()]:
+    copies = deepcopy(modules, reached)
+    for x in reached.values():
         if isinstance(x, torch.Tensor):
-            cast = x.detach().to("cpu", torch.float32 if x.is_floating_point() else x.dtype)
-            is_parameter = isinstance(x, nn.Parameter)
-            reached[key] = nn.Parameter(cast, x.requires_grad) if is_parameter else cast
-        else:
-            del reached[key]
-    return deepcopy(modules, reached)
+            x.data = x.data.to("cpu", torch.float32 if x.is_floating_point() else x.dtype)
+    return copies

@@ -38,7 +38,6 @@ NAMES = [("adapter_down.0", "down"), ("adapter_up", "up"), ("adapter_norm_after"
 NAMES_WITH_NORM_BEFORE = [("adapter_down.0", "norm_before"), ("adapter_norm_before", "norm_before")]
 NAMES_WITH_NORM_BEFORE += [("adapter_down.1", "down"), *NAMES[1:]]
 MODEL_CLASSES = {"bert": "BertAdapterModel", "roberta": "RobertaAdapterModel"}  # of the library
-MINILM = "sentence-transformers/all-MiniLM-L6-v2"  # of which `minilm` is a copy
 
 
 def paper_adapters(model_type):
@@ -59,8 +58,6 @@ def check_name(name):
 
 def whole_id(name):
     """roberta-base -> FacebookAI/roberta-base, as the hub has it since 2024; others as they are"""
-    if name == "minilm":
-        return MINILM
     owner = {"bert": "google-bert", "roberta": "FacebookAI"}.get(name.split("-")[0])
     return f"{owner}/{name}" if owner and "/" not in name else name
 
@@ -134,8 +131,7 @@ def check_head(config):
         supported["activation_function"] = ("tanh",)
     for field, values in supported.items():
         if (value := config.get(field)) not in values:
-            only = " or ".join(map(str, values))
-            raise ValueError(f"a head with {field} = {value!r:.50} is not supported, only {only}")
+            raise ValueError(f"a head with {field} = {value!r:.50} is not supported, only {values}")
     return config if config["head_type"] == "multiple_choice" else {"bias": True, **config}
 
 
@@ -157,7 +153,7 @@ class Saved:
         if bert.sha256 and self.run.get("encoder", bert.sha256) != bert.sha256:
             problem = f"with other weights, or another configuration, than {bert.source}"
             raise ValueError(f"it was trained on an encoder {problem}: {self.run['trained_on']}")
-        ours, theirs = bert.source or "", str(self.metadata.get("model_name") or "")
+        ours, theirs = bert.source or "", self.metadata.get("model_name") or ""
         is_here = Path(ours).is_dir()  # a clone, perhaps, whose name says no owner
         known = ours if is_here else whole_id(ours)
         if not self.run and ours and theirs and whole_id(theirs) != known:
@@ -222,8 +218,7 @@ def read(source, kind):
             raise ValueError(f"it holds {', '.join(by_name):.200}, not {name!r:.50}")
     # without any: a kind of fusion may have no parameters; if it has, `copy_into` misses them
     tensors = by_name.get(name) or next(iter(by_name.values()), {})
-    run = read_run(directory)
-    return Saved(directory, metadata, options, name, names, tensors, run)
+    return Saved(directory, metadata, options, name, names, tensors, read_run(directory))
 
 
 def read_run(directory):
@@ -233,12 +228,10 @@ def read_run(directory):
 
 
 def write(directory, kind, name, options, tensors, bert):
-    """Writes an adapter, a head or a fusion (name: those of its adapters, with commas): options and
-    {(slot, part): tensor}, for the encoder `bert`. Without the version, AdapterHub's library reads
-    "gelu" as its tanh form."""
-    model_type, model_name = bert.config.model_type, bert.source or ""
-    model_name = MINILM if model_name == "minilm" else model_name
-    header = {"name": name, "model_type": model_type, "model_name": model_name}
+    """Writes an adapter, a head or a fusion (name: those of its adapters, with commas), for the
+    encoder `bert`. Without the version, AdapterHub's library reads "gelu" as its tanh form."""
+    model_type = bert.config.model_type
+    header = {"name": name, "model_type": model_type, "model_name": bert.source or ""}
     header |= {"hidden_size": bert.config.hidden_size, "version": "adapters.1.3.0"}
     header["model_class"] = MODEL_CLASSES.get(model_type)
     if kind is FUSION:

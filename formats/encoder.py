@@ -4,7 +4,7 @@ format, tensors are looked up by the names that the Hugging Face hub uses today.
 import hashlib
 import importlib.util
 import re
-from dataclasses import dataclass
+from collections import namedtuple
 from pathlib import Path, PurePosixPath
 
 from formats import files
@@ -16,6 +16,7 @@ from formats.tokenizer import TOKENIZER_FILES
 FILES = [("config.json", "model.safetensors"), ("config.json", "pytorch_model.bin")]
 FILES += [("bert_config.json", "*model.ckpt*.index")]
 NEEDED = ", or ".join(" and ".join(pair) for pair in FILES) + ", one alone, with its data files"
+MINILM = "sentence-transformers/all-MiniLM-L6-v2"  # of which `minilm` is a copy
 # the hub's names of an encoder's tensors; anything else in a file belongs to some head
 OF_THE_ENCODER = re.compile(r"(embeddings|encoder)\.(?!.*\bposition_ids$)")
 
@@ -23,24 +24,17 @@ OF_THE_ENCODER = re.compile(r"(embeddings|encoder)\.(?!.*\bposition_ids$)")
 PLAINLY_BERT = re.compile(r"bert_config\.json|Bert(For|Model)|bert\.embeddings\.")
 
 
-@dataclass
-class Checkpoint:
-    """An encoder's files, found and read."""
+# An encoder's files, found and read. source: its hub id, or its directory; config: what config.json
+# says; tensors: {the hub's name of today: tensor}
+Checkpoint = namedtuple("Checkpoint", "source config_path weights_path config tensors")
 
-    directory: Path
-    config_path: Path
-    weights_path: Path
-    config: dict  # what config.json says
-    tensors: dict  # {the hub's name of today: tensor}
 
-    def check(self, used):
-        """Raises ValueError for what {the hub's name: tensor} has left out, and for numbers that
-        are not finite."""
-        files.check_names({*used}, {name for name in self.tensors if OF_THE_ENCODER.match(name)})
-        for name, tensor in used.items():
-            files.check_tensor(name, self.tensors[name], tensor.shape, "it must be")
-        if "num_attention_heads" not in self.config:  # which no shape would tell
-            raise ValueError(f"{self.config_path} has no num_attention_heads")
+def check(tensors, used):
+    """Raises ValueError for tensors of an encoder that are not in `used`, {the hub's name: tensor},
+    and for numbers that are not finite."""
+    files.check_names({*used}, {name for name in tensors if OF_THE_ENCODER.match(name)})
+    for name, tensor in used.items():
+        files.check_tensor(name, tensors[name], tensor.shape, "it must be")
 
 
 def sha256_of(tensors, config=None):
@@ -59,9 +53,10 @@ def sha256_of(tensors, config=None):
 
 def read_encoder(source):
     """The Checkpoint at `source`: a directory with one of the pairs in FILES, minilm, a hub id."""
-    directory = Path(source)
+    source, directory = str(source), Path(source)
     if not directory.is_dir():
-        directory = find_minilm() if str(source) == "minilm" else fetch_encoder(source)
+        directory = find_minilm() if source == "minilm" else fetch_encoder(source)
+        source = MINILM if source == "minilm" else source
     for name, pattern in FILES:
         config_path, found = directory / name, [p for p in directory.iterdir() if p.match(pattern)]
         if files.is_file(config_path) and len(found) == 1 and files.is_file(found[0]):
@@ -69,10 +64,7 @@ def read_encoder(source):
     else:
         raise FileNotFoundError(f"no encoder in {directory}: it needs {NEEDED}")
     config, path = files.read_json(config_path), found[0]
-    if path.suffix == ".index":
-        tensors = read_tensorflow(path)
-    else:
-        tensors = files.read_tensors(path)
+    tensors = read_tensorflow(path) if path.suffix == ".index" else files.read_tensors(path)
     if "model_type" not in config:  # a RoBERTa of 2019 has none, and positions of its own
         said = [name, *(config.get("architectures") or []), *tensors]
         if not any(map(PLAINLY_BERT.match, said)):
@@ -80,7 +72,7 @@ def read_encoder(source):
         config["model_type"] = "bert"
     with files.error_prefix(path):
         tensors = by_hub_name(tensors, config["model_type"])
-    return Checkpoint(directory, config_path, path, config, tensors)
+    return Checkpoint(source, config_path, path, config, tensors)
 
 
 def read_pooler(directory):
@@ -117,8 +109,8 @@ def by_hub_name(tensors, model_type):
         found = ", ".join(sorted(prefix or "none" for prefix in prefixes))
         raise ValueError(f"it holds several encoders, prefixes {found}, and none of them is {own}")
     prefix = own if own in prefixes else next(iter(prefixes), "")
-    names = [name for name in hub if hub[name].startswith(prefix)]
-    return {hub[name].removeprefix(prefix): tensors[name] for name in names}
+    hub = {name: today for name, today in hub.items() if today.startswith(prefix)}
+    return {today.removeprefix(prefix): tensors[name] for name, today in hub.items()}
 
 
 def find_minilm():

@@ -6,14 +6,6 @@ from pathlib import Path
 from formats.files import note
 
 
-def is_local(source):
-    """Whether something that is not there was meant as a path: it is no hub id, or begins with a
-    directory that is there, or with that of the runs."""
-    first, slash, rest = str(source).partition("/")
-    is_path = first[:1] in ".~" or "/" in rest or "\\" in first
-    return is_path or (bool(slash) and (first == "runs" or Path(first).is_dir()))
-
-
 @functools.cache
 def hub_library():
     """(huggingface_hub, why the hub cannot be reached, or ""), imported when it is needed, which

@@ -7,25 +7,20 @@ def files_of(model, given):
     """{"adapter NAME" | "fusion" | "head" | "encoder": {name in its file: tensor}} of what a run
     writes in the files of AdapterHub and Hugging Face: each adapter but those of --adapters in
     which nothing is trained, the fusion, the head, and Θ if all of it is trained. given: the names
-    of --adapters. (The modules are those of `adapter_modules` and `active_fusions`, in files above
-    this one.)"""
+    of --adapters"""
     bert, found = model.bert, {}
     for name in bert.adapter_configs:
         modules = {k: s.adapters[name] for k, s in bert.slots.items() if name in s.adapters}
         tensors = slot_tensors(modules)
-        if name not in given or is_trained(tensors):
+        if name not in given or any(tensor.requires_grad for tensor in tensors.values()):
             found[f"adapter {name}"] = tensors
     if isinstance(bert.active, tuple):
         modules = {k: slot.fusion for k, slot in bert.slots.items() if slot.fusion is not None}
         found["fusion"] = slot_tensors(modules)
     found["head"] = head_tensors(model.head)
-    theta = bert.theta()
-    return found | ({"encoder": theta} if all(p.requires_grad for p in theta.values()) else {})
-
-
-def is_trained(tensors):
-    """Whether any of {name: tensor} is trained."""
-    return any(tensor.requires_grad for tensor in tensors.values())
+    if all(p.requires_grad for p in bert.theta().values()):
+        found["encoder"] = bert.theta()
+    return found
 
 
 def own_names(model, given):
@@ -35,9 +30,8 @@ def own_names(model, given):
     for slot in model.bert.slots.values():
         for name in {*given} & {*slot.adapters}:
             frozen |= {*slot.adapters[name].parameters()}
-    frozen = {p for p in frozen if not p.requires_grad}
     state = model.state_dict(keep_vars=True)
-    return {name for name, tensor in state.items() if tensor not in frozen}
+    return {name for name, tensor in state.items() if tensor.requires_grad or tensor not in frozen}
 
 
 def without_file(model, own, files):
@@ -49,8 +43,9 @@ def without_file(model, own, files):
 
 def hold_frozen_in(model, own, dtype):
     """Θ, unless some of it is trained, and every frozen Φ are held in `dtype` in place of fp32."""
-    theta = model.bert.theta()
-    frozen = [] if is_trained(theta) else [*theta.values()]
-    frozen += [p for n, p in model.named_parameters() if ".adapters." in n and n not in own]
+    theta = [*model.bert.theta().values()]
+    frozen = [p for n, p in model.named_parameters() if ".adapters." in n and n not in own]
+    if not any(p.requires_grad for p in theta):
+        frozen += theta
     for p in frozen:
         p.data = p.data.to(dtype)

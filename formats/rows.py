@@ -43,13 +43,10 @@ class Source:
             return [Path(self.files[split])] if self.files.get(split) else []
         if not self.data_dir:
             return None
-        if not Path(self.data_dir).is_dir():
-            raise FileNotFoundError(f"--data-dir {self.data_dir} is not a directory")
         directory = Path(self.data_dir, name)
         if name == "argument" and not [*directory.glob("train.*")]:
             return sorted(directory.glob("*.tsv"))
-        paths = sorted(directory.glob(f"{split}.*"))
-        paths = [path for path in paths if path.suffix.lower() in READERS]
+        paths = sorted(p for p in directory.glob(f"{split}.*") if p.suffix.lower() in READERS)
         if len(paths) > 1:
             raise ValueError(f"two files for one split, {split}: {paths[0]} and {paths[1]}")
         return paths
@@ -92,9 +89,8 @@ class Source:
         n = min(size, len(rows) // 2) if isinstance(size, int) else round(size * len(rows))
         if not 0 < n < len(rows):
             raise ValueError(f"the development set would be {n} of {len(rows)} training examples")
-        drawn = np.random.default_rng(0).permutation(len(rows)).tolist()
-        drawn = drawn[:n] if split == "validation" else drawn[n:]
-        return where, {i + 1: rows[i] for i in sorted(drawn)}
+        held_out, is_dev = {*drawn(len(rows), n, 0)}, split == "validation"
+        return where, {i + 1: row for i, row in enumerate(rows) if (i in held_out) == is_dev}
 
     def columns_and_labels(self, name):
         """Those of your own task, by its training file (docs/python.md)."""
@@ -120,12 +116,11 @@ def drawn(count, limit, seed):
 
 
 def our_rows(rows, names, task_name, columns=None, label="label", has_label=True):
-    """[row] with these columns alone, under our names; texts are as `text_of` reads them.
-
-    names: {our name: theirs}, all replaced at the same time, so that two columns can change places;
-    columns: default those of your own task that are not empty. What a row leaves out is empty: so
-    databases write null. Raises ValueError for a column that no row has, for a name that the task
-    does not have, and for a column of your own task that would go unread."""
+    """[row] with these columns alone, under our names; texts are as `text_of` reads them. names:
+    {our name: theirs}, all replaced at the same time, so that two columns can change places;
+    columns: default those of your own task that are not empty. Raises ValueError for a column that
+    no row has, a name that the task does not have, and a column of your own that would go unread.
+    What a row leaves out is empty: so databases write null."""
     there = dict.fromkeys(name for row in rows for name in row)
     others = OTHER_COLUMNS.get(task_name, {}).items()
     names = {our: other for our, other in others if our not in there and other in there} | names
@@ -137,12 +132,10 @@ def our_rows(rows, names, task_name, columns=None, label="label", has_label=True
     for column in [*columns, label] if has_label else columns:
         if theirs.get(column) not in there:
             problem = f"no column {names.get(column, column)!r}; it has {', '.join(there):.200}"
-            advice = f"--columns {column}=NAME says which one it is"
-            header = "a .csv (commas or semicolons) or .tsv (tabs) needs a header"
-            raise ValueError(f"{problem}: {advice}; {header}")
+            raise ValueError(f"{problem}: --columns {column}=NAME, as in the file's header")
     if unknown := names.keys() - {*columns, label}:
-        problem = f"the task, or its files, have only {', '.join([*columns, label])}"
-        raise ValueError(f"--columns {min(unknown)}=...: {problem}")
+        only = ", ".join([*columns, label])
+        raise ValueError(f"--columns {min(unknown)}=...: the task, or its files, have only {only}")
     if {*columns} < {*OWN_COLUMNS} and (unread := {*found} - {*columns}):
         raise ValueError(f"column {min(unread)!r} is none of {', '.join(columns)}")
     result, other_labels = [], OTHER_LABELS.get(task_name, {})
@@ -187,8 +180,7 @@ def read_rows(path):
     path, ending = Path(path), Path(path).suffix.lower()
     if ending not in READERS:
         raise ValueError(f"{path}: only {', '.join(READERS)} can be read")
-    if not is_file(path):
-        raise FileNotFoundError(f"{path} is not a file")
+    is_file(path)  # or says why not
     with error_prefix(path):
         try:
             rows = READERS[ending](path)
@@ -213,6 +205,7 @@ def json_rows(path):
 
 
 def csv_rows(path):
+    """Empty lines do not count, but in a file of one column, where each is an empty text."""
     text, options = path.read_bytes().decode("utf-8-sig"), {}
     first_line = text.partition("\n")[0]
     if path.suffix.lower() == ".tsv":
@@ -220,27 +213,20 @@ def csv_rows(path):
     elif first_line.count(";") > first_line.count(","):  # Excel's, where the comma is a decimal one
         options = {"delimiter": ";"}
         note(f"{path}: its columns are read as separated by semicolons")
-    lines, whole = [], text.rstrip("\r\n")
+    lines = []
     try:
-        for cells in csv.reader(io.StringIO(whole, newline=""), strict=True, **options):
-            # an empty line is no row, but of one column an empty text
-            lines += [cells or [""]] if cells or lines and len(lines[0]) == 1 else []
+        for cells in csv.reader(io.StringIO(text, newline=""), strict=True, **options):
+            if cells or (lines and len(lines[0]) == 1):
+                lines.append(cells or [""])
     except csv.Error as e:
-        problem = f"a quotation mark is not closed, or not doubled ({e})"
-        raise ValueError(f"row {len(lines)}: {problem}") from e
+        raise ValueError(f"row {len(lines)}: a quotation mark is not closed ({e})") from e
     header, *rows = lines or [[]]
-    if len(header) == 1 and (count := text.count("\n", len(whole)) - 1) > 0:
-        note(f"{path}: empty lines at its end are not read as empty texts, {count} of them")
-    header = unique(header)
+    header = [name if header.count(name) == 1 else f"{name} (twice)" for name in header]
     for number, row in enumerate(rows, 1):
         if len(row) != len(header):
             found = f"row {number} has {len(row)} fields, the first line {len(header)}"
             raise ValueError(f"{found}, if {options.get('delimiter', ',')!r} separates them")
     return [dict(zip(header, row, strict=True)) for row in rows]
-
-
-def unique(names):
-    return [name if names.count(name) == 1 else f"{name} (twice)" for name in names]
 
 
 def parquet_rows(path):
@@ -249,7 +235,7 @@ def parquet_rows(path):
     import pyarrow.parquet
 
     table = pyarrow.parquet.ParquetFile(path).read()
-    rows = table.rename_columns(unique(table.column_names)).to_pylist()
+    rows = table.to_pylist()
     described = json.loads((table.schema.metadata or {}).get(b"huggingface", "{}"))
     for column, feature in described.get("info", {}).get("features", {}).items():
         if isinstance(feature, dict) and feature.get("_type") == "ClassLabel":

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from formats.adapterhub import ADAPTER, paper_adapters, read, read_run
-from formats.files import note, read_tensors
-from formats.hub import is_local
+from formats.files import is_file, note, read_tensors
 
 
 def find_adapters(sources, model_type):
@@ -18,22 +17,16 @@ def find_adapters(sources, model_type):
         name, place = named(source)
         check_there(place)
         saved = read(place, ADAPTER)
-        note_what_is_missing(place)
+        beside = saved.directory.parent
+        run = beside.parent if beside.name == "adapters" else saved.directory
+        if is_file(run / "own.safetensors"):  # what else it has trained
+            names = ", ".join(read_tensors(run / "own.safetensors"))
+            note(f"{run} has more than its adapter, which is used here without {names:.300}")
         name = name or saved.name
         if str(name).lower() in [str(n).lower() for n in found]:  # on some file systems rte is RTE
-            advice = f"NAME={place} gives one of them another name"
-            raise ValueError(f"two adapters are called {name!r}, {place} is the second: {advice}")
+            raise ValueError(f"two adapters are called {name!r}: NAME={place} gives another name")
         found[name] = saved
     return found
-
-
-def note_what_is_missing(place):
-    """Names what the run of an adapter has trained beside it, in files that are not read here."""
-    path = Path(place)
-    run = path.parent.parent if path.parent.name == "adapters" else path
-    if (run / "own.safetensors").is_file():
-        names = ", ".join(read_tensors(run / "own.safetensors"))
-        note(f"{run} has more than its adapter, which is used here without {names:.300}")
 
 
 def named(source):
@@ -43,9 +36,10 @@ def named(source):
 
 
 def check_there(place):
-    """Raises FileNotFoundError for a directory without an adapter."""
-    directory = Path(place)
-    if (directory.is_dir() or is_local(place)) and not (directory / ADAPTER.config).is_file():
+    """Raises FileNotFoundError for a directory without an adapter, or what can be no hub id."""
+    directory, parts = Path(place), Path(place).parts
+    is_hub_id = len(parts) == 2 and parts[0] != "runs" and not Path(parts[0]).is_dir()
+    if not is_hub_id and not (directory / ADAPTER.config).is_file():
         advice = "--stage adapter, or --resume, makes one; a hub id is OWNER/NAME"
         if inside := sorted(path.parent for path in directory.glob(f"*/{ADAPTER.config}")):
             advice = f"there are {', '.join(map(str, inside)):.300}"

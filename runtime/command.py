@@ -37,22 +37,10 @@ def count(text):
     return int(text)
 
 
-def seed(text):
-    if not text.isdecimal() or int(text) >= 2**32:
-        raise argparse.ArgumentTypeError(f"must be an integer in 0 .. 2^32 - 1, not {text}")
-    return int(text)
-
-
 def positive(text):
     if not 0 < float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"must be a positive number, not {text}")
     return int(text) if text.isdecimal() else float(text)
-
-
-def fraction(text):
-    if not 0 < float(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be between 0 and 1, not {text}")
-    return float(text)
 
 
 def name_and_text(word):
@@ -68,7 +56,7 @@ def name_and_value(word):
     name, text = name_and_text(word)
     try:
         return name, json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return name, text
 
 
@@ -79,8 +67,6 @@ class Pairs(argparse.Action):
         super().__init__(nargs="+", default={}, **options)
 
     def __call__(self, parser, args, pairs, option):
-        if len(dict(pairs)) < len(pairs):
-            parser.error(f"{option} has one name twice")
         setattr(args, self.dest, dict(pairs))
 
 
@@ -115,17 +101,11 @@ GENERATOR = threading.RLock()  # of torch's random numbers, which all threads of
 
 @contextlib.contextmanager
 def alone(is_run=True):
-    """For a training, or what draws beside one: other threads wait. Raises ValueError if another
-    one is still at work after half a minute."""
-    if not GENERATOR.acquire(timeout=30):
-        problem = "another thread of this process is training, and shares torch's random numbers"
-        raise ValueError(f"{problem}: wait for its end, or start another process")
-    try:
+    """For a training, or what draws beside one: other threads wait."""
+    with GENERATOR:
         if is_run:
             forget_notes()
         yield
-    finally:
-        GENERATOR.release()
 
 
 def run_command(name, main, argv=None):

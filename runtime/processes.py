@@ -11,18 +11,17 @@ import torch.distributed as dist
 
 from formats.files import error_prefix
 
+# {name: whether the processor has it}; {} with a PyTorch that is too old to say it, as 2.9
+CPU = getattr(torch.cpu, "get_capabilities", dict)()
+
 
 def choose_device(device, dtype, cuda_graphs=False):
-    """("auto", "auto") -> (torch.device, torch.dtype), and PyTorch set up for it. Raises ValueError
-    for a device that is not there, or that cannot record, and for another default dtype."""
+    """("auto", "auto") -> (torch.device, torch.dtype), and PyTorch set up. May raise ValueError."""
     if torch.get_default_dtype() != torch.float32:  # another library may have set it
         raise ValueError("torch.set_default_dtype was called: here it has to be torch.float32")
-    available = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    available |= {"cpu": True}
+    cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if device == "auto":
-        device = next(name for name in available if available[name])
-    if not available[device]:
-        raise ValueError(f"--device {device}: there is no such device on this machine")
+        device = "cuda" if cuda else "mps" if mps else "cpu"
     if cuda_graphs and device != "cuda":
         raise ValueError("--cuda-graphs is for a GPU of NVIDIA's")
     if device == "cuda" and is_one_of_several():
@@ -40,23 +39,16 @@ def has_bf16(device):
     float32 is faster."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    found = cpu_capabilities() if device == "cpu" else {}
-    return found.get("avx512_bf16", False) or found.get("amx_bf16", False)
-
-
-def cpu_capabilities():
-    """{name: whether the processor has it}; {} with a PyTorch that is too old to say it, as 2.9"""
-    return getattr(torch.cpu, "get_capabilities", dict)()
+    return device == "cpu" and (CPU.get("avx512_bf16", False) or CPU.get("amx_bf16", False))
 
 
 def set_deterministic(device):
     """The same bits twice on a GPU, too; for training, before its first product. An operation that
     has no such form raises RuntimeError, which names it."""
-    if device.type != "cuda":
-        return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it is only slower
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it is only slower
 
 
 def reseed(*numbers):
@@ -114,7 +106,7 @@ STOP = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)
 
 
 @contextlib.contextmanager
-def deferred_signals(notice=""):
+def deferred_signals(notice):
     """A list to which the numbers of the signals that ask for a stop are added, in place of what
     they would do. The first prints `notice`, the second ends this process at once. One that is
     ignored, as SIGHUP under nohup, stays so. Outside the main thread, Python hears none."""
@@ -122,12 +114,12 @@ def deferred_signals(notice=""):
 
     def hear(number, _):
         heard.append(number)
-        if len(heard) == 1 and notice:
-            with contextlib.suppress(OSError):  # not `print`, which may be what was interrupted
-                os.write(1, f"{notice}\n".encode())
         if len(heard) > 1:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        if notice:
+            with contextlib.suppress(OSError):  # not `print`, which may be what was interrupted
+                os.write(1, f"{notice}\n".encode())
 
     is_main = threading.current_thread() is threading.main_thread()
     wanted = [n for n in STOP if is_main and signal.getsignal(n) is not signal.SIG_IGN]

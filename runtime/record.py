@@ -22,7 +22,7 @@ import torch
 
 from formats.files import note
 from formats.tokenizer import tokenizer_sha256
-from runtime.processes import cpu_capabilities
+from runtime.processes import CPU
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = "torch numpy tokenizers safetensors".split()
@@ -40,7 +40,6 @@ def first_difference(before, now):
     for name in {**old, **new}:
         if name not in MAY_DIFFER and old.get(name) != new.get(name):
             return f"{name} = {old.get(name)}, not {new.get(name)}"
-    return None
 
 
 def hashes_of(examples):
@@ -77,13 +76,11 @@ def share_trained_on(run, examples):
 
 
 def note_unseen_classes(place, task, examples):
-    """Notes that a class has no example, or a choice is never right. place: of [Example]"""
+    """Notes that a class has no example, or a choice is never right. place: of the examples"""
     seen = {example.label for example in examples}
     unseen = [repr(name) for i, name in enumerate(task.labels) if i not in seen]
     if unseen and all(isinstance(label, int) for label in seen):
-        is_choice, name = task.is_multiple_choice, task.name
-        what = f"the right choice of {name} is never" if is_choice else f"no example of {name} is"
-        note(f"{place}: {what} {' or '.join(unseen):.300}")
+        note(f"{place}: no example of {task.name} is {' or '.join(unseen):.300}")
 
 
 def never_predicted(task, labels, predictions):
@@ -150,9 +147,9 @@ def describe(args, model, tokenizer, adapters, data):
 def machine(device):
     """Where a run was computed, and with what. commit: of this repository, with -dirty behind it
     where changes are not committed; None without one."""
-    amx = ", AMX" if cpu_capabilities().get("amx_bf16") else ""
-    command = "git --git-dir=.git --work-tree=. --no-optional-locks describe --always --dirty"
-    command = [*command.split(), "--abbrev=40", "--exclude=*"]
+    amx = ", AMX" if CPU.get("amx_bf16") else ""
+    command = "git --git-dir=.git --work-tree=. --no-optional-locks describe"
+    command = f"{command} --always --dirty --abbrev=40 --exclude=*".split()
     commit = None
     with contextlib.suppress(OSError):  # there is no git
         commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()

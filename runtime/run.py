@@ -2,10 +2,8 @@
 It saves and reports; it does not change what is computed."""
 
 import contextlib
-import errno
 import json
 import math
-import os
 import shutil
 import time
 from pathlib import Path
@@ -44,9 +42,7 @@ def is_begun(out):
 def check_out(args):
     """Raises ValueError if a run cannot be written to --out, or would replace what it needs."""
     out = Path(args.out)
-    if not out.is_dir():
-        if os.path.lexists(out):
-            raise ValueError(f"--out {out} is a file, or a link that leads nowhere")
+    if not out.exists():
         return
     others = {path.name for path in out.iterdir()} - {".lock", *TEMPORARY}
     if others and not (out / "run.json").is_file():
@@ -64,12 +60,14 @@ def check_out(args):
 @contextlib.contextmanager
 def open_run(args, record, model, own, optimizer):
     """The Run in args.out, whose directory is locked, and cleared unless the run is resumed."""
-    run, out, lock = Run(args, record, model, own, optimizer), Path(args.out), None
+    run, out = Run(args, record, model, own, optimizer), Path(args.out)
     notice = "stopping after this step, or this evaluation; a second signal stops without saving"
     first = run.rank == 0  # the process that writes
     out.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(out / ".lock", timeout=0, fallback_to_soft=False)
     try:
-        lock = acquire(out) if first else None
+        if first:
+            acquire(lock, out)
         with deferred_signals(notice * first) as run.signals:
             if first:
                 check_out(args)  # again: another run may have ended here meanwhile
@@ -90,23 +88,18 @@ def open_run(args, record, model, own, optimizer):
         advice = f"; {out} is finished" if (out / "metrics.json").exists() else advice
         raise KeyboardInterrupt(f"interrupted{advice}") from e
     finally:
-        if lock is not None:
-            lock.release()
+        lock.release()
 
 
-def acquire(out):
-    """The lock on a run's directory. Some file systems have none: NFS without lockd, SMB, FUSE."""
-    lock = FileLock(out / ".lock", timeout=0, fallback_to_soft=False)
+def acquire(lock, out):
+    """Locks a run's directory. Some file systems cannot: NFS without lockd, SMB, FUSE."""
     try:
         lock.acquire()
     except Timeout as e:
         raise ValueError(f"another process is at work in {out}: choose another --out") from e
     except OSError as e:
-        if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
-            raise
-        problem = f"{out / '.lock'} cannot be locked on this file system ({e.strerror})"
+        problem = f"{lock.lock_file} cannot be locked on this file system ({e.strerror})"
         note(f"{problem}: take care that no other process writes there")
-    return lock
 
 
 def clear(out, names):
@@ -131,7 +124,6 @@ class Run:
         self.args, self.record, self.out = args, record, Path(args.out)
         self.model, self.own, self.optimizer = model, own, optimizer
         self.at_first = {*model.state_dict()}
-        self.groups_at_first = [{**group} for group in optimizer.param_groups]
         self.trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         device = next(iter(self.trainable.values())).device
         start_processes(device)
@@ -162,11 +154,10 @@ class Run:
             except ValueError as e:
                 raise ValueError(f"{e}; {DAMAGED}") from e
             self.restore(saved)
-        if len({*gather((self.epoch, self.step))}) > 1:
-            raise ValueError(f"--out {self.out} must be one directory for all processes")
-        if len({*gather(sum(p.double().sum().item() for p in self.trainable.values()))}) > 1:
-            problem = "the processes would train different weights: something was drawn before"
-            raise ValueError(f"{problem} `build`, or from other random numbers than torch's")
+        weights = sum(p.double().sum().item() for p in self.trainable.values())
+        if len({*gather((self.epoch, self.step, weights))}) > 1:
+            problem = f"--out {self.out} must be one directory for all processes"
+            raise ValueError(f"{problem}, and all that is drawn in `build` the same in each")
         if self.rank == 0:
             if is_new:
                 clear(self.out, RUN_FILES)
@@ -237,10 +228,9 @@ class Run:
     def finish(self, record):
         """Makes the run a finished one, once the files of the best epoch are there. Returns the
         closing line; for a run that has diverged it raises the error. record: run.json's content"""
-        args = self.args
-        result = {name: record["options"][name] for name in ("stage", "task", "seed", "model")}
-        sizes = ("train_examples", "dev_examples", "trained_parameters")
-        result |= {name: record[name] for name in sizes} | {"best_epoch": self.best_epoch}
+        shown = "stage task seed model train_examples dev_examples trained_parameters".split()
+        known = {**record, **record["options"]}
+        result = {name: known[name] for name in shown} | {"best_epoch": self.best_epoch}
         result |= {"dev_loss" if n == "loss" else n: v for n, v in self.best_scores.items()}
         result |= {"diverged": True} if self.diverged else {}
         result |= {"seconds": round(time.monotonic() - self.started, 2), "out": str(self.out)}
@@ -251,7 +241,7 @@ class Run:
         if self.diverged:
             kept = f"epoch {self.best_epoch} is kept in {self.out}"
             raise FloatingPointError(f"{self.diverged}; {kept}")
-        majority = record["tasks"].get(args.task, {}).get("majority", -math.inf)
+        majority = record["tasks"].get(self.args.task, {}).get("majority", -math.inf)
         last, losses = self.epoch - 1, [line["dev_loss"] for line in self.history]
         if result.get("accuracy", math.inf) <= majority:
             note("the accuracy is no better than that of the most frequent label")
@@ -260,8 +250,8 @@ class Run:
         if self.best_epoch == last or losses[-1] == min(losses):
             advice = "a larger --lr, more --epochs or --patience may help"
             note(f"at the end the score was still rising, or the loss still falling: {advice}")
-        best = f"best epoch: {self.best_epoch}, dev {args.score} {result[args.score]:.4f}"
-        print(f"{best}; stopped after epoch {last} of at most {args.epochs}", flush=True)
+        best = f"best epoch: {self.best_epoch}, dev {self.args.score} {result[self.args.score]:.4f}"
+        print(f"{best}; stopped after epoch {last} of at most {self.args.epochs}", flush=True)
         return result
 
     def write_log(self):
@@ -272,39 +262,26 @@ class Run:
         """{name: tensor} of what is the run's own, as it is now."""
         return {n: t.detach() for n, t in self.model.state_dict().items() if n in self.own}
 
-    def changed_groups(self):
-        """What the optimizer, or a fork's loop, has changed in the groups, but for the rates."""
-        pairs = zip(self.optimizer.param_groups, self.groups_at_first, strict=True)
-        changed = [{k: v for k, v in now.items() if v is not then.get(k)} for now, then in pairs]
-        return [{k: v for k, v in group.items() if k != "lr"} for group in changed]
-
     def checkpoint(self):
         """Saves everything on which the rest of the run depends: --resume continues to the bit."""
         self.saved = time.monotonic()
-        moments = {n: self.optimizer.state.get(p, {}) for n, p in self.trainable.items()}
         saved = {name: getattr(self, name) for name in STATE}
-        saved |= {"own": self.own_tensors(), "optimizer": moments, "loss": self.loss}
-        saved["groups"] = self.changed_groups()
-        saved["seconds"] = self.saved - self.started
+        saved |= {"own": self.own_tensors(), "optimizer": self.optimizer.state_dict()}
+        saved |= {"loss": self.loss, "seconds": self.saved - self.started}
         if self.rank == 0:
             with atomic_write(self.out / "resume.pt") as temporary, open(temporary, "wb") as file:
                 torch.save(saved, file)
         all_reduce(torch.zeros(()))  # no process ends before it is written
 
     def restore(self, saved):
-        """Puts everything back to where a checkpoint was. How it goes on is the code's: of the
-        optimizer, what it keeps for each parameter is put back, by name, and what has changed in
-        its groups."""
+        """Puts everything back to where a checkpoint was."""
         if saved["own"].keys() != self.own_tensors().keys():
             raise ValueError(f"{self.out}: other parameters were trained: cannot --resume it")
         self.model.load_state_dict(saved["own"], strict=False)
-        names, now = {p: n for n, p in self.trainable.items()}, self.optimizer.state_dict()
-        order = [names.get(p) for group in self.optimizer.param_groups for p in group["params"]]
-        found = {i: saved["optimizer"].get(name) for i, name in enumerate(order)}
-        now["state"] = {i: state for i, state in found.items() if state}
-        self.optimizer.load_state_dict(now)
-        for group, changed in zip(self.optimizer.param_groups, saved["groups"], strict=True):
-            group.update(changed)
+        lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(saved["optimizer"])
+        for group, lr in zip(self.optimizer.param_groups, lrs, strict=True):
+            group["lr"] = lr  # the initial one, from which `minimize` has that of each step
         self.loss.copy_(saved["loss"])
         for name in STATE:
             setattr(self, name, saved[name])

@@ -28,7 +28,6 @@ NOTHING_CHANGED = f"""
 --lr 1e38 --batch-size 8 | the loss is not finite in epoch 1: a lower --lr may help
 --max-length 49 | --max-length must be in 8 .. 48
 --score loss | --score loss: rte has accuracy
-{SET} ln_after=true ln_after=false | one name twice
 {SET} reduction_factor='{{"2":4,"default":2}}' | the encoder has layers 0 to 1, and no 2
 {SET} non_linearity=elu | non_linearity must be one of gelu, gelu_new, relu, silu, swish, leakyrelu
 --stage adapter --adapters runs/rte | --stage adapter takes no --adapters
@@ -40,9 +39,9 @@ multitask: {BOX} --tasks rte sst2 --cuda-graphs | --cuda-graphs is for a run on 
 --columns sentnce2=b | --columns sentnce2=...: the task, or its files, have only sentence1, sent
 --task argument | no train split for task 'argument': there is no data/argument/train.jsonl
 --task a.b | 'a.b' cannot be an adapter's name
---data-dir nowhere | nowhere is not a directory
+--data-dir nowhere | there is no nowhere/rte/train.jsonl
 --model ./x | ./x is no directory
---out model/config.json | is a file
+--out model/config.json | Not a directory
 --out model --overwrite | holds other files
 {FUSE} x=runs/sst2 y=runs/sst2 X=runs/sst2 | two adapters are called 'X'
 {FUSE} runs | no adapter in runs: there are runs/pick, runs/rte, runs/sst2
@@ -77,7 +76,6 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 CASES += [
     ("", "row 1: the label is hidden (-1)", {RTE: ('"label": 1', '"label": -1')}),
     ("", "two files for one split, validation: ", {"data/rte/validation.csv": "sentence1"}),
-    ("", "config.json has no num_attention_heads", {CONFIG: ("num_attention_heads", "n_heads")}),
     ("", "layer.1.output.dense.weight", {WEIGHTS: times(NAN, "1.output.dense.w")}),
     ("", "30 tokens and 2 types", {TOKENS: ("red\n", "red\nx\n")}),
     ("", "absolute position", {CONFIG: ('"absolute"', '"relative_key"')}),
