@@ -374,6 +374,23 @@ def test_fusions_of_different_adapters(name, expected):
     assert difference(run(bert, expected["bert"]), theirs[name]) <= 1e-10
 
 
+@pytest.mark.parametrize("names", [("with", "without"), ("without", "with")])
+def test_the_last_adapter_closes_a_fusion(names, expected):
+    """With V = 0, it is the last one alone with z = 0."""
+    bert, alone = encoder_of("bert"), []
+    for name in names:
+        add_adapter(bert, name, AdapterConfig(original_ln_after=name == "with"))
+        for module in adapter_modules(bert, name).values():
+            nn.init.zeros_(module.up.weight)
+        activate(bert, name)
+        alone.append(run(bert, expected["bert"]))
+    add_fusion(bert, names)
+    for slot in bert.slots.values():
+        if slot.fusion is not None:
+            nn.init.zeros_(slot.fusion.value.weight)
+    assert torch.equal(run(bert, expected["bert"]), alone[1]) and not torch.equal(*alone)
+
+
 @torch.no_grad()
 @pytest.mark.skipif(not PEER, reason="needs PEER_PYTHON, with the reference library")
 def test_the_reference_reads_our_runs(runs, loud_fusion, encoder, tmp_path):
