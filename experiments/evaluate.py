@@ -49,6 +49,8 @@ def main(argv=None):
     add("--data-dir", help="directory with TASK/SPLIT.jsonl")
     add("--file", help="with labels, in place of a split")
     args = parser.parse_args(argv)
+    if args.file and (args.split or args.data_dir):
+        raise ValueError("--file is in place of --split and --data-dir")
     set_deterministic(choose_device(args.device, "auto")[0])  # as in training
     run = load_run(args.run, args.device, args.model, args.task, args.columns)
     task, split = run.task, args.file or args.split or "validation"

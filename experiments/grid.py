@@ -160,6 +160,7 @@ def run_all(todo, jobs, signals):
             free.append(number)
             if is_finished(cell):  # also one that diverged: its best epoch is kept
                 said = f"{100 * row_of({}, cell)['accuracy']:.2f} %"
+                said += ", DIVERGED" * (process.exitcode != 0)
             else:
                 lines = cell.log.read_text(encoding="utf-8", errors="replace").strip().split("\n")
                 failed[cell.name] = f"{lines[-1]} (status {process.exitcode}, {cell.log})"

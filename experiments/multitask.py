@@ -53,6 +53,8 @@ def parse(argv=None):
     parser.set_defaults(adapter="pal", patience=None, out="runs/multitask")
     words = ["--stage", "multitask", "--task", "multitask"]
     args = train.parse([*words, *(sys.argv[1:] if argv is None else argv)], parser)
+    if len({*args.tasks}) < len(args.tasks):
+        raise ValueError(f"--tasks names one task twice: {' '.join(args.tasks)}")
     if args.train_file and len(args.tasks) > 1:
         raise ValueError(f"--train-file is of one task, not of {', '.join(args.tasks)}")
     if args.cuda_graphs:  # a replay gives a gradient to every parameter, also of the other tasks

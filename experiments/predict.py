@@ -52,6 +52,8 @@ def main(argv=None):
     args = parser.parse_intermixed_args(argv)
     if bool(args.file) == bool(args.texts):
         raise ValueError("give either texts, or --file")
+    if args.picture and args.file:
+        raise ValueError("--picture draws a single input: give its texts in place of --file")
     with contextlib.redirect_stdout(sys.stderr):  # notes; stdout is for predictions
         run = load_run(args.run, args.device, args.model, args.task, args.columns)
         inputs = read_rows(args.file) if args.file else [args.texts]

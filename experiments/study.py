@@ -67,9 +67,9 @@ def parse(name, description, argv, systems, **defaults):
     end = argv.index("--") if "--" in argv else len(argv)
     given, rest = argv[:end], argv[end + 1 :]
     prog = f"python -m experiments.{name}"
-    command.IMPORT.parse_known_args(given)  # may add a stage, and so an option
+    command.IMPORT.parse_known_args(given)  # imports, which may add a stage
     parser = command.Parser(prog, description=description, parents=[command.IMPORT])
-    add, seeds = parser.add_argument, {"type": int, "nargs": "+"}
+    add, seeds = parser.add_argument, {"type": command.seed, "nargs": "+"}
     # fmt: off
     add("--tasks", "--target", nargs="+", required=True, help="of the paper, or your own")
     add("--sources", nargs="+", help="tasks, or adapters: directories (with a slash: ./mine) or "

@@ -64,6 +64,8 @@ def read_encoder(source):
     else:
         raise FileNotFoundError(f"no encoder in {directory}: it needs {NEEDED}")
     config, path = files.read_json(config_path), found[0]
+    if "num_attention_heads" not in config:  # which no shape would tell
+        raise ValueError(f"{config_path} has no num_attention_heads")
     tensors = read_tensorflow(path) if path.suffix == ".index" else files.read_tensors(path)
     if "model_type" not in config:  # a RoBERTa of 2019 has none, and positions of its own
         said = [name, *(config.get("architectures") or []), *tensors]

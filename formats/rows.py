@@ -221,12 +221,16 @@ def csv_rows(path):
     except csv.Error as e:
         raise ValueError(f"row {len(lines)}: a quotation mark is not closed ({e})") from e
     header, *rows = lines or [[]]
-    header = [name if header.count(name) == 1 else f"{name} (twice)" for name in header]
+    header = unique(header)
     for number, row in enumerate(rows, 1):
         if len(row) != len(header):
             found = f"row {number} has {len(row)} fields, the first line {len(header)}"
             raise ValueError(f"{found}, if {options.get('delimiter', ',')!r} separates them")
     return [dict(zip(header, row, strict=True)) for row in rows]
+
+
+def unique(names):
+    return [name if names.count(name) == 1 else f"{name} (twice)" for name in names]
 
 
 def parquet_rows(path):
@@ -235,7 +239,7 @@ def parquet_rows(path):
     import pyarrow.parquet
 
     table = pyarrow.parquet.ParquetFile(path).read()
-    rows = table.to_pylist()
+    rows = table.rename_columns(unique(table.column_names)).to_pylist()
     described = json.loads((table.schema.metadata or {}).get(b"huggingface", "{}"))
     for column, feature in described.get("info", {}).get("features", {}).items():
         if isinstance(feature, dict) and feature.get("_type") == "ClassLabel":

@@ -26,6 +26,8 @@ def load_tokenizer(directory, max_length, config=None):
     which must have an embedding for each token and each type of segments."""
     directory = Path(directory)
     path, vocab = directory / "tokenizer.json", directory / "vocab.txt"
+    if not is_file(path) and not is_file(vocab):
+        raise FileNotFoundError(f"no tokenizer in {directory}: no tokenizer.json or vocab.txt")
     with error_prefix(directory):
         options = read_options(directory)
         tokenizer = Tokenizer.from_file(str(path)) if is_file(path) else wordpiece(vocab, options)
@@ -128,7 +130,6 @@ def add_tokens(tokenizer, directory, options):
 
 def wordpiece(path, options):
     """BERT's tokenizer from vocab.txt, with an entry a line. Completes its options."""
-    is_file(path)  # or says why not
     lines = path.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
     vocab = {word: i for i, word in enumerate(lines)}
     for name in ("unk", "cls", "sep", "pad", "mask"):

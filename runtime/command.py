@@ -37,6 +37,18 @@ def count(text):
     return int(text)
 
 
+def seed(text):
+    if not text.isdecimal() or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(f"must be an integer in 0 .. 2^32 - 1, not {text}")
+    return int(text)
+
+
+def fraction(text):
+    if not 0 < float(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be between 0 and 1, not {text}")
+    return float(text)
+
+
 def positive(text):
     if not 0 < float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"must be a positive number, not {text}")
@@ -67,6 +79,8 @@ class Pairs(argparse.Action):
         super().__init__(nargs="+", default={}, **options)
 
     def __call__(self, parser, args, pairs, option):
+        if len(dict(pairs)) < len(pairs):
+            parser.error(f"{option} has one name twice")
         setattr(args, self.dest, dict(pairs))
 
 

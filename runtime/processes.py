@@ -22,6 +22,8 @@ def choose_device(device, dtype, cuda_graphs=False):
     cuda, mps = torch.cuda.is_available(), torch.backends.mps.is_available()
     if device == "auto":
         device = "cuda" if cuda else "mps" if mps else "cpu"
+    if (device == "cuda" and not cuda) or (device == "mps" and not mps):
+        raise ValueError(f"--device {device}: there is no such device on this machine")
     if cuda_graphs and device != "cuda":
         raise ValueError("--cuda-graphs is for a GPU of NVIDIA's")
     if device == "cuda" and is_one_of_several():

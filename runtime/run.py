@@ -2,8 +2,10 @@
 It saves and reports; it does not change what is computed."""
 
 import contextlib
+import errno
 import json
 import math
+import os
 import shutil
 import time
 from pathlib import Path
@@ -42,7 +44,9 @@ def is_begun(out):
 def check_out(args):
     """Raises ValueError if a run cannot be written to --out, or would replace what it needs."""
     out = Path(args.out)
-    if not out.exists():
+    if not out.is_dir():
+        if os.path.lexists(out):
+            raise ValueError(f"--out {out} is a file, or a link that leads nowhere")
         return
     others = {path.name for path in out.iterdir()} - {".lock", *TEMPORARY}
     if others and not (out / "run.json").is_file():
@@ -98,6 +102,8 @@ def acquire(lock, out):
     except Timeout as e:
         raise ValueError(f"another process is at work in {out}: choose another --out") from e
     except OSError as e:
+        if e.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
         problem = f"{lock.lock_file} cannot be locked on this file system ({e.strerror})"
         note(f"{problem}: take care that no other process writes there")
 
@@ -275,7 +281,7 @@ class Run:
 
     def restore(self, saved):
         """Puts everything back to where a checkpoint was."""
-        if saved["own"].keys() != self.own_tensors().keys():
+        if [*saved["own"]] != [*self.own_tensors()]:
             raise ValueError(f"{self.out}: other parameters were trained: cannot --resume it")
         self.model.load_state_dict(saved["own"], strict=False)
         lrs = [group["lr"] for group in self.optimizer.param_groups]

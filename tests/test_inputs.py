@@ -41,7 +41,7 @@ multitask: {BOX} --tasks rte sst2 --cuda-graphs | --cuda-graphs is for a run on 
 --task a.b | 'a.b' cannot be an adapter's name
 --data-dir nowhere | there is no nowhere/rte/train.jsonl
 --model ./x | ./x is no directory
---out model/config.json | Not a directory
+--out model/config.json | is a file
 --out model --overwrite | holds other files
 {FUSE} x=runs/sst2 y=runs/sst2 X=runs/sst2 | two adapters are called 'X'
 {FUSE} runs | no adapter in runs: there are runs/pick, runs/rte, runs/sst2
@@ -76,6 +76,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 CASES += [
     ("", "row 1: the label is hidden (-1)", {RTE: ('"label": 1', '"label": -1')}),
     ("", "two files for one split, validation: ", {"data/rte/validation.csv": "sentence1"}),
+    ("", "config.json has no num_attention_heads", {CONFIG: ("num_attention_heads", "n_heads")}),
     ("", "layer.1.output.dense.weight", {WEIGHTS: times(NAN, "1.output.dense.w")}),
     ("", "30 tokens and 2 types", {TOKENS: ("red\n", "red\nx\n")}),
     ("", "absolute position", {CONFIG: ('"absolute"', '"relative_key"')}),
