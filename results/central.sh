@@ -17,3 +17,4 @@ python -m experiments.tables --model minilm --data-dir FEW --test DATA --out run
 cp runs/central/results.csv results/central.csv
 python -m results.central
 python -m experiments.fusion_weights runs/central/runs/fusion_st_a-*-0 --out runs/central/weights  # Figures 4 and 6
+cp runs/central/weights/weights.csv results/central_weights.csv
