@@ -1,5 +1,5 @@
 #!/bin/sh
-# The paper's central comparison on MiniLM: 8 tasks, 500 training examples, which each seed draws from 1,000, three options for
+# The paper's central comparison on MiniLM: 8 tasks, at most 500 training examples, which each seed draws from 1,000, three options for
 # each stage. 200 other training examples choose these, and the epoch; measured on all development examples. DATA as in
 # results/README.md. The same command goes on.
 set -e
