@@ -67,13 +67,14 @@ def compare_forms(modules):
     for tensor in [*modules.parameters(), *modules.buffers()]:
         if tensor.is_floating_point():  # a new one may start at a value that has no effect
             tensor += 0.01 * torch.randn(tensor.shape, generator=random, dtype=tensor.dtype)
+    weights = {id(p): p for p in modules.parameters()}
     h = torch.randn(2, 8, modules[-1].up.out_features, generator=random, dtype=torch.float32)
 
     def results(compute, *form):
         """[o, where the generator then stands] in training, and then in evaluation"""
         found = []
         for is_training in (True, False):  # each with buffers of its own, which may change
-            fusion, *adapters = deepcopy(modules).train(is_training)
+            fusion, *adapters = deepcopy(modules, {**weights}).train(is_training)
             torch.default_generator.manual_seed(0)
             found += [compute(fusion, h, adapters, *form), torch.get_rng_state().float()]
         return found

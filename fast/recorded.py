@@ -27,7 +27,7 @@ class Recorded:
         self.rel_tol = 1e-3 if dtype == "bfloat16" else 1e-5
         self.every = min(steps_per_epoch, 500)
         self.graphs = {}  # {shape: None, or (graph, the batch that it reads, its loss, used)}
-        self.gradients = {p: torch.empty_like(p) for p in self.parameters}
+        self.gradients = {}  # {parameter: its tensor}
         self.pool, self.stream = None, torch.cuda.Stream()
         self.calls, self.is_due = 0, True
 
@@ -66,6 +66,8 @@ class Recorded:
     def start_at_zero(self, parameters):
         """Gives those that have no gradient their tensor."""
         for p in parameters:
+            if p not in self.gradients:
+                self.gradients[p] = torch.empty_like(p)
             if p.grad is None:
                 p.grad = self.gradients[p].zero_()
 
@@ -96,7 +98,9 @@ class Recorded:
             with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
                 loss = step(batch)
         except Exception as e:  # PyTorch is then in a state from which one cannot go on
-            raise ValueError(f"a step cannot be recorded: {e.__context__ or e}; {AGAIN}") from e
+            if isinstance(reason := e.__context__ or e, torch.OutOfMemoryError):
+                raise reason from None
+            raise ValueError(f"a step cannot be recorded: {reason}; {AGAIN}") from e
         self.pool = self.pool or graph.pool()
         return graph, loss
 
@@ -114,8 +118,9 @@ class Recorded:
             for p, grad in before.items():
                 p.grad = None if grad is None else p.grad.copy_(grad)
             loss = compute().item()
-            norms = [p.grad.norm() for p in self.parameters if p.grad is not None]
-            found += [(loss, torch.stack(norms).norm().item())]
+            new = {p: p.grad for p in self.parameters if p.grad is not None}
+            added = [g if before[p] is None else g - before[p] for p, g in new.items()]
+            found += [(loss, torch.stack([grad.norm() for grad in added]).norm().item())]
         for now, then in zip(*found, strict=True):
             is_same = math.isclose(now, then, rel_tol=self.rel_tol, abs_tol=1e-6)
             if not is_same and math.isfinite(now):  # `Run` says what is not finite

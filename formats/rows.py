@@ -180,7 +180,8 @@ def read_rows(path):
     path, ending = Path(path), Path(path).suffix.lower()
     if ending not in READERS:
         raise ValueError(f"{path}: only {', '.join(READERS)} can be read")
-    is_file(path)  # or says why not
+    if not is_file(path):
+        raise FileNotFoundError(f"{path} is not a file")
     with error_prefix(path):
         try:
             rows = READERS[ending](path)

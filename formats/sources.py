@@ -38,8 +38,8 @@ def named(source):
 def check_there(place):
     """Raises FileNotFoundError for a directory without an adapter, or what can be no hub id."""
     directory, parts = Path(place), Path(place).parts
-    is_hub_id = len(parts) == 2 and parts[0] != "runs" and not Path(parts[0]).is_dir()
-    is_hub_id = is_hub_id and str(place)[0] not in ".~"
+    is_path = str(place)[:1] in ".~" or parts[0] == "runs" or Path(parts[0]).is_dir()
+    is_hub_id = len(parts) == 2 and not is_path
     if not is_hub_id and not (directory / ADAPTER.config).is_file():
         advice = "--stage adapter, or --resume, makes one; a hub id is OWNER/NAME"
         if inside := sorted(path.parent for path in directory.glob(f"*/{ADAPTER.config}")):

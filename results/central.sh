@@ -1,7 +1,7 @@
 #!/bin/sh
-# The paper's central comparison on MiniLM: 8 tasks, at most 500 training examples, which each seed draws from 1,000, three options for
-# each stage. 200 other training examples choose these, and the epoch; measured on all development examples. DATA as in
-# results/README.md. The same command goes on.
+# The paper's central comparison on MiniLM: 8 tasks, 500 training examples, which each seed draws from 1,000 (CB: all 208), three
+# options for each stage. 200 (CB: 41) other training examples choose these, and the epoch; measured on all development
+# examples. DATA as in results/README.md. The same command goes on.
 set -e
 test -d FEW || python results/cut.py DATA FEW 1000
 python -m experiments.tables --model minilm --data-dir FEW --test DATA --out runs/central --seeds 0 1 2 --choose-seeds 5 \

@@ -45,8 +45,8 @@ def right(run, fold):
     if not kept.is_file():
         loaded = load_run(run)
         examples = loaded.split("validation", PLACE / "data" / fold / "scored")
-        of = train.predictions(loaded.model, loaded.task, examples, loaded.args)
-        found = (of[0] == of[1]).int().tolist()
+        labels, predicted, _ = train.predictions(loaded.model, loaded.task, examples, loaded.args)
+        found = (labels == predicted).int().tolist()
         share = {"held_out": sum(found) / len(found), "held_out_examples": len(found)}
         write_json(kept, {**share, "right": "".join(map(str, found))})
     return read_json(kept)

@@ -43,16 +43,16 @@ def seed(text):
     return int(text)
 
 
-def fraction(text):
-    if not 0 < float(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be between 0 and 1, not {text}")
-    return float(text)
-
-
 def positive(text):
     if not 0 < float(text) < math.inf:
         raise argparse.ArgumentTypeError(f"must be a positive number, not {text}")
     return int(text) if text.isdecimal() else float(text)
+
+
+def fraction(text):
+    if not 0 < float(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be between 0 and 1, not {text}")
+    return float(text)
 
 
 def name_and_text(word):
