@@ -62,16 +62,18 @@ def add_systems(step, best):
     for option, words in STEPS[step].items():
         with contextlib.suppress(ValueError):  # f + x, where the adapter reads f
             c = AdapterConfig(**dict(map(name_and_value, [*best, *words.split()])))
-            reads_f = not c.residual_before_ln and not c.original_ln_before  # as in the first one
-            if not reads_f and (c.ln_after or not c.adapter_residual_before_ln):
+            # where the adapter reads f, its residual LN(f + x) is f, the first option again
+            is_again = not c.residual_before_ln and not c.original_ln_before
+            has_no_effect = c.adapter_residual_before_ln and not c.ln_after
+            if not is_again and not has_no_effect:
                 changed = [f"{n}={str(v).lower()}" for n, v in vars(c).items() if v != default[n]]
-                told = " ".join(["--adapter-config", *changed]) if changed else ""
-                options[option] = "-".join(changed) or "pfeiffer", told
+                of_adapter = " ".join(["--adapter-config", *changed]) if changed else ""
+                options[option] = "-".join(changed) or "pfeiffer", of_adapter
     if step == "position":
         found["full"] = step, "full", None
         options |= {name: (name, f"--adapter {name}") for name in OTHERS}
-    for (option, (name, told)), r in itertools.product(options.items(), REDUCTION_FACTORS):
-        words = f"{told} --reduction-factor {r}"
+    for (option, (name, of_adapter)), r in itertools.product(options.items(), REDUCTION_FACTORS):
+        words = f"{of_adapter} --reduction-factor {r}"
         study.SYSTEMS[f"{name}-{r}"] = f"{option}, r = {r}", "adapter", words, ""
         found[f"{name}-{r}"] = step, option, r
     return found

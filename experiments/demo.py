@@ -56,7 +56,7 @@ def train_all(args):
 
 
 def next_commands(out, target="both"):
-    """{why: the words behind `python`} of what fits that which the demo has left in `out`"""
+    """{why: the words behind `python`} of commands that read the runs of the demo in `out`"""
     name = {"both": "fusion-both-240", "asked": "fusion-asked"}[target]
     fusions = [out / "runs" / f"{name}-{seed}" for seed in range(3)]
     example = "Return the sum of the array elements", {"both": "sum", "asked": "match: sum"}[target]

@@ -59,7 +59,7 @@ def main(argv=None):
         examples = load_split(task, source, "file", run.tokenizer)
     else:
         examples = run.split(split, args.data_dir)
-    for name, share in run.trained_on(examples).items() if split != "train" else ():
+    for name, share in run.shares_trained_on(examples).items() if split != "train" else ():
         print(f"WARNING: {name} was TRAINED on {share:.0%} of these examples, or on equal ones")
     labels, predictions, loss = train.predictions(run.model, task, examples, run.args)
     scores = {name: score(labels, predictions) for name, score in task.scores.items()}

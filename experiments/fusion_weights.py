@@ -26,14 +26,14 @@ from runtime.command import run_command
 # Lightness rises with the weight, so it can be read in grey and with any colour vision. In the
 # middle black and white text have the same contrast.
 COLOURS, MIDDLE = "cividis", 0.465
-# Columns of weights.csv, whose rows are those of a layer's adapters
+# Columns of weights.csv, which has a row for each adapter in each layer
 COLUMNS = "run target own accuracy own_accuracy layer location adapter weight".split()
 LEGEND = """weight: mean over the layers and the tokens.
 own: the adapter that was trained on the target's task, by its run.json, or without one by its name.
 accuracy: the fusion's on the development set, in %.
 gain: accuracy minus that of the own adapter's run, if it is still there, unchanged.
-spread: e to the entropy of the mean weights, as many adapters as would share evenly: in the mean of
-the layers before the last; in the last layer."""
+spread: e to the power of the entropy of the mean weights, N where N adapters have even ones: in the
+mean of the layers before the last; in the last layer."""
 
 
 @torch.inference_mode()

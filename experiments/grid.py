@@ -49,7 +49,7 @@ class Cell(NamedTuple):
         return self.out.parent.parent / "logs" / f"{self.name}.txt"
 
     def options(self):
-        """What its program reads in its arguments. Raises ValueError for what it would refuse."""
+        """As its program parses its arguments, with the ValueErrors of that."""
         return (multitask if self.stage == "multitask" else train).parse(self.words)
 
 
@@ -72,7 +72,8 @@ def is_finished(cell):
     if made_by != words:
         if cell.words[-1] == "--overwrite":
             return False
-        i = max(1, len(os.path.commonprefix([made_by, words])))  # the first that differs
+        same = [one == other for one, other in zip(made_by, words, strict=False)]
+        i = max(1, [*same, False].index(False))  # the first word that differs
         theirs, ours = (" ".join(of[i - 1 : i + 1]) for of in (made_by, words))
         problem = f"{cell.out} is a finished run with {theirs}, not {ours}"
         raise ValueError(f"{problem}: --overwrite trains it again, another --out keeps it")
@@ -86,7 +87,7 @@ def is_finished(cell):
 
 
 def data_now(options, name):
-    """What run.json says of a task's data, by the data as they are now. A file is read once."""
+    """What run.json would say of a task's data as they are now. A file is read once."""
     source, splits = source_of(options), ("train", "validation")
     paths = [path for split in splits for path in source.paths(name, split) or ()]
     key = repr((source, name, [(path, path.stat().st_mtime_ns) for path in paths]))
@@ -123,7 +124,7 @@ def run(args, columns, cells):
     todo, every = unfinished(cells.values()), with_needs(cells.values())
     if every:
         counts = f"{len(todo)} of {len(every)} runs to do"
-        print(f"{counts}; what is finished stays, also after an edit of code", flush=True)
+        print(f"{counts}; finished ones are kept, also after an edit of code", flush=True)
     for cell in todo:
         cell.options()  # what a run would refuse is refused before any begins
     with deferred_signals("stopping; the runs save their state") as signals:
@@ -191,7 +192,7 @@ def work(cell, gpu, threads):
 
 def row_of(place, cell):
     """What a finished run has measured, and with what. Its accuracy is 0 to 1, or NaN of a
-    regression; of a run on several tasks that of the place's task, without a place their mean."""
+    regression; of a multi-task run that of the place's task, or without a place the mean."""
     result, record = read_json(cell.out / "metrics.json"), read_run(cell.out)
     found = {**record["options"], **record["machine"], **result}
     mean = result.get("accuracy", math.nan)
@@ -200,6 +201,8 @@ def row_of(place, cell):
 
 
 def not_diverged(failed):
+    """All but those that diverged in their first epoch, by the words of `Run.check_finite`. Of one
+    that diverged later, the best epoch is kept: it is finished."""
     return {name: why for name, why in failed.items() if "not finite in epoch 1:" not in why}
 
 

@@ -98,9 +98,8 @@ class LoadedRun:
         return data.encode(self.tokenizer, examples, "tokenizing")
 
     def split(self, name="validation", data_dir=None):
-        """[Example] of a split as in training, from its data unless there is a `data_dir`. The
-        examples that --dev-fraction held out are the same in a copy, unless it has a file for
-        development."""
+        """[Example] of a split as in training, of the run's data, or of those in `data_dir`. There,
+        --dev-fraction holds out the same examples, unless it has a development file."""
         source = replace(self.source)  # without any rows
         if data_dir:
             source.data_dir, source.files = data_dir, {}
@@ -120,8 +119,8 @@ class LoadedRun:
         recorded = self.record["inputs"][f"{kind} examples of {self.task.name}"]
         return recorded == examples_sha256(hashes_of(examples))
 
-    def trained_on(self, examples):
-        """{"this run", "adapter NAME": the share of [Example] on which it was trained}, if any"""
+    def shares_trained_on(self, examples):
+        """{"this run" or "adapter NAME": the share of [Example] on which it was trained}, if any"""
         places = {f"adapter {n}": self.directory / "adapters" / n for n in self.record["adapters"]}
         places["this run"] = self.directory
         found = {n: share_trained_on(read_run(place), examples) for n, place in places.items()}

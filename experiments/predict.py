@@ -21,7 +21,7 @@ from runtime.command import run_command
 
 
 def line_of_text(answer, candidate):
-    """The answer, but for all of its probabilities, and the beginning of the text, for people."""
+    """For people: the answer, with one probability, and the beginning of the text."""
     shown = [value for value in answer.values() if not isinstance(value, (dict, bool))]
     shown = [f"{value:.3f}" if isinstance(value, float) else str(value) for value in shown]
     text = " | ".join(filter(None, candidate))

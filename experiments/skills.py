@@ -2,9 +2,11 @@
 tasks that no target needs. An example is a sentence and a name. Two faults are independent, each in
 half of the examples: the name is another docstring's, or the sentence's words are shuffled.
 
-    match, order    is this fault there? (Python's library and PyTorch, as OTHERS)
-    both            which are there, a label for each of the four cases (NumPy, as the next one)
-    asked           is the fault there that the second text names? (`order: cumsum`)"""
+    match, order    is this fault there?
+    both            which of them are there? One of four labels
+    asked           is the fault there that the second text names? (`order: cumsum`)
+
+These two targets are of NumPy's docstrings, all others of Python's library and PyTorch's."""
 
 import ast
 import importlib.util

@@ -3,8 +3,8 @@ run (experiments/grid.py). composition, tables and architecture_search are lists
 what each prints. A file that --import names may add to SYSTEMS.
 
 Where a stage has several options, --choose-seeds run them all, and for each system, task and size
-those with the best mean accuracy on the development set are run with --seeds. It also chooses the
-best epoch; --test asks examples on which nothing was chosen."""
+those with the best mean accuracy on the development set are run with --seeds. This set also chooses
+the best epoch; --test measures on examples by which nothing was chosen."""
 
 import itertools
 import math
@@ -23,9 +23,9 @@ from formats.sources import check_there, encoder_of, named
 from runtime import command
 
 EVEN_WEIGHTS = "--import examples.mean_fusion --fusion mean"
-# {system: (title, stage, options, which adapters it takes)}. A name that ends in _ is followed by
-# that of a source. Which: the "one" behind the name; "all" sources, or all "others"; the target's
-# "own"; or, from Θ′ on, those of a multi-task system.
+# {system: (title, stage, options, which adapters it takes)}. Which: those of "all" sources; the
+# target's "own"; of "one" source, with which the system's name ends; of all "others" but that; or a
+# multi-task system, whose Θ′ and adapters it takes. A name with _ at its end stands for several.
 SYSTEMS = {
     "head": ("new head on Θ", "head", "", ""),
     "full": ("full fine-tuning", "full", "", ""),
@@ -92,7 +92,8 @@ def parse(name, description, argv, systems, **defaults):
         add(f"--{stage}-options", type=shlex.split, nargs="+", metavar="'...'", help="for the runs "
             "of this stage; of a source's adapter: default those of adapters")
     # fmt: on
-    parser.set_defaults(**{"own": "own", "maker": "source", **defaults})
+    # the systems that train the target's own adapter, and those of the sources
+    parser.set_defaults(**{"own_system": "own", "source_system": "source", **defaults})
     args = parser.parse_args(given)
     args.command, args.chosen = f"{prog} {shlex.join(argv)}", {}
     args.settings = {name: getattr(args, f"{name}_options") or [[]] for name in train.STAGES}
@@ -100,7 +101,7 @@ def parse(name, description, argv, systems, **defaults):
     are_several = max(map(len, args.settings.values())) > 1
     if {*args.seeds} & {*args.choose_seeds} or (are_several and not args.choose_seeds):
         raise ValueError("several options of a stage need --choose-seeds, other ones than --seeds")
-    if args.source_options and args.maker != "source":
+    if args.source_options and args.source_system != "source":
         raise ValueError("--source-options: here a source's adapter has --adapter-options")
     if args.test and args.data_dir and Path(args.test).samefile(args.data_dir):
         raise ValueError("--test must not be --data-dir, whose development sets choose")
@@ -146,9 +147,9 @@ def cell_of(args, task, name, size, seed, setting=None):
     needs, adapters, theta = [], [], []
     others = [n for n in args.sources if n != task]
     taken = {"": [], "all": others, "own": [task], "all own": [*others, task]}
-    for n in args.sources:
-        taken[f"one {n}"] = [n] * (n != task)
-        taken[f"others {n}"] = [other for other in others if other != n] * (n != task)
+    for n in others:
+        taken |= {f"one {n}": [n], f"others {n}": [other for other in others if other != n]}
+    taken |= {f"one {task}": [], f"others {task}": []}  # it is no source of its own: no run
     is_of_all = is_joint or which not in taken  # a multi-task system, or what takes from one
     if size >= (max(args.sizes.values()) if is_of_all else args.sizes[task]):
         size = 0  # all
@@ -162,9 +163,10 @@ def cell_of(args, task, name, size, seed, setting=None):
     for n in taken.get(which, []):
         place = args.sources.get(n)
         if n == task:
-            needs.append(cell_of(args, n, args.own, size, seed))
+            needs.append(cell_of(args, n, args.own_system, size, seed))
         elif not place:
-            needs.append(cell_of(args, n, args.maker, 0, seed if args.paired else args.seeds[0]))
+            seed_of_source = seed if args.paired else args.seeds[0]
+            needs.append(cell_of(args, n, args.source_system, 0, seed_of_source))
         adapters.append(f"{n}={place}" if place else str(needs[-1].out))
     if which and not adapters:
         return None
@@ -204,12 +206,13 @@ def run(args):
     if args.plan:  # as if the first options were the best
         every = candidates(args, False) | candidates(args, True) | cells_of(args, args.seeds)
         grid.plan([*every.values()])
-    for has_needs in (False, True):
+    for has_needs in (False, True):  # what takes adapters takes the chosen ones
         rows, failed = grid.run(args, [*COLUMNS, "setting"], candidates(args, has_needs))
         grid.end(grid.not_diverged(failed))
         if rows["accuracy"].isna().any():
             raise ValueError("options cannot be chosen for a task without accuracy")
-        sums = rows.groupby([*COLUMNS[:3], "setting"])["accuracy"].sum()  # diverged: as 0
+        # not means: a run that has diverged counts as 0
+        sums = rows.groupby([*COLUMNS[:3], "setting"])["accuracy"].sum()
         best = sums.groupby(level=COLUMNS[:3]).idxmax()
         args.chosen |= {place[:3]: place[3] for place in best}
     cells = cells_of(args, args.seeds)
@@ -232,7 +235,7 @@ def held_out_accuracy(args, cell, task):
     examples = run.split(data_dir=args.test)
     accuracy = train.evaluate(run.model, run.task, examples, run.args).get("accuracy", math.nan)
     print(f"{cell.name}: {100 * accuracy:.2f} % of {len(examples)} held-out examples", flush=True)
-    for name, share in run.trained_on(examples).items():
+    for name, share in run.shares_trained_on(examples).items():
         print(f"WARNING: {cell.name}: {name} was TRAINED on {share:.0%} of them")
     write_json(path, {"accuracy": accuracy, "of": of})
     return accuracy

@@ -23,8 +23,8 @@ MEAN = "*mean*"  # in italics; no task can be called so
 
 
 def parse(argv=None):
-    defaults = {"seeds": [0, 1, 2], "paired": True, "own": "st_a_16", "maker": "st_a_16"}
-    return study.parse("tables", __doc__, argv, SYSTEMS, **defaults)
+    st_a = {"own_system": "st_a_16", "source_system": "st_a_16"}
+    return study.parse("tables", __doc__, argv, SYSTEMS, seeds=[0, 1, 2], paired=True, **st_a)
 
 
 def with_mean(values, args):

@@ -20,7 +20,7 @@ HEAD = Files("head_config.json", ("model_head.safetensors", "pytorch_model_head.
 OF_FUSION = ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin")
 FUSION = Files("adapter_fusion_config.json", OF_FUSION, ".adapter_fusion_layer")
 # [bert.]encoder.layer.0[.attention].output.adapters.NAME.adapter_up.weight; old files have other
-# words. What sits in the embeddings is our own.
+# words. Only forks of ours put something into the embeddings.
 SLOT = r"(?:\w+\.)?((?:embeddings|encoder\.layer\.\d+)(?:\.[a-z_]+)*)"
 WORD = r"(?:adapters|layer_text_task_adapters|attention_text_task_adapters|adapter_fusion_layer)"
 TENSOR = re.compile(rf"(?:{SLOT}\.{WORD}|(heads))\.([^.]+)\.(\w+(?:\.\w+)*)")
@@ -29,7 +29,7 @@ TENSOR = re.compile(rf"(?:{SLOT}\.{WORD}|(heads))\.([^.]+)\.(\w+(?:\.\w+)*)")
 # the paper's fusion in its terms; and where the paper's adapters are
 DEFAULTS = files.read_json(Path(__file__).with_name("adapterhub.json"))
 NOT_IN_THE_PAPER, FUSION_CONFIG = DEFAULTS["adapter"], DEFAULTS["fusion"]
-THE_PAPERS = DEFAULTS["grid"]  # the names of the other fields
+GRID_FIELDS = DEFAULTS["grid"]  # the names of the other fields
 # Fields of a fusion that may differ and change nothing (value_before_softmax: V z_n or V Σ s_n z_n)
 SAME_FUNCTION = ("dropout_prob", "regularization", "value_before_softmax", "value_initialized")
 # What a bottleneck adapter's parts are called there, and in adapter.py. With a LayerNorm before it,
@@ -79,13 +79,13 @@ def bottleneck_options(options, metadata):
     old = {} if "version" in metadata else {"gelu": "gelu_new", "gelu_orig": "gelu"}
     options = {"original_ln_before": False, **options, "non_linearity": old.get(name, name)}
     options["leave_out"] = list(options.get("leave_out") or ())
-    return {field: v for field, v in options.items() if field in THE_PAPERS}
+    return {field: v for field, v in options.items() if field in GRID_FIELDS}
 
 
 def is_bottleneck(fields, tensors):
     """Whether AdapterHub's bottleneck adapters have these fields, and {(slot, part): tensor}."""
     parts = {theirs for theirs, _ in NAMES_WITH_NORM_BEFORE}
-    return fields.keys() == {*THE_PAPERS} and {p.rpartition(".")[0] for _, p in tensors} <= parts
+    return fields.keys() == {*GRID_FIELDS} and {p.rpartition(".")[0] for _, p in tensors} <= parts
 
 
 def is_attention(tensors):
@@ -154,14 +154,14 @@ class Saved:
             problem = f"with other weights, or another configuration, than {bert.source}"
             raise ValueError(f"it was trained on an encoder {problem}: {self.run['trained_on']}")
         ours, theirs = bert.source or "", self.metadata.get("model_name") or ""
-        is_here = Path(ours).is_dir()  # a clone, perhaps, whose name says no owner
-        known = ours if is_here else whole_id(ours)
-        if not self.run and ours and theirs and whole_id(theirs) != known:
-            problem = f"made for {theirs!r:.100}, the encoder is {'in ' * is_here}{ours}"
-            is_other = Path(theirs).name != Path(ours).name
-            if not is_here and (is_other or whole_id(theirs).count("/") == 1):
+        is_directory = Path(ours).is_dir()  # a clone, perhaps, whose name says no owner
+        is_same = whole_id(theirs) == (ours if is_directory else whole_id(ours))
+        if ours and theirs and not self.run and not is_same:
+            has_same_name = Path(theirs).name == Path(ours).name
+            problem = f"made for {theirs!r:.100}, the encoder is {'in ' * is_directory}{ours}"
+            if not is_directory and (not has_same_name or whole_id(theirs).count("/") == 1):
                 raise ValueError(problem)
-            files.note(f"{self.directory if is_other else 'an adapter'} was {problem}")
+            files.note(f"{'an adapter' if has_same_name else self.directory} was {problem}")
         theirs = self.metadata.get("model_type", bert.config.model_type)
         if theirs != (ours := bert.config.model_type):
             raise ValueError(f"made for model_type {theirs!r:.50}, the encoder has {ours!r}")
@@ -193,8 +193,9 @@ class Saved:
 
 
 def read(source, kind):
-    """What is Saved at `source`, a directory or a hub id. Alone there, its tensors may have any
-    name; but the reference writes a head (fusion) "rte2" also into the file of one called "rte"."""
+    """What is Saved at `source`, a directory or a hub id. If all tensors there are under one name,
+    it may be any; of several, that in the JSON counts: the reference writes those of a head or a
+    fusion "rte2" also into the file of one called "rte"."""
     directory, by_name = Path(source), {}
     if not directory.is_dir():
         directory = download(source, "run.json", kind.config, *kind.weights)

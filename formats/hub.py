@@ -9,8 +9,8 @@ from formats.files import note
 @functools.cache
 def hub_library():
     """(huggingface_hub, why the hub cannot be reached, or ""), imported when it is needed, which
-    takes half a second. It, and `datasets`, would wait for a silent hub without end: after four
-    seconds they are told to be offline, and then know of no other reason."""
+    takes half a second. For a hub that does not answer, it and `datasets` would wait for ever. So
+    after four seconds they are told to be offline, and what they say then is no reason."""
     import huggingface_hub
 
     huggingface_hub.logging.set_verbosity_error()  # errors are raised, and reported once

@@ -15,9 +15,10 @@ from formats.files import error_prefix, is_file, note, read_json
 
 CONFIG, ADDED, SPECIAL = "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json"
 TOKENIZER_FILES = ("tokenizer.json", CONFIG, "vocab.txt", ADDED, SPECIAL)
-# What tokenizer_config.json may say: a class, and what that is read from; "parts" of tokenizer.json
-# that give way to it, as in transformers; special tokens; what has one value; and what is harmless
-KNOWN = read_json(Path(__file__).with_name(CONFIG))
+# What tokenizer_config.json may say. "classes": {class: the file from which it is read}; "parts":
+# fields that override a part of tokenizer.json, as in transformers; "special": special tokens;
+# "always": fields that may have this one value; "harmless": fields that change no token
+KNOWN = read_json(Path(__file__).with_name("tokenizer_fields.json"))
 
 
 def load_tokenizer(directory, max_length, config=None):
@@ -55,15 +56,17 @@ def encode_pairs(tokenizer, pairs):
     pairs = [[text for text in pair if text is not None] for pair in pairs]
     texts = [text for pair in pairs for text in pair]
     found = iter(tokenizer.encode_batch(texts, add_special_tokens=False))
-    result, frames = [], {}  # [(number of a text, or None, a token, its type)], a text's one alone
+    result, frames = [], {}  # {1 or 2 texts: [(number of a text, or None, a token, its type)]}
     for count in (1, 2):
         one = tokenizer.encode(*["a"] * count)
-        parts = enumerate(zip(one.sequence_ids, one.ids, one.type_ids, strict=True))
-        frames[count] = {(part[0], i * (part[0] is None)): part for i, part in parts}.values()
+        parts = [*zip(one.sequence_ids, one.ids, one.type_ids, strict=True)]
+        # a text has one entry, though "a" may be several tokens
+        frames[count] = [p for i, p in enumerate(parts) if p[0] is None or p[0] != parts[i - 1][0]]
     for count in map(len, pairs):
         texts = [next(found) for _ in range(count)]
         size = tokenizer.truncation["max_length"] - tokenizer.num_special_tokens_to_add(count > 1)
         lengths = [len(text) + sum(map(len, text.overflowing)) for text in texts]
+        # each text may have what the other one leaves, and at least half
         kept = [min(n, size - min(sum(lengths) - n, size // 2)) for n in lengths]
         if sum(kept) > size:  # of an odd number the longer text has one more
             kept[lengths[0] > lengths[1]] -= 1

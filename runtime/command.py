@@ -98,7 +98,8 @@ class Import(argparse.Action):
     def __call__(self, parser, args, names, option):
         for name in names:
             if not all(part.isidentifier() for part in name.split(".")):
-                parser.error(f"{name!r:.50} is no module's name: --import comes last")
+                advice = "--import takes all words behind it, so it comes last"
+                parser.error(f"{name!r:.50} is not a module's name: {advice}")
             importlib.import_module(name)
         setattr(args, self.dest, [*getattr(args, self.dest), *names])
 
@@ -110,13 +111,13 @@ IMPORT.add_argument("--import", dest="imports", nargs="+", action=Import, defaul
 # fmt: on
 
 
-GENERATOR = threading.RLock()  # of torch's random numbers, which all threads of a process share
+RANDOM = threading.RLock()  # for torch's random numbers, which all threads of a process share
 
 
 @contextlib.contextmanager
 def alone(is_run=True):
-    """For a training, or what draws beside one: other threads wait."""
-    with GENERATOR:
+    """Other threads wait while this one trains a run, or (is_run=False) builds a model."""
+    with RANDOM:
         if is_run:
             forget_notes()
         yield

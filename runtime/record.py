@@ -63,9 +63,9 @@ def sketch(examples):
 
 
 def share_trained_on(run, examples):
-    """The share of [Example] on which an adapter was trained, an estimate, by its run.json; 0 where
-    that is {}, and below 5 %. Of each training set, run.json has the 1,000 smallest hashes: those
-    of the examples that are no larger are looked up among them, if they are 20."""
+    """Estimates on which share of [Example] an adapter was trained. Its run.json has the 1,000
+    smallest hashes of each training set; among these, the examples whose hashes are no larger are
+    looked up, if there are at least 20. Below 5 % it is 0, and where there is no run.json."""
     share, hashes = 0.0, hashes_of(examples)
     for task in run.get("tasks", {}).values():
         seen = np.frombuffer(bytes.fromhex(task["sketch"]), np.uint64)
@@ -110,7 +110,7 @@ def describe(args, model, tokenizer, adapters, data):
             note(f"{cut:.0%} of {task.name}'s training examples are cut to --max-length tokens")
         if (both := np.isin(dev_hashes, train_hashes).mean()) >= 0.05:
             problem = f"{both:.0%} of the development examples are training examples, too"
-            note(f"{task.name}: {problem}: of these, the scores say nothing about other texts")
+            note(f"{task.name}: {problem}: on these, the scores say nothing about new texts")
         own = {"columns": task.columns, "labels": task.labels, "max_length": task.max_length}
         if len(task.labels) > 1:  # what a constant answer would have
             counts = Counter(str(example.label) for example in dev_set)

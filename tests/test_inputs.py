@@ -60,7 +60,7 @@ composition: {MINE} runs/rte is/not/there --plan {FILE} | no adapter in is/not/t
 evaluate: runs/fusion-rte --task sst2 | a run on rte: choose --task from
 evaluate: runs/rte --model data | no encoder in data
 evaluate: runs | no finished run in runs
-predict: runs/rte --import examples.lora 1.5 | '1.5' is no module's name: --import comes last
+predict: runs/rte --import examples.lora 1.5 | '1.5' is not a module's name: --import takes all
 """
 CASES = [(*line.split(" | "), {}) for line in NOTHING_CHANGED.strip().splitlines()]
 
