@@ -3,8 +3,10 @@
 python -m results.equal_budgets folds DATA    # CB, and 1,000 examples of RTE, in five parts, which
                                               # take turns: three train, one chooses, one is scored
 python -m results.equal_budgets best RUN ...  # the best of these runs, by the part that chooses
-python -m results.equal_budgets rows RUN ...  # their rows, with the accuracy on the scored part"""
+python -m results.equal_budgets rows RUN ...  # their rows, with the accuracy on the scored part,
+                                              # and every difference between the best of a system"""
 
+import itertools
 import random
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ import pandas as pd
 
 import train
 from experiments.load_run import load_run
-from experiments.report import write_text
+from experiments.report import with_interval, write_text
 from formats.adapterhub import read_run
 from formats.files import read_json, write_json
 
@@ -40,7 +42,7 @@ def best(*runs):
 
 
 def right(run, fold):
-    """Of each scored example, by length, 0 or 1; kept in the run."""
+    """The accuracy on the scored part, and 0 or 1 for each of its examples; kept in the run."""
     kept = run / "held_out.json"
     if not kept.is_file():
         loaded = load_run(run)
@@ -65,7 +67,16 @@ def rows(*directories):
     found = pd.DataFrame(found)
     chosen = found.groupby(["task", "fold", "system"])["accuracy"].idxmax()
     found.insert(3, "is_chosen", found.index.isin(chosen))
-    found.to_csv(PLACE / "equal_budgets.csv", index=False)
+    found.to_csv("results/equal_budgets.csv", index=False)
+    lines = ["task,system,minus,over folds,over all scored examples"]  # the mean (95 % interval)
+    for task, of in found[found["is_chosen"]].groupby("task"):
+        shares = 100 * of.pivot(index="fold", columns="system", values="held_out")
+        bits = of.groupby("system")["right"].sum().map(list).map(pd.Series)  # texts: fold by fold
+        for one, other in itertools.permutations(shares, 2):
+            differences = 100 * (bits[one].astype(int) - bits[other].astype(int))
+            intervals = with_interval(shares[one] - shares[other]), with_interval(differences)
+            lines.append(",".join([task, one, other, *intervals]))
+    write_text(Path("results/equal_budgets_differences.csv"), "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,5 +24,5 @@ for fold in 0 1 2 3 4; do for task in cb rte; do
   run fusion fusion "5e-5 2.5e-4 1e-3" --adapters $sources
   own=$(python -m results.equal_budgets best $out/$task-$fold/own-*)
   run with_own fusion "5e-5 2.5e-4 1e-3" --adapters $sources $own
-  python -m results.equal_budgets rows $out/*-[0-4]/*-*
 done; done
+python -m results.equal_budgets rows $out/*-[0-4]/*-*
