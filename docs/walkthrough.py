@@ -379,8 +379,9 @@ print(demo.verdict(rows))
 
 # %% [markdown]
 # This target needs both skills by design; so large a gain of composing is not typical, and that of
-# attention is not clear in three seeds. In the paper's Table 1 the gains sit where data are few
-# (MRPC, RTE, CB). Real tasks, also some where fusion does not help: [results.md](results.md).
+# attention over a head on `order` is not clear in three seeds. In the paper's Table 1 the gains sit
+# where data are few (MRPC, RTE, CB). Real tasks, also some where fusion does not help:
+# [results.md](results.md).
 #
 # ## 6 What the fusion has learned
 #
