@@ -61,10 +61,9 @@ def with_needs(cells):
     return every
 
 
-def is_finished(cell):
-    """Whether the run has its metrics.json, and was made from the data, the adapters, and the run
-    whose encoder it takes, as they are now. Raises ValueError for another command's run, unless it
-    is to be overwritten."""
+def has_run(cell):
+    """Whether its run has ended. Raises ValueError for another command's run, unless it is to be
+    overwritten."""
     if not (cell.out / "metrics.json").is_file():
         return False
     record, words = read_run(cell.out), cell.words[:-1]  # the last is --resume or --overwrite
@@ -77,6 +76,15 @@ def is_finished(cell):
         theirs, ours = (" ".join(of[i - 1 : i + 1]) for of in (made_by, words))
         problem = f"{cell.out} is a finished run with {theirs}, not {ours}"
         raise ValueError(f"{problem}: --overwrite trains it again, another --out keeps it")
+    return True
+
+
+def is_finished(cell):
+    """Whether it has run, and from the data, the adapters, and the run whose encoder it takes, as
+    they are now."""
+    if not has_run(cell):
+        return False
+    record = read_run(cell.out)
     options, then = record["options"], record["inputs"]
     now = {"encoder": read_run(options["model"]).get("encoder", then["encoder"])}
     for name, source in zip(record["adapters"], options["adapters"], strict=True):
@@ -103,6 +111,7 @@ def unfinished(cells):
     """[cell] of those, and of all that they need, that have to be run"""
     todo = {}
     for name, cell in with_needs(cells).items():
+        has_run(cell)  # or an error, before any run begins
         if any(need.name in todo for need in cell.needs) or not is_finished(cell):
             todo[name] = cell
     return [*todo.values()]
@@ -113,6 +122,7 @@ def plan(cells):
     todo = unfinished(cells)
     for name, cell in with_needs(cells).items():
         print(f"{'to do' if cell in todo else 'finished':8} {name}: {shlex.join(cell.words)}")
+    print(f"{len(todo)} to do; where options are to be chosen, as if the first were the best")
     sys.exit(0)
 
 

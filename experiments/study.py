@@ -18,7 +18,7 @@ from data import get_task
 from experiments import grid, report
 from experiments.load_run import load_run
 from formats.files import read_json, write_json
-from formats.rows import source_of
+from formats.rows import Source, source_of
 from formats.sources import check_there, encoder_of, named
 from runtime import command
 
@@ -103,6 +103,9 @@ def parse(name, description, argv, systems, **defaults):
         raise ValueError("several options of a stage need --choose-seeds, other ones than --seeds")
     if args.source_options and args.source_system != "source":
         raise ValueError("--source-options: here a source's adapter has --adapter-options")
+    for task in args.tasks if args.test else ():
+        if not Source(args.test).paths(task, "validation"):
+            raise ValueError(f"--test: there is no {Path(args.test, task)}/validation.jsonl")
     if args.test and args.data_dir and Path(args.test).samefile(args.data_dir):
         raise ValueError("--test must not be --data-dir, whose development sets choose")
 
@@ -228,17 +231,18 @@ def held_out_accuracy(args, cell, task):
     path = args.out / "test" / f"{cell.name}-{task}.json"
     of = {"run": read_json(cell.out / "metrics.json"), "on": args.test}
     of["since"] = [file.stat().st_mtime for file in sorted(Path(args.test, task).glob("*"))]
-    if path.is_file() and (kept := read_json(path))["of"] == of:
-        return kept["accuracy"]
-    run = load_run(cell.out, task=task)
-    run.args.limit_dev = None  # it is about development sets
-    examples = run.split(data_dir=args.test)
-    accuracy = train.evaluate(run.model, run.task, examples, run.args).get("accuracy", math.nan)
-    print(f"{cell.name}: {100 * accuracy:.2f} % of {len(examples)} held-out examples", flush=True)
-    for name, share in run.shares_trained_on(examples).items():
+    if not path.is_file() or read_json(path)["of"] != of:
+        run = load_run(cell.out, task=task)
+        run.args.limit_dev = None  # it is about development sets
+        examples = run.split(data_dir=args.test)
+        accuracy = train.evaluate(run.model, run.task, examples, run.args).get("accuracy", math.nan)
+        found = {"accuracy": accuracy, "examples": len(examples), "of": of}
+        write_json(path, {**found, "trained_on": run.shares_trained_on(examples)})
+    kept = read_json(path)
+    print(f"{cell.name}: {100 * kept['accuracy']:.2f} % of {kept['examples']} examples of --test")
+    for name, share in kept["trained_on"].items():
         print(f"WARNING: {cell.name}: {name} was TRAINED on {share:.0%} of them")
-    write_json(path, {"accuracy": accuracy, "of": of})
-    return accuracy
+    return kept["accuracy"]
 
 
 def points(rows):
@@ -283,6 +287,6 @@ def figure(path, rows):
 def write_results(args, name, rows, parts):
     """OUT/NAME.csv, and OUT/NAME.md of the parts, a text each, which is printed."""
     report.write_text(args.out / f"{name}.csv", rows.to_csv(index=False))
-    held_out = ["Measured on held-out examples (--test)."] * bool(args.test)
+    held_out = [f"Measured on the examples of --test {args.test}."] * bool(args.test)
     text = "\n\n".join([f"    {args.command}", NOTE, *held_out, *map(str.strip, parts)])
     print("", text, report.write_text(args.out / f"{name}.md", f"{text}\n"), sep="\n", flush=True)

@@ -199,6 +199,12 @@ def test_what_counts_as_finished(started, encoder, data_dir, tmp_path, copy, cap
     starts()
     with pytest.raises(ValueError, match="is a finished run with --epochs 1, not --epochs 2: "):
         starts(epochs=2)
+    done = tmp_path / "out" / "runs" / adapter / "metrics.json"  # as if it had to be trained first
+    done.rename(done.with_suffix(".old"))
+    with pytest.raises(ValueError, match=f"{fusion} is a finished run"):
+        starts(options=["--fusion-options", "--lr 1"])
+    done.with_suffix(".old").rename(done)
+    assert not started.names
     starts(*names, epochs=2, options=["--overwrite"])
     change(tmp_path / "out" / "runs" / adapter / "adapter.safetensors", times(1.5))
     is_refused("adapter rte = ", epochs=2)
@@ -332,8 +338,10 @@ def test_what_is_held_out(runs, encoder, data_dir, tmp_path, capsys, started):
         own, fused = (100 * rows["test_accuracy"][system, size] for system in ("own", "fusion"))
         assert f"{own:.1f} {own:.2f} {fused - own:.2f} " in printed
     write_rows(tmp_path / "test" / "mine" / "validation.jsonl", read_lines(file)[:7])
-    composition.main([*words, *behind])
-    assert "% of 7 held-out examples" in capsys.readouterr().out
+    for _ in range(2):  # computed, and then kept
+        composition.main([*words, *behind])
+        printed = capsys.readouterr().out
+        assert "% of 7 examples of --test" in printed and "WARNING: fusion-mine-24-1: " in printed
 
 
 def test_what_is_forgotten(launch, tmp_path, monkeypatch):

@@ -53,6 +53,7 @@ composition: {MINE} a/rte b/RTE {FILE} | two adapters would be called 'rte'
 composition: {MINE} a/rte sst2 {FILE} | --train-file is of mine alone, not of sst2
 composition: {MINE} runs/rte --head-options '--lr 1' '--lr 2' {FILE} | need --choose-seeds
 composition: {MINE} runs/rte --systems fusio {FILE} | there are head, full
+composition: {BOX} --target rte --sources sst2 --test runs | there is no runs/rte/validation.jsonl
 composition: {BOX} --target rte --sources sst2 --test data | --test must not be --data-dir
 tables: {BOX} --tasks rte --source-options '--lr 1' | here a source's adapter has --adapter-options
 architecture_search: {BOX} --tasks rte --train-examples 5 6 | the search takes one
