@@ -61,30 +61,29 @@ def with_needs(cells):
     return every
 
 
-def has_run(cell):
-    """Whether its run has ended. Raises ValueError for another command's run, unless it is to be
-    overwritten."""
+def record_of(cell):
+    """The run.json of its run if that has ended, else {}. Raises ValueError for another command's
+    run, unless it is to be overwritten."""
     if not (cell.out / "metrics.json").is_file():
-        return False
+        return {}
     record, words = read_run(cell.out), cell.words[:-1]  # the last is --resume or --overwrite
     made_by = shlex.split(record["machine"]["command"])[1:-1]
     if made_by != words:
         if cell.words[-1] == "--overwrite":
-            return False
+            return {}
         same = [one == other for one, other in zip(made_by, words, strict=False)]
         i = max(1, [*same, False].index(False))  # the first word that differs
         theirs, ours = (" ".join(of[i - 1 : i + 1]) for of in (made_by, words))
         problem = f"{cell.out} is a finished run with {theirs}, not {ours}"
         raise ValueError(f"{problem}: --overwrite trains it again, another --out keeps it")
-    return True
+    return record
 
 
-def is_finished(cell):
-    """Whether it has run, and from the data, the adapters, and the run whose encoder it takes, as
-    they are now."""
-    if not has_run(cell):
+def is_finished(cell, record):
+    """Whether it has ended, see `record_of`, and was made from the data, the adapters, and the run
+    whose encoder it takes, as they are now."""
+    if not record:
         return False
-    record = read_run(cell.out)
     options, then = record["options"], record["inputs"]
     now = {"encoder": read_run(options["model"]).get("encoder", then["encoder"])}
     for name, source in zip(record["adapters"], options["adapters"], strict=True):
@@ -111,8 +110,8 @@ def unfinished(cells):
     """[cell] of those, and of all that they need, that have to be run"""
     todo = {}
     for name, cell in with_needs(cells).items():
-        has_run(cell)  # or an error, before any run begins
-        if any(need.name in todo for need in cell.needs) or not is_finished(cell):
+        record = record_of(cell)  # or an error, before any run begins
+        if any(need.name in todo for need in cell.needs) or not is_finished(cell, record):
             todo[name] = cell
     return [*todo.values()]
 
@@ -169,7 +168,7 @@ def run_all(todo, jobs, signals):
             cell, process, number = running.pop(sentinel)
             process.join()
             free.append(number)
-            if is_finished(cell):  # also one that diverged: its best epoch is kept
+            if is_finished(cell, record_of(cell)):  # also one that diverged: its best epoch is kept
                 said = f"{100 * row_of({}, cell)['accuracy']:.2f} %"
                 said += ", DIVERGED" * (process.exitcode != 0)
             else:

@@ -231,15 +231,17 @@ def held_out_accuracy(args, cell, task):
     path = args.out / "test" / f"{cell.name}-{task}.json"
     of = {"run": read_json(cell.out / "metrics.json"), "on": args.test}
     of["since"] = [file.stat().st_mtime for file in sorted(Path(args.test, task).glob("*"))]
-    if not path.is_file() or read_json(path)["of"] != of:
+    kept = read_json(path) if path.is_file() else {}
+    if kept.get("of") != of:
         run = load_run(cell.out, task=task)
         run.args.limit_dev = None  # it is about development sets
         examples = run.split(data_dir=args.test)
         accuracy = train.evaluate(run.model, run.task, examples, run.args).get("accuracy", math.nan)
-        found = {"accuracy": accuracy, "examples": len(examples), "of": of}
-        write_json(path, {**found, "trained_on": run.shares_trained_on(examples)})
-    kept = read_json(path)
-    print(f"{cell.name}: {100 * kept['accuracy']:.2f} % of {kept['examples']} examples of --test")
+        kept = {"accuracy": accuracy, "examples": len(examples), "of": of}
+        kept["trained_on"] = run.shares_trained_on(examples)
+        write_json(path, kept)
+    said = f"{100 * kept['accuracy']:.2f} % of {kept['examples']} examples of --test"
+    print(f"{cell.name}: {said}", flush=True)
     for name, share in kept["trained_on"].items():
         print(f"WARNING: {cell.name}: {name} was TRAINED on {share:.0%} of them")
     return kept["accuracy"]

@@ -111,13 +111,13 @@ IMPORT.add_argument("--import", dest="imports", nargs="+", action=Import, defaul
 # fmt: on
 
 
-RANDOM = threading.RLock()  # for torch's random numbers, which all threads of a process share
+RANDOM_LOCK = threading.RLock()  # torch's random numbers are shared by all threads
 
 
 @contextlib.contextmanager
 def alone(is_run=True):
     """Other threads wait while this one trains a run, or (is_run=False) builds a model."""
-    with RANDOM:
+    with RANDOM_LOCK:
         if is_run:
             forget_notes()
         yield
