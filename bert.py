@@ -57,16 +57,12 @@ class BertConfig:
 
 
 def dropout(x, p, training):
-    """F.dropout, three times as fast on a CPU: from 16 random bits for each element, so that p is
-    rounded to a multiple of 1/65,536."""
-    dropped = round(2**16 * p)  # of the 2^16 values that 16 bits can have
-    if not training or x.device.type != "cpu" or dropped in (0, 2**16):
+    """F.dropout, which takes twice as long on a CPU."""
+    if not training or x.device.type != "cpu" or p in (0, 1):
         return F.dropout(x, p, training)
-    # 64 random bits at a time (from -2^63 to the largest integer), which are four draws
-    bits = torch.empty(x.numel() // 4 + 1, dtype=torch.int64).random_(-(2**63), None)
-    draws = bits.view(torch.int16)[: x.numel()].view(x.shape)  # each in [-2^15, 2^15)
-    keep = draws >= dropped - 2**15
-    return (x * keep).mul_(2**16 / (2**16 - dropped))
+    draws = torch.empty(x.shape, dtype=torch.int32).random_()  # uniform in 0 .. 2^31 - 1
+    keep = draws >= round(p * 2**31)
+    return x * keep.to(x.dtype).div_(1 - p)
 
 
 def attention(q, k, v, mask, p):
