@@ -45,6 +45,18 @@ class Average(Sum):
         return super().weights(h) / len(self.adapter_names)
 
 
+class ValueOfSum(Sum):
+    """o = V Σ_n z_n, with the paper's V and its start: the sum, with as many parameters as even
+    weights with V have."""
+
+    def __init__(self, adapter_names, hidden_size, dropout):
+        Fusion.__init__(self, adapter_names, hidden_size, dropout)
+        del self.query, self.key
+
+    def textbook(self, h, adapters):
+        return self.value(super().textbook(h, adapters))
+
+
 class ScaLearn(Sum):
     """o = Σ_n ω_n ⊙ z_n, with a trained ω_n of d numbers (Frohmann et al., 2024). As in their code,
     ω starts as N(2/N, 0.001²), and dropout of 0.3 is applied to it."""
@@ -110,6 +122,23 @@ class Scaled(Fusion):
         return super().softmax(scores / self.query.in_features**0.5)
 
 
+class SlowScores(Fusion):
+    """Attention whose Q and K move at a twentieth of the learning rate, and V at all of it. AdamW
+    moves every parameter by about the rate, whatever its size. So here Q and K are held, and start,
+    20 times as large, and the scores are divided by 20²: the function is the paper's."""
+
+    factor = 20
+
+    def __init__(self, adapter_names, hidden_size, dropout):
+        super().__init__(adapter_names, hidden_size, dropout)
+        with torch.no_grad():
+            self.query.weight *= self.factor
+            self.key.weight *= self.factor
+
+    def softmax(self, scores):
+        return super().softmax(scores / self.factor**2)
+
+
 class TopOne(Fusion):
     """o = V z_k with the largest s_k. The gradient is that of all s, straight through the choice
     (Bengio et al., 2013)."""
@@ -121,7 +150,8 @@ class TopOne(Fusion):
 
 
 FUSIONS |= {"sum": Sum, "average": Average, "gates": Gates, "scaled": Scaled, "top_one": TopOne}
-FUSIONS |= {"scalearn": ScaLearn, "scalearn_uniform": ScaLearnUniform, "router": Router}
+FUSIONS |= {"value_of_sum": ValueOfSum, "slow": SlowScores, "scalearn": ScaLearn}
+FUSIONS |= {"scalearn_uniform": ScaLearnUniform, "router": Router}
 
 
 def soup(args, bert, task):

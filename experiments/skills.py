@@ -11,6 +11,7 @@ These two targets are of NumPy's docstrings, all others of Python's library and 
 import ast
 import importlib.util
 import json
+import random
 import re
 from pathlib import Path
 
@@ -29,6 +30,7 @@ OTHERS = {
     "plural": lambda sentence, name: name.endswith("s"),
 }
 SIZES = {"source": (2400, 400), "target": (960, 400)}  # (rows for training, for development)
+TEST_SIZE = 800  # rows of a target by which nothing is chosen, of longer sentences
 FILES = {  # enough of each library, so that reading takes seconds
     "std": "*.py asyncio/*.py email/*.py http/*.py json/*.py logging/*.py multiprocessing/*.py "
     "tkinter/*.py unittest/*.py",
@@ -71,14 +73,17 @@ def sentences(text):
 
 
 def build_tasks(out, rng):
-    """Writes all tasks: OUT/TASK/train.jsonl and validation.jsonl."""
-    named = {"source": {}, "target": {}}
+    """Writes all tasks: OUT/TASK/train.jsonl and validation.jsonl, and of the targets test.jsonl,
+    of other docstrings, with 11 or 12 words."""
+    named = {"source": {}, "target": {}, "test": {}}
     for origin in FILES:
         for name, texts in docstrings(origin):
             # short ones are quicker; __init__ and its like say nothing
-            if texts and len(texts[0].split()) <= 10 and not name.startswith("__"):
-                pool = named["target" if origin == "numpy" else "source"]
-                pool[texts[0].rstrip(".")] = words_of(name)
+            words = len(texts[0].split()) if texts and not name.startswith("__") else 99
+            role = "target" if origin == "numpy" else "source"
+            role = "test" if role == "target" and 10 < words <= 12 else role
+            if words <= (12 if role == "test" else 10):
+                named[role][texts[0].rstrip(".")] = words_of(name)
     for task in (*SKILLS, *TARGETS, *OTHERS):
         role = "target" if task in TARGETS else "source"
         texts, sizes = list(named[role].items()), SIZES[role]
@@ -88,7 +93,14 @@ def build_tasks(out, rng):
         for split, pool, n in zip(("train", "validation"), pools, sizes, strict=True):
             rows = other_rows(task, pool, n, rng) if task in OTHERS else rows_of(task, pool, n, rng)
             rng.shuffle(rows)
-            write_text(out / task / f"{split}.jsonl", "\n".join(map(json.dumps, rows)) + "\n")
+            write_rows(out / task / f"{split}.jsonl", rows)
+    for task in TARGETS:  # with random numbers of their own
+        rows = rows_of(task, list(named["test"].items()), TEST_SIZE, random.Random(0))
+        write_rows(out / task / "test.jsonl", rows)
+
+
+def write_rows(path, rows):
+    write_text(path, "\n".join(map(json.dumps, rows)) + "\n")
 
 
 def rows_of(task, pool, n, rng):

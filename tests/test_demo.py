@@ -26,7 +26,7 @@ def bag(words):
 def made(tmp_path_factory):
     """(the demo's directory with its tasks, made of random sentences; {sentence: its name})"""
     rng, out = random.Random(0), tmp_path_factory.mktemp("demo")
-    bags = {bag(rng.sample(WORDS, rng.randint(5, 10))) for _ in range(400)}
+    bags = {bag(rng.sample(WORDS, rng.randint(5, 12))) for _ in range(500)}
     texts = [" ".join(rng.sample(one, len(one))) for one in sorted(bags)]
     names = {text: rng.choice(["sum", "eye of two", "tests", "is nan"]) for text in texts}
     found = [(name.replace(" ", "_"), [text]) for text, name in names.items()]
@@ -39,10 +39,13 @@ def test_what_a_label_says(made):
     """Each label, and in `asked` each question with each answer, is equally frequent."""
     out, names = made
     of_words = {bag(text.split()): name for text, name in names.items()}
-    for task in [*skills.SKILLS, *skills.TARGETS, *skills.OTHERS]:
+    every = [*skills.SKILLS, *skills.TARGETS, *skills.OTHERS]
+    tests = [(task, "test") for task in skills.TARGETS]  # of sentences that are in no other split
+    for task, split in [*((task, "train") for task in every), *tests]:
         counts = Counter()
-        for line in (out / "data" / task / "train.jsonl").read_text().splitlines():
+        for line in (out / "data" / task / f"{split}.jsonl").read_text().splitlines():
             text, name, label = json.loads(line).values()
+            assert (len(text.split()) > 10) == (split == "test")
             question, _, name = name.rpartition(": ")
             counts[question, label] += 1
             faults = of_words[bag(text.split())] != name, text not in names

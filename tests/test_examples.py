@@ -63,25 +63,29 @@ def test_what_the_fusions_compute():
     z = torch.einsum("btd,nde->btne", h, M)  # [B, T, N, d]
     adapters = [SimpleNamespace(z=lambda h, M_n=M_n: h @ M_n) for M_n in M]
     found, scores, V_z = {}, {}, {}
-    for kind in "sum average scalearn scalearn_uniform router gates scaled top_one".split():
+    kinds = "sum value_of_sum average scalearn scalearn_uniform router gates scaled slow top_one"
+    for kind in kinds.split():
         fusion = FUSIONS[kind]([*"abcd"], 8, 0.1).eval().requires_grad_(False)
         for p in fusion.parameters():
             p += 0.3 * torch.randn_like(p)
         found[kind] = fusion, fusion.textbook(h, adapters)
         if hasattr(fusion, "query"):
             scores[kind] = (fusion.query(h)[:, :, None] * fusion.key(z)).sum(-1)  # [B, T, N]
+        if hasattr(fusion, "value"):
             V_z[kind] = z @ fusion.value.weight.T
     largest = scores["top_one"].argmax(-1)[..., None, None].expand(2, 3, 1, 8)
     router = torch.softmax(h @ found["router"][0].gate.weight.T, -1)[..., None]
     omega, omega_1 = (found[kind][0].omega for kind in ("scalearn", "scalearn_uniform"))
     expected = {
         "sum": z.sum(2),
+        "value_of_sum": V_z["value_of_sum"].sum(2),
         "average": z.mean(2),
         "scalearn": torch.einsum("nd,btnd->btd", omega, z),
         "scalearn_uniform": torch.einsum("n,btnd->btd", omega_1[:, 0], z),
         "router": (router * z).sum(2),
         "gates": (2 / (1 + (-scores["gates"][..., None]).exp()) * V_z["gates"]).sum(2),
         "scaled": ((scores["scaled"] / 8**0.5).softmax(-1)[..., None] * V_z["scaled"]).sum(2),
+        "slow": ((scores["slow"] / 400).softmax(-1)[..., None] * V_z["slow"]).sum(2),
         "top_one": V_z["top_one"].gather(2, largest)[:, :, 0],
     }
     for kind, o in expected.items():
@@ -132,3 +136,22 @@ def test_a_regression(encoder, tmp_path, monkeypatch, capsys):
     predict.main(["run", "red cat", "--device", "cpu", "--json"])
     (score,) = load_run("run").predict(["red cat"])
     assert json.loads(capsys.readouterr().out)["score"] == pytest.approx(score["score"])
+
+
+def test_slow_scores_are_attention_s_at_a_twentieth_of_the_rate():
+    """The same s at first; one step of Adam moves Q and K, as they are used, 20 times less."""
+    made, used = [], []
+    for kind in ("attention", "slow"):
+        torch.manual_seed(0)
+        made.append(FUSIONS[kind]([*"ab"], 8, 0.0))
+        scale = 1 if kind == "attention" else 20
+        before = {n: p.detach().clone() / scale for n, p in made[-1].query.named_parameters()}
+        scores = (made[-1].query(torch.ones(1, 1, 8)) * made[-1].key(torch.eye(2, 8))).sum(-1)
+        s = made[-1].softmax(scores[None])
+        s[..., 0].sum().backward()
+        torch.optim.Adam(made[-1].parameters(), 1e-3, eps=0).step()
+        after = {n: p / scale - before[n] for n, p in made[-1].query.named_parameters()}
+        used.append((s, before["weight"], after["weight"]))
+    (s, start, moved), (slow_s, slow_start, slow_moved) = used
+    assert torch.allclose(s, slow_s) and torch.allclose(start, slow_start)
+    assert torch.allclose(moved, 20 * slow_moved, rtol=1e-3, atol=1e-7)

@@ -1,0 +1,256 @@
+"""Accuracy against the learning rate: every way to compose adapters, at every rate, on the targets
+of experiments/skills.py, each seed with sources of its own.
+
+    python -m results.rates runs/rates     # what is interrupted goes on by the same command
+
+Each run is a line of OUT/rows.jsonl: the last epoch and the best one (chosen on the development
+set), each also on examples that chose nothing. OUT/traces.jsonl holds, for each step of some runs
+with two adapters, and each layer: how far the scores of the two are apart, s, and the norm of the
+gradient of Q. `minimize` of train.py trains; nothing but rows is kept."""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+
+import torch
+
+import examples.mean_fusion  # noqa: F401  (adds its kind)
+import train
+from bert import Bert
+from data import get_task
+from examples.composing import SlowScores
+from experiments.skills import OTHERS, SKILLS, build_tasks
+from formats.rows import source_of
+from formats.sources import find_adapters
+from fusion import FUSIONS, Fusion
+from runtime.processes import choose_device, reseed
+
+
+class FastScaled(SlowScores):
+    """Scores over √d, of Q and K at 20 times the rate."""
+
+    factor = 1 / 20
+
+    def softmax(self, scores):
+        return super().softmax(scores / self.query.in_features**0.5)
+
+
+class QueryOfText(Fusion):
+    """The query of section 3.2: Q f, of the feed-forward output, in place of Q h."""
+
+    def forward(self, f, x, add_norm):
+        self.f = f
+        return super().forward(f, x, add_norm)
+
+    def textbook(self, h, adapters):
+        z = torch.stack([adapter.z(h) for adapter in adapters], 2)  # [B, T, N, d]
+        s = self.softmax(torch.einsum("btd,btnd->btn", self.query(self.f), self.key(z)))
+        return torch.einsum("btn,btnd->btd", s, self.value(z))
+
+
+FUSIONS |= {"fast_scaled": FastScaled, "query_of_text": QueryOfText}
+
+ADAPTERS = [*SKILLS, "the", "of", *(name for name in OTHERS if name not in ("the", "of"))]
+SEEDS, FEW, CHOSEN = range(8), range(5), [5e-4, 2e-3, 5e-3]
+RATES = [1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3]
+WIDE = ["attention", "scaled", "slow", "gates"]
+NARROW = ["mean", "sum", "value_of_sum", "head"]  # head: on `order` alone
+# {setting: (target, N, training examples, epochs, rates of WIDE, seeds)}
+SETTINGS = {
+    "both, N = 2": ("both", 2, 240, 6, RATES, SEEDS),
+    "both, N = 8, 240 steps": ("both", 8, 480, 8, RATES, SEEDS),
+    "asked, N = 2": ("asked", 2, 960, 6, RATES[1:5], FEW),
+    "both, N = 8": ("both", 8, 240, 6, RATES, SEEDS),
+    "both, N = 4": ("both", 4, 240, 6, RATES, FEW),
+}
+TRACED = ["attention", "scaled", "slow", "fast_scaled", "query_of_text"]  # N = 2, at 5e-4
+SOURCE = "--lr 1e-3 --epochs 2 --batch-size 16 --max-length 40"
+
+
+def grid():
+    """[(setting, way, rate, seed)], a seed of all ways and rates after another"""
+    for setting, (_, _, _, _, rates, seeds) in SETTINGS.items():
+        for seed in seeds:
+            yield from ((setting, way, lr, seed) for way in WIDE for lr in rates)
+            # a head on `order` alone is the same whatever else could be fused
+            ways = NARROW[:-1] if setting in ("both, N = 4", "both, N = 8") else NARROW
+            yield from ((setting, way, lr, seed) for way in ways for lr in CHOSEN)
+            if setting == "both, N = 2":
+                yield from ((setting, way, 5e-4, seed) for way in TRACED[3:])
+
+
+def source_words(out, name, seed):
+    """The command that trains a source: a skill on all 2,400 examples, another one on 800."""
+    words = f"--stage adapter --task {name} --data-dir {out}/data --out {out}/{name}-{seed}"
+    few = "" if name in SKILLS else " --limit-train 800"
+    return f"{words} --model minilm --seed {seed} --overwrite {SOURCE}{few}".split()
+
+
+def train_source(out, name, seed):
+    torch.set_num_threads(1)
+    if not Path(out, f"{name}-{seed}", "metrics.json").is_file():
+        sys.stdout = open(os.devnull, "w")
+        train.main(source_words(out, name, seed))
+    return name, seed
+
+
+class Trial:
+    """What `minimize` needs of a run, without its files. Traces s of two adapters."""
+
+    def __init__(self, args, model, optimizer, is_traced):
+        self.args, self.model, self.optimizer = args, model, optimizer
+        self.rank, self.world_size, self.record, self.diverged = 0, 1, {}, None
+        self.epoch, self.step, self.best_epoch, self.best_scores, self.best = 1, 0, 0, {}, {}
+        self.history, self.trace, self.norms = [], [], {}
+        slots = model.bert.slots.items() if is_traced else ()
+        self.fusions = {layer: slot.fusion for (layer, _), slot in slots if slot.fusion is not None}
+        for layer, fusion in self.fusions.items():
+            fusion.query.weight.register_hook(self.keep_norm(layer))
+
+    def keep_norm(self, layer):
+        return lambda gradient: self.norms.update({layer: gradient.norm().item()})
+
+    def own_tensors(self):
+        named = self.model.named_parameters()
+        return {name: p.detach() for name, p in named if p.requires_grad}
+
+    def after_step(self, loss):
+        self.step += 1
+        if self.fusions:
+            self.trace.append([self.of_layer(n, f) for n, f in self.fusions.items()])
+
+    def of_layer(self, layer, fusion):
+        """[|score of one − score of the other|, s of the first; at [CLS]: s of it; ‖∂Q‖]"""
+        s = fusion.s.float().clamp(min=1e-30)  # [B, T, 2]
+        gap = (s[..., 0] / s[..., 1]).log().abs().mean().item()
+        found = [gap, s[..., 0].mean().item(), s[:, 0, 0].mean().item(), self.norms[layer]]
+        return [float(f"{value:.4g}") for value in found]
+
+    def after_epoch(self, scores):
+        self.history.append({**scores, "epoch": self.epoch})
+        self.epoch, self.step = self.epoch + 1, 0
+
+    def check_finite(self, what, value):
+        if not value < float("inf"):
+            raise FloatingPointError(what)
+
+
+def words_of(out, setting, way, lr, seed):
+    """The words behind `train.py` of a run."""
+    target, n, examples, epochs, _, _ = SETTINGS[setting]
+    stage = f"--stage fusion --fusion {way}" if way != "head" else "--stage head"
+    sources = ADAPTERS[:n] if way != "head" else ["order"]
+    words = f"{stage} --task {target} --data-dir {out}/data --model minilm --max-length 40 "
+    words += f"--batch-size 16 --limit-train {examples} --epochs {epochs} --patience {epochs} "
+    words += f"--lr {lr} --seed {seed} --out {out}/none --adapters"
+    return [*words.split(), *(f"{out}/{name}-{seed}" for name in sources)]
+
+
+def run(out, setting, way, lr, seed, dtype="auto"):
+    """A run as `train` of train.py has it, up to its files: (row, trace)."""
+    torch.set_num_threads(1)
+    began, stdout = time.time(), sys.stdout
+    sys.stdout = open(os.devnull, "w")  # notes, which are the same in all
+    args = train.parse([*words_of(out, setting, way, lr, seed), "--dtype", dtype])
+    device, dtype = choose_device("cpu", args.dtype)
+    source = source_of(args)
+    task = get_task(args.task, source)
+    reseed(args.seed)
+    bert = Bert.from_pretrained(args.model)
+    args, task = train.settle(args, task, bert, dtype)
+    adapters = find_adapters(args.adapters, "bert")
+    reseed(args.seed)
+    model = train.build(args, bert, task, adapters)
+    tokenizer, train_set, dev_set = train.load_data(args, task, source, bert)
+    test_args = train.parse([*words_of(out, setting, way, lr, seed), "--data-dir", f"{out}/test"])
+    test_set = train.load_split(task, source_of(test_args), "validation", tokenizer)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    for p in frozen:
+        p.data = p.data.to(dtype)
+    optimizer = torch.optim.AdamW(trained, args.lr, weight_decay=0.0, fused=True)
+    trial = Trial(args, model, optimizer, setting == "both, N = 2" and lr == 5e-4 and way in TRACED)
+
+    def steps(epoch):
+        order = train.batches(train_set, args.batch_size, (args.seed, epoch))
+        return [(model, task, [train_set[i] for i in indices]) for indices in order]
+
+    large = argparse.Namespace(**{**vars(args), "batch_size": 64})  # which is faster
+
+    def test():
+        return train.evaluate(model, task, test_set, large)["accuracy"]
+
+    def evaluation():
+        found = train.evaluate(model, task, dev_set, large)
+        return found | ({"test": test()} if trial.epoch == args.epochs else {})
+
+    row = {"setting": setting, "way": way, "lr": lr, "seed": seed, "dtype": args.dtype}
+    try:
+        train.minimize(trial, steps, lambda done: 1 - done, evaluation)
+        last = trial.history[-1]
+        best = last["test"] if trial.best_epoch == args.epochs else test()
+        row |= {"last_dev": last["accuracy"], "last_test": last.get("test"), "best_test": best}
+        row |= {"best_dev": trial.best_scores["accuracy"], "best_epoch": trial.best_epoch}
+    except FloatingPointError:
+        row |= {"best_epoch": 0}  # it diverged in its first epoch
+    row |= {"diverged": trial.diverged is not None, "trained": sum(p.numel() for p in trained)}
+    row |= {"devs": [round(h["accuracy"], 4) for h in trial.history]}
+    row |= {"losses": [round(h["loss"], 4) for h in trial.history]}
+    sys.stdout = stdout
+    return row | {"seconds": round(time.time() - began, 1)}, trial.trace
+
+
+def append(path, value):
+    with open(path, "a") as file:
+        file.write(json.dumps(value) + "\n")
+
+
+def main(out, runs):
+    """runs: [(setting, way, rate, seed, dtype)]"""
+    if not (out / "test").is_dir():
+        build_tasks(out / "data", random.Random(0))
+        for target in ("both", "asked"):  # in place of the development set
+            for split, name in (("train", "train"), ("validation", "test")):
+                place = out / "test" / target / f"{split}.jsonl"
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_bytes((out / "data" / target / f"{name}.jsonl").read_bytes())
+    rows, done = out / "rows.jsonl", set()
+    if rows.is_file():
+        found = map(json.loads, rows.read_text().splitlines())
+        done = {tuple(row[n] for n in "setting way lr seed dtype".split()) for row in found}
+    todo = [run for run in runs if run not in done]
+    jobs, context = int(os.environ.get("JOBS", 2)), multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["results.rates"])
+    with ProcessPoolExecutor(jobs, context) as pool:
+        needed = dict.fromkeys((n, r[3]) for r in todo for n in ADAPTERS[: SETTINGS[r[0]][1]])
+        sources = {key: pool.submit(train_source, out, *key) for key in needed}
+        futures = {}
+        for key in todo:  # in the order of the sources, so that these come first
+            for name in ADAPTERS[: SETTINGS[key[0]][1]]:
+                sources[name, key[3]].result()
+            futures[pool.submit(run, out, *key)] = key
+            if len(futures) == 2 * jobs:
+                collect(out, futures)
+        while futures:
+            collect(out, futures)
+
+
+def collect(out, futures):
+    """Writes the rows of what has ended; waits for one."""
+    future = next(as_completed(futures))
+    key, (row, trace) = futures.pop(future), future.result()
+    if trace:
+        append(out / "traces.jsonl", {"key": key, "trace": trace})
+    append(out / "rows.jsonl", row)
+    print(*key, {n: row.get(n) for n in ("last_test", "best_test", "seconds")}, flush=True)
+
+
+if __name__ == "__main__":
+    dtype = str(choose_device("cpu", "auto")[1]).removeprefix("torch.")
+    main(Path(sys.argv[1]), [(*key, dtype) for key in grid()])
