@@ -3,7 +3,14 @@
 add_adapter(bert, "rte", AdapterConfig.pfeiffer(reduction_factor=16))  # a new one
 load_adapter(bert, "runs/rte")                                         # a saved one
 activate(bert, "rte")                                                  # None: plain BERT
-save_adapter(bert, "rte", "runs/rte")"""
+save_adapter(bert, "rte", "runs/rte")
+
+New weights are in fp32. Beside a Θ that is held in bf16, autocast (train.py) computes with them.
+
+formats/adapterhub.py writes and reads the files. Of it are called: `slot_tensors`, which gives
+{(slot, name in the file): parameter}, the parameters themselves; `Saved.kind`, the class that a
+file names and the arguments for it, which are None where AdapterHub's own format names no class;
+and `Saved.copy_into`, which fills such parameters from the file, in place."""
 
 import math
 from collections.abc import Mapping
@@ -48,7 +55,7 @@ class Adapter(nn.Module):
         return self.act(self.down(h))
 
     # A fusion, which mixes the z of several adapters, calls the next two in place of `forward`:
-    # its `check_adapters` sees that forward(f, x, norm) equals close(z(h) + residual, x, norm).
+    # forward(f, x, norm) is close(z(h) + residual, x, norm), which is compared when it is made.
 
     def h_and_residual(self, f, x, norm):
         """What the adapter reads, and what is added to its z: [B, T, d] each"""
@@ -60,7 +67,14 @@ class Adapter(nn.Module):
 
 
 class GridAdapter(Adapter):
-    """All other points of the paper's grid (Figure 5), by the fields of AdapterConfig."""
+    """All other points of the paper's grid (Figure 5), by the fields of AdapterConfig: what an
+    adapter reads, which residual is added to its output, and how it goes back into BERT.
+
+                  h           residual   end
+    pfeiffer      LN(f + x)   f          LN(· + x)
+    houlsby       f           f          LN(· + x)
+    bapna         LN(f + x)   h          ·
+    "post_add"    LN(f + x)   f + x      LN(· + x), so that x is added twice, as in adapters 1.3"""
 
     def __init__(self, config, hidden_size, bottleneck_size):
         super().__init__(config, hidden_size, bottleneck_size)
@@ -85,11 +99,14 @@ class GridAdapter(Adapter):
         h = norm(f + x) if self.config.original_ln_before else f
         if self.config.residual_before_ln == "post_add":
             return h, f + x
-        return h, (f if self.config.residual_before_ln else h)
+        if self.config.residual_before_ln:
+            return h, f
+        return h, h
 
     def close(self, output, x, norm):
-        """Without original_ln_after nothing adds x: it is there only if the residual holds it."""
-        return norm(output + x) if self.config.original_ln_after else output
+        if self.config.original_ln_after:
+            return norm(output + x)
+        return output  # which holds x if the residual does: nothing else adds it
 
 
 @dataclass
@@ -198,7 +215,7 @@ def add_adapter(bert, name, config):
     """Adds a new adapter wherever its configuration says, and activates it. Its parameters are then
     the only ones that require a gradient. Raises ValueError if it cannot be added, and leaves the
     encoder unchanged."""
-    modules = new_modules(bert, name, config)
+    modules = make_adapter(bert, name, config)
     bert.requires_grad_(False)  # all but the new modules, which are not in it yet
     insert(bert, name, config, modules)
     activate(bert, name)
@@ -210,9 +227,9 @@ def insert(bert, name, config, modules):
     bert.adapter_configs[name] = config
 
 
-def new_modules(bert, name, config):
-    """{(layer, location): module} of a new adapter, not yet in the encoder; in fp32 even where that
-    is held in bf16, but in fp64 if that is."""
+def make_adapter(bert, name, config):
+    """{(layer, location): module} of a new adapter, not yet in the encoder; in fp32, or in fp64 if
+    the encoder is."""
     adapterhub.check_name(name)
     if name in bert.adapter_configs:
         raise ValueError(f"there is already an adapter called {name!r}")
@@ -239,13 +256,15 @@ def activate(bert, active=None):
         raise ValueError("a fusion needs at least one adapter")
     names = active if isinstance(active, tuple) else () if active is None else (active,)
     found = {name: adapter_modules(bert, name) for name in names}  # raises ValueError
-    here = {key: [name for name in names if key in found[name]] for key in bert.slots}
+    computed = {}  # by slot; nothing is changed before all slots have been looked at
     for key, slot in bert.slots.items():
+        here = [name for name in names if key in found[name]]
         fused = slot.fusion.adapter_names if slot.fusion else []
-        if isinstance(active, tuple) and here[key] != fused:
+        if isinstance(active, tuple) and here != fused:
             raise ValueError(f"the encoder has no fusion of {', '.join(names)}, in this order")
+        computed[key] = active if here else None
     for key, slot in bert.slots.items():
-        slot.active = active if here[key] else None
+        slot.active = computed[key]
     bert.active = active
 
 
@@ -254,28 +273,30 @@ def save_adapter(bert, name, directory):
     computes the same. A fork's adapter (another class, field or parameter) is written with an
     "architecture", which the library refuses."""
     config = bert.adapter_configs[name]
-    tensors = adapterhub.slot_tensors(adapter_modules(bert, name))  # by their names in the file
+    tensors = adapterhub.slot_tensors(adapter_modules(bert, name))
     options = {"architecture": type(config).__name__, "fields": vars(config)}
+    # if these are the fields and the parameters that AdapterHub's bottleneck adapters have, its own
+    # format: these fields, and those that the paper does not have, with what they are by default
     if type(config) is AdapterConfig and adapterhub.is_bottleneck(vars(config), tensors):
-        options = {**adapterhub.NOT_IN_THE_PAPER, **vars(config)}  # all that the library has
+        options = {**adapterhub.NOT_IN_THE_PAPER, **vars(config)}
     adapterhub.write(directory, adapterhub.ADAPTER, name, options, tensors, bert)
 
 
-def load_adapter(bert, source, name=None):
-    """Inserts a saved adapter into the encoder, frozen and not yet active. source: a run, an
+def load_adapter(bert, directory, name=None):
+    """Inserts a saved adapter into the encoder, frozen and not yet active. directory: a run, an
     AdapterHub directory, a hub id, or what `adapterhub.read` returned; name: what to call it here,
     otherwise what its file says. Returns the name. Raises FileNotFoundError if there is no adapter,
     and ValueError if it does not fit the encoder, which is then unchanged."""
-    is_read = isinstance(source, adapterhub.Saved)
-    saved = source if is_read else adapterhub.read(source, adapterhub.ADAPTER)
+    is_read = isinstance(directory, adapterhub.Saved)
+    saved = directory if is_read else adapterhub.read(directory, adapterhub.ADAPTER)
     name = name or saved.name
     with error_prefix(saved.directory):
         saved.check_encoder(bert)
-        config_class, options = saved.kind(AdapterConfig, ADAPTERS)  # by its "architecture"
-        if options is None:  # it has none: the file is in AdapterHub's own format
+        config_class, options = saved.kind(AdapterConfig, ADAPTERS)
+        if options is None:  # AdapterHub's own format: the fields that AdapterConfig has of it
             options = adapterhub.bottleneck_options(saved.options, saved.metadata)
         config = config_class(**options)
-        modules = new_modules(bert, name, config)
+        modules = make_adapter(bert, name, config)
         saved.copy_into(adapterhub.slot_tensors(modules))
     for module in modules.values():
         module.requires_grad_(False)
@@ -285,19 +306,21 @@ def load_adapter(bert, source, name=None):
 
 class Head(nn.Module):
     """The prediction head on the last layer's [CLS] vector. The paper describes none; this is
-    AdapterHub's default. config has the fields of its head_config.json; values other than these
-    raise a ValueError.
+    AdapterHub's default. config has the fields of its head_config.json. Of these, the following
+    count, and other values raise a ValueError; further fields, as label2id, are saved again.
 
     head_type                 classification | multiple_choice
     num_labels, num_choices   K, the number of classes, or of choices
     layers                    2: dropout, linear d -> d, tanh, dropout, linear; 1: dropout, linear
+    activation_function       tanh, which is the default
+    bias                      True, which is the default: the linear layers have one
     use_pooler                [CLS] goes through the encoder's own pretrained pooler first, which is
                               in the encoder's files, not in the head's; default False
     dropout_prob              default None: the encoder's"""
 
     def __init__(self, config, bert_config):
         super().__init__()
-        self.config = config = adapterhub.check_head(config)  # completed by AdapterHub's defaults
+        self.config = config = adapterhub.check_head(config)  # with the defaults above
         is_multiple_choice = config["head_type"] == "multiple_choice"
         self.num_outputs = config["num_choices" if is_multiple_choice else "num_labels"]  # K
         p = config["dropout_prob"]
@@ -316,9 +339,9 @@ class Head(nn.Module):
                 nn.init.zeros_(layer.bias)
         self.pooler = nn.Linear(d, d) if config["use_pooler"] else None  # `load_head` fills it
 
-    def forward(self, h, mask=None):
+    def forward(self, h, attention_mask=None):
         """h: hidden states [B·C, T, d], the C candidates of an example one after another -> logits
-        [B, K]. mask: [B·C, T], 1 on real tokens, for a head of your own that reads more tokens."""
+        [B, K]. attention_mask: [B·C, T], 1 on real tokens, for a subclass that reads all tokens."""
         x = h[:, 0].to(self.layers[-1].weight.dtype)  # [CLS]: [B·C, d]
         if self.pooler is not None:
             x = self.pooler(x).tanh()
@@ -332,8 +355,8 @@ def save_head(head, bert, name, directory):
     """Writes head_config.json and model_head.safetensors into `directory`."""
     options = head.config
     if type(head) is not Head:  # AdapterHub's library refuses an unknown head_type
-        own = type(head).__name__
-        options = {"head_type": own, "architecture": own, "fields": options}
+        name_of_class = type(head).__name__
+        options = {"head_type": name_of_class, "architecture": name_of_class, "fields": options}
     tensors = adapterhub.head_tensors(head)  # without the pooler
     adapterhub.write(directory, adapterhub.HEAD, name, options, tensors, bert)
 

@@ -65,15 +65,15 @@ def dropout(x, p, training):
     return x * keep.to(x.dtype).div_(1 - p)
 
 
-def attention(q, k, v, mask, p):
-    """softmax(q kᵀ / √(d/H) + mask) v, where each weight is dropped with probability p. q, k, v:
-    [B, H, T, d/H]; mask: see `Bert.mask` -> [B, H, T, d/H]"""
+def attention(q, k, v, bias, p):
+    """softmax(q kᵀ / √(d/H) + bias) v, where each weight is dropped with probability p. q, k, v:
+    [B, H, T, d/H]; bias: of `Bert.attention_bias` -> [B, H, T, d/H]"""
     if p == 0 or q.device.type != "cpu":  # PyTorch's own is faster, except on a CPU with dropout
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=p)
-    scores = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)  # [B, H, T, T]
-    if mask is not None:
-        scores += mask
-    return dropout(scores.softmax(-1), p, training=True) @ v
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p)
+    q_k = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)  # [B, H, T, T]
+    if bias is not None:
+        q_k += bias
+    return dropout(q_k.softmax(-1), p, training=True) @ v
 
 
 class AddNorm(nn.Module):
@@ -119,13 +119,13 @@ class Layer(nn.Module):
         self.attention_dropout = config.attention_probs_dropout_prob
         self.hidden_dropout = config.hidden_dropout_prob
 
-    def forward(self, x, mask):
-        """x: [B, T, d]; mask: see `Bert.mask` -> [B, T, d]"""
+    def forward(self, x, bias):
+        """x: [B, T, d]; bias: of `Bert.attention_bias` -> [B, T, d]"""
         q = self.split_heads(self.query(x))  # [B, H, T, d/H]
         k = self.split_heads(self.key(x))
         v = self.split_heads(self.value(x))
         p = self.attention_dropout if self.training else 0.0
-        context = attention(q, k, v, mask, p).transpose(1, 2).reshape(x.shape)  # [B, T, d]
+        context = attention(q, k, v, bias, p).transpose(1, 2).reshape(x.shape)  # [B, T, d]
         f = dropout(self.attention_dense(context), self.hidden_dropout, self.training)
         x = self.attention_add_norm(f, x)
         f = self.output_dense(self.activation(self.intermediate(x)))  # d -> intermediate_size -> d
@@ -182,22 +182,22 @@ class Bert(nn.Module):
         is 1 on real tokens. Without token types all are 0, without a mask all tokens are real.
         Returns the last layer's hidden states [B, T, d]."""
         for slot in self.slots.values():
-            if slot.fusion is not None:
-                slot.fusion.begin_batch(attention_mask)  # it forgets s of the last batch
+            if slot.fusion is not None:  # clears its weights s, also where a fork skips this slot
+                slot.fusion.begin_batch(attention_mask)  # some kinds (`Router`) need the mask
         x = self.word_embeddings(input_ids) + self.position_embeddings(self.positions(input_ids))
         if self.config.type_vocab_size:
             types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
             x = x + self.token_type_embeddings(types)
         x = self.embeddings_norm(x)
         x = dropout(x, self.config.hidden_dropout_prob, self.training)  # [B, T, d]
-        mask = self.mask(x, attention_mask)
+        bias = self.attention_bias(x, attention_mask)
         for layer in self.layers:
-            x = layer(x, mask)
+            x = layer(x, bias)
         return x
 
-    def mask(self, x, attention_mask):
-        """What is added to the attention scores: 0 for real tokens, and for padding a number so low
-        that its weight becomes 0. [B, T] -> [B, 1, 1, T], or None without a mask"""
+    def attention_bias(self, x, attention_mask):
+        """What is added to q kᵀ / √(d/H): 0 for real tokens, and for padding a number so low that
+        its weight becomes 0. [B, T] -> [B, 1, 1, T], or None without a mask"""
         if attention_mask is None:
             return None
         return -1e30 * (1 - attention_mask.to(x.dtype))[:, None, None]

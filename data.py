@@ -4,10 +4,10 @@ Every example becomes C candidates, pairs (text_a, text_b or None), and a label.
 one candidate per example and a K-way head; multiple choice has one candidate per choice, and a
 softmax over their logits.
 
-    source = Source(data_dir)                               # of formats.rows
-    task = get_task("rte", source)                          # or your own, see `own_task`
+    data_source = Source(data_dir)                          # of formats.rows
+    task = get_task("rte", data_source)                     # or your own, see `own_task`
     tokenizer = load_tokenizer(directory, max_length=128)   # of formats.tokenizer
-    train_set = load_split(task, source, "train", tokenizer)
+    train_set = load_split(task, data_source, "train", tokenizer)
     for indices in batches(train_set, batch_size=32, seed=0):
         batch = collate([train_set[i] for i in indices], pad_token_id=0)"""
 
@@ -28,7 +28,33 @@ from formats.files import error_prefix, note
 from formats.rows import drawn, plain_label
 from formats.tokenizer import encode_pairs
 from runtime.record import note_unseen_classes
-from runtime.scores import CLASS_SCORES, accuracy
+
+WINDOW = 50  # batches, within which examples are sorted by length
+
+# Scores of labels and predictions, LongTensors [examples] of class indices. As in scikit-learn, a
+# class that occurs in neither does not count, and a quotient of nothing is 0.
+
+
+def accuracy(labels, predictions):
+    """The share of examples that are right, 0 to 1."""
+    return (labels == predictions).sum().item() / len(labels)
+
+
+def f1_of_class(labels, predictions, k):
+    """2 · precision · recall / (precision + recall) of class k: 2 TP / (2 TP + FP + FN)"""
+    right = ((labels == k) & (predictions == k)).sum().item()
+    both = (labels == k).sum().item() + (predictions == k).sum().item()
+    return 2 * right / both if both else 0.0
+
+
+def macro_f1(labels, predictions):
+    """The mean of the classes' F1, each class alike."""
+    classes = torch.cat([labels, predictions]).unique().tolist()
+    return sum(f1_of_class(labels, predictions, k) for k in classes) / len(classes)
+
+
+# f1, if there are two classes: of the positive one, the second, as GLUE has it for MRPC and QQP
+CLASS_SCORES = {"accuracy": accuracy, "macro_f1": macro_f1, "f1": partial(f1_of_class, k=1)}
 
 
 def as_pair(text_a, text_b=None):
@@ -49,17 +75,17 @@ class Task:
     is_multiple_choice: bool = False  # the labels then name the choices
     loss: Callable = F.cross_entropy  # of logits [B, K] and labels [B], the mean of the batch
     prediction: Callable = partial(torch.argmax, dim=-1)  # logits [B, K] -> predictions [B]
-    # {name: function of labels and predictions}, by default those of classes; larger is better, and
-    # the first one chooses the best epoch
+    # {name: function of labels and predictions}, where larger is better; the first one chooses the
+    # best epoch. By default CLASS_SCORES, of which that is the accuracy
     scores: dict | None = None
     hub_dev: str = "validation"  # the hub's name of the development set
     dev_from_train: int = 0  # the development set is this many training examples
     name: str = ""  # `get_task` fills it in
 
     def __post_init__(self):
-        # upper and lower case, blanks, and what cannot be seen make no difference
+        # case, blanks, zeros before a number, and what cannot be seen make no difference
         self.indices = {plain_label(label): i for i, label in enumerate(self.labels)}
-        if self.scores is None:  # f1 is that of the positive class, the second of two
+        if self.scores is None:
             is_binary = len(self.labels) == 2
             self.scores = {n: s for n, s in CLASS_SCORES.items() if is_binary or n != "f1"}
 
@@ -85,9 +111,9 @@ class Task:
 
     def answer(self, logits):
         """What is said of one example, by its logits [K]; JSON can hold it."""
-        best = self.labels[self.prediction(logits[None]).item()]
+        label = self.labels[self.prediction(logits[None]).item()]
         each = dict(zip(self.labels, logits.softmax(-1).tolist(), strict=True))
-        return {"label": best, "probability": each[best], "probabilities": each}
+        return {"label": label, "probability": each[label], "probabilities": each}
 
 
 # How the texts of a row become candidates, as in AdapterHub's own training code
@@ -107,7 +133,8 @@ def with_endings(ctx_a, ctx_b, options):
 
 
 def with_choices(*texts):
-    """([text,] choices) -> candidates; choices: a list of texts"""
+    """([text,] choices) -> candidates; choices: a list of texts, as formats/rows.py makes it of the
+    dictionary {"label": letters, "text": texts} that CommonsenseQA has on the hub"""
     return [(*texts[:-1], choice) if texts[:-1] else (choice, None) for choice in texts[-1]]
 
 
@@ -140,7 +167,7 @@ TASKS = {
                       "context question answer0 answer1 answer2 answer3".split(), "0 1 2 3".split(),
                       answers, max_length=256, **CHOICE),
     "scitail": Task(("allenai/scitail", "snli_format", None), "premise hypothesis".split(),
-                    "entails neutral".split()),  # there sentence1, ...: see formats/rows.py
+                    "entails neutral".split()),  # on the hub sentence1, sentence2, gold_label
     "argument": Task(None, "topic sentence".split(), UKP, label="annotation"),
     "commonsense_qa": Task(("tau/commonsense_qa", None, None), "question choices".split(),
                            "A B C D E".split(), with_choices, "answerKey", **CHOICE),
@@ -158,16 +185,16 @@ TASKS = {
 # fmt: on
 
 
-def get_task(name, source):
-    """The paper's task of that name, or your own: any other name, with data in the `source`. Raises
-    ValueError for an unknown task, FileNotFoundError for a missing directory."""
+def get_task(name, data_source):
+    """The paper's task of that name, or your own: any other name, with data in the `data_source`.
+    Raises ValueError for an unknown task."""
     check_name(name)  # its adapter has the same
-    files = source.paths(name, "train")  # None: on the hub
+    files = data_source.paths(name, "train")  # None: on the hub
     if name in TASKS:
         return replace(TASKS[name], name=name)
     if files:
-        return own_task(name, *source.columns_and_labels(name))
-    place = f"{source.data_dir or 'DIR'}/{name}/train.jsonl"
+        return own_task(name, *data_source.columns_and_labels(name))
+    place = f"{data_source.data_dir or 'DIR'}/{name}/train.jsonl"
     needed = f"your own needs --train-file FILE, or --data-dir DIR with {place}"
     raise ValueError(f"unknown task {name!r}: there are {', '.join(TASKS)}; {needed}")
 
@@ -189,12 +216,13 @@ class Example(NamedTuple):
     is_cut: bool  # whether a text was longer than --max-length
 
 
-def load_split(task, source, split, tokenizer, limit=None, seed=0):
-    """[Example] of a split, tokenised. "train" and "validation" are parts of the training file with
-    --dev-fraction. limit: keep only this many, drawn with `seed`. Without a tokenizer (None) they
-    have no ids, for their hashes alone. Raises FileNotFoundError if the data are not there, and
-    ValueError naming the file and the row for one that does not fit."""
-    where, rows = source.read_split(task, split)  # {number of a row: row}
+def load_split(task, data_source, split, tokenizer, limit=None, seed=0):
+    """[Example] of a split, tokenised. "train" and "validation" are parts of the training examples
+    with --dev-fraction, and in a task with `dev_from_train`. limit: keep only this many, drawn with
+    `seed`. Without a tokenizer (None) they have no ids, for their hashes alone. Raises
+    FileNotFoundError if the data are not there, and ValueError naming the file and the row for one
+    that does not fit."""
+    where, rows = data_source.read_split(task, split)  # {number of a row: row}
     examples, empty, every = [], 0, [*rows.items()]
     for number, row in (every[i] for i in drawn(len(rows), limit, seed)):
         with error_prefix(f"{where}: row {number}"):
@@ -227,8 +255,8 @@ def encode(tokenizer, examples, title):
 def batches(examples, batch_size, seed=None):
     """The indices of every batch of one epoch; each example is in exactly one of them. Batches hold
     examples of similar length, so that little is padding: a random order is sorted by length within
-    windows of 50 batches, and the batches are shuffled. Below 200 batches a window is a quarter of
-    them, so that even in a small task an example has other neighbours in every epoch. seed: an
+    windows of WINDOW batches, and the batches are shuffled. A window is at most a quarter of all
+    batches, so that even in a small task an example has other neighbours in every epoch. seed: an
     integer, or several. Without one (evaluation) everything is sorted, longest first."""
     lengths = np.array([max(map(len, example.input_ids)) for example in examples])
     if seed is None:
@@ -236,7 +264,8 @@ def batches(examples, batch_size, seed=None):
         return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(lengths))
-    window = batch_size * max(1, min(50, len(lengths) // (4 * batch_size)))
+    quarter = len(lengths) // batch_size // 4  # of the batches
+    window = batch_size * max(1, min(WINDOW, quarter))
     result = []
     for start in range(0, len(order), window):
         near = order[start : start + window]

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from adapter import Adapter, GridAdapter, activate, adapter_modules
-from fast.low_rank import compare_forms, copy_to_cpu, is_near, low_rank
+from fast.low_rank import choose_form, low_rank
 from formats import adapterhub
-from formats.files import error_prefix, note
+from formats.files import error_prefix
 
 
 class Fusion(nn.Module):
@@ -25,9 +25,7 @@ class Fusion(nn.Module):
     and h is what the adapters read; the h of section 3.2 is the feed-forward output, f here
     (docs/silent.md)."""
 
-    # None: o is that of `textbook`; else that of `low_rank`, which is the same, "joint": with one
-    # product for all D_n, or "apart": with one for each
-    fast_form = None
+    fast_form = None  # how `low_rank` computes o, or None: it does not compute what `textbook` does
 
     def __init__(self, adapter_names, hidden_size, dropout):
         super().__init__()
@@ -54,30 +52,31 @@ class Fusion(nn.Module):
         h, residual = last.h_and_residual(f, x, add_norm.norm)
         if self.fast_form is None:
             o = self.textbook(h, adapters)
-        else:  # the same, at a fraction of the cost
+        else:  # what normally runs: the same o to 1e-4, compared when this fusion was made
             o = low_rank(self, h, adapters, self.fast_form)
         return last.close(o.to(h.dtype) + residual, x, add_norm.norm)
 
     def textbook(self, h, adapters):
         """The two equations above, term by term: h [B, T, d] -> o [B, T, d]"""
         z = torch.stack([adapter.z(h) for adapter in adapters], 2)  # [B, T, N, d]
-        scores = torch.einsum("btd,btnd->btn", self.query(h), self.key(z))  # q·(K z_n + b_K)
-        s = self.softmax(scores)  # [B, T, N]
+        q_k = torch.einsum("btd,btnd->btn", self.query(h), self.key(z))  # q·(K z_n + b_K)
+        s = self.softmax(q_k)  # [B, T, N]
         return torch.einsum("btn,btnd->btd", s, self.value(z))  # o = Σ_n s_n V z_n
 
-    def softmax(self, scores):
-        """s of the attention scores, [B, T, N] -> [B, T, N], which is kept for `fusion_weights`. As
-        in adapters 1.3, dropout is applied to the raw scores. A subclass may set a score to -∞, to
-        leave an adapter out: dropout must not make that 0 · -∞, which is NaN."""
+    def softmax(self, q_k):
+        """s of the products q·(K z_n + b_K), [B, T, N] -> [B, T, N], which is kept for
+        `fusion_weights`. As in adapters 1.3, dropout is applied to the products themselves. A
+        subclass may set one to -∞, to leave an adapter out: dropout must not make that 0 · -∞,
+        which is NaN."""
         if self.training:
-            scores = self.dropout(scores).masked_fill(scores == -torch.inf, -torch.inf)
-        s = scores.softmax(-1)
+            q_k = self.dropout(q_k).masked_fill(q_k == -torch.inf, -torch.inf)
+        s = q_k.softmax(-1)
         self.s = s.detach()
         return s
 
-    def begin_batch(self, mask):
-        """The encoder calls this before each batch. A kind of your own may keep the mask: [B, T],
-        1 on real tokens, 0 on padding, or None if all are real."""
+    def begin_batch(self, attention_mask):
+        """The encoder calls this before each batch. A subclass may keep the mask: [B, T], 1 on real
+        tokens, 0 on padding, or None if all are real."""
         self.s = None
 
     def penalty(self):
@@ -129,8 +128,8 @@ def add_fusion(bert, names, fusion_class=Fusion, **arguments):
     existing one, and activates it. Its parameters are then the only ones that require a gradient.
     arguments: further ones of a class of your own. Raises ValueError, and changes nothing, for a
     name that is unknown or there twice, for adapters at different locations (as adapters 1.3 does),
-    for one without an output z, and for what `check_adapters` refuses."""
-    modules = new_modules(bert, names, fusion_class, arguments)
+    for one without an output z, and for those that read different inputs (see `choose_form`)."""
+    modules = make_fusion(bert, names, fusion_class, arguments)
     bert.requires_grad_(False)  # all but the new modules, which are not in it yet
     put_in_place(bert, names, modules)
 
@@ -141,7 +140,7 @@ def put_in_place(bert, names, modules):
     activate(bert, tuple(names))
 
 
-def new_modules(bert, names, fusion_class, arguments, dropout=None):
+def make_fusion(bert, names, fusion_class, arguments, dropout=None):
     """{(layer, location): module} of a new fusion, not yet in the encoder. Without a dropout it has
     that of the encoder's attention; 0.0 counts as none given, as in adapters 1.3."""
     dropout = dropout or bert.config.attention_probs_dropout_prob
@@ -161,51 +160,9 @@ def new_modules(bert, names, fusion_class, arguments, dropout=None):
             fusion = fusion_class([*here], bert.config.hidden_size, dropout, **arguments)
             fusion.arguments = arguments  # for `save_fusion`
             fusion.to(bert.device, torch.promote_types(bert.dtype, torch.float32))
-            if bert.device.type != "meta":  # tensors without numbers: there is nothing to compare
-                norm, *copies = copy_to_cpu(nn.ModuleList([slot.norm, fusion, *here.values()]))
-                check_adapters([*here], copies[1:], norm)
-                # formulas that agree near the new weights do so later, trained or loaded
-                fusion.fast_form = choose_form(*copies)
+            fusion.fast_form = choose_form(fusion, here, slot.norm, Fusion, (Adapter, GridAdapter))
             modules[key] = fusion.train(bert.training)
     return modules
-
-
-@torch.no_grad()
-def check_adapters(names, adapters, norm):
-    """Compares them, in fp32, on random f and x, to a relative 1e-4. Raises ValueError for an
-    `Adapter` whose `forward` is not what a fusion takes of it (`norm_after` aside, which a fusion
-    leaves out, as adapters 1.3 does), and for one that reads something else than the last one,
-    which decides for all. If both are of AdapterHub's kinds, the latter is only noted."""
-    random, shape = torch.Generator().manual_seed(0), (2, 3, len(norm.weight))
-    f, x = (torch.randn(shape, generator=random, dtype=torch.float32) for _ in range(2))
-    around_z = []  # of each adapter: [3, B, T, d]
-    for name, adapter in zip(names, adapters, strict=True):
-        h, residual = adapter.eval().h_and_residual(f, x, norm)
-        around_z.append(torch.stack([h, residual, adapter.close(h + residual, x, norm)]))
-        if isinstance(adapter, Adapter) and getattr(adapter, "norm_after", None) is None:
-            in_fusion = adapter.close(adapter.z(h) + residual, x, norm)
-            if not is_near(in_fusion, adapter(f, x, norm)):
-                fused = "close(z(h) + residual, x, norm), with h and residual from `h_and_residual`"
-                raise ValueError(f"adapter {name!r}: its `forward` must be {fused}, as in a fusion")
-    for name, adapter, found in zip(names, adapters, around_z, strict=True):
-        if not is_near(around_z[-1], found):
-            problem = f"adapters {name!r} and {names[-1]!r} have another input, residual, or end"
-            if not {type(adapter), type(adapters[-1])} <= {Adapter, GridAdapter}:
-                raise ValueError(f"{problem}, so a fusion cannot mix them")
-            note(f"{problem}: in their fusion both have those of the last one, as in adapters 1.3")
-
-
-def choose_form(fusion, *adapters):
-    """`Fusion.fast_form`: the form of `low_rank` that gives what `textbook` gives on random h, at
-    the weights of these copies, moved a little. A class with a `textbook`, `z` or `up` of its own
-    has None: `low_rank` does not call these, so it could not follow them."""
-    known = [getattr(type(one), "z", None) is Adapter.z for one in adapters]
-    known += [type(fusion).textbook is Fusion.textbook]
-    if not all(known) or any(type(one.up) is not nn.Linear for one in adapters):
-        return None
-    if (form := compare_forms(nn.ModuleList([fusion, *adapters]))) is None:
-        note("`low_rank` does not compute what `textbook` does, which is used and is slower")
-    return form
 
 
 def save_fusion(bert, directory):
@@ -228,10 +185,10 @@ def load_fusion(bert, directory):
     with error_prefix(saved.directory):
         saved.check_encoder(bert)
         fusion_class, arguments = saved.kind(Fusion, FUSIONS)
-        if arguments is None:  # it is in AdapterHub's own format
+        if arguments is None:  # it is in AdapterHub's own format, which names no class
             adapterhub.check_fusion(saved.options)
         p = saved.options.get("dropout_prob")
-        modules = new_modules(bert, saved.adapter_names, fusion_class, arguments or {}, p)
+        modules = make_fusion(bert, saved.adapter_names, fusion_class, arguments or {}, p)
         # AdapterHub's files also hold layers in which all adapters are left out
         unused = [adapterhub.slot_path(key) for key in bert.slots if key not in modules]
         saved.copy_into(adapterhub.slot_tensors(modules), unused)

@@ -29,7 +29,7 @@ from data import batches, collate, get_task, load_split
 from fast.recorded import Recorded
 from formats import adapterhub
 from formats.files import write_json, write_tensors
-from formats.own import files_of, hold_frozen_in, own_names, without_file
+from formats.kept import files_of, hold_frozen_in, kept_names, without_file
 from formats.rows import source_of
 from formats.sources import encoder_of, find_adapters
 from formats.tokenizer import copy_tokenizer, load_tokenizer
@@ -51,6 +51,256 @@ STAGES = {
     "head": {"lr": 1e-3, "epochs": 30, "options": ["adapters"]},  # baseline: on Θ, or one Φ_n
     "full": {"lr": 2e-5, "epochs": 10, "options": []},  # baseline: all of Θ is trained
 }
+
+
+class Model(nn.Module):
+    """Encoder and head."""
+
+    def __init__(self, bert, head):
+        super().__init__()
+        self.bert, self.head = bert, head
+
+    def forward(self, batch):
+        """A batch of data.py -> logits [B, K]"""
+        names = ("input_ids", "token_type_ids", "attention_mask")
+        ids, types, mask = (batch[name].to(self.bert.device) for name in names)  # [B·C, T]
+        h = self.bert(ids, types, mask)  # [B·C, T, d]
+        return self.head(h, mask).float()
+
+
+def build(args, bert, task, adapters):
+    """The Model of a run: the encoder, frozen but with --stage full, with what is plugged into it,
+    and a new head. What the stage trains requires a gradient, nothing else does. adapters: {name:
+    Saved} of --adapters"""
+    for name, saved in adapters.items():
+        load_adapter(bert, saved, name)  # Φ_1..N, frozen
+    if args.stage == "adapter":
+        config = ADAPTERS[args.adapter](**args.adapter_config)
+        add_adapter(bert, task.name, config)  # a new Φ_n, trained (section 2.2.1)
+    elif args.stage == "fusion":
+        add_fusion(bert, [*adapters], FUSIONS[args.fusion], **args.fusion_config)  # a new Ψ
+    elif args.stage == "full":
+        bert.requires_grad_(True)  # Θ, trained
+    elif args.stage == "head":
+        activate(bert, next(iter(adapters), None))  # Θ alone, or one task's Φ for another task
+    else:
+        STAGES[args.stage]["build"](args, bert, task)  # of your own
+    return Model(bert, new_head(args, task, bert))  # the head is trained in every stage
+
+
+def new_head(args, task, bert):
+    config = {"layers": 2, "label2id": {label: i for i, label in enumerate(task.labels)}}
+    if task.is_multiple_choice:
+        config |= {"head_type": "multiple_choice", "num_choices": len(task.labels)}
+    else:
+        config |= {"head_type": "classification", "num_labels": len(task.labels)}
+    return HEADS[args.head](config, bert.config).to(bert.device)
+
+
+def train(args):
+    """One stage, from the start or from where it was interrupted. args: as `parse` returns them.
+    Returns what the last line prints."""
+    device, dtype = choose_device(args.device, args.dtype, args.cuda_graphs)
+    set_deterministic(device)  # a run that is repeated, or resumed, ends in the same bits
+    data_source = source_of(args)  # the hub, or files
+    task = get_task(args.task, data_source)
+    # Several processes start equal, since each of them draws from the same seed; before Θ, too, for
+    # what a fork adds to it.
+    reseed(args.seed)
+    bert = Bert.from_pretrained(args.model).to(device)  # Θ, frozen
+    args, task = settle(args, task, bert, dtype)  # copies, which stay fixed from here on
+    adapters = find_adapters(args.adapters, bert.config.model_type)  # {name: what its files hold}
+    reseed(args.seed)
+    model = build(args, bert, task, adapters)
+    tokenizer, train_set, dev_set = load_data(args, task, data_source, bert)
+    kept = kept_names(model, adapters)  # all tensors but frozen Θ, and frozen Φ of --adapters
+    hold_frozen_in(model, kept, dtype)  # these; what is trained stays in fp32
+    # AdamW (section 4.1), without weight decay, as in adapters 1.3
+    groups = [{"params": [p for p in model.parameters() if p.requires_grad], "lr": args.lr}]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=device.type != "mps")
+    # what run.json says; this notes what is strange about the data, and refuses an adapter that was
+    # trained with another tokenizer
+    record = describe(args, model, tokenizer, adapters, [(task, train_set, dev_set)])
+
+    def steps(epoch):
+        every = batches(train_set, args.batch_size, (args.seed, epoch))
+        return [(model, task, [train_set[i] for i in indices]) for indices in every]
+
+    # connects the processes, and with --resume goes back to the checkpoint
+    with open_run(args, record, model, kept, optimizer) as run:
+        if run.result:  # of a run that --resume finds finished
+            return run.result
+        if run.rank == 0:  # Θ is not copied: run.json has its name and SHA-256
+            for name, saved in adapters.items():
+                adapterhub.copy(saved, name, f"{args.out}/adapters/{name}")
+        # the learning rate falls linearly to 0 (section 4.1)
+        minimize(run, steps, lambda done: 1 - done, lambda: evaluate(model, task, dev_set, args))
+        if run.rank == 0:
+            record = save(model, task, args.out, record, kept)
+        return run.finish(record)  # writes run.json and metrics.json; returns the latter
+
+
+def settle(args, task, bert, dtype):
+    """(args, task), copies in which --dtype, --score and --max-length are decided. Raises
+    ValueError for a score that the task does not have, and for a length beyond the encoder's."""
+    score = args.score or next(iter(task.scores))
+    if score not in task.scores:
+        raise ValueError(f"--score {score}: {task.name} has {', '.join(task.scores)}")
+    length = args.max_length or min(task.max_length, bert.max_length)
+    if not 8 <= length <= bert.max_length:  # [CLS], two [SEP], and some words
+        raise ValueError(f"--max-length must be in 8 .. {bert.max_length} for this encoder")
+    decided = {"dtype": str(dtype).removeprefix("torch."), "score": score, "max_length": length}
+    return argparse.Namespace(**{**vars(args), **decided}), replace(task, max_length=length)
+
+
+def load_data(args, task, data_source, bert):
+    """(tokenizer, training set, development set)"""
+    tokenizer = load_tokenizer(bert.directory, task.max_length, bert.config)
+    train_set = load_split(task, data_source, "train", tokenizer, args.limit_train, args.seed)
+    dev_set = load_split(task, data_source, "validation", tokenizer, args.limit_dev)
+    data_source.rows.clear()  # the files' content, which is not needed any more
+    return tokenizer, train_set, dev_set
+
+
+def minimize(run, steps, schedule, evaluation):
+    """argmin, from where the run is until its best epoch stands in run.model.
+
+    run              args, model, optimizer; `record` is what run.json says. This is process `rank`
+                     of `world_size`; all of them get the same scores, and so stop together.
+                     Where it is: `epoch` counts from 1, `step` says how many steps of it are done.
+                     `best_epoch` is 0 before the first, `best_scores` are its {score: value}, and
+                     `best` a copy of kept_tensors(), {name: tensor} of all that a run has to save.
+                     after_step, log_epoch and checkpoint report and save, and change none of these;
+                     after_step looks at the loss in every tenth step, and in an epoch's last one
+    steps(epoch)     [(Model, task, a batch of examples)] of an epoch; the Models of several tasks
+                     share what is in run.model (experiments/multitask.py); --resume calls it again
+    schedule(done)   the factor of the learning rate when this share of all steps is done
+    evaluation()     {score: value} of the development set, its "loss" among them, and what else is
+                     to be logged"""
+    args, bert, optimizer = run.args, run.model.bert, run.optimizer
+    trainable = [p for p in run.model.parameters() if p.requires_grad]
+    lrs = [group["lr"] for group in optimizer.param_groups]  # the initial ones, also with --resume
+    compute = gradients
+    if args.cuda_graphs:  # on a GPU: replays a recording, compared with it at least once an epoch
+        compute = Recorded(gradients, trainable, args.dtype, run.record["steps_per_epoch"])
+    try:
+        # early stopping, after --patience epochs without a better one
+        while run.epoch <= args.epochs and run.epoch - run.best_epoch <= args.patience:
+            run.model.train()  # dropout in the frozen encoder stays on, as in adapters 1.3
+            epoch_steps = steps(run.epoch)
+            for model, task, examples in epoch_steps[run.step :]:  # after a resume: the rest of it
+                reseed(args.seed, run.epoch, run.step, run.rank)  # dropout is a function of these
+                count = len(epoch_steps)
+                done = ((run.epoch - 1) * count + run.step) / (count * args.epochs)
+                for group, lr in zip(optimizer.param_groups, lrs, strict=True):
+                    group["lr"] = lr * schedule(done)
+                loss = torch.zeros((), device=bert.device)
+                mine = examples[run.rank :: run.world_size]  # of this process
+                for part in micro_batches(mine, args.grad_accumulation):
+                    batch = collate(part, bert.config.pad_token_id)
+                    loss += compute(model, task, args, batch, len(part) / len(examples))
+                sum_gradients(trainable)  # over all processes; one without examples adds none
+                nn.utils.clip_grad_norm_(trainable, 1.0)  # as in Google's BERT
+                optimizer.step()
+                optimizer.zero_grad()
+                run.step += 1
+                # a checkpoint if it is time; raises KeyboardInterrupt after Ctrl-C, and in all
+                # processes FloatingPointError if the sum of their losses is not finite
+                run.after_step(loss)
+
+            reseed(args.seed, run.epoch, run.step, run.rank)  # for a fork whose evaluation draws
+            found, before = evaluation(), run.best_scores
+            for name in ("loss", args.score):
+                run.check_finite(f"development {name}", found[name])
+            now = found[args.score], -found["loss"]  # of equal scores, the one at a smaller loss
+            if not before or now > (before[args.score], -before["loss"]):
+                run.best_epoch, run.best_scores = run.epoch, found
+                run.best = {name: t.cpu().clone() for name, t in run.kept_tensors().items()}
+            run.log_epoch(found)
+            run.epoch, run.step = run.epoch + 1, 0
+            run.checkpoint()
+    except FloatingPointError as e:  # a loss, or a score, is not finite
+        if not run.best:
+            raise
+        run.diverged = e  # `run.finish` raises it again, when the best epoch so far is saved
+    # by name; what run.best lacks, frozen Θ and Φ, has not changed
+    run.model.load_state_dict(run.best, strict=False)
+
+
+def gradients(model, task, args, batch, share):
+    """Adds the gradients of a part of a batch to those that are there. share: this part's share of
+    the batch's examples, so that the parts add up to the batch's mean loss and to one penalty.
+    Returns share · (loss + penalty)."""
+    with autocast(args, model.bert.device):
+        logits = model(batch)  # [B, K]
+    loss = task.loss(logits, batch["labels"].to(logits.device))
+    loss = share * (loss + fusion_regularization(model.bert))  # on V (section 4.1), or 0
+    loss.backward()
+    return loss.detach()
+
+
+def micro_batches(examples, count):
+    """At most `count` parts of the examples, none of them empty, for less memory."""
+    size = max(math.ceil(len(examples) / count), 1)
+    return [examples[i : i + size] for i in range(0, len(examples), size)]
+
+
+def autocast(args, device):
+    """With --dtype bfloat16, products, and what needs no more precision, are computed in it."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
+
+
+def predictions(model, task, examples, args):
+    """(labels, predictions, mean loss) of a split, in the order of `batches`. Every process
+    computes some of them. Leaves the model in eval mode."""
+    model.eval()
+    rank, world_size = ranks()
+    found, every = {}, batches(examples, args.batch_size)
+    with torch.inference_mode(), autocast(args, model.bert.device):
+        for number in range(rank, len(every), world_size):
+            part = [examples[i] for i in every[number]]
+            batch = collate(part, model.bert.config.pad_token_id)
+            logits = model(batch).cpu()  # [B, K]
+            loss = len(part) * task.loss(logits, batch["labels"]).item()
+            found[number] = batch["labels"], task.prediction(logits), loss
+    for of_another_process in gather(found):
+        found |= of_another_process
+    labels, predicted, losses = zip(*(found[n] for n in sorted(found)), strict=True)
+    return torch.cat(labels), torch.cat(predicted), sum(losses) / len(examples)
+
+
+def evaluate(model, task, examples, args):
+    """{score: value} of a split, its "loss", and what else is logged: classes never predicted."""
+    labels, predicted, loss = predictions(model, task, examples, args)
+    scores = {name: score(labels, predicted) for name, score in task.scores.items()}
+    return {**scores, "loss": loss, **never_predicted(task, labels, predicted)}
+
+
+def save(model, task, out, record, kept):
+    """Writes what was trained, and what else the run keeps; the frozen --adapters have been copied
+    already. What AdapterHub's and Hugging Face's files have no place for goes into own.safetensors.
+    Returns the record for run.json: if Θ was trained, it names `out` as the encoder of this run's
+    adapters."""
+    bert, out = model.bert, Path(out)
+    # {"encoder", "adapter NAME", "fusion", "head": {name: tensor}}, of these what is to be written
+    found = files_of(model, record["adapters"])
+    if "encoder" in found:
+        sha256 = bert.save_pretrained(out)  # it is a checkpoint now, which --model accepts
+        copy_tokenizer(bert.directory, out)
+        bert.source = str(out.resolve())
+        record = {**record, "encoder": sha256, "trained_on": bert.source}
+    for name in bert.adapter_configs:
+        if f"adapter {name}" in found:
+            # beside a fusion, if a stage of your own trains Φ and Ψ together
+            place = out if name == bert.active else out / "adapters" / name
+            save_adapter(bert, name, place)
+            write_json(place / "run.json", record)
+    if "fusion" in found:
+        save_fusion(bert, out)
+    save_head(model.head, bert, task.name, out)
+    if rest := without_file(model, kept, found):  # {name: tensor} of what is in none of these
+        write_tensors(out / "own.safetensors", rest)
+    return record
 
 
 def make_parser(prog="train.py", description=__doc__):
@@ -145,239 +395,6 @@ def check_known(args):
     tables = {"stage": STAGES, "adapter": ADAPTERS, "fusion": FUSIONS, "head": HEADS}
     for option, table in tables.items():
         command.look_up(table, getattr(args, option), f"--{option}")
-
-
-class Model(nn.Module):
-    """Encoder and head."""
-
-    def __init__(self, bert, head):
-        super().__init__()
-        self.bert, self.head = bert, head
-
-    def forward(self, batch):
-        """A batch of data.py -> logits [B, K]"""
-        names = ("input_ids", "token_type_ids", "attention_mask")
-        ids, types, mask = (batch[name].to(self.bert.device) for name in names)  # [B·C, T]
-        h = self.bert(ids, types, mask)  # [B·C, T, d]
-        return self.head(h, mask).float()
-
-
-def build(args, bert, task, adapters):
-    """The Model of a run: the encoder, frozen but with --stage full, with what is plugged into it,
-    and a new head. What the stage trains requires a gradient, nothing else does. adapters: {name:
-    Saved} of --adapters"""
-    for name, saved in adapters.items():
-        load_adapter(bert, saved, name)  # Φ_1..N, frozen
-    if args.stage == "adapter":
-        config = ADAPTERS[args.adapter](**args.adapter_config)
-        add_adapter(bert, task.name, config)  # a new Φ_n, trained (section 2.2.1)
-    elif args.stage == "fusion":
-        add_fusion(bert, [*adapters], FUSIONS[args.fusion], **args.fusion_config)  # a new Ψ
-    elif args.stage == "full":
-        bert.requires_grad_(True)  # Θ, trained
-    elif args.stage == "head":
-        activate(bert, next(iter(adapters), None))  # Θ alone, or one task's Φ for another task
-    else:
-        STAGES[args.stage]["build"](args, bert, task)  # of your own
-    return Model(bert, new_head(args, task, bert))  # the head is trained in every stage
-
-
-def new_head(args, task, bert):
-    kind = {"head_type": "classification", "num_labels": len(task.labels)}
-    if task.is_multiple_choice:
-        kind = {"head_type": "multiple_choice", "num_choices": len(task.labels)}
-    config = {"layers": 2, "label2id": {label: i for i, label in enumerate(task.labels)}, **kind}
-    return HEADS[args.head](config, bert.config).to(bert.device)
-
-
-def autocast(args, device):
-    """With --dtype bfloat16, products, and what needs no more precision, are computed in it."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-
-
-def train(args):
-    """One stage, from the start or from where it was interrupted. args: as `parse` returns them.
-    Returns what the last line prints."""
-    device, dtype = choose_device(args.device, args.dtype, args.cuda_graphs)
-    set_deterministic(device)  # a run that is repeated, or resumed, ends in the same bits
-    source = source_of(args)
-    task = get_task(args.task, source)
-    reseed(args.seed)  # before Θ, too, for what a fork adds to it
-    bert = Bert.from_pretrained(args.model).to(device)  # Θ, frozen
-    args, task = settle(args, task, bert, dtype)  # copies, which stay fixed from here on
-    adapters = find_adapters(args.adapters, bert.config.model_type)  # {name: what its files hold}
-    reseed(args.seed)
-    model = build(args, bert, task, adapters)
-    tokenizer, train_set, dev_set = load_data(args, task, source, bert)
-    own = own_names(model, adapters)  # of all tensors but frozen Θ, and frozen Φ of --adapters
-    hold_frozen_in(model, own, dtype)  # what is trained stays in fp32
-    # AdamW (section 4.1), without weight decay, as in adapters 1.3
-    groups = [{"params": [p for p in model.parameters() if p.requires_grad], "lr": args.lr}]
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=device.type != "mps")
-    record = describe(args, model, tokenizer, adapters, [(task, train_set, dev_set)])  # run.json
-
-    def steps(epoch):
-        order = batches(train_set, args.batch_size, (args.seed, epoch))
-        return [(model, task, [train_set[i] for i in indices]) for indices in order]
-
-    with open_run(args, record, model, own, optimizer) as run:  # --resume: from a checkpoint
-        if run.result:
-            return run.result  # it is finished already
-        if run.rank == 0:  # Θ is not copied: run.json has its name and SHA-256
-            for name, saved in adapters.items():
-                adapterhub.copy(saved, name, f"{args.out}/adapters/{name}")
-        # the learning rate falls linearly to 0 (section 4.1)
-        minimize(run, steps, lambda done: 1 - done, lambda: evaluate(model, task, dev_set, args))
-        if run.rank == 0:
-            record = save(model, task, args.out, record, own)
-        return run.finish(record)  # writes run.json and metrics.json; returns the latter
-
-
-def minimize(run, steps, schedule, evaluation):
-    """argmin, from where the run is until its best epoch stands in run.model.
-
-    run              where it is: `epoch` counts from 1, `step` says how many steps of it are done.
-                     `best_epoch` is 0 before the first, `best_scores` are its {score: value}, and
-                     `best` a copy of own_tensors(), {name: tensor} of all that a run has to save.
-                     This is process `rank` of `world_size`. `record` is what run.json says
-    steps(epoch)     [(Model, task, a batch of examples)] of an epoch; the Models of several tasks
-                     share what is in run.model (experiments/multitask.py); --resume calls it again
-    schedule(done)   the factor of the learning rate when this share of all steps is done
-    evaluation()     {score: value} of the development set, its "loss" among them"""
-    args, bert, optimizer = run.args, run.model.bert, run.optimizer
-    trainable = [p for p in run.model.parameters() if p.requires_grad]
-    lrs = [group["lr"] for group in optimizer.param_groups]  # the initial ones, also with --resume
-    compute = gradients
-    if args.cuda_graphs:  # on a GPU: replays a recording, which is compared with it once in a while
-        compute = Recorded(gradients, trainable, args.dtype, run.record["steps_per_epoch"])
-    try:
-        # early stopping, after --patience epochs without a better one
-        while run.epoch <= args.epochs and run.epoch - run.best_epoch <= args.patience:
-            run.model.train()  # dropout in the frozen encoder stays on, as in adapters 1.3
-            order = steps(run.epoch)
-            for model, task, examples in order[run.step :]:  # a resumed epoch goes on where it was
-                reseed(args.seed, run.epoch, run.step, run.rank)  # dropout is a function of these
-                done = ((run.epoch - 1) * len(order) + run.step) / (len(order) * args.epochs)
-                for group, lr in zip(optimizer.param_groups, lrs, strict=True):
-                    group["lr"] = lr * schedule(done)
-                loss = torch.zeros((), device=bert.device)
-                mine = examples[run.rank :: run.world_size]  # of this process
-                for part in micro_batches(mine, args.grad_accumulation):
-                    batch = collate(part, bert.config.pad_token_id)
-                    loss += compute(model, task, args, batch, len(part) / len(examples))
-                sum_gradients(trainable)  # over all processes; one without examples adds none
-                nn.utils.clip_grad_norm_(trainable, 1.0)  # as in Google's BERT
-                optimizer.step()
-                optimizer.zero_grad()
-                # run.step += 1, a checkpoint if it is time; raises KeyboardInterrupt after Ctrl-C,
-                # FloatingPointError in all processes if the sum of their losses is not finite
-                run.after_step(loss)
-
-            reseed(args.seed, run.epoch, run.step, run.rank)  # for a fork whose evaluation draws
-            found, best = evaluation(), run.best_scores
-            for name in ("loss", args.score):
-                run.check_finite(f"development {name}", found[name])
-            # a better score, or the same one at a smaller loss
-            if not best or (found[args.score], -found["loss"]) > (best[args.score], -best["loss"]):
-                run.best_epoch, run.best_scores = run.epoch, found
-                run.best = {name: t.cpu().clone() for name, t in run.own_tensors().items()}
-            run.after_epoch(found)  # log and checkpoint; run.epoch += 1, run.step = 0
-    except FloatingPointError as e:  # a loss, or a score, is not finite
-        if not run.best:
-            raise
-        run.diverged = e  # `run.finish` raises it again, when the best epoch so far is saved
-    run.model.load_state_dict(run.best, strict=False)
-
-
-def micro_batches(examples, count):
-    """At most `count` parts of the examples, none of them empty, for less memory."""
-    size = max(math.ceil(len(examples) / count), 1)
-    return [examples[i : i + size] for i in range(0, len(examples), size)]
-
-
-def gradients(model, task, args, batch, share):
-    """Adds the gradients of a part of a batch to those that are there. share: this part's share of
-    the batch's examples. Returns share · (loss + penalty)."""
-    with autocast(args, model.bert.device):
-        logits = model(batch)  # [B, K]
-    loss = task.loss(logits, batch["labels"].to(logits.device))
-    loss = share * (loss + fusion_regularization(model.bert))  # on V (section 4.1), or 0
-    loss.backward()
-    return loss.detach()
-
-
-def predictions(model, task, examples, args):
-    """(labels, predictions, mean loss) of a split, in the order of `batches`. Every process
-    computes some of them. Leaves the model in eval mode."""
-    model.eval()
-    rank, world_size = ranks()
-    found, order = {}, batches(examples, args.batch_size)
-    with torch.inference_mode(), autocast(args, model.bert.device):
-        for number in range(rank, len(order), world_size):
-            part = [examples[i] for i in order[number]]
-            batch = collate(part, model.bert.config.pad_token_id)
-            logits = model(batch).cpu()  # [B, K]
-            loss = len(part) * task.loss(logits, batch["labels"]).item()
-            found[number] = batch["labels"], task.prediction(logits), loss
-    for of_another_process in gather(found):
-        found |= of_another_process
-    labels, predicted, losses = zip(*(found[n] for n in sorted(found)), strict=True)
-    return torch.cat(labels), torch.cat(predicted), sum(losses) / len(examples)
-
-
-def evaluate(model, task, examples, args):
-    """{score: value} of a split, its "loss", and what else is logged: classes never predicted."""
-    labels, predicted, loss = predictions(model, task, examples, args)
-    scores = {name: score(labels, predicted) for name, score in task.scores.items()}
-    return {**scores, "loss": loss, **never_predicted(task, labels, predicted)}
-
-
-def settle(args, task, bert, dtype):
-    """(args, task), copies in which --dtype, --score and --max-length are decided. Raises
-    ValueError for a score that the task does not have, and for a length beyond the encoder's."""
-    score = args.score or next(iter(task.scores))
-    if score not in task.scores:
-        raise ValueError(f"--score {score}: {task.name} has {', '.join(task.scores)}")
-    length = args.max_length or min(task.max_length, bert.max_length)
-    if not 8 <= length <= bert.max_length:
-        raise ValueError(f"--max-length must be in 8 .. {bert.max_length} for this encoder")
-    decided = {"dtype": str(dtype).removeprefix("torch."), "score": score, "max_length": length}
-    return argparse.Namespace(**{**vars(args), **decided}), replace(task, max_length=length)
-
-
-def load_data(args, task, source, bert):
-    """(tokenizer, training set, development set)"""
-    tokenizer = load_tokenizer(bert.directory, task.max_length, bert.config)
-    train_set = load_split(task, source, "train", tokenizer, args.limit_train, args.seed)
-    dev_set = load_split(task, source, "validation", tokenizer, args.limit_dev)
-    source.rows.clear()  # the files' content, which is not needed any more
-    return tokenizer, train_set, dev_set
-
-
-def save(model, task, out, record, own):
-    """Writes what is the run's own; the frozen --adapters have been copied already. What
-    AdapterHub's and Hugging Face's files have no place for goes into own.safetensors. Returns the
-    record for run.json: if Θ was trained, it names `out` as the encoder of this run's adapters."""
-    bert, out = model.bert, Path(out)
-    # {"encoder", "adapter NAME", "fusion", "head": {name: tensor}}, without what is not its own
-    found = files_of(model, record["adapters"])
-    if "encoder" in found:
-        sha256 = bert.save_pretrained(out)  # it is a checkpoint now, which --model accepts
-        copy_tokenizer(bert.directory, out)
-        bert.source = str(out.resolve())
-        record = {**record, "encoder": sha256, "trained_on": bert.source}
-    for name in bert.adapter_configs:
-        if f"adapter {name}" in found:
-            # beside a fusion, if a stage of your own trains Φ and Ψ together
-            place = out if name == bert.active else out / "adapters" / name
-            save_adapter(bert, name, place)
-            write_json(place / "run.json", record)
-    if "fusion" in found:
-        save_fusion(bert, out)
-    save_head(model.head, bert, task.name, out)
-    if rest := without_file(model, own, found):  # {name: tensor} of what is in none of these
-        write_tensors(out / "own.safetensors", rest)
-    return record
 
 
 def main(argv=None):

@@ -87,9 +87,9 @@ class Router(Sum):
         self.gate = nn.Linear(hidden_size, len(adapter_names), bias=False)  # W
         nn.init.zeros_(self.gate.weight)
 
-    def begin_batch(self, mask):
-        super().begin_batch(mask)
-        self.mask = mask  # for `penalty`, as h is
+    def begin_batch(self, attention_mask):
+        super().begin_batch(attention_mask)
+        self.attention_mask = attention_mask  # for `penalty`, as h is
 
     def weights(self, h):
         self.h = h.detach()
@@ -99,7 +99,8 @@ class Router(Sum):
         """Their balance term, w · CV² of what each adapter is given in a batch, over real tokens,
         with w = 0.01. It is 0 if all are given the same, and trains this W alone."""
         s = self.gate(self.h.to(self.gate.weight.dtype)).softmax(-1)  # [B, T, N]
-        is_real = torch.ones_like(s[..., 0]) if self.mask is None else self.mask  # [B, T]
+        mask = self.attention_mask  # [B, T]
+        is_real = torch.ones_like(s[..., 0]) if mask is None else mask
         share = (s * is_real[..., None]).sum((0, 1)) / is_real.sum()  # [N], which sum to 1
         return 0.01 * (len(share) * share.square().sum() - 1)
 
@@ -108,8 +109,8 @@ class Gates(Fusion):
     """s_n = 2 σ(score of n): the adapters do not compete (sigmoids for experts: Csordás et al.,
     2023). The scores start near 0, and s near 1, at the sum. There is no dropout of scores."""
 
-    def softmax(self, scores):
-        s = 2 * scores.sigmoid()
+    def softmax(self, q_k):
+        s = 2 * q_k.sigmoid()
         self.s = s.detach()
         return s
 
@@ -118,8 +119,8 @@ class Scaled(Fusion):
     """Scores over √d (Vaswani et al., 2017), which the paper leaves out. It starts as attention
     does, near 1/N, and nearer."""
 
-    def softmax(self, scores):
-        return super().softmax(scores / self.query.in_features**0.5)
+    def softmax(self, q_k):
+        return super().softmax(q_k / self.query.in_features**0.5)
 
 
 class SlowScores(Fusion):
@@ -135,16 +136,16 @@ class SlowScores(Fusion):
             self.query.weight *= self.factor
             self.key.weight *= self.factor
 
-    def softmax(self, scores):
-        return super().softmax(scores / self.factor**2)
+    def softmax(self, q_k):
+        return super().softmax(q_k / self.factor**2)
 
 
 class TopOne(Fusion):
     """o = V z_k with the largest s_k. The gradient is that of all s, straight through the choice
     (Bengio et al., 2013)."""
 
-    def softmax(self, scores):
-        s = super().softmax(scores)
+    def softmax(self, q_k):
+        s = super().softmax(q_k)
         self.s = F.one_hot(s.argmax(-1), s.shape[-1]).to(s.dtype)
         return self.s + (s - s.detach())
 

@@ -18,8 +18,8 @@ class MeanFusion(Fusion):
         self.query.requires_grad_(False)  # without effect on o: not trained
         self.key.requires_grad_(False)
 
-    def softmax(self, scores):
-        return super().softmax(torch.zeros_like(scores))  # 1/N each: [B, T, N]
+    def softmax(self, q_k):
+        return super().softmax(torch.zeros_like(q_k))  # 1/N each: [B, T, N]
 
 
 FUSIONS["mean"] = MeanFusion

@@ -25,13 +25,13 @@ class MPNet(Roberta):
         super().__init__(config)
         self.relative_attention_bias = torch.nn.Embedding(32, config.num_attention_heads)
 
-    def mask(self, x, attention_mask):
-        """Added to the scores in every layer: [B, H, T, T], or [1, H, T, T] without padding"""
+    def attention_bias(self, x, attention_mask):
+        """Added to q kᵀ / √(d/H) in every layer: [B, H, T, T], or [1, H, T, T] without padding"""
         position = torch.arange(x.shape[1], device=x.device)
         distance = position[None, :] - position[:, None]  # [T, T], of the key from the query
         rows = self.relative_attention_bias(bucket_of(distance))  # [T, T, H]
         bias = rows.permute(2, 0, 1)[None]  # [1, H, T, T]
-        padding = super().mask(x, attention_mask)  # [B, 1, 1, T]
+        padding = super().attention_bias(x, attention_mask)  # [B, 1, 1, T]
         return bias if padding is None else bias + padding
 
 

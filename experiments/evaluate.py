@@ -65,7 +65,7 @@ def main(argv=None):
     scores = {name: score(labels, predictions) for name, score in task.scores.items()}
     result = {"stage": "eval", "run": args.run, "task": task.name, "split": split}
     result |= {"examples": len(examples), **scores, "loss": loss}
-    titles = {"f1": f"f1 of {task.labels[-1]!r}"}  # of class 1 of two, see runtime/scores.py
+    titles = {"f1": f"f1 of {task.labels[-1]!r}"}  # of class 1 of two, see data.py
     shown = ", ".join(f"{titles.get(name, name)} {value:.4f}" for name, value in scores.items())
     print(f"{args.run}, {task.name} {split}: {len(examples)} examples, {shown}")
     if split == "validation" and not run.is_own(split, examples):

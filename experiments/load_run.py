@@ -21,7 +21,7 @@ from data import TASKS, Task, batches, collate, load_split
 from formats import adapterhub
 from formats.adapterhub import read_run
 from formats.files import check_names, error_prefix, note, read_tensors
-from formats.own import files_of, hold_frozen_in, own_names, without_file
+from formats.kept import files_of, hold_frozen_in, kept_names, without_file
 from formats.rows import OWN_COLUMNS, Source, our_rows, source_of
 from formats.tokenizer import load_tokenizer, tokenizer_sha256
 from fusion import fusion_weights
@@ -179,8 +179,8 @@ def load_run(directory, device="cpu", model=None, task=None, columns=None):
         args.dtype = "float32"
     train.check_known(args)  # a fork's has to be imported
     task = recorded_task(record, directory, task)
-    has_own = (directory / "model.safetensors").is_file()  # the run has trained it
-    args.model = str(model or (directory if has_own else record["trained_on"]))
+    has_encoder = (directory / "model.safetensors").is_file()  # the run has trained it
+    args.model = str(model or (directory if has_encoder else record["trained_on"]))
     copies = {name: directory / "adapters" / name for name in record["adapters"]}
     adapters = {n: adapterhub.read(copy, adapterhub.ADAPTER) for n, copy in copies.items()}
     # as in training, for what is drawn and not saved
@@ -191,9 +191,9 @@ def load_run(directory, device="cpu", model=None, task=None, columns=None):
         built = train.build(args, bert, task, adapters)
     if bert.sha256 != record["encoder"]:
         raise ValueError(f"{directory} was trained with another encoder than {args.model}")
-    own = own_names(built, adapters)
-    restore(built, task, directory, own, files_of(built, adapters))
-    hold_frozen_in(built, own, getattr(torch, args.dtype))
+    kept = kept_names(built, adapters)
+    restore(built, task, directory, kept, files_of(built, adapters))
+    hold_frozen_in(built, kept, getattr(torch, args.dtype))
     length = record["tasks"][task.name]["max_length"]
     tokenizer = load_tokenizer(bert.directory, length, bert.config)
     if tokenizer_sha256(tokenizer) != record["inputs"]["tokenizer"]:
@@ -226,8 +226,8 @@ def recorded_task(record, directory, name=None):
     return data.own_task(name, found["columns"], found["labels"])
 
 
-def restore(model, task, directory, own, parts):
-    """Puts all that is the run's own, and was saved, in place, by name."""
+def restore(model, task, directory, kept, parts):
+    """Puts all that the run has kept in place, by name."""
     kinds = {"adapter": adapterhub.ADAPTER, "fusion": adapterhub.FUSION, "head": adapterhub.HEAD}
     path = directory / "own.safetensors"
     rest = read_tensors(path) if path.is_file() else {}
@@ -239,6 +239,6 @@ def restore(model, task, directory, own, parts):
                 places = [f"adapters/{name or task.name}", f"heads/{task.name}", ""]
                 there = [p for p in places if (directory / p / kinds[word].config).is_file()]
                 adapterhub.read(directory / (there or [""])[0], kinds[word]).copy_into(tensors)
-        needed = without_file(model, own, parts)
+        needed = without_file(model, kept, parts)
         check_names(needed.keys(), rest.keys())
         model.load_state_dict(rest, strict=False)

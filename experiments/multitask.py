@@ -23,7 +23,7 @@ from data import batches, get_task
 from experiments import pal  # noqa: F401  (its adapters, the default)
 from formats import adapterhub
 from formats.files import write_json, write_tensors
-from formats.own import without_file
+from formats.kept import without_file
 from formats.rows import source_of
 from formats.tokenizer import copy_tokenizer
 from runtime import command
@@ -129,7 +129,7 @@ def train_jointly(args):
         tokenizer, *sets = train.load_data(args, task, source, bert)
         data.append((task, *sets))
     args.dtype = settled.dtype  # but not its max_length: each task has one of its own
-    own = {*whole.state_dict()}
+    kept = {*whole.state_dict()}
     trainable = [p for p in whole.parameters() if p.requires_grad]
     groups = [{"params": [p for p in trainable if p.ndim > 1], "weight_decay": WEIGHT_DECAY}]
     groups += [{"params": [p for p in trainable if p.ndim <= 1]}]  # biases, and LayerNorms
@@ -158,16 +158,16 @@ def train_jointly(args):
 
     optimizer.register_step_pre_hook(fill_idle)
 
-    with open_run(args, record, whole, own, optimizer) as run:
+    with open_run(args, record, whole, kept, optimizer) as run:
         if run.result:
             return run.result
         train.minimize(run, steps, schedule, evaluation)
         if run.rank == 0:
-            record = save(whole, args.out, record, own)
+            record = save(whole, args.out, record, kept)
         return run.finish(record)
 
 
-def save(whole, out, record, own):
+def save(whole, out, record, kept):
     """A checkpoint of Θ′; of each task the adapter and the head; in own.safetensors the rest."""
     bert, out = whole.bert, Path(out)
     parts = {"encoder": bert.theta()}
@@ -183,7 +183,7 @@ def save(whole, out, record, own):
             parts[f"adapter {name}"] = adapterhub.slot_tensors(adapter_modules(bert, name))
         save_head(head, bert, name, directory)
         write_json(directory / "run.json", record)
-    if rest := without_file(whole, own, parts):
+    if rest := without_file(whole, kept, parts):
         write_tensors(out / "own.safetensors", rest)
     return record
 

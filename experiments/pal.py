@@ -59,15 +59,15 @@ class PAL(nn.Module):
         self.projections = first.down, first.up
 
     def remember(self, layer, args, kwargs):
-        """x: the layer's input [B, T, d]; mask: see `Bert.mask`, of which only the padding counts
-        here, and no bias that an encoder has for its own heads."""
-        self.layer_x, mask = (*args, *kwargs.values())
-        self.mask = mask
-        if mask is not None:  # [B, 1, 1, T]
-            self.mask = -1e30 * (mask.amax((1, 2), keepdim=True) < -1e29).to(mask.dtype)
+        """x: the layer's input [B, T, d]; bias: of `Bert.attention_bias`, of which only the padding
+        counts here, and nothing that an encoder has for its own heads."""
+        self.layer_x, bias = (*args, *kwargs.values())
+        self.bias = bias
+        if bias is not None:  # [B, 1, 1, T]
+            self.bias = -1e30 * (bias.amax((1, 2), keepdim=True) < -1e29).to(bias.dtype)
 
     def forget(self, layer, args, output):
-        self.layer_x, self.mask = None, None
+        self.layer_x, self.bias = None, None
 
     # what fusion's query reads, the residual, and the end of the sub-layer
     h_and_residual, close = Adapter.h_and_residual, Adapter.close
@@ -81,7 +81,7 @@ class PAL(nn.Module):
             for part in (self.query, self.key, self.value)
         )
         p = self.attention_dropout if self.training else 0.0
-        y = attention(q, k, v, self.mask, p).transpose(1, 2).flatten(2)  # [B, T, size]
+        y = attention(q, k, v, self.bias, p).transpose(1, 2).flatten(2)  # [B, T, size]
         return F.gelu(up(y))  # [B, T, size] -> [B, T, d]
 
     def forward(self, f, x, norm):

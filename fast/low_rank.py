@@ -1,13 +1,16 @@
 """The two equations of AdapterFusion at a fraction of their cost. Nothing here is in the paper.
 
 `Fusion.textbook` (fusion.py) says what a fusion computes. `low_rank` computes the same for
-bottleneck adapters, and `compare_forms` sees, for each new fusion, whether it really does."""
+bottleneck adapters, and `choose_form` sees, for each new fusion, whether it really does."""
 
 import contextlib
 from copy import deepcopy
 
 import torch
 import torch.nn.functional as F
+from torch import nn
+
+from formats.files import note
 
 
 def low_rank(fusion, h, adapters, form, many_tokens=None):
@@ -51,18 +54,72 @@ def low_rank(fusion, h, adapters, form, many_tokens=None):
         many_tokens = h.shape[0] * h.shape[1] > U.shape[1]
     q = fusion.query(h)  # Q h + b_Q: [B, T, d]
     q_K_U = q @ (K @ U) if many_tokens else q @ K @ U  # [B, T, R]
-    scores = (q_K_U * a) @ membership + (q @ b_K)[..., None]  # q·(K z_n + b_K): [B, T, N]
-    s = fusion.softmax(scores)  # [B, T, N]
+    q_k = (q_K_U * a) @ membership + (q @ b_K)[..., None]  # q·(K z_n + b_K): [B, T, N]
+    s = fusion.softmax(q_k)  # [B, T, N]
     s_a = (s.to(a.dtype) @ membership.T) * a  # every a_n times its s_n: [B, T, R]
     return s_a @ (V @ U).T if many_tokens else s_a @ U.T @ V.T  # Σ_n s_n V z_n: [B, T, d]
+
+
+def choose_form(fusion, adapters, norm, paper_fusion, known_adapters):
+    """How `low_rank` computes what `fusion.textbook` does: "joint" or "apart", or None if it does
+    not, which is noted unless the class has formulas of its own.
+
+    fusion           a new one, over `adapters`, {name: module}, in an AddNorm whose LayerNorm is
+                     `norm`; these modules are not changed
+    paper_fusion     the class whose `textbook` `low_rank` follows
+    known_adapters   AdapterHub's kinds of adapters, of which the first is the base of the others
+
+    Raises ValueError for an adapter that is not in a fusion what it is alone, and for one that
+    reads or adds something else than the last one, which decides for all of them. If both are
+    AdapterHub's kinds, that is noted alone, since its library fuses them, too."""
+    if norm.weight.device.type == "meta":  # tensors without numbers: there is nothing to compare
+        return None
+    norm, copy, *copies = copy_to_cpu(nn.ModuleList([norm, fusion, *adapters.values()]))
+    check_adapters(dict(zip(adapters, copies, strict=True)), norm, known_adapters)
+    # `low_rank` calls neither of these, so it cannot follow others
+    same_formulas = [type(fusion).textbook is paper_fusion.textbook]
+    for adapter in copies:
+        has_z = getattr(type(adapter), "z", None) is known_adapters[0].z
+        same_formulas.append(has_z and type(adapter.up) is nn.Linear)
+    if not all(same_formulas):
+        return None
+    if (form := compare_forms(nn.ModuleList([copy, *copies]))) is None:
+        note("`low_rank` does not compute what `textbook` does, which is used and is slower")
+    return form
+
+
+@torch.no_grad()
+def check_adapters(adapters, norm, known_adapters):
+    """Raises, or notes, what `choose_form` says: all are computed, in fp32, on random f and x, and
+    compared to a relative 1e-4. `norm_after` is no difference: a fusion leaves it out, as adapters
+    1.3 does."""
+    random, shape = torch.Generator().manual_seed(0), (2, 3, len(norm.weight))
+    f, x = (torch.randn(shape, generator=random, dtype=torch.float32) for _ in range(2))
+    around_z = {}  # {name: input, residual, and an output that shows how the adapter ends}
+    for name, adapter in adapters.items():
+        h, residual = adapter.eval().h_and_residual(f, x, norm)
+        around_z[name] = torch.stack([h, residual, adapter.close(h + residual, x, norm)])
+        if isinstance(adapter, known_adapters[0]) and getattr(adapter, "norm_after", None) is None:
+            in_fusion = adapter.close(adapter.z(h) + residual, x, norm)
+            if not is_near(in_fusion, adapter(f, x, norm)):
+                fused = "close(z(h) + residual, x, norm), with h and residual from `h_and_residual`"
+                raise ValueError(f"adapter {name!r}: its `forward` must be {fused}, as in a fusion")
+    last = [*adapters][-1]
+    for name, adapter in adapters.items():
+        if not is_near(around_z[last], around_z[name]):
+            problem = f"adapters {name!r} and {last!r} have another input, residual, or end"
+            if not {type(adapter), type(adapters[last])} <= {*known_adapters}:
+                raise ValueError(f"{problem}, so a fusion cannot mix them")
+            note(f"{problem}: in their fusion both have those of the last one, as in adapters 1.3")
 
 
 @torch.no_grad()
 def compare_forms(modules):
     """The form of `low_rank` that gives what `textbook` gives, "joint" or else "apart", or None.
-    Both are computed for random h [B, T, d], at weights close to these, in training and evaluation,
-    and must draw equally many random numbers. modules: a copy, which is changed, of the fusion and
-    then its adapters, as `copy_to_cpu` makes it"""
+    Both are computed for random h [B, T, d], at weights close to these (what agrees there does so
+    later, trained or loaded), in training and evaluation, and must draw equally many random
+    numbers. modules: a copy, which is changed, of the fusion and then its adapters, as
+    `copy_to_cpu` makes it"""
     random = torch.Generator().manual_seed(0)  # so that a run decides the same when it is loaded
     for tensor in [*modules.parameters(), *modules.buffers()]:
         if tensor.is_floating_point():  # a new one may start at a value that has no effect

@@ -111,8 +111,8 @@ def slot_tensors(modules):
 def head_tensors(head):
     """{("heads", name in the file): tensor}, without the pooler, which is a part of Θ's files"""
     state = head.state_dict(keep_vars=True)
-    own = {name: tensor for name, tensor in state.items() if not name.startswith("pooler.")}
-    return {("heads", name.removeprefix("layers.")): tensor for name, tensor in own.items()}
+    rest = {name: tensor for name, tensor in state.items() if not name.startswith("pooler.")}
+    return {("heads", name.removeprefix("layers.")): tensor for name, tensor in rest.items()}
 
 
 def check_fusion(options):
@@ -124,15 +124,19 @@ def check_fusion(options):
 
 def check_head(config):
     """A head's options, complete. Raises ValueError for a head that is not supported here."""
-    config = {"activation_function": "tanh", "dropout_prob": None, "use_pooler": False, **config}
+    defaults = {"activation_function": "tanh", "dropout_prob": None, "use_pooler": False}
+    config = {**defaults, "bias": True, **config}
     supported = {"head_type": ("classification", "multiple_choice"), "layers": (1, 2)}
+    supported["bias"] = (True,)
     if config.get("layers") == 2:
         config["activation_function"] = str(config["activation_function"]).lower()
         supported["activation_function"] = ("tanh",)
     for field, values in supported.items():
         if (value := config.get(field)) not in values:
             raise ValueError(f"a head with {field} = {value!r:.50} is not supported, only {values}")
-    return config if config["head_type"] == "multiple_choice" else {"bias": True, **config}
+    if config["head_type"] == "multiple_choice":  # which has no such field in the library
+        del config["bias"]
+    return config
 
 
 @dataclass

@@ -105,12 +105,14 @@ def by_hub_name(tensors, model_type):
     # Beside a variable X of Google's, X/... is what the optimizer had for it
     above = {name: {*map(str, PurePosixPath(name).parents)} for name in tensors}
     hub = {name: rename(name) for name in tensors if above[name].isdisjoint(tensors)}
-    anchor, own = r"(|.*\.)embeddings\.word_embeddings\.weight", f"{model_type}."
+    anchor, usual = r"(|.*\.)embeddings\.word_embeddings\.weight", f"{model_type}."
     prefixes = {match[1] for name in hub.values() if (match := re.fullmatch(anchor, name))}
-    if len(prefixes) > 1 and own not in prefixes:
+    if len(prefixes) > 1 and usual not in prefixes:
         found = ", ".join(sorted(prefix or "none" for prefix in prefixes))
-        raise ValueError(f"it holds several encoders, prefixes {found}, and none of them is {own}")
-    prefix = own if own in prefixes else next(iter(prefixes), "")
+        raise ValueError(
+            f"it holds several encoders, prefixes {found}, and none of them is {usual}"
+        )
+    prefix = usual if usual in prefixes else next(iter(prefixes), "")
     hub = {name: today for name, today in hub.items() if today.startswith(prefix)}
     return {today.removeprefix(prefix): tensors[name] for name, today in hub.items()}
 

@@ -37,8 +37,8 @@ class FastScaled(SlowScores):
 
     factor = 1 / 20
 
-    def softmax(self, scores):
-        return super().softmax(scores / self.query.in_features**0.5)
+    def softmax(self, q_k):
+        return super().softmax(q_k / self.query.in_features**0.5)
 
 
 class QueryOfText(Fusion):

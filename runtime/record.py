@@ -111,11 +111,11 @@ def describe(args, model, tokenizer, adapters, data):
         if (both := np.isin(dev_hashes, train_hashes).mean()) >= 0.05:
             problem = f"{both:.0%} of the development examples are training examples, too"
             note(f"{task.name}: {problem}: on these, the scores say nothing about new texts")
-        own = {"columns": task.columns, "labels": task.labels, "max_length": task.max_length}
+        about = {"columns": task.columns, "labels": task.labels, "max_length": task.max_length}
         if len(task.labels) > 1:  # what a constant answer would have
             counts = Counter(str(example.label) for example in dev_set)
-            own["majority"] = max(counts.values()) / len(dev_set)
-        tasks[task.name] = {**own, "sketch": sketch(train_set)}
+            about["majority"] = max(counts.values()) / len(dev_set)
+        tasks[task.name] = {**about, "sketch": sketch(train_set)}
         for name, saved in adapters.items():
             if share := share_trained_on(saved.run, dev_set):
                 problem = f"{name} was TRAINED on {share:.0%} of this run's development examples"

@@ -62,9 +62,9 @@ def check_out(args):
 
 
 @contextlib.contextmanager
-def open_run(args, record, model, own, optimizer):
+def open_run(args, record, model, kept, optimizer):
     """The Run in args.out, whose directory is locked, and cleared unless the run is resumed."""
-    run, out = Run(args, record, model, own, optimizer), Path(args.out)
+    run, out = Run(args, record, model, kept, optimizer), Path(args.out)
     notice = "stopping after this step, or this evaluation; a second signal stops without saving"
     first = run.rank == 0  # the process that writes
     out.mkdir(parents=True, exist_ok=True)
@@ -120,15 +120,15 @@ def clear(out, names):
 class Run:
     """Where a run is, and what was best so far: all that a checkpoint holds beside the weights and
     what the optimizer keeps for each of them. Nothing random is in it: the random numbers of a step
-    are a function of its number.
+    are a function of its number. `minimize` of train.py moves it on; here it is recorded and saved.
 
     record   what run.json is to say
-    own      the names of the tensors in the model's state that are the run's own
+    kept     the names of the tensors in the model's state that the run keeps
     result   under --resume, the metrics of a run that is finished already"""
 
-    def __init__(self, args, record, model, own, optimizer):
+    def __init__(self, args, record, model, kept, optimizer):
         self.args, self.record, self.out = args, record, Path(args.out)
-        self.model, self.own, self.optimizer = model, own, optimizer
+        self.model, self.kept, self.optimizer = model, kept, optimizer
         self.at_first = {*model.state_dict()}
         self.trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
         device = next(iter(self.trainable.values())).device
@@ -136,7 +136,7 @@ class Run:
         self.rank, self.world_size = ranks()
         self.epoch, self.step = 1, 0  # step: how many steps of this epoch are done
         self.best_epoch, self.best_scores = 0, {}  # {score: value}
-        self.best = {}  # {name: tensor} of what is the run's own, in the best epoch
+        self.best = {}  # {name: tensor} of what the run keeps, in the best epoch
         self.loss = torch.zeros((), device=device)  # the sum over the steps of this epoch
         self.history = []  # the lines of log.jsonl
         self.diverged = None  # the FloatingPointError that ended the run, if one did
@@ -172,11 +172,11 @@ class Run:
         print(f"{self.record['summary']}; run directory {self.out}", flush=True)
 
     def after_step(self, loss):
-        """Counts the step. Saves the state when it is due; after a signal to any of the processes
-        it saves, and raises KeyboardInterrupt. Raises FloatingPointError if the loss is not finite,
-        which is looked at in every tenth step. loss: what this process has of the batch's loss."""
+        """Shows the progress. Saves the state when it is due; after a signal to any of the
+        processes it saves, and raises KeyboardInterrupt. Raises FloatingPointError if the loss is
+        not finite, which is looked at in every tenth step, and in an epoch's last. loss: what this
+        process has of the batch's loss."""
         steps = self.record["steps_per_epoch"]
-        self.step += 1
         self.loss += all_reduce(loss)
         if self.bar is None:
             self.bar = tqdm(None, "training", steps, leave=False, disable=self.rank > 0 or None)
@@ -197,9 +197,9 @@ class Run:
             problem = f"the {what} is not finite in epoch {self.epoch}"
             raise FloatingPointError(f"{problem}: a lower --lr may help")
 
-    def after_epoch(self, scores):
-        """A line in log.jsonl and on the screen, a checkpoint, and the next epoch. scores: what
-        evaluation returned, {name: number, or anything to be logged}"""
+    def log_epoch(self, scores):
+        """A line in log.jsonl and on the screen. scores: what evaluation returned, {name: number,
+        or anything to be logged}"""
         if self.bar is not None:  # None: the epoch was resumed behind its last step
             self.bar.close()
         self.bar = None
@@ -212,11 +212,9 @@ class Run:
         dev = ", ".join(f"{n} {v:.4f}" for n, v in scores.items() if isinstance(v, (int, float)))
         best = "; best so far" * (self.best_epoch == self.epoch)
         line = f"epoch {self.epoch:2}: loss {loss:.4f}; dev {dev}; {seconds:.0f} s{best}"
-        self.epoch, self.step = self.epoch + 1, 0
         self.loss.zero_()
         if self.rank == 0:
             self.write_log()
-        self.checkpoint()
         print(line, flush=True)
 
     def note_idle(self):
@@ -264,15 +262,15 @@ class Run:
         with atomic_write(self.out / "log.jsonl") as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in self.history))
 
-    def own_tensors(self):
-        """{name: tensor} of what is the run's own, as it is now."""
-        return {n: t.detach() for n, t in self.model.state_dict().items() if n in self.own}
+    def kept_tensors(self):
+        """{name: tensor} of what the run keeps, as it is now."""
+        return {n: t.detach() for n, t in self.model.state_dict().items() if n in self.kept}
 
     def checkpoint(self):
         """Saves everything on which the rest of the run depends: --resume continues to the bit."""
         self.saved = time.monotonic()
         saved = {name: getattr(self, name) for name in STATE}
-        saved |= {"own": self.own_tensors(), "optimizer": self.optimizer.state_dict()}
+        saved |= {"own": self.kept_tensors(), "optimizer": self.optimizer.state_dict()}
         saved |= {"loss": self.loss, "seconds": self.saved - self.started}
         if self.rank == 0:
             with atomic_write(self.out / "resume.pt") as temporary, open(temporary, "wb") as file:
@@ -281,7 +279,7 @@ class Run:
 
     def restore(self, saved):
         """Puts everything back to where a checkpoint was."""
-        if [*saved["own"]] != [*self.own_tensors()]:
+        if [*saved["own"]] != [*self.kept_tensors()]:
             raise ValueError(f"{self.out}: other parameters were trained: cannot --resume it")
         self.model.load_state_dict(saved["own"], strict=False)
         lrs = [group["lr"] for group in self.optimizer.param_groups]

@@ -26,12 +26,11 @@ import train
 from adapter import ADAPTERS, HEADS, Adapter, activate, add_adapter
 from bert import ACTIVATIONS, ENCODERS, Bert, BertConfig
 from conftest import WORDS, assert_equal, interrupt, main, randomize, same_tensors, tiny_encoder
-from data import TASKS
+from data import CLASS_SCORES, TASKS
 from experiments import evaluate
 from experiments.load_run import load_run
 from formats.files import forget_notes, read_json
 from fusion import FUSIONS, Fusion, active_fusions, add_fusion, fusion_weights
-from runtime.scores import CLASS_SCORES
 
 EXAMPLES = sorted(path.stem for path in Path(train.__file__).parent.glob("examples/[!_]*.py"))
 TABLES = (ADAPTERS, FUSIONS, HEADS, TASKS, ENCODERS, train.STAGES)
@@ -55,7 +54,7 @@ def examples():
 
 PROBLEMS = {"lora": "no output z"}  # of a fusion
 FUSED = [kind for kind in ADAPTER_KINDS if kind not in PROBLEMS]
-NO_DISTRIBUTION = {"sum", "gates", "scalearn", "scalearn_uniform"}  # fusions whose s is no softmax
+NO_DISTRIBUTION = "sum value_of_sum gates scalearn scalearn_uniform".split()  # s is no softmax
 ORDERED = {"scalearn", "scalearn_uniform", "router"}  # with parameters of their own for adapter n
 FORMS = {"pal": None, "own": None}  # classes with a z of their own are computed by the textbook
 every_adapter = pytest.mark.parametrize("kind", ADAPTER_KINDS)
@@ -194,7 +193,7 @@ def test_an_edit_acts_in_both_stages(quiet_encoder, owner, name, edit, form, mon
     assert [*map(torch.equal, before, after)] == [owner is Fusion, False]
     assert {fusion.fast_form for fusion in active_fusions(bert).values()} == {form}
     assert ("is slower" in capsys.readouterr().out) == (form is None)
-    monkeypatch.setattr("fusion.compare_forms", lambda *_: form)
+    monkeypatch.setattr("fast.low_rank.compare_forms", lambda *_: form)
     assert all(map(torch.equal, after, alone_and_fused()))
 
 
@@ -387,8 +386,8 @@ def run(request, words, tmp_path_factory):
     """(name, what `main` returned, and if it is on one task: the model, {name: tensor} at first)"""
     begun, hold_frozen_in = [], train.hold_frozen_in
 
-    def remember(model, own, dtype):
-        hold_frozen_in(model, own, dtype)
+    def remember(model, kept, dtype):
+        hold_frozen_in(model, kept, dtype)
         begun.extend((model, {n: t.clone() for n, t in model.state_dict().items()}))
 
     with patch.object(train, "hold_frozen_in", remember):

@@ -296,6 +296,7 @@ REFUSED = [  # one in the golden set; its file, and fields of that, or of its "c
     ("fusion-pfeiffer", "adapter_fusion file", ROBERTA, OTHER_MODEL),
     ("p4", "head config", {"head_type": "tagging"}, "head_type = 'tagging'"),
     ("p4", "head config", {"layers": 2, "activation_function": "relu"}, "= 'relu'"),
+    ("p4", "head config", {"bias": False}, "bias = False"),
     ("fusion-pfeiffer", "adapter_fusion config", {"query_before_ln": True}, "query_before_ln"),
     ("bottom", "adapter tensor", "encoder.layer.0.output.loras.bottom.lora_A", "loras"),
     ("bottom", "adapter tensor", "encoder.layer.7.output.adapters.bottom.x", "layer.7"),

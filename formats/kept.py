@@ -1,4 +1,4 @@
-"""Which tensors of a model are a run's own, so that a checkpoint and the run's files hold them."""
+"""Which tensors of a model a run keeps, in its checkpoint and in its files."""
 
 from formats.adapterhub import head_tensors, slot_tensors
 
@@ -23,9 +23,9 @@ def files_of(model, given):
     return found
 
 
-def own_names(model, given):
+def kept_names(model, given):
     """The names, in the model's state, of what a run must keep: all but the frozen parameters of Θ
-    and of the adapters in `given`, the names of --adapters."""
+    and of the adapters in `given`, the names of --adapters, which are in files already."""
     frozen = {*model.bert.theta().values()}
     for slot in model.bert.slots.values():
         for name in {*given} & {*slot.adapters}:
@@ -34,17 +34,18 @@ def own_names(model, given):
     return {name for name, tensor in state.items() if tensor.requires_grad or tensor not in frozen}
 
 
-def without_file(model, own, files):
-    """{name: tensor} of what is a run's own, and in none of the files that `files_of` names."""
+def without_file(model, kept, files):
+    """{name: tensor} of what a run keeps and none of the files that `files_of` names has."""
     in_files = {id(tensor) for tensors in files.values() for tensor in tensors.values()}
     state = model.state_dict(keep_vars=True)
-    return {name: t for name, t in state.items() if name in own and id(t) not in in_files}
+    return {name: t for name, t in state.items() if name in kept and id(t) not in in_files}
 
 
-def hold_frozen_in(model, own, dtype):
-    """Θ, unless some of it is trained, and every frozen Φ are held in `dtype` in place of fp32."""
+def hold_frozen_in(model, kept, dtype):
+    """Holds Θ, unless some of it is trained, and every frozen Φ of --adapters in `dtype`, in place
+    of fp32. kept: see `kept_names`"""
     theta = [*model.bert.theta().values()]
-    frozen = [p for n, p in model.named_parameters() if ".adapters." in n and n not in own]
+    frozen = [p for n, p in model.named_parameters() if ".adapters." in n and n not in kept]
     if not any(p.requires_grad for p in theta):
         frozen += theta
     for p in frozen:
