@@ -5,17 +5,14 @@ load_adapter(bert, "runs/rte")                                         # a saved
 activate(bert, "rte")                                                  # None: plain BERT
 save_adapter(bert, "rte", "runs/rte")
 
-New weights are in fp32. Beside a Θ that is held in bf16, autocast (train.py) computes with them.
-
 formats/adapterhub.py writes and reads the files. Of it are called: `slot_tensors`, which gives
 {(slot, name in the file): parameter}, the parameters themselves; `Saved.kind`, the class that a
 file names and the arguments for it, which are None where AdapterHub's own format names no class;
 and `Saved.copy_into`, which fills such parameters from the file, in place."""
 
-import math
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -122,8 +119,7 @@ class AdapterConfig:
     original_ln_after            LN(· + x), with BERT's own LayerNorm, after the adapter
     ln_before, ln_after          a new LayerNorm on the adapter's input, output; a fusion leaves
                                  ln_after out, as in adapters 1.3
-    residual_before_ln           which residual is added to its output:
-                                     True: f     False: h, before ln_before     "post_add": f + x
+    residual_before_ln           what is added to its output. True: f; False: h; "post_add": f + x
     adapter_residual_before_ln   with ln_after: the residual comes before that LayerNorm, not after
     leave_out                    layers (from 0) without an adapter"""
 
@@ -140,18 +136,7 @@ class AdapterConfig:
     leave_out: list = field(default_factory=list)
 
     def __post_init__(self):
-        allowed = {f.name: [True, False] for f in fields(self) if f.type is bool}
-        allowed["residual_before_ln"] = [True, False, "post_add"]
-        allowed["non_linearity"] = [*ACTIVATIONS]
-        for name, values in allowed.items():
-            if (value := getattr(self, name)) not in values:
-                known = ", ".join(map(str, values))
-                raise ValueError(f"{name} must be one of {known}, not {value!r}")
-        for layer, factor in self.factors().items():
-            if not 0 < factor < math.inf:
-                raise ValueError(f"reduction_factor must be positive, not {factor} ({layer})")
-        if self.residual_before_ln == "post_add" and not self.original_ln_before:
-            raise ValueError("residual_before_ln='post_add' needs original_ln_before")
+        adapterhub.check_bottleneck(vars(self), self.factors(), ACTIVATIONS)  # or a ValueError
 
     @classmethod
     def pfeiffer(cls, **changes):
@@ -197,12 +182,9 @@ class AdapterConfig:
         if outside := named - {*range(layers)}:
             raise ValueError(f"the encoder has layers 0 to {layers - 1}, and no {min(outside)}")
         sits_at = {"attention": self.mh_adapter, "output": self.output_adapter}
-        return {
-            (layer, location): self.module(bert.config.hidden_size, layer)
-            for layer in range(layers)
-            for location in sits_at
-            if sits_at[location] and layer not in self.leave_out
-        }
+        where, d = [place for place in sits_at if sits_at[place]], bert.config.hidden_size
+        layers = [layer for layer in range(layers) if layer not in self.leave_out]
+        return {(layer, place): self.module(d, layer) for layer in layers for place in where}
 
 
 # --adapter NAME: a function that takes the fields in --adapter-config and returns an AdapterConfig;
@@ -228,8 +210,8 @@ def insert(bert, name, config, modules):
 
 
 def make_adapter(bert, name, config):
-    """{(layer, location): module} of a new adapter, not yet in the encoder; in fp32, or in fp64 if
-    the encoder is."""
+    """{(layer, location): module} of a new adapter, not yet in the encoder. It is in fp32, with
+    which autocast (train.py) computes beside a Θ in bf16; or in fp64 beside such a Θ."""
     adapterhub.check_name(name)
     if name in bert.adapter_configs:
         raise ValueError(f"there is already an adapter called {name!r}")
@@ -275,8 +257,7 @@ def save_adapter(bert, name, directory):
     config = bert.adapter_configs[name]
     tensors = adapterhub.slot_tensors(adapter_modules(bert, name))
     options = {"architecture": type(config).__name__, "fields": vars(config)}
-    # if these are the fields and the parameters that AdapterHub's bottleneck adapters have, its own
-    # format: these fields, and those that the paper does not have, with what they are by default
+    # its own format, if its bottleneck adapters have these fields and parameters, and no others
     if type(config) is AdapterConfig and adapterhub.is_bottleneck(vars(config), tensors):
         options = {**adapterhub.NOT_IN_THE_PAPER, **vars(config)}
     adapterhub.write(directory, adapterhub.ADAPTER, name, options, tensors, bert)
@@ -312,8 +293,7 @@ class Head(nn.Module):
     head_type                 classification | multiple_choice
     num_labels, num_choices   K, the number of classes, or of choices
     layers                    2: dropout, linear d -> d, tanh, dropout, linear; 1: dropout, linear
-    activation_function       tanh, which is the default
-    bias                      True, which is the default: the linear layers have one
+    activation_function, bias tanh, True: the defaults
     use_pooler                [CLS] goes through the encoder's own pretrained pooler first, which is
                               in the encoder's files, not in the head's; default False
     dropout_prob              default None: the encoder's"""
@@ -323,9 +303,8 @@ class Head(nn.Module):
         self.config = config = adapterhub.check_head(config)  # with the defaults above
         is_multiple_choice = config["head_type"] == "multiple_choice"
         self.num_outputs = config["num_choices" if is_multiple_choice else "num_labels"]  # K
-        p = config["dropout_prob"]
-        p = bert_config.classifier_dropout if p is None else p
-        p = bert_config.hidden_dropout_prob if p is None else p
+        ps = config["dropout_prob"], bert_config.classifier_dropout, bert_config.hidden_dropout_prob
+        p = next(p for p in ps if p is not None)
         d = bert_config.hidden_size
         # Classification has one output for each label. Each choice of a multiple-choice example is
         # an input of its own, and the same single output scores all of them.

@@ -29,8 +29,6 @@ from formats.rows import drawn, plain_label
 from formats.tokenizer import encode_pairs
 from runtime.record import note_unseen_classes
 
-WINDOW = 50  # batches, within which examples are sorted by length
-
 # Scores of labels and predictions, LongTensors [examples] of class indices. As in scikit-learn, a
 # class that occurs in neither does not count, and a quotient of nothing is 0.
 
@@ -223,14 +221,10 @@ def load_split(task, data_source, split, tokenizer, limit=None, seed=0):
     FileNotFoundError if the data are not there, and ValueError naming the file and the row for one
     that does not fit."""
     where, rows = data_source.read_split(task, split)  # {number of a row: row}
-    examples, empty, every = [], 0, [*rows.items()]
+    examples, every = [], [*rows.items()]
     for number, row in (every[i] for i in drawn(len(rows), limit, seed)):
         with error_prefix(f"{where}: row {number}"):
             examples.append((task.candidates_of(row), task.label_index(row[task.label])))
-        cells = (row[column] for column in task.columns)
-        empty += sum((cell if isinstance(cell, list) else [cell]).count("") for cell in cells)
-    if empty:
-        note(f"{where}, {split}: empty cells are read as empty texts, {empty} of them")
     result = encode(tokenizer, examples, f"tokenizing {task.name} {split}")
     note_unseen_classes(f"{where}, {split}", task, result)
     return result
@@ -255,17 +249,17 @@ def encode(tokenizer, examples, title):
 def batches(examples, batch_size, seed=None):
     """The indices of every batch of one epoch; each example is in exactly one of them. Batches hold
     examples of similar length, so that little is padding: a random order is sorted by length within
-    windows of WINDOW batches, and the batches are shuffled. A window is at most a quarter of all
-    batches, so that even in a small task an example has other neighbours in every epoch. seed: an
-    integer, or several. Without one (evaluation) everything is sorted, longest first."""
+    windows of 50 batches, and the batches are shuffled. A window is at most a quarter of all, so
+    that even in a small task an example has other neighbours in every epoch. seed: an integer, or
+    several. Without one (evaluation) everything is sorted, longest first."""
     lengths = np.array([max(map(len, example.input_ids)) for example in examples])
     if seed is None:
         order = np.argsort(-lengths, kind="stable")
         return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     rng = np.random.default_rng(seed)
     order = rng.permutation(len(lengths))
-    quarter = len(lengths) // batch_size // 4  # of the batches
-    window = batch_size * max(1, min(WINDOW, quarter))
+    batches_in_window = max(1, min(50, len(lengths) // batch_size // 4))
+    window = batches_in_window * batch_size
     result = []
     for start in range(0, len(order), window):
         near = order[start : start + window]

@@ -108,9 +108,9 @@ def fusion_regularization(bert):
 
 def fusion_weights(bert):
     """s of the active fusion for the batch that the encoder computed last: {(layer, "output" |
-    "attention"): [B, T, N]}, padding included. N is in the order of add_fusion, and s is 0 for an
-    adapter that is left out of a layer. If a fork skips a slot, the slot is missing for that batch.
-    Raises ValueError if no fusion is active, or none was computed."""
+    "attention"): [B, T, N]}, padding included. N is in the order of add_fusion; s is 0 where an
+    adapter is left out of a layer, and a slot that a fork skips is missing. Raises ValueError if no
+    fusion is active, or none was computed."""
     if not (fusions := active_fusions(bert)):
         raise ValueError("no fusion is active in this encoder")
     result = {}

@@ -104,9 +104,7 @@ def train(args):
     set_deterministic(device)  # a run that is repeated, or resumed, ends in the same bits
     data_source = source_of(args)  # the hub, or files
     task = get_task(args.task, data_source)
-    # Several processes start equal, since each of them draws from the same seed; before Θ, too, for
-    # what a fork adds to it.
-    reseed(args.seed)
+    reseed(args.seed)  # before Θ, too, for what a fork adds to it; several processes start equal
     bert = Bert.from_pretrained(args.model).to(device)  # Θ, frozen
     args, task = settle(args, task, bert, dtype)  # copies, which stay fixed from here on
     adapters = find_adapters(args.adapters, bert.config.model_type)  # {name: what its files hold}
@@ -118,8 +116,7 @@ def train(args):
     # AdamW (section 4.1), without weight decay, as in adapters 1.3
     groups = [{"params": [p for p in model.parameters() if p.requires_grad], "lr": args.lr}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=device.type != "mps")
-    # what run.json says; this notes what is strange about the data, and refuses an adapter that was
-    # trained with another tokenizer
+    # what run.json says. It notes what is strange, and refuses adapters of another tokenizer
     record = describe(args, model, tokenizer, adapters, [(task, train_set, dev_set)])
 
     def steps(epoch):
@@ -147,7 +144,7 @@ def settle(args, task, bert, dtype):
     if score not in task.scores:
         raise ValueError(f"--score {score}: {task.name} has {', '.join(task.scores)}")
     length = args.max_length or min(task.max_length, bert.max_length)
-    if not 8 <= length <= bert.max_length:  # [CLS], two [SEP], and some words
+    if not 8 <= length <= bert.max_length:  # 8: [CLS], twice [SEP], and some words
         raise ValueError(f"--max-length must be in 8 .. {bert.max_length} for this encoder")
     decided = {"dtype": str(dtype).removeprefix("torch."), "score": score, "max_length": length}
     return argparse.Namespace(**{**vars(args), **decided}), replace(task, max_length=length)
@@ -165,13 +162,13 @@ def load_data(args, task, data_source, bert):
 def minimize(run, steps, schedule, evaluation):
     """argmin, from where the run is until its best epoch stands in run.model.
 
-    run              args, model, optimizer; `record` is what run.json says. This is process `rank`
-                     of `world_size`; all of them get the same scores, and so stop together.
-                     Where it is: `epoch` counts from 1, `step` says how many steps of it are done.
-                     `best_epoch` is 0 before the first, `best_scores` are its {score: value}, and
-                     `best` a copy of kept_tensors(), {name: tensor} of all that a run has to save.
-                     after_step, log_epoch and checkpoint report and save, and change none of these;
-                     after_step looks at the loss in every tenth step, and in an epoch's last one
+    run              args, model, optimizer, and where they are: `epoch` counts from 1, `step` says
+                     how many steps of it are done. `best_epoch` is 0 before the first,
+                     `best_scores` are its {score: value}, and `best` a copy of kept_tensors(),
+                     {name: tensor} of all that a run has to save. This is process `rank` of
+                     `world_size`; all get the same scores, and so stop together. after_step,
+                     log_epoch and checkpoint report and save: they change none of these. `record`
+                     is what run.json says, and `diverged` an error for `finish`
     steps(epoch)     [(Model, task, a batch of examples)] of an epoch; the Models of several tasks
                      share what is in run.model (experiments/multitask.py); --resume calls it again
     schedule(done)   the factor of the learning rate when this share of all steps is done
@@ -187,11 +184,10 @@ def minimize(run, steps, schedule, evaluation):
         # early stopping, after --patience epochs without a better one
         while run.epoch <= args.epochs and run.epoch - run.best_epoch <= args.patience:
             run.model.train()  # dropout in the frozen encoder stays on, as in adapters 1.3
-            epoch_steps = steps(run.epoch)
-            for model, task, examples in epoch_steps[run.step :]:  # after a resume: the rest of it
+            plan = steps(run.epoch)
+            for model, task, examples in plan[run.step :]:  # a resumed epoch goes on where it was
                 reseed(args.seed, run.epoch, run.step, run.rank)  # dropout is a function of these
-                count = len(epoch_steps)
-                done = ((run.epoch - 1) * count + run.step) / (count * args.epochs)
+                done = ((run.epoch - 1) * len(plan) + run.step) / (len(plan) * args.epochs)
                 for group, lr in zip(optimizer.param_groups, lrs, strict=True):
                     group["lr"] = lr * schedule(done)
                 loss = torch.zeros((), device=bert.device)
@@ -204,8 +200,8 @@ def minimize(run, steps, schedule, evaluation):
                 optimizer.step()
                 optimizer.zero_grad()
                 run.step += 1
-                # a checkpoint if it is time; raises KeyboardInterrupt after Ctrl-C, and in all
-                # processes FloatingPointError if the sum of their losses is not finite
+                # A checkpoint if it is time. Raises KeyboardInterrupt after Ctrl-C; and in all
+                # processes FloatingPointError, in every tenth step, if a loss was not finite
                 run.after_step(loss)
 
             reseed(args.seed, run.epoch, run.step, run.rank)  # for a fork whose evaluation draws
@@ -223,14 +219,13 @@ def minimize(run, steps, schedule, evaluation):
         if not run.best:
             raise
         run.diverged = e  # `run.finish` raises it again, when the best epoch so far is saved
-    # by name; what run.best lacks, frozen Θ and Φ, has not changed
-    run.model.load_state_dict(run.best, strict=False)
+    run.model.load_state_dict(run.best, strict=False)  # it lacks what is frozen, and as it was
 
 
 def gradients(model, task, args, batch, share):
-    """Adds the gradients of a part of a batch to those that are there. share: this part's share of
-    the batch's examples, so that the parts add up to the batch's mean loss and to one penalty.
-    Returns share · (loss + penalty)."""
+    """Adds the gradients of a part of a batch to those that are there. share: of the batch's
+    examples, so that all parts add up to its mean loss and one penalty. Returns share · (loss +
+    penalty)."""
     with autocast(args, model.bert.device):
         logits = model(batch)  # [B, K]
     loss = task.loss(logits, batch["labels"].to(logits.device))
@@ -277,10 +272,9 @@ def evaluate(model, task, examples, args):
 
 
 def save(model, task, out, record, kept):
-    """Writes what was trained, and what else the run keeps; the frozen --adapters have been copied
-    already. What AdapterHub's and Hugging Face's files have no place for goes into own.safetensors.
-    Returns the record for run.json: if Θ was trained, it names `out` as the encoder of this run's
-    adapters."""
+    """Writes what was trained, and what else the run keeps; what AdapterHub's and Hugging Face's
+    files have no place for goes into own.safetensors. Frozen --adapters were copied before. Returns
+    the record for run.json: if Θ was trained, `out` is the encoder of this run's adapters."""
     bert, out = model.bert, Path(out)
     # {"encoder", "adapter NAME", "fusion", "head": {name: tensor}}, of these what is to be written
     found = files_of(model, record["adapters"])
@@ -323,8 +317,7 @@ def make_parser(prog="train.py", description=__doc__):
     add("--fusion-config", type=command.name_and_value, **as_pairs, help="of your own fusion")
     add("--lr", type=command.positive, help=f"initial; default {rates}")            # section 4.1
     add("--epochs", type=command.count, help=f"maximum; default {epochs}")           # section 4.1
-    add("--patience", type=command.count, default=5, help="epochs in a row without an improvement; "
-        "default 5")
+    add("--patience", type=command.count, default=5, help="epochs without a better one; default 5")
     add("--batch-size", type=command.count, default=32, help="over all devices; default 32")
     add("--max-length", type=command.count, help="tokens; default 128, for paragraphs more")
     add("--head", default="cls", help=", ".join(HEADS))

@@ -2,6 +2,7 @@
 options (a JSON object) and tensors, {(slot, part): tensor}, such as ("encoder.layer.3.output",
 "adapter_up.weight"). What modules they become is not known here."""
 
+import math
 import re
 from collections import namedtuple
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ TENSOR = re.compile(rf"(?:{SLOT}\.{WORD}|(heads))\.([^.]+)\.(\w+(?:\.\w+)*)")
 DEFAULTS = files.read_json(Path(__file__).with_name("adapterhub.json"))
 NOT_IN_THE_PAPER, FUSION_CONFIG = DEFAULTS["adapter"], DEFAULTS["fusion"]
 GRID_FIELDS = DEFAULTS["grid"]  # the names of the other fields
+YES_OR_NO = """mh_adapter output_adapter original_ln_before original_ln_after ln_before ln_after
+    adapter_residual_before_ln""".split()  # of these
 # Fields of a fusion that may differ and change nothing (value_before_softmax: V z_n or V Σ s_n z_n)
 SAME_FUNCTION = ("dropout_prob", "regularization", "value_before_softmax", "value_initialized")
 # What a bottleneck adapter's parts are called there, and in adapter.py. With a LayerNorm before it,
@@ -80,6 +83,22 @@ def bottleneck_options(options, metadata):
     options = {"original_ln_before": False, **options, "non_linearity": old.get(name, name)}
     options["leave_out"] = list(options.get("leave_out") or ())
     return {field: v for field, v in options.items() if field in GRID_FIELDS}
+
+
+def check_bottleneck(fields, factors, activations):
+    """Raises ValueError for a field of the paper's grid with a value that it cannot have. factors:
+    {layer, or "default": reduction factor}; activations: the names of those that are known"""
+    allowed = dict.fromkeys(YES_OR_NO, [True, False])
+    allowed |= {"residual_before_ln": [True, False, "post_add"], "non_linearity": activations}
+    for name, values in allowed.items():
+        if fields[name] not in values:
+            known = ", ".join(map(str, values))
+            raise ValueError(f"{name} must be one of {known}, not {fields[name]!r}")
+    for layer, factor in factors.items():
+        if not 0 < factor < math.inf:
+            raise ValueError(f"reduction_factor must be positive, not {factor} ({layer})")
+    if fields["residual_before_ln"] == "post_add" and not fields["original_ln_before"]:
+        raise ValueError("residual_before_ln='post_add' needs original_ln_before")
 
 
 def is_bottleneck(fields, tensors):

@@ -84,6 +84,11 @@ class Source:
             where, rows = self.read_files(task.name, file)
         with error_prefix(where):
             rows = our_rows(rows, self.column_names, task.name, task.columns, task.label)
+        cells = [row[column] for row in rows for column in task.columns]
+        if empty := sum(
+            list(cell).count("") if isinstance(cell, list) else cell == "" for cell in cells
+        ):
+            note(f"{where}: empty cells are read as empty texts, {empty} of them")
         if not is_part:
             return where, dict(enumerate(rows, 1))
         n = min(size, len(rows) // 2) if isinstance(size, int) else round(size * len(rows))
