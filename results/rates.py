@@ -60,11 +60,13 @@ ADAPTERS = [*SKILLS, "the", "of", *(name for name in OTHERS if name not in ("the
 SEEDS, FEW, CHOSEN = range(8), range(5), [5e-4, 2e-3, 5e-3]
 RATES = [1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3]
 WIDE = ["attention", "scaled", "slow", "gates"]
-NARROW = ["mean", "sum", "value_of_sum", "head"]  # head: on `order` alone
+NARROW = ["mean", "sum", "value_of_sum"]
+# head: a new one on the adapter of `order` alone; own: an adapter of the target, for 30 epochs
+ALONE = {"head": [5e-4, 2e-3, 5e-3], "own": [5e-4, 1e-3, 2e-3]}
 # {setting: (target, N, training examples, epochs, rates of WIDE, seeds)}
 SETTINGS = {
-    "both, N = 2": ("both", 2, 240, 6, RATES, SEEDS),
     "both, N = 8, 240 steps": ("both", 8, 480, 8, RATES, SEEDS),
+    "both, N = 2": ("both", 2, 240, 6, RATES, SEEDS),
     "asked, N = 2": ("asked", 2, 960, 6, RATES[1:5], FEW),
     "both, N = 8": ("both", 8, 240, 6, RATES, SEEDS),
     "both, N = 4": ("both", 4, 240, 6, RATES, FEW),
@@ -75,14 +77,15 @@ SOURCE = "--lr 1e-3 --epochs 2 --batch-size 16 --max-length 40"
 
 def grid():
     """[(setting, way, rate, seed)], a seed of all ways and rates after another"""
+    yield from (("both, N = 2", way, 5e-4, seed) for seed in SEEDS for way in TRACED)
     for setting, (_, _, _, _, rates, seeds) in SETTINGS.items():
         for seed in seeds:
             yield from ((setting, way, lr, seed) for way in WIDE for lr in rates)
-            # a head on `order` alone is the same whatever else could be fused
-            ways = NARROW[:-1] if setting in ("both, N = 4", "both, N = 8") else NARROW
-            yield from ((setting, way, lr, seed) for way in ways for lr in CHOSEN)
-            if setting == "both, N = 2":
-                yield from ((setting, way, 5e-4, seed) for way in TRACED[3:])
+            yield from ((setting, way, lr, seed) for way in NARROW for lr in CHOSEN)
+            if setting not in ("both, N = 4", "both, N = 8"):  # there it is as with N = 2
+                yield from ((setting, "head", lr, seed) for lr in ALONE["head"])
+            if setting == "both, N = 8, 240 steps" and seed < 2:
+                yield from ((setting, "own", lr, seed) for lr in ALONE["own"])
 
 
 def source_words(out, name, seed):
@@ -116,12 +119,11 @@ class Trial:
     def keep_norm(self, layer):
         return lambda gradient: self.norms.update({layer: gradient.norm().item()})
 
-    def own_tensors(self):
+    def kept_tensors(self):
         named = self.model.named_parameters()
         return {name: p.detach() for name, p in named if p.requires_grad}
 
     def after_step(self, loss):
-        self.step += 1
         if self.fusions:
             self.trace.append([self.of_layer(n, f) for n, f in self.fusions.items()])
 
@@ -132,9 +134,11 @@ class Trial:
         found = [gap, s[..., 0].mean().item(), s[:, 0, 0].mean().item(), self.norms[layer]]
         return [float(f"{value:.4g}") for value in found]
 
-    def after_epoch(self, scores):
+    def log_epoch(self, scores):
         self.history.append({**scores, "epoch": self.epoch})
-        self.epoch, self.step = self.epoch + 1, 0
+
+    def checkpoint(self):
+        pass
 
     def check_finite(self, what, value):
         if not value < float("inf"):
@@ -144,12 +148,18 @@ class Trial:
 def words_of(out, setting, way, lr, seed):
     """The words behind `train.py` of a run."""
     target, n, examples, epochs, _, _ = SETTINGS[setting]
-    stage = f"--stage fusion --fusion {way}" if way != "head" else "--stage head"
-    sources = ADAPTERS[:n] if way != "head" else ["order"]
+    stage = {"head": "--stage head", "own": "--stage adapter"}.get(
+        way, f"--stage fusion --fusion {way}"
+    )
+    sources = {"head": ["order"], "own": []}.get(way, ADAPTERS[:n])
+    epochs = 30 if way == "own" else epochs
     words = f"{stage} --task {target} --data-dir {out}/data --model minilm --max-length 40 "
     words += f"--batch-size 16 --limit-train {examples} --epochs {epochs} --patience {epochs} "
-    words += f"--lr {lr} --seed {seed} --out {out}/none --adapters"
-    return [*words.split(), *(f"{out}/{name}-{seed}" for name in sources)]
+    words += f"--lr {lr} --seed {seed} --out {out}/none"
+    return [
+        *words.split(),
+        *(["--adapters", *(f"{out}/{n}-{seed}" for n in sources)] if sources else []),
+    ]
 
 
 def run(out, setting, way, lr, seed, dtype="auto"):
@@ -159,15 +169,15 @@ def run(out, setting, way, lr, seed, dtype="auto"):
     sys.stdout = open(os.devnull, "w")  # notes, which are the same in all
     args = train.parse([*words_of(out, setting, way, lr, seed), "--dtype", dtype])
     device, dtype = choose_device("cpu", args.dtype)
-    source = source_of(args)
-    task = get_task(args.task, source)
+    data_source = source_of(args)
+    task = get_task(args.task, data_source)
     reseed(args.seed)
     bert = Bert.from_pretrained(args.model)
     args, task = train.settle(args, task, bert, dtype)
     adapters = find_adapters(args.adapters, "bert")
     reseed(args.seed)
     model = train.build(args, bert, task, adapters)
-    tokenizer, train_set, dev_set = train.load_data(args, task, source, bert)
+    tokenizer, train_set, dev_set = train.load_data(args, task, data_source, bert)
     test_args = train.parse([*words_of(out, setting, way, lr, seed), "--data-dir", f"{out}/test"])
     test_set = train.load_split(task, source_of(test_args), "validation", tokenizer)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -224,16 +234,17 @@ def main(out, runs):
     if rows.is_file():
         found = map(json.loads, rows.read_text().splitlines())
         done = {tuple(row[n] for n in "setting way lr seed dtype".split()) for row in found}
-    todo = [run for run in runs if run not in done]
+    todo = [run for run in dict.fromkeys(runs) if run not in done]
     jobs, context = int(os.environ.get("JOBS", 2)), multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["results.rates"])
     with ProcessPoolExecutor(jobs, context) as pool:
-        needed = dict.fromkeys((n, r[3]) for r in todo for n in ADAPTERS[: SETTINGS[r[0]][1]])
-        sources = {key: pool.submit(train_source, out, *key) for key in needed}
-        futures = {}
-        for key in todo:  # in the order of the sources, so that these come first
-            for name in ADAPTERS[: SETTINGS[key[0]][1]]:
-                sources[name, key[3]].result()
+        sources, futures = {}, {}
+        for key in todo:
+            needed = [(name, key[3]) for name in ADAPTERS[: SETTINGS[key[0]][1]]]
+            for one in needed:
+                sources[one] = sources.get(one) or pool.submit(train_source, out, *one)
+            for one in needed:
+                sources[one].result()
             futures[pool.submit(run, out, *key)] = key
             if len(futures) == 2 * jobs:
                 collect(out, futures)
