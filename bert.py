@@ -57,7 +57,7 @@ class BertConfig:
 
 
 def dropout(x, p, training):
-    """F.dropout, which takes twice as long on a CPU."""
+    """What F.dropout computes, in half of its time on a CPU."""
     if not training or x.device.type != "cpu" or p in (0, 1):
         return F.dropout(x, p, training)
     draws = torch.empty(x.shape, dtype=torch.int32).random_()  # uniform in 0 .. 2^31 - 1
@@ -172,18 +172,18 @@ class Bert(nn.Module):
             self.slots[i, "output"] = layer.output_add_norm
         self.adapter_configs = {}  # {name: configuration} of the adapters in the slots (adapter.py)
         self.active = None  # what `activate` of adapter.py was given
-        self.source = None  # the hub id, or the directory, of what `from_pretrained` was given
+        self.source = None  # what `from_pretrained` was given: a hub id, or a directory
         self.directory = None  # where its files are
         self.hub_config = {}  # all that config.json says
-        self.sha256 = None  # of Θ and its configuration: an adapter trained on another is refused
+        self.sha256 = None  # of Θ and its configuration; adapters of another encoder are refused
 
     def forward(self, input_ids, token_type_ids=None, attention_mask=None):
         """LongTensors [B, T], in this order (in `transformers` the mask is second); attention_mask
         is 1 on real tokens. Without token types all are 0, without a mask all tokens are real.
         Returns the last layer's hidden states [B, T, d]."""
         for slot in self.slots.values():
-            if slot.fusion is not None:  # clears its weights s, also where a fork skips this slot
-                slot.fusion.begin_batch(attention_mask)  # some kinds (`Router`) need the mask
+            if slot.fusion is not None:  # it forgets s of the last batch (fusion.py)
+                slot.fusion.begin_batch(attention_mask)  # and may keep the mask, as some kinds do
         x = self.word_embeddings(input_ids) + self.position_embeddings(self.positions(input_ids))
         if self.config.type_vocab_size:
             types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
@@ -222,11 +222,11 @@ class Bert(nn.Module):
     @staticmethod
     def from_tensors(config, tensors):
         """The encoder of {name in Hugging Face's files: tensor}, frozen (no parameter requires a
-        gradient) and in eval mode. The prefix (bert., roberta.) may be missing; others are ignored.
-        Raises ValueError for tensors that are missing, or of another shape than config says."""
+        gradient) and in eval mode. The prefix (bert., roberta.) may be missing; other tensors are
+        ignored. Raises ValueError for one that is missing, or of another shape than config says."""
         bert = ENCODERS[config.model_type](config)
         found = {name.removeprefix(f"{config.model_type}."): t for name, t in tensors.items()}
-        theta = bert.hub_tensors()
+        theta = bert.theta()
         if missing := sorted(theta.keys() - found.keys()):
             raise ValueError(f"it lacks {', '.join(missing):.300}")
         for name, p in theta.items():
@@ -254,15 +254,12 @@ class Bert(nn.Module):
             look_up(ENCODERS, config.model_type, "model_type")  # or raises ValueError
         with error_prefix(checkpoint.weights_path):
             bert = Bert.from_tensors(config, checkpoint.tensors)
-            encoder.check(checkpoint.tensors, bert.hub_tensors())  # none left over, all finite
+            # all are finite, and none is left over but those of poolers and heads
+            encoder.check(checkpoint.tensors, bert.theta())
         bert.source, bert.directory = checkpoint.source, checkpoint.config_path.parent
         bert.hub_config = checkpoint.config
-        bert.sha256 = encoder.sha256_of(bert.hub_tensors(), asdict(config))
+        bert.sha256 = encoder.sha256_of(bert.theta(), asdict(config))
         return bert
-
-    def hub_tensors(self):
-        """{name in Hugging Face's files: parameter} of Θ"""
-        return {self.hub_name(name): p for name, p in self.theta().items()}
 
     def save_pretrained(self, directory):
         """Writes config.json and model.safetensors (Θ alone) as Hugging Face does, so that
@@ -270,12 +267,13 @@ class Bert(nn.Module):
         from formats import encoder
 
         config = asdict(self.config)
-        encoder.write_encoder(directory, {**self.hub_config, **config}, self.hub_tensors())
-        return encoder.sha256_of(self.hub_tensors(), config)
+        encoder.write_encoder(directory, {**self.hub_config, **config}, self.theta())
+        return encoder.sha256_of(self.theta(), config)
 
     def theta(self):
-        """{name: parameter} of Θ: those to which HUB_NAMES gives a name, and nothing plugged in."""
-        return {n: p for n, p in self.named_parameters() if self.hub_name(n) is not None}
+        """{name in Hugging Face's files: parameter} of Θ, without what is plugged in"""
+        named = {self.hub_name(name): p for name, p in self.named_parameters()}
+        return {name: p for name, p in named.items() if name is not None}
 
     def hub_name(self, name):
         """layers.0.query.weight -> encoder.layer.0.attention.self.query.weight; None if not Θ's"""

@@ -39,10 +39,9 @@ from runtime.processes import choose_device, gather, ranks, reseed, set_determin
 from runtime.record import describe, never_predicted
 from runtime.run import check_out, is_begun, open_run
 
-# Section 4.1 and appendix A.2: single-task adapters are trained at a learning rate of 1e-4 for at
-# most 30 epochs, fusion at 5e-5 for at most 10. The paper gives no values for the two baselines:
-# these are ours. "options": which of these and of --adapters it takes; without it, all. A stage of
-# your own has a "build", a function of (args, bert, task): see `build`.
+# Learning rates and epochs of adapters and fusions are those of section 4.1 and appendix A.2; for
+# the two baselines the paper gives none, these are ours. "options": which of these and --adapters a
+# stage takes, by default all. A stage of your own has a "build": see `build`.
 OF_ADAPTER = ["adapter", "reduction_factor", "adapter_config"]
 OF_FUSION = ["fusion", "fusion_config"]
 STAGES = {
@@ -69,7 +68,7 @@ class Model(nn.Module):
 
 
 def build(args, bert, task, adapters):
-    """The Model of a run: the encoder, frozen but with --stage full, with what is plugged into it,
+    """The Model of a run: the encoder, frozen except with --stage full, what is plugged into it,
     and a new head. What the stage trains requires a gradient, nothing else does. adapters: {name:
     Saved} of --adapters"""
     for name, saved in adapters.items():
@@ -89,11 +88,10 @@ def build(args, bert, task, adapters):
 
 
 def new_head(args, task, bert):
-    config = {"layers": 2, "label2id": {label: i for i, label in enumerate(task.labels)}}
+    config = {"head_type": "classification", "num_labels": len(task.labels)}
     if task.is_multiple_choice:
-        config |= {"head_type": "multiple_choice", "num_choices": len(task.labels)}
-    else:
-        config |= {"head_type": "classification", "num_labels": len(task.labels)}
+        config = {"head_type": "multiple_choice", "num_choices": len(task.labels)}
+    config |= {"layers": 2, "label2id": {label: i for i, label in enumerate(task.labels)}}
     return HEADS[args.head](config, bert.config).to(bert.device)
 
 
@@ -108,15 +106,18 @@ def train(args):
     bert = Bert.from_pretrained(args.model).to(device)  # Θ, frozen
     args, task = settle(args, task, bert, dtype)  # copies, which stay fixed from here on
     adapters = find_adapters(args.adapters, bert.config.model_type)  # {name: what its files hold}
-    reseed(args.seed)
+    reseed(args.seed)  # again, so that what is new does not depend on what was drawn for Θ
     model = build(args, bert, task, adapters)
     tokenizer, train_set, dev_set = load_data(args, task, data_source, bert)
-    kept = kept_names(model, adapters)  # all tensors but frozen Θ, and frozen Φ of --adapters
-    hold_frozen_in(model, kept, dtype)  # these; what is trained stays in fp32
+    kept = kept_names(
+        model, adapters
+    )  # names of all tensors that a run saves: what is trained, ...
+    hold_frozen_in(model, kept, dtype)  # Θ, if all of it is frozen, and Φ_1..N; the rest is in fp32
     # AdamW (section 4.1), without weight decay, as in adapters 1.3
     groups = [{"params": [p for p in model.parameters() if p.requires_grad], "lr": args.lr}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=device.type != "mps")
-    # what run.json says. It notes what is strange, and refuses adapters of another tokenizer
+    # what run.json says; `describe` also prints what is strange about the data, and raises
+    # ValueError for an adapter that was trained with another tokenizer
     record = describe(args, model, tokenizer, adapters, [(task, train_set, dev_set)])
 
     def steps(epoch):
@@ -155,7 +156,7 @@ def load_data(args, task, data_source, bert):
     tokenizer = load_tokenizer(bert.directory, task.max_length, bert.config)
     train_set = load_split(task, data_source, "train", tokenizer, args.limit_train, args.seed)
     dev_set = load_split(task, data_source, "validation", tokenizer, args.limit_dev)
-    data_source.rows.clear()  # the files' content, which is not needed any more
+    data_source.rows.clear()  # the content of the files, kept for the second split
     return tokenizer, train_set, dev_set
 
 
@@ -163,22 +164,20 @@ def minimize(run, steps, schedule, evaluation):
     """argmin, from where the run is until its best epoch stands in run.model.
 
     run              args, model, optimizer, and where they are: `epoch` counts from 1, `step` says
-                     how many steps of it are done. `best_epoch` is 0 before the first,
-                     `best_scores` are its {score: value}, and `best` a copy of kept_tensors(),
-                     {name: tensor} of all that a run has to save. This is process `rank` of
-                     `world_size`; all get the same scores, and so stop together. after_step,
-                     log_epoch and checkpoint report and save: they change none of these. `record`
-                     is what run.json says, and `diverged` an error for `finish`
+                     how many steps of it are done. `best_epoch` is 0 before the first, with
+                     `best_scores`, {score: value}, and `best`, a copy of kept_tensors(), {name:
+                     tensor} of all that a run saves. It is process `rank` of `world_size`; all get
+                     the same scores, and so stop together. Its methods report, save and raise, and
+                     change nothing of this. `record` is what run.json says
     steps(epoch)     [(Model, task, a batch of examples)] of an epoch; the Models of several tasks
                      share what is in run.model (experiments/multitask.py); --resume calls it again
     schedule(done)   the factor of the learning rate when this share of all steps is done
-    evaluation()     {score: value} of the development set, its "loss" among them, and what else is
-                     to be logged"""
+    evaluation()     {score: value} of the development set, its "loss", and what is only logged"""
     args, bert, optimizer = run.args, run.model.bert, run.optimizer
     trainable = [p for p in run.model.parameters() if p.requires_grad]
-    lrs = [group["lr"] for group in optimizer.param_groups]  # the initial ones, also with --resume
+    lrs = [group["lr"] for group in optimizer.param_groups]  # initial; --resume puts them back
     compute = gradients
-    if args.cuda_graphs:  # on a GPU: replays a recording, compared with it at least once an epoch
+    if args.cuda_graphs:  # on a GPU: a recording of it, with which it is compared now and then
         compute = Recorded(gradients, trainable, args.dtype, run.record["steps_per_epoch"])
     try:
         # early stopping, after --patience epochs without a better one
@@ -195,38 +194,39 @@ def minimize(run, steps, schedule, evaluation):
                 for part in micro_batches(mine, args.grad_accumulation):
                     batch = collate(part, bert.config.pad_token_id)
                     loss += compute(model, task, args, batch, len(part) / len(examples))
-                sum_gradients(trainable)  # over all processes; one without examples adds none
+                sum_gradients(trainable)  # over all processes; some may have no examples
                 nn.utils.clip_grad_norm_(trainable, 1.0)  # as in Google's BERT
                 optimizer.step()
                 optimizer.zero_grad()
                 run.step += 1
-                # A checkpoint if it is time. Raises KeyboardInterrupt after Ctrl-C; and in all
-                # processes FloatingPointError, in every tenth step, if a loss was not finite
+                # Sums up `loss`; FloatingPointError, in every tenth step, if the sum is not finite.
+                # A checkpoint if it is time, or after Ctrl-C, which then raises KeyboardInterrupt
                 run.after_step(loss)
 
             reseed(args.seed, run.epoch, run.step, run.rank)  # for a fork whose evaluation draws
-            found, before = evaluation(), run.best_scores
+            scores, best = evaluation(), run.best_scores
             for name in ("loss", args.score):
-                run.check_finite(f"development {name}", found[name])
-            now = found[args.score], -found["loss"]  # of equal scores, the one at a smaller loss
-            if not before or now > (before[args.score], -before["loss"]):
-                run.best_epoch, run.best_scores = run.epoch, found
+                run.check_finite(f"development {name}", scores[name])
+            now = scores[args.score], -scores["loss"]  # of equal scores, the one at a smaller loss
+            if not best or now > (best[args.score], -best["loss"]):
+                run.best_epoch, run.best_scores = run.epoch, scores
                 run.best = {name: t.cpu().clone() for name, t in run.kept_tensors().items()}
-            run.log_epoch(found)
+            run.log_epoch(scores)
             run.epoch, run.step = run.epoch + 1, 0
             run.checkpoint()
     except FloatingPointError as e:  # a loss, or a score, is not finite
         if not run.best:
             raise
         run.diverged = e  # `run.finish` raises it again, when the best epoch so far is saved
-    run.model.load_state_dict(run.best, strict=False)  # it lacks what is frozen, and as it was
+    run.model.load_state_dict(run.best, strict=False)  # without what is frozen: it has not changed
 
 
 def gradients(model, task, args, batch, share):
     """Adds the gradients of a part of a batch to those that are there. share: of the batch's
     examples, so that all parts add up to its mean loss and one penalty. Returns share · (loss +
     penalty)."""
-    with autocast(args, model.bert.device):
+    # with --dtype bfloat16, matrix products are computed in it, of weights in any precision
+    with torch.autocast(model.bert.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         logits = model(batch)  # [B, K]
     loss = task.loss(logits, batch["labels"].to(logits.device))
     loss = share * (loss + fusion_regularization(model.bert))  # on V (section 4.1), or 0
@@ -240,18 +240,14 @@ def micro_batches(examples, count):
     return [examples[i : i + size] for i in range(0, len(examples), size)]
 
 
-def autocast(args, device):
-    """With --dtype bfloat16, products, and what needs no more precision, are computed in it."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-
-
 def predictions(model, task, examples, args):
     """(labels, predictions, mean loss) of a split, in the order of `batches`. Every process
     computes some of them. Leaves the model in eval mode."""
     model.eval()
-    rank, world_size = ranks()
+    (rank, world_size), device = ranks(), model.bert.device.type
     found, every = {}, batches(examples, args.batch_size)
-    with torch.inference_mode(), autocast(args, model.bert.device):
+    autocast = torch.autocast(device, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    with torch.inference_mode(), autocast:
         for number in range(rank, len(every), world_size):
             part = [examples[i] for i in every[number]]
             batch = collate(part, model.bert.config.pad_token_id)
@@ -276,23 +272,23 @@ def save(model, task, out, record, kept):
     files have no place for goes into own.safetensors. Frozen --adapters were copied before. Returns
     the record for run.json: if Θ was trained, `out` is the encoder of this run's adapters."""
     bert, out = model.bert, Path(out)
-    # {"encoder", "adapter NAME", "fusion", "head": {name: tensor}}, of these what is to be written
-    found = files_of(model, record["adapters"])
-    if "encoder" in found:
+    # {"encoder" | "adapter NAME" | "fusion" | "head": its tensors}, without frozen --adapters
+    files = files_of(model, record["adapters"])
+    if "encoder" in files:
         sha256 = bert.save_pretrained(out)  # it is a checkpoint now, which --model accepts
         copy_tokenizer(bert.directory, out)
-        bert.source = str(out.resolve())
+        bert.source = str(out.resolve())  # which the files below give as their encoder
         record = {**record, "encoder": sha256, "trained_on": bert.source}
     for name in bert.adapter_configs:
-        if f"adapter {name}" in found:
-            # beside a fusion, if a stage of your own trains Φ and Ψ together
+        if f"adapter {name}" in files:
+            # under adapters/ beside a fusion, if a stage of your own trains Φ and Ψ together
             place = out if name == bert.active else out / "adapters" / name
             save_adapter(bert, name, place)
             write_json(place / "run.json", record)
-    if "fusion" in found:
+    if "fusion" in files:
         save_fusion(bert, out)
     save_head(model.head, bert, task.name, out)
-    if rest := without_file(model, kept, found):  # {name: tensor} of what is in none of these
+    if rest := without_file(model, kept, files):  # {name: tensor} of what is in none of these
         write_tensors(out / "own.safetensors", rest)
     return record
 
@@ -374,12 +370,12 @@ def parse(argv=None, parser=None):
     args.lr = args.lr or STAGES[args.stage]["lr"]
     args.epochs = args.epochs or STAGES[args.stage]["epochs"]
     if args.resume and is_begun(args.out):
-        before = adapterhub.read_run(args.out)["options"]  # these defaults depend on the machine
+        before = adapterhub.read_run(args.out)["options"]  # of the machine where it began
         args.model = args.model or before["model"]
         args.dtype = before["dtype"] if args.dtype == "auto" else args.dtype
     args.model = args.model or os.environ.get("ADAPTERFUSION_MODEL") or encoder_of(args.adapters)
     args.model = args.model or "google-bert/bert-base-uncased"
-    check_out(args)  # that nothing else is in --out, and nothing there is needed
+    check_out(args)  # that nothing would be lost there. Raises ValueError
     return args
 
 
@@ -392,7 +388,7 @@ def check_known(args):
 
 def main(argv=None):
     """Runs a command line; argv: a list of words. Returns what the last line prints."""
-    with command.alone():  # another thread of this process that trains has to wait
+    with command.alone():  # one thread of this process after another
         return train(parse(argv))
 
 

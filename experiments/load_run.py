@@ -70,6 +70,10 @@ class LoadedRun:
         """The names of the fused adapters, in the fusion's order."""
         return [*self.bert.active] if isinstance(self.bert.active, tuple) else []
 
+    def autocast(self):
+        is_bf16 = self.args.dtype == "bfloat16"
+        return torch.autocast(self.bert.device.type, torch.bfloat16, enabled=is_bf16)
+
     def candidates(self, inputs):
         """[[(text_a, text_b or None)]] of inputs, as in training"""
         task, names, found = self.task, self.source.column_names, []
@@ -134,7 +138,7 @@ class LoadedRun:
         result = [None] * len(examples)
         for indices in batches(examples, 64):
             batch = collate([examples[i] for i in indices], pad)
-            with LOCK, train.autocast(self.args, self.bert.device):
+            with LOCK, self.autocast():
                 logits = self.model(batch)  # [B, K]
             if not logits.isfinite().all():
                 raise FloatingPointError("the model's outputs are not finite")
@@ -144,7 +148,7 @@ class LoadedRun:
 
     def weights_of(self, batch):
         """fusion.py's fusion_weights of a batch."""
-        with LOCK, train.autocast(self.args, self.bert.device):
+        with LOCK, self.autocast():
             self.model(batch)
             return fusion_weights(self.bert)
 
