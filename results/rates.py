@@ -3,6 +3,8 @@ of experiments/skills.py, each seed with sources of its own.
 
     python -m results.rates runs/rates     # what is interrupted goes on by the same command
 
+Before all others come ten seeds of the demo, at rates that the first two chose.
+
 Each run is a line of OUT/rows.jsonl: the last epoch and the best one (chosen on the development
 set), each also on examples that chose nothing. OUT/traces.jsonl holds, for each step of some runs
 with two adapters, and each layer: how far the scores of the two are apart, s, and the norm of the
@@ -71,6 +73,8 @@ SETTINGS = {
     "both, N = 8": ("both", 8, 240, 6, RATES, SEEDS),
     "both, N = 4": ("both", 4, 240, 6, RATES, FEW),
 }
+DEMO, DEMO_SEEDS = "both, N = 8, 240 steps", range(10, 20)
+DEMO_WAYS = ["attention", "sum", "mean", "head", "own"]
 TRACED = ["attention", "scaled", "slow", "fast_scaled", "query_of_text"]  # N = 2, at 5e-4
 SOURCE = "--lr 1e-3 --epochs 2 --batch-size 16 --max-length 40"
 
@@ -88,19 +92,19 @@ def grid():
                 yield from ((setting, "own", lr, seed) for lr in ALONE["own"])
 
 
-def source_words(out, name, seed):
+def source_words(out, name, seed, dtype):
     """The command that trains a source: a skill on all 2,400 examples, another one on 800."""
-    words = f"--stage adapter --task {name} --data-dir {out}/data --out {out}/{name}-{seed}"
+    words = f"--stage adapter --task {name} --data-dir {out}/data --out {out}/{dtype}/{name}-{seed}"
     few = "" if name in SKILLS else " --limit-train 800"
-    return f"{words} --model minilm --seed {seed} --overwrite {SOURCE}{few}".split()
+    words = f"{words} --model minilm --seed {seed} --dtype {dtype} --overwrite {SOURCE}{few}"
+    return words.split()
 
 
-def train_source(out, name, seed):
+def train_source(out, name, seed, dtype):
     torch.set_num_threads(1)
-    if not Path(out, f"{name}-{seed}", "metrics.json").is_file():
+    if not Path(out, dtype, f"{name}-{seed}", "metrics.json").is_file():
         sys.stdout = open(os.devnull, "w")
-        train.main(source_words(out, name, seed))
-    return name, seed
+        train.main(source_words(out, name, seed, dtype))
 
 
 class Trial:
@@ -145,29 +149,28 @@ class Trial:
             raise FloatingPointError(what)
 
 
-def words_of(out, setting, way, lr, seed):
+def words_of(out, setting, way, lr, seed, dtype):
     """The words behind `train.py` of a run."""
     target, n, examples, epochs, _, _ = SETTINGS[setting]
-    stage = {"head": "--stage head", "own": "--stage adapter"}.get(
-        way, f"--stage fusion --fusion {way}"
-    )
-    sources = {"head": ["order"], "own": []}.get(way, ADAPTERS[:n])
-    epochs = 30 if way == "own" else epochs
+    sources, stage = ADAPTERS[:n], f"--stage fusion --fusion {way}"
+    if way == "head":
+        sources, stage = ["order"], "--stage head"
+    if way == "own":
+        sources, stage, epochs = [], "--stage adapter", 30
     words = f"{stage} --task {target} --data-dir {out}/data --model minilm --max-length 40 "
     words += f"--batch-size 16 --limit-train {examples} --epochs {epochs} --patience {epochs} "
-    words += f"--lr {lr} --seed {seed} --out {out}/none"
-    return [
-        *words.split(),
-        *(["--adapters", *(f"{out}/{n}-{seed}" for n in sources)] if sources else []),
-    ]
+    words += f"--lr {lr} --seed {seed} --dtype {dtype} --out {out}/none"
+    adapters = [f"{out}/{dtype}/{name}-{seed}" for name in sources]
+    return [*words.split(), *(["--adapters", *adapters] if adapters else [])]
 
 
-def run(out, setting, way, lr, seed, dtype="auto"):
+def run(out, *place):
     """A run as `train` of train.py has it, up to its files: (row, trace)."""
     torch.set_num_threads(1)
     began, stdout = time.time(), sys.stdout
     sys.stdout = open(os.devnull, "w")  # notes, which are the same in all
-    args = train.parse([*words_of(out, setting, way, lr, seed), "--dtype", dtype])
+    setting, way, lr, seed, _ = place
+    args = train.parse(words_of(out, *place))
     device, dtype = choose_device("cpu", args.dtype)
     data_source = source_of(args)
     task = get_task(args.task, data_source)
@@ -178,7 +181,7 @@ def run(out, setting, way, lr, seed, dtype="auto"):
     reseed(args.seed)
     model = train.build(args, bert, task, adapters)
     tokenizer, train_set, dev_set = train.load_data(args, task, data_source, bert)
-    test_args = train.parse([*words_of(out, setting, way, lr, seed), "--data-dir", f"{out}/test"])
+    test_args = train.parse([*words_of(out, *place), "--data-dir", f"{out}/test"])
     test_set = train.load_split(task, source_of(test_args), "validation", tokenizer)
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen = [p for p in model.parameters() if not p.requires_grad]
@@ -237,10 +240,10 @@ def main(out, runs):
     todo = [run for run in dict.fromkeys(runs) if run not in done]
     jobs, context = int(os.environ.get("JOBS", 2)), multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["results.rates"])
-    with ProcessPoolExecutor(jobs, context) as pool:
+    with ProcessPoolExecutor(jobs, context, max_tasks_per_child=40) as pool:
         sources, futures = {}, {}
         for key in todo:
-            needed = [(name, key[3]) for name in ADAPTERS[: SETTINGS[key[0]][1]]]
+            needed = [(name, *key[3:]) for name in ADAPTERS[: SETTINGS[key[0]][1]]]
             for one in needed:
                 sources[one] = sources.get(one) or pool.submit(train_source, out, *one)
             for one in needed:
@@ -262,6 +265,31 @@ def collect(out, futures):
     print(*key, {n: row.get(n) for n in ("last_test", "best_test", "seconds")}, flush=True)
 
 
+def demo_rates(out):
+    """{way of the demo: the rate with the best development accuracy in seeds 0 and 1}"""
+    found = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    best = {}
+    for way in DEMO_WAYS:
+        of = [
+            row for row in found if (row["setting"], row["way"]) == (DEMO, way) and row["seed"] < 2
+        ]
+        mean = {row["lr"]: 0.0 for row in of}
+        for row in of:
+            mean[row["lr"]] += row.get("best_dev", 0) / 2
+        best[way] = max(mean, key=mean.get)
+    return best
+
+
 if __name__ == "__main__":
-    dtype = str(choose_device("cpu", "auto")[1]).removeprefix("torch.")
-    main(Path(sys.argv[1]), [(*key, dtype) for key in grid()])
+    out, dtype = Path(sys.argv[1]), str(choose_device("cpu", "auto")[1]).removeprefix("torch.")
+    every = [(*key, dtype) for key in grid()]
+    traced = [
+        key for key in every if key[0] == "both, N = 2" and key[1] in TRACED and key[2] == 5e-4
+    ]
+    main(out, traced)
+    choosing = [key for key in every if key[0] == DEMO and key[1] in DEMO_WAYS and key[3] < 2]
+    main(out, [key for key in choosing if key[1] != "attention" or 2e-4 <= key[2] <= 2e-3])
+    for precision in (dtype, "float32"):
+        rates = demo_rates(out).items()
+        main(out, [(DEMO, way, lr, seed, precision) for seed in DEMO_SEEDS for way, lr in rates])
+    main(out, every)
