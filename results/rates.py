@@ -164,6 +164,14 @@ def words_of(out, setting, way, lr, seed, dtype):
     return [*words.split(), *(["--adapters", *adapters] if adapters else [])]
 
 
+def of_skills(task, labels, predictions):
+    """Of `both`, the accuracy in each of its two questions."""
+    pairs = zip(labels.tolist(), predictions.tolist(), strict=True)
+    named = [(task.labels[i].split(", "), task.labels[j].split(", ")) for i, j in pairs]
+    of_one = range(len(named[0][0]))
+    return [round(sum(a[k] == b[k] for a, b in named) / len(named), 4) for k in of_one]
+
+
 def run(out, *place):
     """A run as `train` of train.py has it, up to its files: (row, trace)."""
     torch.set_num_threads(1)
@@ -200,7 +208,9 @@ def run(out, *place):
         return train.evaluate(model, task, test_set, large)["accuracy"]
 
     def evaluation():
-        found = train.evaluate(model, task, dev_set, large)
+        labels, predicted, loss = train.predictions(model, task, dev_set, large)
+        accuracy = task.scores["accuracy"](labels, predicted)
+        found = {"accuracy": accuracy, "loss": loss, "skills": of_skills(task, labels, predicted)}
         return found | ({"test": test()} if trial.epoch == args.epochs else {})
 
     row = {"setting": setting, "way": way, "lr": lr, "seed": seed, "dtype": args.dtype}
@@ -214,6 +224,7 @@ def run(out, *place):
         row |= {"best_epoch": 0}  # it diverged in its first epoch
     row |= {"diverged": trial.diverged is not None, "trained": sum(p.numel() for p in trained)}
     row |= {"devs": [round(h["accuracy"], 4) for h in trial.history]}
+    row |= {"skills": [h["skills"] for h in trial.history]}
     row |= {"losses": [round(h["loss"], 4) for h in trial.history]}
     sys.stdout = stdout
     return row | {"seconds": round(time.time() - began, 1)}, trial.trace
