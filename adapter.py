@@ -27,7 +27,7 @@ class Adapter(nn.Module):
         super().__init__()
         self.config = config
         self.down = nn.Linear(hidden_size, bottleneck_size)  # D
-        self.act = deepcopy(ACTIVATIONS[config.non_linearity])  # a module, such as nn.PReLU(), too
+        self.act = deepcopy(ACTIVATIONS[config.non_linearity])  # it may be a module with weights
         self.up = nn.Linear(bottleneck_size, hidden_size)  # U
         for linear in (self.down, self.up):  # as in adapters 1.3; the paper does not say
             nn.init.normal_(linear.weight, std=0.02)
@@ -47,8 +47,9 @@ class Adapter(nn.Module):
         """a = act(D·h + b_D): [B, T, d] -> [B, T, r]"""
         return self.act(self.down(h))
 
-    # A fusion mixes the z of several adapters, and calls the next two in place of `forward`. When
-    # added it refuses an adapter for which close(z(h) + residual, x, norm) is something else.
+    # A fusion mixes the z of several adapters: it calls the next two in place of `forward`. When it
+    # is added, it refuses an Adapter whose `forward` gives something other than close(z(h) +
+    # residual, x, norm); `norm_after` alone is let through (see GridAdapter).
 
     def h_and_residual(self, f, x, norm):
         """What the adapter reads, and what is added to its z: [B, T, d] each"""
@@ -101,7 +102,7 @@ class GridAdapter(Adapter):
     def close(self, output, x, norm):
         if self.config.original_ln_after:
             return norm(output + x)
-        return output  # it holds x only if the residual does
+        return output  # nothing adds x here: it is in the output only if it is in the residual
 
 
 @dataclass
@@ -187,8 +188,8 @@ class AdapterConfig:
         return modules
 
 
-# --adapter NAME: a function that takes the fields in --adapter-config and returns an AdapterConfig.
-# Or a dataclass of your own with a method `modules`, which loading finds here by its name.
+# --adapter NAME: a function of the fields in --adapter-config that returns an AdapterConfig, or a
+# dataclass of your own with a method `modules`. Loading finds your class here, by its own name.
 ADAPTERS = {"pfeiffer": AdapterConfig.pfeiffer, "houlsby": AdapterConfig.houlsby}
 ADAPTERS["bapna"] = AdapterConfig.bapna
 
@@ -210,8 +211,8 @@ def insert(bert, name, config, modules):
 
 
 def make_adapter(bert, name, config):
-    """{(layer, location): module} of a new adapter, not yet in the encoder. They are in fp32, which
-    autocast (train.py) casts beside a Θ in bf16; in fp64 if Θ is."""
+    """{(layer, location): module} of a new adapter, not yet in the encoder. The modules are in fp32
+    (fp64 if Θ is), also where Θ is in bf16: autocast (train.py) then casts them."""
     adapterhub.check_name(name)
     if name in bert.adapter_configs:
         raise ValueError(f"there is already an adapter called {name!r}")
@@ -236,7 +237,8 @@ def activate(bert, active=None):
     active = tuple(active) if isinstance(active, list) else active
     if active == ():
         raise ValueError("a fusion needs at least one adapter")
-    names = active if isinstance(active, tuple) else () if active is None else (active,)
+    one = () if active is None else (active,)
+    names = active if isinstance(active, tuple) else one
     found = {name: adapter_modules(bert, name) for name in names}  # raises ValueError
     computed = {}  # by slot; nothing is changed before all slots have been looked at
     for key, slot in bert.slots.items():
@@ -257,7 +259,7 @@ def save_adapter(bert, name, directory):
     config = bert.adapter_configs[name]
     tensors = adapterhub.slot_tensors(adapter_modules(bert, name))  # {(slot, name in file): tensor}
     options = {"architecture": type(config).__name__, "fields": vars(config)}
-    # if AdapterHub's own bottleneck adapters have these fields and parameters, all of their fields
+    # AdapterHub's own adapters may have these fields and parameters: then all of their fields
     if type(config) is AdapterConfig and adapterhub.is_bottleneck(vars(config), tensors):
         options = {**adapterhub.NOT_IN_THE_PAPER, **vars(config)}
     adapterhub.write(directory, adapterhub.ADAPTER, name, options, tensors, bert)
@@ -290,12 +292,12 @@ def load_adapter(bert, directory, name=None):
 class Head(nn.Module):
     """The prediction head on the last layer's [CLS] vector. The paper describes none; this is
     AdapterHub's default. config has the fields of its head_config.json. What is not supported
-    raises a ValueError; fields that are not listed here, such as label2id, are saved again.
+    raises ValueError; fields not listed here, such as label2id, are kept, and written by saving.
 
     head_type                 classification | multiple_choice
     num_labels, num_choices   K, the number of classes, or of choices
     layers                    2: dropout, linear d -> d, tanh, dropout, linear; 1: dropout, linear
-    activation_function, bias tanh, True: the defaults
+    activation_function, bias only tanh and True are supported, which are the defaults
     use_pooler                [CLS] goes through the encoder's own pretrained pooler first, which is
                               in the encoder's files, not in the head's; default False
     dropout_prob              default None: the encoder's"""

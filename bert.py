@@ -66,8 +66,8 @@ def dropout(x, p, training):
 
 
 def attention(q, k, v, bias, p):
-    """softmax(q kᵀ / √(d/H) + bias) v, where each weight is dropped with probability p. q, k, v:
-    [B, H, T, d/H]; bias: of `Bert.attention_bias` -> [B, H, T, d/H]"""
+    """softmax(q kᵀ / √(d/H) + bias) v, where each weight is dropped with probability p. q, k, v,
+    and what is returned: [B, H, T, d/H]; bias: what `Bert.attention_bias` returns"""
     if p == 0 or q.device.type != "cpu":  # PyTorch's own is faster, except on a CPU with dropout
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p)
     q_k = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)  # [B, H, T, T]
@@ -120,7 +120,7 @@ class Layer(nn.Module):
         self.hidden_dropout = config.hidden_dropout_prob
 
     def forward(self, x, bias):
-        """x: [B, T, d]; bias: of `Bert.attention_bias` -> [B, T, d]"""
+        """[B, T, d] -> [B, T, d]; bias: what `Bert.attention_bias` returns"""
         q = self.split_heads(self.query(x))  # [B, H, T, d/H]
         k = self.split_heads(self.key(x))
         v = self.split_heads(self.value(x))
@@ -133,8 +133,7 @@ class Layer(nn.Module):
         return self.output_add_norm(f, x)
 
     def split_heads(self, x):
-        """[B, T, d] -> [B, H, T, d/H]"""
-        return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)  # [B, T, d] -> [B, H, T, d/H]
 
 
 class Bert(nn.Module):
@@ -182,8 +181,10 @@ class Bert(nn.Module):
         is 1 on real tokens. Without token types all are 0, without a mask all tokens are real.
         Returns the last layer's hidden states [B, T, d]."""
         for slot in self.slots.values():
-            if slot.fusion is not None:  # it forgets s of the last batch (fusion.py)
-                slot.fusion.begin_batch(attention_mask)  # and may keep the mask, as some kinds do
+            if (
+                slot.fusion is not None
+            ):  # it clears its old attention weights, and may keep the mask
+                slot.fusion.begin_batch(attention_mask)
         x = self.word_embeddings(input_ids) + self.position_embeddings(self.positions(input_ids))
         if self.config.type_vocab_size:
             types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
@@ -222,8 +223,8 @@ class Bert(nn.Module):
     @staticmethod
     def from_tensors(config, tensors):
         """The encoder of {name in Hugging Face's files: tensor}, frozen (no parameter requires a
-        gradient) and in eval mode. The prefix (bert., roberta.) may be missing; other tensors are
-        ignored. Raises ValueError for one that is missing, or of another shape than config says."""
+        gradient) and in eval mode. The prefix (bert., roberta.) may be missing; extra tensors are
+        ignored. Raises ValueError if a tensor is missing, or has another shape than config says."""
         bert = ENCODERS[config.model_type](config)
         found = {name.removeprefix(f"{config.model_type}."): t for name, t in tensors.items()}
         theta = bert.theta()
@@ -246,7 +247,7 @@ class Bert(nn.Module):
         from formats.files import error_prefix
         from runtime.command import look_up
 
-        # its files, .config (all that config.json says), .tensors (by Hugging Face's names)
+        # its files, .config (all that config.json says), .tensors (by today's Hugging Face names)
         checkpoint = encoder.read_encoder(source)
         known = asdict(BertConfig())
         with error_prefix(checkpoint.config_path):
@@ -254,8 +255,7 @@ class Bert(nn.Module):
             look_up(ENCODERS, config.model_type, "model_type")  # or raises ValueError
         with error_prefix(checkpoint.weights_path):
             bert = Bert.from_tensors(config, checkpoint.tensors)
-            # all are finite, and none is left over but those of poolers and heads
-            encoder.check(checkpoint.tensors, bert.theta())
+            encoder.check(checkpoint.tensors, bert.theta())  # all finite, all of an encoder used
         bert.source, bert.directory = checkpoint.source, checkpoint.config_path.parent
         bert.hub_config = checkpoint.config
         bert.sha256 = encoder.sha256_of(bert.theta(), asdict(config))
@@ -263,7 +263,7 @@ class Bert(nn.Module):
 
     def save_pretrained(self, directory):
         """Writes config.json and model.safetensors (Θ alone) as Hugging Face does, so that
-        `transformers` and `from_pretrained` read them. Returns what is then their `sha256`."""
+        `transformers` and `from_pretrained` read them. Returns the SHA-256 of what is written."""
         from formats import encoder
 
         config = asdict(self.config)

@@ -97,7 +97,7 @@ class Task:
         """The index of a label as the data write it."""
         if (text := plain_label(value)) in self.indices:
             return self.indices[text]
-        # the hub's integers; labels made of digits are names, not indices
+        # the hub has integers, which are indices; but not where the names themselves are digits
         if self.hub and not self.labels[0].isdigit() and text in map(str, range(len(self.labels))):
             found = ", ".join(f"{i} = {label}" for i, label in enumerate(self.labels))
             note(f"{self.name}: integers are read as {found}")  # which is printed only once
@@ -131,7 +131,8 @@ def with_endings(ctx_a, ctx_b, options):
 def with_choices(*texts):
     """([text,] choices) -> candidates; choices: a list of texts, as formats/rows.py makes it of the
     dictionary {"label": letters, "text": texts} that CommonsenseQA has on the hub"""
-    return [(*texts[:-1], choice) if texts[:-1] else (choice, None) for choice in texts[-1]]
+    *before, choices = texts
+    return [(*before, choice) if before else (choice, None) for choice in choices]
 
 
 NLI = "entailment neutral contradiction".split()
@@ -208,14 +209,14 @@ class Example(NamedTuple):
     input_ids: tuple  # of C candidates, NumPy int32 [T] each
     token_type_ids: tuple
     label: int  # in another kind of task a float, or a tuple; None where it is not known
-    hash: int  # of texts and label; run.json has those that an adapter was trained on
+    hash: int  # of texts and label; run.json has the 1,000 smallest of a training set
     is_cut: bool  # whether it was longer than --max-length
 
 
 def load_split(task, data_source, split, tokenizer, limit=None, seed=0):
-    """[Example] of a split, tokenised. "train" and "validation" are parts of the training examples
-    with --dev-fraction, and in a task with `dev_from_train`. limit: keep only this many, drawn with
-    `seed`. Without a tokenizer (None) they have no ids, for their hashes alone. Raises
+    """[Example] of a split, tokenised. With --dev-fraction, or for a task with `dev_from_train`,
+    both "train" and "validation" are taken from the training examples. limit: keep only this many,
+    drawn with `seed`. Without a tokenizer (None) they have no ids, for their hashes alone. Raises
     FileNotFoundError if the data are not there, and ValueError naming the file and the row for one
     that does not fit."""
     where, rows = data_source.read_split(task, split)  # {number of a row: row}
@@ -268,8 +269,8 @@ def batches(examples, batch_size, seed=None):
 
 def collate(examples, pad_token_id):
     """B examples -> LongTensors input_ids, token_type_ids, attention_mask [B·C, T], an example's
-    candidates one after another; and, if the examples have any, labels [B]: class indices, or the
-    floats of a regression; [B, k] of tuples. T is the length of the longest."""
+    candidates one after another, T the length of the longest; and, if the examples have any, labels
+    [B]: class indices, or floats; [B, n] if each is a tuple of n."""
     ids = [torch.from_numpy(x).long() for example in examples for x in example.input_ids]
     types = [torch.from_numpy(x).long() for example in examples for x in example.token_type_ids]
     batch = {"input_ids": pad_sequence(ids, True, pad_token_id)}

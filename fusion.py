@@ -25,7 +25,7 @@ class Fusion(nn.Module):
     and h is what the adapters read; the h of section 3.2 is the feed-forward output, f here
     (docs/silent.md)."""
 
-    fast_form = None  # of `low_rank`; None where that does not compute what `textbook` does
+    fast_form = None  # how `low_rank` computes this fusion; None: only `textbook` computes it
 
     def __init__(self, adapter_names, hidden_size, dropout):
         super().__init__()
@@ -52,8 +52,8 @@ class Fusion(nn.Module):
         h, residual = last.h_and_residual(f, x, add_norm.norm)
         if self.fast_form is None:
             o = self.textbook(h, adapters)
-        else:  # What normally runs: the same o, of the r numbers of each bottleneck, since z_n is
-            # U_n a_n + b_n. It calls `softmax`, too, and was compared when this fusion was made.
+        else:  # The usual path: the same o for less work, since z_n = U_n a_n + b_n has only r free
+            # numbers. It calls `softmax`, too. `choose_form` has compared it with `textbook`.
             o = low_rank(self, h, adapters, self.fast_form)
         return last.close(o.to(h.dtype) + residual, x, add_norm.norm)
 
@@ -126,7 +126,7 @@ def fusion_weights(bert):
 def add_fusion(bert, names, fusion_class=Fusion, **arguments):
     """Adds a new fusion over adapters of the encoder wherever one of them sits, in place of an
     existing one, and activates it. Its parameters are then the only ones that require a gradient.
-    arguments: further ones of a class of your own. Raises ValueError, and changes nothing, for a
+    arguments: further ones, for a class of your own. Raises ValueError, and changes nothing, for a
     name that is unknown or there twice, for adapters at different locations (as adapters 1.3 does),
     for one without `z`, and for those that `choose_form` refuses."""
     modules = make_fusion(bert, names, fusion_class, arguments)
@@ -160,7 +160,8 @@ def make_fusion(bert, names, fusion_class, arguments, dropout=None):
             fusion = fusion_class([*here], bert.config.hidden_size, dropout, **arguments)
             fusion.arguments = arguments  # for `save_fusion`
             fusion.to(bert.device, torch.promote_types(bert.dtype, torch.float32))
-            # None if `low_rank` has another o. Raises ValueError for adapters that cannot be mixed
+            # How `low_rank` can compute it; None if its o differs. Raises ValueError if an adapter
+            # reads or adds something else than the last; for these two classes that is a note.
             fusion.fast_form = choose_form(fusion, here, slot.norm, Fusion, (Adapter, GridAdapter))
             modules[key] = fusion.train(bert.training)
     return modules

@@ -40,8 +40,8 @@ from runtime.record import describe, never_predicted
 from runtime.run import check_out, is_begun, open_run
 
 # Learning rates and epochs of adapters and fusions are those of section 4.1 and appendix A.2; for
-# the two baselines the paper gives none, these are ours. "options": which of these and --adapters a
-# stage takes, by default all. A stage of your own has a "build": see `build`.
+# the two baselines the paper gives none, these are ours. "options": what the stage takes of
+# --adapters and the following; by default all. Your own stage has a "build" function: see `build`.
 OF_ADAPTER = ["adapter", "reduction_factor", "adapter_config"]
 OF_FUSION = ["fusion", "fusion_config"]
 STAGES = {
@@ -50,6 +50,7 @@ STAGES = {
     "head": {"lr": 1e-3, "epochs": 30, "options": ["adapters"]},  # baseline: on Θ, or one Φ_n
     "full": {"lr": 2e-5, "epochs": 10, "options": []},  # baseline: all of Θ is trained
 }
+TABLES = {"stage": STAGES, "adapter": ADAPTERS, "fusion": FUSIONS, "head": HEADS}  # by option
 
 
 class Model(nn.Module):
@@ -97,22 +98,21 @@ def new_head(args, task, bert):
 
 def train(args):
     """One stage, from the start or from where it was interrupted. args: as `parse` returns them.
-    Returns what the last line prints."""
+    Returns the metrics, which are printed as the last line."""
     device, dtype = choose_device(args.device, args.dtype, args.cuda_graphs)
     set_deterministic(device)  # a run that is repeated, or resumed, ends in the same bits
     data_source = source_of(args)  # the hub, or files
     task = get_task(args.task, data_source)
-    reseed(args.seed)  # before Θ, too, for what a fork adds to it; several processes start equal
+    reseed(args.seed)  # before Θ, too: a fork may add random weights; all processes start alike
     bert = Bert.from_pretrained(args.model).to(device)  # Θ, frozen
     args, task = settle(args, task, bert, dtype)  # copies, which stay fixed from here on
     adapters = find_adapters(args.adapters, bert.config.model_type)  # {name: what its files hold}
     reseed(args.seed)  # again, so that what is new does not depend on what was drawn for Θ
     model = build(args, bert, task, adapters)
     tokenizer, train_set, dev_set = load_data(args, task, data_source, bert)
-    kept = kept_names(
-        model, adapters
-    )  # names of all tensors that a run saves: what is trained, ...
-    hold_frozen_in(model, kept, dtype)  # Θ, if all of it is frozen, and Φ_1..N; the rest is in fp32
+    # what the run saves, by name: everything but the frozen weights of Θ and of --adapters
+    kept = kept_names(model, adapters)
+    hold_frozen_in(model, kept, dtype)  # those; of Θ only if none of it is trained; else it is fp32
     # AdamW (section 4.1), without weight decay, as in adapters 1.3
     groups = [{"params": [p for p in model.parameters() if p.requires_grad], "lr": args.lr}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=device.type != "mps")
@@ -124,7 +124,7 @@ def train(args):
         every = batches(train_set, args.batch_size, (args.seed, epoch))
         return [(model, task, [train_set[i] for i in indices]) for indices in every]
 
-    # connects the processes, and with --resume goes back to the checkpoint
+    # connects the processes, locks --out, and clears it, or with --resume goes to the checkpoint
     with open_run(args, record, model, kept, optimizer) as run:
         if run.result:  # of a run that --resume finds finished
             return run.result
@@ -135,7 +135,7 @@ def train(args):
         minimize(run, steps, lambda done: 1 - done, lambda: evaluate(model, task, dev_set, args))
         if run.rank == 0:
             record = save(model, task, args.out, record, kept)
-        return run.finish(record)  # writes run.json and metrics.json; returns the latter
+        return run.finish(record)  # in process 0 writes run.json and metrics.json; returns these
 
 
 def settle(args, task, bert, dtype):
@@ -156,31 +156,31 @@ def load_data(args, task, data_source, bert):
     tokenizer = load_tokenizer(bert.directory, task.max_length, bert.config)
     train_set = load_split(task, data_source, "train", tokenizer, args.limit_train, args.seed)
     dev_set = load_split(task, data_source, "validation", tokenizer, args.limit_dev)
-    data_source.rows.clear()  # the content of the files, kept for the second split
+    data_source.rows.clear()  # both splits have been read: frees what it has of the files
     return tokenizer, train_set, dev_set
 
 
 def minimize(run, steps, schedule, evaluation):
     """argmin, from where the run is until its best epoch stands in run.model.
 
-    run              args, model, optimizer, and where they are: `epoch` counts from 1, `step` says
-                     how many steps of it are done. `best_epoch` is 0 before the first, with
-                     `best_scores`, {score: value}, and `best`, a copy of kept_tensors(), {name:
-                     tensor} of all that a run saves. It is process `rank` of `world_size`; all get
-                     the same scores, and so stop together. Its methods report, save and raise, and
-                     change nothing of this. `record` is what run.json says
-    steps(epoch)     [(Model, task, a batch of examples)] of an epoch; the Models of several tasks
-                     share what is in run.model (experiments/multitask.py); --resume calls it again
+    run              args, model, optimizer; record, the content of run.json; and
+                     epoch, step: the current one, from 1, and how many steps of it are done
+                     best_epoch, best_scores, best: 0 and empty at first; the last is a copy of
+                         kept_tensors(), what the run saves, by its names in run.model
+                     rank, world_size: this process, and how many; all get the same scores
+                     Its methods report, save and raise; they change nothing of this.
+    steps(epoch)     [(Model, task, a batch of examples)] of an epoch. Usually each Model is
+                     run.model; of several tasks each has its own, with a head of run.model
     schedule(done)   the factor of the learning rate when this share of all steps is done
     evaluation()     {score: value} of the development set, its "loss", and what is only logged"""
     args, bert, optimizer = run.args, run.model.bert, run.optimizer
     trainable = [p for p in run.model.parameters() if p.requires_grad]
-    lrs = [group["lr"] for group in optimizer.param_groups]  # initial; --resume puts them back
+    lrs = [group["lr"] for group in optimizer.param_groups]  # the initial ones, also with --resume
     compute = gradients
-    if args.cuda_graphs:  # on a GPU: a recording of it, with which it is compared now and then
+    if args.cuda_graphs:  # on a GPU: replays a recording, which now and then it compares with it
         compute = Recorded(gradients, trainable, args.dtype, run.record["steps_per_epoch"])
     try:
-        # early stopping, after --patience epochs without a better one
+        # run.epoch is the next one: early stopping after --patience epochs without a better one
         while run.epoch <= args.epochs and run.epoch - run.best_epoch <= args.patience:
             run.model.train()  # dropout in the frozen encoder stays on, as in adapters 1.3
             plan = steps(run.epoch)
@@ -199,8 +199,9 @@ def minimize(run, steps, schedule, evaluation):
                 optimizer.step()
                 optimizer.zero_grad()
                 run.step += 1
-                # Sums up `loss`; FloatingPointError, in every tenth step, if the sum is not finite.
-                # A checkpoint if it is time, or after Ctrl-C, which then raises KeyboardInterrupt
+                # Adds `loss`, over processes, to the epoch's; raises FloatingPointError, in every
+                # tenth step, if that is not finite. Saves a checkpoint when it is due, or on a
+                # signal such as Ctrl-C, and then raises KeyboardInterrupt.
                 run.after_step(loss)
 
             reseed(args.seed, run.epoch, run.step, run.rank)  # for a fork whose evaluation draws
@@ -211,7 +212,7 @@ def minimize(run, steps, schedule, evaluation):
             if not best or now > (best[args.score], -best["loss"]):
                 run.best_epoch, run.best_scores = run.epoch, scores
                 run.best = {name: t.cpu().clone() for name, t in run.kept_tensors().items()}
-            run.log_epoch(scores)
+            run.log_epoch(scores)  # with the epoch's loss, which starts again at 0
             run.epoch, run.step = run.epoch + 1, 0
             run.checkpoint()
     except FloatingPointError as e:  # a loss, or a score, is not finite
@@ -244,9 +245,11 @@ def predictions(model, task, examples, args):
     """(labels, predictions, mean loss) of a split, in the order of `batches`. Every process
     computes some of them. Leaves the model in eval mode."""
     model.eval()
-    (rank, world_size), device = ranks(), model.bert.device.type
+    rank, world_size = ranks()
     found, every = {}, batches(examples, args.batch_size)
-    autocast = torch.autocast(device, torch.bfloat16, enabled=args.dtype == "bfloat16")
+    autocast = torch.autocast(
+        model.bert.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"
+    )
     with torch.inference_mode(), autocast:
         for number in range(rank, len(every), world_size):
             part = [examples[i] for i in every[number]]
@@ -268,9 +271,9 @@ def evaluate(model, task, examples, args):
 
 
 def save(model, task, out, record, kept):
-    """Writes what was trained, and what else the run keeps; what AdapterHub's and Hugging Face's
-    files have no place for goes into own.safetensors. Frozen --adapters were copied before. Returns
-    the record for run.json: if Θ was trained, `out` is the encoder of this run's adapters."""
+    """Writes what is named in `kept`; what AdapterHub's and Hugging Face's files have no place for
+    goes into own.safetensors. Returns the record for run.json: if Θ was trained, `out` is the
+    encoder of this run's adapters."""
     bert, out = model.bert, Path(out)
     # {"encoder" | "adapter NAME" | "fusion" | "head": its tensors}, without frozen --adapters
     files = files_of(model, record["adapters"])
@@ -353,7 +356,8 @@ def parse(argv=None, parser=None):
         if "reduction_factor" in args.adapter_config:
             raise ValueError("--reduction-factor is given, and again in --adapter-config")
         args.adapter_config = {**args.adapter_config, "reduction_factor": args.reduction_factor}
-    check_known(args)
+    for option, table in TABLES.items():
+        command.look_up(table, getattr(args, option), f"--{option}")
     every = ["adapters", *OF_ADAPTER, *OF_FUSION]
     takes = STAGES[args.stage].get("options", every)
     for option in every:
@@ -370,20 +374,13 @@ def parse(argv=None, parser=None):
     args.lr = args.lr or STAGES[args.stage]["lr"]
     args.epochs = args.epochs or STAGES[args.stage]["epochs"]
     if args.resume and is_begun(args.out):
-        before = adapterhub.read_run(args.out)["options"]  # of the machine where it began
+        before = adapterhub.read_run(args.out)["options"]  # the encoder and dtype it began with
         args.model = args.model or before["model"]
         args.dtype = before["dtype"] if args.dtype == "auto" else args.dtype
     args.model = args.model or os.environ.get("ADAPTERFUSION_MODEL") or encoder_of(args.adapters)
     args.model = args.model or "google-bert/bert-base-uncased"
     check_out(args)  # that nothing would be lost there. Raises ValueError
     return args
-
-
-def check_known(args):
-    """Raises ValueError for a name that its dictionary lacks."""
-    tables = {"stage": STAGES, "adapter": ADAPTERS, "fusion": FUSIONS, "head": HEADS}
-    for option, table in tables.items():
-        command.look_up(table, getattr(args, option), f"--{option}")
 
 
 def main(argv=None):

@@ -181,7 +181,8 @@ def load_run(directory, device="cpu", model=None, task=None, columns=None):
     if args.dtype == "bfloat16" and not has_bf16(device.type):  # which takes 100 times as long
         note(f"{directory} was trained in bfloat16, this {device.type} computes it in float32")
         args.dtype = "float32"
-    train.check_known(args)  # a fork's has to be imported
+    for option, table in train.TABLES.items():  # a fork's has to be imported
+        command.look_up(table, getattr(args, option), f"--{option}")
     task = recorded_task(record, directory, task)
     has_encoder = (directory / "model.safetensors").is_file()  # the run has trained it
     args.model = str(model or (directory if has_encoder else record["trained_on"]))
