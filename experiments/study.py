@@ -37,6 +37,7 @@ SYSTEMS = {
     "mt_a": ("MT-A", "multitask", "--adapter pal", ""),
     "mt_a_top": ("MT-A of section 2.2.3", "multitask", "--adapter pfeiffer", ""),
     "fusion_st_a": ("Fusion w/ ST-A", "fusion", "", "all own"),
+    "fusion_paper": ("Fusion w/ the authors' 16", "fusion", "--adapters paper", ""),
     "fusion_mt_a": ("Fusion w/ MT-A", "fusion", "--import experiments.pal", "mt_a"),
     "fusion_mt_a_top": ("Fusion w/ MT-A of section 2.2.3", "fusion", "", "mt_a_top"),
     "multitask": ("multi-task learning", "multitask", "--without-adapters", ""),
