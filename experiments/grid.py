@@ -3,12 +3,14 @@ or `python -m experiments.multitask ...`, some of which take an adapter, or the 
 The same command again runs what is not finished, and continues what was interrupted."""
 
 import contextlib
+import logging
 import math
 import multiprocessing
 import os
 import shlex
 import signal
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -21,7 +23,7 @@ from filelock import FileLock, Timeout
 
 import train
 from data import get_task, load_split
-from experiments import cluster, multitask
+from experiments import multitask
 from formats.adapterhub import ADAPTER, read, read_run
 from formats.files import read_json
 from formats.rows import drawn, source_of
@@ -153,14 +155,14 @@ def run_all(todo, args):
     gpus = ",".join(map(str, range(torch.cuda.device_count())))
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", gpus).split(",")
     jobs, threads = args.jobs or torch.cuda.device_count() or 1, torch.get_num_threads()
-    place, threads = contextlib.nullcontext(ThreadPoolExecutor(jobs)), max(1, threads // jobs)
     if args.cluster:  # its scheduler knows how many at a time, its workers have their GPUs
-        place, threads = cluster.executor(args.cluster, args.out), torch.get_num_threads()
-        jobs, gpus = args.jobs or len(todo), [None]
+        place, jobs, gpus = on_cluster(args.cluster, args.out), args.jobs or len(todo), [None]
+    else:
+        place, threads = contextlib.nullcontext(ThreadPoolExecutor(jobs)), max(1, threads // jobs)
     waiting, running, failed = {cell.name: cell for cell in todo}, {}, {}
     free, started, notice = [*range(jobs)], time.time(), "stopping; the runs save their state"
     with place as executor, deferred_signals(notice) as signals, executor:
-        is_wanted = cluster.is_wanted if args.cluster else lambda: not signals
+        wanted = is_wanted if args.cluster else lambda: not signals
         try:
             while (waiting or running) and not signals:
                 pending = waiting.keys() | {cell.name for cell, *_ in running.values()}
@@ -169,10 +171,12 @@ def run_all(todo, args):
                         failed[name] = f"{lost[0]} is not finished, which it needs"
                         del waiting[name]
                     elif free and not any(need.name in pending for need in cell.needs):
-                        number, size = free.pop(0), len(logged(waiting.pop(name)))
-                        how = is_wanted, gpus[number % len(gpus)], threads, Path.cwd()
+                        cell.log.parent.mkdir(parents=True, exist_ok=True)
+                        cell.log.touch()
+                        number, size = free.pop(0), cell.log.stat().st_size
+                        how = wanted, gpus[number % len(gpus)], threads, Path.cwd()
                         future = executor.submit(run_alone, cell, size, *how)
-                        running[future] = cell, number, size
+                        running[future] = waiting.pop(name), number, size
                 for future in wait(running, 0.5, FIRST_COMPLETED).done:
                     if signals:  # which have stopped this run, too
                         break
@@ -200,27 +204,68 @@ def outcome(cell, size, status, failed):
     error in what its log has beyond `size` bytes, where another process may write, too."""
     if is_finished(cell, record_of(cell)):  # also one that diverged: its best epoch is kept
         return f"{100 * row_of({}, cell)['accuracy']:.2f} %{', DIVERGED' * bool(status)}"
-    lines = logged(cell)[size:].decode(errors="replace").strip().split("\n")
+    lines = cell.log.read_bytes()[size:].decode(errors="replace").strip().split("\n")
     lines += [line for line in lines if line.startswith(("train.py: ", "multitask: "))]
     failed[cell.name] = f"{lines[-1]} (status {status}, {cell.log})"
     return f"FAILED, {failed[cell.name]}"
 
 
-def logged(cell, folder=Path()):
-    """The bytes of its log, none before it begins."""
-    return path.read_bytes() if (path := folder / cell.log).is_file() else b""
+@contextlib.contextmanager
+def on_cluster(address, out):
+    """The concurrent.futures.Executor of a Dask cluster. Raises ValueError for a scheduler, or a
+    worker, that cannot do what is submitted to it."""
+    try:
+        import distributed
+    except ImportError as e:
+        raise ValueError("--cluster needs Dask: pip install -r requirements-cluster.txt") from e
+    logging.getLogger("distributed.client").setLevel(logging.CRITICAL)  # the grid says what is lost
+    problem, how = f"--cluster {address}", "docs/tables.md says how it is started"
+    try:
+        client = distributed.Client(address, timeout=10)
+        client.run_on_scheduler(why_not)  # it reads what is submitted
+    except (OSError, ValueError, ImportError) as e:
+        raise ValueError(f"{problem}: no such scheduler ({e}); {how}") from e
+    with client:
+        print(f"asking the workers of {address}, or waiting for the first one", flush=True)
+        client.wait_for_workers(1)
+        seen = next(place for place in (out, *out.resolve().parents) if place.is_dir())
+        with tempfile.NamedTemporaryFile(dir=seen) as file:
+            found = client.run(why_not, Path.cwd(), Path(file.name).resolve(), on_error="return")
+        for worker, reason in found.items():
+            if reason:
+                raise ValueError(f"{problem}: worker {worker}: {reason}; {how}")
+        yield client.get_executor(pure=False)
 
 
-def run_alone(cell, size, is_wanted, *how):
+def why_not(*places):
+    """What keeps a worker from running a study's runs, or None; called there."""
+    if unseen := [str(place) for place in places if not place.exists()]:
+        return f"it does not see {unseen[0]}, which has to be shared"
+    if multiprocessing.current_process().daemon:
+        return "it may have no processes without DASK_DISTRIBUTED__WORKER__DAEMON=False"
+
+
+def is_wanted():
+    """Whether the task in whose thread this is called is still to be done: not if its study, or the
+    scheduler, which closes its workers, has ended."""
+    from distributed import get_worker
+
+    worker = get_worker()
+    task = worker.state.tasks.get(worker.get_current_task())
+    is_open = worker.status.name in ("running", "paused")
+    return is_open and task is not None and task.state == "executing"
+
+
+def run_alone(cell, size, wanted, *how):
     """Runs a cell in a process of its own, which is stopped when it is not wanted any more; its
     exit status. size: of its log, when it was submitted. how: as `work` takes it"""
-    if len(logged(cell, how[-1])) > size:  # its worker has died: it goes on here
+    if (how[-1] / cell.log).stat().st_size > size:  # its worker has died: it goes on here
         cell = cell._replace(words=[*cell.words[:-1], "--resume"])
     process = forks.Process(target=work, args=(cell, *how), daemon=True)
     process.start()
     while process.is_alive():
         process.join(0.5)
-        if not is_wanted():
+        if not wanted():
             process.terminate()  # it saves its state
             process.join()
     return process.exitcode
@@ -231,7 +276,6 @@ def work(cell, gpu, threads, folder):
     os.setsid()  # Ctrl-C reaches it through the grid alone
     threading.Thread(target=end_with_parent, daemon=True).start()
     os.chdir(folder)
-    cell.log.parent.mkdir(parents=True, exist_ok=True)
     with open(cell.log, "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

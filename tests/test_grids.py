@@ -18,20 +18,12 @@ import pytest
 from filelock import FileLock
 
 import child
+import conftest
 import data
 import train
-from conftest import (
-    assert_equal,
-    change,
-    cli,
-    read_lines,
-    same_tensors,
-    thorough,
-    times,
-    write_rows,
-)
+from conftest import change, cli, read_lines, same_tensors, times, write_rows
 from experiments import architecture_search as search
-from experiments import cluster, composition, grid, report, study, tables
+from experiments import composition, grid, report, study, tables
 from experiments.load_run import load_run
 from formats.files import read_json, write_json
 from fusion import FUSIONS
@@ -97,7 +89,6 @@ def started(monkeypatch):
     def submit(executor, function, cell, *how):
         future, status = Future(), 0
         started.names.append(cell.name)
-        cell.log.parent.mkdir(parents=True, exist_ok=True)
         monkeypatch.setattr(sys, "argv", ["train.py", *cell.words])
         try:
             started.run(cell)
@@ -230,7 +221,6 @@ def test_what_counts_as_finished(started, encoder, data_dir, tmp_path, copy, cap
 def say_where(cell, gpu, threads, folder):
     """In place of `work`: where it runs; b is killed."""
     cell.out.mkdir(parents=True)
-    cell.log.parent.mkdir(exist_ok=True)
     cell.log.write_text(f"{gpu} {threads}")
     time.sleep(0.1)
     if cell.name == "b":
@@ -290,11 +280,11 @@ def dask(tmp_path):
     """A scheduler and two workers, processes as a user starts them. .address, .scheduler"""
     pytest.importorskip("distributed")
     file, started, log = tmp_path / "scheduler.json", [], open(tmp_path / "dask.txt", "ab")
-    more = {"PYTHONPATH": str(child.ROOT), "DASK_DISTRIBUTED__WORKER__DAEMON": "False"}
+    how = {"cwd": child.ROOT, "stdout": log, "stderr": log}
+    how["env"] = os.environ | {"PYTHONPATH": ".", "DASK_DISTRIBUTED__WORKER__DAEMON": "False"}
     for words in ("scheduler --port 0", *["worker --nthreads 1"] * 2):
         words = f"-m dask {words} --host 127.0.0.1 --no-dashboard --scheduler-file {file}"
-        command, files = [sys.executable, *words.split()], {"stdout": log, "stderr": log}
-        started.append(subprocess.Popen(command, cwd=child.ROOT, env=os.environ | more, **files))
+        started.append(subprocess.Popen([sys.executable, *words.split()], **how))
     while not file.is_file():
         assert started[0].poll() is None
         time.sleep(0.1)
@@ -307,8 +297,7 @@ def dask(tmp_path):
 
 @pytest.fixture
 def begun(encoder, data_dir, tmp_path):
-    """begun("--systems full", "--epochs 9"): a study in a process of its own, two of whose runs
-    have saved an epoch."""
+    """begun("--systems full", "--epochs 9"): a study, a process, of which two runs have begun."""
 
     def begun(text, behind):
         words = cli(text, model=encoder, data_dir=data_dir, out=tmp_path / "out")
@@ -324,46 +313,43 @@ def begun(encoder, data_dir, tmp_path):
     return begun
 
 
-@pytest.mark.parametrize(
-    "place, who, number, status",
-    [
-        ("--jobs 2", "study", signal.SIGTERM, 130),
-        ("--jobs 2", "study", signal.SIGKILL, -9),
-        pytest.param("--cluster", "study", signal.SIGTERM, 130, marks=thorough),
-        pytest.param("--cluster", "study", signal.SIGKILL, -9, marks=thorough),
-        pytest.param("--cluster", "scheduler", signal.SIGKILL, 2, marks=thorough),
-    ],
-)
+ENDS = [("--jobs 2", "study", signal.SIGTERM, 130), ("--jobs 2", "study", signal.SIGKILL, -9)]
+ENDS += [("--cluster {}", *end[1:]) for end in ENDS]
+ENDS += [("--cluster {}", "scheduler", signal.SIGKILL, 2)]
+ENDS[2:] = [pytest.param(*end, marks=conftest.thorough) for end in ENDS[2:]]
+
+
+@pytest.mark.parametrize("place, who, number, status", ENDS)
 def test_no_run_is_left_behind(place, who, number, status, begun, tmp_path, request):
     """They end and have saved what they had; there is one piece of advice."""
-    if place == "--cluster":
-        place += " " + (dask := request.getfixturevalue("dask")).address
+    dask = request.getfixturevalue("dask") if "cluster" in place else SimpleNamespace(address="")
+    place = place.format(dask.address)
     study = begun(f"--tasks rte --systems full --seeds 0 1 {place}", "--epochs 9999")
     (study if who == "study" else dask.scheduler).send_signal(number)
     output, error = study.communicate(timeout=60)
     assert study.returncode == status and error.count("\n") == (status != -9), error
-    assert status == -9 or "the same command goes on" in error
-    assert "--resume" not in output
+    assert error.count("the same command goes on") == (status != -9) and "--resume" not in output
     for saved in (tmp_path / "out" / "runs" / f"full-rte-{seed}" / "resume.pt" for seed in (0, 1)):
         FileLock(saved.with_name(".lock"), timeout=9).acquire()  # which a run would hold
         assert saved.is_file()
 
 
-@thorough
+@conftest.thorough
 def test_a_worker_that_is_killed(begun, dask, tmp_path):
     """The other one goes on with its run. The table is that of one machine, to the bit."""
     from distributed import Client
 
     text = "--tasks rte sst2 --systems st_a_16 fusion_st_a --overwrite"
     begun(f"{text} --jobs 2", "--epochs 40").communicate()
-    out, alone = tmp_path / "out", (tmp_path / "out").rename(tmp_path / "alone")
+    alone = (out := tmp_path / "out").rename(tmp_path / "alone")
     study = begun(f"{text} --cluster {dask.address}", "--epochs 40")
     with Client(dask.address) as client:
         os.kill([*client.run(os.getpid).values()][0], signal.SIGKILL)
     output, error = study.communicate(timeout=100)
     assert study.returncode == 0 and not error
     assert (out / "results.csv").read_text() == (alone / "results.csv").read_text()
-    assert len([assert_equal(run, out / "runs" / run.name) for run in alone.glob("runs/*")]) == 12
+    for run in alone.glob("runs/*"):
+        conftest.assert_equal(run, out / "runs" / run.name)
     tries = [path.read_text().count("$ train.py") for path in (out / "logs").iterdir()]
     assert sorted(tries) == [1] * 11 + [2]
 
@@ -377,9 +363,9 @@ def test_a_cluster_that_is_none(encoder, data_dir, refused, tmp_path, monkeypatc
     pytest.importorskip("distributed")
     refused(words, "--cluster here: no such scheduler (missing port", main=tables.main)
     assert not (tmp_path / "out").exists()
-    assert "does not see" in cluster.why_not(tmp_path, tmp_path / "elsewhere")
+    assert "does not see" in grid.why_not(tmp_path, tmp_path / "elsewhere")
     monkeypatch.setattr("multiprocessing.current_process", lambda: SimpleNamespace(daemon=True))
-    assert "DAEMON=False" in cluster.why_not(tmp_path)
+    assert "DAEMON=False" in grid.why_not(tmp_path)
 
 
 CONTROLS = """head= head_on_sst2=sst2 head_on_pick=pick own= full= mean=sst2,pick

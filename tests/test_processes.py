@@ -153,12 +153,3 @@ def test_a_gpu(stage, command, quietly, tmp_path):
     assert_equal(again, whole)
     assert_equal(cut, whole)
     assert content(whole)[1]["options"]["dtype"] == "bfloat16"
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no two GPUs")
-def test_two_gpus(command, tmp_path):
-    """They, too, end in the same bits twice."""
-    for out in (outs := [tmp_path / "one", tmp_path / "two"]):
-        statuses, _, errors = together([command("adapter", out, "--device cuda")] * 2)
-        assert not any(statuses), errors
-    assert_equal(*outs)
