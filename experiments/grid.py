@@ -2,18 +2,24 @@
 or `python -m experiments.multitask ...`, some of which take an adapter, or the encoder, of others.
 The same command again runs what is not finished, and continues what was interrupted."""
 
+import contextlib
+import logging
 import math
 import multiprocessing
-import multiprocessing.connection
 import os
 import shlex
+import signal
 import sys
+import tempfile
+import threading
 import time
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
 import torch
+from filelock import FileLock, Timeout
 
 import train
 from data import get_task, load_split
@@ -136,67 +142,162 @@ def run(args, columns, cells):
         print(f"{counts}; finished ones are kept, also after an edit of code", flush=True)
     for cell in todo:
         cell.options()  # what a run would refuse is refused before any begins
-    with deferred_signals("stopping; the runs save their state") as signals:
-        failed = run_all(todo, args.jobs or torch.cuda.device_count() or 1, signals)
-    if signals:
-        raise KeyboardInterrupt("interrupted; the same command goes on with what is not finished")
+    failed = run_all(todo, args) if todo else {}
     finished = [(place, cell) for place, cell in cells.items() if cell.name not in failed]
     rows = [row_of(dict(zip(columns, place, strict=True)), cell) for place, cell in finished]
     return pd.DataFrame(rows, columns=[*columns, "accuracy", *MEASURED]), failed
 
 
-def run_all(todo, jobs, signals):
-    """Runs each cell once what it needs has ended, `jobs` at a time, each on one of the GPUs.
-    Returns {name: why it is not finished}. Not with a ProcessPoolExecutor: there, a run that is
-    killed would end all others."""
+def run_all(todo, args):
+    """Runs each cell once what it needs has ended, --jobs at a time: here each on one of the GPUs,
+    or on --cluster. Returns {name: why it is not finished}. Each is a process of its own: in a
+    ProcessPoolExecutor, a run that is killed would end all others."""
     gpus = ",".join(map(str, range(torch.cuda.device_count())))
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", gpus).split(",")
-    threads, free, started = max(1, torch.get_num_threads() // jobs), [*range(jobs)], time.time()
+    jobs, threads = args.jobs or torch.cuda.device_count() or 1, torch.get_num_threads()
+    if args.cluster:  # its scheduler knows how many at a time, its workers have their GPUs
+        place, jobs, gpus = on_cluster(args.cluster, args.out), args.jobs or len(todo), [None]
+    else:
+        place, threads = contextlib.nullcontext(ThreadPoolExecutor(jobs)), max(1, threads // jobs)
     waiting, running, failed = {cell.name: cell for cell in todo}, {}, {}
-    while (waiting or running) and not signals:
-        pending = waiting.keys() | {cell.name for cell, *_ in running.values()}
-        for cell in [*waiting.values()]:
-            if lost := [need.name for need in cell.needs if need.name in failed]:
-                failed[waiting.pop(cell.name).name] = f"{lost[0]} is not finished, which it needs"
-            elif free and not any(need.name in pending for need in cell.needs):
-                number = free.pop(0)
-                given = waiting.pop(cell.name), gpus[number % len(gpus)], threads
-                process = forks.Process(target=work, args=given, daemon=True)
-                process.start()
-                running[process.sentinel] = cell, process, number
-        for sentinel in multiprocessing.connection.wait(running, timeout=0.5):
-            cell, process, number = running.pop(sentinel)
-            process.join()
-            free.append(number)
-            if is_finished(cell, record_of(cell)):  # also one that diverged: its best epoch is kept
-                said = f"{100 * row_of({}, cell)['accuracy']:.2f} %"
-                said += ", DIVERGED" * (process.exitcode != 0)
-            else:
-                lines = cell.log.read_text(encoding="utf-8", errors="replace").strip().split("\n")
-                failed[cell.name] = f"{lines[-1]} (status {process.exitcode}, {cell.log})"
-                said = f"FAILED, {failed[cell.name]}"
-            done = f"{len(todo) - len(waiting) - len(running)} of {len(todo)}"
-            print(f"{cell.name}: {said}; {done} after {time.time() - started:.0f} s", flush=True)
-    for _, process, _ in running.values():
-        process.terminate()  # it saves its state
-    for _, process, _ in running.values():
-        process.join()
+    free, started, notice = [*range(jobs)], time.time(), "stopping; the runs save their state"
+    with place as executor, deferred_signals(notice) as signals, executor:
+        wanted = is_wanted if args.cluster else lambda: not signals
+        try:
+            while (waiting or running) and not signals:
+                pending = waiting.keys() | {cell.name for cell, *_ in running.values()}
+                for name, cell in [*waiting.items()]:
+                    if lost := [need.name for need in cell.needs if need.name in failed]:
+                        failed[name] = f"{lost[0]} is not finished, which it needs"
+                        del waiting[name]
+                    elif free and not any(need.name in pending for need in cell.needs):
+                        cell.log.parent.mkdir(parents=True, exist_ok=True)
+                        cell.log.touch()
+                        number, size = free.pop(0), cell.log.stat().st_size
+                        how = wanted, gpus[number % len(gpus)], threads, Path.cwd()
+                        future = executor.submit(run_alone, cell, size, *how)
+                        running[future] = waiting.pop(name), number, size
+                for future in wait(running, 0.5, FIRST_COMPLETED).done:
+                    if signals:  # which have stopped this run, too
+                        break
+                    cell, number, size = running.pop(future)
+                    free.append(number)
+                    if future.cancelled():
+                        lost = f"the scheduler of --cluster {args.cluster} is gone"
+                        raise ConnectionError(f"{lost}; the same command goes on with what is left")
+                    said = outcome(cell, size, future.exception() or future.result(), failed)
+                    said += f"; {len(todo) - len(waiting) - len(running)} of {len(todo)}"
+                    print(f"{cell.name}: {said} after {time.time() - started:.0f} s", flush=True)
+        except Exception:
+            signals.append(None)  # the other runs are stopped here, too
+            raise
+        finally:
+            for future in running:
+                future.cancel()
+    if signals:
+        raise KeyboardInterrupt("interrupted; the same command goes on with what is not finished")
     return failed
 
 
-def work(cell, gpu, threads):
+def outcome(cell, size, status, failed):
+    """What is said of a run that has ended; if it is not finished, `failed` gets the reason: the
+    error in what its log has beyond `size` bytes, where another process may write, too."""
+    if is_finished(cell, record_of(cell)):  # also one that diverged: its best epoch is kept
+        return f"{100 * row_of({}, cell)['accuracy']:.2f} %{', DIVERGED' * bool(status)}"
+    lines = cell.log.read_bytes()[size:].decode(errors="replace").strip().split("\n")
+    lines += [line for line in lines if line.startswith(("train.py: ", "multitask: "))]
+    failed[cell.name] = f"{lines[-1]} (status {status}, {cell.log})"
+    return f"FAILED, {failed[cell.name]}"
+
+
+@contextlib.contextmanager
+def on_cluster(address, out):
+    """The concurrent.futures.Executor of a Dask cluster. Raises ValueError for a scheduler, or a
+    worker, that cannot do what is submitted to it."""
+    try:
+        import distributed
+    except ImportError as e:
+        raise ValueError("--cluster needs Dask: pip install -r requirements-cluster.txt") from e
+    logging.getLogger("distributed.client").setLevel(logging.CRITICAL)  # the grid says what is lost
+    problem, how = f"--cluster {address}", "docs/tables.md says how it is started"
+    try:
+        client = distributed.Client(address, timeout=10)
+        client.run_on_scheduler(why_not)  # it reads what is submitted
+    except (OSError, ValueError, ImportError) as e:
+        raise ValueError(f"{problem}: no such scheduler ({e}); {how}") from e
+    with client:
+        print(f"asking the workers of {address}, or waiting for the first one", flush=True)
+        client.wait_for_workers(1)
+        seen = next(place for place in (out, *out.resolve().parents) if place.is_dir())
+        with tempfile.NamedTemporaryFile(dir=seen) as file:
+            found = client.run(why_not, Path.cwd(), Path(file.name).resolve(), on_error="return")
+        for worker, reason in found.items():
+            if reason:
+                raise ValueError(f"{problem}: worker {worker}: {reason}; {how}")
+        yield client.get_executor(pure=False)
+
+
+def why_not(*places):
+    """What keeps a worker from running a study's runs, or None; called there."""
+    if unseen := [str(place) for place in places if not place.exists()]:
+        return f"it does not see {unseen[0]}, which has to be shared"
+    if multiprocessing.current_process().daemon:
+        return "it may have no processes without DASK_DISTRIBUTED__WORKER__DAEMON=False"
+
+
+def is_wanted():
+    """Whether the task in whose thread this is called is still to be done: not if its study, or the
+    scheduler, which closes its workers, has ended."""
+    from distributed import get_worker
+
+    worker = get_worker()
+    task = worker.state.tasks.get(worker.get_current_task())
+    is_open = worker.status.name in ("running", "paused")
+    return is_open and task is not None and task.state == "executing"
+
+
+def run_alone(cell, size, wanted, *how):
+    """Runs a cell in a process of its own, which is stopped when it is not wanted any more; its
+    exit status. size: of its log, when it was submitted. how: as `work` takes it"""
+    if (how[-1] / cell.log).stat().st_size > size:  # its worker has died: it goes on here
+        cell = cell._replace(words=[*cell.words[:-1], "--resume"])
+    process = forks.Process(target=work, args=(cell, *how), daemon=True)
+    process.start()
+    while process.is_alive():
+        process.join(0.5)
+        if not wanted():
+            process.terminate()  # it saves its state
+            process.join()
+    return process.exitcode
+
+
+def work(cell, gpu, threads, folder):
     """What the process of a run does. What it prints is added to its log."""
     os.setsid()  # Ctrl-C reaches it through the grid alone
-    cell.log.parent.mkdir(parents=True, exist_ok=True)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    os.chdir(folder)
     with open(cell.log, "ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     torch.set_num_threads(threads)
     name, program = ("multitask", multitask) if cell.stage == "multitask" else ("train.py", train)
     sys.argv = [name, *cell.words]
     print(f"\n$ {shlex.join(sys.argv)}", flush=True)
+    lock = cell.out / ".lock"
+    if lock.is_file():  # one that has lost its study, or its worker, may be saving its state
+        with contextlib.suppress(Timeout, OSError), FileLock(lock, 20, fallback_to_soft=False):
+            pass
     command.run_command(name, program.main)
+
+
+def end_with_parent():
+    """Ends this run when the study, or the worker, that has started it is gone, killed or not."""
+    multiprocessing.parent_process().join()
+    os.kill(os.getpid(), signal.SIGTERM)  # it saves its state
+    time.sleep(10)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def row_of(place, cell):

@@ -37,6 +37,7 @@ SYSTEMS = {
     "mt_a": ("MT-A", "multitask", "--adapter pal", ""),
     "mt_a_top": ("MT-A of section 2.2.3", "multitask", "--adapter pfeiffer", ""),
     "fusion_st_a": ("Fusion w/ ST-A", "fusion", "", "all own"),
+    "fusion_paper": ("Fusion w/ the authors' 16", "fusion", "--adapters paper", ""),
     "fusion_mt_a": ("Fusion w/ MT-A", "fusion", "--import experiments.pal", "mt_a"),
     "fusion_mt_a_top": ("Fusion w/ MT-A of section 2.2.3", "fusion", "", "mt_a_top"),
     "multitask": ("multi-task learning", "multitask", "--without-adapters", ""),
@@ -86,6 +87,8 @@ def parse(name, description, argv, systems, **defaults):
     add("--paired", action="store_true", help="train the sources again with each seed")
     add("--out", type=Path, default=Path("runs", name), help=f"default runs/{name}")
     add("--jobs", type=command.count, help="runs at a time; default one for each GPU, or one")
+    add("--cluster", metavar="ADDRESS", help="of a Dask scheduler, on whose workers the runs run: "
+        "docs/tables.md")
     add("--overwrite", action="store_true", help="replace runs that another command has made")
     add("--plan", action="store_true", help="list the runs, and run nothing")
     for stage in [*train.STAGES, "source"]:

@@ -1,4 +1,5 @@
-"""JSON and tensors in files: errors name the file; writing leaves the old file or the new one."""
+"""Notes and errors, which name their file; JSON and tensors in files. Writing leaves the old file
+or the new one."""
 
 import contextlib
 import functools
@@ -14,11 +15,8 @@ from safetensors.torch import load_file
 
 @functools.cache
 def note(text):
-    """Prints a line that is good to know, once in a run."""
+    """Prints a line that is good to know, once in a run: see `alone` in runtime/command.py."""
     print(f"note: {text}", flush=True)
-
-
-forget_notes = note.cache_clear  # a new run begins
 
 
 @contextlib.contextmanager

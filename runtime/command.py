@@ -14,7 +14,7 @@ import traceback
 
 import torch.distributed as dist
 
-from formats.files import forget_notes
+from formats.files import note
 from runtime.processes import is_one_of_several
 
 WRONG = ValueError, OSError, FloatingPointError  # their messages are for users
@@ -119,7 +119,7 @@ def alone(is_run=True):
     """Other threads wait while this one trains a run, or (is_run=False) builds a model."""
     with RANDOM_LOCK:
         if is_run:
-            forget_notes()
+            note.cache_clear()  # a new run says them again
         yield
 
 

@@ -9,24 +9,27 @@ import subprocess
 import sys
 import time
 import zlib
+from concurrent.futures import Future
 from types import SimpleNamespace
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pandas as pd
 import pytest
 from filelock import FileLock
 
 import child
+import conftest
 import data
 import train
 from conftest import change, cli, read_lines, same_tensors, times, write_rows
 from experiments import architecture_search as search
 from experiments import composition, grid, report, study, tables
 from experiments.load_run import load_run
-from formats.files import write_json
+from formats.files import read_json, write_json
 from fusion import FUSIONS
 
-OPTIONS = "--systems st_a_64 fusion_st_a fusion_mt_a multitask --seeds 1 --train-examples 7"
+OPTIONS = """--systems st_a_64 fusion_st_a fusion_paper fusion_mt_a multitask
+    --seeds 1 --train-examples 7"""
 RUNS = """
 st_a_64-middle-7-1: --stage adapter --adapter pfeiffer --reduction-factor 64 --task middle
     --limit-train 7
@@ -34,6 +37,7 @@ fusion_st_a-middle-7-1: --stage fusion --task middle
     --adapters runs/st_a_16-big-1 runs/st_a_16-small-1 runs/st_a_16-middle-7-1 --limit-train 7
 fusion_st_a-small-1: --stage fusion --task small
     --adapters runs/st_a_16-big-1 runs/st_a_16-middle-1 runs/st_a_16-small-1
+fusion_paper-small-1: --stage fusion --adapters paper --task small
 mt_a-7-1: --adapter pal --tasks big middle small --limit-train 7
 fusion_mt_a-small-7-1: --stage fusion --import experiments.pal --model runs/mt_a-7-1 --task small
     --adapters runs/mt_a-7-1/adapters/big runs/mt_a-7-1/adapters/middle
@@ -59,11 +63,12 @@ def test_every_system_is_the_run_it_is_meant_to_be(tmp_path):
 
 def test_table_2_of_the_papers_accuracies():
     """Finding 4 of section 5.2, and the counts of Table 2, which are 10, 11, 7 and 14 there."""
-    args = SimpleNamespace(tasks=list(data.TASKS), systems=tables.SYSTEMS)
+    args = SimpleNamespace(tasks=list(data.TASKS), systems=[*tables.SYSTEMS, "fusion_paper"])
     theirs, texts = tables.paper_values(args, "bert")
     assert texts.at["rte", "mt_a"] == "77.61 ± 3.21" and texts.at["mnli", "head"] == "54.59"
+    assert texts.at["rte", "fusion_paper"] == texts.at["rte", "fusion_st_a"] == "76.82 ± 1.68"
     arrows = tables.arrows(tables.differences(theirs, tables.COMPARISONS))
-    assert [*arrows.loc["*↗*"]] == ["9", "10", "7", "14"]
+    assert [*arrows.loc["*↗*"]] == ["9", "10", "7", "14", "9", "10"]  # the last: --adapters paper
     assert arrows.loc["*↘*"].iloc[0] == "1" and arrows.loc["*↘*"].iloc[3] == "0"
     assert arrows.loc[tables.MEAN].iloc[0].startswith("1.28 (")
     assert tables.paper_values(args, "roberta")[1].at["rte", "st_a_16"] == "75.30 ± 0.61"
@@ -81,21 +86,20 @@ def started(monkeypatch):
     """.names: of the runs that a grid has started; .run: what each does, in this process."""
     started = SimpleNamespace(names=[], run=lambda cell: train.main(cell.words))
 
-    def process(target, args, daemon):
-        cell, status = args[0], 0
+    def submit(executor, function, cell, *how):
+        future, status = Future(), 0
         started.names.append(cell.name)
-        cell.log.parent.mkdir(parents=True, exist_ok=True)
-        cell.log.write_text("what came before\n")
         monkeypatch.setattr(sys, "argv", ["train.py", *cell.words])
         try:
             started.run(cell)
         except (ValueError, OSError) as e:
-            cell.log.write_text(f"what came before\ntrain.py: {e}\n")
+            with open(cell.log, "a") as log:
+                log.write(f"what came before\ntrain.py: {e}\nof another process\n")
             status = 2
-        return Mock(exitcode=status)
+        future.set_result(status)
+        return future
 
-    monkeypatch.setattr(grid.forks, "Process", process)
-    monkeypatch.setattr("multiprocessing.connection.wait", lambda running, timeout: [*running])
+    monkeypatch.setattr(grid.ThreadPoolExecutor, "submit", submit)
     monkeypatch.delitem(sys.modules, "examples.mean_fusion", raising=False)  # --import runs it
     with patch.dict(FUSIONS), patch.dict(study.SYSTEMS), patch.dict(train.STAGES):
         yield started
@@ -214,10 +218,9 @@ def test_what_counts_as_finished(started, encoder, data_dir, tmp_path, copy, cap
         starts(*names, epochs=2)
 
 
-def say_where(cell, gpu, threads):
+def say_where(cell, gpu, threads, folder):
     """In place of `work`: where it runs; b is killed."""
     cell.out.mkdir(parents=True)
-    cell.log.parent.mkdir(exist_ok=True)
     cell.log.write_text(f"{gpu} {threads}")
     time.sleep(0.1)
     if cell.name == "b":
@@ -235,7 +238,7 @@ def test_three_at_a_time(monkeypatch, tmp_path):
     for name in "abcde":  # d needs a, e needs b
         needs = [cells[{"d": "a", "e": "b"}[name]]] if name in "de" else []
         cells[name] = grid.Cell(name, tmp_path / "runs" / name, "full", [], needs)
-    failed = grid.run_all(cells.values(), 3, [])
+    failed = grid.run_all(cells.values(), SimpleNamespace(jobs=3, cluster=None))
     assert failed.keys() == {"b", "e"} and "status -9" in failed["b"]
     assert [cells[name].log.read_text() for name in "abc"] == ["5 2", "7 2", "5 2"]
     assert not cells["e"].log.exists()
@@ -272,22 +275,97 @@ def test_a_search_goes_on_from_the_best(launch, made_up, tmp_path):
     assert found["accuracy"].tolist() == 4 * [pytest.approx(upon)]
 
 
-def test_no_run_is_left_behind(encoder, data_dir, tmp_path):
-    """They have saved what they had, and give one piece of advice."""
-    words = cli("--tasks rte --systems full --seeds 0 1 --jobs 2", model=encoder, out=tmp_path)
-    words += [*cli(data_dir=data_dir), *cli("-- --epochs 9999 --patience 9999 --device cpu")]
-    command, pipe = [sys.executable, "-m", "experiments.tables", *words], subprocess.PIPE
-    process = subprocess.Popen(command, cwd=child.ROOT, stdout=pipe, stderr=pipe, text=True)
-    while sum("epoch  2:" in path.read_text() for path in tmp_path.glob("logs/*")) < 2:
-        assert process.poll() is None
+@pytest.fixture
+def dask(tmp_path):
+    """A scheduler and two workers, processes as a user starts them. .address, .scheduler"""
+    pytest.importorskip("distributed")
+    file, started, log = tmp_path / "scheduler.json", [], open(tmp_path / "dask.txt", "ab")
+    how = {"cwd": child.ROOT, "stdout": log, "stderr": log}
+    how["env"] = os.environ | {"PYTHONPATH": ".", "DASK_DISTRIBUTED__WORKER__DAEMON": "False"}
+    for words in ("scheduler --port 0", *["worker --nthreads 1"] * 2):
+        words = f"-m dask {words} --host 127.0.0.1 --no-dashboard --scheduler-file {file}"
+        started.append(subprocess.Popen([sys.executable, *words.split()], **how))
+    while not file.is_file():
+        assert started[0].poll() is None
         time.sleep(0.1)
-    process.terminate()
-    output, error = process.communicate(timeout=60)
-    assert process.returncode == 130 and error.count("\n") == 1
-    assert "the same command goes on" in error and "--resume" not in output
-    for saved in (tmp_path / "runs" / f"full-rte-{seed}" / "resume.pt" for seed in (0, 1)):
+    yield SimpleNamespace(address=read_json(file)["address"], scheduler=started[0])
+    for process in started:
+        process.terminate()
+    for process in started:
+        process.wait(60)
+
+
+@pytest.fixture
+def begun(encoder, data_dir, tmp_path):
+    """begun("--systems full", "--epochs 9"): a study, a process, of which two runs have begun."""
+
+    def begun(text, behind):
+        words = cli(text, model=encoder, data_dir=data_dir, out=tmp_path / "out")
+        words += cli(f"-- --device cpu --dtype float32 --patience 9999 {behind}")
+        command, pipe = [sys.executable, "-m", "experiments.tables", *words], subprocess.PIPE
+        process = subprocess.Popen(command, cwd=child.ROOT, stdout=pipe, stderr=pipe, text=True)
+        logs = tmp_path / "out" / "logs"
+        while sum("epoch  2:" in path.read_text() for path in logs.glob("*")) < 2:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.1)
+        return process
+
+    return begun
+
+
+ENDS = [("--jobs 2", "study", signal.SIGTERM, 130), ("--jobs 2", "study", signal.SIGKILL, -9)]
+ENDS += [("--cluster {}", *end[1:]) for end in ENDS]
+ENDS += [("--cluster {}", "scheduler", signal.SIGKILL, 2)]
+ENDS[2:] = [pytest.param(*end, marks=conftest.thorough) for end in ENDS[2:]]
+
+
+@pytest.mark.parametrize("place, who, number, status", ENDS)
+def test_no_run_is_left_behind(place, who, number, status, begun, tmp_path, request):
+    """They end and have saved what they had; there is one piece of advice."""
+    dask = request.getfixturevalue("dask") if "cluster" in place else SimpleNamespace(address="")
+    place = place.format(dask.address)
+    study = begun(f"--tasks rte --systems full --seeds 0 1 {place}", "--epochs 9999")
+    (study if who == "study" else dask.scheduler).send_signal(number)
+    output, error = study.communicate(timeout=60)
+    assert study.returncode == status and error.count("\n") == (status != -9), error
+    assert error.count("the same command goes on") == (status != -9) and "--resume" not in output
+    for saved in (tmp_path / "out" / "runs" / f"full-rte-{seed}" / "resume.pt" for seed in (0, 1)):
+        FileLock(saved.with_name(".lock"), timeout=9).acquire()  # which a run would hold
         assert saved.is_file()
-        FileLock(saved.with_name(".lock"), timeout=0).acquire()  # which a run would hold
+
+
+@conftest.thorough
+def test_a_worker_that_is_killed(begun, dask, tmp_path):
+    """The other one goes on with its run. The table is that of one machine, to the bit."""
+    from distributed import Client
+
+    text = "--tasks rte sst2 --systems st_a_16 fusion_st_a --overwrite"
+    begun(f"{text} --jobs 2", "--epochs 40").communicate()
+    alone = (out := tmp_path / "out").rename(tmp_path / "alone")
+    study = begun(f"{text} --cluster {dask.address}", "--epochs 40")
+    with Client(dask.address) as client:
+        os.kill([*client.run(os.getpid).values()][0], signal.SIGKILL)
+    output, error = study.communicate(timeout=100)
+    assert study.returncode == 0 and not error
+    assert (out / "results.csv").read_text() == (alone / "results.csv").read_text()
+    for run in alone.glob("runs/*"):
+        conftest.assert_equal(run, out / "runs" / run.name)
+    tries = [path.read_text().count("$ train.py") for path in (out / "logs").iterdir()]
+    assert sorted(tries) == [1] * 11 + [2]
+
+
+def test_a_cluster_that_is_none(encoder, data_dir, refused, tmp_path, monkeypatch):
+    words = cli("--tasks rte --systems head --cluster here", model=encoder, data_dir=data_dir)
+    words += cli(out=tmp_path / "out")
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    refused(words, "needs Dask: pip install -r requirements-cluster.txt", main=tables.main)
+    monkeypatch.delitem(sys.modules, "distributed")
+    pytest.importorskip("distributed")
+    refused(words, "--cluster here: no such scheduler (missing port", main=tables.main)
+    assert not (tmp_path / "out").exists()
+    assert "does not see" in grid.why_not(tmp_path, tmp_path / "elsewhere")
+    monkeypatch.setattr("multiprocessing.current_process", lambda: SimpleNamespace(daemon=True))
+    assert "DAEMON=False" in grid.why_not(tmp_path)
 
 
 CONTROLS = """head= head_on_sst2=sst2 head_on_pick=pick own= full= mean=sst2,pick

@@ -10,7 +10,6 @@ import torch
 from adapter import load_adapter
 from bert import Bert
 from data import TASKS, get_task, load_split
-from formats.adapterhub import paper_adapters
 from formats.rows import Source, plain_label
 from formats.sources import find_adapters
 from formats.tokenizer import load_tokenizer
@@ -20,7 +19,7 @@ pytestmark = pytest.mark.skipif("HUB_TESTS" not in os.environ, reason="needs a n
 
 
 @pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.hub is not None])
-def test_a_data_set(name, tokenizer, record_property):
+def test_a_data_set(name, tokenizer):
     """It is where TASKS says. Its rows have the columns of the task, and its labels are in the
     task's order; where they are texts, they are all of the task's."""
     task = get_task(name, source := Source())
@@ -28,7 +27,6 @@ def test_a_data_set(name, tokenizer, record_property):
     repository, configuration, revision = task.hub
     found = huggingface_hub.dataset_info(repository, revision=revision)
     assert found.id == repository, f"{repository} has moved to {found.id}"
-    record_property(f"{repository} {revision or 'main'}", found.sha)
     rows = datasets.load_dataset(repository, configuration, revision=revision)["train"]
     names = [feature.names for feature in rows.features.values() if hasattr(feature, "names")]
     assert names in ([], [task.labels]), f"{repository} has the labels {names}, not {task.labels}"
@@ -43,11 +41,9 @@ def test_a_data_set(name, tokenizer, record_property):
 
 @pytest.mark.parametrize("name", ["google-bert/bert-base-uncased", "FacebookAI/roberta-base"])
 @torch.inference_mode()
-def test_an_encoder(name, record_property):
+def test_an_encoder(name):
     """With all of the paper's adapters, under a fusion."""
     bert = Bert.from_pretrained(name)
-    for repository in (name, *paper_adapters(bert.config.model_type).values()):
-        record_property(repository, huggingface_hub.model_info(repository).sha)
     for task, directory in find_adapters(["paper"], bert.config.model_type).items():
         load_adapter(bert, directory, task)
     add_fusion(bert, [*bert.adapter_configs])

@@ -29,7 +29,7 @@ from conftest import WORDS, assert_equal, interrupt, main, randomize, same_tenso
 from data import CLASS_SCORES, TASKS
 from experiments import evaluate
 from experiments.load_run import load_run
-from formats.files import forget_notes, read_json
+from formats.files import note, read_json
 from fusion import FUSIONS, Fusion, active_fusions, add_fusion, fusion_weights
 
 EXAMPLES = sorted(path.stem for path in Path(train.__file__).parent.glob("examples/[!_]*.py"))
@@ -188,7 +188,7 @@ def test_an_edit_acts_in_both_stages(quiet_encoder, owner, name, edit, form, mon
 
     before = alone_and_fused()
     monkeypatch.setattr(owner, name, edit)
-    forget_notes()
+    note.cache_clear()
     after = alone_and_fused()
     assert [*map(torch.equal, before, after)] == [owner is Fusion, False]
     assert {fusion.fast_form for fusion in active_fusions(bert).values()} == {form}

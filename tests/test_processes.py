@@ -140,14 +140,16 @@ def test_errors_end_all_processes(text, before, voice, message, quietly, tmp_pat
 @pytest.mark.parametrize("stage", train.STAGES)
 def test_a_gpu(stage, command, quietly, tmp_path):
     """It trains as a CPU does. In bf16, its default, and with the dropout of its own random numbers
-    an interrupted run ends as an undisturbed one."""
-    gpu, cpu, whole, cut = (tmp_path / name for name in ("gpu", "cpu", "whole", "cut"))
+    a repeated run and an interrupted one end in the same bits."""
+    gpu, cpu, whole, again, cut = (tmp_path / name for name in "gpu cpu whole again cut".split())
     main(quietly(stage, gpu, "--device cuda --dtype float32 --epochs 2"))
     main(quietly(stage, cpu, "--epochs 2"))
     ours, theirs = ([line["loss"] for line in content(out)[0]] for out in (gpu, cpu))
     assert ours == pytest.approx(theirs, abs=1e-4) and len(ours) == 2
     main(command(stage, whole, "--device cuda --dtype bfloat16"))
+    main(command(stage, again, "--device cuda --dtype bfloat16"))
     interrupt(command(stage, cut, "--device cuda --dtype bfloat16"), 15)
     main(command(stage, cut, "--device cuda --dtype bfloat16 --resume"))
+    assert_equal(again, whole)
     assert_equal(cut, whole)
     assert content(whole)[1]["options"]["dtype"] == "bfloat16"
