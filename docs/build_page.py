@@ -32,6 +32,16 @@ FIVE = {
     "data.py": "D, the tasks",
     "train.py": "the two argmins",
 }
+LEARNED = {  # by the demo's adapters (experiments/skills.py)
+    "match": "does the name belong to the sentence?",
+    "order": "are the words in order?",
+    "long": "are there more than seven words?",
+    "the": "is one of them *the*?",
+    "of": "is one of them *of*?",
+    "two_words": "has the name two words?",
+    "vowel": "does it begin with a vowel?",
+    "plural": "does it end with an s?",
+}
 FILES = {"style": "style.css", "script": "weights.js"}
 MAKE = "make walkthrough NOTEBOOK=docs/walkthrough.ipynb"
 
@@ -186,7 +196,7 @@ def build(notebook=DOCS / "walkthrough.ipynb", weights=DOCS / "weights.json"):
         exporter.register_filter(name, function)
     template = DOCS / "template"
     given = {"page": page, "five": FIVE, "weights": json.loads(weights.read_text("utf-8"))}
-    given |= {"names": (DOCS / "page.py").read_text("utf-8")}
+    given |= {"learned": LEARNED, "names": (DOCS / "page.py").read_text("utf-8")}
     given |= {n: (template / f).read_text("utf-8") for n, f in FILES.items()}
     given["font"] = base64.b64encode((template / "math.woff2").read_bytes()).decode()
     exporter.environment.globals.update(given)  # what comes as nbconvert's resources is copied

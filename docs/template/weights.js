@@ -1,4 +1,5 @@
-// The table of s: of a sentence, under a question, at a token. All numbers are in the page.
+// The table of s: of a sentence, under a question, at a token. All numbers are in the page. And the
+// table of contents, which closes when one of its lines was followed.
 "use strict";
 const { adapters, sentences } = JSON.parse(document.getElementById("numbers").textContent);
 const questions = Object.keys(adapters).slice(1);
@@ -51,7 +52,7 @@ function drawTable({ s, answer }, truth, other) {
   title.append("” ", caption);
   table.replaceChildren(title, element("tr", element("th", "layer"), ...layers), ...rows);
   const sure = `${Math.round(100 * answer.probability)} %`;
-  said.textContent = `The fusion answers “${answer.label}” (${sure}); right is “${truth}”.`;
+  said.textContent = `The fusion answers “${answer.label}” (${sure}); the label is “${truth}”.`;
 }
 
 function draw() {
@@ -68,6 +69,9 @@ document.getElementById("choices").addEventListener("change", (event) => {
   const focused = name === "token";
   draw();
   if (focused) tokens.querySelector("input:checked").focus();
+});
+document.querySelector(".bar details").addEventListener("click", (event) => {
+  if (event.target.closest("li")) event.currentTarget.open = false;
 });
 document.querySelector('[name="way"]').checked = true; // a browser may restore another choice
 draw();
