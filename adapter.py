@@ -4,11 +4,7 @@ add_adapter(bert, "rte", AdapterConfig.pfeiffer(reduction_factor=16))  # a new o
 load_adapter(bert, "runs/rte")                                         # a saved one
 activate(bert, "rte")                                                  # None: plain BERT
 save_adapter(bert, "rte", "runs/rte")
-
-formats/adapterhub.py writes and reads the files. Of it are called: `slot_tensors`, which gives
-{(slot, name in the file): parameter}, the parameters themselves; `Saved.kind`, the class that a
-file names and the arguments for it, which are None where AdapterHub's own format names no class;
-and `Saved.copy_into`, which fills such parameters from the file, in place."""
+"""
 
 from collections.abc import Mapping
 from copy import deepcopy
@@ -31,7 +27,7 @@ class Adapter(nn.Module):
         super().__init__()
         self.config = config
         self.down = nn.Linear(hidden_size, bottleneck_size)  # D
-        self.act = deepcopy(ACTIVATIONS[config.non_linearity])  # a module, such as nn.PReLU(), too
+        self.act = deepcopy(ACTIVATIONS[config.non_linearity])  # it may be a module with weights
         self.up = nn.Linear(bottleneck_size, hidden_size)  # U
         for linear in (self.down, self.up):  # as in adapters 1.3; the paper does not say
             nn.init.normal_(linear.weight, std=0.02)
@@ -51,8 +47,9 @@ class Adapter(nn.Module):
         """a = act(D·h + b_D): [B, T, d] -> [B, T, r]"""
         return self.act(self.down(h))
 
-    # A fusion, which mixes the z of several adapters, calls the next two in place of `forward`:
-    # forward(f, x, norm) is close(z(h) + residual, x, norm), which is compared when it is made.
+    # A fusion mixes the z of several adapters: it calls the next two in place of `forward`. When it
+    # is added, it refuses an Adapter whose `forward` gives something other than close(z(h) +
+    # residual, x, norm); `norm_after` alone is let through (see GridAdapter).
 
     def h_and_residual(self, f, x, norm):
         """What the adapter reads, and what is added to its z: [B, T, d] each"""
@@ -67,11 +64,13 @@ class GridAdapter(Adapter):
     """All other points of the paper's grid (Figure 5), by the fields of AdapterConfig: what an
     adapter reads, which residual is added to its output, and how it goes back into BERT.
 
-                  h           residual   end
-    pfeiffer      LN(f + x)   f          LN(· + x)
-    houlsby       f           f          LN(· + x)
-    bapna         LN(f + x)   h          ·
-    "post_add"    LN(f + x)   f + x      LN(· + x), so that x is added twice, as in adapters 1.3"""
+                     h           residual   end
+    pfeiffer         LN(f + x)   f          LN(· + x)
+    houlsby          f           f          LN(· + x)
+    bapna            LN(f + x)   h          ·
+    with post_add    LN(f + x)   f + x      LN(· + x): x is added twice, as in adapters 1.3
+
+    A fusion leaves `norm_after` out, as in adapters 1.3: there alone it differs from `forward`."""
 
     def __init__(self, config, hidden_size, bottleneck_size):
         super().__init__(config, hidden_size, bottleneck_size)
@@ -103,7 +102,7 @@ class GridAdapter(Adapter):
     def close(self, output, x, norm):
         if self.config.original_ln_after:
             return norm(output + x)
-        return output  # which holds x if the residual does: nothing else adds it
+        return output  # nothing adds x here: it is in the output only if it is in the residual
 
 
 @dataclass
@@ -136,7 +135,7 @@ class AdapterConfig:
     leave_out: list = field(default_factory=list)
 
     def __post_init__(self):
-        adapterhub.check_bottleneck(vars(self), self.factors(), ACTIVATIONS)  # or a ValueError
+        adapterhub.check_bottleneck(vars(self), self.factors(), ACTIVATIONS)  # raises ValueError
 
     @classmethod
     def pfeiffer(cls, **changes):
@@ -177,18 +176,20 @@ class AdapterConfig:
 
     def modules(self, bert):
         """{(layer, location): a new Adapter} for every place where this adapter sits."""
-        layers = len(bert.layers)
         named = {*self.leave_out, *(int(key) for key in self.factors() if key != "default")}
-        if outside := named - {*range(layers)}:
-            raise ValueError(f"the encoder has layers 0 to {layers - 1}, and no {min(outside)}")
+        if outside := named - {*range(len(bert.layers))}:
+            last = len(bert.layers) - 1
+            raise ValueError(f"the encoder has layers 0 to {last}, and no {min(outside)}")
         sits_at = {"attention": self.mh_adapter, "output": self.output_adapter}
-        where, d = [place for place in sits_at if sits_at[place]], bert.config.hidden_size
-        layers = [layer for layer in range(layers) if layer not in self.leave_out]
-        return {(layer, place): self.module(d, layer) for layer in layers for place in where}
+        modules = {}
+        for layer, location in bert.slots:
+            if sits_at.get(location) and layer not in self.leave_out:
+                modules[layer, location] = self.module(bert.config.hidden_size, layer)
+        return modules
 
 
-# --adapter NAME: a function that takes the fields in --adapter-config and returns an AdapterConfig;
-# or a dataclass of your own with a method `modules`: loading finds it here, by its class's name.
+# --adapter NAME: a function of the fields in --adapter-config that returns an AdapterConfig, or a
+# dataclass of your own with a method `modules`. Loading finds your class here, by its own name.
 ADAPTERS = {"pfeiffer": AdapterConfig.pfeiffer, "houlsby": AdapterConfig.houlsby}
 ADAPTERS["bapna"] = AdapterConfig.bapna
 
@@ -210,8 +211,8 @@ def insert(bert, name, config, modules):
 
 
 def make_adapter(bert, name, config):
-    """{(layer, location): module} of a new adapter, not yet in the encoder. It is in fp32, with
-    which autocast (train.py) computes beside a Θ in bf16; or in fp64 beside such a Θ."""
+    """{(layer, location): module} of a new adapter, not yet in the encoder. The modules are in fp32
+    (fp64 if Θ is), also where Θ is in bf16: autocast (train.py) then casts them."""
     adapterhub.check_name(name)
     if name in bert.adapter_configs:
         raise ValueError(f"there is already an adapter called {name!r}")
@@ -236,7 +237,8 @@ def activate(bert, active=None):
     active = tuple(active) if isinstance(active, list) else active
     if active == ():
         raise ValueError("a fusion needs at least one adapter")
-    names = active if isinstance(active, tuple) else () if active is None else (active,)
+    one = () if active is None else (active,)
+    names = active if isinstance(active, tuple) else one
     found = {name: adapter_modules(bert, name) for name in names}  # raises ValueError
     computed = {}  # by slot; nothing is changed before all slots have been looked at
     for key, slot in bert.slots.items():
@@ -255,9 +257,9 @@ def save_adapter(bert, name, directory):
     computes the same. A fork's adapter (another class, field or parameter) is written with an
     "architecture", which the library refuses."""
     config = bert.adapter_configs[name]
-    tensors = adapterhub.slot_tensors(adapter_modules(bert, name))
+    tensors = adapterhub.slot_tensors(adapter_modules(bert, name))  # {(slot, name in file): tensor}
     options = {"architecture": type(config).__name__, "fields": vars(config)}
-    # its own format, if its bottleneck adapters have these fields and parameters, and no others
+    # AdapterHub's own adapters may have these fields and parameters: then all of their fields
     if type(config) is AdapterConfig and adapterhub.is_bottleneck(vars(config), tensors):
         options = {**adapterhub.NOT_IN_THE_PAPER, **vars(config)}
     adapterhub.write(directory, adapterhub.ADAPTER, name, options, tensors, bert)
@@ -273,12 +275,14 @@ def load_adapter(bert, directory, name=None):
     name = name or saved.name
     with error_prefix(saved.directory):
         saved.check_encoder(bert)
+        # the class that the file names, AdapterConfig or one in ADAPTERS, and its arguments;
+        # (AdapterConfig, None) if it names none, as in AdapterHub's own format
         config_class, options = saved.kind(AdapterConfig, ADAPTERS)
-        if options is None:  # AdapterHub's own format: the fields that AdapterConfig has of it
+        if options is None:
             options = adapterhub.bottleneck_options(saved.options, saved.metadata)
         config = config_class(**options)
         modules = make_adapter(bert, name, config)
-        saved.copy_into(adapterhub.slot_tensors(modules))
+        saved.copy_into(adapterhub.slot_tensors(modules))  # in place
     for module in modules.values():
         module.requires_grad_(False)
     insert(bert, name, config, modules)
@@ -287,13 +291,13 @@ def load_adapter(bert, directory, name=None):
 
 class Head(nn.Module):
     """The prediction head on the last layer's [CLS] vector. The paper describes none; this is
-    AdapterHub's default. config has the fields of its head_config.json. Of these, the following
-    count, and other values raise a ValueError; further fields, as label2id, are saved again.
+    AdapterHub's default. config has the fields of its head_config.json. What is not supported
+    raises ValueError; fields not listed here, such as label2id, are kept, and written by saving.
 
     head_type                 classification | multiple_choice
     num_labels, num_choices   K, the number of classes, or of choices
     layers                    2: dropout, linear d -> d, tanh, dropout, linear; 1: dropout, linear
-    activation_function, bias tanh, True: the defaults
+    activation_function, bias only tanh and True are supported, which are the defaults
     use_pooler                [CLS] goes through the encoder's own pretrained pooler first, which is
                               in the encoder's files, not in the head's; default False
     dropout_prob              default None: the encoder's"""
@@ -321,7 +325,7 @@ class Head(nn.Module):
     def forward(self, h, attention_mask=None):
         """h: hidden states [B·C, T, d], the C candidates of an example one after another -> logits
         [B, K]. attention_mask: [B·C, T], 1 on real tokens, for a subclass that reads all tokens."""
-        x = h[:, 0].to(self.layers[-1].weight.dtype)  # [CLS]: [B·C, d]
+        x = h[:, 0].to(self.layers[-1].weight.dtype)  # [CLS], in fp32: [B·C, d]
         if self.pooler is not None:
             x = self.pooler(x).tanh()
         return self.layers(x).view(-1, self.num_outputs)  # [B·C, K or 1] -> [B, K]

@@ -57,7 +57,7 @@ class BertConfig:
 
 
 def dropout(x, p, training):
-    """F.dropout, which takes twice as long on a CPU."""
+    """What F.dropout computes, in half of its time on a CPU."""
     if not training or x.device.type != "cpu" or p in (0, 1):
         return F.dropout(x, p, training)
     draws = torch.empty(x.shape, dtype=torch.int32).random_()  # uniform in 0 .. 2^31 - 1
@@ -66,8 +66,8 @@ def dropout(x, p, training):
 
 
 def attention(q, k, v, bias, p):
-    """softmax(q kᵀ / √(d/H) + bias) v, where each weight is dropped with probability p. q, k, v:
-    [B, H, T, d/H]; bias: of `Bert.attention_bias` -> [B, H, T, d/H]"""
+    """softmax(q kᵀ / √(d/H) + bias) v, where each weight is dropped with probability p. q, k, v,
+    and what is returned: [B, H, T, d/H]; bias: what `Bert.attention_bias` returns"""
     if p == 0 or q.device.type != "cpu":  # PyTorch's own is faster, except on a CPU with dropout
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=p)
     q_k = q / math.sqrt(q.shape[-1]) @ k.transpose(-1, -2)  # [B, H, T, T]
@@ -120,7 +120,7 @@ class Layer(nn.Module):
         self.hidden_dropout = config.hidden_dropout_prob
 
     def forward(self, x, bias):
-        """x: [B, T, d]; bias: of `Bert.attention_bias` -> [B, T, d]"""
+        """[B, T, d] -> [B, T, d]; bias: what `Bert.attention_bias` returns"""
         q = self.split_heads(self.query(x))  # [B, H, T, d/H]
         k = self.split_heads(self.key(x))
         v = self.split_heads(self.value(x))
@@ -133,8 +133,7 @@ class Layer(nn.Module):
         return self.output_add_norm(f, x)
 
     def split_heads(self, x):
-        """[B, T, d] -> [B, H, T, d/H]"""
-        return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)  # [B, T, d] -> [B, H, T, d/H]
 
 
 class Bert(nn.Module):
@@ -172,18 +171,20 @@ class Bert(nn.Module):
             self.slots[i, "output"] = layer.output_add_norm
         self.adapter_configs = {}  # {name: configuration} of the adapters in the slots (adapter.py)
         self.active = None  # what `activate` of adapter.py was given
-        self.source = None  # the hub id, or the directory, of what `from_pretrained` was given
+        self.source = None  # what `from_pretrained` was given: a hub id, or a directory
         self.directory = None  # where its files are
         self.hub_config = {}  # all that config.json says
-        self.sha256 = None  # of Θ and its configuration: an adapter trained on another is refused
+        self.sha256 = None  # of Θ and its configuration; adapters of another encoder are refused
 
     def forward(self, input_ids, token_type_ids=None, attention_mask=None):
         """LongTensors [B, T], in this order (in `transformers` the mask is second); attention_mask
         is 1 on real tokens. Without token types all are 0, without a mask all tokens are real.
         Returns the last layer's hidden states [B, T, d]."""
         for slot in self.slots.values():
-            if slot.fusion is not None:  # clears its weights s, also where a fork skips this slot
-                slot.fusion.begin_batch(attention_mask)  # some kinds (`Router`) need the mask
+            if (
+                slot.fusion is not None
+            ):  # it clears its old attention weights, and may keep the mask
+                slot.fusion.begin_batch(attention_mask)
         x = self.word_embeddings(input_ids) + self.position_embeddings(self.positions(input_ids))
         if self.config.type_vocab_size:
             types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
@@ -222,11 +223,11 @@ class Bert(nn.Module):
     @staticmethod
     def from_tensors(config, tensors):
         """The encoder of {name in Hugging Face's files: tensor}, frozen (no parameter requires a
-        gradient) and in eval mode. The prefix (bert., roberta.) may be missing; others are ignored.
-        Raises ValueError for tensors that are missing, or of another shape than config says."""
+        gradient) and in eval mode. The prefix (bert., roberta.) may be missing; extra tensors are
+        ignored. Raises ValueError if a tensor is missing, or has another shape than config says."""
         bert = ENCODERS[config.model_type](config)
         found = {name.removeprefix(f"{config.model_type}."): t for name, t in tensors.items()}
-        theta = bert.hub_tensors()
+        theta = bert.theta()
         if missing := sorted(theta.keys() - found.keys()):
             raise ValueError(f"it lacks {', '.join(missing):.300}")
         for name, p in theta.items():
@@ -246,7 +247,7 @@ class Bert(nn.Module):
         from formats.files import error_prefix
         from runtime.command import look_up
 
-        # its files, .config (all that config.json says), .tensors (by Hugging Face's names)
+        # its files, .config (all that config.json says), .tensors (by today's Hugging Face names)
         checkpoint = encoder.read_encoder(source)
         known = asdict(BertConfig())
         with error_prefix(checkpoint.config_path):
@@ -254,28 +255,25 @@ class Bert(nn.Module):
             look_up(ENCODERS, config.model_type, "model_type")  # or raises ValueError
         with error_prefix(checkpoint.weights_path):
             bert = Bert.from_tensors(config, checkpoint.tensors)
-            encoder.check(checkpoint.tensors, bert.hub_tensors())  # none left over, all finite
+            encoder.check(checkpoint.tensors, bert.theta())  # all finite, all of an encoder used
         bert.source, bert.directory = checkpoint.source, checkpoint.config_path.parent
         bert.hub_config = checkpoint.config
-        bert.sha256 = encoder.sha256_of(bert.hub_tensors(), asdict(config))
+        bert.sha256 = encoder.sha256_of(bert.theta(), asdict(config))
         return bert
-
-    def hub_tensors(self):
-        """{name in Hugging Face's files: parameter} of Θ"""
-        return {self.hub_name(name): p for name, p in self.theta().items()}
 
     def save_pretrained(self, directory):
         """Writes config.json and model.safetensors (Θ alone) as Hugging Face does, so that
-        `transformers` and `from_pretrained` read them. Returns what is then their `sha256`."""
+        `transformers` and `from_pretrained` read them. Returns the SHA-256 of what is written."""
         from formats import encoder
 
         config = asdict(self.config)
-        encoder.write_encoder(directory, {**self.hub_config, **config}, self.hub_tensors())
-        return encoder.sha256_of(self.hub_tensors(), config)
+        encoder.write_encoder(directory, {**self.hub_config, **config}, self.theta())
+        return encoder.sha256_of(self.theta(), config)
 
     def theta(self):
-        """{name: parameter} of Θ: those to which HUB_NAMES gives a name, and nothing plugged in."""
-        return {n: p for n, p in self.named_parameters() if self.hub_name(n) is not None}
+        """{name in Hugging Face's files: parameter} of Θ, without what is plugged in"""
+        named = {self.hub_name(name): p for name, p in self.named_parameters()}
+        return {name: p for name, p in named.items() if name is not None}
 
     def hub_name(self, name):
         """layers.0.query.weight -> encoder.layer.0.attention.self.query.weight; None if not Θ's"""

@@ -30,7 +30,7 @@ from formats.tokenizer import encode_pairs
 from runtime.record import note_unseen_classes
 
 # Scores of labels and predictions, LongTensors [examples] of class indices. As in scikit-learn, a
-# class that occurs in neither does not count, and a quotient of nothing is 0.
+# class that neither of them has does not count, and 0 / 0 is 0.
 
 
 def accuracy(labels, predictions):
@@ -51,7 +51,7 @@ def macro_f1(labels, predictions):
     return sum(f1_of_class(labels, predictions, k) for k in classes) / len(classes)
 
 
-# f1, if there are two classes: of the positive one, the second, as GLUE has it for MRPC and QQP
+# f1, where there are two classes, is that of the second: GLUE's, for MRPC and QQP
 CLASS_SCORES = {"accuracy": accuracy, "macro_f1": macro_f1, "f1": partial(f1_of_class, k=1)}
 
 
@@ -73,15 +73,14 @@ class Task:
     is_multiple_choice: bool = False  # the labels then name the choices
     loss: Callable = F.cross_entropy  # of logits [B, K] and labels [B], the mean of the batch
     prediction: Callable = partial(torch.argmax, dim=-1)  # logits [B, K] -> predictions [B]
-    # {name: function of labels and predictions}, where larger is better; the first one chooses the
-    # best epoch. By default CLASS_SCORES, of which that is the accuracy
-    scores: dict | None = None
+    # {name: function of labels and predictions}; the first chooses the best epoch; larger is better
+    scores: dict | None = None  # CLASS_SCORES
     hub_dev: str = "validation"  # the hub's name of the development set
     dev_from_train: int = 0  # the development set is this many training examples
     name: str = ""  # `get_task` fills it in
 
     def __post_init__(self):
-        # case, blanks, zeros before a number, and what cannot be seen make no difference
+        # case, blanks, zeros before a number, and invisible characters make no difference
         self.indices = {plain_label(label): i for i, label in enumerate(self.labels)}
         if self.scores is None:
             is_binary = len(self.labels) == 2
@@ -98,7 +97,7 @@ class Task:
         """The index of a label as the data write it."""
         if (text := plain_label(value)) in self.indices:
             return self.indices[text]
-        # the hub's integers; labels made of digits are names, not indices
+        # the hub has integers, which are indices; but not where the names themselves are digits
         if self.hub and not self.labels[0].isdigit() and text in map(str, range(len(self.labels))):
             found = ", ".join(f"{i} = {label}" for i, label in enumerate(self.labels))
             note(f"{self.name}: integers are read as {found}")  # which is printed only once
@@ -114,8 +113,7 @@ class Task:
         return {"label": label, "probability": each[label], "probabilities": each}
 
 
-# How the texts of a row become candidates, as in AdapterHub's own training code
-# (adapter-hub/efficient-task-transfer, itrain/datasets)
+# Texts of a row -> candidates, as in AdapterHub's adapter-hub/efficient-task-transfer
 
 
 def fill_blank(sentence, *options):
@@ -133,7 +131,8 @@ def with_endings(ctx_a, ctx_b, options):
 def with_choices(*texts):
     """([text,] choices) -> candidates; choices: a list of texts, as formats/rows.py makes it of the
     dictionary {"label": letters, "text": texts} that CommonsenseQA has on the hub"""
-    return [(*texts[:-1], choice) if texts[:-1] else (choice, None) for choice in texts[-1]]
+    *before, choices = texts
+    return [(*before, choice) if before else (choice, None) for choice in choices]
 
 
 NLI = "entailment neutral contradiction".split()
@@ -165,7 +164,7 @@ TASKS = {
                       "context question answer0 answer1 answer2 answer3".split(), "0 1 2 3".split(),
                       answers, max_length=256, **CHOICE),
     "scitail": Task(("allenai/scitail", "snli_format", None), "premise hypothesis".split(),
-                    "entails neutral".split()),  # on the hub sentence1, sentence2, gold_label
+                    "entails neutral".split()),  # formats/rows.py renames the hub's columns
     "argument": Task(None, "topic sentence".split(), UKP, label="annotation"),
     "commonsense_qa": Task(("tau/commonsense_qa", None, None), "question choices".split(),
                            "A B C D E".split(), with_choices, "answerKey", **CHOICE),
@@ -198,7 +197,7 @@ def get_task(name, data_source):
 
 
 def own_task(name, columns, labels):
-    """Your own task, by what its training file has, or by what run.json says of that."""
+    """Your own task, by the columns and labels of its training file."""
     if len(labels) < 2:
         raise ValueError(f"{name}: one label, or one choice, {labels}, leaves nothing to learn")
     if "choices" in columns:
@@ -210,19 +209,19 @@ class Example(NamedTuple):
     input_ids: tuple  # of C candidates, NumPy int32 [T] each
     token_type_ids: tuple
     label: int  # in another kind of task a float, or a tuple; None where it is not known
-    hash: int  # of texts and label: with it run.json says on what an adapter was trained
-    is_cut: bool  # whether a text was longer than --max-length
+    hash: int  # of texts and label; run.json has the 1,000 smallest of a training set
+    is_cut: bool  # whether it was longer than --max-length
 
 
 def load_split(task, data_source, split, tokenizer, limit=None, seed=0):
-    """[Example] of a split, tokenised. "train" and "validation" are parts of the training examples
-    with --dev-fraction, and in a task with `dev_from_train`. limit: keep only this many, drawn with
-    `seed`. Without a tokenizer (None) they have no ids, for their hashes alone. Raises
+    """[Example] of a split, tokenised. With --dev-fraction, or for a task with `dev_from_train`,
+    both "train" and "validation" are taken from the training examples. limit: keep only this many,
+    drawn with `seed`. Without a tokenizer (None) they have no ids, for their hashes alone. Raises
     FileNotFoundError if the data are not there, and ValueError naming the file and the row for one
     that does not fit."""
     where, rows = data_source.read_split(task, split)  # {number of a row: row}
-    examples, every = [], [*rows.items()]
-    for number, row in (every[i] for i in drawn(len(rows), limit, seed)):
+    examples, numbered = [], [*rows.items()]
+    for number, row in (numbered[i] for i in drawn(len(rows), limit, seed)):
         with error_prefix(f"{where}: row {number}"):
             examples.append((task.candidates_of(row), task.label_index(row[task.label])))
     result = encode(tokenizer, examples, f"tokenizing {task.name} {split}")
@@ -249,9 +248,9 @@ def encode(tokenizer, examples, title):
 def batches(examples, batch_size, seed=None):
     """The indices of every batch of one epoch; each example is in exactly one of them. Batches hold
     examples of similar length, so that little is padding: a random order is sorted by length within
-    windows of 50 batches, and the batches are shuffled. A window is at most a quarter of all, so
-    that even in a small task an example has other neighbours in every epoch. seed: an integer, or
-    several. Without one (evaluation) everything is sorted, longest first."""
+    windows of 50 batches, or of a quarter of all batches if that is less, so that even in a small
+    task an example has other neighbours in every epoch; then the batches are shuffled. seed: an
+    integer, or several. Without one (evaluation) everything is sorted, longest first."""
     lengths = np.array([max(map(len, example.input_ids)) for example in examples])
     if seed is None:
         order = np.argsort(-lengths, kind="stable")
@@ -270,8 +269,8 @@ def batches(examples, batch_size, seed=None):
 
 def collate(examples, pad_token_id):
     """B examples -> LongTensors input_ids, token_type_ids, attention_mask [B·C, T], an example's
-    candidates one after another; and, if the examples have any, labels [B]: class indices, or the
-    floats of a regression; [B, k] of tuples. T is the length of the longest."""
+    candidates one after another, T the length of the longest; and, if the examples have any, labels
+    [B]: class indices, or floats; [B, n] if each is a tuple of n."""
     ids = [torch.from_numpy(x).long() for example in examples for x in example.input_ids]
     types = [torch.from_numpy(x).long() for example in examples for x in example.token_type_ids]
     batch = {"input_ids": pad_sequence(ids, True, pad_token_id)}

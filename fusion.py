@@ -25,7 +25,7 @@ class Fusion(nn.Module):
     and h is what the adapters read; the h of section 3.2 is the feed-forward output, f here
     (docs/silent.md)."""
 
-    fast_form = None  # how `low_rank` computes o, or None: it does not compute what `textbook` does
+    fast_form = None  # how `low_rank` computes this fusion; None: only `textbook` computes it
 
     def __init__(self, adapter_names, hidden_size, dropout):
         super().__init__()
@@ -52,7 +52,8 @@ class Fusion(nn.Module):
         h, residual = last.h_and_residual(f, x, add_norm.norm)
         if self.fast_form is None:
             o = self.textbook(h, adapters)
-        else:  # what normally runs: the same o to 1e-4, compared when this fusion was made
+        else:  # The usual path: the same o for less work, since z_n = U_n a_n + b_n has only r free
+            # numbers. It calls `softmax`, too. `choose_form` has compared it with `textbook`.
             o = low_rank(self, h, adapters, self.fast_form)
         return last.close(o.to(h.dtype) + residual, x, add_norm.norm)
 
@@ -64,10 +65,9 @@ class Fusion(nn.Module):
         return torch.einsum("btn,btnd->btd", s, self.value(z))  # o = Σ_n s_n V z_n
 
     def softmax(self, q_k):
-        """s of the products q·(K z_n + b_K), [B, T, N] -> [B, T, N], which is kept for
-        `fusion_weights`. As in adapters 1.3, dropout is applied to the products themselves. A
-        subclass may set one to -∞, to leave an adapter out: dropout must not make that 0 · -∞,
-        which is NaN."""
+        """The products q·(K z_n + b_K) -> s, both [B, T, N]; s is kept for `fusion_weights`. As in
+        adapters 1.3, dropout is applied to the products themselves. A subclass may set one to -∞,
+        to leave an adapter out: dropout must not make that 0 · -∞, which is NaN."""
         if self.training:
             q_k = self.dropout(q_k).masked_fill(q_k == -torch.inf, -torch.inf)
         s = q_k.softmax(-1)
@@ -126,9 +126,9 @@ def fusion_weights(bert):
 def add_fusion(bert, names, fusion_class=Fusion, **arguments):
     """Adds a new fusion over adapters of the encoder wherever one of them sits, in place of an
     existing one, and activates it. Its parameters are then the only ones that require a gradient.
-    arguments: further ones of a class of your own. Raises ValueError, and changes nothing, for a
+    arguments: further ones, for a class of your own. Raises ValueError, and changes nothing, for a
     name that is unknown or there twice, for adapters at different locations (as adapters 1.3 does),
-    for one without an output z, and for those that read different inputs (see `choose_form`)."""
+    for one without `z`, and for those that `choose_form` refuses."""
     modules = make_fusion(bert, names, fusion_class, arguments)
     bert.requires_grad_(False)  # all but the new modules, which are not in it yet
     put_in_place(bert, names, modules)
@@ -160,6 +160,8 @@ def make_fusion(bert, names, fusion_class, arguments, dropout=None):
             fusion = fusion_class([*here], bert.config.hidden_size, dropout, **arguments)
             fusion.arguments = arguments  # for `save_fusion`
             fusion.to(bert.device, torch.promote_types(bert.dtype, torch.float32))
+            # How `low_rank` can compute it; None if its o differs. Raises ValueError if an adapter
+            # reads or adds something else than the last; for these two classes that is a note.
             fusion.fast_form = choose_form(fusion, here, slot.norm, Fusion, (Adapter, GridAdapter))
             modules[key] = fusion.train(bert.training)
     return modules
@@ -173,7 +175,7 @@ def save_fusion(bert, directory):
     tensors = adapterhub.slot_tensors(modules)
     options = {"architecture": type(one).__name__, "fields": one.arguments}  # see `save_adapter`
     if type(one) is Fusion and not one.arguments and adapterhub.is_attention(tensors):
-        options = adapterhub.FUSION_CONFIG  # the paper's, in the library's fields
+        options = adapterhub.FUSION_CONFIG  # the paper's own, with the fields that AdapterHub has
     adapterhub.write(directory, adapterhub.FUSION, ",".join(bert.active), options, tensors, bert)
 
 

@@ -39,10 +39,9 @@ from runtime.processes import choose_device, gather, ranks, reseed, set_determin
 from runtime.record import describe, never_predicted
 from runtime.run import check_out, is_begun, open_run
 
-# Section 4.1 and appendix A.2: single-task adapters are trained at a learning rate of 1e-4 for at
-# most 30 epochs, fusion at 5e-5 for at most 10. The paper gives no values for the two baselines:
-# these are ours. "options": which of these and of --adapters it takes; without it, all. A stage of
-# your own has a "build", a function of (args, bert, task): see `build`.
+# Learning rates and epochs of adapters and fusions are those of section 4.1 and appendix A.2; for
+# the two baselines the paper gives none, these are ours. "options": what the stage takes of
+# --adapters and the following; by default all. Your own stage has a "build" function: see `build`.
 OF_ADAPTER = ["adapter", "reduction_factor", "adapter_config"]
 OF_FUSION = ["fusion", "fusion_config"]
 STAGES = {
@@ -51,6 +50,7 @@ STAGES = {
     "head": {"lr": 1e-3, "epochs": 30, "options": ["adapters"]},  # baseline: on Θ, or one Φ_n
     "full": {"lr": 2e-5, "epochs": 10, "options": []},  # baseline: all of Θ is trained
 }
+TABLES = {"stage": STAGES, "adapter": ADAPTERS, "fusion": FUSIONS, "head": HEADS}  # by option
 
 
 class Model(nn.Module):
@@ -69,7 +69,7 @@ class Model(nn.Module):
 
 
 def build(args, bert, task, adapters):
-    """The Model of a run: the encoder, frozen but with --stage full, with what is plugged into it,
+    """The Model of a run: the encoder, frozen except with --stage full, what is plugged into it,
     and a new head. What the stage trains requires a gradient, nothing else does. adapters: {name:
     Saved} of --adapters"""
     for name, saved in adapters.items():
@@ -89,41 +89,42 @@ def build(args, bert, task, adapters):
 
 
 def new_head(args, task, bert):
-    config = {"layers": 2, "label2id": {label: i for i, label in enumerate(task.labels)}}
+    config = {"head_type": "classification", "num_labels": len(task.labels)}
     if task.is_multiple_choice:
-        config |= {"head_type": "multiple_choice", "num_choices": len(task.labels)}
-    else:
-        config |= {"head_type": "classification", "num_labels": len(task.labels)}
+        config = {"head_type": "multiple_choice", "num_choices": len(task.labels)}
+    config |= {"layers": 2, "label2id": {label: i for i, label in enumerate(task.labels)}}
     return HEADS[args.head](config, bert.config).to(bert.device)
 
 
 def train(args):
     """One stage, from the start or from where it was interrupted. args: as `parse` returns them.
-    Returns what the last line prints."""
+    Returns the metrics, which are printed as the last line."""
     device, dtype = choose_device(args.device, args.dtype, args.cuda_graphs)
     set_deterministic(device)  # a run that is repeated, or resumed, ends in the same bits
     data_source = source_of(args)  # the hub, or files
     task = get_task(args.task, data_source)
-    reseed(args.seed)  # before Θ, too, for what a fork adds to it; several processes start equal
+    reseed(args.seed)  # before Θ, too: a fork may add random weights; all processes start alike
     bert = Bert.from_pretrained(args.model).to(device)  # Θ, frozen
     args, task = settle(args, task, bert, dtype)  # copies, which stay fixed from here on
     adapters = find_adapters(args.adapters, bert.config.model_type)  # {name: what its files hold}
-    reseed(args.seed)
+    reseed(args.seed)  # again, so that what is new does not depend on what was drawn for Θ
     model = build(args, bert, task, adapters)
     tokenizer, train_set, dev_set = load_data(args, task, data_source, bert)
-    kept = kept_names(model, adapters)  # all tensors but frozen Θ, and frozen Φ of --adapters
-    hold_frozen_in(model, kept, dtype)  # these; what is trained stays in fp32
+    # what the run saves, by name: everything but the frozen weights of Θ and of --adapters
+    kept = kept_names(model, adapters)
+    hold_frozen_in(model, kept, dtype)  # those; of Θ only if none of it is trained; else it is fp32
     # AdamW (section 4.1), without weight decay, as in adapters 1.3
     groups = [{"params": [p for p in model.parameters() if p.requires_grad], "lr": args.lr}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=device.type != "mps")
-    # what run.json says. It notes what is strange, and refuses adapters of another tokenizer
+    # what run.json says; `describe` also prints what is strange about the data, and raises
+    # ValueError for an adapter that was trained with another tokenizer
     record = describe(args, model, tokenizer, adapters, [(task, train_set, dev_set)])
 
     def steps(epoch):
         every = batches(train_set, args.batch_size, (args.seed, epoch))
         return [(model, task, [train_set[i] for i in indices]) for indices in every]
 
-    # connects the processes, and with --resume goes back to the checkpoint
+    # connects the processes, locks --out, and clears it, or with --resume goes to the checkpoint
     with open_run(args, record, model, kept, optimizer) as run:
         if run.result:  # of a run that --resume finds finished
             return run.result
@@ -134,7 +135,7 @@ def train(args):
         minimize(run, steps, lambda done: 1 - done, lambda: evaluate(model, task, dev_set, args))
         if run.rank == 0:
             record = save(model, task, args.out, record, kept)
-        return run.finish(record)  # writes run.json and metrics.json; returns the latter
+        return run.finish(record)  # in process 0 writes run.json and metrics.json; returns these
 
 
 def settle(args, task, bert, dtype):
@@ -155,33 +156,31 @@ def load_data(args, task, data_source, bert):
     tokenizer = load_tokenizer(bert.directory, task.max_length, bert.config)
     train_set = load_split(task, data_source, "train", tokenizer, args.limit_train, args.seed)
     dev_set = load_split(task, data_source, "validation", tokenizer, args.limit_dev)
-    data_source.rows.clear()  # the files' content, which is not needed any more
+    data_source.rows.clear()  # both splits have been read: frees what it has of the files
     return tokenizer, train_set, dev_set
 
 
 def minimize(run, steps, schedule, evaluation):
     """argmin, from where the run is until its best epoch stands in run.model.
 
-    run              args, model, optimizer, and where they are: `epoch` counts from 1, `step` says
-                     how many steps of it are done. `best_epoch` is 0 before the first,
-                     `best_scores` are its {score: value}, and `best` a copy of kept_tensors(),
-                     {name: tensor} of all that a run has to save. This is process `rank` of
-                     `world_size`; all get the same scores, and so stop together. after_step,
-                     log_epoch and checkpoint report and save: they change none of these. `record`
-                     is what run.json says, and `diverged` an error for `finish`
-    steps(epoch)     [(Model, task, a batch of examples)] of an epoch; the Models of several tasks
-                     share what is in run.model (experiments/multitask.py); --resume calls it again
+    run              args, model, optimizer; record, the content of run.json; and
+                     epoch, step: the current one, from 1, and how many steps of it are done
+                     best_epoch, best_scores, best: 0 and empty at first; the last is a copy of
+                         kept_tensors(), what the run saves, by its names in run.model
+                     rank, world_size: this process, and how many; all get the same scores
+                     Its methods report, save and raise; they change nothing of this.
+    steps(epoch)     [(Model, task, a batch of examples)] of an epoch. Usually each Model is
+                     run.model; of several tasks each has its own, with a head of run.model
     schedule(done)   the factor of the learning rate when this share of all steps is done
-    evaluation()     {score: value} of the development set, its "loss" among them, and what else is
-                     to be logged"""
+    evaluation()     {score: value} of the development set, its "loss", and what is only logged"""
     args, bert, optimizer = run.args, run.model.bert, run.optimizer
     trainable = [p for p in run.model.parameters() if p.requires_grad]
     lrs = [group["lr"] for group in optimizer.param_groups]  # the initial ones, also with --resume
     compute = gradients
-    if args.cuda_graphs:  # on a GPU: replays a recording, compared with it at least once an epoch
+    if args.cuda_graphs:  # on a GPU: replays a recording, which now and then it compares with it
         compute = Recorded(gradients, trainable, args.dtype, run.record["steps_per_epoch"])
     try:
-        # early stopping, after --patience epochs without a better one
+        # run.epoch is the next one: early stopping after --patience epochs without a better one
         while run.epoch <= args.epochs and run.epoch - run.best_epoch <= args.patience:
             run.model.train()  # dropout in the frozen encoder stays on, as in adapters 1.3
             plan = steps(run.epoch)
@@ -195,38 +194,40 @@ def minimize(run, steps, schedule, evaluation):
                 for part in micro_batches(mine, args.grad_accumulation):
                     batch = collate(part, bert.config.pad_token_id)
                     loss += compute(model, task, args, batch, len(part) / len(examples))
-                sum_gradients(trainable)  # over all processes; one without examples adds none
+                sum_gradients(trainable)  # over all processes; some may have no examples
                 nn.utils.clip_grad_norm_(trainable, 1.0)  # as in Google's BERT
                 optimizer.step()
                 optimizer.zero_grad()
                 run.step += 1
-                # A checkpoint if it is time. Raises KeyboardInterrupt after Ctrl-C; and in all
-                # processes FloatingPointError, in every tenth step, if a loss was not finite
+                # Adds `loss`, over processes, to the epoch's; raises FloatingPointError, in every
+                # tenth step, if that is not finite. Saves a checkpoint when it is due, or on a
+                # signal such as Ctrl-C, and then raises KeyboardInterrupt.
                 run.after_step(loss)
 
             reseed(args.seed, run.epoch, run.step, run.rank)  # for a fork whose evaluation draws
-            found, before = evaluation(), run.best_scores
+            scores, best = evaluation(), run.best_scores
             for name in ("loss", args.score):
-                run.check_finite(f"development {name}", found[name])
-            now = found[args.score], -found["loss"]  # of equal scores, the one at a smaller loss
-            if not before or now > (before[args.score], -before["loss"]):
-                run.best_epoch, run.best_scores = run.epoch, found
+                run.check_finite(f"development {name}", scores[name])
+            now = scores[args.score], -scores["loss"]  # of equal scores, the one at a smaller loss
+            if not best or now > (best[args.score], -best["loss"]):
+                run.best_epoch, run.best_scores = run.epoch, scores
                 run.best = {name: t.cpu().clone() for name, t in run.kept_tensors().items()}
-            run.log_epoch(found)
+            run.log_epoch(scores)  # with the epoch's loss, which starts again at 0
             run.epoch, run.step = run.epoch + 1, 0
             run.checkpoint()
     except FloatingPointError as e:  # a loss, or a score, is not finite
         if not run.best:
             raise
         run.diverged = e  # `run.finish` raises it again, when the best epoch so far is saved
-    run.model.load_state_dict(run.best, strict=False)  # it lacks what is frozen, and as it was
+    run.model.load_state_dict(run.best, strict=False)  # without what is frozen: it has not changed
 
 
 def gradients(model, task, args, batch, share):
     """Adds the gradients of a part of a batch to those that are there. share: of the batch's
     examples, so that all parts add up to its mean loss and one penalty. Returns share · (loss +
     penalty)."""
-    with autocast(args, model.bert.device):
+    # with --dtype bfloat16, matrix products are computed in it, of weights in any precision
+    with torch.autocast(model.bert.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"):
         logits = model(batch)  # [B, K]
     loss = task.loss(logits, batch["labels"].to(logits.device))
     loss = share * (loss + fusion_regularization(model.bert))  # on V (section 4.1), or 0
@@ -240,18 +241,16 @@ def micro_batches(examples, count):
     return [examples[i : i + size] for i in range(0, len(examples), size)]
 
 
-def autocast(args, device):
-    """With --dtype bfloat16, products, and what needs no more precision, are computed in it."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=args.dtype == "bfloat16")
-
-
 def predictions(model, task, examples, args):
     """(labels, predictions, mean loss) of a split, in the order of `batches`. Every process
     computes some of them. Leaves the model in eval mode."""
     model.eval()
     rank, world_size = ranks()
     found, every = {}, batches(examples, args.batch_size)
-    with torch.inference_mode(), autocast(args, model.bert.device):
+    autocast = torch.autocast(
+        model.bert.device.type, torch.bfloat16, enabled=args.dtype == "bfloat16"
+    )
+    with torch.inference_mode(), autocast:
         for number in range(rank, len(every), world_size):
             part = [examples[i] for i in every[number]]
             batch = collate(part, model.bert.config.pad_token_id)
@@ -272,27 +271,27 @@ def evaluate(model, task, examples, args):
 
 
 def save(model, task, out, record, kept):
-    """Writes what was trained, and what else the run keeps; what AdapterHub's and Hugging Face's
-    files have no place for goes into own.safetensors. Frozen --adapters were copied before. Returns
-    the record for run.json: if Θ was trained, `out` is the encoder of this run's adapters."""
+    """Writes what is named in `kept`; what AdapterHub's and Hugging Face's files have no place for
+    goes into own.safetensors. Returns the record for run.json: if Θ was trained, `out` is the
+    encoder of this run's adapters."""
     bert, out = model.bert, Path(out)
-    # {"encoder", "adapter NAME", "fusion", "head": {name: tensor}}, of these what is to be written
-    found = files_of(model, record["adapters"])
-    if "encoder" in found:
+    # {"encoder" | "adapter NAME" | "fusion" | "head": its tensors}, without frozen --adapters
+    files = files_of(model, record["adapters"])
+    if "encoder" in files:
         sha256 = bert.save_pretrained(out)  # it is a checkpoint now, which --model accepts
         copy_tokenizer(bert.directory, out)
-        bert.source = str(out.resolve())
+        bert.source = str(out.resolve())  # which the files below give as their encoder
         record = {**record, "encoder": sha256, "trained_on": bert.source}
     for name in bert.adapter_configs:
-        if f"adapter {name}" in found:
-            # beside a fusion, if a stage of your own trains Φ and Ψ together
+        if f"adapter {name}" in files:
+            # under adapters/ beside a fusion, if a stage of your own trains Φ and Ψ together
             place = out if name == bert.active else out / "adapters" / name
             save_adapter(bert, name, place)
             write_json(place / "run.json", record)
-    if "fusion" in found:
+    if "fusion" in files:
         save_fusion(bert, out)
     save_head(model.head, bert, task.name, out)
-    if rest := without_file(model, kept, found):  # {name: tensor} of what is in none of these
+    if rest := without_file(model, kept, files):  # {name: tensor} of what is in none of these
         write_tensors(out / "own.safetensors", rest)
     return record
 
@@ -357,7 +356,8 @@ def parse(argv=None, parser=None):
         if "reduction_factor" in args.adapter_config:
             raise ValueError("--reduction-factor is given, and again in --adapter-config")
         args.adapter_config = {**args.adapter_config, "reduction_factor": args.reduction_factor}
-    check_known(args)
+    for option, table in TABLES.items():
+        command.look_up(table, getattr(args, option), f"--{option}")
     every = ["adapters", *OF_ADAPTER, *OF_FUSION]
     takes = STAGES[args.stage].get("options", every)
     for option in every:
@@ -374,25 +374,18 @@ def parse(argv=None, parser=None):
     args.lr = args.lr or STAGES[args.stage]["lr"]
     args.epochs = args.epochs or STAGES[args.stage]["epochs"]
     if args.resume and is_begun(args.out):
-        before = adapterhub.read_run(args.out)["options"]  # these defaults depend on the machine
+        before = adapterhub.read_run(args.out)["options"]  # the encoder and dtype it began with
         args.model = args.model or before["model"]
         args.dtype = before["dtype"] if args.dtype == "auto" else args.dtype
     args.model = args.model or os.environ.get("ADAPTERFUSION_MODEL") or encoder_of(args.adapters)
     args.model = args.model or "google-bert/bert-base-uncased"
-    check_out(args)  # that nothing else is in --out, and nothing there is needed
+    check_out(args)  # that nothing would be lost there. Raises ValueError
     return args
-
-
-def check_known(args):
-    """Raises ValueError for a name that its dictionary lacks."""
-    tables = {"stage": STAGES, "adapter": ADAPTERS, "fusion": FUSIONS, "head": HEADS}
-    for option, table in tables.items():
-        command.look_up(table, getattr(args, option), f"--{option}")
 
 
 def main(argv=None):
     """Runs a command line; argv: a list of words. Returns what the last line prints."""
-    with command.alone():  # another thread of this process that trains has to wait
+    with command.alone():  # one thread of this process after another
         return train(parse(argv))
 
 

@@ -213,7 +213,8 @@ add_fusion(bert, ["match", "order"])
 before = {name: p.clone() for name, p in bert.named_parameters()}
 head, _ = fit_on("both", limit=240)
 moved = {name for name, p in bert.named_parameters() if not torch.equal(p, before[name])}
-rows = [["Θ", len(bert.theta()), len(moved & bert.theta().keys())]]
+theta = {name for name in before if bert.hub_name(name)}
+rows = [["Θ", len(theta), len(moved & theta)]]
 for part, mark in (("Φ of match", ".match."), ("Φ of order", ".order."), ("Ψ", ".fusion.")):
     names = [name for name in before if mark in name]
     rows.append([part, len(names), len(moved.intersection(names))])
@@ -347,11 +348,11 @@ show(fusion_regularization)
 # and one score for each choice.
 #
 # **Now for real**: what a stage adds to the encoder; the loss of a batch and its gradients; and the
-# step that all stages share. A batch may be split, over several GPUs or into parts that fit into
-# memory: `parts` splits it, each part's `share` is its fraction of the examples, and the gradients
-# of all are added up. Without that, there is one part, whose share is 1. `compute` is `gradients`
-# (or, with `--cuda-graphs`, a recording of it). `reseed` makes dropout a function of the step, so
-# that a run that was interrupted goes on as it would have.
+# step that all stages share. A batch may be split, over several GPUs or by `micro_batches` into parts
+# that fit into memory: each part's `share` is its fraction of the examples, and the gradients of all
+# are added up. Without that, there is one part, whose share is 1. `compute` is `gradients` (or, with
+# `--cuda-graphs`, a recording of it). `reseed` makes dropout a function of the step, so that a run
+# that was interrupted goes on as it would have.
 
 # %%
 show(train.build, train.gradients)

@@ -70,6 +70,10 @@ class LoadedRun:
         """The names of the fused adapters, in the fusion's order."""
         return [*self.bert.active] if isinstance(self.bert.active, tuple) else []
 
+    def autocast(self):
+        is_bf16 = self.args.dtype == "bfloat16"
+        return torch.autocast(self.bert.device.type, torch.bfloat16, enabled=is_bf16)
+
     def candidates(self, inputs):
         """[[(text_a, text_b or None)]] of inputs, as in training"""
         task, names, found = self.task, self.source.column_names, []
@@ -134,7 +138,7 @@ class LoadedRun:
         result = [None] * len(examples)
         for indices in batches(examples, 64):
             batch = collate([examples[i] for i in indices], pad)
-            with LOCK, train.autocast(self.args, self.bert.device):
+            with LOCK, self.autocast():
                 logits = self.model(batch)  # [B, K]
             if not logits.isfinite().all():
                 raise FloatingPointError("the model's outputs are not finite")
@@ -144,7 +148,7 @@ class LoadedRun:
 
     def weights_of(self, batch):
         """fusion.py's fusion_weights of a batch."""
-        with LOCK, train.autocast(self.args, self.bert.device):
+        with LOCK, self.autocast():
             self.model(batch)
             return fusion_weights(self.bert)
 
@@ -177,7 +181,8 @@ def load_run(directory, device="cpu", model=None, task=None, columns=None):
     if args.dtype == "bfloat16" and not has_bf16(device.type):  # which takes 100 times as long
         note(f"{directory} was trained in bfloat16, this {device.type} computes it in float32")
         args.dtype = "float32"
-    train.check_known(args)  # a fork's has to be imported
+    for option, table in train.TABLES.items():  # a fork's has to be imported
+        command.look_up(table, getattr(args, option), f"--{option}")
     task = recorded_task(record, directory, task)
     has_encoder = (directory / "model.safetensors").is_file()  # the run has trained it
     args.model = str(model or (directory if has_encoder else record["trained_on"]))

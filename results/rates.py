@@ -3,6 +3,8 @@ of experiments/skills.py, each seed with sources of its own.
 
     python -m results.rates runs/rates     # what is interrupted goes on by the same command
 
+Before all others come ten seeds of the demo, at rates that the first two chose.
+
 Each run is a line of OUT/rows.jsonl: the last epoch and the best one (chosen on the development
 set), each also on examples that chose nothing. OUT/traces.jsonl holds, for each step of some runs
 with two adapters, and each layer: how far the scores of the two are apart, s, and the norm of the
@@ -60,44 +62,49 @@ ADAPTERS = [*SKILLS, "the", "of", *(name for name in OTHERS if name not in ("the
 SEEDS, FEW, CHOSEN = range(8), range(5), [5e-4, 2e-3, 5e-3]
 RATES = [1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3]
 WIDE = ["attention", "scaled", "slow", "gates"]
-NARROW = ["mean", "sum", "value_of_sum", "head"]  # head: on `order` alone
+NARROW = ["mean", "sum", "value_of_sum"]
+# head: a new one on the adapter of `order` alone; own: an adapter of the target, for 30 epochs
+ALONE = {"head": [5e-4, 2e-3, 5e-3], "own": [5e-4, 1e-3, 2e-3]}
 # {setting: (target, N, training examples, epochs, rates of WIDE, seeds)}
 SETTINGS = {
-    "both, N = 2": ("both", 2, 240, 6, RATES, SEEDS),
     "both, N = 8, 240 steps": ("both", 8, 480, 8, RATES, SEEDS),
+    "both, N = 2": ("both", 2, 240, 6, RATES, SEEDS),
     "asked, N = 2": ("asked", 2, 960, 6, RATES[1:5], FEW),
     "both, N = 8": ("both", 8, 240, 6, RATES, SEEDS),
     "both, N = 4": ("both", 4, 240, 6, RATES, FEW),
 }
+DEMO, DEMO_SEEDS = "both, N = 8, 240 steps", range(10, 20)
+DEMO_WAYS = ["attention", "sum", "mean", "head", "own"]
 TRACED = ["attention", "scaled", "slow", "fast_scaled", "query_of_text"]  # N = 2, at 5e-4
 SOURCE = "--lr 1e-3 --epochs 2 --batch-size 16 --max-length 40"
 
 
 def grid():
     """[(setting, way, rate, seed)], a seed of all ways and rates after another"""
+    yield from (("both, N = 2", way, 5e-4, seed) for seed in SEEDS for way in TRACED)
     for setting, (_, _, _, _, rates, seeds) in SETTINGS.items():
         for seed in seeds:
             yield from ((setting, way, lr, seed) for way in WIDE for lr in rates)
-            # a head on `order` alone is the same whatever else could be fused
-            ways = NARROW[:-1] if setting in ("both, N = 4", "both, N = 8") else NARROW
-            yield from ((setting, way, lr, seed) for way in ways for lr in CHOSEN)
-            if setting == "both, N = 2":
-                yield from ((setting, way, 5e-4, seed) for way in TRACED[3:])
+            yield from ((setting, way, lr, seed) for way in NARROW for lr in CHOSEN)
+            if setting not in ("both, N = 4", "both, N = 8"):  # there it is as with N = 2
+                yield from ((setting, "head", lr, seed) for lr in ALONE["head"])
+            if setting == "both, N = 8, 240 steps" and seed < 2:
+                yield from ((setting, "own", lr, seed) for lr in ALONE["own"])
 
 
-def source_words(out, name, seed):
+def source_words(out, name, seed, dtype):
     """The command that trains a source: a skill on all 2,400 examples, another one on 800."""
-    words = f"--stage adapter --task {name} --data-dir {out}/data --out {out}/{name}-{seed}"
+    words = f"--stage adapter --task {name} --data-dir {out}/data --out {out}/{dtype}/{name}-{seed}"
     few = "" if name in SKILLS else " --limit-train 800"
-    return f"{words} --model minilm --seed {seed} --overwrite {SOURCE}{few}".split()
+    words = f"{words} --model minilm --seed {seed} --dtype {dtype} --overwrite {SOURCE}{few}"
+    return words.split()
 
 
-def train_source(out, name, seed):
+def train_source(out, name, seed, dtype):
     torch.set_num_threads(1)
-    if not Path(out, f"{name}-{seed}", "metrics.json").is_file():
+    if not Path(out, dtype, f"{name}-{seed}", "metrics.json").is_file():
         sys.stdout = open(os.devnull, "w")
-        train.main(source_words(out, name, seed))
-    return name, seed
+        train.main(source_words(out, name, seed, dtype))
 
 
 class Trial:
@@ -116,12 +123,11 @@ class Trial:
     def keep_norm(self, layer):
         return lambda gradient: self.norms.update({layer: gradient.norm().item()})
 
-    def own_tensors(self):
+    def kept_tensors(self):
         named = self.model.named_parameters()
         return {name: p.detach() for name, p in named if p.requires_grad}
 
     def after_step(self, loss):
-        self.step += 1
         if self.fusions:
             self.trace.append([self.of_layer(n, f) for n, f in self.fusions.items()])
 
@@ -132,43 +138,58 @@ class Trial:
         found = [gap, s[..., 0].mean().item(), s[:, 0, 0].mean().item(), self.norms[layer]]
         return [float(f"{value:.4g}") for value in found]
 
-    def after_epoch(self, scores):
+    def log_epoch(self, scores):
         self.history.append({**scores, "epoch": self.epoch})
-        self.epoch, self.step = self.epoch + 1, 0
+
+    def checkpoint(self):
+        pass
 
     def check_finite(self, what, value):
         if not value < float("inf"):
             raise FloatingPointError(what)
 
 
-def words_of(out, setting, way, lr, seed):
+def words_of(out, setting, way, lr, seed, dtype):
     """The words behind `train.py` of a run."""
     target, n, examples, epochs, _, _ = SETTINGS[setting]
-    stage = f"--stage fusion --fusion {way}" if way != "head" else "--stage head"
-    sources = ADAPTERS[:n] if way != "head" else ["order"]
+    sources, stage = ADAPTERS[:n], f"--stage fusion --fusion {way}"
+    if way == "head":
+        sources, stage = ["order"], "--stage head"
+    if way == "own":
+        sources, stage, epochs = [], "--stage adapter", 30
     words = f"{stage} --task {target} --data-dir {out}/data --model minilm --max-length 40 "
     words += f"--batch-size 16 --limit-train {examples} --epochs {epochs} --patience {epochs} "
-    words += f"--lr {lr} --seed {seed} --out {out}/none --adapters"
-    return [*words.split(), *(f"{out}/{name}-{seed}" for name in sources)]
+    words += f"--lr {lr} --seed {seed} --dtype {dtype} --out {out}/none"
+    adapters = [f"{out}/{dtype}/{name}-{seed}" for name in sources]
+    return [*words.split(), *(["--adapters", *adapters] if adapters else [])]
 
 
-def run(out, setting, way, lr, seed, dtype="auto"):
+def of_skills(task, labels, predictions):
+    """Of `both`, the accuracy in each of its two questions."""
+    pairs = zip(labels.tolist(), predictions.tolist(), strict=True)
+    named = [(task.labels[i].split(", "), task.labels[j].split(", ")) for i, j in pairs]
+    of_one = range(len(named[0][0]))
+    return [round(sum(a[k] == b[k] for a, b in named) / len(named), 4) for k in of_one]
+
+
+def run(out, *place):
     """A run as `train` of train.py has it, up to its files: (row, trace)."""
     torch.set_num_threads(1)
     began, stdout = time.time(), sys.stdout
     sys.stdout = open(os.devnull, "w")  # notes, which are the same in all
-    args = train.parse([*words_of(out, setting, way, lr, seed), "--dtype", dtype])
+    setting, way, lr, seed, _ = place
+    args = train.parse(words_of(out, *place))
     device, dtype = choose_device("cpu", args.dtype)
-    source = source_of(args)
-    task = get_task(args.task, source)
+    data_source = source_of(args)
+    task = get_task(args.task, data_source)
     reseed(args.seed)
     bert = Bert.from_pretrained(args.model)
     args, task = train.settle(args, task, bert, dtype)
     adapters = find_adapters(args.adapters, "bert")
     reseed(args.seed)
     model = train.build(args, bert, task, adapters)
-    tokenizer, train_set, dev_set = train.load_data(args, task, source, bert)
-    test_args = train.parse([*words_of(out, setting, way, lr, seed), "--data-dir", f"{out}/test"])
+    tokenizer, train_set, dev_set = train.load_data(args, task, data_source, bert)
+    test_args = train.parse([*words_of(out, *place), "--data-dir", f"{out}/test"])
     test_set = train.load_split(task, source_of(test_args), "validation", tokenizer)
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen = [p for p in model.parameters() if not p.requires_grad]
@@ -187,7 +208,9 @@ def run(out, setting, way, lr, seed, dtype="auto"):
         return train.evaluate(model, task, test_set, large)["accuracy"]
 
     def evaluation():
-        found = train.evaluate(model, task, dev_set, large)
+        labels, predicted, loss = train.predictions(model, task, dev_set, large)
+        accuracy = task.scores["accuracy"](labels, predicted)
+        found = {"accuracy": accuracy, "loss": loss, "skills": of_skills(task, labels, predicted)}
         return found | ({"test": test()} if trial.epoch == args.epochs else {})
 
     row = {"setting": setting, "way": way, "lr": lr, "seed": seed, "dtype": args.dtype}
@@ -201,6 +224,7 @@ def run(out, setting, way, lr, seed, dtype="auto"):
         row |= {"best_epoch": 0}  # it diverged in its first epoch
     row |= {"diverged": trial.diverged is not None, "trained": sum(p.numel() for p in trained)}
     row |= {"devs": [round(h["accuracy"], 4) for h in trial.history]}
+    row |= {"skills": [h["skills"] for h in trial.history]}
     row |= {"losses": [round(h["loss"], 4) for h in trial.history]}
     sys.stdout = stdout
     return row | {"seconds": round(time.time() - began, 1)}, trial.trace
@@ -224,16 +248,17 @@ def main(out, runs):
     if rows.is_file():
         found = map(json.loads, rows.read_text().splitlines())
         done = {tuple(row[n] for n in "setting way lr seed dtype".split()) for row in found}
-    todo = [run for run in runs if run not in done]
+    todo = [run for run in dict.fromkeys(runs) if run not in done]
     jobs, context = int(os.environ.get("JOBS", 2)), multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["results.rates"])
-    with ProcessPoolExecutor(jobs, context) as pool:
-        needed = dict.fromkeys((n, r[3]) for r in todo for n in ADAPTERS[: SETTINGS[r[0]][1]])
-        sources = {key: pool.submit(train_source, out, *key) for key in needed}
-        futures = {}
-        for key in todo:  # in the order of the sources, so that these come first
-            for name in ADAPTERS[: SETTINGS[key[0]][1]]:
-                sources[name, key[3]].result()
+    with ProcessPoolExecutor(jobs, context, max_tasks_per_child=40) as pool:
+        sources, futures = {}, {}
+        for key in todo:
+            needed = [(name, *key[3:]) for name in ADAPTERS[: SETTINGS[key[0]][1]]]
+            for one in needed:
+                sources[one] = sources.get(one) or pool.submit(train_source, out, *one)
+            for one in needed:
+                sources[one].result()
             futures[pool.submit(run, out, *key)] = key
             if len(futures) == 2 * jobs:
                 collect(out, futures)
@@ -251,6 +276,31 @@ def collect(out, futures):
     print(*key, {n: row.get(n) for n in ("last_test", "best_test", "seconds")}, flush=True)
 
 
+def demo_rates(out):
+    """{way of the demo: the rate with the best development accuracy in seeds 0 and 1}"""
+    found = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+    best = {}
+    for way in DEMO_WAYS:
+        of = [
+            row for row in found if (row["setting"], row["way"]) == (DEMO, way) and row["seed"] < 2
+        ]
+        mean = {row["lr"]: 0.0 for row in of}
+        for row in of:
+            mean[row["lr"]] += row.get("best_dev", 0) / 2
+        best[way] = max(mean, key=mean.get)
+    return best
+
+
 if __name__ == "__main__":
-    dtype = str(choose_device("cpu", "auto")[1]).removeprefix("torch.")
-    main(Path(sys.argv[1]), [(*key, dtype) for key in grid()])
+    out, dtype = Path(sys.argv[1]), str(choose_device("cpu", "auto")[1]).removeprefix("torch.")
+    every = [(*key, dtype) for key in grid()]
+    traced = [
+        key for key in every if key[0] == "both, N = 2" and key[1] in TRACED and key[2] == 5e-4
+    ]
+    main(out, traced)
+    choosing = [key for key in every if key[0] == DEMO and key[1] in DEMO_WAYS and key[3] < 2]
+    main(out, [key for key in choosing if key[1] != "attention" or 2e-4 <= key[2] <= 2e-3])
+    for precision in (dtype, "float32"):
+        rates = demo_rates(out).items()
+        main(out, [(DEMO, way, lr, seed, precision) for seed in DEMO_SEEDS for way, lr in rates])
+    main(out, every)
