@@ -25,11 +25,9 @@ walkthrough: .venv/dev
 	@echo "walkthrough: its cells are run, which takes a few minutes"
 	PYTHONPATH=$(CURDIR)/docs .venv/bin/jupyter nbconvert --log-level WARN --to notebook --inplace --execute --ExecutePreprocessor.record_timing=False $(NOTEBOOK)
 
-# docs/index.html, of the published walkthrough as it was executed: the paper beside the code, with weights to click on
+# docs/index.html, of the published walkthrough as it was executed; test-page: in Debian's chromium, with chromium-driver
 page: .venv/dev
 	.venv/bin/python -m docs.build_page
-
-# that page in a browser: Debian's packages chromium and chromium-driver
 test-page: .venv/dev
 	.venv/bin/python -m pytest -q docs/test_page.py
 

@@ -4,7 +4,11 @@ click on, in one file that loads nothing.
     make page    # from docs/walkthrough.ipynb and docs/weights.json
 
 nbconvert fills the template in docs/template from the notebook, mistune (with nbconvert's renderer)
-makes HTML of its Markdown, math-core MathML of its equations, Pygments marks up the code."""
+makes HTML of its Markdown, math-core MathML of its equations, Pygments marks up the code.
+
+The equations' font is a part of STIX Two Math (SIL Open Font License, template/math-OFL.txt), as
+fontTools' `subset --flavor=woff2 --unicodes=...` cuts it out: Latin and Greek letters, and the
+operators of the equations. A sign that it lacks is drawn from the reader's own fonts."""
 
 import ast
 import base64
