@@ -205,7 +205,7 @@ def build(notebook=DOCS / "walkthrough.ipynb", weights=DOCS / "weights.json"):
     given["font"] = base64.b64encode((template / "math.woff2").read_bytes()).decode()
     exporter.environment.globals.update(given)  # what comes as nbconvert's resources is copied
     text, _ = exporter.from_notebook_node(nb)
-    return re.sub(r"\n\s*\n+", "\n", text)
+    return text
 
 
 def main(argv):

@@ -1,6 +1,8 @@
-"""docs/weights.json: what the page shows of two trained fusions, of the runs of the demo.
+"""docs/weights.json: what the page shows of two trained fusions of the demo.
 
-python -m docs.weights RUN_ON_BOTH RUN_ON_ASKED && make page"""
+    python -m docs.weights RUN_ON_BOTH RUN_ON_ASKED && make page
+
+The page's sentences are test examples of `both`, the first of each label."""
 
 import json
 from pathlib import Path
