@@ -25,6 +25,12 @@ walkthrough: .venv/dev
 	@echo "walkthrough: its cells are run, which takes a few minutes"
 	PYTHONPATH=$(CURDIR)/docs .venv/bin/jupyter nbconvert --log-level WARN --to notebook --inplace --execute --ExecutePreprocessor.record_timing=False $(NOTEBOOK)
 
+# docs/index.html, of the published walkthrough as it was executed; test-page: in Debian's chromium, with chromium-driver
+page: .venv/dev
+	.venv/bin/python -m docs.build_page
+test-page: .venv/dev
+	.venv/bin/python -m pytest -q docs/test_page.py
+
 # what the tests compare with, where it is there: the reference library, in an environment of its own
 test-peers: .venv/dev .venv-peer/installed
 	PEER_PYTHON=$(CURDIR)/.venv-peer/bin/python $(PYTEST) $$(grep -l PEER_PYTHON tests/test_*.py)
@@ -60,4 +66,4 @@ verify: test-hub test-gpu
 	.venv-peer/bin/python $(PIP) -r tests/requirements-peer.txt
 	touch $@
 
-.PHONY: test test-all demo walkthrough test-peers test-hub test-gpu verify
+.PHONY: test test-all demo walkthrough page test-page test-peers test-hub test-gpu verify

@@ -15,6 +15,7 @@ os.chdir(root)
 sys.path.insert(0, str(root))
 
 import matplotlib.pyplot as plt
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from IPython.display import Markdown, display
@@ -26,7 +27,7 @@ from data import batches, collate, get_task, load_split
 from experiments import demo, study
 from experiments.fusion_weights import heat_map
 from experiments.load_run import load_run
-from experiments.report import markdown
+from experiments.report import markdown, with_interval
 from experiments.skills import build_tasks
 from fast.low_rank import low_rank
 from formats.rows import Source

@@ -96,7 +96,11 @@ show(Layer.forward, AddNorm.forward)
 # The paper's own (right) sits after the feed-forward sub-layer: down to $r$ dimensions, a
 # non-linearity, up to $d$.
 #
-# $$h = \mathrm{LN}(f + x), \qquad z = U\,\mathrm{act}(D h + b_D) + b_U, \qquad \text{output} = \mathrm{LN}(f + z + x)$$
+# $$\begin{aligned}
+# h &= \mathrm{LN}(f + x)\\
+# z &= U\,\mathrm{act}(D h + b_D) + b_U\\
+# \text{output} &= \mathrm{LN}(f + z + x)
+# \end{aligned}$$
 
 # %%
 show(Adapter.forward, Adapter.z, Adapter.bottleneck)
@@ -155,7 +159,7 @@ def fit(bert, head, examples, lr):
 
 def fit_on(name, limit):
     source = Source(RUNS / "data")
-    task = get_task(name, source)
+    task = quietly(get_task, name, source)
     config = {"head_type": "classification", "num_labels": len(task.labels), "layers": 2}
     head = Head(config, bert.config)
     fit(bert, head, load_split(task, source, "train", tokenizer, limit), lr=5e-4)
@@ -173,7 +177,10 @@ print(f"`order` after one epoch on 800 examples: {right:.1%} of 200 development 
 #
 # Adapters can also be trained for all tasks together, and $\Theta$, from $\Theta_0$, with them:
 #
-# $$\Theta \leftarrow \operatorname*{argmin}_{\Theta, \Phi} \left(\sum_{n=1}^N L_n(D_n; \Theta_0, \Phi_n)\right), \quad \text{where } \Theta = \Theta_{0 \to \{1, \ldots, N\}}, \Phi_1, \ldots, \Phi_N$$
+# $$\begin{aligned}
+# &\Theta \leftarrow \operatorname*{argmin}_{\Theta, \Phi} \left(\sum_{n=1}^N L_n(D_n; \Theta_0, \Phi_n)\right),\\
+# &\text{where } \Theta = \Theta_{0 \to \{1, \ldots, N\}}, \Phi_1, \ldots, \Phi_N
+# \end{aligned}$$
 #
 # The arrow marks weights that have gone on from $\Theta_0$ on tasks $1, \ldots, N$. Everything that
 # follows can be done over either kind; this page does it over single-task adapters.
@@ -221,11 +228,12 @@ print(f"Ψ has {psi:,} parameters, a Φ {phi:,}, the head {of_head:,}")
 #
 # ![Figure 2: query, keys and values of the fusion](figures/figure2.svg)
 #
-# In every layer $l$ and for every token $t$, an attention decides how much each adapter counts. Its
-# query is what the adapters read; keys and values are made of their outputs:
+# In every layer $l$ and for every token $t$, an attention decides how much each adapter
+# $n \in \{1, \ldots, N\}$ counts. Its query is what the adapters read; keys and values are made of
+# their outputs:
 #
 # $$\begin{aligned}
-# s_{l,t} &= \operatorname{softmax}_n\left(h_{l,t}^\top Q_l \otimes z_{l,t,n}^\top K_l\right), \quad n \in \{1, \ldots, N\}\\
+# s_{l,t} &= \operatorname{softmax}_n\left(h_{l,t}^\top Q_l \otimes z_{l,t,n}^\top K_l\right)\\
 # z'_{l,t,n} &= z_{l,t,n}^\top V_l\\
 # Z'_{l,t} &= [z'_{l,t,1}, \ldots, z'_{l,t,N}]\\
 # o_{l,t} &= s_{l,t}^\top Z'_{l,t}
@@ -290,7 +298,11 @@ show(Fusion.forward, Adapter.h_and_residual, Adapter.close)
 # query, a sum lets $V$ move behind it, and $z_n$ has only $r$ dimensions of its own. So $K$ and $V$
 # are applied once, and no $z_n$ is formed:
 #
-# $$(Qh) \cdot (K z_n) = (K^\top Q h) \cdot z_n, \qquad \sum_n s_n V z_n = V \sum_n s_n z_n, \qquad z_n = U_n a_n + b_n$$
+# $$\begin{aligned}
+# (Qh) \cdot (K z_n) &= (K^\top Q h) \cdot z_n\\
+# \textstyle\sum_n s_n V z_n &= \textstyle V \sum_n s_n z_n\\
+# z_n &= U_n a_n + b_n
+# \end{aligned}$$
 #
 # ![The matrices of the low-rank form](figures/low_rank.svg)
 
@@ -428,6 +440,38 @@ for left in (["match", "order"], ["match"], ["order"]):
         run.bert.slots[key].fusion.load_state_dict(weights)
     scores = train.evaluate(run.model, run.task, examples, run.args)
     print(f"{' and '.join(left):16} accuracy {scores['accuracy']:.1%}")
+
+# %% [markdown]
+# ## A fork: scores over $\sqrt d$
+#
+# The scores of section 3.2 are sums of $d$ products, and nothing divides them by $\sqrt d$, as the
+# attention in BERT does. Four lines at the end of `fusion.py` do, and `--fusion scaled` chooses them:
+#
+# ```diff
+# --- fusion.py
+# +class Scaled(Fusion):
+# +    def softmax(self, q_k):
+# +        return super().softmax(q_k / self.query.in_features**0.5)
+# +FUSIONS["scaled"] = Scaled
+# ```
+#
+# `low_rank` calls `softmax`, too, so the fork is as fast, and `train.py` trains, saves and loads it
+# like the paper's fusion. What both get on test examples, each at the learning rate that is best for
+# it on the development set:
+
+# %%
+rates, rows = root / "results" / "rates.csv", []  # without the file there is no table
+found = pd.read_csv(rates) if rates.is_file() else None
+for setting, of in [] if found is None else found.groupby("setting", sort=False):
+    tests = []
+    for way in ("attention", "scaled"):
+        of_way = of[of["way"] == way]
+        lr = of_way.groupby("lr")["best_dev"].mean().idxmax()
+        tests.append(100 * of_way[of_way["lr"] == lr].set_index("seed")["best_test"])
+    means = [f"{of_seeds.mean():.1f}" for of_seeds in tests]
+    rows.append([setting, len(tests[0]), *means, with_interval(tests[1] - tests[0])])
+if rows:
+    tabulate(rows, ["setting", "seeds", "paper's", "over √d", "difference (95 %)"])
 
 # %% [markdown]
 # **From here.** Your own task: [python.md](python.md). Your own idea: [forking.md](forking.md).

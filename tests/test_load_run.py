@@ -13,6 +13,7 @@ import torch
 
 from conftest import change, cli, read_lines, write_rows
 from data import Task, get_task
+from docs.weights import make_weights
 from experiments import evaluate as evaluation
 from experiments import fusion_weights, predict
 from experiments.load_run import load_run
@@ -171,6 +172,22 @@ def test_pictures(runs, tmp_path, refused):
     assert path.read_bytes().startswith(b"\x89PNG")
     words = [runs / "rte", *words, *cli("--device cpu", picture=path)]
     refused(words, "no fusion is active", main=predict.main)
+
+
+def test_the_weights_on_the_page(runs, loud_fusion):
+    """They are what `fusion_weights` returns; the steps of a token follow from each other."""
+    both, asked, pair = load_run(loud_fusion), load_run(runs / "fusion-rte"), ("the red cat", "dog")
+    row = {"text_a": pair[0], "text_b": pair[1], "label": "right, shuffled"}
+    made = make_weights(both, asked, [row])
+    readings, step = made["sentences"][0]["readings"], made["step"]
+    for way, run in {"": both, **dict.fromkeys(asked.adapters, asked)}.items():
+        (found,) = run.fusion_weights([(pair[0], f"{way}: dog" if way else "dog")])
+        s = torch.stack(found["weights"]["output"])
+        assert torch.allclose(torch.tensor(readings.pop(way)["s"]), s, atol=5.1e-4)
+    x, f, o, V_z, s, total = (torch.tensor(step[n]) for n in "x f o V_z s sum".split())
+    of_token = both.fusion_weights([pair])[0]["weights"]["output"][step["layer"]]
+    assert not readings and torch.allclose(s, of_token[step["token"]], atol=5.1e-4)
+    assert torch.allclose(s @ V_z, o, atol=0.02) and torch.allclose(f + o + x, total, atol=0.002)
 
 
 def test_the_weights_are_means_over_real_tokens(runs, loud_fusion, launch, tmp_path):
