@@ -120,9 +120,7 @@ def fusion_weights(bert):
             result[key] = s.new_zeros(*s.shape[:-1], len(bert.active))  # [B, T, N]
             result[key][..., [bert.active.index(n) for n in fusion.adapter_names]] = s
     if not result:
-        raise ValueError(
-            "no fusion weights: run a batch first; a `softmax` of your own keeps self.s"
-        )
+        raise ValueError("no fusion weights: run a batch; a `softmax` of your own keeps self.s")
     return result
 
 
