@@ -119,7 +119,7 @@ def fusion_weights(bert):
             result[key] = s.new_zeros(*s.shape[:-1], len(bert.active))  # [B, T, N]
             result[key][..., [bert.active.index(n) for n in fusion.adapter_names]] = s
     if not result:
-        raise ValueError("no fusion weights yet: run a batch through the encoder first")
+        raise ValueError("no fusion weights: run a batch; a `softmax` of your own keeps self.s")
     return result
 
 

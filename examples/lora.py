@@ -18,6 +18,10 @@ class LoRAConfig:
     r: int = 8  # the rank
     alpha: float = 8
 
+    def __post_init__(self):
+        if not isinstance(self.r, int) or self.r < 1:
+            raise ValueError(f"r must be an integer of at least 1, not {self.r!r:.50}")
+
     def modules(self, bert):  # {(layer, location): new module}
         found = {}
         for i, layer in enumerate(bert.layers):

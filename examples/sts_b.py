@@ -11,6 +11,7 @@ to a few units. Of one text:
     python train.py --import examples.sts_b --stage adapter --task regression --train-file my.csv"""
 
 import math
+import re
 
 import torch.nn.functional as F
 
@@ -34,11 +35,18 @@ def number_of(logits):
     return logits[:, 0]
 
 
+NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"
+
+
 class Regression(Task):
     bounds = -math.inf, math.inf
 
     def label_index(self, value):
-        number, (least, most) = float(value), self.bounds
+        # not what float reads beside numbers: True, 1_5, digits of other scripts
+        is_number = not isinstance(value, bool) and re.fullmatch(
+            NUMBER, str(value).strip(), re.ASCII
+        )
+        number, (least, most) = float(value) if is_number else math.nan, self.bounds
         if not (math.isfinite(number) and least <= number <= most):
             raise ValueError(f"label {value!r:.100} is not a number from {least} to {most}")
         return number

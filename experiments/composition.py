@@ -27,6 +27,7 @@ def main(argv=None):
         for (task, size), of in rows.groupby(["task", "limit_train"], sort=False):
             parts.append(f"## {task}, {size or 'all'} training examples")
             parts.append(report.markdown(*study.table(of)))
+            parts += study.caveats(args, of)
     study.write_results(args, "composition", rows, parts)
     grid.end(failed)
 

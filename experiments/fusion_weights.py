@@ -4,9 +4,10 @@ reads from it, as tables.
     python -m experiments.fusion_weights runs/fusion-rte runs/fusion-cb ... --out figures
 
 Every RUN becomes a row of each panel: the weights that it gives to its adapters, averaged over its
-task's development set and over all tokens but the padding, as in the paper; with --cls, in the last
-layer over [CLS], the one token of it that adapter.Head reads, so the only one for which the fusion
-there was trained. DIR gets figure6.png, weights.csv and summary.txt. Layers are counted from 1."""
+task's development set and over all tokens but the padding; in the last layer over [CLS], the one
+token of it that adapter.Head reads, so the only one for which the fusion there was trained.
+--all-tokens is the paper's own figure, with all of them there, too. DIR gets figure6.png,
+weights.csv and summary.txt. Layers are counted from 1."""
 
 import math
 from collections import Counter, defaultdict
@@ -19,7 +20,7 @@ from data import batches, collate
 from experiments.load_run import load_run, make_parser, read_finished
 from experiments.report import markdown, save_figure, subplots, write_text
 from formats.adapterhub import ADAPTER, FUSION, read, read_run
-from formats.files import read_json
+from formats.files import note, read_json
 from fusion import active_fusions
 from runtime.command import run_command
 
@@ -29,20 +30,20 @@ COLOURS, MIDDLE = "cividis", 0.465
 # Columns of weights.csv, which has a row for each adapter in each layer
 COLUMNS = "run target own accuracy own_accuracy layer location adapter weight".split()
 LEGEND = """weight: mean over the layers and the tokens.
-own: the adapter that was trained on the target's task, by its run.json, or without one by its name.
+own: the adapter trained on the target's training examples, by its run.json, or else its name.
 accuracy: the fusion's on the development set, in %.
-gain: accuracy minus that of the own adapter's run, if it is still there, unchanged.
+gain: accuracy minus that of the own adapter's run, if it is still there, on the same examples.
 spread: e to the power of the entropy of the mean weights, N where N adapters have even ones: in the
 mean of the layers before the last; in the last layer."""
 
 
 @torch.inference_mode()
-def mean_weights(run, examples, cls=False):
+def mean_weights(run, examples, all_tokens=False):
     """{(layer, location): [N]}: the fusion weights of a LoadedRun, averaged over all tokens of
-    [Example] but the padding; cls: in the last layer, over [CLS]. N is in the order of
+    [Example] but the padding; in the last layer over [CLS], unless all_tokens. N is in the order of
     run.adapters, and 0 for an adapter that is not in the layer."""
     sums, counts = defaultdict(float), Counter()
-    last = len(run.bert.layers) - 1 if cls else None
+    last = None if all_tokens else len(run.bert.layers) - 1
     for indices in batches(examples, 64):
         batch = collate([examples[i] for i in indices], run.bert.config.pad_token_id)
         is_token = batch["attention_mask"].bool()  # [B, T]
@@ -54,21 +55,35 @@ def mean_weights(run, examples, cls=False):
 
 
 def own_adapter(run):
-    """The name that a fused adapter has here that was trained on the target's task; None if none
-    was. What its run.json does not say, as of one task among several, is told by its name."""
-    for name in run.adapters:
-        tasks = [*read_run(run.directory / "adapters" / name).get("tasks", [])]
-        if run.task.name == (tasks[0] if len(tasks) == 1 else name):
-            return name
-    return None
+    """The name of the fused adapter that was trained on the target's training examples, by their
+    digest in its run.json. Without one, and of one task among several, it is told by its name.
+    None, and a note, if that is none, or not one alone."""
+    records = {name: read_run(run.directory / "adapters" / name) for name in run.adapters}
+    task, own = run.task.name, []
+    for name, record in records.items():
+        digest = record.get("inputs", {}).get(f"training examples of {task}")
+        if digest == run.record["inputs"][f"training examples of {task}"]:
+            own += [name] * (name == task or len(record["tasks"]) == 1)
+    own = own or [name for name in records if name == task and not records[name]]
+    if len(own) != 1:
+        found = " and ".join(own) or "none of its adapters"
+        return note(f"{run.directory}: no own adapter, for {found} was trained on its examples")
+    return own[0]
 
 
 def own_accuracy(run, own):
-    """The development accuracy of the own adapter's run, if that is where it was, and unchanged."""
-    out = Path(read_run(run.directory / "adapters" / str(own)).get("options", {}).get("out", ""))
+    """The development accuracy of the own adapter's run, if that is where it was, unchanged, and
+    has the same development set."""
+    record = read_run(run.directory / "adapters" / str(own))
+    out, name = Path(record.get("options", {}).get("out", "")), run.task.name
     if own is not None and (out / "metrics.json").is_file() and (out / ADAPTER.config).is_file():
         if read(out, ADAPTER).sha256() == run.record["inputs"][f"adapter {own}"]:
-            return read_json(out / "metrics.json").get("accuracy", math.nan)
+            ours, theirs = (
+                of["inputs"].get(f"development examples of {name}") for of in (run.record, record)
+            )
+            if theirs == ours:
+                return read_json(out / "metrics.json").get("accuracy", math.nan)
+            note(f"{run.directory}: no gain, for {out} has another development set")
     return math.nan
 
 
@@ -167,7 +182,7 @@ def main(argv=None):
     add("runs", nargs="+", metavar="RUN", help="finished fusion runs, a row each")
     add("--out", required=True, type=Path, metavar="DIR", help="for figure, CSV and summary")
     add("--data-dir", help="where the data are now, if not where the runs had them")
-    add("--cls", action="store_true", help="in the last layer, only what adapter.Head reads")
+    add("--all-tokens", action="store_true", help="also in the last layer, as in the paper")
     args = parser.parse_args(argv)
     tasks = [read_finished(run)["options"]["task"] for run in args.runs]
     for run in args.runs:
@@ -178,7 +193,7 @@ def main(argv=None):
         print(f"{directory}: fusion weights on its development set", flush=True)
         run = load_run(directory, args.device, args.model, args.task, args.columns)
         target = task if tasks.count(task) == 1 else f"{task} ({directory})"
-        means = mean_weights(run, run.split(data_dir=args.data_dir), args.cls)
+        means = mean_weights(run, run.split(data_dir=args.data_dir), args.all_tokens)
         frames.append(rows_of(run, target, means))
     rows = pd.concat(frames)
     draw(rows, out)

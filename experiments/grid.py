@@ -22,15 +22,17 @@ import torch
 from filelock import FileLock, Timeout
 
 import train
+from bert import Bert
 from data import get_task, load_split
 from experiments import multitask
-from formats.adapterhub import ADAPTER, read, read_run
+from formats.adapterhub import read_run
 from formats.files import read_json
 from formats.rows import drawn, source_of
-from formats.sources import named
+from formats.sources import find_adapters, named
+from formats.tokenizer import load_tokenizer, tokenizer_sha256
 from runtime import command
 from runtime.processes import deferred_signals
-from runtime.record import data_inputs, hashes_of
+from runtime.record import data_inputs, first_difference, hashes_of
 
 # Runs are forked from a process that has imported all of this: 3 seconds less for each. A script of
 # your own that calls a grid needs `if __name__ == "__main__":`, as always with multiprocessing.
@@ -39,7 +41,8 @@ forks.set_forkserver_preload([__name__, "torch._dynamo"])
 
 MEASURED = """train_examples dev_examples best_epoch trained_parameters epochs lr processor
     commit""".split()  # of a row, beside the accuracy
-HASHES = {}  # {where a task's data are, and since when: hashes of training and development set}
+HOW = "--resume", "--overwrite"  # one of them is a cell's last word
+KEPT = {}  # {places, and the times of the files there: what was found in them}
 
 
 class Cell(NamedTuple):
@@ -58,13 +61,22 @@ class Cell(NamedTuple):
         """As its program parses its arguments, with the ValueErrors of that."""
         return (multitask if self.stage == "multitask" else train).parse(self.words)
 
+    def difference(self, words):
+        """ "NAME = VALUE, not VALUE" of its first option that other words have differently."""
+        if self.words != words:
+            options, others = self.options(), self._replace(words=words).options()
+            return first_difference(vars(options), vars(others))
+
 
 def with_needs(cells):
     """{name: cell} of cells and of all that they need, which comes first"""
     every = {}
     for cell in cells:
-        every |= {**with_needs(cell.needs), cell.name: cell}
-    return every
+        for one in [*with_needs(cell.needs).values(), cell]:
+            other = every.setdefault(one.name.lower(), one)  # on some file systems, U is u
+            if difference := other.difference(one.words):
+                raise ValueError(f"{one.out} would be two runs, {difference}: rename a task")
+    return {cell.name: cell for cell in every.values()}
 
 
 def record_of(cell):
@@ -72,61 +84,83 @@ def record_of(cell):
     run, unless it is to be overwritten."""
     if not (cell.out / "metrics.json").is_file():
         return {}
-    record, words = read_run(cell.out), cell.words[:-1]  # the last is --resume or --overwrite
-    made_by = shlex.split(record["machine"]["command"])[1:-1]
-    if made_by != words:
+    record = read_run(cell.out)
+    words = [w for w in shlex.split(record["machine"]["command"])[1:] if w not in HOW]
+    if difference := cell._replace(words=[*words, cell.words[-1]]).difference(cell.words):
         if cell.words[-1] == "--overwrite":
             return {}
-        same = [one == other for one, other in zip(made_by, words, strict=False)]
-        i = max(1, [*same, False].index(False))  # the first word that differs
-        theirs, ours = (" ".join(of[i - 1 : i + 1]) for of in (made_by, words))
-        problem = f"{cell.out} is a finished run with {theirs}, not {ours}"
+        problem = f"{cell.out} is a finished run with {difference}"
         raise ValueError(f"{problem}: --overwrite trains it again, another --out keeps it")
     return record
 
 
-def is_finished(cell, record):
-    """Whether it has ended, see `record_of`, and was made from the data, the adapters, and the run
-    whose encoder it takes, as they are now."""
+def is_finished(cell, record, asks_hub=True):
+    """Whether it has ended, see `record_of`, and every input in its run.json is what lies there
+    now; with asks_hub=False, what is on the hub counts as unchanged."""
     if not record:
         return False
-    options, then = record["options"], record["inputs"]
-    now = {"encoder": read_run(options["model"]).get("encoder", then["encoder"])}
-    for name, source in zip(record["adapters"], options["adapters"], strict=True):
-        now[f"adapter {name}"] = read(named(source)[1], ADAPTER).sha256()
+    options = cell.options()
+    now = record["inputs"] | inputs_now(options, asks_hub)
     for name in record["tasks"]:
-        now |= data_now(cell.options(), name)
-    return {**then, **now} == then
+        now |= data_now(options, name)
+    return now == record["inputs"]
+
+
+def stamp(*places):
+    """Files, directories and hub ids, and the times of the files there"""
+    paths = [path for place in places for path in (Path(place), *Path(place).glob("*"))]
+    return places, *((path, path.stat().st_mtime_ns) for path in paths if path.is_file())
+
+
+def inputs_now(options, asks_hub):
+    """{input: digest} of encoder and adapters, as a new run would record them; with asks_hub=False,
+    of those in directories."""
+    now, model_type = {}, None
+    if asks_hub or Path(options.model).is_dir():
+        if (key := stamp(options.model)) not in KEPT:
+            bert = Bert.from_pretrained(options.model)
+            tokenizer = tokenizer_sha256(load_tokenizer(bert.directory, 128, bert.config))
+            KEPT[key] = {"encoder": bert.sha256, "tokenizer": tokenizer}, bert.config.model_type
+        now, model_type = KEPT[key]
+    for source, place in [(source, named(source)[1]) for source in options.adapters]:
+        if asks_hub or Path(place).is_dir():
+            if (key := (source, stamp(place))) not in KEPT:
+                found = find_adapters([source], model_type)
+                KEPT[key] = {f"adapter {name}": saved.sha256() for name, saved in found.items()}
+            now = now | KEPT[key]
+    return now
 
 
 def data_now(options, name):
     """What run.json would say of a task's data as they are now. A file is read once."""
     source, splits = source_of(options), ("train", "validation")
     paths = [path for split in splits for path in source.paths(name, split) or ()]
-    key = repr((source, name, [(path, path.stat().st_mtime_ns) for path in paths]))
-    if key not in HASHES:
+    if (key := (repr(source), name, stamp(*paths))) not in KEPT:
         task = get_task(name, source)
-        HASHES[key] = [hashes_of(load_split(task, source, split, None)) for split in splits]
-    train_set, dev_set = HASHES[key]
+        KEPT[key] = [hashes_of(load_split(task, source, split, None)) for split in splits]
+    train_set, dev_set = KEPT[key]
     train_set = train_set[drawn(len(train_set), options.limit_train, options.seed)]
     return data_inputs(name, train_set, dev_set[drawn(len(dev_set), options.limit_dev, 0)])
 
 
-def unfinished(cells):
+def unfinished(cells, asks_hub=True):
     """[cell] of those, and of all that they need, that have to be run"""
     todo = {}
     for name, cell in with_needs(cells).items():
         record = record_of(cell)  # or an error, before any run begins
-        if any(need.name in todo for need in cell.needs) or not is_finished(cell, record):
+        if any(need.name in todo for need in cell.needs) or not is_finished(cell, record, asks_hub):
             todo[name] = cell
     return [*todo.values()]
 
 
 def plan(cells):
-    """Lists the runs, and ends the command."""
-    todo = unfinished(cells)
+    """Lists the runs, and ends the command. Nothing is downloaded."""
+    todo = unfinished(cells, asks_hub=False)
     for name, cell in with_needs(cells).items():
-        print(f"{'to do' if cell in todo else 'finished':8} {name}: {shlex.join(cell.words)}")
+        state, record = "to do" if cell in todo else "finished", record_of(cell)
+        if record and cell.words[-1] == "--resume" and not is_finished(cell, record, False):
+            state = "refused"  # by `Run.begin`
+        print(f"{state:8} {name}: {shlex.join(cell.words)}")
     print(f"{len(todo)} to do; where options are to be chosen, as if the first were the best")
     sys.exit(0)
 

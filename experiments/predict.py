@@ -10,14 +10,20 @@ probabilities, and whether the text was longer than in training, and cut."""
 
 import contextlib
 import json
+import math
 import sys
 import textwrap
 from pathlib import Path
 
+from tqdm import tqdm
+
+from data import encode
 from experiments.load_run import load_run, make_parser
 from formats.files import error_prefix
 from formats.rows import LISTS, read_rows
 from runtime.command import run_command
+
+WINDOW = 1000  # inputs that are computed before their answers are printed
 
 
 def line_of_text(answer, candidate):
@@ -29,7 +35,8 @@ def line_of_text(answer, candidate):
 
 
 def draw(run, found, path):
-    """A picture of what `run.fusion_weights` found of one input, a panel for each layer."""
+    """A picture of what `run.fusion_weights` found of one input, a panel for each layer; in the
+    last one only of [CLS], which alone adapter.Head reads there."""
     from experiments.fusion_weights import heat_maps, title_of  # pandas takes most of a second
     from experiments.report import save_figure
 
@@ -37,7 +44,8 @@ def draw(run, found, path):
     for layer in range(len(run.bert.layers)):
         for location, weights in found["weights"].items():
             if weights[layer] is not None:
-                panels[title_of(layer + 1, location)] = weights[layer].T
+                panels[title_of(layer + 1, location)] = s = weights[layer].T.clone()  # [N, T]
+                s[:, 1 if layer == len(weights) - 1 else len(s.T) :] = math.nan
     save_figure(heat_maps(panels, run.adapters, found["tokens"]), Path(path))
 
 
@@ -61,16 +69,21 @@ def main(argv=None):
     if args.texts and task.columns[last] in LISTS:  # all texts that are left are choices
         inputs = [[*args.texts[:last], args.texts[last:]]]
     with error_prefix(args.file or "TEXT"):
-        of_inputs, examples = run.candidates(inputs), run.encode(inputs)
-    answers = zip(of_inputs, run.predict(examples), strict=True)
-    for number, (candidates, answer) in enumerate(answers, 1):
-        best = task.labels.index(answer["label"]) if task.is_multiple_choice else 0
-        if args.picture:
-            draw(run, run.fusion_weights(examples)[best], args.picture)
-            print(f"the weights of each token are drawn in {args.picture}", file=sys.stderr)
-        line = json.dumps({"input": number, **answer}) if args.json else ""
-        print(line or line_of_text(answer, candidates[best]))
-    cut = sum(example.is_cut for example in examples)
+        of_inputs, cut = run.candidates(inputs), 0  # all are checked before the first is computed
+    hides_bar = sys.stdout.isatty() or None  # None: also where stderr is no terminal
+    for start in tqdm(range(0, len(inputs), WINDOW), "predicting", leave=False, disable=hides_bar):
+        window = of_inputs[start : start + WINDOW]
+        examples = encode(run.tokenizer, [(one, None) for one in window], "tokenizing")
+        answers = zip(window, run.predict(examples), strict=True)
+        for number, (candidates, answer) in enumerate(answers, start + 1):
+            best = task.labels.index(answer["label"]) if task.is_multiple_choice else 0
+            if args.picture:
+                draw(run, run.fusion_weights(examples)[best], args.picture)
+                print(f"the weights of each token are drawn in {args.picture}", file=sys.stderr)
+            line = json.dumps({"input": number, **answer}) if args.json else ""
+            print(line or line_of_text(answer, candidates[best]))
+        sys.stdout.flush()
+        cut += sum(example.is_cut for example in examples)
     if cut and not args.json:
         print(f"note: {cut} of {len(inputs)} inputs were cut, see --max-length", file=sys.stderr)
 

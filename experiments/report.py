@@ -29,9 +29,9 @@ def half_interval(values):
 
 
 def with_interval(values):
-    """1.38 (0.01 to 2.75): the mean, and that interval; the mean alone of a single one."""
+    """1.38 (0.01 to 2.75): the mean, and that interval; not of one or two, or of equal values."""
     mean, half = values.mean(), half_interval(values)
-    if math.isnan(half):
+    if values.count() < 3 or half < 0.005:
         return two_decimals(mean)
     return f"{two_decimals(mean)} ({two_decimals(mean - half)} to {two_decimals(mean + half)})"
 

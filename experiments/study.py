@@ -14,13 +14,15 @@ import sys
 from pathlib import Path
 
 import train
-from data import get_task
+from data import get_task, load_split
 from experiments import grid, report
-from experiments.load_run import load_run
+from experiments.load_run import load_run, recorded_task
+from formats.adapterhub import read_run
 from formats.files import read_json, write_json
 from formats.rows import Source, source_of
 from formats.sources import check_there, encoder_of, named
 from runtime import command
+from runtime.record import examples_sha256, hashes_of
 
 EVEN_WEIGHTS = "--import examples.mean_fusion --fusion mean"
 # {system: (title, stage, options, which adapters it takes)}. Which: those of "all" sources; the
@@ -231,9 +233,11 @@ def run(args):
 
 def held_out_accuracy(args, cell, task):
     """On examples that the run was not given; computed once, and kept in a file."""
-    path = args.out / "test" / f"{cell.name}-{task}.json"
-    of = {"run": read_json(cell.out / "metrics.json"), "on": args.test}
-    of["since"] = [file.stat().st_mtime for file in sorted(Path(args.test, task).glob("*"))]
+    path, record = args.out / "test" / cell.name / f"{task}.json", read_run(cell.out)
+    source = Source(args.test, column_names=record["options"]["columns"])
+    held_out = load_split(recorded_task(record, cell.out, task), source, "validation", None)
+    of = {"run": read_json(cell.out / "metrics.json"), "inputs": record["inputs"]}
+    of["on"] = examples_sha256(hashes_of(held_out))
     kept = read_json(path) if path.is_file() else {}
     if kept.get("of") != of:
         run = load_run(cell.out, task=task)
@@ -272,6 +276,20 @@ def table(rows):
         lead = report.with_interval(of_seeds["fusion"] - values) if is_compared else None
         lines.append([*line, report.with_deviation(values), lead])
     return lines, "system,lr,epochs,trained parameters,by seed,mean,fusion minus it".split(",")
+
+
+def caveats(args, rows):
+    """[text] on what a table of one task and size rests, and each warning of its runs once."""
+    cells, task = cells_of(args, args.seeds), rows["task"].iloc[0]
+    places = rows[COLUMNS].itertuples(index=False, name=None)
+    records = [read_run(cells[place].out) for place in places]
+    majority = records[0]["tasks"].get(task, {}).get("majority", math.nan)
+    size = rows["dev_examples"].iloc[0]
+    yield f"{size} development examples, of which {majority:.1%} have the most frequent label."
+    weak = rows[rows["accuracy"] <= majority]["system"].unique()
+    if titles := ", ".join(system(name)[0] for name in weak):
+        yield f"No better than that, with at least one seed: {titles}."
+    yield from dict.fromkeys(f"WARNING: {text}" for one in records for text in one["warnings"])
 
 
 def figure(path, rows):

@@ -94,7 +94,8 @@ over the tasks. In brackets: the same of the paper's accuracies."""
 
 def main(argv=None):
     args = parse(argv)
-    encoder = Bert.from_pretrained(args.model).config.model_type  # if it is damaged, found now
+    if not args.plan:  # if it is damaged, found now
+        encoder = Bert.from_pretrained(args.model).config.model_type
     rows, failed = study.run(args)
     parts = [text for _, of in rows.groupby("limit_train") for text in page(args, of, encoder)]
     study.write_results(args, "results", rows, parts)

@@ -219,7 +219,7 @@ def read(source, kind):
     """What is Saved at `source`, a directory or a hub id. If all tensors there are under one name,
     it may be any; of several, that in the JSON counts: the reference writes those of a head or a
     fusion "rte2" also into the file of one called "rte"."""
-    directory, by_name = Path(source), {}
+    directory = Path(source)
     if not directory.is_dir():
         directory = download(source, "run.json", kind.config, *kind.weights)
     config_path = directory / kind.config
@@ -232,17 +232,23 @@ def read(source, kind):
     options, name = metadata.get("config", {}), metadata.get("name")
     names = metadata.get("adapter_names") or name  # old files of fusions have nothing else
     names = names.split(",") if isinstance(names, str) else names
-    with files.error_prefix(paths[0]):
-        for key, tensor in files.read_tensors(paths[0]).items():
-            if (match := TENSOR.fullmatch(key)) is None:  # for instance an invertible adapter's
-                raise ValueError(f"{key} has no place here, not supported")
-            slot, heads, inside, part = match.groups()
-            by_name.setdefault(inside, {})[slot or heads, part] = tensor
-        if name not in by_name and len(by_name) > 1:
-            raise ValueError(f"it holds {', '.join(by_name):.200}, not {name!r:.50}")
-    # without any: a kind of fusion may have no parameters; if it has, `copy_into` misses them
-    tensors = by_name.get(name) or next(iter(by_name.values()), {})
-    return Saved(directory, metadata, options, name, names, tensors, read_run(directory))
+    found = []
+    for path in paths:
+        by_name = {}
+        with files.error_prefix(path):
+            for key, tensor in files.read_tensors(path).items():
+                if (match := TENSOR.fullmatch(key)) is None:  # for instance an invertible adapter's
+                    raise ValueError(f"{key} has no place here, not supported")
+                slot, heads, inside, part = match.groups()
+                by_name.setdefault(inside, {})[slot or heads, part] = tensor
+            if name not in by_name and len(by_name) > 1:
+                raise ValueError(f"it holds {', '.join(by_name):.200}, not {name!r:.50}")
+        # without any: a kind of fusion may have no parameters; if it has, `copy_into` misses them
+        tensors = by_name.get(name) or next(iter(by_name.values()), {})
+        found.append(Saved(directory, metadata, options, name, names, tensors, read_run(directory)))
+    if len(found) > 1 and found[0].sha256() != found[1].sha256():  # one is of an earlier training
+        raise ValueError(f"{paths[0]} and {paths[1].name} differ: remove the one that is not meant")
+    return found[0]
 
 
 def read_run(directory):
@@ -269,6 +275,7 @@ def write_files(directory, kind, options, tensors, metadata):
     named = {f"{prefix}{slot}{kind.word}.{name}.{part}": t for (slot, part), t in tensors.items()}
     files.write_tensors(Path(directory) / kind.weights[0], named)
     files.write_json(Path(directory) / kind.config, {"config": options, **metadata})
+    Path(directory, kind.weights[1]).unlink(missing_ok=True)  # or two files would differ
 
 
 def copy(saved, name, directory):

@@ -54,11 +54,14 @@ def sha256_of(tensors, config=None):
 def read_encoder(source):
     """The Checkpoint at `source`: a directory with one of the pairs in FILES, minilm, a hub id."""
     source, directory = str(source), Path(source)
+    if directory.is_file():
+        raise FileNotFoundError(f"{source} is a file: give its directory, {directory.parent}")
     if not directory.is_dir():
         directory = find_minilm() if source == "minilm" else fetch_encoder(source)
         source = MINILM if source == "minilm" else source
     for name, pattern in FILES:
-        config_path, found = directory / name, [p for p in directory.iterdir() if p.match(pattern)]
+        there = directory.glob("[!.]*")  # what begins with a full stop is none of the user's files
+        config_path, found = directory / name, [path for path in there if path.match(pattern)]
         if files.is_file(config_path) and len(found) == 1 and files.is_file(found[0]):
             break
     else:

@@ -20,12 +20,18 @@ def note(text):
 
 
 @contextlib.contextmanager
-def error_prefix(place):
-    """Puts the name of a file or directory before the message of a ValueError."""
+def error_prefix(place, is_read=False):
+    """Puts the name of a file or directory before the message of a ValueError; where a library
+    reads it (is_read), of any exception, but that a file is not there."""
     try:
         yield
     except ValueError as e:
         raise ValueError(f"{place}: {e}") from e
+    except Exception as e:
+        if not is_read or isinstance(e, FileNotFoundError):
+            raise
+        problem = f"it cannot be read: damaged, or too new? ({type(e).__name__}: {e})"
+        raise ValueError(f"{place}: {problem}") from e
 
 
 def is_file(path):
@@ -42,13 +48,14 @@ def is_file(path):
 
 def read_json(path):
     """The object in a JSON file. Raises ValueError that names the file."""
-    with error_prefix(f"{path}: no JSON object"):
+    with error_prefix(f"{path}: no JSON object", is_read=True):
         return dict(json.loads(Path(path).read_text(encoding="utf-8-sig")))
 
 
 @contextlib.contextmanager
 def atomic_write(path):
     """A path to write to, which replaces `path`, or after an error goes. The directory is made."""
+    path = Path(path).expanduser()
     temporary = Path(f"{path}.tmp")
     temporary.parent.mkdir(parents=True, exist_ok=True)
     try:

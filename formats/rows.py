@@ -1,5 +1,6 @@
 """Rows as others wrote them, from files or from the hub; they are handed out under our names."""
 
+import contextlib
 import csv
 import io
 import json
@@ -19,6 +20,7 @@ OWN_COLUMNS = ("text_a", "text_b", "choices")  # of your own task
 LISTS = ("choices", "endings")  # columns that hold a list of texts
 INTEGER = r"[-+]?\d+"
 DECIMAL = re.compile(r"[-+]?(\d*[.,]\d+|(\d*[.,])?\d+e[-+]?\d+|inf(inity)?)", re.IGNORECASE)
+NUMBER = re.compile(f"{INTEGER}|{DECIMAL.pattern}", re.IGNORECASE)
 LIST = re.compile(r"""\[.*[,'" ].*\]|\{.*[,:].*\}""", re.DOTALL)  # as a CSV file has it
 MULTI_LABEL = "several labels of one example (multi-label) are not supported"
 # What other copies of a data set call its columns, {task: {our name: theirs}}, and its labels
@@ -45,7 +47,7 @@ class Source:
             return None
         directory = Path(self.data_dir, name)
         if name == "argument" and not [*directory.glob("train.*")]:
-            return sorted(directory.glob("*.tsv"))
+            return sorted(directory.glob("[!.]*.tsv"))
         paths = sorted(p for p in directory.glob(f"{split}.*") if p.suffix.lower() in READERS)
         if len(paths) > 1:
             raise ValueError(f"two files for one split, {split}: {paths[0]} and {paths[1]}")
@@ -82,7 +84,7 @@ class Source:
             rows = self.rows[where] = self.rows.get(where) or hub_rows(task, file)
         else:
             where, rows = self.read_files(task.name, file)
-        with error_prefix(where):
+        with error_prefix(where, is_read=True):
             rows = our_rows(rows, self.column_names, task.name, task.columns, task.label)
         cells = [row[column] for row in rows for column in task.columns]
         if empty := sum(
@@ -100,7 +102,7 @@ class Source:
     def columns_and_labels(self, name):
         """Those of your own task, by its training file (docs/python.md)."""
         where, rows = self.read_files(name, "train")
-        with error_prefix(where):
+        with error_prefix(where, is_read=True):
             rows = our_rows(rows, self.column_names, name)
             columns = [column for column in OWN_COLUMNS if column in rows[0]]
             if "choices" not in columns:
@@ -141,7 +143,8 @@ def our_rows(rows, names, task_name, columns=None, label="label", has_label=True
     if unknown := names.keys() - {*columns, label}:
         only = ", ".join([*columns, label])
         raise ValueError(f"--columns {min(unknown)}=...: the task, or its files, have only {only}")
-    if {*columns} < {*OWN_COLUMNS} and (unread := {*found} - {*columns}):
+    twice = {f"{column} (twice)" for column in OWN_COLUMNS} & there.keys()
+    if {*columns} < {*OWN_COLUMNS} and (unread := {*found, *twice} - {*columns}):
         raise ValueError(f"column {min(unread)!r} is none of {', '.join(columns)}")
     result, other_labels = [], OTHER_LABELS.get(task_name, {})
     for number, row in enumerate(rows, 1):
@@ -187,7 +190,7 @@ def read_rows(path):
         raise ValueError(f"{path}: only {', '.join(READERS)} can be read")
     if not is_file(path):
         raise FileNotFoundError(f"{path} is not a file")
-    with error_prefix(path):
+    with error_prefix(path, is_read=True):
         try:
             rows = READERS[ending](path)
         except UnicodeDecodeError as e:
@@ -200,20 +203,21 @@ def read_rows(path):
 def json_rows(path):
     """A list of objects, or an object in each line; empty lines do not count."""
     text = path.read_bytes().decode("utf-8-sig")
+    read = json.JSONDecoder(object_pairs_hook=object_of).decode
     if text.lstrip().startswith("["):
-        return json.loads(text)
+        return read(text)
     rows = []
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(re.split("\r\n?|\n", text), 1):
         if line.strip():
             with error_prefix(f"line {number}"):
-                rows.append(json.loads(line))
+                rows.append(read(line))
     return rows
 
 
 def csv_rows(path):
     """Empty lines do not count, but in a file of one column, where each is an empty text."""
     text, options = path.read_bytes().decode("utf-8-sig"), {}
-    first_line = text.partition("\n")[0]
+    first_line = re.split("[\r\n]", text, maxsplit=1)[0]
     if path.suffix.lower() == ".tsv":
         options = {"delimiter": "\t", "quoting": csv.QUOTE_NONE}
     elif first_line.count(";") > first_line.count(","):  # Excel's, where the comma is a decimal one
@@ -227,16 +231,25 @@ def csv_rows(path):
     except csv.Error as e:
         raise ValueError(f"row {len(lines)}: a quotation mark is not closed ({e})") from e
     header, *rows = lines or [[]]
-    header = unique(header)
     for number, row in enumerate(rows, 1):
         if len(row) != len(header):
             found = f"row {number} has {len(row)} fields, the first line {len(header)}"
             raise ValueError(f"{found}, if {options.get('delimiter', ',')!r} separates them")
+        if header[-1] in row[-1] and [cell.strip('\ufeff"') for cell in row] == header:
+            raise ValueError(f"row {number} is the header again: are these several files?")
+    header = unique(header)
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 
 def unique(names):
     return [name if names.count(name) == 1 else f"{name} (twice)" for name in names]
+
+
+def object_of(pairs):
+    """A JSON object, of which json.loads would take the last of two values without a word."""
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError(f"a name is there twice: {pairs!r:.200}")
+    return found
 
 
 def parquet_rows(path):
@@ -245,7 +258,11 @@ def parquet_rows(path):
     import pyarrow.parquet
 
     table = pyarrow.parquet.ParquetFile(path).read()
-    rows = table.rename_columns(unique(table.column_names)).to_pylist()
+    columns = dict(zip(unique(table.column_names), table.columns, strict=True))
+    for name, column in columns.items():  # what a task does not use may hold anything
+        with contextlib.suppress(Exception):  # Python has no date before 1, nor any time zone
+            columns[name] = column.to_pylist()
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     described = json.loads((table.schema.metadata or {}).get(b"huggingface", "{}"))
     for column, feature in described.get("info", {}).get("features", {}).items():
         if isinstance(feature, dict) and feature.get("_type") == "ClassLabel":
@@ -286,11 +303,13 @@ def plain_label(value):
 
 
 def own_labels(values):
-    """The classes of your own task, sorted: numbers, or texts. Raises ValueError for decimals, for
-    what is neither, and for several labels that are one by `plain_label`. Notes what was found."""
+    """The classes of your own task, sorted: numbers, or texts. Raises ValueError if all are numbers
+    and one is a decimal, for what is neither, and for several labels that are one by `plain_label`.
+    Notes what was found."""
+    are_names = any(not NUMBER.fullmatch(str(value)) for value in values)  # 401.9, V45.81
     for value in values:
         is_one = isinstance(value, (str, int, float)) and not LIST.fullmatch(str(value))
-        if not is_one or DECIMAL.fullmatch(str(value)):
+        if not is_one or (DECIMAL.fullmatch(str(value)) and not are_names):
             problem = "for a regression see examples/sts_b.py" if is_one else MULTI_LABEL
             classes = "classes are texts, or integers (0, not 0.0)"
             raise ValueError(f"a label is {value!r:.100}: {classes}; {problem}")

@@ -42,8 +42,9 @@ def check_there(place):
     is_hub_id = len(parts) == 2 and not is_path
     if not is_hub_id and not (directory / ADAPTER.config).is_file():
         advice = "--stage adapter, or --resume, makes one; a hub id is OWNER/NAME"
-        if inside := sorted(path.parent for path in directory.glob(f"*/{ADAPTER.config}")):
+        if inside := sorted(path.parent for path in directory.glob(f"[!.]*/{ADAPTER.config}")):
             advice = f"there are {', '.join(map(str, inside)):.300}"
+        advice = f"it is a file, give {directory.parent}" if directory.is_file() else advice
         raise FileNotFoundError(f"no adapter in {place}: {advice}")
 
 

@@ -29,9 +29,11 @@ def load_tokenizer(directory, max_length, config=None):
     path, vocab = directory / "tokenizer.json", directory / "vocab.txt"
     if not is_file(path) and not is_file(vocab):
         raise FileNotFoundError(f"no tokenizer in {directory}: no tokenizer.json or vocab.txt")
-    with error_prefix(directory):
+    with error_prefix(directory, is_read=True):
         options = read_options(directory)
-        tokenizer = Tokenizer.from_file(str(path)) if is_file(path) else wordpiece(vocab, options)
+        has_json = is_file(path)
+        with error_prefix(path.name if has_json else vocab.name, is_read=True):
+            tokenizer = Tokenizer.from_file(str(path)) if has_json else wordpiece(vocab, options)
         for field, (part, name) in KNOWN["parts"].items():
             if field in options and hasattr(getattr(tokenizer, part), name):
                 setattr(getattr(tokenizer, part), name, options[field])

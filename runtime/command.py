@@ -17,6 +17,8 @@ import torch.distributed as dist
 from formats.files import note
 from runtime.processes import is_one_of_several
 
+PATHS = """--out --model --data-dir --train-file --dev-file --adapters --sources --file --picture
+    --test run runs""".split()
 WRONG = ValueError, OSError, FloatingPointError  # their messages are for users
 
 
@@ -29,6 +31,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         raise ValueError(message)
+
+    def add_argument(self, *names, **options):
+        """In a path, ~/x or NAME=~/x, ~ is the user's directory, also without a shell."""
+        if names[0] in PATHS:
+            kind, home = options.get("type", str), os.path.expanduser
+            options["type"] = lambda text: kind("=".join(map(home, text.split("=", 1))))
+        return super().add_argument(*names, **options)
 
 
 def count(text):

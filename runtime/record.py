@@ -33,10 +33,14 @@ MAY_DIFFER = """out resume overwrite device cuda_graphs grad_accumulation model 
 SKETCH = 1000
 
 
-def first_difference(before, now):
+def what_decides(record):
+    """{option or input: its value, or how its SHA-256 begins}"""
+    inputs = {name: digest[:12] for name, digest in record["inputs"].items()}
+    return {**record["options"], "adapters": record["adapters"], **inputs}
+
+
+def first_difference(old, new):
     """ "NAME = VALUE, not VALUE" of the first option or input in which two runs differ, or None."""
-    old = {**before["options"], "adapters": before["adapters"], **before["inputs"]}
-    new = {**now["options"], "adapters": now["adapters"], **now["inputs"]}
     for name in {**old, **new}:
         if name not in MAY_DIFFER and old.get(name) != new.get(name):
             return f"{name} = {old.get(name)}, not {new.get(name)}"
@@ -102,7 +106,7 @@ def describe(args, model, tokenizer, adapters, data):
             raise ValueError(f"{saved.directory} was trained with another tokenizer")
     if args.stage == "fusion":
         note("the training loss holds the fusion's penalty, the development loss does not")
-    tasks = {}
+    tasks, warnings = {}, []
     for task, train_set, dev_set in data:
         train_hashes, dev_hashes = hashes_of(train_set), hashes_of(dev_set)
         inputs |= data_inputs(task.name, train_hashes, dev_hashes)
@@ -119,7 +123,8 @@ def describe(args, model, tokenizer, adapters, data):
         for name, saved in adapters.items():
             if share := share_trained_on(saved.run, dev_set):
                 problem = f"{name} was TRAINED on {share:.0%} of this run's development examples"
-                print(f"WARNING: adapter {problem}, or on equal ones: scores say little")
+                warnings.append(f"adapter {problem}, or on equal ones: scores say little")
+                print(f"WARNING: {warnings[-1]}")
     train = sum(len(train_set) for _, train_set, _ in data)
     dev = sum(len(dev_set) for _, _, dev_set in data)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -136,6 +141,7 @@ def describe(args, model, tokenizer, adapters, data):
         "encoder": bert.sha256,
         "trained_on": str(Path(args.model).resolve()) if Path(args.model).is_dir() else args.model,
         "tasks": tasks,
+        "warnings": warnings,
         "train_examples": train,
         "dev_examples": dev,
         "steps_per_epoch": math.ceil(train / args.batch_size),

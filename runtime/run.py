@@ -19,13 +19,13 @@ from formats.files import atomic_write, note, read_json, read_tensors, write_jso
 from formats.sources import named
 from formats.tokenizer import TOKENIZER_FILES
 from runtime.processes import all_reduce, deferred_signals, gather, ranks, start_processes
-from runtime.record import first_difference
+from runtime.record import first_difference, what_decides
 
 SAVE_MINUTES = 5  # between two checkpoints within an epoch
 # What a run clears, in this order. Its run.json stays until it is replaced: without one, a
 # directory is not taken for a run's.
 RUN_FILES = "resume.pt metrics.json log.jsonl adapters heads model.safetensors config.json".split()
-RUN_FILES += [n for kind in (ADAPTER, HEAD, FUSION) for n in (kind.weights[0], kind.config)]
+RUN_FILES += [n for kind in (ADAPTER, HEAD, FUSION) for n in (*kind.weights, kind.config)]
 RUN_FILES += ["own.safetensors", *TOKENIZER_FILES]
 TEMPORARY = [f"{name}.tmp" for name in [*RUN_FILES, "run.json"]]  # of a write that was killed
 DAMAGED = "the file is damaged: --overwrite starts anew"
@@ -48,7 +48,7 @@ def check_out(args):
         if os.path.lexists(out):
             raise ValueError(f"--out {out} is a file, or a link that leads nowhere")
         return
-    others = {path.name for path in out.iterdir()} - {".lock", *TEMPORARY}
+    others = {path.name for path in out.glob("[!.]*")} - {*TEMPORARY}
     if others and not (out / "run.json").is_file():
         raise ValueError(f"--out {out} holds other files than a run's: choose a new directory")
     if args.resume and is_begun(out):
@@ -147,7 +147,8 @@ class Run:
         """Starts the log of a new run, or puts everything back to where the checkpoint was."""
         is_new = not (self.args.resume and is_begun(self.out))
         if not is_new:
-            if difference := first_difference(read_run(self.out), self.record):
+            runs = map(what_decides, (read_run(self.out), self.record))
+            if difference := first_difference(*runs):
                 advice = "cannot --resume it, --overwrite starts anew"
                 raise ValueError(f"{self.out} holds a run with {difference}: {advice}")
             if (self.out / "metrics.json").exists():
@@ -251,7 +252,8 @@ class Run:
             note("the accuracy is no better than that of the most frequent label")
         if missed := ", ".join(map(repr, result.get("never_predicted", ()))):
             note(f"no development example is predicted as {missed:.300}, but some are labelled so")
-        if self.best_epoch == last or losses[-1] == min(losses):
+        is_rising = self.best_epoch == last or losses[-1] == min(losses)
+        if is_rising and result.get("accuracy") != 1:
             advice = "a larger --lr, more --epochs or --patience may help"
             note(f"at the end the score was still rising, or the loss still falling: {advice}")
         best = f"best epoch: {self.best_epoch}, dev {self.args.score} {result[self.args.score]:.4f}"

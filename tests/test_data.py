@@ -9,6 +9,7 @@ from functools import partial
 import datasets
 import numpy as np
 import pandas
+import pyarrow.parquet
 import pytest
 
 from conftest import GOLDEN, change, write_rows
@@ -99,6 +100,7 @@ WRITERS = {  # others' code
     "json": partial(pandas.DataFrame.to_json, orient="records", indent=2),
     "csv": partial(pandas.DataFrame.to_csv, index=False, encoding="utf-8-sig"),  # with a BOM
     "CSV": partial(pandas.DataFrame.to_csv, index=False, sep=";"),  # where 1,5 is a decimal number
+    "Csv": partial(pandas.DataFrame.to_csv, index=False, lineterminator="\r"),  # an old Mac's
     "tsv": partial(pandas.DataFrame.to_csv, index=False, sep="\t", quoting=csv.QUOTE_NONE),
     "parquet": pandas.DataFrame.to_parquet,
 }
@@ -134,6 +136,11 @@ def test_columns_that_the_task_does_not_use(tmp_path):
     (tmp_path / "own").mkdir()
     (tmp_path / "own/train.csv").write_text("text_a,label,,,note,note\na,x,,,1,2\nb,y,,,3,4\n")
     assert get_task("own", Source(tmp_path)).labels == ["x", "y"]
+    days = pyarrow.array([10**8, 0], pyarrow.date32())  # for one of which Python has no date
+    table = pyarrow.table({"text_a": ["a", "b"], "label": ["x", "z"], "day": days})
+    pyarrow.parquet.write_table(table, tmp_path / "own/train.parquet")
+    (tmp_path / "own/train.csv").rename(tmp_path / "own/._train.parquet")  # beside it, as of macOS
+    assert get_task("own", Source(tmp_path)).labels == ["x", "z"]
 
 
 def test_what_is_in_a_cell(tokenizer, tmp_path, capsys):
@@ -178,6 +185,7 @@ LABELS = [  # in a training file, and the classes, or what is wrong
     (["None", "for", "against"], ["None", "against", "for"]),
     ([True, 0, False], ["0", "False", "True"]),
     (["red, white", "red"], ["red", "red, white"]),
+    (["V45.81", "401.9", 7], ["401.9", "7", "V45.81"]),  # of which one is no number
     (["neg", "pos", "NEG"], "labels differ in case, .* make them one: 'neg', 'NEG'"),
     (["a b", "y", "a  b"], r"make them one: 'a b', 'a \\x20b'"),
     (["\xe8", "e\u0300", "y"], r"make them one: '\\xe8', 'e\\u0300'"),

@@ -124,8 +124,9 @@ def test_a_regression(encoder, tmp_path, monkeypatch, capsys):
     x, y = torch.tensor([1.0, 2.0, 3.0, 5.0]), torch.tensor([2.0, 1.0, 4.0, 90.0])
     assert pearson(x, y) == pytest.approx(torch.corrcoef(torch.stack([x, y]))[0, 1].item())
     assert TASKS["sts_b"].label_index("2.5") == 2.5
-    with pytest.raises(ValueError, match="'5.1' is not a number from 0 to 5"):
-        TASKS["sts_b"].label_index("5.1")
+    for label in ("5.1", "1_5", True, "\u0661", "nan"):  # all but the first are numbers for `float`
+        with pytest.raises(ValueError, match=f"{label!r} is not a number from 0 to 5"):
+            TASKS["sts_b"].label_index(label)
     monkeypatch.chdir(tmp_path)
     rows = [{"text_a": "red", "label": f"{20 * n - 200}.5"} for n in range(20)]
     write_rows(tmp_path / "own.jsonl", rows)

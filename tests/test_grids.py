@@ -79,6 +79,8 @@ def test_an_interval_is_students(n, quantile):
     """97.5 % of the t distribution with n - 1 degrees of freedom are below the quantile."""
     values = pd.Series([-1.0, 1.0] + [0.0] * (n - 2))
     assert report.half_interval(values) == pytest.approx(quantile * values.sem(), rel=1e-3)
+    for few, said in (([1.0, 2.0], "1.50"), ([0.1] * 3, "0.10")):
+        assert report.with_interval(pd.Series(few)) == said
 
 
 @pytest.fixture
@@ -109,13 +111,13 @@ TASKS = ["rte", "sst2", "pick"]
 
 
 @pytest.fixture
-def made_up(started, encoder, data_dir, tmp_path):
+def made_up(started, encoder, data_dir, tmp_path, monkeypatch):
     """made_up(tables, "--seeds 0 1"): a study, whose runs take no time; their accuracies are made
     up from their names, or by made_up.accuracy."""
 
     def run(cell):
         options = {**vars(cell.options()), "adapters": [], "model": "M"}
-        record = {"options": options, "adapters": [], "tasks": [], "inputs": {"encoder": "Θ"}}
+        record = {"options": options, "adapters": [], "tasks": {}, "inputs": {}, "warnings": []}
         write_json(cell.out / "run.json", {**record, "machine": {"command": shlex.join(sys.argv)}})
         each = {task: made_up.accuracy(cell, task) for task in TASKS}
         accuracy = {"accuracy": sum(each.values()) / 3, "accuracies": each, "trained_parameters": 9}
@@ -124,6 +126,7 @@ def made_up(started, encoder, data_dir, tmp_path):
     def made_up(program, text, **more):
         program.main(cli(text, model=encoder, data_dir=data_dir, out=tmp_path / "out", **more))
 
+    monkeypatch.setattr(grid, "inputs_now", lambda *_: {})
     made_up.accuracy = lambda cell, task: zlib.crc32(f"{cell.name} {task}".encode()) % 1000 / 1000
     started.run = run
     return made_up
@@ -201,7 +204,7 @@ def test_what_counts_as_finished(started, encoder, data_dir, tmp_path, copy, cap
         is_refused(f"{split} examples of rte = ", adapter)
         path.write_text(before)
     starts()
-    with pytest.raises(ValueError, match="is a finished run with --epochs 1, not --epochs 2: "):
+    with pytest.raises(ValueError, match="is a finished run with epochs = 1, not 2: "):
         starts(epochs=2)
     done = tmp_path / "out" / "runs" / adapter / "metrics.json"  # as if it had to be trained first
     done.rename(done.with_suffix(".old"))
@@ -213,9 +216,11 @@ def test_what_counts_as_finished(started, encoder, data_dir, tmp_path, copy, cap
     change(tmp_path / "out" / "runs" / adapter / "adapter.safetensors", times(1.5))
     is_refused("adapter rte = ", epochs=2)
     starts(fusion, epochs=2, options=["--overwrite"])
-    write_json(tmp_path / "copy" / "run.json", {"encoder": "trained again since"})
+    change(tmp_path / "copy" / "model.safetensors", times(1.5))
+    is_refused("encoder = ", adapter, epochs=2)
     with pytest.raises(SystemExit):
-        starts(*names, epochs=2)
+        starts(epochs=2, options=["--plan"])
+    assert re.findall(r"(?m)^(\w+) +\S+-rte-0: ", capsys.readouterr().out) == ["refused"] * 2
 
 
 def say_where(cell, gpu, threads, folder):
@@ -404,6 +409,8 @@ def test_what_is_held_out(runs, encoder, data_dir, tmp_path, capsys, started):
     composition.main([*words, *behind])
     printed = " ".join(capsys.readouterr().out.replace("|", " ").split())
     assert "WARNING: fusion-mine-24-1: adapter other was TRAINED on 100% of them" in printed
+    once = r"\n\n24 development examples, of .*(\n\nNo better .*)?\n\nWARNING: adapter other was .*"
+    assert len(re.findall(once, (tmp_path / "composition.md").read_text())) == 2  # of each size
     rows = pd.read_csv(tmp_path / "composition.csv").set_index(["system", "train_examples"])
     for size in (24, 48):
         run = load_run(tmp_path / "runs" / f"fusion-mine-{size}-1")

@@ -45,6 +45,8 @@ multitask: {BOX} --tasks rte sst2 --cuda-graphs | --cuda-graphs is for a run on 
 --out model --overwrite | holds other files
 {FUSE} x=runs/sst2 y=runs/sst2 X=runs/sst2 | two adapters are called 'X'
 {FUSE} runs | no adapter in runs: there are runs/pick, runs/rte, runs/sst2
+{FUSE} x=runs/rte/adapter.safetensors | it is a file, give runs/rte
+--model model/model.safetensors | is a file: give its directory, model
 {FUSE} --out runs/rte --overwrite | would replace
 multitask: {BOX} --tasks rte --adapters runs/rte | --stage multitask takes no --adapters
 multitask: {BOX} --tasks a b --train-file {RTE} | --train-file is of one task, not of a, b
@@ -72,6 +74,8 @@ ADDED = "model/added_tokens.json"
 A, B = {"text_a": "a", "label": "x"}, {"text_a": "b", "label": "y"}
 CSV = {"mine.csv": "Review (raw),id,gold\na,1,x\nb,2,y\n"}
 COLUMNS = "--task mine --train-file mine.csv --dev-fraction 0.5 --columns"
+FIVE, TWO = "--train-examples 5 --systems head", {"data/u/train.jsonl": [A, B] * 3}
+TWO["data/u-5/train.jsonl"] = [A, B]
 PEFT = '{"peft_type": "LORA", "r": 8}'
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 CASES += [
@@ -89,6 +93,8 @@ CASES += [
     ("evaluate: runs/rte --model model", "tokenizer", {TOKENS: ("red\ngreen", "green\nred")}),
     ("", f"{ADDED} is a link that leads nowhere", {ADDED: lambda path: path.symlink_to("gone")}),
     (f"{COLUMNS} text_a=Review label=gold", "no column 'Review'; it has Review (raw)", CSV),
+    ("", "model: tokenizer.json: it cannot be read: damaged", {"model/tokenizer.json": '{"a": 1}'}),
+    (f"composition: {BOX} --target u u-5 {FIVE}", "task = u, not u-5: rename", TWO),  # head-u-5-0
 ]
 for path in (RTE, WEIGHTS, TOKENS, "model/tokenizer_config.json"):
     CASES.append((FUSE, f"{path} is a pointer of git-lfs, not the file", {path: POINTER}))
@@ -97,6 +103,9 @@ for file, content, say in [  # the training file of a task of one's own: rows, o
     ("train.jsonl", [A, A], "leaves nothing to learn"),
     ("train.jsonl", [X, {**Y, "choices": ["a"]}], "row 2: 1 choices, expected 2"),
     ("train.jsonl", '{"text_a": "a", "label": "x"}\n{"text_a"', "line 2: "),
+    ("train.jsonl", '{"text_a": "a", "label": "x", "label": "y"}', "line 1: a name is there twice"),
+    ("train.csv", "text_a,label\na,x\n\ufefftext_a,label\nb,y\n", "row 2 is the header again"),
+    ("train.csv", "text_a,text_b,text_b,label\na,b,c,x\n", "column 'text_b (twice)' is none of"),
     ("train.jsonl", "null\n", "a row is no JSON object"),
     ("train.csv", "text_a,label\na,x,y\n", "row 1 has 3 fields, the first line 2"),
     ("train.csv", 'text_a,label\n"a\nb",x\n\n"b,y\n', "row 2: a quotation mark is not closed"),

@@ -86,7 +86,7 @@ def test_which_rows_are_evaluated(launch, refused, data_dir, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name, task", [("pick", "pick"), ("fusion-rte", "rte"), ("sst2", "sst2")])
-def test_every_kind_of_input_says_the_same(name, task, runs, data_dir, tmp_path, capsys):
+def test_every_kind_of_input(name, task, runs, data_dir, tmp_path, capsys, monkeypatch):
     """A file, with empty lines, which are passed over, the words of a command, and Python: the
     answers are those that were counted in training. What is too long is cut, and it says so."""
     run, task = load_run(runs / name), get_task(task, Source(data_dir))
@@ -108,6 +108,9 @@ def test_every_kind_of_input_says_the_same(name, task, runs, data_dir, tmp_path,
     assert run.predict([*rows[:5], *lists[5:]]) == answers
     numbered = [{"input": number, **answer} for number, answer in enumerate(answers, 1)]
     assert [*map(json.loads, predicted(capsys, runs / name, "--json", "--file", file))] == numbered
+    monkeypatch.setattr(predict, "WINDOW", 7)
+    found = predicted(capsys, runs / name, "--file", file)
+    assert [line.split("\t")[0] for line in found] == [answer["label"] for answer in answers]
     *texts, last = lists[0]
     texts += last if name == "pick" else [last]
     (line,) = predicted(capsys, runs / name, "--json", *texts)
@@ -166,9 +169,11 @@ def test_anything_else_is_refused(name, runs):
         run.fusion_weights(run.split()[:1])
 
 
-def test_pictures(runs, tmp_path, refused):
+def test_pictures(runs, tmp_path, refused, monkeypatch):
+    """Also where no shell has seen the ~."""
+    monkeypatch.setenv("HOME", str(tmp_path))
     path, words = tmp_path / "weights.png", ("red cat", "cat")
-    predict.main([str(runs / "fusion-rte"), *words, *cli("--device cpu", picture=path)])
+    predict.main([str(runs / "fusion-rte"), *words, *cli("--device cpu --picture=~/weights.png")])
     assert path.read_bytes().startswith(b"\x89PNG")
     words = [runs / "rte", *words, *cli("--device cpu", picture=path)]
     refused(words, "no fusion is active", main=predict.main)
@@ -191,19 +196,21 @@ def test_the_weights_on_the_page(runs, loud_fusion):
 
 
 def test_the_weights_are_means_over_real_tokens(runs, loud_fusion, launch, tmp_path):
-    """With --cls, in the last layer over each [CLS]. One run has less in layer 2."""
+    """In the last layer over each [CLS], or with --all-tokens. One run has less in layer 2, and its
+    own adapter another development set."""
     out, second = tmp_path / "out", tmp_path / "second"
     rte, sst2, words = tmp_path / "rte", tmp_path / "sst2", "--stage adapter --adapter houlsby"
     launch(f"{words} --epochs 1 --task rte --adapter-config leave_out=[1]", out=rte)
-    launch(f"{words} --epochs 1 --task sst2", out=sst2)
+    launch(f"{words} --epochs 1 --task sst2 --limit-dev 9", out=sst2)
     launch("--stage fusion --task sst2 --epochs 1", adapters=[rte, sst2], out=second)
-    for option, first in (("", slice(None)), ("--cls", slice(1))):
+    for option, first in (("--all-tokens", slice(None)), ("", slice(1))):
         words = [str(loud_fusion), str(second), *cli(f"{option} --device cpu", out=out)]
         fusion_weights.main(words)
         rows = pd.read_csv(out / "weights.csv")
         found = dict([*rows.groupby(["run", "layer", "location"])])
         assert [*found[str(second), 2, "output"]["adapter"]] == ["sst2"]  # rte is not there
         assert dict(zip(rows["target"], rows["own"], strict=True)) == {"rte": "rte", "sst2": "sst2"}
+        assert rows.groupby("target")["own_accuracy"].count().gt(0).tolist() == [True, False]
         for directory in (loud_fusion, second):
             run = load_run(directory)
             seen = [example["weights"] for example in run.fusion_weights(run.split())]
@@ -245,6 +252,8 @@ def test_what_section_6_reads():
 
 OWN = [  # {the name of an adapter here: the tasks in its run.json}, and the own one
     ({"rte": "sst2", "mine": "rte"}, "mine"),  # two that were renamed
+    ({"rte": "rte-others", "mine": "rte"}, "mine"),  # one of other examples
+    ({"mine": "rte", "again": "rte"}, None),  # two of the same
     ({"sst2": "sst2 rte", "rte": "sst2 rte"}, "rte"),  # of a multi-task run
     ({"pick": "pick", "rte": None}, "rte"),  # of the hub, without a run.json
     ({"pick": "pick", "sst2": "sst2"}, None),
@@ -256,7 +265,9 @@ def test_the_own_adapter_is_known_by_its_training(adapters, own, tmp_path):
     for name, tasks in adapters.items():
         if tasks:
             path = tmp_path / "adapters" / name / "run.json"
-            write_json(path, {"tasks": {task: {} for task in tasks.split()}})
-    task = SimpleNamespace(name="rte")
-    run = SimpleNamespace(directory=tmp_path, adapters=[*adapters], task=task)
+            sets = dict(task.partition("-")[::2] for task in tasks.split())  # {task: of others}
+            inputs = {f"training examples of {task}": others for task, others in sets.items()}
+            write_json(path, {"tasks": sets, "inputs": inputs})
+    run = SimpleNamespace(directory=tmp_path, adapters=[*adapters])
+    run.task, run.record = SimpleNamespace(name="rte"), {"inputs": {"training examples of rte": ""}}
     assert fusion_weights.own_adapter(run) == own

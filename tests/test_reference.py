@@ -21,7 +21,7 @@ import fusion
 import train
 from adapter import AdapterConfig, activate, adapter_modules, add_adapter, load_adapter, load_head
 from bert import ENCODERS, Bert
-from conftest import GOLDEN, randomize, same_tensors
+from conftest import GOLDEN, randomize, same_tensors, times
 from data import TASKS
 from examples.mpnet import MPNet
 from experiments.load_run import load_run
@@ -222,6 +222,13 @@ def test_old_files(expected, tmp_path):
             activate(bert, load_adapter(bert, place))
             outputs.append(run(bert, expected[model]))
         assert torch.equal(*outputs)
+        shutil.copy(source / "adapter.safetensors", place)  # both files, which are the same
+        load_adapter(bert, place, "both")
+        times(2.0)(place / "adapter.safetensors")
+        with pytest.raises(ValueError, match="adapter.bin differ: remove"):
+            load_adapter(bert, place, "newer")
+        adapter.save_adapter(bert, "both", place)
+        assert load_adapter(bert, place, "again") == "again"
 
 
 def test_fields_that_old_configs_lack_are_the_reference_s_defaults(copy):
