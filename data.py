@@ -183,8 +183,7 @@ TASKS = {
 
 
 def get_task(name, data_source):
-    """The paper's task of that name, or your own: any other name, with data in the `data_source`.
-    Raises ValueError for an unknown task."""
+    """The paper's task of that name, or your own: any other, with data. May raise ValueError."""
     check_name(name)  # its adapter has the same
     files = data_source.paths(name, "train")  # None: on the hub
     if name in TASKS:

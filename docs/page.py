@@ -5,7 +5,6 @@ import inspect
 import io
 import json
 import os
-import random
 import sys
 import textwrap
 from pathlib import Path
@@ -25,10 +24,9 @@ from adapter import Adapter, AdapterConfig, Head, add_adapter
 from bert import AddNorm, Bert, Layer
 from data import batches, collate, get_task, load_split
 from experiments import demo, study
-from experiments.fusion_weights import heat_map
+from experiments.fusion_weights import heat_map, mean_weights
 from experiments.load_run import load_run
 from experiments.report import markdown, with_interval
-from experiments.skills import build_tasks
 from fast.low_rank import low_rank
 from formats.rows import Source
 from formats.tokenizer import load_tokenizer

@@ -1,6 +1,5 @@
 """The demo's tasks, the runs that it plans, and what it concludes from their rows."""
 
-import itertools
 import json
 import random
 import sys
@@ -64,33 +63,23 @@ def test_what_a_label_says(made):
 
 @pytest.mark.parametrize("target, systems", [("both", 5), ("asked", 3)])
 def test_its_runs(made, monkeypatch, target, systems):
-    """The systems with three seeds, and the sources; all ways to compose have as many epochs."""
+    """The systems with each seed, and the sources; all ways to compose have as many epochs."""
     for name in ("examples.composing", "examples.mean_fusion"):  # imported as in a new process
         monkeypatch.delitem(sys.modules, name, raising=False)
     with patch.dict(FUSIONS), patch.dict(train.STAGES), patch.dict(study.SYSTEMS):
         args = demo.parse(made[0], target)
         cells = with_needs(study.cells_of(args, args.seeds).values())
         options = [cell.options() for cell in cells.values()]
-    assert Counter(one.task for one in options) == {"match": 1, "order": 1, target: systems * 3}
+    sources = [*skills.SKILLS, *(skills.OTHERS if target == "both" else ())]
+    counts = dict.fromkeys(sources, 1) | {target: systems * len(demo.SEEDS)}
+    assert Counter(one.task for one in options) == counts
     assert len({one.epochs for one in options if one.stage == "fusion"}) == 1
-    words = demo.next_commands(made[0], target).values()
-    assert all(each[2].name in cells for each in words)
+    assert all(directory.name in cells for directory in demo.fusions(made[0], target))
 
 
-LEADS = [  # of attention over the sum: the mean, how far its seeds are from it, the verdict
-    (0.02, 0.0, "2.00, standard error 5.5: not separated."),
-    (-0.2, 0.0, "-20.00, standard error 5.5: separated."),
-    (-0.2, 0.1, "-20.00 (-44.84 to 4.84), standard error 5.5: not separated."),
-]
-
-
-@pytest.mark.parametrize("lead, spread, said", LEADS)
-def test_its_verdict(lead, spread, said):
-    means = {"own": 0.35, "head_on_order": 0.4, "sum": 0.6, "even": 0.48, "fusion": 0.6 + lead}
-    table = itertools.product(means, range(3), [160])
-    rows = pd.DataFrame(table, columns=["system", "seed", "dev_examples"])
-    rows["accuracy"] = rows["system"].map(means)
-    rows.loc[rows["system"] == "fusion", "accuracy"] += [-spread, 0, spread]
-    first, of_sum, *_ = demo.verdict(rows).splitlines()
-    assert ("fusion" in first) == (lead > 0) and "even" not in first  # 0.48: within two errors
-    assert of_sum.endswith(f": {said}")
+@pytest.mark.parametrize("second, locked", [(0.56, "Seed 1 is no better"), (0.58, "")])
+def test_its_verdict(second, locked):
+    rows = pd.DataFrame({"seed": [0, 1], "system": "fusion", "accuracy": [0.76, second]})
+    said = demo.verdict(rows, 0.52)
+    assert said.startswith(f"Attention, by seed: 76.0%, {second:.1%}.")
+    assert locked in said and ("locked" in said) == bool(locked)
