@@ -17,7 +17,7 @@ from torch import nn
 import bert as bert_file
 import formats.hub
 from bert import Bert, BertConfig
-from conftest import GOLDEN
+from conftest import GOLDEN, same_tensors
 from formats.encoder import by_hub_name, sha256_of
 from formats.files import read_json, read_tensors, write_json
 from formats.tokenizer import TOKENIZER_FILES
@@ -27,17 +27,13 @@ EXPECTED = Bert.from_pretrained(SAFETENSORS).state_dict()
 # heads, pooler, and a buffer of older versions, outside the encoder and inside
 OUTSIDE = "cls.predictions.bias classifier.weight lm_head.bias bert.norm.gamma".split()
 INSIDE = "pooler.dense.weight norm.weight embeddings.position_ids".split()
-
-
-def golden_tensors():
-    """The golden BERT's tensors, without prefix and pooler."""
-    every = load_file(SAFETENSORS / "model.safetensors")
-    return {n.removeprefix("bert."): tensor for n, tensor in every.items() if "pooler" not in n}
+# the golden BERT's tensors by the names of the hub, without prefix and pooler
+NAMED = load_file(SAFETENSORS / "model.safetensors")
+NAMED = {n.removeprefix("bert."): tensor for n, tensor in NAMED.items() if "pooler" not in n}
 
 
 def same(bert):
-    """The golden BERT's parameters, bit for bit."""
-    return all(torch.equal(p, EXPECTED[name]) for name, p in bert.state_dict().items())
+    return same_tensors(bert.state_dict(), EXPECTED)
 
 
 def fails(directory, *words):
@@ -69,7 +65,7 @@ KINDS = [  # a prefix, a file, whether it is a zip archive, which a .bin of befo
 
 @pytest.mark.parametrize("prefix, file, is_zip, dtype", KINDS)
 def test_prefixes_old_names_and_other_precisions(prefix, file, is_zip, dtype, tmp_path):
-    named = {name: tensor.to(dtype) for name, tensor in golden_tensors().items()}
+    named = {name: tensor.to(dtype) for name, tensor in NAMED.items()}
     more = dict.fromkeys(OUTSIDE, torch.zeros(3))
     for name, tensor in (named | dict.fromkeys(INSIDE, torch.arange(24)[None])).items():
         name = name.replace("LayerNorm.weight", "LayerNorm.gamma")
@@ -92,7 +88,7 @@ MISFITS = [  # tensors that are added, the part of a name that is left out, word
 @pytest.mark.parametrize("added, left_out, message", MISFITS)
 def test_what_does_not_fit_is_named(added, left_out, message, tmp_path):
     """Where config.json does not say how many types there are, too."""
-    kept = {n: t for n, t in golden_tensors().items() if left_out not in n}
+    kept = {n: t for n, t in NAMED.items() if left_out not in n}
     path = write_hub(tmp_path, {**kept, **added}) / "config.json"
     write_json(path, {n: v for n, v in read_json(path).items() if n != "type_vocab_size"})
     fails(tmp_path, "model.safetensors", message)
@@ -118,7 +114,7 @@ torch.save(bert(torch.tensor([[2, 7, 3]])), "h.pt")"""
 @pytest.mark.parametrize("kind, prefix", [("Bert", ""), ("", "bert."), ("Roberta", "roberta.")])
 def test_without_model_type_nothing_is_guessed(kind, prefix, tmp_path):
     """As in 2019. RoBERTa's tensors have BERT's names and shapes, and give other hidden states."""
-    tensors = {prefix + name: tensor for name, tensor in golden_tensors().items()}
+    tensors = {prefix + name: tensor for name, tensor in NAMED.items()}
     path = write_hub(tmp_path, tensors) / "config.json"
     fields = {n: v for n, v in read_json(path).items() if n != "model_type"}
     write_json(path, {**fields, "architectures": [f"{kind}ForMaskedLM"]})
@@ -162,7 +158,7 @@ def test_only_needed_files_are_downloaded(hub):
     shutil.copytree(SAFETENSORS, root / "some/bert")
     bert = Bert.from_pretrained("some/bert")
     assert same(bert) and bert.source == "some/bert" and {*asked} == needed
-    write_hub(root / "some/other", golden_tensors(), "pytorch_model.bin")
+    write_hub(root / "some/other", NAMED, "pytorch_model.bin")
     assert same(Bert.from_pretrained("some/other"))
     assert {*asked} == needed | {"pytorch_model.bin"}
 
@@ -190,16 +186,13 @@ def test_inputs():
     assert BertConfig(model_type="roberta").pad_token_id == 1  # where config.json does not name it
 
 
-@pytest.mark.parametrize("name", ["encoder-tf", "encoder-tf-shards"])
-def test_tensorflow(name):
-    """Written by TensorFlow, with pooler, heads and Adam's moments beside the encoder."""
-    bert = Bert.from_pretrained(GOLDEN / "bert" / name)
-    assert same(bert) and not bert.training
-    assert not any(p.requires_grad for p in bert.parameters())
-
-
-def test_a_step_in_the_name(copy):
-    """As training leaves its checkpoints; but one alone may be there."""
+def test_tensorflow(copy):
+    """Written by TensorFlow, with pooler, heads and Adam's moments beside the encoder. Training
+    leaves checkpoints with a step in the name, but one alone may be there."""
+    for name in ("encoder-tf", "encoder-tf-shards"):
+        bert = Bert.from_pretrained(GOLDEN / "bert" / name)
+        assert same(bert) and not bert.training
+        assert not any(p.requires_grad for p in bert.parameters())
     directory = copy(TENSORFLOW)
     for path in directory.glob("bert_model.ckpt.*"):
         path.rename(directory / path.name.replace("bert_model.ckpt", "model.ckpt-1000000"))
