@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from conftest import change, cli, read_lines, write_rows
-from data import Task, get_task
+from data import get_task
 from docs.weights import make_weights
 from experiments import evaluate as evaluation
 from experiments import fusion_weights, predict
 from experiments.load_run import load_run
 from formats.files import read_json, write_json
 from formats.rows import Source
-from runtime.record import never_predicted
 
 
 def evaluate(run, *options):
@@ -55,12 +54,6 @@ def test_what_has_changed_since_is_named(copy, runs, capsys):
         assert note(capsys, run).startswith(f"note: metrics.json has loss {loss + least}, now ")
         write_json(run / "metrics.json", metrics | {"dev_loss": loss + least / 40})
         assert (note(capsys, run) == "") == (of_run is not record or loss + least / 40 == loss)
-
-
-def test_a_class_is_never_predicted():
-    labels, predictions = torch.tensor([0, 0, 0, 1, 2, 2]), torch.tensor([0, 0, 1, 0, 1, 1])
-    found = never_predicted(Task(None, [], [*"xyzw"]), labels, predictions)
-    assert found == {"never_predicted": ["z"]}
 
 
 def test_which_rows_are_evaluated(launch, refused, data_dir, tmp_path, capsys):

@@ -62,10 +62,9 @@ def run(bert, inputs):
 
 def with_fusion(directory):
     """An encoder with a golden fusion and the adapters that it names."""
-    model, _ = directory.split("/")
-    bert = encoder_of(model)
+    bert, beside = encoder_of(directory.split("/")[0]), (GOLDEN / directory).parent
     for name in read_json(GOLDEN / directory / "adapter_fusion_config.json")["adapter_names"]:
-        load_adapter(bert, GOLDEN / model / name)
+        load_adapter(bert, beside / name if (beside / name).is_dir() else BERT / name)
     load_fusion(bert, GOLDEN / directory)
     return bert
 
@@ -374,12 +373,8 @@ def test_the_presets():
 @pytest.mark.parametrize("name", [*load_file(BERT / "mixed.safetensors")])
 def test_fusions_of_different_adapters(name, expected):
     """Of which the last one's configuration counts; some are left out of a layer."""
-    bert, theirs = encoder_of("bert").double(), load_file(BERT / "mixed.safetensors")
-    for member in read_json(BERT / "mixed" / name / "adapter_fusion_config.json")["adapter_names"]:
-        new = BERT / "mixed" / member
-        load_adapter(bert, new if new.is_dir() else BERT / member)
-    load_fusion(bert, BERT / "mixed" / name)
-    assert difference(run(bert, expected["bert"]), theirs[name]) <= 1e-10
+    h = run(with_fusion(f"bert/mixed/{name}").double(), expected["bert"])
+    assert difference(h, load_file(BERT / "mixed.safetensors")[name]) <= 1e-10
 
 
 @pytest.mark.parametrize("names", [("with", "without"), ("without", "with")])
