@@ -21,8 +21,8 @@ context.set_forkserver_preload(["train", "torch._dynamo", "pytest", "datasets", 
 
 
 class Program:
-    """`python train.py WORDS`, or multitask. before: calls, (function, *arguments), ahead of it, which
-    may change modules."""
+    """`python train.py WORDS`, or multitask. before: calls (function, *arguments) ahead of it,
+    which may change its modules."""
 
     def __init__(self, words, before=(), **environment):
         self.directory = tempfile.TemporaryDirectory()

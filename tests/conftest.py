@@ -38,7 +38,6 @@ GOLDEN = Path(__file__).parent / "golden"  # written by the reference library
 
 thorough = pytest.mark.skipif("THOROUGH" not in os.environ, reason="in `make test-all`: THOROUGH=1")
 
-
 WORDS = "red green blue cat dog bird runs sleeps sings the a one two not and . ? yes no".split()
 WORDS += "question answer topic because or".split()
 VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]

@@ -144,8 +144,7 @@ def test_columns_that_the_task_does_not_use(tmp_path):
 
 
 def test_what_is_in_a_cell(tokenizer, tmp_path, capsys):
-    """One rule for all files, and for prediction: a number is a text, half a character is U+FFFD,
-    and what is empty an empty text, which is said; so are classes without any example."""
+    """Of any file, or input: a number is a text, half a character U+FFFD, nothing an empty text."""
     cells = ["", None, float("nan"), "red\ud83d", "red \U0001f600", 7]
     rows = [{"text_a": "cat", "text_b": cell, "label": "x"} for cell in cells]
     write_rows(tmp_path / "own/train.jsonl", [*rows, {**rows[0], "label": "z"}])

@@ -28,8 +28,7 @@ from experiments.load_run import load_run
 from formats.files import read_json, write_json
 from fusion import FUSIONS
 
-OPTIONS = """--systems st_a_64 fusion_st_a fusion_paper fusion_mt_a multitask
-    --seeds 1 --train-examples 7"""
+OPTIONS = "--seeds 1 --systems st_a_64 fusion_st_a fusion_paper fusion_mt_a multitask"
 RUNS = """
 st_a_64-middle-7-1: --stage adapter --adapter pfeiffer --reduction-factor 64 --task middle
     --limit-train 7
@@ -51,7 +50,7 @@ def test_every_system_is_the_run_it_is_meant_to_be(tmp_path):
         rows = [{"text_a": "a", "label": i % 2} for i in range(size)]
         write_rows(tmp_path / task / "train.jsonl", rows)
     place = cli(tasks=["big", "middle", "small"], model="M", data_dir=tmp_path, out=".")
-    args = tables.parse([*place, *OPTIONS.split(), *"-- --epochs 3".split()])
+    args = tables.parse([*place, *OPTIONS.split(), *cli("--train-examples 7 -- --epochs 3")])
     found = grid.with_needs(study.cells_of(args, args.seeds).values())
     common = f"--model M --data-dir {tmp_path} --epochs 3"
     for line in RUNS.replace("\n    ", " ").strip().splitlines():
@@ -112,8 +111,7 @@ TASKS = ["rte", "sst2", "pick"]
 
 @pytest.fixture
 def made_up(started, encoder, data_dir, tmp_path, monkeypatch):
-    """made_up(tables, "--seeds 0 1"): a study, whose runs take no time; their accuracies are made
-    up from their names, or by made_up.accuracy."""
+    """made_up(tables, "--seeds 0 1"): a study without training; .accuracy: of a run, on a task"""
 
     def run(cell):
         options = {**vars(cell.options()), "adapters": [], "model": "M"}

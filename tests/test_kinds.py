@@ -1,6 +1,5 @@
-"""Every kind of adapter, fusion, head, encoder, task and stage, those of examples/ and own_fork.py
-included, has the same properties. A new kind is tested by being in its dictionary. Where it differs
-from the others, say so in PROBLEMS, NO_DISTRIBUTION, ORDERED, STAGES, or NOT_TRAINED."""
+"""Every kind in a dictionary, those of examples/ and own_fork.py included, has the same properties.
+Where a new one differs, say so in PROBLEMS, NO_DISTRIBUTION, ORDERED, STAGES, or NOT_TRAINED."""
 
 import argparse
 import contextlib
@@ -175,8 +174,7 @@ EDITS = [  # what is edited, and how; the form that is then used
 
 @pytest.mark.parametrize("owner, name, edit, form", EDITS)
 def test_an_edit_acts_in_both_stages(quiet_encoder, owner, name, edit, form, monkeypatch, capsys):
-    """Where the fast form cannot follow it, the equations are computed, and a note says so. The
-    comparisons draw nothing that training would draw."""
+    """Where the fast form cannot follow it, a note says so. No comparison draws random numbers."""
     bert = new_bert(quiet_encoder, "pfeiffer").train()
 
     def alone_and_fused():
@@ -195,12 +193,6 @@ def test_an_edit_acts_in_both_stages(quiet_encoder, owner, name, edit, form, mon
     assert ("is slower" in capsys.readouterr().out) == (form is None)
     monkeypatch.setattr("fast.low_rank.compare_forms", lambda *_: form)
     assert all(map(torch.equal, after, alone_and_fused()))
-
-
-def test_an_edit_that_a_fusion_would_not_see_is_refused(encoder, monkeypatch):
-    monkeypatch.setattr(Adapter, "close", lambda self, *x: CLOSE(self, *x).relu())
-    with pytest.raises(ValueError, match="'a': its `forward` must be"):
-        add_fusion(new_bert(encoder, "pfeiffer"), "ab")
 
 
 def test_one_state_says_what_is_computed(encoder):
@@ -242,8 +234,9 @@ class Parallel(Adapter):
         return x, f
 
 
-def test_adapters_that_read_different_inputs(encoder, capsys):
-    """Of AdapterHub's kinds it is noted that the last one decides; an own class is refused."""
+def test_what_a_fusion_would_compute_otherwise(encoder, monkeypatch, capsys):
+    """Of AdapterHub's kinds that read different inputs it is noted that the last one decides; an
+    own class is refused, and so is an edit that a fusion would not see."""
     bert, config = new_bert(encoder, "pfeiffer", "a", torch.bfloat16), ADAPTERS["pfeiffer"]()
     add_adapter(bert, "b", ADAPTERS["bapna"]())
     add_fusion(bert, "ab")
@@ -253,6 +246,9 @@ def test_adapters_that_read_different_inputs(encoder, capsys):
     with pytest.raises(ValueError, match="cannot mix"):
         add_fusion(bert, "ac")
     add_fusion(bert, "c")
+    monkeypatch.setattr(Adapter, "close", lambda self, *x: CLOSE(self, *x).relu())
+    with pytest.raises(ValueError, match="'a': its `forward` must be"):
+        add_fusion(bert, "a")
 
 
 @every_adapter
@@ -323,8 +319,8 @@ def multiply_adds(work):
 
 
 def test_the_products_of_a_forward_pass():
-    """With more tokens than columns R, a fusion multiplies its weights once, K U and V U, and then
-    takes less than the textbook form's d² + 2·N·d² a token: Q, D_n, scores and mixture."""
+    """With more tokens than columns R, K U and V U are computed once. The rest, of Q, D_n, scores
+    and mixture, is less than the textbook form's d² + 2·N·d² a token."""
     B, T, d, m, L, r, N = 5, 12, 64, 128, 3, 4, 4
     bert = Bert(BertConfig(100, d, L, 4, m)).requires_grad_(False).eval()
     for name in "abcd":

@@ -57,8 +57,7 @@ def test_what_has_changed_since_is_named(copy, runs, capsys):
 
 
 def test_which_rows_are_evaluated(launch, refused, data_dir, tmp_path, capsys):
-    """A split of any name. What --dev-fraction held out is never scored as training examples; of
-    other rows it is not known which they are, and that they are others is said."""
+    """A split of any name. What --dev-fraction held out is never scored as training examples."""
     run, file, there = tmp_path / "run", tmp_path / "rte" / "train.jsonl", tmp_path / "there"
     rows = read_lines(data_dir / "rte" / "train.jsonl")
     write_rows(file, rows)
@@ -80,8 +79,7 @@ def test_which_rows_are_evaluated(launch, refused, data_dir, tmp_path, capsys):
 
 @pytest.mark.parametrize("name, task", [("pick", "pick"), ("fusion-rte", "rte"), ("sst2", "sst2")])
 def test_every_kind_of_input(name, task, runs, data_dir, tmp_path, capsys, monkeypatch):
-    """A file, with empty lines, which are passed over, the words of a command, and Python: the
-    answers are those that were counted in training. What is too long is cut, and it says so."""
+    """A file with empty lines, a command's words, Python: the answers that training has counted."""
     run, task = load_run(runs / name), get_task(task, Source(data_dir))
     rows = read_lines(data_dir / task.name / "validation.jsonl")
     answers, right = run.predict(rows), 0
@@ -189,8 +187,7 @@ def test_the_weights_on_the_page(runs, loud_fusion):
 
 
 def test_the_weights_are_means_over_real_tokens(runs, loud_fusion, launch, tmp_path):
-    """In the last layer over each [CLS], or with --all-tokens. One run has less in layer 2, and its
-    own adapter another development set."""
+    """In the last layer over each [CLS], or with --all-tokens. One run has less in layer 2."""
     out, second = tmp_path / "out", tmp_path / "second"
     rte, sst2, words = tmp_path / "rte", tmp_path / "sst2", "--stage adapter --adapter houlsby"
     launch(f"{words} --epochs 1 --task rte --adapter-config leave_out=[1]", out=rte)

@@ -1,5 +1,5 @@
 """runtime/: a run is never lost, killed at any moment, on a full disk, twice at once. And dropout,
-attention, scores, which examples an adapter has seen; random numbers and threads."""
+attention, scores, what adapters have seen, random numbers and threads."""
 
 import contextlib
 import errno
