@@ -1,5 +1,4 @@
-"""Commands in processes of their own that can be killed, limited and put side by side. They are
-forked from one that has imported torch and `datasets` already, which takes seconds."""
+"""Commands in processes of their own, forked from one that has made the imports: they are slow."""
 
 import multiprocessing
 import os

@@ -29,10 +29,13 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 import child  # noqa: E402  (from here on, every run saves its state after every step)
 import train  # noqa: E402
 from bert import ENCODERS, BertConfig  # noqa: E402
-from experiments import multitask  # noqa: E402
+from experiments import load_run, multitask  # noqa: E402
 from formats.tokenizer import load_tokenizer  # noqa: E402
 from runtime.command import run_command  # noqa: E402
 from runtime.record import MAY_DIFFER  # noqa: E402
+
+# runs in bf16 are loaded as they were trained, also where a processor only emulates it
+load_run.has_bf16 = lambda _: True
 
 GOLDEN = Path(__file__).parent / "golden"  # written by the reference library
 
@@ -112,8 +115,7 @@ def data_dir(tmp_path_factory):
 
 
 def write_tasks(directory, train_examples):
-    """rte (does the second text repeat the first?), its pairs with numbers as sts_b and own, sst2
-    (is a colour in it?), and an own multiple-choice task `pick`."""
+    """rte (is the text repeated?), sts_b and own (its pairs, a number), sst2 (a colour?), pick."""
     rng = random.Random(0)
     for split, n in (("train", train_examples), ("validation", 40)):
         tasks = {"rte": [], "sts_b": [], "sst2": [], "pick": []}
@@ -203,12 +205,6 @@ def command(encoder, data_dir, runs):
         return [*words, *cli(**options), *more.split()]
 
     return command
-
-
-@pytest.fixture(autouse=True)
-def bf16_everywhere(monkeypatch):
-    """Runs in bf16 are loaded as they were trained, also where a processor only emulates it."""
-    monkeypatch.setattr("experiments.load_run.has_bf16", lambda _: True)
 
 
 @pytest.fixture

@@ -133,8 +133,7 @@ def test_the_names_of_labels_in_parquet_decide(tmp_path):
 
 
 def test_columns_that_the_task_does_not_use(tmp_path):
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own/train.csv").write_text("text_a,label,,,note,note\na,x,,,1,2\nb,y,,,3,4\n")
+    change(tmp_path / "own/train.csv", "text_a,label,,,note,note\na,x,,,1,2\nb,y,,,3,4\n")
     assert get_task("own", Source(tmp_path)).labels == ["x", "y"]
     days = pyarrow.array([10**8, 0], pyarrow.date32())  # for one of which Python has no date
     table = pyarrow.table({"text_a": ["a", "b"], "label": ["x", "z"], "day": days})

@@ -67,7 +67,6 @@ predict: runs/rte --import examples.lora 1.5 | '1.5' is not a module's name: --i
 """
 CASES = [(*line.split(" | "), {}) for line in NOTHING_CHANGED.strip().splitlines()]
 
-
 NAN, TOKENS = float("nan"), "model/vocab.txt"
 WEIGHTS, CONFIG = "model/model.safetensors", "model/config.json"
 ADDED, BESIDE = "model/added_tokens.json", "model/tokenizer_config.json"

@@ -309,10 +309,8 @@ def test_all_is_computed_on_one_device(encoder, kind, fusion_kind):
         assert task.prediction(logits).shape == labels.shape
 
 
-# How many products a forward pass and a step take: what docs/benchmarks.md says
-
-
 def multiply_adds(work):
+    """How many products it takes, for what docs/benchmarks.md says"""
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         work()
     return counter.get_total_flops() / 2
@@ -337,7 +335,6 @@ def test_the_products_of_a_forward_pass():
 
 
 # Runs: {name: (stage, other options)}, and the parts of the names of what a stage trains
-
 STAGES = {
     "adapter": r"\.adapters\.sst2\.|^head\.",
     "fusion": r"\.fusion\.|^head\.",

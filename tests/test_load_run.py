@@ -89,7 +89,6 @@ def test_every_kind_of_input(name, task, runs, data_dir, tmp_path, capsys, monke
         assert answer["probability"] == max(found.values()) == found[answer["label"]]
         right += answer["label"] == task.labels[task.label_index(row["label"])]
     assert right / len(rows) == read_json(runs / name / "metrics.json")["accuracy"]
-
     rows[3][task.columns[0]] = " ".join(["red"] * 100)
     lists, file = [[row[column] for column in task.columns] for row in rows], tmp_path / "a.jsonl"
     of_rows = "\ufeff" + "\r\n\r\n".join(map(json.dumps, rows))

@@ -1,5 +1,4 @@
-"""A batch in parts, here or in processes as of torchrun: the same numbers, and none waits for ever.
-And a GPU."""
+"""A batch in parts, also in several processes, as torchrun starts them, and on a GPU: the same."""
 
 import os
 import socket
@@ -32,8 +31,7 @@ def environment(count):
 
 
 def together(words, before=()):
-    """Of a process for each of `words`: (statuses, what each prints, the stderr of each). before:
-    (rank, what is called in it)"""
+    """(statuses, each stdout, each stderr) of a process for each. before: (rank, what it calls)"""
     programs, common = [], environment(len(words))
     for rank, given in enumerate(words):
         calls = before[1:] if before and before[0] == rank else ()

@@ -94,8 +94,9 @@ def test_encoder(name, expected, tmp_path, monkeypatch):
     assert difference(h, expected[name]["encoder.last_hidden_state"]) <= OF_ENCODERS[name]
 
 
-def assert_same_files(ours, theirs, stem, config):
+def assert_same_files(ours, theirs, stem):
     """All names, tensors and fields are the reference's, but for where the encoder came from."""
+    config = f"{stem.removeprefix('model_')}_config.json"
     assert {path.name for path in ours.iterdir()} == {f"{stem}.safetensors", config}
     old = theirs / f"pytorch_{stem}.bin"
     tensors = load_file(theirs / f"{stem}.safetensors") if not old.exists() else read_tensors(old)
@@ -117,7 +118,7 @@ def test_adapter_and_head(directory, expected, tmp_path):
     assert difference(h, expected[f"{name}.last_hidden_state"]) <= TOLERANCE
     assert difference(h, plain) > 0.5  # not a small correction that a tolerance could hide
     adapter.save_adapter(bert, name, tmp_path / "adapter")
-    assert_same_files(tmp_path / "adapter", GOLDEN / directory, "adapter", "adapter_config.json")
+    assert_same_files(tmp_path / "adapter", GOLDEN / directory, "adapter")
     if directory in HEADS:
         head = load_head(bert, GOLDEN / directory)
         # the precisions of encoder and head are their own
@@ -125,7 +126,7 @@ def test_adapter_and_head(directory, expected, tmp_path):
             assert difference(logits, expected[f"{name}.logits"]) <= TOLERANCE
         name = read_json(GOLDEN / directory / "head_config.json")["name"]
         adapter.save_head(head, bert, name, tmp_path / "head")
-        assert_same_files(tmp_path / "head", GOLDEN / directory, "model_head", "head_config.json")
+        assert_same_files(tmp_path / "head", GOLDEN / directory, "model_head")
 
 
 @pytest.mark.parametrize("directory", FUSIONS)
@@ -141,11 +142,8 @@ def test_fusion(directory, expected, tmp_path):
         assert difference(s, expected[f"{name}.attention.{layer}.{location}"]) <= TOLERANCE
     assert difference(fusion_regularization(bert), expected[f"{name}.regularization"]) <= TOLERANCE
     save_fusion(bert, tmp_path)
-    stem, config = "model_adapter_fusion", "adapter_fusion_config.json"
-    assert_same_files(tmp_path, GOLDEN / directory, stem, config)
+    assert_same_files(tmp_path, GOLDEN / directory, "model_adapter_fusion")
 
-
-# Training: the same weights and batches, without dropout, in float64
 
 RUNS = {"pfeiffer": "adapter --task rte --adapter pfeiffer", "choices": "adapter --task pick"}
 RUNS["fusion"] = "fusion --task rte --adapters"
@@ -153,7 +151,7 @@ RUNS["fusion"] = "fusion --task rte --adapters"
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_reference_s_losses(name, launch, runs, quiet_encoder, tmp_path, monkeypatch, request):
-    """Of 40 steps in float64."""
+    """Of 40 steps with the same weights and batches, without dropout, in float64."""
     tensors = load_file(GOLDEN / "trajectory.safetensors")
     tensors = {n.removeprefix(f"{name}/"): t for n, t in tensors.items() if n.startswith(name)}
     losses, steps, get_task = [], iter(range(40)), train.get_task
@@ -175,8 +173,7 @@ def test_the_reference_s_losses(name, launch, runs, quiet_encoder, tmp_path, mon
 
     torch.set_default_dtype(torch.float64)
     request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
-    on_cpu = (torch.device("cpu"), torch.float64)
-    monkeypatch.setattr(train, "choose_device", lambda *_: on_cpu)
+    monkeypatch.setattr(train, "choose_device", lambda *_: (torch.device("cpu"), torch.float64))
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(train, "evaluate", lambda *_: {"accuracy": 0.5, "loss": 0.5})
     monkeypatch.setattr(train, "hold_frozen_in", start)

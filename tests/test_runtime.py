@@ -1,5 +1,4 @@
-"""runtime/: a run is never lost, killed at any moment, on a full disk, twice at once. And dropout,
-attention, scores, what adapters have seen, random numbers and threads."""
+"""No run is lost, wherever it is stopped. Scores, dropout, attention, random numbers, threads."""
 
 import contextlib
 import errno
