@@ -73,16 +73,11 @@ def tiny_encoder(kind, directory, **fields):
     return directory
 
 
-def write_rows(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def change(path, how):
-    """how: rows or a text for all of the file, (old text, new text), or a function of the path."""
+    """how: rows or a text, of which the file is made, (old text, new text), or a function of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(how, list):
-        write_rows(path, how)
+        path.write_text("".join(json.dumps(row) + "\n" for row in how))
     elif isinstance(how, tuple):
         path.write_text(path.read_text().replace(*how, 1))
     elif isinstance(how, str):
@@ -133,7 +128,7 @@ def write_tasks(directory, train_examples):
             choices[i % 3] += " yes"
             tasks["pick"].append({"text_a": sentence(rng, 5), "choices": choices, "label": i % 3})
         for task, rows in {**tasks, "own": tasks["sts_b"]}.items():
-            write_rows(directory / task / f"{split}.jsonl", rows)
+            change(directory / task / f"{split}.jsonl", rows)
     return directory
 
 

@@ -56,6 +56,8 @@ FUSED = [kind for kind in ADAPTER_KINDS if kind not in PROBLEMS]
 NO_DISTRIBUTION = "sum value_of_sum gates scalearn scalearn_uniform".split()  # s is no softmax
 ORDERED = {"scalearn", "scalearn_uniform", "router"}  # with parameters of their own for adapter n
 FORMS = {"pal": None, "own": None}  # classes with a z of their own are computed by the textbook
+ALONE_AND_FUSED = [(kind, None) for kind in ADAPTER_KINDS]
+ALONE_AND_FUSED += [(kind, fusion_kind) for kind in FUSED for fusion_kind in FUSION_KINDS]
 every_adapter = pytest.mark.parametrize("kind", ADAPTER_KINDS)
 # where a kind has such fields, the second and the third adapter differ from the first
 VARIED = {"a": {}, "b": {"reduction_factor": 4, "size": 12, "num_heads": 3}}
@@ -154,16 +156,6 @@ def test_the_form_that_is_used_is_the_textbooks(encoder, kind, fusion_kind):
 BOTTLENECK, Z, CLOSE = Adapter.bottleneck, Adapter.z, Adapter.close
 SOFTMAX, TEXTBOOK = Fusion.softmax, Fusion.textbook
 
-
-def test_leaving_an_adapter_out(encoder, monkeypatch):
-    """By a score of −∞, of which dropout makes no NaN."""
-    bert, out = new_bert(encoder, "pfeiffer", "abc").train(), torch.tensor([0.0, -torch.inf, 0.0])
-    fuse(bert, "abc", "attention")
-    monkeypatch.setattr(Fusion, "softmax", lambda self, x: SOFTMAX(self, x + out))
-    assert all(tensor.isfinite().all() for tensor in outputs_and_gradients(bert, inputs()))
-    assert not any(s[..., 1].any() for s in fusion_weights(bert).values())
-
-
 EDITS = [  # what is edited, and how; the form that is then used
     (Adapter, "bottleneck", lambda self, h: BOTTLENECK(self, h).square(), "apart"),
     (Fusion, "softmax", lambda self, x: SOFTMAX(self, x + torch.randn_like(x)), "joint"),
@@ -193,6 +185,15 @@ def test_an_edit_acts_in_both_stages(quiet_encoder, owner, name, edit, form, mon
     assert ("is slower" in capsys.readouterr().out) == (form is None)
     monkeypatch.setattr("fast.low_rank.compare_forms", lambda *_: form)
     assert all(map(torch.equal, after, alone_and_fused()))
+
+
+def test_leaving_an_adapter_out(encoder, monkeypatch):
+    """By a score of −∞, of which dropout makes no NaN."""
+    bert, out = new_bert(encoder, "pfeiffer", "abc").train(), torch.tensor([0.0, -torch.inf, 0.0])
+    fuse(bert, "abc", "attention")
+    monkeypatch.setattr(Fusion, "softmax", lambda self, x: SOFTMAX(self, x + out))
+    assert all(tensor.isfinite().all() for tensor in outputs_and_gradients(bert, inputs()))
+    assert not any(s[..., 1].any() for s in fusion_weights(bert).values())
 
 
 def test_one_state_says_what_is_computed(encoder):
@@ -289,10 +290,6 @@ def test_padding_and_other_examples_change_nothing(encoders, encoder_kind, kind)
                 assert torch.allclose(ours, head(h, mask).float(), atol=1e-6)
 
 
-ALONE_AND_FUSED = [(kind, None) for kind in ADAPTER_KINDS]
-ALONE_AND_FUSED += [(kind, fusion_kind) for kind in FUSED for fusion_kind in FUSION_KINDS]
-
-
 @pytest.mark.parametrize("kind, fusion_kind", ALONE_AND_FUSED)
 def test_all_is_computed_on_one_device(encoder, kind, fusion_kind):
     """`meta` computes nothing, and mixes with no other."""
@@ -359,6 +356,8 @@ COMMANDS |= {f"stage {stage}": (stage, "") for stage in [*OWN_STAGES, "multitask
 COMMANDS["stage multitask, Θ alone"] = ("multitask", "--without-adapters")
 COMMANDS["stage joint"] = ("joint", "--adapters {runs}/rte {runs}/pick")
 COMMANDS["stage soup"] = ("soup", "--adapters {runs}/rte again={runs}/rte")  # of one architecture
+ONE_TASK = [name for name, (stage, _) in COMMANDS.items() if stage != "multitask"]
+every_run = pytest.mark.parametrize("run", COMMANDS, indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -386,10 +385,6 @@ def run(request, words, tmp_path_factory):
     with patch.object(train, "hold_frozen_in", remember):
         result = main(words(request.param, tmp_path_factory.mktemp("runs") / "run"))
     return request.param, result, *begun
-
-
-ONE_TASK = [name for name, (stage, _) in COMMANDS.items() if stage != "multitask"]
-every_run = pytest.mark.parametrize("run", COMMANDS, indirect=True)
 
 
 @pytest.mark.parametrize("run", ONE_TASK, indirect=True)

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 
-from conftest import change, cli, read_lines, write_rows
+from conftest import change, cli, read_lines
 from data import get_task
 from docs.weights import make_weights
 from experiments import evaluate as evaluation
@@ -60,19 +60,19 @@ def test_which_rows_are_evaluated(launch, refused, data_dir, tmp_path, capsys):
     """A split of any name. What --dev-fraction held out is never scored as training examples."""
     run, file, there = tmp_path / "run", tmp_path / "rte" / "train.jsonl", tmp_path / "there"
     rows = read_lines(data_dir / "rte" / "train.jsonl")
-    write_rows(file, rows)
+    change(file, rows)
     words = "--stage head --task rte --epochs 1 --dev-fraction 0.25 --max-length 8"
     accuracy = launch(words, data_dir=tmp_path, out=run)["accuracy"]
     assert evaluate(run, "--split", "train")["examples"] == 72
     assert evaluate(run)["examples"] == 24 and evaluate(run)["accuracy"] == accuracy
-    write_rows(there / "rte" / "test.jsonl", rows[:50])
+    change(there / "rte" / "test.jsonl", rows[:50])
     of_split = evaluate(run, "--split", "test", "--data-dir", there)
     renamed = [{**row, "sentence1": row["idx"], "claim": row["sentence1"]} for row in rows[:50]]
-    write_rows(tmp_path / "mine.jsonl", renamed)
+    change(tmp_path / "mine.jsonl", renamed)
     words = ["--file", tmp_path / "mine.jsonl", "--columns", "sentence1=claim"]
     assert of_split["examples"] == 50 and of_split["loss"] == evaluate(run, *words)["loss"]
     assert "WARNING: this run was TRAINED on " in capsys.readouterr().out
-    write_rows(file, rows[1:])
+    change(file, rows[1:])
     refused([run, "--split", "train"], "held out cannot be told", main=evaluation.main)
     assert note(capsys, run) == "note: these are not the development examples of the training"
 

@@ -37,6 +37,7 @@ def whole(command, tmp_path_factory):
     return functools.cache(lambda stage: Path(main(command(stage, place / stage))["out"]))
 
 
+STAGES = ["fusion", *(pytest.param(stage, marks=thorough) for stage in ("full", "multitask"))]
 OPERATIONS = "open os.rename os.remove os.mkdir os.rmdir os.truncate".split()
 
 
@@ -52,9 +53,6 @@ def die_at(count, directory):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-
-
-STAGES = ["fusion", *(pytest.param(stage, marks=thorough) for stage in ("full", "multitask"))]
 
 
 @pytest.mark.parametrize("stage", STAGES)
