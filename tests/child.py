@@ -20,8 +20,7 @@ context.set_forkserver_preload(["train", "torch._dynamo", "pytest", "datasets", 
 
 
 class Program:
-    """`python train.py WORDS`, or multitask. before: calls (function, *arguments) ahead of it,
-    which may change its modules."""
+    """`python train.py WORDS`, or multitask. before: calls (function, *arguments) ahead of it"""
 
     def __init__(self, words, before=(), **environment):
         self.directory = tempfile.TemporaryDirectory()

@@ -83,10 +83,6 @@ def fuse(bert, names, fusion_kind):
     randomize(bert, ".fusion.")
 
 
-def new_head(name, task, bert):
-    return train.new_head(argparse.Namespace(head=name), task, bert)
-
-
 @pytest.fixture(scope="module")
 def encoders(tmp_path_factory):
     """{kind: directory} of a tiny encoder of every kind"""
@@ -236,8 +232,7 @@ class Parallel(Adapter):
 
 
 def test_what_a_fusion_would_compute_otherwise(encoder, monkeypatch, capsys):
-    """Of AdapterHub's kinds that read different inputs it is noted that the last one decides; an
-    own class is refused, and so is an edit that a fusion would not see."""
+    """Noted of AdapterHub's kinds, refused of an own class, and of an edit that it cannot see."""
     bert, config = new_bert(encoder, "pfeiffer", "a", torch.bfloat16), ADAPTERS["pfeiffer"]()
     add_adapter(bert, "b", ADAPTERS["bapna"]())
     add_fusion(bert, "ab")
@@ -275,7 +270,8 @@ def test_what_cannot_be_fused_is_refused_by_name(encoder, kind):
 def test_padding_and_other_examples_change_nothing(encoders, encoder_kind, kind):
     """Of an adapter alone and of each kind of fusion; and of each kind of head behind them."""
     bert = new_bert(encoders[encoder_kind], kind)
-    heads = [new_head(name, task, bert).double() for name in HEADS for task in TASK_KINDS]
+    names = [argparse.Namespace(head=name) for name in HEADS]
+    heads = [train.new_head(name, task, bert).double() for name in names for task in TASK_KINDS]
     for fusion_kind in (None, *(FUSION_KINDS if kind in FUSED else ())):
         if fusion_kind:
             fuse(bert, "ab", fusion_kind)
@@ -298,7 +294,8 @@ def test_all_is_computed_on_one_device(encoder, kind, fusion_kind):
         fuse(bert, "ab", fusion_kind)
     pairs = [*itertools.product(HEADS, TASK_KINDS)]
     for name, task in pairs if fusion_kind in (None, "attention") else pairs[:1]:
-        model = train.Model(bert, new_head(name, task, bert)).train()
+        head = train.new_head(argparse.Namespace(head=name), task, bert)
+        model = train.Model(bert, head).train()
         logits = model(batch_of())
         labels = torch.zeros(len(logits), device="meta")
         loss = task.loss(logits, labels if len(task.labels) == 1 else labels.long())
@@ -314,8 +311,7 @@ def multiply_adds(work):
 
 
 def test_the_products_of_a_forward_pass():
-    """With more tokens than columns R, K U and V U are computed once. The rest, of Q, D_n, scores
-    and mixture, is less than the textbook form's d² + 2·N·d² a token."""
+    """With more tokens than columns R, K U and V U are computed once: fewer than in `textbook`."""
     B, T, d, m, L, r, N = 5, 12, 64, 128, 3, 4, 4
     bert = Bert(BertConfig(100, d, L, 4, m)).requires_grad_(False).eval()
     for name in "abcd":

@@ -231,13 +231,19 @@ def test_old_files(expected, tmp_path):
         assert load_adapter(bert, place, "again") == "again"
 
 
-def test_fields_that_old_configs_lack_are_the_reference_s_defaults(copy):
+def test_fields_that_old_configs_lack_are_the_reference_s_defaults(copy, expected):
     bert, path = encoder_of("bert"), copy(BERT / "bottom") / "adapter_config.json"
     required = "mh_adapter output_adapter reduction_factor non_linearity".split()
     config = {field: read_json(path)["config"][field] for field in required}
     change(path, {"config": {**config, "leave_out": None, "non_linearity": "GELU"}})
     load_adapter(bert, path.parent)
     assert bert.adapter_configs["bottom"] == AdapterConfig(**config, original_ln_before=False)
+    source, bert = copy(BERT / "fusion-pfeiffer"), with_fusion("bert/fusion-pfeiffer")
+    change(source / "adapter_fusion_config.json", {"adapter_names": None}, {"dropout_prob": None})
+    h = run(bert, expected["bert"])
+    add_fusion(bert, ["p4"])
+    load_fusion(bert, source)  # which has only its own name
+    assert torch.equal(run(bert, expected["bert"]), h)
 
 
 def test_several_names_in_a_file(copy):
@@ -251,15 +257,6 @@ def test_several_names_in_a_file(copy):
     change(path.with_name("adapter_config.json"), {"name": "b"})
     with pytest.raises(ValueError, match="it holds .*, not 'b'"):
         load_adapter(bert, path.parent)
-
-
-def test_old_fusion_has_only_a_name(copy, expected):
-    source, bert = copy(BERT / "fusion-pfeiffer"), with_fusion("bert/fusion-pfeiffer")
-    change(source / "adapter_fusion_config.json", {"adapter_names": None}, {"dropout_prob": None})
-    h = run(bert, expected["bert"])
-    add_fusion(bert, ["p4"])
-    load_fusion(bert, source)
-    assert torch.equal(run(bert, expected["bert"]), h)
 
 
 def test_the_paper_s_adapters_are_fused(hub, launch, encoder, tmp_path):
