@@ -1,5 +1,4 @@
-"""Commands in processes of their own that can be killed, limited and put side by side. They are
-forked from one that has imported torch and `datasets` already, which takes seconds."""
+"""Commands in processes of their own, forked from one that has made the imports: they are slow."""
 
 import multiprocessing
 import os
@@ -14,14 +13,14 @@ import runtime.run
 from bert import Bert
 
 ROOT = Path(__file__).parent.parent
+runtime.run.SAVE_MINUTES = 0  # after every step, in this process and in each that is forked
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(["train", "torch._dynamo", "pytest", "datasets", "pandas"])
 
 
 class Program:
-    """`python train.py WORDS`, or multitask, in a process that has only made imports. before: calls
-    (function, *arguments) ahead of the command, which may change its modules."""
+    """`python train.py WORDS`, or multitask. before: calls (function, *arguments) ahead of it"""
 
     def __init__(self, words, before=(), **environment):
         self.directory = tempfile.TemporaryDirectory()
@@ -49,7 +48,6 @@ def run_program(words, files, before, environment):
     sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", 1, closefd=False)
     os.chdir(ROOT)
     os.environ.update(environment)
-    runtime.run.SAVE_MINUTES = 0  # after every step
     # its own is a semaphore, which a killed process leaves behind
     runtime.run.tqdm.set_lock(threading.RLock())
     for function, *values in before:

@@ -26,21 +26,20 @@ import torch  # noqa: E402
 from huggingface_hub.errors import RepositoryNotFoundError  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-import child  # noqa: E402
-import runtime.run  # noqa: E402
+import child  # noqa: E402  (from here on, every run saves its state after every step)
 import train  # noqa: E402
 from bert import ENCODERS, BertConfig  # noqa: E402
-from experiments import multitask  # noqa: E402
+from experiments import load_run, multitask  # noqa: E402
 from formats.tokenizer import load_tokenizer  # noqa: E402
 from runtime.command import run_command  # noqa: E402
 from runtime.record import MAY_DIFFER  # noqa: E402
 
-runtime.run.SAVE_MINUTES = 0  # after every step
+# runs in bf16 are loaded as they were trained, also where a processor only emulates it
+load_run.has_bf16 = lambda _: True
 
 GOLDEN = Path(__file__).parent / "golden"  # written by the reference library
 
 thorough = pytest.mark.skipif("THOROUGH" not in os.environ, reason="in `make test-all`: THOROUGH=1")
-
 
 WORDS = "red green blue cat dog bird runs sleeps sings the a one two not and . ? yes no".split()
 WORDS += "question answer topic because or".split()
@@ -74,16 +73,11 @@ def tiny_encoder(kind, directory, **fields):
     return directory
 
 
-def write_rows(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 def change(path, how):
-    """how: rows or a text for all of the file, (old text, new text), or a function of the path."""
+    """how: rows or a text, of which the file is made, (old text, new text), or a function of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if isinstance(how, list):
-        write_rows(path, how)
+        path.write_text("".join(json.dumps(row) + "\n" for row in how))
     elif isinstance(how, tuple):
         path.write_text(path.read_text().replace(*how, 1))
     elif isinstance(how, str):
@@ -116,8 +110,7 @@ def data_dir(tmp_path_factory):
 
 
 def write_tasks(directory, train_examples):
-    """rte (does the second text repeat the first?), its pairs with numbers as sts_b and own, sst2
-    (is a colour in it?), and an own multiple-choice task `pick`."""
+    """rte (is the text repeated?), sts_b and own (its pairs, a number), sst2 (a colour?), pick."""
     rng = random.Random(0)
     for split, n in (("train", train_examples), ("validation", 40)):
         tasks = {"rte": [], "sts_b": [], "sst2": [], "pick": []}
@@ -135,7 +128,7 @@ def write_tasks(directory, train_examples):
             choices[i % 3] += " yes"
             tasks["pick"].append({"text_a": sentence(rng, 5), "choices": choices, "label": i % 3})
         for task, rows in {**tasks, "own": tasks["sts_b"]}.items():
-            write_rows(directory / task / f"{split}.jsonl", rows)
+            change(directory / task / f"{split}.jsonl", rows)
     return directory
 
 
@@ -207,12 +200,6 @@ def command(encoder, data_dir, runs):
         return [*words, *cli(**options), *more.split()]
 
     return command
-
-
-@pytest.fixture(autouse=True)
-def bf16_everywhere(monkeypatch):
-    """Runs in bf16 are loaded as they were trained, also where a processor only emulates it."""
-    monkeypatch.setattr("experiments.load_run.has_bf16", lambda _: True)
 
 
 @pytest.fixture

@@ -1,8 +1,5 @@
-"""What AdapterHub's own library computes of adapters, fusions and runs that this project wrote: the
-other side of the tests with PEER_PYTHON, which has tests/requirements-peer.txt.
-
-python tests/peer.py DIRECTORY reads plan.json there, and writes read.safetensors: the logits of
-each run, and nothing of what that library refuses."""
+"""python tests/peer.py DIRECTORY reads plan.json there, and writes the logits of each run that
+AdapterHub's own library does not refuse. PEER_PYTHON has tests/requirements-peer.txt."""
 
 import json
 import sys

@@ -1,5 +1,4 @@
-"""--cuda-graphs: a recorded step is the step. Without a GPU of NVIDIA's, a graph is a function that
-is called again, and the rest is as it is there."""
+"""--cuda-graphs: a recorded step is the step. Without a GPU, a graph is a function."""
 
 import contextlib
 import itertools
@@ -18,10 +17,8 @@ from runtime.run import Run
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
-# batches of 20 and 16 pairs of up to 27 tokens: several shapes, in turn
+# with dropout, batches of 20 and 16 pairs of up to 27 tokens: several shapes, in turn
 COMMON = f"--task rte --batch-size 20 --epochs 4 --device {DEVICE} --cuda-graphs"
-COMMON += " --grad-accumulation"
-STAGES = ["adapter", "fusion", "head", "full"]
 Z = Adapter.z
 
 
@@ -51,32 +48,27 @@ def record(self, step, batch):
     return SimpleNamespace(replay=lambda: loss.copy_(step(batch))), loss
 
 
-@pytest.fixture
-def words(command):
-    """words(stage, out): of a run with dropout"""
-    return lambda stage, out, more="1": command(stage, out, f"{COMMON} {more}")
-
-
 @pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("stage", STAGES)
-def test_recorded_losses_are_the_eager_ones(stage, parts, words, tmp_path, monkeypatch):
-    """And so are all files of both runs; no digit differs in 20 steps."""
+@pytest.mark.parametrize("stage", ["adapter", "fusion", "head", "full"])
+def test_recorded_losses_are_the_eager_ones(stage, parts, command, tmp_path, monkeypatch):
+    """So are all files, also of a run that was interrupted; no digit differs in 20 steps."""
     losses, after_step = [], Run.after_step
 
     def keep(run, loss):
         losses.append(loss.item())
         after_step(run, loss)
 
+    def eager(model, task, args, batch, share):
+        return train.gradients(model, task, args, padded(batch, model.bert), share)
+
     monkeypatch.setattr(Run, "after_step", keep)
-    train.main(words(stage, tmp_path / "recorded", parts))
+    more = f"{COMMON} --grad-accumulation {parts}"
+    interrupt(command(stage, tmp_path / "recorded", more), 7)
+    train.main(command(stage, tmp_path / "recorded", f"{more} --resume"))
     monkeypatch.setattr(train, "Recorded", lambda *_: eager)
-    train.main(words(stage, tmp_path / "eager", parts))
+    train.main(command(stage, tmp_path / "eager", more))
     assert len(losses) == 40 and losses[:20] == losses[20:] and len({*losses}) == 20
     assert_equal(tmp_path / "recorded", tmp_path / "eager")
-
-
-def eager(model, task, args, batch, share):
-    return train.gradients(model, task, args, padded(batch, model.bert), share)
 
 
 def test_what_a_step_does_not_use_has_no_gradient():
@@ -99,20 +91,13 @@ def test_what_a_step_does_not_use_has_no_gradient():
         p.grad = None
 
 
-def test_a_run_that_was_interrupted_has_the_same_files(words, tmp_path):
-    train.main(words("fusion", tmp_path / "whole"))
-    interrupt(words("fusion", tmp_path / "cut"), 7)
-    train.main([*words("fusion", tmp_path / "cut"), "--resume"])
-    assert_equal(tmp_path / "cut", tmp_path / "whole")
-
-
-@pytest.mark.parametrize("more", ["1", "1 --batch-size 48"])  # five steps an epoch; two
-def test_what_has_changed_since(more, words, tmp_path, monkeypatch):
+@pytest.mark.parametrize("more", ["", "--batch-size 48"])  # five steps an epoch; two
+def test_what_has_changed_since(more, command, tmp_path, monkeypatch):
     """A temperature that falls from step to step, as a number of Python's."""
     calls = itertools.count()
     monkeypatch.setattr(Adapter, "z", lambda adapter, h: Z(adapter, h) * 1.1 ** next(calls))
     with pytest.raises(ValueError, match="has changed since it was recorded.*without --cuda"):
-        train.main(words("adapter", tmp_path / "run", f"{more} --epochs 8 --patience 8"))
+        train.main(command("adapter", tmp_path / "run", f"{COMMON} {more} --epochs 8 --patience 8"))
 
 
 def ask_for_a_number():
@@ -120,7 +105,7 @@ def ask_for_a_number():
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="no CUDA")
-def test_what_cannot_be_recorded(words, tmp_path):
+def test_what_cannot_be_recorded(command, tmp_path):
     """In a process of its own, which cannot go on."""
-    status, _, error = child.ends(words("adapter", tmp_path), (ask_for_a_number,))
+    status, _, error = child.ends(command("adapter", tmp_path, COMMON), (ask_for_a_number,))
     assert status == 2 and "cannot be recorded" in error and "Traceback" not in error

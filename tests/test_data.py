@@ -12,7 +12,7 @@ import pandas
 import pyarrow.parquet
 import pytest
 
-from conftest import GOLDEN, change, write_rows
+from conftest import GOLDEN, change
 from data import TASKS, Example, Task, batches, collate, get_task, load_split, own_task
 from experiments.load_run import LoadedRun
 from formats.rows import Source, our_rows, own_labels, read_rows, text_of
@@ -58,7 +58,7 @@ ROWS = [  # of every task as the hub has it: columns and values, candidates, ind
 def test_hub_columns(name, row, candidates, label, tokenizer, tmp_path, monkeypatch):
     """To tokens and a label; in prediction, too, also of texts in their order."""
     assert {name for name, *_ in ROWS} == set(TASKS) and len(TASKS) == 16
-    write_rows(tmp_path / "argument" / "train.jsonl", [row] * 3)
+    change(tmp_path / "argument" / "train.jsonl", [row] * 3)
     source, asked = Source(tmp_path if name == "argument" else None), set()
     task = get_task(name, source)
 
@@ -133,8 +133,7 @@ def test_the_names_of_labels_in_parquet_decide(tmp_path):
 
 
 def test_columns_that_the_task_does_not_use(tmp_path):
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own/train.csv").write_text("text_a,label,,,note,note\na,x,,,1,2\nb,y,,,3,4\n")
+    change(tmp_path / "own/train.csv", "text_a,label,,,note,note\na,x,,,1,2\nb,y,,,3,4\n")
     assert get_task("own", Source(tmp_path)).labels == ["x", "y"]
     days = pyarrow.array([10**8, 0], pyarrow.date32())  # for one of which Python has no date
     table = pyarrow.table({"text_a": ["a", "b"], "label": ["x", "z"], "day": days})
@@ -144,11 +143,10 @@ def test_columns_that_the_task_does_not_use(tmp_path):
 
 
 def test_what_is_in_a_cell(tokenizer, tmp_path, capsys):
-    """One rule for all files, and for prediction: a number is a text, half a character is U+FFFD,
-    and what is empty an empty text, which is said; so are classes without any example."""
+    """Of any file, or input: a number is a text, half a character U+FFFD, nothing an empty text."""
     cells = ["", None, float("nan"), "red\ud83d", "red \U0001f600", 7]
     rows = [{"text_a": "cat", "text_b": cell, "label": "x"} for cell in cells]
-    write_rows(tmp_path / "own/train.jsonl", [*rows, {**rows[0], "label": "z"}])
+    change(tmp_path / "own/train.jsonl", [*rows, {**rows[0], "label": "z"}])
     task = get_task("own", source := Source(tmp_path, dev_fraction=0.5))
     splits = [load_split(task, source, split, tokenizer) for split in ("train", "validation")]
     texts, said = [*[""] * 4, "red\ufffd", "red \U0001f600", "7"], capsys.readouterr().out
@@ -160,13 +158,10 @@ def test_what_is_in_a_cell(tokenizer, tmp_path, capsys):
     assert run.candidates(rows) == [[("cat", text)] for text in texts[1:]]
     numpy = [*np.array(["red", "7"]), np.int64(7), np.float64("nan")]
     assert [text_of(value, "text_a") for value in numpy] == ["red", "7", "7", ""]
-
-
-@pytest.mark.parametrize("text, ours", [("\n\na\n\n", ["", "a", ""]), (",label\n\na,x\n", ["a"])])
-def test_an_empty_line_of_one_column_is_a_row(text, ours, tmp_path):
-    """With several columns it is none."""
-    (tmp_path / "a.csv").write_text(f"text_a{text}")
-    assert [row["text_a"] for row in read_rows(tmp_path / "a.csv")] == ours
+    # an empty line of one column is a row, with several it is none
+    for text, ours in (("\n\na\n\n", ["", "a", ""]), (",label\n\na,x\n", ["a"])):
+        change(tmp_path / "a.csv", f"text_a{text}")
+        assert [row["text_a"] for row in read_rows(tmp_path / "a.csv")] == ours
 
 
 def test_columns_have_the_files_names():
@@ -227,7 +222,7 @@ def test_labels_by_name_and_by_place(capsys):
 def test_development_examples_of_the_training_file(task, share, dev, tokenizer, tmp_path):
     """Every row is in one of the two, drawn alike for every seed; a validation file goes first."""
     rows = [{"text": f"x{i}", "text_a": f"x{i}", "label": i % 2} for i in range(6000)]
-    write_rows(tmp_path / task / "train.jsonl", rows)
+    change(tmp_path / task / "train.jsonl", rows)
 
     def hashes(split, seed=0, limit=None, share=share):
         source = Source(tmp_path, dev_fraction=share)
@@ -239,7 +234,7 @@ def test_development_examples_of_the_training_file(task, share, dev, tokenizer, 
     assert hashes("validation", seed=5) == dev_set
     drawn = [hashes("train", seed, limit=100) for seed in (0, 1)]
     assert all(len(part) == 100 and part < train_set for part in drawn) and drawn[0] != drawn[1]
-    write_rows(tmp_path / task / "validation.jsonl", rows[:3])
+    change(tmp_path / task / "validation.jsonl", rows[:3])
     assert [len(hashes(split, share=None)) for split in ("train", "validation")] == [6000, 3]
 
 

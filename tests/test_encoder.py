@@ -187,8 +187,7 @@ def test_inputs():
 
 
 def test_tensorflow(copy):
-    """Written by TensorFlow, with pooler, heads and Adam's moments beside the encoder. Training
-    leaves checkpoints with a step in the name, but one alone may be there."""
+    """With pooler, heads and Adam's moments; also with a step in the name, but one alone."""
     for name in ("encoder-tf", "encoder-tf-shards"):
         bert = Bert.from_pretrained(GOLDEN / "bert" / name)
         assert same(bert) and not bert.training

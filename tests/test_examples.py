@@ -11,7 +11,7 @@ import test_kinds  # noqa: F401  (first: it notes what there is without examples
 import train
 from adapter import AdapterConfig, activate, adapter_modules, add_adapter
 from bert import Bert
-from conftest import cli, randomize, write_rows
+from conftest import change, cli, randomize
 from data import TASKS
 from examples import composing
 from examples.sts_b import pearson
@@ -129,7 +129,7 @@ def test_a_regression(encoder, tmp_path, monkeypatch, capsys):
             TASKS["sts_b"].label_index(label)
     monkeypatch.chdir(tmp_path)
     rows = [{"text_a": "red", "label": f"{20 * n - 200}.5"} for n in range(20)]
-    write_rows(tmp_path / "own.jsonl", rows)
+    change(tmp_path / "own.jsonl", rows)
     words = cli("--stage adapter --task regression --epochs 1 --dev-fraction 0.25", model=encoder)
     words += cli("--import examples.sts_b --device cpu --train-file own.jsonl --out run")
     assert train.main(words)["dev_loss"] > 1000

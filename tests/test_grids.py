@@ -21,15 +21,15 @@ import child
 import conftest
 import data
 import train
-from conftest import change, cli, read_lines, same_tensors, times, write_rows
+from conftest import change, cli, read_lines, same_tensors, times
 from experiments import architecture_search as search
 from experiments import composition, grid, report, study, tables
 from experiments.load_run import load_run
 from formats.files import read_json, write_json
 from fusion import FUSIONS
 
-OPTIONS = """--systems st_a_64 fusion_st_a fusion_paper fusion_mt_a multitask
-    --seeds 1 --train-examples 7"""
+TASKS = ["rte", "sst2", "pick"]
+OPTIONS = "--seeds 1 --systems st_a_64 fusion_st_a fusion_paper fusion_mt_a multitask"
 RUNS = """
 st_a_64-middle-7-1: --stage adapter --adapter pfeiffer --reduction-factor 64 --task middle
     --limit-train 7
@@ -49,9 +49,9 @@ multitask-7-1: --without-adapters --tasks big middle small --limit-train 7
 def test_every_system_is_the_run_it_is_meant_to_be(tmp_path):
     for task, size in {"big": 9, "middle": 8, "small": 7}.items():
         rows = [{"text_a": "a", "label": i % 2} for i in range(size)]
-        write_rows(tmp_path / task / "train.jsonl", rows)
+        change(tmp_path / task / "train.jsonl", rows)
     place = cli(tasks=["big", "middle", "small"], model="M", data_dir=tmp_path, out=".")
-    args = tables.parse([*place, *OPTIONS.split(), *"-- --epochs 3".split()])
+    args = tables.parse([*place, *OPTIONS.split(), *cli("--train-examples 7 -- --epochs 3")])
     found = grid.with_needs(study.cells_of(args, args.seeds).values())
     common = f"--model M --data-dir {tmp_path} --epochs 3"
     for line in RUNS.replace("\n    ", " ").strip().splitlines():
@@ -107,13 +107,9 @@ def started(monkeypatch):
         yield started
 
 
-TASKS = ["rte", "sst2", "pick"]
-
-
 @pytest.fixture
 def made_up(started, encoder, data_dir, tmp_path, monkeypatch):
-    """made_up(tables, "--seeds 0 1"): a study, whose runs take no time; their accuracies are made
-    up from their names, or by made_up.accuracy."""
+    """made_up(tables, "--seeds 0 1"): a study without training; .accuracy: of a run, on a task"""
 
     def run(cell):
         options = {**vars(cell.options()), "adapters": [], "model": "M"}
@@ -401,7 +397,7 @@ def test_what_is_held_out(runs, encoder, data_dir, tmp_path, capsys, started):
     """--test asks every run for the same examples. All options of train.py reach the target."""
     rows, file = (data_dir / "rte" / "train.jsonl").read_text(), tmp_path / "mine.jsonl"
     file.write_text(rows.replace("sentence1", "question").replace("sentence2", "answer"))
-    write_rows(tmp_path / "test" / "mine" / "validation.jsonl", read_lines(file)[:30])
+    change(tmp_path / "test" / "mine" / "validation.jsonl", read_lines(file)[:30])
     words = cli("--target mine --systems own fusion", out=tmp_path, test=tmp_path / "test")
     words += cli("--train-examples 24 48", sources=[f"other={runs / 'rte'}", runs / "pick"])
     behind = cli("--seeds 1 -- --device cpu --epochs 1 --dev-fraction 0.25", train_file=file)
@@ -422,7 +418,7 @@ def test_what_is_held_out(runs, encoder, data_dir, tmp_path, capsys, started):
         assert rows["test_accuracy"]["fusion", size] == found["accuracy"]
         own, fused = (100 * rows["test_accuracy"][system, size] for system in ("own", "fusion"))
         assert f"{own:.1f} {own:.2f} {fused - own:.2f} " in printed
-    write_rows(tmp_path / "test" / "mine" / "validation.jsonl", read_lines(file)[:7])
+    change(tmp_path / "test" / "mine" / "validation.jsonl", read_lines(file)[:7])
     for _ in range(2):  # computed, and then kept
         composition.main([*words, *behind])
         printed = capsys.readouterr().out

@@ -20,8 +20,7 @@ pytestmark = pytest.mark.skipif("HUB_TESTS" not in os.environ, reason="needs a n
 
 @pytest.mark.parametrize("name", [name for name, task in TASKS.items() if task.hub is not None])
 def test_a_data_set(name, tokenizer):
-    """It is where TASKS says. Its rows have the columns of the task, and its labels are in the
-    task's order; where they are texts, they are all of the task's."""
+    """It is where TASKS says, with the task's columns; labels are in its order, or texts."""
     task = get_task(name, source := Source())
     candidates = len(task.labels) if task.is_multiple_choice else 1
     repository, configuration, revision = task.hub

@@ -67,16 +67,17 @@ predict: runs/rte --import examples.lora 1.5 | '1.5' is not a module's name: --i
 """
 CASES = [(*line.split(" | "), {}) for line in NOTHING_CHANGED.strip().splitlines()]
 
-
 NAN, TOKENS = float("nan"), "model/vocab.txt"
 WEIGHTS, CONFIG = "model/model.safetensors", "model/config.json"
-ADDED = "model/added_tokens.json"
+ADDED, BESIDE = "model/added_tokens.json", "model/tokenizer_config.json"
 A, B = {"text_a": "a", "label": "x"}, {"text_a": "b", "label": "y"}
 CSV = {"mine.csv": "Review (raw),id,gold\na,1,x\nb,2,y\n"}
 COLUMNS = "--task mine --train-file mine.csv --dev-fraction 0.5 --columns"
 FIVE, TWO = "--train-examples 5 --systems head", {"data/u/train.jsonl": [A, B] * 3}
 TWO["data/u-5/train.jsonl"] = [A, B]
 PEFT = '{"peft_type": "LORA", "r": 8}'
+JAPANESE = '"tokenizer_class": "BertJapaneseTokenizer", "model_type"'
+OF_9 = '{"added_tokens_decoder": {"9": {"content": "[E1]"}}}'  # its number would be another one
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 CASES += [
     ("", "row 1: the label is hidden (-1)", {RTE: ('"label": 1', '"label": -1')}),
@@ -92,11 +93,18 @@ CASES += [
     ("evaluate: runs/rte --model model", "another encoder", {WEIGHTS: times(1.5)}),
     ("evaluate: runs/rte --model model", "tokenizer", {TOKENS: ("red\ngreen", "green\nred")}),
     ("", f"{ADDED} is a link that leads nowhere", {ADDED: lambda path: path.symlink_to("gone")}),
+    ("", "tokenizer_class = 'BertJapaneseTokenizer'", {CONFIG: ('"model_type"', JAPANESE)}),
+    # which needs tokenizer.json
+    ("", "tokenizer_class = 'Roberta", {BESIDE: '{"tokenizer_class": "RobertaTokenizer"}'}),
+    ("", "truncation_side = 'left'", {BESIDE: '{"truncation_side": "left"}'}),
+    ("", "image_token = ", {"model/special_tokens_map.json": '{"image_token": "<i>"}'}),
+    ("", "added token '[E1]' is number", {ADDED: '{"[E1]": 9}'}),
+    ("", "added token '[E1]' is number", {BESIDE: OF_9}),
     (f"{COLUMNS} text_a=Review label=gold", "no column 'Review'; it has Review (raw)", CSV),
     ("", "model: tokenizer.json: it cannot be read: damaged", {"model/tokenizer.json": '{"a": 1}'}),
     (f"composition: {BOX} --target u u-5 {FIVE}", "task = u, not u-5: rename", TWO),  # head-u-5-0
 ]
-for path in (RTE, WEIGHTS, TOKENS, "model/tokenizer_config.json"):
+for path in (RTE, WEIGHTS, TOKENS, BESIDE):
     CASES.append((FUSE, f"{path} is a pointer of git-lfs, not the file", {path: POINTER}))
 X, Y = {"choices": ["a", "b"], "label": 0}, {"choices": ["a", "b"], "label": 1}
 for file, content, say in [  # the training file of a task of one's own: rows, or all of it

@@ -1,6 +1,5 @@
-"""Every kind of adapter, fusion, head, encoder, task and stage, those of examples/ and own_fork.py
-included, has the same properties. A new kind is tested by being in its dictionary. Where it differs
-from the others, say so in PROBLEMS, NO_DISTRIBUTION, ORDERED, STAGES, or NOT_TRAINED."""
+"""Every kind in a dictionary, those of examples/ and own_fork.py included, has the same properties.
+Where a new one differs, say so in PROBLEMS, NO_DISTRIBUTION, ORDERED, STAGES, or NOT_TRAINED."""
 
 import argparse
 import contextlib
@@ -57,6 +56,8 @@ FUSED = [kind for kind in ADAPTER_KINDS if kind not in PROBLEMS]
 NO_DISTRIBUTION = "sum value_of_sum gates scalearn scalearn_uniform".split()  # s is no softmax
 ORDERED = {"scalearn", "scalearn_uniform", "router"}  # with parameters of their own for adapter n
 FORMS = {"pal": None, "own": None}  # classes with a z of their own are computed by the textbook
+ALONE_AND_FUSED = [(kind, None) for kind in ADAPTER_KINDS]
+ALONE_AND_FUSED += [(kind, fusion_kind) for kind in FUSED for fusion_kind in FUSION_KINDS]
 every_adapter = pytest.mark.parametrize("kind", ADAPTER_KINDS)
 # where a kind has such fields, the second and the third adapter differ from the first
 VARIED = {"a": {}, "b": {"reduction_factor": 4, "size": 12, "num_heads": 3}}
@@ -80,10 +81,6 @@ def fuse(bert, names, fusion_kind):
     fields = {"power": 2.0} if fusion_kind == "own" else {}
     add_fusion(bert, names, FUSIONS[fusion_kind], **fields)
     randomize(bert, ".fusion.")
-
-
-def new_head(name, task, bert):
-    return train.new_head(argparse.Namespace(head=name), task, bert)
 
 
 @pytest.fixture(scope="module")
@@ -155,16 +152,6 @@ def test_the_form_that_is_used_is_the_textbooks(encoder, kind, fusion_kind):
 BOTTLENECK, Z, CLOSE = Adapter.bottleneck, Adapter.z, Adapter.close
 SOFTMAX, TEXTBOOK = Fusion.softmax, Fusion.textbook
 
-
-def test_leaving_an_adapter_out(encoder, monkeypatch):
-    """By a score of −∞, of which dropout makes no NaN."""
-    bert, out = new_bert(encoder, "pfeiffer", "abc").train(), torch.tensor([0.0, -torch.inf, 0.0])
-    fuse(bert, "abc", "attention")
-    monkeypatch.setattr(Fusion, "softmax", lambda self, x: SOFTMAX(self, x + out))
-    assert all(tensor.isfinite().all() for tensor in outputs_and_gradients(bert, inputs()))
-    assert not any(s[..., 1].any() for s in fusion_weights(bert).values())
-
-
 EDITS = [  # what is edited, and how; the form that is then used
     (Adapter, "bottleneck", lambda self, h: BOTTLENECK(self, h).square(), "apart"),
     (Fusion, "softmax", lambda self, x: SOFTMAX(self, x + torch.randn_like(x)), "joint"),
@@ -175,8 +162,7 @@ EDITS = [  # what is edited, and how; the form that is then used
 
 @pytest.mark.parametrize("owner, name, edit, form", EDITS)
 def test_an_edit_acts_in_both_stages(quiet_encoder, owner, name, edit, form, monkeypatch, capsys):
-    """Where the fast form cannot follow it, the equations are computed, and a note says so. The
-    comparisons draw nothing that training would draw."""
+    """Where the fast form cannot follow it, a note says so. No comparison draws random numbers."""
     bert = new_bert(quiet_encoder, "pfeiffer").train()
 
     def alone_and_fused():
@@ -197,10 +183,13 @@ def test_an_edit_acts_in_both_stages(quiet_encoder, owner, name, edit, form, mon
     assert all(map(torch.equal, after, alone_and_fused()))
 
 
-def test_an_edit_that_a_fusion_would_not_see_is_refused(encoder, monkeypatch):
-    monkeypatch.setattr(Adapter, "close", lambda self, *x: CLOSE(self, *x).relu())
-    with pytest.raises(ValueError, match="'a': its `forward` must be"):
-        add_fusion(new_bert(encoder, "pfeiffer"), "ab")
+def test_leaving_an_adapter_out(encoder, monkeypatch):
+    """By a score of −∞, of which dropout makes no NaN."""
+    bert, out = new_bert(encoder, "pfeiffer", "abc").train(), torch.tensor([0.0, -torch.inf, 0.0])
+    fuse(bert, "abc", "attention")
+    monkeypatch.setattr(Fusion, "softmax", lambda self, x: SOFTMAX(self, x + out))
+    assert all(tensor.isfinite().all() for tensor in outputs_and_gradients(bert, inputs()))
+    assert not any(s[..., 1].any() for s in fusion_weights(bert).values())
 
 
 def test_one_state_says_what_is_computed(encoder):
@@ -242,8 +231,8 @@ class Parallel(Adapter):
         return x, f
 
 
-def test_adapters_that_read_different_inputs(encoder, capsys):
-    """Of AdapterHub's kinds it is noted that the last one decides; an own class is refused."""
+def test_what_a_fusion_would_compute_otherwise(encoder, monkeypatch, capsys):
+    """Noted of AdapterHub's kinds, refused of an own class, and of an edit that it cannot see."""
     bert, config = new_bert(encoder, "pfeiffer", "a", torch.bfloat16), ADAPTERS["pfeiffer"]()
     add_adapter(bert, "b", ADAPTERS["bapna"]())
     add_fusion(bert, "ab")
@@ -253,6 +242,9 @@ def test_adapters_that_read_different_inputs(encoder, capsys):
     with pytest.raises(ValueError, match="cannot mix"):
         add_fusion(bert, "ac")
     add_fusion(bert, "c")
+    monkeypatch.setattr(Adapter, "close", lambda self, *x: CLOSE(self, *x).relu())
+    with pytest.raises(ValueError, match="'a': its `forward` must be"):
+        add_fusion(bert, "a")
 
 
 @every_adapter
@@ -278,7 +270,8 @@ def test_what_cannot_be_fused_is_refused_by_name(encoder, kind):
 def test_padding_and_other_examples_change_nothing(encoders, encoder_kind, kind):
     """Of an adapter alone and of each kind of fusion; and of each kind of head behind them."""
     bert = new_bert(encoders[encoder_kind], kind)
-    heads = [new_head(name, task, bert).double() for name in HEADS for task in TASK_KINDS]
+    names = [argparse.Namespace(head=name) for name in HEADS]
+    heads = [train.new_head(name, task, bert).double() for name in names for task in TASK_KINDS]
     for fusion_kind in (None, *(FUSION_KINDS if kind in FUSED else ())):
         if fusion_kind:
             fuse(bert, "ab", fusion_kind)
@@ -293,10 +286,6 @@ def test_padding_and_other_examples_change_nothing(encoders, encoder_kind, kind)
                 assert torch.allclose(ours, head(h, mask).float(), atol=1e-6)
 
 
-ALONE_AND_FUSED = [(kind, None) for kind in ADAPTER_KINDS]
-ALONE_AND_FUSED += [(kind, fusion_kind) for kind in FUSED for fusion_kind in FUSION_KINDS]
-
-
 @pytest.mark.parametrize("kind, fusion_kind", ALONE_AND_FUSED)
 def test_all_is_computed_on_one_device(encoder, kind, fusion_kind):
     """`meta` computes nothing, and mixes with no other."""
@@ -305,7 +294,8 @@ def test_all_is_computed_on_one_device(encoder, kind, fusion_kind):
         fuse(bert, "ab", fusion_kind)
     pairs = [*itertools.product(HEADS, TASK_KINDS)]
     for name, task in pairs if fusion_kind in (None, "attention") else pairs[:1]:
-        model = train.Model(bert, new_head(name, task, bert)).train()
+        head = train.new_head(argparse.Namespace(head=name), task, bert)
+        model = train.Model(bert, head).train()
         logits = model(batch_of())
         labels = torch.zeros(len(logits), device="meta")
         loss = task.loss(logits, labels if len(task.labels) == 1 else labels.long())
@@ -313,18 +303,15 @@ def test_all_is_computed_on_one_device(encoder, kind, fusion_kind):
         assert task.prediction(logits).shape == labels.shape
 
 
-# How many products a forward pass and a step take: what docs/benchmarks.md says
-
-
 def multiply_adds(work):
+    """How many products it takes, for what docs/benchmarks.md says"""
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         work()
     return counter.get_total_flops() / 2
 
 
 def test_the_products_of_a_forward_pass():
-    """With more tokens than columns R, a fusion multiplies its weights once, K U and V U, and then
-    takes less than the textbook form's d² + 2·N·d² a token: Q, D_n, scores and mixture."""
+    """With more tokens than columns R, K U and V U are computed once: fewer than in `textbook`."""
     B, T, d, m, L, r, N = 5, 12, 64, 128, 3, 4, 4
     bert = Bert(BertConfig(100, d, L, 4, m)).requires_grad_(False).eval()
     for name in "abcd":
@@ -341,7 +328,6 @@ def test_the_products_of_a_forward_pass():
 
 
 # Runs: {name: (stage, other options)}, and the parts of the names of what a stage trains
-
 STAGES = {
     "adapter": r"\.adapters\.sst2\.|^head\.",
     "fusion": r"\.fusion\.|^head\.",
@@ -366,6 +352,8 @@ COMMANDS |= {f"stage {stage}": (stage, "") for stage in [*OWN_STAGES, "multitask
 COMMANDS["stage multitask, Θ alone"] = ("multitask", "--without-adapters")
 COMMANDS["stage joint"] = ("joint", "--adapters {runs}/rte {runs}/pick")
 COMMANDS["stage soup"] = ("soup", "--adapters {runs}/rte again={runs}/rte")  # of one architecture
+ONE_TASK = [name for name, (stage, _) in COMMANDS.items() if stage != "multitask"]
+every_run = pytest.mark.parametrize("run", COMMANDS, indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -393,10 +381,6 @@ def run(request, words, tmp_path_factory):
     with patch.object(train, "hold_frozen_in", remember):
         result = main(words(request.param, tmp_path_factory.mktemp("runs") / "run"))
     return request.param, result, *begun
-
-
-ONE_TASK = [name for name, (stage, _) in COMMANDS.items() if stage != "multitask"]
-every_run = pytest.mark.parametrize("run", COMMANDS, indirect=True)
 
 
 @pytest.mark.parametrize("run", ONE_TASK, indirect=True)

@@ -11,15 +11,14 @@ import pandas as pd
 import pytest
 import torch
 
-from conftest import change, cli, read_lines, write_rows
-from data import Task, get_task
+from conftest import change, cli, read_lines
+from data import get_task
 from docs.weights import make_weights
 from experiments import evaluate as evaluation
 from experiments import fusion_weights, predict
 from experiments.load_run import load_run
 from formats.files import read_json, write_json
 from formats.rows import Source
-from runtime.record import never_predicted
 
 
 def evaluate(run, *options):
@@ -57,38 +56,30 @@ def test_what_has_changed_since_is_named(copy, runs, capsys):
         assert (note(capsys, run) == "") == (of_run is not record or loss + least / 40 == loss)
 
 
-def test_a_class_is_never_predicted():
-    labels, predictions = torch.tensor([0, 0, 0, 1, 2, 2]), torch.tensor([0, 0, 1, 0, 1, 1])
-    found = never_predicted(Task(None, [], [*"xyzw"]), labels, predictions)
-    assert found == {"never_predicted": ["z"]}
-
-
 def test_which_rows_are_evaluated(launch, refused, data_dir, tmp_path, capsys):
-    """A split of any name. What --dev-fraction held out is never scored as training examples; of
-    other rows it is not known which they are, and that they are others is said."""
+    """A split of any name. What --dev-fraction held out is never scored as training examples."""
     run, file, there = tmp_path / "run", tmp_path / "rte" / "train.jsonl", tmp_path / "there"
     rows = read_lines(data_dir / "rte" / "train.jsonl")
-    write_rows(file, rows)
+    change(file, rows)
     words = "--stage head --task rte --epochs 1 --dev-fraction 0.25 --max-length 8"
     accuracy = launch(words, data_dir=tmp_path, out=run)["accuracy"]
     assert evaluate(run, "--split", "train")["examples"] == 72
     assert evaluate(run)["examples"] == 24 and evaluate(run)["accuracy"] == accuracy
-    write_rows(there / "rte" / "test.jsonl", rows[:50])
+    change(there / "rte" / "test.jsonl", rows[:50])
     of_split = evaluate(run, "--split", "test", "--data-dir", there)
     renamed = [{**row, "sentence1": row["idx"], "claim": row["sentence1"]} for row in rows[:50]]
-    write_rows(tmp_path / "mine.jsonl", renamed)
+    change(tmp_path / "mine.jsonl", renamed)
     words = ["--file", tmp_path / "mine.jsonl", "--columns", "sentence1=claim"]
     assert of_split["examples"] == 50 and of_split["loss"] == evaluate(run, *words)["loss"]
     assert "WARNING: this run was TRAINED on " in capsys.readouterr().out
-    write_rows(file, rows[1:])
+    change(file, rows[1:])
     refused([run, "--split", "train"], "held out cannot be told", main=evaluation.main)
     assert note(capsys, run) == "note: these are not the development examples of the training"
 
 
 @pytest.mark.parametrize("name, task", [("pick", "pick"), ("fusion-rte", "rte"), ("sst2", "sst2")])
 def test_every_kind_of_input(name, task, runs, data_dir, tmp_path, capsys, monkeypatch):
-    """A file, with empty lines, which are passed over, the words of a command, and Python: the
-    answers are those that were counted in training. What is too long is cut, and it says so."""
+    """A file with empty lines, a command's words, Python: the answers that training has counted."""
     run, task = load_run(runs / name), get_task(task, Source(data_dir))
     rows = read_lines(data_dir / task.name / "validation.jsonl")
     answers, right = run.predict(rows), 0
@@ -98,7 +89,6 @@ def test_every_kind_of_input(name, task, runs, data_dir, tmp_path, capsys, monke
         assert answer["probability"] == max(found.values()) == found[answer["label"]]
         right += answer["label"] == task.labels[task.label_index(row["label"])]
     assert right / len(rows) == read_json(runs / name / "metrics.json")["accuracy"]
-
     rows[3][task.columns[0]] = " ".join(["red"] * 100)
     lists, file = [[row[column] for column in task.columns] for row in rows], tmp_path / "a.jsonl"
     of_rows = "\ufeff" + "\r\n\r\n".join(map(json.dumps, rows))
@@ -196,8 +186,7 @@ def test_the_weights_on_the_page(runs, loud_fusion):
 
 
 def test_the_weights_are_means_over_real_tokens(runs, loud_fusion, launch, tmp_path):
-    """In the last layer over each [CLS], or with --all-tokens. One run has less in layer 2, and its
-    own adapter another development set."""
+    """In the last layer over each [CLS], or with --all-tokens. One run has less in layer 2."""
     out, second = tmp_path / "out", tmp_path / "second"
     rte, sst2, words = tmp_path / "rte", tmp_path / "sst2", "--stage adapter --adapter houlsby"
     launch(f"{words} --epochs 1 --task rte --adapter-config leave_out=[1]", out=rte)

@@ -61,8 +61,7 @@ def test_a_run_and_fusion_over_it(launch, tmp_path):
 
 
 def test_bert_n_pals_optimizer(launch, tmp_path, monkeypatch):
-    """warmup_linear: x / warmup, and from there on 1 - x. Gradients are filled with zeros: what
-    another task's batch leaves alone still moves."""
+    """warmup_linear: x / warmup, then 1 - x. What another task's batch leaves alone still moves."""
     rates, moved = [], []
 
     class Watched(torch.optim.AdamW):

@@ -1,5 +1,4 @@
-"""A batch in parts, one after another, or each in a process as torchrun starts them, here on CPUs
-with gloo, or on a GPU: the same numbers, and nobody waits for ever."""
+"""A batch in parts, also in several processes, as torchrun starts them, and on a GPU: the same."""
 
 import os
 import socket
@@ -32,8 +31,7 @@ def environment(count):
 
 
 def together(words, before=()):
-    """(exit statuses, the stdout of each, the stderr of each) of processes as torchrun starts them,
-    with these words each. before: (rank, what is called in it)"""
+    """(statuses, each stdout, each stderr) of a process for each. before: (rank, what it calls)"""
     programs, common = [], environment(len(words))
     for rank, given in enumerate(words):
         calls = before[1:] if before and before[0] == rank else ()
@@ -94,8 +92,7 @@ def test_what_processes_exchange():
 
 
 def test_resume(command, quietly, tmp_path):
-    """One of two processes hears the signal: both stop. Two continue to the same result, bit by
-    bit; three to the same to 1e-5, where there is no dropout."""
+    """One hears the signal: both stop. Two go on to the same bits; three do without dropout."""
     before, cut, quiet = (1, (child.at_step, 5, child.stop)), tmp_path / "cut", tmp_path / "quiet"
     outs = tmp_path / "whole", cut, tmp_path / "elsewhere"
     whole, resumed, elsewhere = (command("adapter", out, "--resume") for out in outs)
@@ -139,8 +136,7 @@ def test_errors_end_all_processes(text, before, voice, message, quietly, tmp_pat
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("stage", train.STAGES)
 def test_a_gpu(stage, command, quietly, tmp_path):
-    """It trains as a CPU does. In bf16, its default, and with the dropout of its own random numbers
-    a repeated run and an interrupted one end in the same bits."""
+    """It trains as a CPU does. In bf16 with dropout, a repeated run ends in the same bits."""
     gpu, cpu, whole, again, cut = (tmp_path / name for name in "gpu cpu whole again cut".split())
     main(quietly(stage, gpu, "--device cuda --dtype float32 --epochs 2"))
     main(quietly(stage, cpu, "--epochs 2"))

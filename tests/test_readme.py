@@ -1,5 +1,4 @@
-"""README.md and docs/: commands are understood, what is named is there, and the forks work; and
-which room may import which."""
+"""Pages: commands are understood, what is named is there, forks work. Which room imports which."""
 
 import contextlib
 import importlib

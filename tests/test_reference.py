@@ -62,10 +62,9 @@ def run(bert, inputs):
 
 def with_fusion(directory):
     """An encoder with a golden fusion and the adapters that it names."""
-    model, _ = directory.split("/")
-    bert = encoder_of(model)
+    bert, beside = encoder_of(directory.split("/")[0]), (GOLDEN / directory).parent
     for name in read_json(GOLDEN / directory / "adapter_fusion_config.json")["adapter_names"]:
-        load_adapter(bert, GOLDEN / model / name)
+        load_adapter(bert, beside / name if (beside / name).is_dir() else BERT / name)
     load_fusion(bert, GOLDEN / directory)
     return bert
 
@@ -85,14 +84,19 @@ def test_encoder(name, expected, tmp_path, monkeypatch):
     golden = load_file(GOLDEN / name / "encoder" / "model.safetensors")
     golden = {key: tensor for key, tensor in golden.items() if ".pooler." not in key}
     assert same_tensors(load_file(tmp_path / "model.safetensors"), golden)
-    assert Bert.from_pretrained(tmp_path).config == bert.config
+    again = Bert.from_pretrained(tmp_path)
+    assert again.config == bert.config
+    if name == "bert":  # a head that reads the pooler needs one, which is not saved
+        with pytest.raises(ValueError, match="it has no pooler"):
+            load_head(again, BERT / "by_layer")
     activate(bert)
     h = run(bert.double(), expected[name])
     assert difference(h, expected[name]["encoder.last_hidden_state"]) <= OF_ENCODERS[name]
 
 
-def assert_same_files(ours, theirs, stem, config):
+def assert_same_files(ours, theirs, stem):
     """All names, tensors and fields are the reference's, but for where the encoder came from."""
+    config = f"{stem.removeprefix('model_')}_config.json"
     assert {path.name for path in ours.iterdir()} == {f"{stem}.safetensors", config}
     old = theirs / f"pytorch_{stem}.bin"
     tensors = load_file(theirs / f"{stem}.safetensors") if not old.exists() else read_tensors(old)
@@ -114,7 +118,7 @@ def test_adapter_and_head(directory, expected, tmp_path):
     assert difference(h, expected[f"{name}.last_hidden_state"]) <= TOLERANCE
     assert difference(h, plain) > 0.5  # not a small correction that a tolerance could hide
     adapter.save_adapter(bert, name, tmp_path / "adapter")
-    assert_same_files(tmp_path / "adapter", GOLDEN / directory, "adapter", "adapter_config.json")
+    assert_same_files(tmp_path / "adapter", GOLDEN / directory, "adapter")
     if directory in HEADS:
         head = load_head(bert, GOLDEN / directory)
         # the precisions of encoder and head are their own
@@ -122,7 +126,7 @@ def test_adapter_and_head(directory, expected, tmp_path):
             assert difference(logits, expected[f"{name}.logits"]) <= TOLERANCE
         name = read_json(GOLDEN / directory / "head_config.json")["name"]
         adapter.save_head(head, bert, name, tmp_path / "head")
-        assert_same_files(tmp_path / "head", GOLDEN / directory, "model_head", "head_config.json")
+        assert_same_files(tmp_path / "head", GOLDEN / directory, "model_head")
 
 
 @pytest.mark.parametrize("directory", FUSIONS)
@@ -138,11 +142,8 @@ def test_fusion(directory, expected, tmp_path):
         assert difference(s, expected[f"{name}.attention.{layer}.{location}"]) <= TOLERANCE
     assert difference(fusion_regularization(bert), expected[f"{name}.regularization"]) <= TOLERANCE
     save_fusion(bert, tmp_path)
-    stem, config = "model_adapter_fusion", "adapter_fusion_config.json"
-    assert_same_files(tmp_path, GOLDEN / directory, stem, config)
+    assert_same_files(tmp_path, GOLDEN / directory, "model_adapter_fusion")
 
-
-# Training: the same weights and batches, without dropout, in float64
 
 RUNS = {"pfeiffer": "adapter --task rte --adapter pfeiffer", "choices": "adapter --task pick"}
 RUNS["fusion"] = "fusion --task rte --adapters"
@@ -150,7 +151,7 @@ RUNS["fusion"] = "fusion --task rte --adapters"
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_reference_s_losses(name, launch, runs, quiet_encoder, tmp_path, monkeypatch, request):
-    """Of 40 steps in float64."""
+    """Of 40 steps with the same weights and batches, without dropout, in float64."""
     tensors = load_file(GOLDEN / "trajectory.safetensors")
     tensors = {n.removeprefix(f"{name}/"): t for n, t in tensors.items() if n.startswith(name)}
     losses, steps, get_task = [], iter(range(40)), train.get_task
@@ -172,8 +173,7 @@ def test_the_reference_s_losses(name, launch, runs, quiet_encoder, tmp_path, mon
 
     torch.set_default_dtype(torch.float64)
     request.addfinalizer(lambda: torch.set_default_dtype(torch.float32))
-    on_cpu = (torch.device("cpu"), torch.float64)
-    monkeypatch.setattr(train, "choose_device", lambda *_: on_cpu)
+    monkeypatch.setattr(train, "choose_device", lambda *_: (torch.device("cpu"), torch.float64))
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(train, "evaluate", lambda *_: {"accuracy": 0.5, "loss": 0.5})
     monkeypatch.setattr(train, "hold_frozen_in", start)
@@ -231,13 +231,19 @@ def test_old_files(expected, tmp_path):
         assert load_adapter(bert, place, "again") == "again"
 
 
-def test_fields_that_old_configs_lack_are_the_reference_s_defaults(copy):
+def test_fields_that_old_configs_lack_are_the_reference_s_defaults(copy, expected):
     bert, path = encoder_of("bert"), copy(BERT / "bottom") / "adapter_config.json"
     required = "mh_adapter output_adapter reduction_factor non_linearity".split()
     config = {field: read_json(path)["config"][field] for field in required}
     change(path, {"config": {**config, "leave_out": None, "non_linearity": "GELU"}})
     load_adapter(bert, path.parent)
     assert bert.adapter_configs["bottom"] == AdapterConfig(**config, original_ln_before=False)
+    source, bert = copy(BERT / "fusion-pfeiffer"), with_fusion("bert/fusion-pfeiffer")
+    change(source / "adapter_fusion_config.json", {"adapter_names": None}, {"dropout_prob": None})
+    h = run(bert, expected["bert"])
+    add_fusion(bert, ["p4"])
+    load_fusion(bert, source)  # which has only its own name
+    assert torch.equal(run(bert, expected["bert"]), h)
 
 
 def test_several_names_in_a_file(copy):
@@ -251,15 +257,6 @@ def test_several_names_in_a_file(copy):
     change(path.with_name("adapter_config.json"), {"name": "b"})
     with pytest.raises(ValueError, match="it holds .*, not 'b'"):
         load_adapter(bert, path.parent)
-
-
-def test_old_fusion_has_only_a_name(copy, expected):
-    source, bert = copy(BERT / "fusion-pfeiffer"), with_fusion("bert/fusion-pfeiffer")
-    change(source / "adapter_fusion_config.json", {"adapter_names": None}, {"dropout_prob": None})
-    h = run(bert, expected["bert"])
-    add_fusion(bert, ["p4"])
-    load_fusion(bert, source)
-    assert torch.equal(run(bert, expected["bert"]), h)
 
 
 def test_the_paper_s_adapters_are_fused(hub, launch, encoder, tmp_path):
@@ -285,12 +282,6 @@ def test_the_paper_s_adapters_are_fused(hub, launch, encoder, tmp_path):
         assert read_json(path / "adapter_config.json")["name"] == task
         assert same_tensors(load_file(path / "adapter.safetensors"), source[task])
         assert finished.bert.adapter_configs[task].non_linearity == "gelu_new"
-
-
-def test_a_head_on_the_pooler_needs_one(tmp_path):
-    encoder_of("bert").save_pretrained(tmp_path / "encoder")  # which leaves the pooler out
-    with pytest.raises(ValueError, match="it has no pooler"):
-        load_head(Bert.from_pretrained(tmp_path / "encoder"), BERT / "by_layer")
 
 
 ROBERTA, OTHER_MODEL = {"model_type": "roberta"}, "model_type 'roberta', the encoder has 'bert'"
@@ -374,12 +365,8 @@ def test_the_presets():
 @pytest.mark.parametrize("name", [*load_file(BERT / "mixed.safetensors")])
 def test_fusions_of_different_adapters(name, expected):
     """Of which the last one's configuration counts; some are left out of a layer."""
-    bert, theirs = encoder_of("bert").double(), load_file(BERT / "mixed.safetensors")
-    for member in read_json(BERT / "mixed" / name / "adapter_fusion_config.json")["adapter_names"]:
-        new = BERT / "mixed" / member
-        load_adapter(bert, new if new.is_dir() else BERT / member)
-    load_fusion(bert, BERT / "mixed" / name)
-    assert difference(run(bert, expected["bert"]), theirs[name]) <= 1e-10
+    h = run(with_fusion(f"bert/mixed/{name}").double(), expected["bert"])
+    assert difference(h, load_file(BERT / "mixed.safetensors")[name]) <= 1e-10
 
 
 @pytest.mark.parametrize("names", [("with", "without"), ("without", "with")])
@@ -393,9 +380,8 @@ def test_the_last_adapter_closes_a_fusion(names, expected):
         activate(bert, name)
         alone.append(run(bert, expected["bert"]))
     add_fusion(bert, names)
-    for slot in bert.slots.values():
-        if slot.fusion is not None:
-            nn.init.zeros_(slot.fusion.value.weight)
+    for of_layer in fusion.active_fusions(bert).values():
+        nn.init.zeros_(of_layer.value.weight)
     assert torch.equal(run(bert, expected["bert"]), alone[1]) and not torch.equal(*alone)
 
 

@@ -1,9 +1,9 @@
-"""runtime/: a run is never lost, killed at any moment, on a full disk, twice at once. And dropout,
-attention, scores, which examples an adapter has seen; random numbers and threads."""
+"""No run is lost, wherever it is stopped. Scores, dropout, attention, random numbers, threads."""
 
 import contextlib
 import errno
 import fcntl
+import functools
 import math
 import os
 import resource
@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -23,25 +24,20 @@ import child
 import train
 from bert import attention, dropout
 from conftest import assert_equal, change, interrupt, main, thorough, times
-from data import CLASS_SCORES, accuracy, f1_of_class, macro_f1
+from data import CLASS_SCORES, Task, accuracy, f1_of_class, macro_f1
 from formats.adapterhub import Saved
 from runtime.processes import choose_device, has_bf16, reseed
-from runtime.record import SKETCH, share_trained_on, sketch
+from runtime.record import SKETCH, never_predicted, share_trained_on, sketch
 
 
 @pytest.fixture(scope="module")
 def whole(command, tmp_path_factory):
-    """whole(stage): the directory of a run that nobody has disturbed"""
+    """whole(stage): the directory of a run that nobody has disturbed; each is trained once"""
     place = tmp_path_factory.mktemp("whole")
-
-    def whole(stage):
-        if not (place / stage).exists():
-            main(command(stage, place / stage))
-        return place / stage
-
-    return whole
+    return functools.cache(lambda stage: Path(main(command(stage, place / stage))["out"]))
 
 
+STAGES = ["fusion", *(pytest.param(stage, marks=thorough) for stage in ("full", "multitask"))]
 OPERATIONS = "open os.rename os.remove os.mkdir os.rmdir os.truncate".split()
 
 
@@ -57,9 +53,6 @@ def die_at(count, directory):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-
-
-STAGES = ["fusion", *(pytest.param(stage, marks=thorough) for stage in ("full", "multitask"))]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -80,8 +73,7 @@ def test_killed_before_any_file_operation(stage, command, whole, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=thorough)])
 def test_a_signal_and_a_second_process(number, command, refused, tmp_path):
-    """The one stops a run, which can be continued; the other refuses as long as it is at work. What
-    nohup ignores is no signal."""
+    """A second one refuses. The first can be continued; what nohup ignores is no signal."""
     out = tmp_path / "run"
     words = command("adapter", out, "--epochs 10000 --patience 10000")
     program = child.Program(words, [(signal.signal, signal.SIGHUP, signal.SIG_IGN)])
@@ -237,12 +229,14 @@ def test_attention_in_training_is_the_one_in_evaluation(has_mask):
 
 
 def test_scores():
-    """By hand, of three classes: F1 of 1/2, 4/5 and 0."""
+    """By hand, of three classes: F1 of 1/2, 4/5 and 0; and one of four that is never predicted."""
     labels, predictions = torch.tensor([0, 0, 1, 1, 2, 2]), torch.tensor([0, 2, 1, 1, 1, 0])
     assert accuracy(labels, predictions) == pytest.approx(3 / 6)
     assert [f1_of_class(labels, predictions, k) for k in range(4)] == [1 / 2, 4 / 5, 0, 0]
     assert CLASS_SCORES["f1"](labels, predictions) == 4 / 5  # of the second class
     assert macro_f1(labels, predictions) == pytest.approx((1 / 2 + 4 / 5 + 0) / 3)
+    found = never_predicted(Task(None, [], [*"xyzw"]), labels, torch.tensor([0, 0, 1, 0, 1, 1]))
+    assert found == {"never_predicted": ["z"]}
 
 
 def test_a_share_is_estimated():
