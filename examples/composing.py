@@ -20,8 +20,7 @@ from fusion import FUSIONS, Fusion, add_fusion
 
 
 class Sum(Fusion):
-    """o = Σ_n z_n: as in task arithmetic (Ilharco et al., 2023), but of outputs, not of weights.
-    Only the head is trained."""
+    """o = Σ_n z_n: task arithmetic (Ilharco et al., 2023) of outputs. Only the head is trained."""
 
     def __init__(self, adapter_names, hidden_size, dropout):
         nn.Module.__init__(self)  # without Q, K and V
@@ -46,8 +45,7 @@ class Average(Sum):
 
 
 class ValueOfSum(Sum):
-    """o = V Σ_n z_n, with the paper's V and its start: the sum, with as many parameters as even
-    weights with V have."""
+    """o = V Σ_n z_n, with the paper's V and its start: even weights with V, but for their 1/N."""
 
     def __init__(self, adapter_names, hidden_size, dropout):
         Fusion.__init__(self, adapter_names, hidden_size, dropout)
@@ -116,8 +114,7 @@ class Gates(Fusion):
 
 
 class Scaled(Fusion):
-    """Scores over √d (Vaswani et al., 2017), which the paper leaves out. It starts as attention
-    does, near 1/N, and nearer."""
+    """Scores over √d (Vaswani et al., 2017), which the paper leaves out: s starts nearer to 1/N."""
 
     def softmax(self, q_k):
         return super().softmax(q_k / self.query.in_features**0.5)
@@ -141,8 +138,7 @@ class SlowScores(Fusion):
 
 
 class TopOne(Fusion):
-    """o = V z_k with the largest s_k. The gradient is that of all s, straight through the choice
-    (Bengio et al., 2013)."""
+    """o = V z_k with the largest s_k, but the gradient is that of all s (Bengio et al., 2013)."""
 
     def softmax(self, q_k):
         s = super().softmax(q_k)

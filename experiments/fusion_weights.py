@@ -24,8 +24,7 @@ from formats.files import note, read_json
 from fusion import active_fusions
 from runtime.command import run_command
 
-# Lightness rises with the weight, so it can be read in grey and with any colour vision. In the
-# middle black and white text have the same contrast.
+# Lightness rises with the weight; in the middle, black and white text have the same contrast.
 COLOURS, MIDDLE = "cividis", 0.465
 # Columns of weights.csv, which has a row for each adapter in each layer
 COLUMNS = "run target own accuracy own_accuracy layer location adapter weight".split()
@@ -72,8 +71,7 @@ def own_adapter(run):
 
 
 def own_accuracy(run, own):
-    """The development accuracy of the own adapter's run, if that is where it was, unchanged, and
-    has the same development set."""
+    """The own adapter's development accuracy, if its run is there, unchanged, on the same set."""
     record = read_run(run.directory / "adapters" / str(own))
     out, name = Path(record.get("options", {}).get("out", "")), run.task.name
     if own is not None and (out / "metrics.json").is_file() and (out / ADAPTER.config).is_file():

@@ -80,10 +80,10 @@ def with_needs(cells):
 
 
 def state_of(cell, of_needs=(), asks_hub=True):
-    """ "finished" if its run has ended, and every input in its run.json is what lies there now; with
-    asks_hub=False, what is on the hub counts as unchanged. Else "to do", or "refused" by
-    `Run.begin`. Raises ValueError for another command's run, unless it is to be overwritten.
-    of_needs: the states of the cells that it needs"""
+    """ "finished" if its run has ended and every input in its run.json is what lies there now (with
+    asks_hub=False, what is on the hub counts as unchanged); else "to do", or "refused", as by
+    `Run.begin`. of_needs: the states of what it needs. Raises ValueError for a run of another
+    command, unless it is to be overwritten."""
     if not (cell.out / "metrics.json").is_file():
         return "to do"
     record, options, how = read_run(cell.out), cell.options(), cell.words[-1]
@@ -109,8 +109,7 @@ def stamp(*places):
 
 
 def inputs_now(options, asks_hub):
-    """{input: digest} of encoder and adapters, as a new run would record them; with asks_hub=False,
-    of those in directories."""
+    """{input: digest} of encoder and adapters now; with asks_hub=False, of those in directories."""
     now, model_type = {}, None
     if asks_hub or Path(options.model).is_dir():
         if (key := stamp(options.model)) not in KEPT:
@@ -160,8 +159,7 @@ def plan(cells):
 def run(args, columns, cells):
     """Runs what is not finished of {place: its cell}, and of what these need, --jobs at a time. A
     place has a value for each of `columns`. Returns (a DataFrame with a row for each finished
-    place, {name: reason} of failed cells). After a signal, raises KeyboardInterrupt once the runs
-    have saved their state."""
+    place, {name: reason} of failed cells). Raises KeyboardInterrupt once the runs are saved."""
     states, every = states_of(cells.values()), with_needs(cells.values())
     todo = [every[name] for name, state in states.items() if state != "finished"]
     if every:
@@ -239,8 +237,7 @@ def outcome(cell, size, status, failed):
 
 @contextlib.contextmanager
 def on_cluster(address, out):
-    """The concurrent.futures.Executor of a Dask cluster. Raises ValueError for a scheduler, or a
-    worker, that cannot do what is submitted to it."""
+    """The Executor of a Dask cluster. Raises ValueError for one that could not run a study."""
     try:
         import distributed
     except ImportError as e:
@@ -273,8 +270,7 @@ def why_not(*places):
 
 
 def is_wanted():
-    """Whether the task in whose thread this is called is still to be done: not if its study, or the
-    scheduler, which closes its workers, has ended."""
+    """Whether this thread's task is still wanted: not if its study, or the scheduler, has ended."""
     from distributed import get_worker
 
     worker = get_worker()

@@ -71,8 +71,7 @@ class LoadedRun:
         return [*self.bert.active] if isinstance(self.bert.active, tuple) else []
 
     def autocast(self):
-        is_bf16 = self.args.dtype == "bfloat16"
-        return torch.autocast(self.bert.device.type, torch.bfloat16, enabled=is_bf16)
+        return torch.autocast(self.bert.device.type, torch.bfloat16, self.args.dtype == "bfloat16")
 
     def candidates(self, inputs):
         """[[(text_a, text_b or None)]] of inputs, as in training"""
@@ -132,8 +131,7 @@ class LoadedRun:
 
     @torch.inference_mode()
     def predict(self, inputs):
-        """[what the task's `answer` says of an input, and "truncated": whether a text was longer
-        than in training, and cut]"""
+        """[the task's `answer` to an input, and "truncated": whether a text was cut]"""
         examples, pad = self.encode(inputs), self.bert.config.pad_token_id
         result = [None] * len(examples)
         for indices in batches(examples, 64):
@@ -155,8 +153,7 @@ class LoadedRun:
     @torch.inference_mode()
     def fusion_weights(self, inputs):
         """[{"tokens": T texts, "weights": {location: for every layer a tensor [T, N], or None where
-        there is no fusion}}] of inputs; with multiple choice one for each of their choices. The N
-        adapters are in the order of `adapters`."""
+        there is no fusion}}] of inputs, or of each of their choices; N is as in `adapters`."""
         result = []
         for example in self.encode(inputs):
             s = self.weights_of(collate([example], self.bert.config.pad_token_id))
@@ -171,8 +168,7 @@ class LoadedRun:
 
 def load_run(directory, device="cpu", model=None, task=None, columns=None):
     """The LoadedRun of a finished run: train.py's `build` with the recorded options, and then the
-    saved tensors. model, task, columns: see `make_parser`. Encoder and tokenizer must be those of
-    its training."""
+    saved tensors. Encoder and tokenizer must be the same. model, task, columns: `make_parser`"""
     directory = Path(directory)
     record = read_finished(directory)
     args = argparse.Namespace(**record["options"])

@@ -150,8 +150,7 @@ def train_jointly(args):
         accuracies = {name: of["accuracy"] for name, of in found.items() if "accuracy" in of}
         return {**means, "accuracies": accuracies}
 
-    # Once its task was drawn, Adam's momentum goes on moving an idle adapter, as in Stickland and
-    # Murray's code, whose gradients are 0 in between.
+    # Adam's momentum goes on moving an idle adapter, as in Stickland and Murray's code.
     def fill_idle(optimizer, *_):
         for p in optimizer.state:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -176,9 +175,8 @@ def save(whole, out, record, kept):
     copy_tokenizer(bert.directory, out)
     for name, head in whole.heads.items():
         parts[f"head {name}"] = adapterhub.head_tensors(head)
-        has_adapter = name in bert.adapter_configs
-        directory = out / ("adapters" if has_adapter else "heads") / name
-        if has_adapter:
+        directory = out / ("adapters" if name in bert.adapter_configs else "heads") / name
+        if name in bert.adapter_configs:
             save_adapter(bert, name, directory)
             parts[f"adapter {name}"] = adapterhub.slot_tensors(adapter_modules(bert, name))
         save_head(head, bert, name, directory)

@@ -13,8 +13,7 @@ from bert import attention
 
 @dataclass
 class PALConfig:
-    """Projected attention layers, 1.1 times BERT-base's parameters for eight tasks. All layers
-    share the projections from d to `size`, and back."""
+    """Projected attention layers; all of them share the projections from d to `size`, and back."""
 
     size: int = 204  # the dimension in which it attends
     num_heads: int = 6  # as their code has it; 12 in their paper

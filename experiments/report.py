@@ -37,8 +37,7 @@ def with_interval(values):
 
 
 def markdown(rows, header):
-    """A table in Markdown, one text. A float has two decimals, None is –; columns without texts are
-    flush right."""
+    """A table in Markdown: floats with two decimals, None as –, numbers flush right."""
     is_text = [any(isinstance(row[i], str) for row in rows) for i in range(len(header))]
     rows = [[v if isinstance(v, (str, int)) else two_decimals(v) for v in row] for row in rows]
     align = ["left" if text else "right" for text in is_text]

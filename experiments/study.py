@@ -148,8 +148,8 @@ def parse(name, description, argv, systems, **defaults):
 
 
 def cell_of(args, task, name, size, seed, setting=None):
-    """The run of a system, with those that it needs; None if it is none for this task. setting: the
-    number of its stage's options, default the chosen one"""
+    """The run of a system, with those that it needs; None if it is none for this task. setting:
+    which of its stage's options, default the chosen ones"""
     _, stage, options, which = system(name)
     is_joint = stage == "multitask"  # which is a program of its own, and trains all tasks
     needs, adapters, theta = [], [], []
@@ -280,11 +280,10 @@ def table(rows):
 
 def caveats(args, rows):
     """[text] on what a table of one task and size rests, and each warning of its runs once."""
-    cells, task = cells_of(args, args.seeds), rows["task"].iloc[0]
+    cells, (task, size) = cells_of(args, args.seeds), rows[["task", "dev_examples"]].iloc[0]
     places = rows[COLUMNS].itertuples(index=False, name=None)
     records = [read_run(cells[place].out) for place in places]
     majority = records[0]["tasks"].get(task, {}).get("majority", math.nan)
-    size = rows["dev_examples"].iloc[0]
     yield f"{size} development examples, of which {majority:.1%} have the most frequent label."
     weak = rows[rows["accuracy"] <= majority]["system"].unique()
     if titles := ", ".join(system(name)[0] for name in weak):

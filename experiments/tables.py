@@ -45,8 +45,7 @@ def paper_values(args, encoder):
 
 
 def differences(values, pairs):
-    """A column "one − other" for each of the pairs of systems that are there; rounded as printed,
-    so that a table's arrows agree with its numbers."""
+    """A column "one − other" for each of the pairs that are there, rounded as it is printed."""
     values, found = values.drop(MEAN).round(2), {}
     for one, other in pairs:
         if {one, other} <= {*values}:

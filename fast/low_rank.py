@@ -17,8 +17,7 @@ def low_rank(fusion, h, adapters, form, many_tokens=None):
     """h [B, T, d] -> o [B, T, d], without ever forming the d numbers of a z_n, which is
     U_n a_n + b_n with an a_n of only r numbers. For each token that takes about 3·d² + 3·N·r·d
     multiply-adds in place of (2·N + 1)·d² + 2·N·r·d. Three matrices hold all adapters side by side,
-    see docs/figures/low_rank.svg. R = Σ r_n + N counts the columns of every U_n, and then one for
-    each b_n.
+    see docs/figures/low_rank.svg. R = Σ r_n + N counts the columns of every U_n, and every b_n.
 
         a           [B, T, R]  a_1 … a_N of each token, then a 1 for each b_n
         U           [d, R]     U_1 … U_N, then b_1 … b_N
@@ -44,8 +43,7 @@ def low_rank(fusion, h, adapters, form, many_tokens=None):
     a = F.pad(a, (0, len(adapters)), value=1.0)  # [B, T, R]
     ups = [adapter.up for adapter in adapters]
     U = torch.cat([up.weight for up in ups] + [up.bias[:, None] for up in ups], 1).to(a.dtype)
-    # A product with membership sums over the columns of each adapter. A product with its transpose
-    # repeats each adapter's number for all of its columns.
+    # a product with membership sums over an adapter's columns, one with its transpose repeats s_n
     identity = torch.eye(len(ups), dtype=a.dtype, device=a.device)  # [N, N]
     owners = [identity[n].expand(up.in_features, -1) for n, up in enumerate(ups)]  # [r_n, N] each
     membership = torch.cat([*owners, identity])  # [R, N]
@@ -90,9 +88,8 @@ def choose_form(fusion, adapters, norm, paper_fusion, known_adapters):
 
 @torch.no_grad()
 def check_adapters(adapters, norm, known_adapters):
-    """Raises, or notes, what `choose_form` says: all are computed, in fp32, on random f and x, and
-    compared to a relative 1e-4. `norm_after` is no difference: a fusion leaves it out, as adapters
-    1.3 does."""
+    """Raises, or notes, what `choose_form` says; all are computed, in fp32, on random f and x.
+    `norm_after` is no difference: a fusion leaves it out, as adapters 1.3 does."""
     random, shape = torch.Generator().manual_seed(0), (2, 3, len(norm.weight))
     f, x = (torch.randn(shape, generator=random, dtype=torch.float32) for _ in range(2))
     around_z = {}  # {name: input, residual, and an output that shows how the adapter ends}
@@ -118,8 +115,7 @@ def compare_forms(modules):
     """The form of `low_rank` that gives what `textbook` gives, "joint" or else "apart", or None.
     Both are computed for random h [B, T, d], at weights close to these (what agrees there does so
     later, trained or loaded), in training and evaluation, and must draw equally many random
-    numbers. modules: a copy, which is changed, of the fusion and then its adapters, as
-    `copy_to_cpu` makes it"""
+    numbers. modules: the fusion and then its adapters, from `copy_to_cpu`, which are changed"""
     random = torch.Generator().manual_seed(0)  # so that a run decides the same when it is loaded
     for tensor in [*modules.parameters(), *modules.buffers()]:
         if tensor.is_floating_point():  # a new one may start at a value that has no effect
@@ -154,8 +150,7 @@ def is_near(right, found):
 
 
 def copy_to_cpu(modules):
-    """A copy in fp32 of all that the modules reach: also of a parameter that they share through a
-    tuple, which `Module.float` does not see."""
+    """A copy in fp32 of all that they reach: `Module.float` misses what is shared by a tuple."""
     reached = {}  # {id of an original: its copy}
     copies = deepcopy(modules, reached)
     for x in reached.values():

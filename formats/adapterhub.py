@@ -113,8 +113,7 @@ def is_attention(tensors):
 
 
 def slot_tensors(modules):
-    """{(path of the slot, name in the file): tensor} of {(layer, location): module}, an adapter's
-    or a fusion's: all parameters and buffers."""
+    """{(slot's path, name in the file): tensor} of {(layer, location): module}, buffers included"""
     tensors = {}
     for key, module in modules.items():
         state = module.state_dict(keep_vars=True)
@@ -200,8 +199,7 @@ class Saved:
         return classes[name], self.options["fields"]
 
     def copy_into(self, tensors, unused=()):
-        """Copies the saved tensors into those of {(slot, part): tensor}. unused: slots whose saved
-        tensors need no place."""
+        """Copies the tensors into those of {(slot, part): tensor}, but for `unused` slots'."""
         found = {key: tensor for key, tensor in self.tensors.items() if key[0] not in unused}
         files.check_names({*map(".".join, tensors)}, {*map(".".join, found)})
         with torch.no_grad():

@@ -37,16 +37,14 @@ def choose_device(device, dtype, cuda_graphs=False):
 
 
 def has_bf16(device):
-    """Whether a device ("cpu", "cuda" or "mps") has bfloat16 in its hardware. Where it is emulated,
-    float32 is faster."""
+    """Whether a device ("cpu", "cuda", "mps") computes bfloat16 itself: emulated, it is slower."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device == "cpu" and (CPU.get("avx512_bf16", False) or CPU.get("amx_bf16", False))
 
 
 def set_deterministic(device):
-    """The same bits twice on a GPU, too; for training, before its first product. An operation that
-    has no such form raises RuntimeError, which names it."""
+    """The same bits twice on a GPU, too, or a RuntimeError that names the operation."""
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -26,8 +26,7 @@ from runtime.processes import CPU
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = "torch numpy tokenizers safetensors".split()
-# Options that say where things are and how to compute: a run that is resumed may have others. What
-# decides about the result is compared by its digest.
+# Where things are, and how to compute: under --resume, they may differ. Digests are compared.
 MAY_DIFFER = """out resume overwrite device cuda_graphs grad_accumulation model data_dir
     train_file dev_file""".split()
 SKETCH = 1000
@@ -151,8 +150,7 @@ def describe(args, model, tokenizer, adapters, data):
 
 
 def machine(device):
-    """Where a run was computed, and with what. commit: of this repository, with -dirty behind it
-    where changes are not committed; None without one."""
+    """Where a run was computed, and with what; of the repository the commit, or None."""
     amx = ", AMX" if CPU.get("amx_bf16") else ""
     command = "git --git-dir=.git --work-tree=. --no-optional-locks describe"
     command = f"{command} --always --dirty --abbrev=40 --exclude=*".split()

@@ -22,8 +22,7 @@ from runtime.processes import all_reduce, deferred_signals, gather, ranks, start
 from runtime.record import first_difference, what_decides
 
 SAVE_MINUTES = 5  # between two checkpoints within an epoch
-# What a run clears, in this order. Its run.json stays until it is replaced: without one, a
-# directory is not taken for a run's.
+# What a run clears, in this order; by its run.json, a directory is known to be a run's.
 RUN_FILES = "resume.pt metrics.json log.jsonl adapters heads model.safetensors config.json".split()
 RUN_FILES += [n for kind in (ADAPTER, HEAD, FUSION) for n in (*kind.weights, kind.config)]
 RUN_FILES += ["own.safetensors", *TOKENIZER_FILES]
@@ -173,10 +172,9 @@ class Run:
         print(f"{self.record['summary']}; run directory {self.out}", flush=True)
 
     def after_step(self, loss):
-        """Shows the progress. Saves the state when it is due; after a signal to any of the
-        processes it saves, and raises KeyboardInterrupt. Raises FloatingPointError if the loss is
-        not finite, which is looked at in every tenth step, and in an epoch's last. loss: what this
-        process has of the batch's loss."""
+        """Shows the progress. Saves the state when it is due; after a signal to any process it
+        saves, and raises KeyboardInterrupt. Raises FloatingPointError if the loss is not finite,
+        as every tenth step sees, and an epoch's last. loss: this process's share of the batch's"""
         steps = self.record["steps_per_epoch"]
         self.loss += all_reduce(loss)
         if self.bar is None:
@@ -199,8 +197,7 @@ class Run:
             raise FloatingPointError(f"{problem}: a lower --lr may help")
 
     def log_epoch(self, scores):
-        """A line in log.jsonl and on the screen. scores: what evaluation returned, {name: number,
-        or anything to be logged}"""
+        """A line in log.jsonl and on the screen. scores: {name: number, or anything else}"""
         if self.bar is not None:  # None: the epoch was resumed behind its last step
             self.bar.close()
         self.bar = None
