@@ -81,9 +81,8 @@ def with_needs(cells):
 
 def state_of(cell, of_needs=(), asks_hub=True):
     """ "finished" if its run has ended and every input in its run.json is what lies there now (with
-    asks_hub=False, what is on the hub counts as unchanged); else "to do", or "refused", as by
-    `Run.begin`. of_needs: the states of what it needs. Raises ValueError for a run of another
-    command, unless it is to be overwritten."""
+    asks_hub=False, as far as it is not on the hub); else "to do", or "refused", as by `Run.begin`.
+    of_needs: the states of what it needs. Raises ValueError for a run of another command."""
     if not (cell.out / "metrics.json").is_file():
         return "to do"
     record, options, how = read_run(cell.out), cell.options(), cell.words[-1]
@@ -174,9 +173,8 @@ def run(args, columns, cells):
 
 
 def run_all(todo, args):
-    """Runs each cell once what it needs has ended, --jobs at a time: here each on one of the GPUs,
-    or on --cluster. Returns {name: why it is not finished}. Each is a process of its own: in a
-    ProcessPoolExecutor, a run that is killed would end all others."""
+    """Runs each cell once what it needs has ended, --jobs at a time, on one of the GPUs or on
+    --cluster. Returns {name: why it is not finished}. A kill would end a ProcessPoolExecutor."""
     gpus = ",".join(map(str, range(torch.cuda.device_count())))
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", gpus).split(",")
     jobs, threads = args.jobs or torch.cuda.device_count() or 1, torch.get_num_threads()
@@ -225,8 +223,7 @@ def run_all(todo, args):
 
 
 def outcome(cell, size, status, failed):
-    """What is said of a run that has ended; if it is not finished, `failed` gets the reason: the
-    error in what its log has beyond `size` bytes, where another process may write, too."""
+    """What is said of a run that has ended; `failed` gets the error in its log beyond `size`."""
     if state_of(cell) == "finished":  # also one that diverged: its best epoch is kept
         return f"{100 * row_of({}, cell)['accuracy']:.2f} %{', DIVERGED' * bool(status)}"
     lines = cell.log.read_bytes()[size:].decode(errors="replace").strip().split("\n")
@@ -324,8 +321,7 @@ def end_with_parent():
 
 
 def row_of(place, cell):
-    """What a finished run has measured, and with what. Its accuracy is 0 to 1, or NaN of a
-    regression; of a multi-task run that of the place's task, or without a place the mean."""
+    """What a finished run has measured, and with what; of a regression, accuracy is NaN."""
     result, record = read_json(cell.out / "metrics.json"), read_run(cell.out)
     found = {**record["options"], **record["machine"], **result}
     mean = result.get("accuracy", math.nan)
@@ -334,8 +330,7 @@ def row_of(place, cell):
 
 
 def not_diverged(failed):
-    """All but those that diverged in their first epoch, by the words of `Run.check_finite`. Of one
-    that diverged later, the best epoch is kept: it is finished."""
+    """All but those that diverged in their first epoch, by the words of `Run.check_finite`."""
     return {name: why for name, why in failed.items() if "not finite in epoch 1:" not in why}
 
 

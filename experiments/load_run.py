@@ -30,8 +30,7 @@ from runtime.processes import choose_device, has_bf16, reseed
 from runtime.record import examples_sha256, hashes_of, share_trained_on
 
 # A fusion keeps the weights of its last forward, so one thread at a time computes and reads them.
-# It is no field of a run: that can be pickled, for other processes.
-LOCK = threading.Lock()
+LOCK = threading.Lock()  # no field of a run, which can be pickled
 
 
 def make_parser(name, description):
@@ -145,7 +144,6 @@ class LoadedRun:
         return result
 
     def weights_of(self, batch):
-        """fusion.py's fusion_weights of a batch."""
         with LOCK, self.autocast():
             self.model(batch)
             return fusion_weights(self.bert)
@@ -240,6 +238,5 @@ def restore(model, task, directory, kept, parts):
                 places = [f"adapters/{name or task.name}", f"heads/{task.name}", ""]
                 there = [p for p in places if (directory / p / kinds[word].config).is_file()]
                 adapterhub.read(directory / (there or [""])[0], kinds[word]).copy_into(tensors)
-        needed = without_file(model, kept, parts)
-        check_names(needed.keys(), rest.keys())
+        check_names(without_file(model, kept, parts).keys(), rest.keys())
         model.load_state_dict(rest, strict=False)

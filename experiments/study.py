@@ -75,8 +75,7 @@ def parse(name, description, argv, systems, **defaults):
     add, seeds = parser.add_argument, {"type": command.seed, "nargs": "+"}
     # fmt: off
     add("--tasks", "--target", nargs="+", required=True, help="of the paper, or your own")
-    add("--sources", nargs="+", help="tasks, or adapters: directories (with a slash: ./mine) or "
-        "hub ids; default the tasks")
+    add("--sources", nargs="+", help="tasks, or adapters: ./mine, or hub ids; default the tasks")
     add("--systems", nargs="+", default=systems, metavar="SYSTEM", help=f"default "
         f"{' '.join(systems)}; a wrong one lists all. _ stands for each source")
     add("--model", default=os.environ.get("ADAPTERFUSION_MODEL"), help="as for train.py")
@@ -89,8 +88,7 @@ def parse(name, description, argv, systems, **defaults):
     add("--paired", action="store_true", help="train the sources again with each seed")
     add("--out", type=Path, default=Path("runs", name), help=f"default runs/{name}")
     add("--jobs", type=command.count, help="runs at a time; default one for each GPU, or one")
-    add("--cluster", metavar="ADDRESS", help="of a Dask scheduler, on whose workers the runs run: "
-        "docs/tables.md")
+    add("--cluster", metavar="ADDRESS", help="of a Dask scheduler, for the runs: docs/tables.md")
     add("--overwrite", action="store_true", help="replace runs that another command has made")
     add("--plan", action="store_true", help="list the runs, and run nothing")
     for stage in [*train.STAGES, "source"]:
@@ -118,8 +116,7 @@ def parse(name, description, argv, systems, **defaults):
     for name, place in [named(one) if "/" in one else (one, None) for one in found]:
         name = name or Path(place).name
         if name.lower() in [n.lower() for n in (*args.sources, *(args.tasks if place else ()))]:
-            advice = "NAME=DIR gives a source another name"
-            raise ValueError(f"two adapters would be called {name.lower()!r}: {advice}")
+            raise ValueError(f"two adapters would be called {name.lower()!r}: NAME=DIR renames one")
         args.sources[name] = place
     places = [place for place in args.sources.values() if place]
     for place in places:
@@ -148,8 +145,8 @@ def parse(name, description, argv, systems, **defaults):
 
 
 def cell_of(args, task, name, size, seed, setting=None):
-    """The run of a system, with those that it needs; None if it is none for this task. setting:
-    which of its stage's options, default the chosen ones"""
+    """The run of a system, with those that it needs; None if it is none for this task. setting: the
+    number of its stage's options, default the chosen one"""
     _, stage, options, which = system(name)
     is_joint = stage == "multitask"  # which is a program of its own, and trains all tasks
     needs, adapters, theta = [], [], []

@@ -30,10 +30,8 @@ def low_rank(fusion, h, adapters, form, many_tokens=None):
 
     q·b_K is the same for every n. The softmax ignores that, but the dropout before it does not.
 
-    form         "joint": one product for all D_n, and one activation; "apart": each adapter's own
-                 `bottleneck`
-    many_tokens  whether K U and V U are formed first, which is cheaper where there are more tokens
-                 than columns, the default"""
+    form         "joint": one product for all D_n, one activation; "apart": each its `bottleneck`
+    many_tokens  whether K U and V U are formed first; default if there are more tokens than R"""
     if form == "joint":
         downs = [adapter.down for adapter in adapters]
         D, b_D = torch.cat([D_n.weight for D_n in downs]), torch.cat([D_n.bias for D_n in downs])
@@ -62,8 +60,7 @@ def choose_form(fusion, adapters, norm, paper_fusion, known_adapters):
     """How `low_rank` computes what `fusion.textbook` does: "joint" or "apart", or None if it does
     not, which is noted unless the class has formulas of its own.
 
-    fusion           a new one, over `adapters`, {name: module}, in an AddNorm whose LayerNorm is
-                     `norm`; these modules are not changed
+    fusion           a new one, over `adapters`, {name: module}, beside the LayerNorm `norm`
     paper_fusion     the class whose `textbook` `low_rank` follows
     known_adapters   AdapterHub's kinds of adapters, of which the first is the base of the others
 
@@ -75,11 +72,9 @@ def choose_form(fusion, adapters, norm, paper_fusion, known_adapters):
     norm, copy, *copies = copy_to_cpu(nn.ModuleList([norm, fusion, *adapters.values()]))
     check_adapters(dict(zip(adapters, copies, strict=True)), norm, known_adapters)
     # `low_rank` calls neither of these, so it cannot follow others
-    same_formulas = [type(fusion).textbook is paper_fusion.textbook]
-    for adapter in copies:
-        has_z = getattr(type(adapter), "z", None) is known_adapters[0].z
-        same_formulas.append(has_z and type(adapter.up) is nn.Linear)
-    if not all(same_formulas):
+    z, textbook = known_adapters[0].z, paper_fusion.textbook
+    are_known = [getattr(type(a), "z", None) is z and type(a.up) is nn.Linear for a in copies]
+    if type(fusion).textbook is not textbook or not all(are_known):
         return None
     if (form := compare_forms(nn.ModuleList([copy, *copies]))) is None:
         note("`low_rank` does not compute what `textbook` does, which is used and is slower")
@@ -141,7 +136,6 @@ def compare_forms(modules):
                 found = results(low_rank, form, True) + results(low_rank, form, False)
                 if all(map(is_near, right, found)):
                     return form
-    return None
 
 
 def is_near(right, found):

@@ -123,9 +123,8 @@ def drawn(count, limit, seed):
 def our_rows(rows, names, task_name, columns=None, label="label", has_label=True):
     """[row] with these columns alone, under our names; texts are as `text_of` reads them. names:
     {our name: theirs}, all replaced at the same time, so that two columns can change places;
-    columns: default those of your own task that are not empty. Raises ValueError for a column that
-    no row has, a name that the task does not have, and a column of your own that would go unread.
-    What a row leaves out is empty: so databases write null."""
+    columns: default those of your own task that are not empty. What a row leaves out is empty.
+    Raises ValueError for a column that is not there, is none of the task's, or would go unread."""
     there = dict.fromkeys(name for row in rows for name in row)
     others = OTHER_COLUMNS.get(task_name, {}).items()
     names = {our: other for our, other in others if our not in there and other in there} | names
@@ -289,8 +288,7 @@ def hub_rows(task, split):
 
 
 def plain_label(value):
-    """What decides which class a label is: not case, blanks, characters that cannot be seen, or
-    zeros before an integer; nor which of two ways Unicode has for the same text."""
+    """What decides which class a label is: not case, blanks, hidden characters, leading zeros."""
     text = str(value).lower()
     hidden = {c for c in text if unicodedata.category(c) in ("Cc", "Cf") and not c.isspace()}
     hidden |= {chr(i) for i in range(0xFE00, 0xFE10)}  # which choose a form of what is before them

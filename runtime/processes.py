@@ -13,6 +13,7 @@ from formats.files import error_prefix
 
 # {name: whether the processor has it}; {} with a PyTorch that is too old to say it, as 2.9
 CPU = getattr(torch.cpu, "get_capabilities", dict)()
+STOP = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
 
 
 def choose_device(device, dtype, cuda_graphs=False):
@@ -63,8 +64,7 @@ def is_one_of_several():
 
 
 def start_processes(device):
-    """Connects the processes, if there are several, once each of them has come here. Raises
-    ValueError if the environment does not say where they meet."""
+    """Connects several processes, each of which comes here. May raise ValueError."""
     if is_one_of_several() and not dist.is_initialized():
         with error_prefix("WORLD_SIZE is set: start several processes with torchrun"):
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
@@ -100,9 +100,6 @@ def gather(found):
     if dist.is_initialized():
         dist.all_gather_object(every, found)
     return every
-
-
-STOP = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
 
 
 @contextlib.contextmanager

@@ -94,9 +94,8 @@ def never_predicted(task, labels, predictions):
 
 
 def describe(args, model, tokenizer, adapters, data):
-    """What run.json is to say. adapters: {name: Saved} of --adapters; data: [(task, training set,
-    development set)]. Says what is strange about the data, also if an adapter has seen development
-    examples. Raises ValueError for an adapter that was trained with another tokenizer."""
+    """What run.json is to say; prints what is strange about the data. adapters: {name: Saved}, or a
+    ValueError for another tokenizer; data: [(task, training set, development set)]"""
     bert = model.bert
     inputs = {"encoder": bert.sha256, "tokenizer": tokenizer_sha256(tokenizer)}
     for name, saved in adapters.items():

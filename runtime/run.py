@@ -43,10 +43,8 @@ def is_begun(out):
 def check_out(args):
     """Raises ValueError if a run cannot be written to --out, or would replace what it needs."""
     out = Path(args.out)
-    if not out.is_dir():
-        if os.path.lexists(out):
-            raise ValueError(f"--out {out} is a file, or a link that leads nowhere")
-        return
+    if os.path.lexists(out) and not out.is_dir():
+        raise ValueError(f"--out {out} is a file, or a link that leads nowhere")
     others = {path.name for path in out.glob("[!.]*")} - {*TEMPORARY}
     if others and not (out / "run.json").is_file():
         raise ValueError(f"--out {out} holds other files than a run's: choose a new directory")
@@ -117,9 +115,8 @@ def clear(out, names):
 
 
 class Run:
-    """Where a run is, and what was best so far: all that a checkpoint holds beside the weights and
-    what the optimizer keeps for each of them. Nothing random is in it: the random numbers of a step
-    are a function of its number. `minimize` of train.py moves it on; here it is recorded and saved.
+    """Where a run is, and what was best so far: all that a checkpoint holds beside the state of
+    model and optimizer. `minimize` of train.py moves it on; here it is recorded and saved.
 
     record   what run.json is to say
     kept     the names of the tensors in the model's state that the run keeps
@@ -148,8 +145,7 @@ class Run:
         if not is_new:
             runs = map(what_decides, (read_run(self.out), self.record))
             if difference := first_difference(*runs):
-                advice = "cannot --resume it, --overwrite starts anew"
-                raise ValueError(f"{self.out} holds a run with {difference}: {advice}")
+                raise ValueError(f"{self.out} holds a run with {difference}: it needs --overwrite")
             if (self.out / "metrics.json").exists():
                 self.result = read_json(self.out / "metrics.json")
                 print(f"{self.out} is finished already; its result:", flush=True)
@@ -228,8 +224,7 @@ class Run:
             note(f"no gradient has reached {len(idle)} trained parameters in epoch 1: {names:.200}")
 
     def finish(self, record):
-        """Makes the run a finished one, once the files of the best epoch are there. Returns the
-        closing line; for a run that has diverged it raises the error. record: run.json's content"""
+        """Makes the run a finished one. Returns the closing line, or raises why it has diverged."""
         shown = "stage task seed model train_examples dev_examples trained_parameters".split()
         known = {**record, **record["options"]}
         result = {name: known[name] for name in shown} | {"best_epoch": self.best_epoch}
@@ -277,7 +272,6 @@ class Run:
         all_reduce(torch.zeros(()))  # no process ends before it is written
 
     def restore(self, saved):
-        """Puts everything back to where a checkpoint was."""
         if [*saved["own"]] != [*self.kept_tensors()]:
             raise ValueError(f"{self.out}: other parameters were trained: cannot --resume it")
         self.model.load_state_dict(saved["own"], strict=False)
