@@ -149,7 +149,7 @@ FUSIONS |= {"scalearn_uniform": ScaLearnUniform, "router": Router}
 
 
 def soup(args, bert, task):
-    """AdapterSoup (Chronopoulou et al., 2023): the average of the given adapters; frozen, saved."""
+    """AdapterSoup (Chronopoulou et al., 2023): the given adapters' average, frozen and saved."""
     sources = [adapter_modules(bert, name) for name in bert.adapter_configs]
     configs = [*bert.adapter_configs.values()]
     if not configs or any(config != configs[0] for config in configs):

@@ -22,7 +22,7 @@ from runtime.processes import choose_device, set_deterministic
 
 
 def differences(run, scores):
-    """ "accuracy 1.0, now 0.2" where metrics.json differs, on other machines beyond rounding."""
+    """ "accuracy 1.0, now 0.2": where metrics.json differs, elsewhere by more than rounding."""
     metrics, machine = read_json(run.directory / "metrics.json"), run.record["machine"]
     before = {"loss": metrics["dev_loss"]} | metrics
     if "accuracies" in metrics:  # of several tasks

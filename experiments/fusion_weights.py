@@ -93,7 +93,7 @@ def rows_of(run, target, means):
 
 
 def heat_map(axes, values, rows, columns, top=1.0):
-    """Draws a tensor [rows, columns] of 0 .. top, with its numbers; NaN is blank. Its image"""
+    """Draws a tensor [rows, columns] of 0 .. top, with numbers; NaN is blank. Returns the image."""
     image = axes.imshow(values.numpy(), cmap=COLOURS, vmin=0, vmax=top, aspect="auto")
     for y, row in enumerate(values.tolist()):
         for x, value in enumerate(row):

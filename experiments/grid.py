@@ -158,7 +158,7 @@ def plan(cells):
 def run(args, columns, cells):
     """Runs what is not finished of {place: its cell}, and of what these need, --jobs at a time. A
     place has a value for each of `columns`. Returns (a DataFrame with a row for each finished
-    place, {name: reason} of failed cells). Raises KeyboardInterrupt once the runs are saved."""
+    place, {name: reason} of failed cells). After a signal, raises KeyboardInterrupt."""
     states, every = states_of(cells.values()), with_needs(cells.values())
     todo = [every[name] for name, state in states.items() if state != "finished"]
     if every:

@@ -105,7 +105,7 @@ def multitask_batches(args, train_sets, epoch):
 
 
 def schedule(done):
-    """Linearly from 0 to 1, at once to 1 - WARMUP, and linearly down to 0: as in Google's BERT."""
+    """Linearly from 0 to 1, then at once to 1 - WARMUP, then linearly to 0, as in Google's BERT."""
     return done / WARMUP if done < WARMUP else 1 - done
 
 

@@ -25,7 +25,7 @@ SLOT = r"(?:\w+\.)?((?:embeddings|encoder\.layer\.\d+)(?:\.[a-z_]+)*)"
 WORD = r"(?:adapters|layer_text_task_adapters|attention_text_task_adapters|adapter_fusion_layer)"
 TENSOR = re.compile(rf"(?:{SLOT}\.{WORD}|(heads))\.([^.]+)\.(\w+(?:\.\w+)*)")
 
-# What its bottleneck adapters have beyond the paper's grid, without effect; the paper's fusion
+# What AdapterHub's adapters have beyond the paper's grid, without effect; the paper's fusion
 DEFAULTS = files.read_json(Path(__file__).with_name("adapterhub.json"))
 NOT_IN_THE_PAPER, FUSION_CONFIG = DEFAULTS["adapter"], DEFAULTS["fusion"]
 GRID_FIELDS = DEFAULTS["grid"]  # the names of the other fields

@@ -23,7 +23,7 @@ KNOWN = read_json(Path(__file__).with_name("tokenizer_fields.json"))
 
 def load_tokenizer(directory, max_length, config=None):
     """An encoder's tokenizer: of two texts [CLS] a [SEP] b [SEP], or <s> a </s></s> b </s>, cut to
-    `max_length` tokens, the longer text first. config: the encoder's, which must have them all."""
+    `max_length` tokens, the longer text first. config: the encoder's, which must embed them all."""
     directory = Path(directory)
     path, vocab = directory / "tokenizer.json", directory / "vocab.txt"
     if not is_file(path) and not is_file(vocab):
@@ -139,7 +139,7 @@ def wordpiece(path, options):
         if f"[{name.upper()}]" in vocab:
             options.setdefault(f"{name}_token", [{"content": f"[{name.upper()}]"}])
     if "do_lower_case" not in options:
-        # as nearly all of the vocabulary is; a few entries among thousands were added to it later
+        # texts are cased as nearly all of the vocabulary is; a few entries were added to it later
         strip = BertNormalizer(False, False, strip_accents=True, lowercase=False).normalize_str
         words = [word for word in vocab if not re.fullmatch(r"\[.*\]|<.*>", word)]
         few = max(1, len(words) // 100)
