@@ -7,8 +7,7 @@
 
 As in fusion.py, z_n is the output of adapter n without its residual, which is added once, to o, and
 h is what the adapters read. Kinds without Q and K keep as s what a token gives to each adapter, for
-`fusion_weights`; where no softmax makes it, it does not sum to 1. Even weights with V are in
-examples/mean_fusion.py."""
+`fusion_weights`; where no softmax makes it, it does not sum to 1."""
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +19,7 @@ from fusion import FUSIONS, Fusion, add_fusion
 
 
 class Sum(Fusion):
-    """o = Σ_n z_n: as in task arithmetic (Ilharco et al., 2023), but of outputs, not of weights.
-    Only the head is trained."""
+    """o = Σ_n z_n: task arithmetic (Ilharco et al., 2023) of outputs. Only the head is trained."""
 
     def __init__(self, adapter_names, hidden_size, dropout):
         nn.Module.__init__(self)  # without Q, K and V
@@ -46,8 +44,7 @@ class Average(Sum):
 
 
 class ValueOfSum(Sum):
-    """o = V Σ_n z_n, with the paper's V and its start: the sum, with as many parameters as even
-    weights with V have."""
+    """o = V Σ_n z_n, with the paper's V and its start: even weights with V, but for their 1/N."""
 
     def __init__(self, adapter_names, hidden_size, dropout):
         Fusion.__init__(self, adapter_names, hidden_size, dropout)
@@ -96,8 +93,7 @@ class Router(Sum):
         return self.gate(h).softmax(-1)[..., None]  # [B, T, N, 1]
 
     def penalty(self):
-        """Their balance term, w · CV² of what each adapter is given in a batch, over real tokens,
-        with w = 0.01. It is 0 if all are given the same, and trains this W alone."""
+        """Their balance term, 0.01 · CV² of each adapter's share of a batch, which trains W."""
         s = self.gate(self.h.to(self.gate.weight.dtype)).softmax(-1)  # [B, T, N]
         mask = self.attention_mask  # [B, T]
         is_real = torch.ones_like(s[..., 0]) if mask is None else mask
@@ -116,17 +112,15 @@ class Gates(Fusion):
 
 
 class Scaled(Fusion):
-    """Scores over √d (Vaswani et al., 2017), which the paper leaves out. It starts as attention
-    does, near 1/N, and nearer."""
+    """Scores over √d (Vaswani et al., 2017), which the paper leaves out: s starts nearer to 1/N."""
 
     def softmax(self, q_k):
         return super().softmax(q_k / self.query.in_features**0.5)
 
 
 class SlowScores(Fusion):
-    """Attention whose Q and K move at a twentieth of the learning rate, and V at all of it. AdamW
-    moves every parameter by about the rate, whatever its size. So here Q and K are held, and start,
-    20 times as large, and the scores are divided by 20²: the function is the paper's."""
+    """Attention whose Q and K move at a twentieth of the learning rate. AdamW moves a parameter by
+    the rate, whatever its size: so both are 20 times as large, and scores are divided by 20²."""
 
     factor = 20
 
@@ -141,8 +135,7 @@ class SlowScores(Fusion):
 
 
 class TopOne(Fusion):
-    """o = V z_k with the largest s_k. The gradient is that of all s, straight through the choice
-    (Bengio et al., 2013)."""
+    """o = V z_k with the largest s_k, but the gradient is that of all s (Bengio et al., 2013)."""
 
     def softmax(self, q_k):
         s = super().softmax(q_k)
@@ -156,8 +149,7 @@ FUSIONS |= {"scalearn_uniform": ScaLearnUniform, "router": Router}
 
 
 def soup(args, bert, task):
-    """AdapterSoup (Chronopoulou et al., 2023): one adapter whose weights are the average of the
-    others', here of all that are given. Only the head is trained; the adapter is saved."""
+    """AdapterSoup (Chronopoulou et al., 2023): the given adapters' average, frozen and saved."""
     sources = [adapter_modules(bert, name) for name in bert.adapter_configs]
     configs = [*bert.adapter_configs.values()]
     if not configs or any(config != configs[0] for config in configs):
@@ -178,6 +170,5 @@ def joint(args, bert, task):
             p.requires_grad_(True)
 
 
-OF_FUSION = train.STAGES["fusion"]["options"]
 train.STAGES["soup"] = {"lr": 1e-3, "epochs": 30, "build": soup, "options": ["adapters"]}
-train.STAGES["joint"] = {"lr": 5e-5, "epochs": 10, "build": joint, "options": OF_FUSION}
+train.STAGES["joint"] = {**train.STAGES["fusion"], "build": joint}

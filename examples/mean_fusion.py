@@ -4,8 +4,7 @@
         --adapters runs/mnli runs/rte
     python -m experiments.evaluate runs/fusion-rte --import examples.mean_fusion
 
-o = V (1/N) Σ_n z_n, where V is trained as in the paper. AdapterSoup (Chronopoulou et al., 2023)
-averages the adapters' weights instead, which is another function."""
+o = V (1/N) Σ_n z_n, where V is trained as in the paper. AdapterSoup averages weights instead."""
 
 import torch
 

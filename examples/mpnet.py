@@ -36,9 +36,8 @@ class MPNet(Roberta):
 
 
 def bucket_of(distance):
-    """The row of the table for each distance, as in T5 (Raffel et al., 2020): each direction has
-    16 rows, 8 for one distance each (0, 1, 2, …), the others for ranges that grow geometrically up
-    to 128; the last one is for everything beyond, too."""
+    """The row of the table for each distance, as in T5 (Raffel et al., 2020): each direction has 8
+    for one distance each, 8 for ranges that grow geometrically up to 128, and on in the last."""
     n = distance.abs()
     far = torch.log(n.clamp(min=1).float() / 8) / torch.tensor(16.0).log()  # 16 = 128 / 8
     far = (8 + (8 * far).long()).clamp(max=15)

@@ -17,6 +17,9 @@ import torch.nn.functional as F
 
 from data import TASKS, Task
 
+# not all that float reads: 1_5, inf, digits of other scripts
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
+
 
 def pearson(labels, predictions):
     """Their correlation, -1 to 1, or 0 if either is constant; labels, predictions: [examples]"""
@@ -26,26 +29,18 @@ def pearson(labels, predictions):
 
 
 def squared_error(logits, labels):
-    """[B, 1] and [B] -> the mean"""
-    return F.mse_loss(logits[:, 0], labels)
+    return F.mse_loss(logits[:, 0], labels)  # of [B, 1] and [B]
 
 
 def number_of(logits):
-    """[B, 1] -> [B]"""
-    return logits[:, 0]
-
-
-NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?"
+    return logits[:, 0]  # [B, 1] -> [B]
 
 
 class Regression(Task):
     bounds = -math.inf, math.inf
 
     def label_index(self, value):
-        # not what float reads beside numbers: True, 1_5, digits of other scripts
-        is_number = not isinstance(value, bool) and re.fullmatch(
-            NUMBER, str(value).strip(), re.ASCII
-        )
+        is_number = NUMBER.fullmatch(str(value).strip())  # str(True) is none
         number, (least, most) = float(value) if is_number else math.nan, self.bounds
         if not (math.isfinite(number) and least <= number <= most):
             raise ValueError(f"label {value!r:.100} is not a number from {least} to {most}")

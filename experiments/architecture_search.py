@@ -56,8 +56,7 @@ r = 16 where a layer has two adapters (both, houlsby), r = 8 where it has one.""
 
 def add_systems(step, best):
     """Puts each option of a step, at each reduction factor, into study.SYSTEMS; with the first step
-    also the architectures of others, and Full. Returns {system: (step, option, factor)}. best:
-    [FIELD=VALUE] of the steps before, with which an option must be possible and change something"""
+    also OTHERS, and Full. Returns {system: (step, option, factor)}. best: [FIELD=VALUE] so far"""
     options, found, default = {}, {}, vars(AdapterConfig())
     for option, words in STEPS[step].items():
         with contextlib.suppress(ValueError):  # f + x, where the adapter reads f

@@ -122,10 +122,9 @@ def measure(side, row, root, batch_size, device, dtype):
 
 def run(python, *given):
     """What `measure` prints in a process of its own"""
-    own = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(torch.get_num_threads())}
     code = f"from experiments.benchmark import measure; measure(*{given})"
-    words, env = [python, "-c", code], {**os.environ, **own}
-    done = subprocess.run(words, capture_output=True, text=True, env=env)
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=env)
     if done.returncode != 0:
         raise ValueError(f"{given[0]}: {done.stderr[-300:]}")
     return json.loads(done.stdout.splitlines()[-1])

@@ -25,9 +25,8 @@ def main(argv=None):
     if len(rows):
         study.figure(args.out / "composition.png", rows)
         for (task, size), of in rows.groupby(["task", "limit_train"], sort=False):
-            parts.append(f"## {task}, {size or 'all'} training examples")
-            parts.append(report.markdown(*study.table(of)))
-            parts += study.caveats(args, of)
+            title = f"## {task}, {size or 'all'} training examples"
+            parts += [title, report.markdown(*study.table(of)), *study.caveats(args, of)]
     study.write_results(args, "composition", rows, parts)
     grid.end(failed)
 

@@ -22,17 +22,15 @@ from runtime.processes import choose_device, set_deterministic
 
 
 def differences(run, scores):
-    """Where {score: value} and metrics.json differ: "accuracy 1.0, now 0.2", or "". On the machine
-    of the training all is the same to the bit; elsewhere sums are taken in another order."""
+    """ "accuracy 1.0, now 0.2": where metrics.json differs, elsewhere by more than rounding."""
     metrics, machine = read_json(run.directory / "metrics.json"), run.record["machine"]
     before = {"loss": metrics["dev_loss"]} | metrics
     if "accuracies" in metrics:  # of several tasks
         before = {"accuracy": metrics["accuracies"].get(run.task.name)}
     here, dtype = record.machine(run.bert.device), run.record["options"]["dtype"]
     is_same = all(machine[name] == here[name] for name in ("device", "processor", "threads"))
-    rounding = 1e-2 if dtype == "bfloat16" else 1e-4
-    if is_same and run.args.dtype == dtype:
-        rounding = 0
+    is_same &= run.args.dtype == dtype
+    rounding = 0 if is_same else 1e-2 if dtype == "bfloat16" else 1e-4
     found = []
     for name, now in scores.items():
         then = before.get(name, now)
@@ -71,9 +69,8 @@ def main(argv=None):
     if split == "validation" and not run.is_own(split, examples):
         print("note: these are not the development examples of the training")
     elif split == "validation" and (found := differences(run, {**scores, "loss": loss})):
-        since = f"has changed since (commit {run.record['machine']['commit']})"
-        why = f"the code, a library, or a value that is not saved {since}"
-        print(f"note: metrics.json has {found}: {why}")
+        since = f"since (commit {run.record['machine']['commit']})"
+        print(f"note: metrics.json has {found}: code, library or an unsaved value changed {since}")
     if "macro_f1" in scores:  # labels are classes, not choices' numbers, or a regression's
         counts = pd.crosstab(labels.numpy(), predictions.numpy())
         counts = counts.rename(lambda k: f"{k} {task.labels[k]}")

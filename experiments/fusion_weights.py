@@ -24,8 +24,7 @@ from formats.files import note, read_json
 from fusion import active_fusions
 from runtime.command import run_command
 
-# Lightness rises with the weight, so it can be read in grey and with any colour vision. In the
-# middle black and white text have the same contrast.
+# Lightness rises with the weight; in the middle, black and white text have the same contrast.
 COLOURS, MIDDLE = "cividis", 0.465
 # Columns of weights.csv, which has a row for each adapter in each layer
 COLUMNS = "run target own accuracy own_accuracy layer location adapter weight".split()
@@ -39,9 +38,8 @@ mean of the layers before the last; in the last layer."""
 
 @torch.inference_mode()
 def mean_weights(run, examples, all_tokens=False):
-    """{(layer, location): [N]}: the fusion weights of a LoadedRun, averaged over all tokens of
-    [Example] but the padding; in the last layer over [CLS], unless all_tokens. N is in the order of
-    run.adapters, and 0 for an adapter that is not in the layer."""
+    """{(layer, location): [N]}: a LoadedRun's fusion weights, averaged over all tokens of [Example]
+    but the padding; in the last layer over [CLS], unless all_tokens. N: as run.adapters"""
     sums, counts = defaultdict(float), Counter()
     last = None if all_tokens else len(run.bert.layers) - 1
     for indices in batches(examples, 64):
@@ -55,9 +53,8 @@ def mean_weights(run, examples, all_tokens=False):
 
 
 def own_adapter(run):
-    """The name of the fused adapter that was trained on the target's training examples, by their
-    digest in its run.json. Without one, and of one task among several, it is told by its name.
-    None, and a note, if that is none, or not one alone."""
+    """The name of the fused adapter that was trained on the target's training examples, by the
+    digest in its run.json, or else its name; None, and a note, if that is not one alone."""
     records = {name: read_run(run.directory / "adapters" / name) for name in run.adapters}
     task, own = run.task.name, []
     for name, record in records.items():
@@ -72,16 +69,13 @@ def own_adapter(run):
 
 
 def own_accuracy(run, own):
-    """The development accuracy of the own adapter's run, if that is where it was, unchanged, and
-    has the same development set."""
+    """The own adapter's development accuracy, if its run is there, unchanged, on the same set."""
     record = read_run(run.directory / "adapters" / str(own))
-    out, name = Path(record.get("options", {}).get("out", "")), run.task.name
+    out, inputs = Path(record.get("options", {}).get("out", "")), run.record["inputs"]
     if own is not None and (out / "metrics.json").is_file() and (out / ADAPTER.config).is_file():
-        if read(out, ADAPTER).sha256() == run.record["inputs"][f"adapter {own}"]:
-            ours, theirs = (
-                of["inputs"].get(f"development examples of {name}") for of in (run.record, record)
-            )
-            if theirs == ours:
+        if read(out, ADAPTER).sha256() == inputs[f"adapter {own}"]:
+            dev_set = f"development examples of {run.task.name}"
+            if record["inputs"].get(dev_set) == inputs[dev_set]:
                 return read_json(out / "metrics.json").get("accuracy", math.nan)
             note(f"{run.directory}: no gain, for {out} has another development set")
     return math.nan
@@ -94,14 +88,12 @@ def rows_of(run, target, means):
     place = [str(run.directory), target, own, accuracy, own_accuracy(run, own)]
     for (layer, location), fusion in active_fusions(run.bert).items():
         s = dict(zip(run.adapters, means[layer, location].tolist(), strict=True))
-        for name in fusion.adapter_names:
-            rows.append([*place, layer + 1, location, name, s[name]])
+        rows += [[*place, layer + 1, location, name, s[name]] for name in fusion.adapter_names]
     return pd.DataFrame(rows, columns=COLUMNS)
 
 
 def heat_map(axes, values, rows, columns, top=1.0):
-    """Draws fusion weights, a tensor [rows, columns] of 0 .. top, with their numbers; a cell is
-    blank where it has NaN. Returns the image, for a colour bar."""
+    """Draws a tensor [rows, columns] of 0 .. top, with numbers; NaN is blank. Returns the image."""
     image = axes.imshow(values.numpy(), cmap=COLOURS, vmin=0, vmax=top, aspect="auto")
     for y, row in enumerate(values.tolist()):
         for x, value in enumerate(row):
@@ -152,8 +144,7 @@ def draw(rows, out):
 
 
 def summary(rows):
-    """(rows, header) of summary.txt, a row for each target, see LEGEND; and [what a table cannot
-    say]: where s is no distribution, and section 6's own weight against gain"""
+    """(rows, header) of summary.txt, a row for each target, see LEGEND; and [a line below it]"""
     lines, notes = [], []
     for target, of in rows.groupby("target", sort=False):
         s = of.pivot(index=["layer", "location"], columns="adapter", values="weight").fillna(0)
@@ -163,8 +154,8 @@ def summary(rows):
         spread = (s * -s.where(s > 0, 1).map(math.log)).sum(axis=1).map(math.exp)
         if (s < 0).any(axis=None) or (sums - 1).abs().max() > 0.02:  # which is more than rounding
             spread *= math.nan
-            found = f"NO DISTRIBUTION, but adds up to {sums.min():.2f} to {sums.max():.2f}"
-            notes.append(f"{target}: s is {found}: do not compare with a softmax's")
+            found = f"its sums are {sums.min():.2f} to {sums.max():.2f}, not a softmax's"
+            notes.append(f"{target}: s is NO DISTRIBUTION: {found}")
         line = [target, means.idxmax(), means.max(), own, means.get(own), 100 * accuracy]
         gain = 100 * (accuracy - of_own)
         lines.append([*line, gain, spread[~is_last].mean(), spread[is_last].mean()])

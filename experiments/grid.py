@@ -79,31 +79,26 @@ def with_needs(cells):
     return {cell.name: cell for cell in every.values()}
 
 
-def record_of(cell):
-    """The run.json of its run if that has ended, else {}. Raises ValueError for another command's
-    run, unless it is to be overwritten."""
+def state_of(cell, of_needs=(), asks_hub=True):
+    """ "finished" if its run has ended and every input in its run.json is what lies there now (with
+    asks_hub=False, as far as it is not on the hub); else "to do", or "refused", as by `Run.begin`.
+    of_needs: the states of what it needs. Raises ValueError for a run of another command."""
     if not (cell.out / "metrics.json").is_file():
-        return {}
-    record = read_run(cell.out)
+        return "to do"
+    record, options, how = read_run(cell.out), cell.options(), cell.words[-1]
     words = [w for w in shlex.split(record["machine"]["command"])[1:] if w not in HOW]
-    if difference := cell._replace(words=[*words, cell.words[-1]]).difference(cell.words):
-        if cell.words[-1] == "--overwrite":
-            return {}
+    difference = cell._replace(words=[*words, how]).difference(cell.words)
+    if difference and how == "--resume":
         problem = f"{cell.out} is a finished run with {difference}"
         raise ValueError(f"{problem}: --overwrite trains it again, another --out keeps it")
-    return record
-
-
-def is_finished(cell, record, asks_hub=True):
-    """Whether it has ended, see `record_of`, and every input in its run.json is what lies there
-    now; with asks_hub=False, what is on the hub counts as unchanged."""
-    if not record:
-        return False
-    options = cell.options()
+    if difference or "to do" in of_needs:
+        return "to do"
     now = record["inputs"] | inputs_now(options, asks_hub)
     for name in record["tasks"]:
         now |= data_now(options, name)
-    return now == record["inputs"]
+    if now != record["inputs"]:
+        return "refused" if how == "--resume" else "to do"
+    return "to do" if "refused" in of_needs else "finished"
 
 
 def stamp(*places):
@@ -113,8 +108,7 @@ def stamp(*places):
 
 
 def inputs_now(options, asks_hub):
-    """{input: digest} of encoder and adapters, as a new run would record them; with asks_hub=False,
-    of those in directories."""
+    """{input: digest} of encoder and adapters now; with asks_hub=False, of those in directories."""
     now, model_type = {}, None
     if asks_hub or Path(options.model).is_dir():
         if (key := stamp(options.model)) not in KEPT:
@@ -143,34 +137,30 @@ def data_now(options, name):
     return data_inputs(name, train_set, dev_set[drawn(len(dev_set), options.limit_dev, 0)])
 
 
-def unfinished(cells, asks_hub=True):
-    """[cell] of those, and of all that they need, that have to be run"""
-    todo = {}
+def states_of(cells, asks_hub=True):
+    """{name: its state} of `with_needs`; raises ValueError before any run begins."""
+    states = {}
     for name, cell in with_needs(cells).items():
-        record = record_of(cell)  # or an error, before any run begins
-        if any(need.name in todo for need in cell.needs) or not is_finished(cell, record, asks_hub):
-            todo[name] = cell
-    return [*todo.values()]
+        states[name] = state_of(cell, {states[need.name] for need in cell.needs}, asks_hub)
+    return states
 
 
 def plan(cells):
     """Lists the runs, and ends the command. Nothing is downloaded."""
-    todo = unfinished(cells, asks_hub=False)
+    states = states_of(cells, asks_hub=False)
     for name, cell in with_needs(cells).items():
-        state, record = "to do" if cell in todo else "finished", record_of(cell)
-        if record and cell.words[-1] == "--resume" and not is_finished(cell, record, False):
-            state = "refused"  # by `Run.begin`
-        print(f"{state:8} {name}: {shlex.join(cell.words)}")
-    print(f"{len(todo)} to do; where options are to be chosen, as if the first were the best")
+        print(f"{states[name]:8} {name}: {shlex.join(cell.words)}")
+    count = sum(state != "finished" for state in states.values())
+    print(f"{count} to do; where options are to be chosen, as if the first were the best")
     sys.exit(0)
 
 
 def run(args, columns, cells):
     """Runs what is not finished of {place: its cell}, and of what these need, --jobs at a time. A
     place has a value for each of `columns`. Returns (a DataFrame with a row for each finished
-    place, {name: reason} of failed cells). After a signal, raises KeyboardInterrupt once the runs
-    have saved their state."""
-    todo, every = unfinished(cells.values()), with_needs(cells.values())
+    place, {name: reason} of failed cells). After a signal, raises KeyboardInterrupt."""
+    states, every = states_of(cells.values()), with_needs(cells.values())
+    todo = [every[name] for name, state in states.items() if state != "finished"]
     if every:
         counts = f"{len(todo)} of {len(every)} runs to do"
         print(f"{counts}; finished ones are kept, also after an edit of code", flush=True)
@@ -183,9 +173,8 @@ def run(args, columns, cells):
 
 
 def run_all(todo, args):
-    """Runs each cell once what it needs has ended, --jobs at a time: here each on one of the GPUs,
-    or on --cluster. Returns {name: why it is not finished}. Each is a process of its own: in a
-    ProcessPoolExecutor, a run that is killed would end all others."""
+    """Runs each cell once what it needs has ended, --jobs at a time, on one of the GPUs or on
+    --cluster. Returns {name: why it is not finished}. A kill would end a ProcessPoolExecutor."""
     gpus = ",".join(map(str, range(torch.cuda.device_count())))
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", gpus).split(",")
     jobs, threads = args.jobs or torch.cuda.device_count() or 1, torch.get_num_threads()
@@ -234,9 +223,8 @@ def run_all(todo, args):
 
 
 def outcome(cell, size, status, failed):
-    """What is said of a run that has ended; if it is not finished, `failed` gets the reason: the
-    error in what its log has beyond `size` bytes, where another process may write, too."""
-    if is_finished(cell, record_of(cell)):  # also one that diverged: its best epoch is kept
+    """What is said of a run that has ended; `failed` gets the error in its log beyond `size`."""
+    if state_of(cell) == "finished":  # also one that diverged: its best epoch is kept
         return f"{100 * row_of({}, cell)['accuracy']:.2f} %{', DIVERGED' * bool(status)}"
     lines = cell.log.read_bytes()[size:].decode(errors="replace").strip().split("\n")
     lines += [line for line in lines if line.startswith(("train.py: ", "multitask: "))]
@@ -246,8 +234,7 @@ def outcome(cell, size, status, failed):
 
 @contextlib.contextmanager
 def on_cluster(address, out):
-    """The concurrent.futures.Executor of a Dask cluster. Raises ValueError for a scheduler, or a
-    worker, that cannot do what is submitted to it."""
+    """The Executor of a Dask cluster. Raises ValueError for one that could not run a study."""
     try:
         import distributed
     except ImportError as e:
@@ -280,8 +267,7 @@ def why_not(*places):
 
 
 def is_wanted():
-    """Whether the task in whose thread this is called is still to be done: not if its study, or the
-    scheduler, which closes its workers, has ended."""
+    """Whether this thread's task is still wanted: not if its study, or the scheduler, has ended."""
     from distributed import get_worker
 
     worker = get_worker()
@@ -335,8 +321,7 @@ def end_with_parent():
 
 
 def row_of(place, cell):
-    """What a finished run has measured, and with what. Its accuracy is 0 to 1, or NaN of a
-    regression; of a multi-task run that of the place's task, or without a place the mean."""
+    """What a finished run has measured, and with what; of a regression, accuracy is NaN."""
     result, record = read_json(cell.out / "metrics.json"), read_run(cell.out)
     found = {**record["options"], **record["machine"], **result}
     mean = result.get("accuracy", math.nan)
@@ -345,8 +330,7 @@ def row_of(place, cell):
 
 
 def not_diverged(failed):
-    """All but those that diverged in their first epoch, by the words of `Run.check_finite`. Of one
-    that diverged later, the best epoch is kept: it is finished."""
+    """All but those that diverged in their first epoch, by the words of `Run.check_finite`."""
     return {name: why for name, why in failed.items() if "not finite in epoch 1:" not in why}
 
 

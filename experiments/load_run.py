@@ -30,8 +30,7 @@ from runtime.processes import choose_device, has_bf16, reseed
 from runtime.record import examples_sha256, hashes_of, share_trained_on
 
 # A fusion keeps the weights of its last forward, so one thread at a time computes and reads them.
-# It is no field of a run: that can be pickled, for other processes.
-LOCK = threading.Lock()
+LOCK = threading.Lock()  # no field of a run, which can be pickled
 
 
 def make_parser(name, description):
@@ -71,8 +70,7 @@ class LoadedRun:
         return [*self.bert.active] if isinstance(self.bert.active, tuple) else []
 
     def autocast(self):
-        is_bf16 = self.args.dtype == "bfloat16"
-        return torch.autocast(self.bert.device.type, torch.bfloat16, enabled=is_bf16)
+        return torch.autocast(self.bert.device.type, torch.bfloat16, self.args.dtype == "bfloat16")
 
     def candidates(self, inputs):
         """[[(text_a, text_b or None)]] of inputs, as in training"""
@@ -132,8 +130,7 @@ class LoadedRun:
 
     @torch.inference_mode()
     def predict(self, inputs):
-        """[what the task's `answer` says of an input, and "truncated": whether a text was longer
-        than in training, and cut]"""
+        """[the task's `answer` to an input, and "truncated": whether a text was cut]"""
         examples, pad = self.encode(inputs), self.bert.config.pad_token_id
         result = [None] * len(examples)
         for indices in batches(examples, 64):
@@ -147,7 +144,6 @@ class LoadedRun:
         return result
 
     def weights_of(self, batch):
-        """fusion.py's fusion_weights of a batch."""
         with LOCK, self.autocast():
             self.model(batch)
             return fusion_weights(self.bert)
@@ -155,8 +151,7 @@ class LoadedRun:
     @torch.inference_mode()
     def fusion_weights(self, inputs):
         """[{"tokens": T texts, "weights": {location: for every layer a tensor [T, N], or None where
-        there is no fusion}}] of inputs; with multiple choice one for each of their choices. The N
-        adapters are in the order of `adapters`."""
+        there is no fusion}}] of inputs, or of each of their choices; N is as in `adapters`."""
         result = []
         for example in self.encode(inputs):
             s = self.weights_of(collate([example], self.bert.config.pad_token_id))
@@ -171,8 +166,7 @@ class LoadedRun:
 
 def load_run(directory, device="cpu", model=None, task=None, columns=None):
     """The LoadedRun of a finished run: train.py's `build` with the recorded options, and then the
-    saved tensors. model, task, columns: see `make_parser`. Encoder and tokenizer must be those of
-    its training."""
+    saved tensors. Encoder and tokenizer must be the same. model, task, columns: `make_parser`"""
     directory = Path(directory)
     record = read_finished(directory)
     args = argparse.Namespace(**record["options"])
@@ -244,6 +238,5 @@ def restore(model, task, directory, kept, parts):
                 places = [f"adapters/{name or task.name}", f"heads/{task.name}", ""]
                 there = [p for p in places if (directory / p / kinds[word].config).is_file()]
                 adapterhub.read(directory / (there or [""])[0], kinds[word]).copy_into(tensors)
-        needed = without_file(model, kept, parts)
-        check_names(needed.keys(), rest.keys())
+        check_names(without_file(model, kept, parts).keys(), rest.keys())
         model.load_state_dict(rest, strict=False)

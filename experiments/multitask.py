@@ -68,12 +68,12 @@ def parse(argv=None):
 class OneOfSeveral(train.Model):
     """The model of one task, whose adapter a forward pass activates; all share the encoder."""
 
-    def __init__(self, bert, head, name):
+    def __init__(self, bert, head, task):
         super().__init__(bert, head)
-        self.name = name
+        self.task = task
 
     def forward(self, batch):
-        activate(self.bert, self.name if self.name in self.bert.adapter_configs else None)
+        activate(self.bert, self.task.name if self.bert.adapter_configs else None)
         return super().forward(batch)
 
 
@@ -105,8 +105,7 @@ def multitask_batches(args, train_sets, epoch):
 
 
 def schedule(done):
-    """Linearly down to 0, after a warm-up from 0 to 1, from which it drops to 1 - WARMUP, as in
-    Google's BERT. done: the share of all steps that is done."""
+    """Linearly from 0 to 1, then at once to 1 - WARMUP, then linearly to 0, as in Google's BERT."""
     return done / WARMUP if done < WARMUP else 1 - done
 
 
@@ -125,7 +124,7 @@ def train_jointly(args):
         args.score = settled.score  # the first task's, which the others must have, too
         add_parts(args, bert, task)
         whole.heads[name] = train.new_head(args, task, bert)
-        models[name] = OneOfSeveral(bert, whole.heads[name], name)
+        models[name] = OneOfSeveral(bert, whole.heads[name], task)
         tokenizer, *sets = train.load_data(args, task, source, bert)
         data.append((task, *sets))
     args.dtype = settled.dtype  # but not its max_length: each task has one of its own
@@ -137,11 +136,10 @@ def train_jointly(args):
     record = describe(args, whole, tokenizer, {}, data)
     record["steps_per_epoch"] = args.steps_per_epoch
     train_sets = {task.name: train_set for task, train_set, _ in data}
-    tasks = {task.name: task for task, *_ in data}
 
     def steps(epoch):
         drawn = multitask_batches(args, train_sets, epoch)
-        return [(models[n], tasks[n], [train_sets[n][i] for i in found]) for n, found in drawn]
+        return [(models[n], models[n].task, [train_sets[n][i] for i in ids]) for n, ids in drawn]
 
     def evaluation():  # the mean over the tasks of each score that all of them have
         found = {t.name: train.evaluate(models[t.name], t, dev_set, args) for t, _, dev_set in data}
@@ -150,8 +148,7 @@ def train_jointly(args):
         accuracies = {name: of["accuracy"] for name, of in found.items() if "accuracy" in of}
         return {**means, "accuracies": accuracies}
 
-    # Once its task was drawn, Adam's momentum goes on moving an idle adapter, as in Stickland and
-    # Murray's code, whose gradients are 0 in between.
+    # Adam's momentum goes on moving an idle adapter, as in Stickland and Murray's code.
     def fill_idle(optimizer, *_):
         for p in optimizer.state:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -176,9 +173,8 @@ def save(whole, out, record, kept):
     copy_tokenizer(bert.directory, out)
     for name, head in whole.heads.items():
         parts[f"head {name}"] = adapterhub.head_tensors(head)
-        has_adapter = name in bert.adapter_configs
-        directory = out / ("adapters" if has_adapter else "heads") / name
-        if has_adapter:
+        directory = out / ("adapters" if name in bert.adapter_configs else "heads") / name
+        if name in bert.adapter_configs:
             save_adapter(bert, name, directory)
             parts[f"adapter {name}"] = adapterhub.slot_tensors(adapter_modules(bert, name))
         save_head(head, bert, name, directory)

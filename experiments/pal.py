@@ -13,10 +13,9 @@ from bert import attention
 
 @dataclass
 class PALConfig:
-    """Projected attention layers, 1.1 times BERT-base's parameters for eight tasks. All layers
-    share the projections from d to `size`, and back."""
+    """Projected attention layers; all of them share the projections from d to `size`, and back."""
 
-    size: int = 204  # the dimension in which it attends
+    size: int = 204  # in which it attends; for eight tasks, 1.1 times BERT-base's parameters
     num_heads: int = 6  # as their code has it; 12 in their paper
     leave_out: list = field(default_factory=list)  # layers (from 0) without one
 
@@ -25,8 +24,7 @@ class PALConfig:
             raise ValueError(f"num_heads must divide the size {self.size}, not {self.num_heads}")
 
     def modules(self, bert):
-        """{(layer, "output"): PAL}. Hooks of the layer tell it the layer's input, and let it forget
-        that behind the layer: it would keep the batch's activations alive."""
+        """{(layer, "output"): PAL}. Hooks tell it the layer's input, and free that behind it."""
         modules, shared = {}, None
         for i, layer in enumerate(bert.layers):
             if i not in self.leave_out:
@@ -38,8 +36,7 @@ class PALConfig:
 
 
 class PAL(nn.Module):
-    """x is the input of a whole layer of BERT, at whose end z is added: LN(f + z + x'), where x' is
-    the input of the feed-forward sub-layer.
+    """x is the input of a whole layer; z is added at its end: LN(f + z + x'), x' as in Adapter.
 
     z = GELU(U·g(D·x + b_D) + b_U), where g is self-attention without output matrix, as in Stickland
     and Murray's code (Bert-n-Pals, modeling.py: BERTPals)."""
@@ -59,8 +56,7 @@ class PAL(nn.Module):
         self.projections = first.down, first.up
 
     def remember(self, layer, args, kwargs):
-        """x: the layer's input [B, T, d]; bias: of `Bert.attention_bias`, of which only the padding
-        counts here, and nothing that an encoder has for its own heads."""
+        """x: the layer's input [B, T, d]; bias: only the padding of `Bert.attention_bias`"""
         self.layer_x, bias = (*args, *kwargs.values())
         self.bias = bias
         if bias is not None:  # [B, 1, 1, T]
@@ -85,7 +81,6 @@ class PAL(nn.Module):
         return F.gelu(up(y))  # [B, T, size] -> [B, T, d]
 
     def forward(self, f, x, norm):
-        """As Adapter.forward."""
         return norm(f + self.z(f) + x)
 
 

@@ -35,8 +35,7 @@ def line_of_text(answer, candidate):
 
 
 def draw(run, found, path):
-    """A picture of what `run.fusion_weights` found of one input, a panel for each layer; in the
-    last one only of [CLS], which alone adapter.Head reads there."""
+    """Draws what `run.fusion_weights` found, a panel for each layer; in the last, [CLS] alone."""
     from experiments.fusion_weights import heat_maps, title_of  # pandas takes most of a second
     from experiments.report import save_figure
 

@@ -7,6 +7,9 @@ from tabulate import tabulate
 
 from formats.files import atomic_write
 
+# Student's t, 97.5 %, by degrees of freedom from 1
+T975 = "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131"
+
 
 def two_decimals(value, missing="–"):
     """A number as text; None and NaN are missing."""
@@ -16,10 +19,6 @@ def two_decimals(value, missing="–"):
 def with_deviation(values):
     """71.04 ± 0.52, of a Series; the deviation is left out where there is none."""
     return " ± ".join(filter(None, (two_decimals(values.mean()), two_decimals(values.std(), ""))))
-
-
-# Student's t, 97.5 %, by degrees of freedom from 1
-T975 = "12.706 4.303 3.182 2.776 2.571 2.447 2.365 2.306 2.262 2.228 2.201 2.179 2.160 2.145 2.131"
 
 
 def half_interval(values):
@@ -37,8 +36,7 @@ def with_interval(values):
 
 
 def markdown(rows, header):
-    """A table in Markdown, one text. A float has two decimals, None is –; columns without texts are
-    flush right."""
+    """A table in Markdown: floats with two decimals, None as –, numbers flush right."""
     is_text = [any(isinstance(row[i], str) for row in rows) for i in range(len(header))]
     rows = [[v if isinstance(v, (str, int)) else two_decimals(v) for v in row] for row in rows]
     align = ["left" if text else "right" for text in is_text]

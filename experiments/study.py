@@ -75,8 +75,7 @@ def parse(name, description, argv, systems, **defaults):
     add, seeds = parser.add_argument, {"type": command.seed, "nargs": "+"}
     # fmt: off
     add("--tasks", "--target", nargs="+", required=True, help="of the paper, or your own")
-    add("--sources", nargs="+", help="tasks, or adapters: directories (with a slash: ./mine) or "
-        "hub ids; default the tasks")
+    add("--sources", nargs="+", help="tasks, or adapters: ./mine, or hub ids; default the tasks")
     add("--systems", nargs="+", default=systems, metavar="SYSTEM", help=f"default "
         f"{' '.join(systems)}; a wrong one lists all. _ stands for each source")
     add("--model", default=os.environ.get("ADAPTERFUSION_MODEL"), help="as for train.py")
@@ -89,8 +88,7 @@ def parse(name, description, argv, systems, **defaults):
     add("--paired", action="store_true", help="train the sources again with each seed")
     add("--out", type=Path, default=Path("runs", name), help=f"default runs/{name}")
     add("--jobs", type=command.count, help="runs at a time; default one for each GPU, or one")
-    add("--cluster", metavar="ADDRESS", help="of a Dask scheduler, on whose workers the runs run: "
-        "docs/tables.md")
+    add("--cluster", metavar="ADDRESS", help="of a Dask scheduler, for the runs: docs/tables.md")
     add("--overwrite", action="store_true", help="replace runs that another command has made")
     add("--plan", action="store_true", help="list the runs, and run nothing")
     for stage in [*train.STAGES, "source"]:
@@ -118,8 +116,7 @@ def parse(name, description, argv, systems, **defaults):
     for name, place in [named(one) if "/" in one else (one, None) for one in found]:
         name = name or Path(place).name
         if name.lower() in [n.lower() for n in (*args.sources, *(args.tasks if place else ()))]:
-            advice = "NAME=DIR gives a source another name"
-            raise ValueError(f"two adapters would be called {name.lower()!r}: {advice}")
+            raise ValueError(f"two adapters would be called {name.lower()!r}: NAME=DIR renames one")
         args.sources[name] = place
     places = [place for place in args.sources.values() if place]
     for place in places:
@@ -280,11 +277,10 @@ def table(rows):
 
 def caveats(args, rows):
     """[text] on what a table of one task and size rests, and each warning of its runs once."""
-    cells, task = cells_of(args, args.seeds), rows["task"].iloc[0]
+    cells, (task, size) = cells_of(args, args.seeds), rows[["task", "dev_examples"]].iloc[0]
     places = rows[COLUMNS].itertuples(index=False, name=None)
     records = [read_run(cells[place].out) for place in places]
     majority = records[0]["tasks"].get(task, {}).get("majority", math.nan)
-    size = rows["dev_examples"].iloc[0]
     yield f"{size} development examples, of which {majority:.1%} have the most frequent label."
     weak = rows[rows["accuracy"] <= majority]["system"].unique()
     if titles := ", ".join(system(name)[0] for name in weak):

@@ -28,8 +28,7 @@ def parse(argv=None):
 
 
 def with_mean(values, args):
-    """Accuracies in %, a row for each task and a column for each system of the options; and the
-    mean of a system that has a value for each task: others could not be compared."""
+    """Accuracies in %, [tasks, systems], and the mean of each system that has all tasks."""
     values = values.reindex(index=args.tasks, columns=args.systems).astype(float)
     values.loc[MEAN] = values.mean(skipna=False)
     return values
@@ -45,8 +44,7 @@ def paper_values(args, encoder):
 
 
 def differences(values, pairs):
-    """A column "one − other" for each of the pairs of systems that are there; rounded as printed,
-    so that a table's arrows agree with its numbers."""
+    """A column "one − other" for each of the pairs that are there, rounded as it is printed."""
     values, found = values.drop(MEAN).round(2), {}
     for one, other in pairs:
         if {one, other} <= {*values}:
@@ -56,8 +54,7 @@ def differences(values, pairs):
 
 
 def arrows(values):
-    """Table 2's, of differences: better or worse by more than 0.3 points, or the same; how often
-    each of them, and the mean of the differences with its interval over tasks."""
+    """Table 2's, of differences; how often each, and the mean with its interval over tasks."""
     signs = values.map(lambda v: "↗" if v > 0.3 else "↘" if v < -0.3 else "→", na_action="ignore")
     signs = signs.fillna("–")
     counts = {f"*{mark}*": (signs == mark).sum().map(str) for mark in "↗→↘"}

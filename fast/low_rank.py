@@ -17,8 +17,7 @@ def low_rank(fusion, h, adapters, form, many_tokens=None):
     """h [B, T, d] -> o [B, T, d], without ever forming the d numbers of a z_n, which is
     U_n a_n + b_n with an a_n of only r numbers. For each token that takes about 3·d² + 3·N·r·d
     multiply-adds in place of (2·N + 1)·d² + 2·N·r·d. Three matrices hold all adapters side by side,
-    see docs/figures/low_rank.svg. R = Σ r_n + N counts the columns of every U_n, and then one for
-    each b_n.
+    see docs/figures/low_rank.svg. R = Σ r_n + N counts the columns of every U_n, and every b_n.
 
         a           [B, T, R]  a_1 … a_N of each token, then a 1 for each b_n
         U           [d, R]     U_1 … U_N, then b_1 … b_N
@@ -31,10 +30,8 @@ def low_rank(fusion, h, adapters, form, many_tokens=None):
 
     q·b_K is the same for every n. The softmax ignores that, but the dropout before it does not.
 
-    form         "joint": one product for all D_n, and one activation; "apart": each adapter's own
-                 `bottleneck`
-    many_tokens  whether K U and V U are formed first, which is cheaper where there are more tokens
-                 than columns, the default"""
+    form         "joint": one product for all D_n, one activation; "apart": each its `bottleneck`
+    many_tokens  whether K U and V U are formed first; default if there are more tokens than R"""
     if form == "joint":
         downs = [adapter.down for adapter in adapters]
         D, b_D = torch.cat([D_n.weight for D_n in downs]), torch.cat([D_n.bias for D_n in downs])
@@ -44,8 +41,7 @@ def low_rank(fusion, h, adapters, form, many_tokens=None):
     a = F.pad(a, (0, len(adapters)), value=1.0)  # [B, T, R]
     ups = [adapter.up for adapter in adapters]
     U = torch.cat([up.weight for up in ups] + [up.bias[:, None] for up in ups], 1).to(a.dtype)
-    # A product with membership sums over the columns of each adapter. A product with its transpose
-    # repeats each adapter's number for all of its columns.
+    # a product with membership sums over an adapter's columns, one with its transpose repeats s_n
     identity = torch.eye(len(ups), dtype=a.dtype, device=a.device)  # [N, N]
     owners = [identity[n].expand(up.in_features, -1) for n, up in enumerate(ups)]  # [r_n, N] each
     membership = torch.cat([*owners, identity])  # [R, N]
@@ -64,8 +60,7 @@ def choose_form(fusion, adapters, norm, paper_fusion, known_adapters):
     """How `low_rank` computes what `fusion.textbook` does: "joint" or "apart", or None if it does
     not, which is noted unless the class has formulas of its own.
 
-    fusion           a new one, over `adapters`, {name: module}, in an AddNorm whose LayerNorm is
-                     `norm`; these modules are not changed
+    fusion           a new one, over `adapters`, {name: module}, beside the LayerNorm `norm`
     paper_fusion     the class whose `textbook` `low_rank` follows
     known_adapters   AdapterHub's kinds of adapters, of which the first is the base of the others
 
@@ -77,11 +72,9 @@ def choose_form(fusion, adapters, norm, paper_fusion, known_adapters):
     norm, copy, *copies = copy_to_cpu(nn.ModuleList([norm, fusion, *adapters.values()]))
     check_adapters(dict(zip(adapters, copies, strict=True)), norm, known_adapters)
     # `low_rank` calls neither of these, so it cannot follow others
-    same_formulas = [type(fusion).textbook is paper_fusion.textbook]
-    for adapter in copies:
-        has_z = getattr(type(adapter), "z", None) is known_adapters[0].z
-        same_formulas.append(has_z and type(adapter.up) is nn.Linear)
-    if not all(same_formulas):
+    z, textbook = known_adapters[0].z, paper_fusion.textbook
+    are_known = [getattr(type(a), "z", None) is z and type(a.up) is nn.Linear for a in copies]
+    if type(fusion).textbook is not textbook or not all(are_known):
         return None
     if (form := compare_forms(nn.ModuleList([copy, *copies]))) is None:
         note("`low_rank` does not compute what `textbook` does, which is used and is slower")
@@ -90,9 +83,8 @@ def choose_form(fusion, adapters, norm, paper_fusion, known_adapters):
 
 @torch.no_grad()
 def check_adapters(adapters, norm, known_adapters):
-    """Raises, or notes, what `choose_form` says: all are computed, in fp32, on random f and x, and
-    compared to a relative 1e-4. `norm_after` is no difference: a fusion leaves it out, as adapters
-    1.3 does."""
+    """Raises, or notes, what `choose_form` says; all are computed, in fp32, on random f and x.
+    `norm_after` is no difference: a fusion leaves it out, as adapters 1.3 does."""
     random, shape = torch.Generator().manual_seed(0), (2, 3, len(norm.weight))
     f, x = (torch.randn(shape, generator=random, dtype=torch.float32) for _ in range(2))
     around_z = {}  # {name: input, residual, and an output that shows how the adapter ends}
@@ -118,8 +110,7 @@ def compare_forms(modules):
     """The form of `low_rank` that gives what `textbook` gives, "joint" or else "apart", or None.
     Both are computed for random h [B, T, d], at weights close to these (what agrees there does so
     later, trained or loaded), in training and evaluation, and must draw equally many random
-    numbers. modules: a copy, which is changed, of the fusion and then its adapters, as
-    `copy_to_cpu` makes it"""
+    numbers. modules: the fusion and then its adapters, from `copy_to_cpu`, which are changed"""
     random = torch.Generator().manual_seed(0)  # so that a run decides the same when it is loaded
     for tensor in [*modules.parameters(), *modules.buffers()]:
         if tensor.is_floating_point():  # a new one may start at a value that has no effect
@@ -145,7 +136,6 @@ def compare_forms(modules):
                 found = results(low_rank, form, True) + results(low_rank, form, False)
                 if all(map(is_near, right, found)):
                     return form
-    return None
 
 
 def is_near(right, found):
@@ -154,8 +144,7 @@ def is_near(right, found):
 
 
 def copy_to_cpu(modules):
-    """A copy in fp32 of all that the modules reach: also of a parameter that they share through a
-    tuple, which `Module.float` does not see."""
+    """A copy in fp32 of all that they reach: `Module.float` misses what is shared by a tuple."""
     reached = {}  # {id of an original: its copy}
     copies = deepcopy(modules, reached)
     for x in reached.values():

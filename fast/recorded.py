@@ -12,12 +12,10 @@ MULTIPLE = 16  # lengths are rounded up to it, so that there are few shapes to r
 
 class Recorded:
     """`gradients` of train.py, as a CUDA graph for each shape of a batch. The first batch of a
-    shape is computed as ever, which warms up; the second is recorded; from then on the graph is
-    replayed.
+    shape is computed as ever, which warms up; the second is recorded; then the graph is replayed.
 
     A replay repeats what Python decided when the step was recorded. So one call in `every` is
-    compared with the function: loss and norm of the gradients must be the same, to a relative 1e-3
-    where products are in bf16.
+    compared with the function: loss and norm of the gradients must be the same, to `rel_tol`.
 
     A graph adds to gradients at addresses that stay. So each parameter has one tensor for its
     gradient, which is 0 where a step begins; what a step does not use has None, as ever."""

@@ -20,14 +20,12 @@ ADAPTER = Files("adapter_config.json", ("adapter.safetensors", "pytorch_adapter.
 HEAD = Files("head_config.json", ("model_head.safetensors", "pytorch_model_head.bin"), "")
 OF_FUSION = ("model_adapter_fusion.safetensors", "pytorch_model_adapter_fusion.bin")
 FUSION = Files("adapter_fusion_config.json", OF_FUSION, ".adapter_fusion_layer")
-# [bert.]encoder.layer.0[.attention].output.adapters.NAME.adapter_up.weight; old files have other
-# words. Only forks of ours put something into the embeddings.
+# [bert.]encoder.layer.0[.attention].output.adapters.NAME.adapter_up.weight, or an old word
 SLOT = r"(?:\w+\.)?((?:embeddings|encoder\.layer\.\d+)(?:\.[a-z_]+)*)"
 WORD = r"(?:adapters|layer_text_task_adapters|attention_text_task_adapters|adapter_fusion_layer)"
 TENSOR = re.compile(rf"(?:{SLOT}\.{WORD}|(heads))\.([^.]+)\.(\w+(?:\.\w+)*)")
 
-# What AdapterHub's bottleneck configuration has beyond the paper's grid, where it has no effect;
-# the paper's fusion in its terms; and where the paper's adapters are
+# What AdapterHub's adapters have beyond the paper's grid, without effect; the paper's fusion
 DEFAULTS = files.read_json(Path(__file__).with_name("adapterhub.json"))
 NOT_IN_THE_PAPER, FUSION_CONFIG = DEFAULTS["adapter"], DEFAULTS["fusion"]
 GRID_FIELDS = DEFAULTS["grid"]  # the names of the other fields
@@ -44,8 +42,7 @@ MODEL_CLASSES = {"bert": "BertAdapterModel", "roberta": "RobertaAdapterModel"}  
 
 
 def paper_adapters(model_type):
-    """{task: hub id} of the authors' 16 adapters, for BERT-base-uncased and RoBERTa-base. Five of
-    BERT's have been those of the AdapterHub paper since August 2020, with other heads."""
+    """{task: hub id} of the authors' 16 adapters (docs/adapterhub.md)"""
     if model_type not in DEFAULTS["paper"]:
         raise ValueError(f"the paper's adapters are for bert and roberta, not for {model_type}")
     return DEFAULTS["paper"][model_type]
@@ -86,8 +83,7 @@ def bottleneck_options(options, metadata):
 
 
 def check_bottleneck(fields, factors, activations):
-    """Raises ValueError for a field of the paper's grid with a value that it cannot have. factors:
-    {layer, or "default": reduction factor}; activations: the names of those that are known"""
+    """Raises ValueError for a value that a field cannot have. factors: {layer: reduction factor}"""
     allowed = dict.fromkeys(YES_OR_NO, [True, False])
     allowed |= {"residual_before_ln": [True, False, "post_add"], "non_linearity": activations}
     for name, values in allowed.items():
@@ -113,8 +109,7 @@ def is_attention(tensors):
 
 
 def slot_tensors(modules):
-    """{(path of the slot, name in the file): tensor} of {(layer, location): module}, an adapter's
-    or a fusion's: all parameters and buffers."""
+    """{(slot's path, name in the file): tensor} of {(layer, location): module}, buffers included"""
     tensors = {}
     for key, module in modules.items():
         state = module.state_dict(keep_vars=True)
@@ -190,8 +185,7 @@ class Saved:
             raise ValueError(f"made for model_type {theirs!r:.50}, the encoder has {ours!r}")
 
     def kind(self, ours, entries):
-        """(the class that the file names as its "architecture", what it was made with), a class
-        that is ours or an entry of a dictionary; (ours, None) for a file that names none."""
+        """(the class, `ours` or one of `entries`, that it names; its fields), or (ours, None)"""
         if "architecture" not in self.options:
             return ours, None
         classes = {one.__name__: one for one in (ours, *entries.values()) if isinstance(one, type)}
@@ -200,8 +194,7 @@ class Saved:
         return classes[name], self.options["fields"]
 
     def copy_into(self, tensors, unused=()):
-        """Copies the saved tensors into those of {(slot, part): tensor}. unused: slots whose saved
-        tensors need no place."""
+        """Copies the tensors into those of {(slot, part): tensor}, but for `unused` slots'."""
         found = {key: tensor for key, tensor in self.tensors.items() if key[0] not in unused}
         files.check_names({*map(".".join, tensors)}, {*map(".".join, found)})
         with torch.no_grad():
@@ -216,9 +209,8 @@ class Saved:
 
 
 def read(source, kind):
-    """What is Saved at `source`, a directory or a hub id. If all tensors there are under one name,
-    it may be any; of several, that in the JSON counts: the reference writes those of a head or a
-    fusion "rte2" also into the file of one called "rte"."""
+    """What is Saved at `source`, a directory or a hub id. Of several names in a file, that in the
+    JSON counts: the reference writes a head or a fusion "rte2" also into the file of "rte"."""
     directory = Path(source)
     if not directory.is_dir():
         directory = download(source, "run.json", kind.config, *kind.weights)

@@ -23,15 +23,12 @@ OF_THE_ENCODER = re.compile(r"(embeddings|encoder)\.(?!.*\bposition_ids$)")
 # what says without a model_type that it is BERT: a file of Google's, a class, names of tensors
 PLAINLY_BERT = re.compile(r"bert_config\.json|Bert(For|Model)|bert\.embeddings\.")
 
-
-# An encoder's files, found and read. source: its hub id, or its directory; config: what config.json
-# says; tensors: {the hub's name of today: tensor}
+# source: a hub id, or a directory; config: an object; tensors: {the hub's name of today: tensor}
 Checkpoint = namedtuple("Checkpoint", "source config_path weights_path config tensors")
 
 
 def check(tensors, used):
-    """Raises ValueError for tensors of an encoder that are not in `used`, {the hub's name: tensor},
-    and for numbers that are not finite."""
+    """Raises ValueError unless an encoder's tensors are those of `used`, by name, and finite."""
     files.check_names({*used}, {name for name in tensors if OF_THE_ENCODER.match(name)})
     for name, tensor in used.items():
         files.check_tensor(name, tensors[name], tensor.shape, "it must be")
@@ -112,9 +109,7 @@ def by_hub_name(tensors, model_type):
     prefixes = {match[1] for name in hub.values() if (match := re.fullmatch(anchor, name))}
     if len(prefixes) > 1 and usual not in prefixes:
         found = ", ".join(sorted(prefix or "none" for prefix in prefixes))
-        raise ValueError(
-            f"it holds several encoders, prefixes {found}, and none of them is {usual}"
-        )
+        raise ValueError(f"it holds several encoders, prefixes {found}, and none is {usual}")
     prefix = usual if usual in prefixes else next(iter(prefixes), "")
     hub = {name: today for name, today in hub.items() if today.startswith(prefix)}
     return {today.removeprefix(prefix): tensors[name] for name, today in hub.items()}

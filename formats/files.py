@@ -21,8 +21,7 @@ def note(text):
 
 @contextlib.contextmanager
 def error_prefix(place, is_read=False):
-    """Puts the name of a file or directory before the message of a ValueError; where a library
-    reads it (is_read), of any exception, but that a file is not there."""
+    """Puts `place` before a ValueError's message; with is_read, of all but FileNotFoundError."""
     try:
         yield
     except ValueError as e:

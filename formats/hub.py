@@ -8,9 +8,8 @@ from formats.files import note
 
 @functools.cache
 def hub_library():
-    """(huggingface_hub, why the hub cannot be reached, or ""), imported when it is needed, which
-    takes half a second. For a hub that does not answer, it and `datasets` would wait for ever. So
-    after four seconds they are told to be offline, and what they say then is no reason."""
+    """(huggingface_hub, why the hub cannot be reached, or ""). For a hub that does not answer, it
+    and `datasets` would wait for ever. So after four seconds they are told to be offline."""
     import huggingface_hub
 
     huggingface_hub.logging.set_verbosity_error()  # errors are raised, and reported once

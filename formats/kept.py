@@ -5,9 +5,8 @@ from formats.adapterhub import head_tensors, slot_tensors
 
 def files_of(model, given):
     """{"adapter NAME" | "fusion" | "head" | "encoder": {name in its file: tensor}} of what a run
-    writes in the files of AdapterHub and Hugging Face: each adapter but those of --adapters in
-    which nothing is trained, the fusion, the head, and Θ if all of it is trained. given: the names
-    of --adapters"""
+    writes in the files of AdapterHub and Hugging Face: each adapter but those of --adapters, whose
+    names are `given`, in which nothing is trained; the fusion; the head; Θ if all is trained."""
     bert, found = model.bert, {}
     for name in bert.adapter_configs:
         modules = {k: s.adapters[name] for k, s in bert.slots.items() if name in s.adapters}
@@ -42,8 +41,7 @@ def without_file(model, kept, files):
 
 
 def hold_frozen_in(model, kept, dtype):
-    """Holds Θ, unless some of it is trained, and every frozen Φ of --adapters in `dtype`, in place
-    of fp32. kept: see `kept_names`"""
+    """Holds Θ, unless some of it is trained, and every frozen Φ that is not `kept`, in `dtype`."""
     theta = [*model.bert.theta().values()]
     frozen = [p for n, p in model.named_parameters() if ".adapters." in n and n not in kept]
     if not any(p.requires_grad for p in theta):

@@ -70,8 +70,7 @@ class Source:
 
     def read_split(self, task, split):
         """(its place, for messages; {number of a row: row}) of a split, as `our_rows` has them.
-        What the training file holds for development, a share or a number of its rows, is the same
-        for every seed."""
+        What is held out of the training file for development is the same for every seed."""
         paths = self.paths(task.name, "validation")
         has_dev = not task.dev_from_train if paths is None else bool(paths)
         if has_dev and self.dev_fraction:
@@ -87,9 +86,8 @@ class Source:
         with error_prefix(where, is_read=True):
             rows = our_rows(rows, self.column_names, task.name, task.columns, task.label)
         cells = [row[column] for row in rows for column in task.columns]
-        if empty := sum(
-            list(cell).count("") if isinstance(cell, list) else cell == "" for cell in cells
-        ):
+        texts = [text for x in cells for text in (x if isinstance(x, list) else [x])]
+        if empty := texts.count(""):
             note(f"{where}: empty cells are read as empty texts, {empty} of them")
         if not is_part:
             return where, dict(enumerate(rows, 1))
@@ -125,9 +123,8 @@ def drawn(count, limit, seed):
 def our_rows(rows, names, task_name, columns=None, label="label", has_label=True):
     """[row] with these columns alone, under our names; texts are as `text_of` reads them. names:
     {our name: theirs}, all replaced at the same time, so that two columns can change places;
-    columns: default those of your own task that are not empty. Raises ValueError for a column that
-    no row has, a name that the task does not have, and a column of your own that would go unread.
-    What a row leaves out is empty: so databases write null."""
+    columns: default those of your own task that are not empty. What a row leaves out is empty.
+    Raises ValueError for a column that is not there, is none of the task's, or would go unread."""
     there = dict.fromkeys(name for row in rows for name in row)
     others = OTHER_COLUMNS.get(task_name, {}).items()
     names = {our: other for our, other in others if our not in there and other in there} | names
@@ -183,8 +180,7 @@ def is_empty(cell):
 
 
 def read_rows(path):
-    """[row] of a file; values as they are written, of CSV and TSV all texts. Raises ValueError, or
-    OSError, that names the file."""
+    """[row] of a file, of CSV and TSV all texts. Raises ValueError, or OSError, naming the file."""
     path, ending = Path(path), Path(path).suffix.lower()
     if ending not in READERS:
         raise ValueError(f"{path}: only {', '.join(READERS)} can be read")
@@ -292,8 +288,7 @@ def hub_rows(task, split):
 
 
 def plain_label(value):
-    """What decides which class a label is: not case, blanks, characters that cannot be seen, or
-    zeros before an integer; nor which of two ways Unicode has for the same text."""
+    """What decides which class a label is: not case, blanks, hidden characters, leading zeros."""
     text = str(value).lower()
     hidden = {c for c in text if unicodedata.category(c) in ("Cc", "Cf") and not c.isspace()}
     hidden |= {chr(i) for i in range(0xFE00, 0xFE10)}  # which choose a form of what is before them
@@ -303,9 +298,8 @@ def plain_label(value):
 
 
 def own_labels(values):
-    """The classes of your own task, sorted: numbers, or texts. Raises ValueError if all are numbers
-    and one is a decimal, for what is neither, and for several labels that are one by `plain_label`.
-    Notes what was found."""
+    """The classes of your own task, sorted, which are noted. Raises ValueError if all are numbers
+    and one is a decimal, for what is no text, and for labels that are one by `plain_label`."""
     are_names = any(not NUMBER.fullmatch(str(value)) for value in values)  # 401.9, V45.81
     for value in values:
         is_one = isinstance(value, (str, int, float)) and not LIST.fullmatch(str(value))

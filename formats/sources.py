@@ -7,9 +7,8 @@ from formats.files import is_file, note, read_tensors
 
 
 def find_adapters(sources, model_type):
-    """{name: Saved} of the adapters that --adapters names, read from their files once: runs,
-    AdapterHub directories or hub ids, each as DIR or as NAME=DIR, or "paper" for its authors' 16.
-    Raises ValueError if two have the same name, FileNotFoundError for one that is not there."""
+    """{name: Saved} of --adapters: runs, AdapterHub directories or hub ids, also as NAME=DIR, or
+    "paper". Raises ValueError for a name twice, FileNotFoundError for what is not there."""
     if sources == ["paper"]:
         sources = [f"{name}={hub}" for name, hub in paper_adapters(model_type).items()]
     found = {}
@@ -49,11 +48,9 @@ def check_there(place):
 
 
 def encoder_of(sources):
-    """The encoder on which the first run among --adapters was trained; None without one. Raises
-    FileNotFoundError for a directory without an adapter."""
+    """The encoder of the first run among --adapters, or None. May raise FileNotFoundError."""
     for source in sources if sources != ["paper"] else []:
         place = named(source)[1]
         check_there(place)
         if run := read_run(place):
             return run["trained_on"]
-    return None

@@ -12,8 +12,7 @@ FLOAT_TYPES = {1: torch.float32, 2: torch.float64, 14: torch.bfloat16, 19: torch
 
 
 def read_tensorflow(path):
-    """{name: tensor} of a checkpoint, whose `.index` file is at `path`. Its checksums are not
-    looked at. What holds no floats, such as global_step, is left out."""
+    """{name: tensor of floats} of a checkpoint by its `.index` file; checksums are not looked at"""
     with error_prefix(path, is_read=True):
         entries = table_entries(path.read_bytes())
         shards = protobuf(entries.pop("", b"")).get(1, 1)  # a BundleHeaderProto

@@ -22,9 +22,8 @@ KNOWN = read_json(Path(__file__).with_name("tokenizer_fields.json"))
 
 
 def load_tokenizer(directory, max_length, config=None):
-    """The tokenizer in an encoder's directory: of two texts [CLS] a [SEP] b [SEP], or RoBERTa's <s>
-    a </s></s> b </s>, cut to `max_length` tokens, the longer text first. config: the encoder's,
-    which must have an embedding for each token and each type of segments."""
+    """An encoder's tokenizer: of two texts [CLS] a [SEP] b [SEP], or <s> a </s></s> b </s>, cut to
+    `max_length` tokens, the longer text first. config: the encoder's, which must embed them all."""
     directory = Path(directory)
     path, vocab = directory / "tokenizer.json", directory / "vocab.txt"
     if not is_file(path) and not is_file(vocab):
@@ -91,8 +90,7 @@ def tokenizer_sha256(tokenizer):
 
 
 def read_options(directory):
-    """The fields of tokenizer_config.json and special_tokens_map.json; special tokens are lists of
-    objects. Raises ValueError for a field that is not supported."""
+    """The fields of its JSON files; special tokens are lists of objects. May raise ValueError."""
     paths = [directory / name for name in ("config.json", CONFIG, SPECIAL)]
     model, config, special = (read_json(path) if is_file(path) else {} for path in paths)
     options = {"tokenizer_class": model.get("tokenizer_class"), **config}
@@ -141,8 +139,7 @@ def wordpiece(path, options):
         if f"[{name.upper()}]" in vocab:
             options.setdefault(f"{name}_token", [{"content": f"[{name.upper()}]"}])
     if "do_lower_case" not in options:
-        # A text is lower-cased, and its accents are stripped, if nearly all of the vocabulary is
-        # what that produces. A few entries among thousands were added to it later.
+        # texts are cased as nearly all of the vocabulary is; a few entries were added to it later
         strip = BertNormalizer(False, False, strip_accents=True, lowercase=False).normalize_str
         words = [word for word in vocab if not re.fullmatch(r"\[.*\]|<.*>", word)]
         few = max(1, len(words) // 100)

@@ -20,6 +20,7 @@ from runtime.processes import is_one_of_several
 PATHS = """--out --model --data-dir --train-file --dev-file --adapters --sources --file --picture
     --test run runs""".split()
 WRONG = ValueError, OSError, FloatingPointError  # their messages are for users
+RANDOM_LOCK = threading.RLock()  # torch's random numbers are shared by all threads
 
 
 class Parser(argparse.ArgumentParser):
@@ -107,8 +108,7 @@ class Import(argparse.Action):
     def __call__(self, parser, args, names, option):
         for name in names:
             if not all(part.isidentifier() for part in name.split(".")):
-                advice = "--import takes all words behind it, so it comes last"
-                parser.error(f"{name!r:.50} is not a module's name: {advice}")
+                parser.error(f"{name!r:.50} is not a module's name: --import takes all behind it")
             importlib.import_module(name)
         setattr(args, self.dest, [*getattr(args, self.dest), *names])
 
@@ -118,9 +118,6 @@ IMPORT = Parser(add_help=False)  # one of the `parents` of a command's parser
 IMPORT.add_argument("--import", dest="imports", nargs="+", action=Import, default=[],
     metavar="MODULE", help="files of your own, that add to a dictionary such as ADAPTERS")
 # fmt: on
-
-
-RANDOM_LOCK = threading.RLock()  # torch's random numbers are shared by all threads
 
 
 @contextlib.contextmanager

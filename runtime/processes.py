@@ -13,6 +13,7 @@ from formats.files import error_prefix
 
 # {name: whether the processor has it}; {} with a PyTorch that is too old to say it, as 2.9
 CPU = getattr(torch.cpu, "get_capabilities", dict)()
+STOP = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
 
 
 def choose_device(device, dtype, cuda_graphs=False):
@@ -37,16 +38,14 @@ def choose_device(device, dtype, cuda_graphs=False):
 
 
 def has_bf16(device):
-    """Whether a device ("cpu", "cuda" or "mps") has bfloat16 in its hardware. Where it is emulated,
-    float32 is faster."""
+    """Whether a device ("cpu", "cuda", "mps") computes bfloat16 itself: emulated, it is slower."""
     if device == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device == "cpu" and (CPU.get("avx512_bf16", False) or CPU.get("amx_bf16", False))
 
 
 def set_deterministic(device):
-    """The same bits twice on a GPU, too; for training, before its first product. An operation that
-    has no such form raises RuntimeError, which names it."""
+    """The same bits twice on a GPU, too, or a RuntimeError that names the operation."""
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -65,8 +64,7 @@ def is_one_of_several():
 
 
 def start_processes(device):
-    """Connects the processes, if there are several, once each of them has come here. Raises
-    ValueError if the environment does not say where they meet."""
+    """Connects several processes, each of which comes here. May raise ValueError."""
     if is_one_of_several() and not dist.is_initialized():
         with error_prefix("WORLD_SIZE is set: start several processes with torchrun"):
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
@@ -102,9 +100,6 @@ def gather(found):
     if dist.is_initialized():
         dist.all_gather_object(every, found)
     return every
-
-
-STOP = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}
 
 
 @contextlib.contextmanager

@@ -26,8 +26,7 @@ from runtime.processes import CPU
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = "torch numpy tokenizers safetensors".split()
-# Options that say where things are and how to compute: a run that is resumed may have others. What
-# decides about the result is compared by its digest.
+# Where things are, and how to compute: under --resume, they may differ. Digests are compared.
 MAY_DIFFER = """out resume overwrite device cuda_graphs grad_accumulation model data_dir
     train_file dev_file""".split()
 SKETCH = 1000
@@ -95,9 +94,8 @@ def never_predicted(task, labels, predictions):
 
 
 def describe(args, model, tokenizer, adapters, data):
-    """What run.json is to say. adapters: {name: Saved} of --adapters; data: [(task, training set,
-    development set)]. Says what is strange about the data, also if an adapter has seen development
-    examples. Raises ValueError for an adapter that was trained with another tokenizer."""
+    """What run.json is to say; prints what is strange about the data. adapters: {name: Saved}, or a
+    ValueError for another tokenizer; data: [(task, training set, development set)]"""
     bert = model.bert
     inputs = {"encoder": bert.sha256, "tokenizer": tokenizer_sha256(tokenizer)}
     for name, saved in adapters.items():
@@ -151,8 +149,7 @@ def describe(args, model, tokenizer, adapters, data):
 
 
 def machine(device):
-    """Where a run was computed, and with what. commit: of this repository, with -dirty behind it
-    where changes are not committed; None without one."""
+    """Where a run was computed, and with what; of the repository the commit, or None."""
     amx = ", AMX" if CPU.get("amx_bf16") else ""
     command = "git --git-dir=.git --work-tree=. --no-optional-locks describe"
     command = f"{command} --always --dirty --abbrev=40 --exclude=*".split()

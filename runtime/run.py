@@ -22,8 +22,7 @@ from runtime.processes import all_reduce, deferred_signals, gather, ranks, start
 from runtime.record import first_difference, what_decides
 
 SAVE_MINUTES = 5  # between two checkpoints within an epoch
-# What a run clears, in this order. Its run.json stays until it is replaced: without one, a
-# directory is not taken for a run's.
+# What a run clears, in this order; by its run.json, a directory is known to be a run's.
 RUN_FILES = "resume.pt metrics.json log.jsonl adapters heads model.safetensors config.json".split()
 RUN_FILES += [n for kind in (ADAPTER, HEAD, FUSION) for n in (*kind.weights, kind.config)]
 RUN_FILES += ["own.safetensors", *TOKENIZER_FILES]
@@ -44,10 +43,8 @@ def is_begun(out):
 def check_out(args):
     """Raises ValueError if a run cannot be written to --out, or would replace what it needs."""
     out = Path(args.out)
-    if not out.is_dir():
-        if os.path.lexists(out):
-            raise ValueError(f"--out {out} is a file, or a link that leads nowhere")
-        return
+    if os.path.lexists(out) and not out.is_dir():
+        raise ValueError(f"--out {out} is a file, or a link that leads nowhere")
     others = {path.name for path in out.glob("[!.]*")} - {*TEMPORARY}
     if others and not (out / "run.json").is_file():
         raise ValueError(f"--out {out} holds other files than a run's: choose a new directory")
@@ -118,9 +115,8 @@ def clear(out, names):
 
 
 class Run:
-    """Where a run is, and what was best so far: all that a checkpoint holds beside the weights and
-    what the optimizer keeps for each of them. Nothing random is in it: the random numbers of a step
-    are a function of its number. `minimize` of train.py moves it on; here it is recorded and saved.
+    """Where a run is, and what was best so far: all that a checkpoint holds beside the state of
+    model and optimizer. `minimize` of train.py moves it on; here it is recorded and saved.
 
     record   what run.json is to say
     kept     the names of the tensors in the model's state that the run keeps
@@ -149,8 +145,7 @@ class Run:
         if not is_new:
             runs = map(what_decides, (read_run(self.out), self.record))
             if difference := first_difference(*runs):
-                advice = "cannot --resume it, --overwrite starts anew"
-                raise ValueError(f"{self.out} holds a run with {difference}: {advice}")
+                raise ValueError(f"{self.out} holds a run with {difference}: it needs --overwrite")
             if (self.out / "metrics.json").exists():
                 self.result = read_json(self.out / "metrics.json")
                 print(f"{self.out} is finished already; its result:", flush=True)
@@ -173,10 +168,9 @@ class Run:
         print(f"{self.record['summary']}; run directory {self.out}", flush=True)
 
     def after_step(self, loss):
-        """Shows the progress. Saves the state when it is due; after a signal to any of the
-        processes it saves, and raises KeyboardInterrupt. Raises FloatingPointError if the loss is
-        not finite, which is looked at in every tenth step, and in an epoch's last. loss: what this
-        process has of the batch's loss."""
+        """Shows the progress. Saves the state when it is due; after a signal to any process it
+        saves, and raises KeyboardInterrupt. Raises FloatingPointError if the loss is not finite,
+        as every tenth step sees, and an epoch's last. loss: this process's share of the batch's"""
         steps = self.record["steps_per_epoch"]
         self.loss += all_reduce(loss)
         if self.bar is None:
@@ -199,8 +193,7 @@ class Run:
             raise FloatingPointError(f"{problem}: a lower --lr may help")
 
     def log_epoch(self, scores):
-        """A line in log.jsonl and on the screen. scores: what evaluation returned, {name: number,
-        or anything to be logged}"""
+        """A line in log.jsonl and on the screen. scores: {name: number, or anything else}"""
         if self.bar is not None:  # None: the epoch was resumed behind its last step
             self.bar.close()
         self.bar = None
@@ -231,8 +224,7 @@ class Run:
             note(f"no gradient has reached {len(idle)} trained parameters in epoch 1: {names:.200}")
 
     def finish(self, record):
-        """Makes the run a finished one, once the files of the best epoch are there. Returns the
-        closing line; for a run that has diverged it raises the error. record: run.json's content"""
+        """Makes the run a finished one. Returns the closing line, or raises why it has diverged."""
         shown = "stage task seed model train_examples dev_examples trained_parameters".split()
         known = {**record, **record["options"]}
         result = {name: known[name] for name in shown} | {"best_epoch": self.best_epoch}
@@ -280,7 +272,6 @@ class Run:
         all_reduce(torch.zeros(()))  # no process ends before it is written
 
     def restore(self, saved):
-        """Puts everything back to where a checkpoint was."""
         if [*saved["own"]] != [*self.kept_tensors()]:
             raise ValueError(f"{self.out}: other parameters were trained: cannot --resume it")
         self.model.load_state_dict(saved["own"], strict=False)

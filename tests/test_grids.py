@@ -231,7 +231,7 @@ def say_where(cell, gpu, threads, folder):
 def test_three_at_a_time(monkeypatch, tmp_path):
     """They share GPUs and cores. A run that is killed fails alone, with what needs it."""
     monkeypatch.setattr(grid, "work", say_where)
-    monkeypatch.setattr(grid, "is_finished", lambda cell, _: cell.name != "b")
+    monkeypatch.setattr(grid, "state_of", lambda cell: "finished" * (cell.name != "b"))
     monkeypatch.setattr(grid, "row_of", lambda *_: {"accuracy": 0.5})
     monkeypatch.setattr(grid.torch, "get_num_threads", lambda: 7)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")  # the user's
