@@ -388,7 +388,7 @@ print(f"the target with one skill: about {one:.0%}, with both: about {both:.0%}"
 
 # %%
 tabulate(*study.table(rows))
-print(demo.verdict(rows, one))
+print(demo.verdict(rows))
 
 # %% [markdown]
 # Attention is ahead because it leaves out what is not needed: the sum and even weights cannot. The

@@ -277,8 +277,7 @@ def is_wanted():
 
 
 def run_alone(cell, size, wanted, *how):
-    """Runs a cell in a process of its own, which is stopped when it is not wanted any more; its
-    exit status. size: of its log, when it was submitted. how: as `work` takes it"""
+    """Runs a cell in a process of its own, which stops when it is not wanted. Its exit status."""
     if (how[-1] / cell.log).stat().st_size > size:  # its worker has died: it goes on here
         cell = cell._replace(words=[*cell.words[:-1], "--resume"])
     process = forks.Process(target=work, args=(cell, *how), daemon=True)

@@ -75,7 +75,7 @@ def sentences(text):
 def build_tasks(out, rng):
     """Writes all tasks: OUT/TASK/train.jsonl and validation.jsonl, and of the targets test.jsonl,
     of other docstrings, with 11 or 12 words."""
-    named = {"source": {}, "target": {}, "test": {}}
+    named, written = {"source": {}, "target": {}, "test": {}}, {}
     for origin in FILES:
         for name, texts in docstrings(origin):
             # short ones are quicker; __init__ and its like say nothing
@@ -93,14 +93,12 @@ def build_tasks(out, rng):
         for split, pool, n in zip(("train", "validation"), pools, sizes, strict=True):
             rows = other_rows(task, pool, n, rng) if task in OTHERS else rows_of(task, pool, n, rng)
             rng.shuffle(rows)
-            write_rows(out / task / f"{split}.jsonl", rows)
+            written[out / task / f"{split}.jsonl"] = rows
     for task in TARGETS:  # with random numbers of their own
-        rows = rows_of(task, list(named["test"].items()), TEST_SIZE, random.Random(0))
-        write_rows(out / task / "test.jsonl", rows)
-
-
-def write_rows(path, rows):
-    write_text(path, "\n".join(map(json.dumps, rows)) + "\n")
+        pool, own_rng = list(named["test"].items()), random.Random(0)
+        written[out / task / "test.jsonl"] = rows_of(task, pool, TEST_SIZE, own_rng)
+    for path, rows in written.items():
+        write_text(path, "\n".join(map(json.dumps, rows)) + "\n")
 
 
 def rows_of(task, pool, n, rng):

@@ -281,7 +281,8 @@ def caveats(args, rows):
     places = rows[COLUMNS].itertuples(index=False, name=None)
     records = [read_run(cells[place].out) for place in places]
     majority = records[0]["tasks"].get(task, {}).get("majority", math.nan)
-    yield f"{size} development examples, of which {majority:.1%} have the most frequent label."
+    shared = f", of which {majority:.1%} have the most frequent label" if majority > 0 else ""
+    yield f"{size} development examples{shared}."
     weak = rows[rows["accuracy"] <= majority]["system"].unique()
     if titles := ", ".join(system(name)[0] for name in weak):
         yield f"No better than that, with at least one seed: {titles}."

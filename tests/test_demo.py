@@ -77,9 +77,11 @@ def test_its_runs(made, monkeypatch, target, systems):
     assert all(directory.name in cells for directory in demo.fusions(made[0], target))
 
 
-@pytest.mark.parametrize("second, locked", [(0.56, "Seed 1 is no better"), (0.58, "")])
-def test_its_verdict(second, locked):
-    rows = pd.DataFrame({"seed": [0, 1], "system": "fusion", "accuracy": [0.76, second]})
-    said = demo.verdict(rows, 0.52)
+@pytest.mark.parametrize("second, is_locked", [(0.60, True), (0.62, False)])
+def test_its_verdict(second, is_locked):
+    """Below a head on one skill and five points, a seed has locked."""
+    table = {"head_on_order": [0.54, 0.58], "fusion": [0.76, second]}
+    rows = [[n, seed, v] for n, of in table.items() for seed, v in enumerate(of)]
+    said = demo.verdict(pd.DataFrame(rows, columns=["system", "seed", "accuracy"]))
     assert said.startswith(f"Attention, by seed: 76.0%, {second:.1%}.")
-    assert locked in said and ("locked" in said) == bool(locked)
+    assert ("Seed 1 is hardly better" in said) == is_locked and "Seed 0" not in said
