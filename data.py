@@ -185,10 +185,9 @@ TASKS = {
 def get_task(name, data_source):
     """The paper's task of that name, or your own: any other, with data. May raise ValueError."""
     check_name(name)  # its adapter has the same
-    files = data_source.paths(name, "train")  # None: on the hub
     if name in TASKS:
         return replace(TASKS[name], name=name)
-    if files:
+    if data_source.paths(name, "train"):  # [] or None, which stands for the hub: there is none
         return own_task(name, *data_source.columns_and_labels(name))
     place = f"{data_source.data_dir or 'DIR'}/{name}/train.jsonl"
     needed = f"your own needs --train-file FILE, or --data-dir DIR with {place}"

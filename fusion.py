@@ -160,8 +160,9 @@ def make_fusion(bert, names, fusion_class, arguments, dropout=None):
             fusion = fusion_class([*here], bert.config.hidden_size, dropout, **arguments)
             fusion.arguments = arguments  # for `save_fusion`
             fusion.to(bert.device, torch.promote_types(bert.dtype, torch.float32))
-            # How `low_rank` can compute it; None if its o differs. Raises ValueError if an adapter
-            # reads or adds something else than the last; for these two classes that is a note.
+            # The form in which `low_rank` gives the same o as the given class, or None. Raises
+            # ValueError if an adapter reads or adds something else than the last; for the last two
+            # classes, which AdapterHub's library fuses all the same, it only prints a note.
             fusion.fast_form = choose_form(fusion, here, slot.norm, Fusion, (Adapter, GridAdapter))
             modules[key] = fusion.train(bert.training)
     return modules

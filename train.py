@@ -112,19 +112,19 @@ def train(args):
     tokenizer, train_set, dev_set = load_data(args, task, data_source, bert)
     # what the run saves, by name: everything but the frozen weights of Θ and of --adapters
     kept = kept_names(model, adapters)
-    hold_frozen_in(model, kept, dtype)  # those; of Θ only if none of it is trained; else it is fp32
+    # casts these frozen weights to dtype, in place; those of Θ only if none of it is trained
+    hold_frozen_in(model, kept, dtype)
     # AdamW (section 4.1), without weight decay, as in adapters 1.3
     groups = [{"params": [p for p in model.parameters() if p.requires_grad], "lr": args.lr}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0, fused=device.type != "mps")
-    # what run.json says; `describe` also prints what is strange about the data, and raises
-    # ValueError for an adapter that was trained with another tokenizer
+    # for run.json; prints what is strange, and raises ValueError for adapters of another tokenizer
     record = describe(args, model, tokenizer, adapters, [(task, train_set, dev_set)])
 
     def steps(epoch):
         every = batches(train_set, args.batch_size, (args.seed, epoch))
         return [(model, task, [train_set[i] for i in indices]) for indices in every]
 
-    # connects the processes, locks --out, and clears it, or with --resume goes to the checkpoint
+    # connects the processes; locks and clears --out, or with --resume restores model and optimizer
     with open_run(args, record, model, kept, optimizer) as run:
         if run.result:  # of a run that --resume finds finished
             return run.result
@@ -135,7 +135,7 @@ def train(args):
         minimize(run, steps, lambda done: 1 - done, lambda: evaluate(model, task, dev_set, args))
         if run.rank == 0:
             record = save(model, task, args.out, record, kept)
-        return run.finish(record)  # in process 0 writes run.json and metrics.json; returns these
+        return run.finish(record)  # process 0 writes run.json and metrics.json; returns the latter
 
 
 def settle(args, task, bert, dtype):
@@ -177,10 +177,10 @@ def minimize(run, steps, schedule, evaluation):
     trainable = [p for p in run.model.parameters() if p.requires_grad]
     lrs = [group["lr"] for group in optimizer.param_groups]  # the initial ones, also with --resume
     compute = gradients
-    if args.cuda_graphs:  # on a GPU: replays a recording, which now and then it compares with it
+    if args.cuda_graphs:  # replays a CUDA graph of `gradients`, and now and then compares the two
         compute = Recorded(gradients, trainable, args.dtype, run.record["steps_per_epoch"])
     try:
-        # run.epoch is the next one: early stopping after --patience epochs without a better one
+        # early stopping, when none of the last --patience epochs was better
         while run.epoch <= args.epochs and run.epoch - run.best_epoch <= args.patience:
             run.model.train()  # dropout in the frozen encoder stays on, as in adapters 1.3
             plan = steps(run.epoch)
@@ -194,14 +194,14 @@ def minimize(run, steps, schedule, evaluation):
                 for part in micro_batches(mine, args.grad_accumulation):
                     batch = collate(part, bert.config.pad_token_id)
                     loss += compute(model, task, args, batch, len(part) / len(examples))
-                sum_gradients(trainable)  # over all processes; some may have no examples
+                sum_gradients(trainable)  # over all processes; None, without examples, counts as 0
                 nn.utils.clip_grad_norm_(trainable, 1.0)  # as in Google's BERT
                 optimizer.step()
                 optimizer.zero_grad()
                 run.step += 1
-                # Adds `loss`, over processes, to the epoch's; raises FloatingPointError, in every
-                # tenth step, if that is not finite. Saves a checkpoint when it is due, or on a
-                # signal such as Ctrl-C, and then raises KeyboardInterrupt.
+                # Adds `loss` of all processes to the epoch's sum. Every ten steps, and after the
+                # last, raises FloatingPointError if that is not finite. Saves a checkpoint when it
+                # is due, or on a signal such as Ctrl-C, and then raises KeyboardInterrupt.
                 run.after_step(loss)
 
             reseed(args.seed, run.epoch, run.step, run.rank)  # for a fork whose evaluation draws
