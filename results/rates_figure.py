@@ -56,8 +56,9 @@ def chosen(of, score="best_test"):
 def draw_rates(rows, path):
     """A panel for each setting; a line of means, a dot for each seed; the legend in the last"""
     there = {s: title for s, title in PANELS.items() if (rows["setting"] == s).any()}
-    down = math.ceil((len(there) + 1) / 3)
-    picture, panels = subplots(down, 3, (9.6, 2.9 * down), sharex=True)
+    across = min(3, len(there) + 1)
+    down = math.ceil((len(there) + 1) / across)
+    picture, panels = subplots(down, across, (3.6 * across, 3.1 * down), sharex=True)
     for panel, (setting, title) in zip(panels.flat, there.items(), strict=False):
         of_setting = rows[rows["setting"] == setting]
         for number, way in enumerate(PLOTTED):
