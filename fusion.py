@@ -58,7 +58,7 @@ class Fusion(nn.Module):
         return last.close(o.to(h.dtype) + residual, x, add_norm.norm)
 
     def textbook(self, h, adapters):
-        """The two equations above, term by term: h [B, T, d] -> o [B, T, d]"""
+        """The equations of section 3.2, term by term: h [B, T, d] -> o [B, T, d]"""
         z = torch.stack([adapter.z(h) for adapter in adapters], 2)  # [B, T, N, d]
         q_k = torch.einsum("btd,btnd->btn", self.query(h), self.key(z))  # q·(K z_n + b_K)
         s = self.softmax(q_k)  # [B, T, N]

@@ -54,6 +54,18 @@ class ValueOfSum(Sum):
         return self.value(super().textbook(h, adapters))
 
 
+class Mean(Fusion):
+    """o = V (1/N) Σ_n z_n: attention without its weights. The paper's V and its start."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.query.requires_grad_(False)  # without effect on o: not trained
+        self.key.requires_grad_(False)
+
+    def softmax(self, q_k):
+        return super().softmax(torch.zeros_like(q_k))  # 1/N each: [B, T, N]
+
+
 class ScaLearn(Sum):
     """o = Σ_n ω_n ⊙ z_n, with a trained ω_n of d numbers (Frohmann et al., 2024). As in their code,
     ω starts as N(2/N, 0.001²), and dropout of 0.3 is applied to it."""
@@ -143,8 +155,8 @@ class TopOne(Fusion):
         return self.s + (s - s.detach())
 
 
-FUSIONS |= {"sum": Sum, "average": Average, "gates": Gates, "scaled": Scaled, "top_one": TopOne}
-FUSIONS |= {"value_of_sum": ValueOfSum, "slow": SlowScores, "scalearn": ScaLearn}
+FUSIONS |= {"sum": Sum, "average": Average, "mean": Mean, "gates": Gates, "scaled": Scaled}
+FUSIONS |= {"top_one": TopOne, "value_of_sum": ValueOfSum, "slow": SlowScores, "scalearn": ScaLearn}
 FUSIONS |= {"scalearn_uniform": ScaLearnUniform, "router": Router}
 
 

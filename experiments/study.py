@@ -24,7 +24,7 @@ from formats.sources import check_there, encoder_of, named
 from runtime import command
 from runtime.record import examples_sha256, hashes_of
 
-EVEN_WEIGHTS = "--import examples.mean_fusion --fusion mean"
+EVEN_WEIGHTS = "--import examples.composing --fusion mean"
 # {system: (title, stage, options, which adapters it takes)}. Which: those of "all" sources; the
 # target's "own"; of "one" source, with which the system's name ends; of all "others" but that; or a
 # multi-task system, whose Θ′ and adapters it takes. A name with _ at its end stands for several.

@@ -64,13 +64,13 @@ def test_what_a_label_says(made):
 @pytest.mark.parametrize("target, systems", [("both", 5), ("asked", 3)])
 def test_its_runs(made, monkeypatch, target, systems):
     """The systems with each seed, and the sources; all ways to compose have as many epochs."""
-    for name in ("examples.composing", "examples.mean_fusion"):  # imported as in a new process
-        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "examples.composing", raising=False)  # --import runs it
     with patch.dict(FUSIONS), patch.dict(train.STAGES), patch.dict(study.SYSTEMS):
         args = demo.parse(made[0], target)
         cells = with_needs(study.cells_of(args, args.seeds).values())
         options = [cell.options() for cell in cells.values()]
-    sources = [*skills.SKILLS, *(skills.OTHERS if target == "both" else ())]
+    others = "the of long two_words".split() if target == "both" else ()
+    sources = [*skills.SKILLS, *others]
     counts = dict.fromkeys(sources, 1) | {target: systems * len(demo.SEEDS)}
     assert Counter(one.task for one in options) == counts
     assert len({one.epochs for one in options if one.stage == "fusion"}) == 1
@@ -85,3 +85,19 @@ def test_its_verdict(second, is_locked):
     said = demo.verdict(pd.DataFrame(rows, columns=["system", "seed", "accuracy"]))
     assert said.startswith(f"Attention, by seed: 76.0%, {second:.1%}.")
     assert ("Seed 1 is hardly better" in said) == is_locked and "Seed 0" not in said
+
+
+@pytest.mark.parametrize(
+    "lead, said", [(9, "ahead of all other rows"), (0, "not clearly ahead of")]
+)
+def test_what_ten_seeds_have_earned(monkeypatch, lead, said):
+    """Attention leads `sum` by 8, 9, or 10 points; `even`, too, or not at all."""
+    rows = [["sum", seed, "float32", 0.40] for seed in range(10, 19)]
+    rows += [["head_on_order", seed, "float32", 0.40] for seed in range(10, 19)]
+    rows += [["even", seed, "float32", 0.49 - lead / 100] for seed in range(10, 19)]
+    rows += [["fusion", seed, "float32", 0.48 + seed % 3 / 100] for seed in range(10, 19)]
+    columns = ["system", "seed", "dtype", "test_accuracy"]
+    monkeypatch.setattr(pd, "read_csv", lambda _: pd.DataFrame(rows, columns=columns))
+    found = demo.earned()
+    assert f"In float32, attention is {said}{'' if lead else ' even'}, by at least" in found
+    assert found.endswith("; 0 of 9 seeds have locked.")

@@ -63,7 +63,9 @@ def test_what_the_fusions_compute():
     z = torch.einsum("btd,nde->btne", h, M)  # [B, T, N, d]
     adapters = [SimpleNamespace(z=lambda h, M_n=M_n: h @ M_n) for M_n in M]
     found, scores, V_z = {}, {}, {}
-    kinds = "sum value_of_sum average scalearn scalearn_uniform router gates scaled slow top_one"
+    kinds = (
+        "sum value_of_sum average mean scalearn scalearn_uniform router gates scaled slow top_one"
+    )
     for kind in kinds.split():
         fusion = FUSIONS[kind]([*"abcd"], 8, 0.1).eval().requires_grad_(False)
         for p in fusion.parameters():
@@ -80,6 +82,7 @@ def test_what_the_fusions_compute():
         "sum": z.sum(2),
         "value_of_sum": V_z["value_of_sum"].sum(2),
         "average": z.mean(2),
+        "mean": V_z["mean"].mean(2),
         "scalearn": torch.einsum("nd,btnd->btd", omega, z),
         "scalearn_uniform": torch.einsum("n,btnd->btd", omega_1[:, 0], z),
         "router": (router * z).sum(2),

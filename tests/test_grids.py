@@ -102,7 +102,7 @@ def started(monkeypatch):
         return future
 
     monkeypatch.setattr(grid.ThreadPoolExecutor, "submit", submit)
-    monkeypatch.delitem(sys.modules, "examples.mean_fusion", raising=False)  # --import runs it
+    monkeypatch.delitem(sys.modules, "examples.composing", raising=False)  # --import runs it
     with patch.dict(FUSIONS), patch.dict(study.SYSTEMS), patch.dict(train.STAGES):
         yield started
 

@@ -47,7 +47,7 @@ function drawTable({ s, answer }, truth, other) {
     const cells = s.map((of, i) => cell(of[token][n], other?.s[i][token]?.[n]));
     return element("tr", element("th", name), ...cells);
   });
-  const caption = way === "" ? "by layer" : `by layer; small: minus that under “${other.way}:”`;
+  const caption = way === "" ? "by layer" : `by layer; small: difference from “${other.way}:”`;
   const title = element("caption", "s at “", tokens.querySelectorAll("span")[token].textContent);
   title.append("” ", caption);
   table.replaceChildren(title, element("tr", element("th", "layer"), ...layers), ...rows);
