@@ -108,7 +108,7 @@ def verdict(rows):
 def earned():
     """What ten seeds, each with sources of its own, say in each precision (results/demo.csv)."""
     found = pd.read_csv(Path(__file__).parents[1] / "results" / "demo.csv")
-    said = ["Ten seeds were measured on held-out examples (results/demo.csv)."]
+    said = ["Ten seeds, on held-out examples, in points (results/demo.csv):"]
     for dtype, of in found[found["seed"] > 1].groupby("dtype"):  # seeds 0 and 1 chose the rates
         points = 100 * of.pivot(index="seed", columns="system", values="test_accuracy")
         leads = points.drop(columns="fusion").rsub(points["fusion"], axis=0)
@@ -116,8 +116,7 @@ def earned():
         ahead = f"not clearly ahead of {', '.join(level)}" if level else "ahead of all other rows"
         least = report.with_interval(leads[leads.mean().idxmin()])
         locked = (points["fusion"] < points["head_on_order"].mean() + 5).sum()
-        locked = f"{locked} of {len(points)} seeds have locked"
-        said.append(f"In {dtype}, attention is {ahead}, by at least {least} points; {locked}.")
+        said.append(f"{dtype}: attention is {ahead}; the closest is {least} behind; {locked} lock.")
     return "\n".join(said)
 
 
@@ -151,7 +150,7 @@ The skills, each on its own task: match {match:.1%}, order {order:.1%}. On the t
     print(verdict(rows))
     if target == "both":
         print(earned())
-    print(f"\nWhat attention takes from each adapter, layer by layer: {draw(out, target)}")
+    print(f"\nEven weights take as much of each adapter. What attention takes: {draw(out, target)}")
     for why, words in next_commands(out, target).items():
         print(f"\n{why}\n{shlex.join(map(str, [os.path.relpath(sys.executable), *words]))}")
 

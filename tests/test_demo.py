@@ -99,5 +99,5 @@ def test_what_ten_seeds_have_earned(monkeypatch, lead, said):
     columns = ["system", "seed", "dtype", "test_accuracy"]
     monkeypatch.setattr(pd, "read_csv", lambda _: pd.DataFrame(rows, columns=columns))
     found = demo.earned()
-    assert f"In float32, attention is {said}{'' if lead else ' even'}, by at least" in found
-    assert found.endswith("; 0 of 9 seeds have locked.")
+    assert f"float32: attention is {said}{'' if lead else ' even'}; the closest" in found
+    assert found.endswith("; 0 lock.")
