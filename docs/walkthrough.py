@@ -264,7 +264,7 @@ tabulate(rows, ["d", "s"])
 
 # %% [markdown]
 # *Where the paper is silent* the code follows the library: $z_n$ is the adapter's output
-# without its residual, which is added after the fusion; $Q$ and $K$ have biases; dropout is applied
+# without the residual $f$, which is added after the fusion; $Q$ and $K$ have biases; dropout is applied
 # to the scores. More: [silent.md](silent.md).
 #
 # In the encoder, `forward` gets $h$ from an adapter's `h_and_residual`, and ends in its `close`. So
@@ -336,7 +336,7 @@ show(train.minimize, first="for model, task, examples", last="run.after_step(los
 # - *The sum* of the six, $o = \sum_n z_n$, of which only the head is trained; *even weights*,
 #   $o = V \frac1N \sum_n z_n$; and *attention*.
 #
-# Accuracies, in %, are on 400 development examples, which also choose the best epoch; each system is
+# Accuracies, in % (mean ± standard deviation), are on 400 development examples, which also choose the best epoch; each system is
 # trained at a learning rate that did well with other seeds. Chance is 25 %. A model that answers one
 # question with accuracy $a$ and guesses the other is right in about $a / 2$ of the cases, one with
 # both skills in $a_1 a_2$.
@@ -360,16 +360,16 @@ tabulate([[line[0], *line[3:]] for line in lines], [header[0], *header[3:]])
 # %% [markdown]
 # The last column is attention minus that row. Attention is ahead: it alone weighs the adapters token by
 # token. Even weights have only $V$ to repair what four unneeded adapters add; the sum takes their
-# outputs in full, and three of them are the longest (section 3.2). The target is made for that, so such a gain
+# outputs in full, and three of them are the longest (at the token of section 3.2). The target is made for that, so such a gain
 # is not typical. On other targets, or at other rates, some seeds *lock*: the fusion learns only one of
 # the skills. Why, and what happens on real tasks: [results.md](results.md).
 #
 # ## 6 What the fusion has learned
 #
 # As in the paper's Figure 6, the mean weights $s$ of every layer over the development set; in the last
-# layer only at `[CLS]`, the one token that the head reads. `order` and `match` lead in layers 1 to 4.
-# The last `[CLS]` gives `order` nearly all where the words are intact, and the four others most of it
-# where they are shuffled: there, $s$ itself carries a part of the answer.
+# layer only at `[CLS]`, the one token that the head reads. `order` leads in layers 1, 2 and 4, `match`
+# in 3. The last `[CLS]` gives `order` nearly all where the words are intact, and the four others most
+# of it where they are shuffled: there, $s$ itself carries a part of the answer.
 
 # %%
 run = load_run(demo.fusions(RUNS)[0])
@@ -384,8 +384,8 @@ plt.show()
 #
 # The outlook cites Rücklé et al. (2020): adapters with small weights can be removed after training
 # with almost no drop in accuracy. Removing one means building a fusion of the others with the same
-# $Q$, $K$, $V$. Here the drop is not small: without the four, which the target does not need, the
-# fusion still loses some points. Losing one of the two that are left costs more:
+# $Q$, $K$, $V$. Here the drop is not small: without the four, whose weights tell shuffled from intact
+# (section 6), this fusion loses 7 points. Losing one of the two that are left costs more:
 
 # %%
 examples, every, rows = run.split(), run.adapters, []
@@ -413,8 +413,8 @@ tabulate(rows, ["fused", "accuracy"])
 # +FUSIONS["scaled"] = Scaled
 # ```
 #
-# `low_rank` calls `softmax`, too, so the fork is as fast. Test accuracy of both, at the learning rate
-# that did best on the development sets of the other seeds:
+# `low_rank` calls `softmax`, too, so the fork is as fast. Test accuracy of both, fusing `match` and
+# `order` alone, at the rate that did best on other seeds' development sets; the interval includes 0:
 
 # %%
 found, rows = pd.read_csv(root / "results" / "rates.csv"), []
