@@ -57,7 +57,7 @@ def tabulate(rows, header):
 
 def quietly(function, *values):
     """Calls a function without what it prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+    with contextlib.redirect_stdout(io.StringIO()):
         return function(*values)
 
 

@@ -25,8 +25,8 @@ RUNS = Path("runs/walkthrough")
 # better on it with the help of the others, the *sources*.
 #
 # The paper has BERT-base and sixteen tasks. Here the encoder is MiniLM-L6, a small BERT that comes
-# as a Python package, and three tasks are made of docstrings. An example is a docstring's sentence and
-# a name, with two possible faults: the name is another docstring's, or the words are shuffled.
+# as a Python package, and three tasks are made of docstrings. An example is a docstring's sentence
+# and a name, with two possible faults: the name is another docstring's, or the words are shuffled.
 #
 # - `match`: does the name belong to the sentence? (Python's library and PyTorch)
 # - `order`: are the words in order? (the same)
@@ -95,7 +95,7 @@ show(Layer.forward, AddNorm.forward)
 show(Adapter.forward, Adapter.z, Adapter.bottleneck)
 
 # %% [markdown]
-# Both LayerNorms are one, BERT's own. New weights are small, so training starts near pretrained BERT.
+# Both LayerNorms are one, BERT's own. New weights are small, so training starts near BERT.
 
 # %%
 add_adapter(bert, "order", AdapterConfig.pfeiffer(reduction_factor=16))
@@ -170,8 +170,8 @@ print(f"`order` after one epoch on 800 examples: {right:.1%} of 200 development 
 # &\text{where } \Theta = \Theta_{0 \to \{1, \ldots, N\}}, \Phi_1, \ldots, \Phi_N
 # \end{aligned}$$
 #
-# The arrow marks weights trained further from $\Theta_0$ on tasks $1, \ldots, N$. Either kind can be
-# fused; this page fuses single-task adapters.
+# The arrow marks weights trained further from $\Theta_0$ on tasks $1, \ldots, N$. Either kind can
+# be fused; this page fuses single-task adapters.
 #
 # ### 2.2.3 and appendix A.2: which architecture?
 #
@@ -217,8 +217,8 @@ print(f"Ψ has {psi:,} parameters, a Φ {phi:,}, the head {of_head:,}")
 # ![Figure 2: query, keys and values of the fusion](figures/figure2.svg)
 #
 # In every layer $l$ and for every token $t$, an attention decides how much each adapter
-# $n \in \{1, \ldots, N\}$ counts. Its query is what the adapters read; keys and values are made from
-# their outputs:
+# $n \in \{1, \ldots, N\}$ counts. Its query is what the adapters read; keys and values are made
+# from their outputs:
 #
 # $$\begin{aligned}
 # s_{l,t} &= \operatorname{softmax}_n\left(h_{l,t}^\top Q_l \otimes z_{l,t,n}^\top K_l\right)\\
@@ -227,8 +227,8 @@ print(f"Ψ has {psi:,} parameters, a Φ {phi:,}, the head {of_head:,}")
 # o_{l,t} &= s_{l,t}^\top Z'_{l,t}
 # \end{aligned}$$
 #
-# $\otimes$ is the dot product. The paper multiplies rows, $h^\top Q$; `nn.Linear` multiplies columns,
-# $Wh$ with $W = Q^\top$: in the code, and from here on, $Q$, $K$ and $V$ are these $W$.
+# $\otimes$ is the dot product. The paper multiplies rows, $h^\top Q$; `nn.Linear` multiplies
+# columns, $Wh$ with $W = Q^\top$: in the code, and from here on, $Q$, $K$ and $V$ are these $W$.
 #
 # First one token, with two adapters and $d = 2$. This $Q$ asks for the first dimension:
 
@@ -250,8 +250,8 @@ show(Fusion.textbook, Fusion.softmax)
 # %% [markdown]
 # $V$ starts as the identity (1e-6 off its diagonal), so $o$ starts as $\sum_n s_n z_n$, a mixture
 # of what the adapters put out. $Q$ and $K$ start at random, and so does $s$: nearly even where $d$
-# is small, less so in a wide encoder. $Q$, $K$ and the adapters start with the same deviation, 0.02,
-# at any $d$, so the scores grow with $d$. Four new adapters, 100 random tokens:
+# is small, less so in a wide encoder. $Q$, $K$ and the adapters start with the same deviation,
+# 0.02, at any $d$, so the scores grow with $d$. Four new adapters, 100 random tokens:
 
 # %%
 rows = []
@@ -263,9 +263,9 @@ for d in (48, 384, 768):
 tabulate(rows, ["d", "s"])
 
 # %% [markdown]
-# *Where the paper is silent* the code follows the library: $z_n$ is the adapter's output
-# without the residual $f$, which is added after the fusion; $Q$ and $K$ have biases; dropout is applied
-# to the scores. More: [silent.md](silent.md).
+# *Where the paper is silent* the code follows the library: $z_n$ is the adapter's output without
+# the residual $f$, which is added after the fusion; $Q$ and $K$ have biases; dropout is applied to
+# the scores. More: [silent.md](silent.md).
 #
 # In the encoder, `forward` gets $h$ from an adapter's `h_and_residual`, and ends in its `close`. So
 # the query is $h = \mathrm{LN}(f + x)$, as in the authors' library. The text's "output of the
@@ -316,11 +316,11 @@ show(Fusion.penalty, fusion_regularization)
 #
 # ### Now for real
 #
-# What a stage adds to the encoder, the loss of a batch with its gradients, and the step common to all
-# stages. `run` is the training's state, `plan` an epoch's batches, `lrs` the
-# initial learning rates, `compute` is `gradients`. To save memory, or on several GPUs, a batch is
-# split and the parts' gradients are added up; `share` is a part's fraction of the examples, here 1.
-# `reseed` makes dropout a function of the step, so that an interrupted run resumes exactly.
+# What a stage adds to the encoder, the loss of a batch with its gradients, and the step common to
+# all stages. `run` is the training's state, `plan` an epoch's batches, `lrs` the initial learning
+# rates, `compute` is `gradients`. To save memory, or on several GPUs, a batch is split and the
+# parts' gradients are added up; `share` is a part's fraction of the examples, here 1. `reseed`
+# makes dropout a function of the step, so that an interrupted run resumes exactly.
 
 # %%
 show(train.build, train.gradients)
@@ -336,10 +336,10 @@ show(train.minimize, first="for model, task, examples", last="run.after_step(los
 # - *The sum* of the six, $o = \sum_n z_n$, of which only the head is trained; *even weights*,
 #   $o = V \frac1N \sum_n z_n$; and *attention*.
 #
-# Accuracies, in % (mean ± standard deviation), are on 400 development examples, which also choose the best epoch; each system is
-# trained at a learning rate that did well with other seeds. Chance is 25 %. A model that answers one
-# question with accuracy $a$ and guesses the other is right in about $a / 2$ of the cases, one with
-# both skills in $a_1 a_2$.
+# Accuracies, in % (mean ± standard deviation), are on 400 development examples, which also choose
+# the best epoch; each system is trained at a learning rate that did well with other seeds. Chance
+# is 25 %. A model that answers one question with accuracy $a$ and guesses the other is right in
+# about $a / 2$ of the cases, one with both skills in $a_1 a_2$.
 
 # %%
 skills, rows = quietly(demo.train_all, demo.parse(RUNS))
@@ -358,18 +358,19 @@ lines, header = study.table(rows)
 tabulate([[line[0], *line[3:]] for line in lines], [header[0], *header[3:]])
 
 # %% [markdown]
-# The last column is attention minus that row. Attention is ahead: it alone weighs the adapters token by
-# token. Even weights have only $V$ to repair what four unneeded adapters add; the sum takes their
-# outputs in full, and three of them are the longest (at the token of section 3.2). The target is made for that, so such a gain
-# is not typical. On other targets, or at other rates, some seeds *lock*: the fusion learns only one of
-# the skills. Why, and what happens on real tasks: [results.md](results.md).
+# The last column is attention minus that row. Attention is ahead: it alone weighs the adapters
+# token by token. Even weights have only $V$ to repair what four unneeded adapters add; the sum
+# takes their outputs in full, and three of them are the longest (at the token of section 3.2). The
+# target is made for that, so such a gain is not typical. On other targets, or at other rates, some
+# seeds *lock*: the fusion learns only one of the skills. Why, and what happens on real tasks:
+# [results.md](results.md).
 #
 # ## 6 What the fusion has learned
 #
-# As in the paper's Figure 6, the mean weights $s$ of every layer over the development set; in the last
-# layer only at `[CLS]`, the one token that the head reads. `order` leads in layers 1, 2 and 4, `match`
-# in 3. The last `[CLS]` gives `order` nearly all where the words are intact, and the four others most
-# of it where they are shuffled: there, $s$ itself carries a part of the answer.
+# As in the paper's Figure 6, the mean weights $s$ of every layer over the development set; in the
+# last layer only at `[CLS]`, the one token that the head reads. `order` leads in layers 1, 2 and 4,
+# `match` in 3. The last `[CLS]` gives `order` nearly all where the words are intact, and the four
+# others most of it where they are shuffled: there, $s$ itself carries a part of the answer.
 
 # %%
 run = load_run(demo.fusions(RUNS)[0])
@@ -384,8 +385,8 @@ plt.show()
 #
 # The outlook cites Rücklé et al. (2020): adapters with small weights can be removed after training
 # with almost no drop in accuracy. Removing one means building a fusion of the others with the same
-# $Q$, $K$, $V$. Here the drop is not small: without the four, whose weights tell shuffled from intact
-# (section 6), this fusion loses 7 points. Losing one of the two that are left costs more:
+# $Q$, $K$, $V$. Here the drop is not small: without the four, whose weights tell shuffled from
+# intact (section 6), this fusion loses 7 points. Losing one of the two that are left costs more:
 
 # %%
 examples, every, rows = run.split(), run.adapters, []
@@ -402,8 +403,8 @@ tabulate(rows, ["fused", "accuracy"])
 # %% [markdown]
 # ## A fork: scores over $\sqrt d$
 #
-# Four lines at the end of `fusion.py` divide the scores of section 3.2 by $\sqrt d$, as the attention
-# inside BERT does; `--fusion scaled` selects them:
+# Four lines at the end of `fusion.py` divide the scores of section 3.2 by $\sqrt d$, as the
+# attention inside BERT does; `--fusion scaled` selects them:
 #
 # ```diff
 # --- fusion.py
@@ -414,7 +415,7 @@ tabulate(rows, ["fused", "accuracy"])
 # ```
 #
 # `low_rank` calls `softmax`, too, so the fork is as fast. Test accuracy of both, fusing `match` and
-# `order` alone, at the rate that did best on other seeds' development sets; the interval includes 0:
+# `order` alone, at the rate best on other seeds' development sets; the interval includes 0:
 
 # %%
 found, rows = pd.read_csv(root / "results" / "rates.csv"), []
