@@ -15,7 +15,7 @@ from torch import nn
 
 import train
 from adapter import adapter_modules, add_adapter
-from fusion import FUSIONS, Fusion, add_fusion
+from fusion import FUSIONS, Fusion
 
 
 class Sum(Fusion):
@@ -36,13 +36,6 @@ class Sum(Fusion):
         return h.new_ones(len(self.adapter_names), 1)
 
 
-class Average(Sum):
-    """o = (1/N) Σ_n z_n: an ensemble of the adapters in every layer. Only the head is trained."""
-
-    def weights(self, h):
-        return super().weights(h) / len(self.adapter_names)
-
-
 class ValueOfSum(Sum):
     """o = V Σ_n z_n, with the paper's V and its start: even weights with V, but for their 1/N."""
 
@@ -52,6 +45,19 @@ class ValueOfSum(Sum):
 
     def textbook(self, h, adapters):
         return self.value(super().textbook(h, adapters))
+
+
+class Static(ValueOfSum):
+    """o = V Σ_n ω_n z_n, with a trained number ω_n for each adapter and layer, whatever the token.
+    It starts as even weights. AdamW moves a parameter by the rate, whatever its size: a factor of
+    20/N lets ω leave its start as fast as attention's weights do."""
+
+    def __init__(self, adapter_names, hidden_size, dropout):
+        super().__init__(adapter_names, hidden_size, dropout)
+        self.omega = nn.Parameter(torch.zeros(len(adapter_names), 1))  # [N, 1]
+
+    def weights(self, h):
+        return (1 + 20 * self.omega) / len(self.adapter_names)
 
 
 class Mean(Fusion):
@@ -155,9 +161,9 @@ class TopOne(Fusion):
         return self.s + (s - s.detach())
 
 
-FUSIONS |= {"sum": Sum, "average": Average, "mean": Mean, "gates": Gates, "scaled": Scaled}
+FUSIONS |= {"sum": Sum, "mean": Mean, "gates": Gates, "scaled": Scaled}
 FUSIONS |= {"top_one": TopOne, "value_of_sum": ValueOfSum, "slow": SlowScores, "scalearn": ScaLearn}
-FUSIONS |= {"scalearn_uniform": ScaLearnUniform, "router": Router}
+FUSIONS |= {"scalearn_uniform": ScaLearnUniform, "router": Router, "static": Static}
 
 
 def soup(args, bert, task):
@@ -174,13 +180,4 @@ def soup(args, bert, task):
         module.requires_grad_(False)
 
 
-def joint(args, bert, task):
-    """Φ_1..N and Ψ are trained together, from the adapters that are given and a new Ψ."""
-    add_fusion(bert, [*bert.adapter_configs], FUSIONS[args.fusion], **args.fusion_config)
-    for name, p in bert.named_parameters():
-        if ".adapters." in name:
-            p.requires_grad_(True)
-
-
 train.STAGES["soup"] = {"lr": 1e-3, "epochs": 30, "build": soup, "options": ["adapters"]}
-train.STAGES["joint"] = {**train.STAGES["fusion"], "build": joint}

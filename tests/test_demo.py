@@ -87,9 +87,7 @@ def test_its_verdict(second, is_locked):
     assert ("Seed 1 is hardly better" in said) == is_locked and "Seed 0" not in said
 
 
-@pytest.mark.parametrize(
-    "lead, said", [(9, "ahead of all other rows"), (0, "not clearly ahead of")]
-)
+@pytest.mark.parametrize("lead, said", [(9, "even, head"), (0, "head")])
 def test_what_ten_seeds_have_earned(monkeypatch, lead, said):
     """Attention leads `sum` by 8, 9, or 10 points; `even`, too, or not at all."""
     rows = [["sum", seed, "float32", 0.40] for seed in range(10, 19)]
@@ -99,5 +97,6 @@ def test_what_ten_seeds_have_earned(monkeypatch, lead, said):
     columns = ["system", "seed", "dtype", "test_accuracy"]
     monkeypatch.setattr(pd, "read_csv", lambda _: pd.DataFrame(rows, columns=columns))
     found = demo.earned()
-    assert f"float32: attention is {said}{'' if lead else ' even'}; the closest" in found
-    assert found.endswith("; 0 lock.")
+    assert f"float32: attention is clearly ahead of {said}_on_order, sum.\n" in found
+    assert ("It is not clearly ahead of even by 0.00" in found) == (lead == 0)
+    assert found.endswith("\n0 of its 9 seeds lock.")

@@ -53,8 +53,8 @@ def examples():
 
 PROBLEMS = {"lora": "no output z"}  # of a fusion
 FUSED = [kind for kind in ADAPTER_KINDS if kind not in PROBLEMS]
-NO_DISTRIBUTION = "sum value_of_sum gates scalearn scalearn_uniform".split()  # s is no softmax
-ORDERED = {"scalearn", "scalearn_uniform", "router"}  # with parameters of their own for adapter n
+ORDERED = {*"static scalearn scalearn_uniform router".split()}  # with parameters for adapter n
+NO_DISTRIBUTION = [*"sum value_of_sum gates".split(), *ORDERED - {"router"}]  # s is no softmax
 FORMS = {"pal": None, "own": None}  # classes with a z of their own are computed by the textbook
 ALONE_AND_FUSED = [(kind, None) for kind in ADAPTER_KINDS]
 ALONE_AND_FUSED += [(kind, fusion_kind) for kind in FUSED for fusion_kind in FUSION_KINDS]
@@ -336,7 +336,6 @@ STAGES = {
     "multitask": r"",
     "houlsby": r"\.adapters\.sst2\.|norm\.(weight|bias)$|^head\.",
     "soup": r"^head\.",
-    "joint": r"\.adapters\.|\.fusion\.|^head\.",
     "own": r"^bert\.(?!.*\.adapters\.).*bias|\.adapters\.sst2\.|\.gate$|\.prompt$|^head\.",
 }
 NOT_TRAINED = {"own": r"\.down\.", "fusion mean": r"\.fusion\.(query|key)\."}
@@ -350,7 +349,6 @@ COMMANDS |= {f"encoder {kind}": ("full", "") for kind in ENCODER_KINDS}
 OWN_STAGES = [stage for stage in STAGE_KINDS if stage not in "adapter fusion head full".split()]
 COMMANDS |= {f"stage {stage}": (stage, "") for stage in [*OWN_STAGES, "multitask"]}
 COMMANDS["stage multitask, Θ alone"] = ("multitask", "--without-adapters")
-COMMANDS["stage joint"] = ("joint", "--adapters {runs}/rte {runs}/pick")
 COMMANDS["stage soup"] = ("soup", "--adapters {runs}/rte again={runs}/rte")  # of one architecture
 ONE_TASK = [name for name, (stage, _) in COMMANDS.items() if stage != "multitask"]
 every_run = pytest.mark.parametrize("run", COMMANDS, indirect=True)
