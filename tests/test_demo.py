@@ -98,5 +98,5 @@ def test_what_ten_seeds_have_earned(monkeypatch, lead, said):
     monkeypatch.setattr(pd, "read_csv", lambda _: pd.DataFrame(rows, columns=columns))
     found = demo.earned()
     assert f"float32: attention is clearly ahead of {said}_on_order, sum.\n" in found
-    assert ("It is not clearly ahead of even by 0.00" in found) == (lead == 0)
+    assert ("Its lead is not clear over even: 0.00" in found) == (lead == 0)
     assert found.endswith("\n0 of its 9 seeds lock.")
