@@ -64,8 +64,7 @@ def quietly(function, *values):
 def at_chosen_rates(rows):
     """Test accuracy by seed, in points; each at the learning rate that is best on the development
     sets of all other seeds."""
-    dev, test = (
-        rows.pivot(index="seed", columns="lr", values=f"best_{s}") for s in ("dev", "test")
-    )
+    dev = rows.pivot(index="seed", columns="lr", values="best_dev")
+    test = rows.pivot(index="seed", columns="lr", values="best_test")
     rates = {seed: dev.drop(seed).mean().idxmax() for seed in dev.index}
     return pd.Series({seed: 100 * test.loc[seed, lr] for seed, lr in rates.items()})

@@ -48,9 +48,8 @@ class ValueOfSum(Sum):
 
 
 class Static(ValueOfSum):
-    """o = V Σ_n ω_n z_n, with a trained number ω_n for each adapter and layer, whatever the token.
-    It starts as even weights. AdamW moves a parameter by the rate, whatever its size: a factor of
-    20/N lets ω leave its start as fast as attention's weights do."""
+    """o = V Σ_n ω_n z_n, with a trained number ω_n for each adapter and layer, at first 1/N. AdamW
+    moves a parameter by the rate: a factor of 20/N lets ω move as fast as attention's s."""
 
     def __init__(self, adapter_names, hidden_size, dropout):
         super().__init__(adapter_names, hidden_size, dropout)

@@ -5,7 +5,7 @@ The same command again runs what is not finished, and continues what was interru
 import contextlib
 import logging
 import math
-import multiprocessing
+import multiprocessing.connection
 import os
 import shlex
 import signal
@@ -37,6 +37,7 @@ from runtime.record import data_inputs, first_difference, hashes_of
 # Runs are forked from a process that has imported all of this: 3 seconds less for each. A script of
 # your own that calls a grid needs `if __name__ == "__main__":`, as always with multiprocessing.
 forks = multiprocessing.get_context("forkserver")
+POLLING = threading.Lock()  # `start` polls all processes; a status that two threads read is lost
 forks.set_forkserver_preload([__name__, "torch._dynamo"])
 
 MEASURED = """train_examples dev_examples best_epoch trained_parameters epochs lr processor
@@ -281,13 +282,14 @@ def run_alone(cell, size, wanted, *how):
     if (how[-1] / cell.log).stat().st_size > size:  # its worker has died: it goes on here
         cell = cell._replace(words=[*cell.words[:-1], "--resume"])
     process = forks.Process(target=work, args=(cell, *how), daemon=True)
-    process.start()
-    while process.is_alive():
-        process.join(0.5)
+    with POLLING:
+        process.start()
+    while not multiprocessing.connection.wait([process.sentinel], 0.5):
         if not wanted():
             process.terminate()  # it saves its state
-            process.join()
-    return process.exitcode
+            multiprocessing.connection.wait([process.sentinel])
+    with POLLING:
+        return process.exitcode
 
 
 def work(cell, gpu, threads, folder):
