@@ -360,10 +360,11 @@ tabulate([[line[0], *line[3:]] for line in lines], [header[0], *header[3:]])
 # %% [markdown]
 # The last column is attention minus that row. Attention is ahead of all of these. Even weights have
 # only $V$ to repair what four unneeded adapters add; the sum takes their outputs in full, and three
-# of them are the longest (at the token of section 3.2). That $s$ depends on the token is not clearly
-# of use here: static weights, a trained number for each adapter and layer, are 1.4 points behind
-# (−0.2 to 3.1, ten seeds). On other targets, or at other rates, some seeds *lock*: the fusion learns
-# only one of the skills. Why, and what happens on real tasks: [results.md](results.md).
+# of them are the longest (at the token of section 3.2). That $s$ depends on the token gives little
+# here: static weights, a trained number for each adapter and layer, are 1.4 points behind in bfloat16
+# (−0.2 to 3.1, ten seeds) and 1.5 in float32 (0.3 to 2.7). On other targets, or at other rates, some
+# seeds *lock*: the fusion learns only one of the skills. Why, and what happens on real tasks:
+# [results.md](results.md).
 #
 # ## 6 What the fusion has learned
 #
@@ -415,7 +416,7 @@ tabulate(rows, ["fused", "accuracy"])
 # ```
 #
 # `low_rank` calls `softmax`, too, so it is as fast. Test accuracy, fusing `match` and `order` alone,
-# beside six others, and on `asked`, at the rate best for other seeds; each interval includes 0:
+# beside others, and on `asked`, at the rate best for other seeds; each interval includes 0:
 
 # %%
 found, rows = pd.read_csv(root / "results" / "rates.csv"), []
