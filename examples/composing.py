@@ -48,15 +48,15 @@ class ValueOfSum(Sum):
 
 
 class Static(ValueOfSum):
-    """o = V Σ_n ω_n z_n, with a trained number ω_n for each adapter and layer, at first 1/N. AdamW
-    moves a parameter by the rate: a factor of 20/N lets ω move as fast as attention's s."""
+    """o = V Σ_n ω_n z_n, with ω_n = (1 + 20 δ_n) / N, one trained number δ_n for each adapter and
+    layer. AdamW moves δ by the rate, and so ω, at first 1/N, as fast as attention's s."""
 
     def __init__(self, adapter_names, hidden_size, dropout):
         super().__init__(adapter_names, hidden_size, dropout)
-        self.omega = nn.Parameter(torch.zeros(len(adapter_names), 1))  # [N, 1]
+        self.delta = nn.Parameter(torch.zeros(len(adapter_names), 1))  # [N, 1]
 
     def weights(self, h):
-        return (1 + 20 * self.omega) / len(self.adapter_names)
+        return (1 + 20 * self.delta) / len(self.adapter_names)
 
 
 class Mean(Fusion):

@@ -117,7 +117,7 @@ def earned():
         level = [f"{n}: {report.with_interval(leads[n])}" for n in leads if n not in ahead]
         locked = (points["fusion"] < points["head_on_order"].mean() + 100 * LOCKED).sum()
         said.append(f"{dtype}: attention is clearly ahead of {', '.join(ahead) or 'no other'}.")
-        said += [f"Its lead is not clear over {'; '.join(level)}."] * bool(level)
+        said += [f"Its lead is not clear over {'; '.join(level)}."] if level else []
         said.append(f"{locked} of its {len(points)} seeds lock.")
     return "\n".join(said)
 

@@ -77,12 +77,12 @@ def test_what_the_fusions_compute():
             V_z[kind] = z @ fusion.value.weight.T
     largest = scores["top_one"].argmax(-1)[..., None, None].expand(2, 3, 1, 8)
     router = torch.softmax(h @ found["router"][0].gate.weight.T, -1)[..., None]
-    kinds = ("scalearn", "scalearn_uniform", "static")
-    omega, omega_1, omega_static = (found[kind][0].omega for kind in kinds)
+    omega, omega_1 = (found[kind][0].omega for kind in ("scalearn", "scalearn_uniform"))
+    delta = found["static"][0].delta
     expected = {
         "sum": z.sum(2),
         "value_of_sum": V_z["value_of_sum"].sum(2),
-        "static": torch.einsum("n,btnd->btd", (1 + 20 * omega_static[:, 0]) / 4, V_z["static"]),
+        "static": torch.einsum("n,btnd->btd", (1 + 20 * delta[:, 0]) / 4, V_z["static"]),
         "mean": V_z["mean"].mean(2),
         "scalearn": torch.einsum("nd,btnd->btd", omega, z),
         "scalearn_uniform": torch.einsum("n,btnd->btd", omega_1[:, 0], z),
